@@ -1,0 +1,63 @@
+"""Who owns which page: a free list and reference counts, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class OutOfPages(RuntimeError):
+    """The pool has fewer free pages than a call needs. Nothing was written and no page was taken."""
+
+    def __init__(self, needed: int, free: int, total: int, advice: str = ""):
+        self.needed, self.free, self.total = needed, free, total
+        text = f"out of pages: {needed} needed, {free} free of {total}; free sequences, or make the engine with more pages"
+        super().__init__(f"{text}. {advice}" if advice else text)
+
+
+class PageAllocator:
+    """Hands out page numbers 0 .. total-1. A page has as many owners as sequences name it; it is free again when the last lets go.
+
+    A released page is the next one handed out, so which page holds what depends on history; results must not.
+    """
+
+    def __init__(self, total: int):
+        if total <= 0:
+            raise ValueError(f"a pool needs at least one page, got {total}")
+        self.total = total
+        self._free = list(range(total - 1, -1, -1))
+        self._owners = [0] * total
+
+    @property
+    def free(self) -> int:
+        """Pages nobody owns."""
+        return len(self._free)
+
+    def owners(self, page: int) -> int:
+        """How many sequences name `page`."""
+        return self._owners[page]
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages with one owner each, or OutOfPages and none."""
+        if count > len(self._free):
+            raise OutOfPages(count, len(self._free), self.total)
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._owners[page] = 1
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more owner for each of `pages`, which must be owned already."""
+        for page in pages:
+            if self._owners[page] == 0:
+                raise ValueError(f"page {page} is free and cannot be shared")
+        for page in pages:
+            self._owners[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One owner fewer for each of `pages`; those without owners become free."""
+        for page in pages:
+            if self._owners[page] == 0:
+                raise ValueError(f"page {page} is already free")
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                self._free.append(page)

@@ -1,0 +1,384 @@
+"""The engine: the one stateful object. It owns the pool of pages and runs the pure steps over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import FULL, Cache, OutOfPages, PageAllocator, PagedKV, copy_page, empty_layer, seal
+from kvjax.cache.files import read_sequence, write_sequence
+from kvjax.memory import MemoryPlan, memory_plan
+from kvjax.model import Model, fingerprint
+from kvjax.policies import DecodePolicy, StateSpec, parse
+from kvjax.prefill import DensePrefill, PrefillPolicy
+from kvjax.sampling import SamplingRows
+from kvjax.steps import Reads, decode_and_sample, decode_step, prefill_step
+
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+MIN_TABLE_PAGES = 16
+DEFAULT_POOL = (8, 32_768)
+"""A default pool holds at most this many sequences of this many tokens."""
+
+
+@dataclasses.dataclass(eq=False)
+class CachedSequence:
+    """A sequence whose keys and values lie in an engine's pages.
+
+    tokens: what was written so far, as far as the host knows it. length: tokens written. pages: physical pages, in order; reserved ones included.
+    logits: next-token logits `[V]` float32 after the last prefill or extend; None after anything else.
+    """
+
+    tokens: list[int]
+    length: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    logits: Float[Array, " V"] | None = None
+    states: dict[DecodePolicy, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    freed: bool = False
+
+
+class Engine:
+    """Prefill, decode, extend, fork, truncate and free sequences of one model.
+
+    policy: the decode policy, or its name (`kvjax.policies.parse`). policies: others that calls may name; the indexes of all are built as
+    pages are sealed. pages: size of the pool; None fits it to free memory. page_size and prefill_chunk are in tokens; the chunk is a multiple of the
+    page. batch_buckets: decode batches are padded to the next of these sizes, and a sequence's bits are the same in every batch of one
+    bucket.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        policy: str | DecodePolicy = "dense",
+        *,
+        policies: Iterable[str | DecodePolicy] = (),
+        pages: int | None = None,
+        page_size: int = 128,
+        prefill_chunk: int = 512,
+        prefill: PrefillPolicy | None = None,
+        batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
+    ):
+        self.model, self.config = model, model.config
+        self.policy = parse(policy)
+        self.policies = tuple(dict.fromkeys((self.policy, *(parse(each) for each in policies))))
+        self.indexes = tuple(dict.fromkeys(spec for each in self.policies for spec in each.indexes()))
+        if page_size <= 0 or prefill_chunk <= 0 or prefill_chunk % page_size:
+            raise ValueError(f"prefill_chunk {prefill_chunk} must be a positive multiple of page_size {page_size}")
+        if not batch_buckets or sorted(set(batch_buckets)) != list(batch_buckets) or batch_buckets[0] < 1:
+            raise ValueError(f"batch_buckets must be ascending positive sizes, got {batch_buckets}")
+        self.page_size, self.prefill_chunk, self.batch_buckets = page_size, prefill_chunk, tuple(batch_buckets)
+        self.prefill_policy = prefill or DensePrefill()
+        self.dtype = jax.tree.leaves(model.params)[0].dtype
+        self.allocator = PageAllocator(self._default_pages() if pages is None else pages)
+        shape = (self.allocator.total, self.config.num_kv_heads, page_size, self.config.head_dim)
+        self._layers = tuple(empty_layer(*shape, self.dtype, self.indexes) for _ in range(self.config.num_layers))
+
+    # What there is room for
+
+    def memory_plan(self) -> MemoryPlan:
+        """Weights, cache per 1K tokens and pages that fit, for this model as loaded."""
+        weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.params))
+        plan = self._plan_beside_weights()
+        return dataclasses.replace(plan, weights_bytes=weights, available_bytes=plan.available_bytes + weights)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that `tokens` tokens take."""
+        return -(-tokens // self.page_size)
+
+    def check_length(self, tokens: int) -> None:
+        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small."""
+        if tokens > self.config.max_positions:
+            raise ValueError(f"a sequence of {tokens:,} tokens is longer than the model's {self.config.max_positions:,} positions")
+        if self.pages_for(tokens) > self.allocator.total:
+            raise self._out_of_pages(self.pages_for(tokens), self.allocator.total)
+
+    # Sequences
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], *, reserve: int = 0, on_tokens: Callable[[int], None] | None = None
+    ) -> list[CachedSequence]:
+        """Write whole prompts (token ids) to new sequences; `.logits` of each predicts the next token.
+
+        reserve: tokens beyond the prompt whose pages are taken now, so that later steps cannot run out. on_tokens: called with the number
+        of tokens done, chunk by chunk. One sequence at a time, so a prompt's bits do not depend on the others. Raises OutOfPages (then
+        nothing is kept) and ValueError for an empty prompt, a token outside the vocabulary, or one too long for the model.
+        """
+        for prompt in prompts:
+            self._check_tokens(prompt)
+            self.check_length(len(prompt) + reserve)
+        sequences = [CachedSequence([]) for _ in prompts]
+        needed = sum(self.pages_for(len(prompt) + reserve) for prompt in prompts)
+        if needed > self.allocator.free:
+            raise self._out_of_pages(needed, self.allocator.free)
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            self.reserve([sequence], len(prompt) + reserve)
+        for sequence, prompt in zip(sequences, prompts, strict=True):
+            self._write(sequence, list(prompt), all_logits=False, on_tokens=on_tokens)
+        return sequences
+
+    def extend(self, sequence: CachedSequence, tokens: Sequence[int], *, all_logits: bool = False) -> Float[Array, "*T V"]:
+        """Append tokens by prefill and return the logits after the last one, `[V]`, or after each, `[T, V]`; float32.
+
+        The bits equal those of one prefill of the whole. Raises as `prefill` does.
+        """
+        self._check_live([sequence])
+        self._check_tokens(tokens)
+        self.check_length(sequence.length + len(tokens))
+        self.reserve([sequence], len(tokens))
+        return self._write(sequence, list(tokens), all_logits=all_logits)
+
+    def decode(
+        self, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None = None
+    ) -> Float[Array, "n V"]:
+        """Write one given token of every sequence and return its next-token logits, float32, through the decode policy.
+
+        For forcing known text and for own sampling; `kvjax.generate` samples inside the step.
+        """
+        for token in tokens:
+            self._check_tokens([token])
+        slots = self._slots(sequences)
+        padded = np.zeros((len(slots), 1), np.int32)
+        padded[: len(sequences), 0] = list(tokens)
+        logits, _ = self._decode(decode_step, slots, padded, policy)
+        for sequence, token in zip(sequences, tokens, strict=True):
+            sequence.tokens.append(int(token))
+        return logits[: len(sequences), 0]
+
+    def decode_and_sample(
+        self, slots: Sequence[CachedSequence | None], tokens: Int[Array, "B"], rows: SamplingRows, policy: str | DecodePolicy | None = None
+    ) -> tuple[Int[Array, "B"], Float[Array, "B"], Reads]:
+        """Write one token per slot (None: empty) and sample the next one, all in one jitted call.
+
+        tokens may still be on their way from the last step; nothing here waits for the device. The caller appends the written tokens to
+        `.tokens` when it learns them. Returns next tokens, their log-probabilities, and what attention read.
+        """
+        if len(slots) not in self.batch_buckets:
+            raise ValueError(f"{len(slots)} slots are no batch bucket of this engine: {self.batch_buckets}")
+        (chosen, logprobs), reads = self._decode(decode_and_sample, slots, tokens, policy, rows)
+        return chosen, logprobs, reads
+
+    def fork(self, sequence: CachedSequence) -> CachedSequence:
+        """A second sequence with the same history: sealed pages are shared, the open one is copied. OutOfPages if none is free for it."""
+        self._check_live([sequence])
+        sealed = sequence.length // self.page_size
+        pages = list(sequence.pages[:sealed])
+        if sequence.length % self.page_size:
+            target = self._take(1)
+            source = sequence.pages[sealed]
+            self._layers = _copy_page(self._layers, jnp.int32(source), jnp.int32(target[0]))
+            pages += target
+        self.allocator.share(pages[:sealed])
+        return CachedSequence(list(sequence.tokens), sequence.length, pages, sequence.logits, dict(sequence.states))
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Drop the tokens from `length` on, which must lie in the open page: sealed pages may be shared and are never reopened."""
+        self._check_live([sequence])
+        lowest = sequence.length // self.page_size * self.page_size
+        if not lowest <= length <= sequence.length:
+            raise ValueError(
+                f"cannot truncate to {length} tokens: the sequence has {sequence.length}, of which the first {lowest} are sealed; "
+                f"a length from {lowest} to {sequence.length} is possible (fork before writing to go back further)"
+            )
+        keep = self.pages_for(length)
+        self.allocator.release(sequence.pages[keep:])
+        del sequence.pages[keep:], sequence.tokens[length:]
+        sequence.length = length
+        sequence.logits = None
+
+    def free(self, sequence: CachedSequence) -> None:
+        """Give the sequence's pages back. It cannot be used afterwards."""
+        self._check_live([sequence])
+        self.allocator.release(sequence.pages)
+        sequence.pages, sequence.freed, sequence.logits = [], True, None
+
+    def reserve(self, sequences: Sequence[CachedSequence], tokens: int) -> None:
+        """Take the pages that `tokens` more tokens of every sequence need, or raise OutOfPages and take none."""
+        needed = [max(0, self.pages_for(sequence.length + tokens) - len(sequence.pages)) for sequence in sequences]
+        taken = self._take(sum(needed))
+        for sequence, count in zip(sequences, needed, strict=True):
+            sequence.pages += taken[:count]
+            del taken[:count]
+
+    def save(self, sequence: CachedSequence, path: str | Path) -> None:
+        """Write a sequence's pages and tokens to a file that `restore` reads; the file is written beside and renamed."""
+        self._check_live([sequence])
+        pages = np.asarray(sequence.pages[: self.pages_for(sequence.length)], np.int32)
+        write_sequence(path, self._header, sequence.tokens, [(layer.k[pages], layer.v[pages]) for layer in self._layers])
+
+    def restore(self, path: str | Path) -> CachedSequence:
+        """A sequence from a file of `save`, bit for bit. ValueError if another model, page size or dtype made it.
+
+        `.logits` is None: extend it, or decode the next token.
+        """
+        tokens, layers = read_sequence(path, self._header)
+        self.check_length(len(tokens))
+        sequence = CachedSequence(tokens)
+        self.reserve([sequence], len(tokens))
+        sequence.length = len(tokens)
+        pages = jnp.asarray(sequence.pages, jnp.int32)
+        sealed = jnp.asarray(sequence.pages[: sequence.length // self.page_size], jnp.int32)
+        self._layers = _restore_pages(self.indexes, self._layers, pages, sealed, layers)
+        return sequence
+
+    def warmup(self, *, batch: int = 1, tokens: int | None = None, policy: str | DecodePolicy | None = None) -> None:
+        """Compile the steps for up to `batch` sequences of up to `tokens` tokens (None: one page's worth) before the first real call."""
+        sequences = self.prefill([[0]] * batch, reserve=(tokens or self.page_size) - 1)
+        try:
+            slots = self._slots(sequences)
+            rows = SamplingRows.of([None] * len(slots))
+            jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, policy))
+        finally:
+            for sequence in sequences:
+                self.free(sequence)
+
+    # Inside
+
+    def _write(self, sequence: CachedSequence, tokens: list[int], *, all_logits: bool, on_tokens: Callable[[int], None] | None = None):
+        """Run the chunks that hold positions [length, length + len(tokens)); their boundaries are multiples of the chunk, whatever came before."""
+        fresh, end = sequence.length, sequence.length + len(tokens)
+        table = self._table([sequence])
+        collected = []
+        for start in range(fresh // self.prefill_chunk * self.prefill_chunk, end, self.prefill_chunk):
+            first, last = max(start, fresh), min(start + self.prefill_chunk, end)
+            chunk = np.zeros((1, self.prefill_chunk), np.int32)
+            chunk[0, first - start : last - start] = tokens[first - fresh : last - fresh]
+            cache = Cache(self._layers, {FULL: table}, np.array([last], np.int32))
+            logits, cache = prefill_step(
+                self.model.decoder,
+                self.prefill_policy,
+                self.indexes,
+                self.model.params,
+                cache,
+                chunk,
+                np.array([start], np.int32),
+                np.array([first], np.int32),
+                all_logits=all_logits,
+            )
+            self._layers = cache.layers
+            sequence.tokens += tokens[first - fresh : last - fresh]
+            sequence.length = last
+            if all_logits:
+                collected.append(logits[0, first - start : last - start])
+            if on_tokens:
+                jax.block_until_ready(logits)
+                on_tokens(last - first)
+        result = jnp.concatenate(collected) if all_logits else logits[0]
+        sequence.logits = result[-1] if all_logits else result
+        return result
+
+    def _decode(self, step: Callable, slots: Sequence[CachedSequence | None], tokens, policy: str | DecodePolicy | None, *rest):
+        """Run one decode step over padded slots and keep the books. Returns what the step returned before the cache, and the reads."""
+        policy = self._declared(policy)
+        live = [slot for slot in slots if slot is not None]
+        self._check_live(live)
+        for sequence in live:
+            self.check_length(sequence.length + 1)
+        self.reserve(live, 1)
+        active = np.array([slot is not None for slot in slots])
+        lengths = np.array([slot.length if slot else 0 for slot in slots], np.int32)
+        cache = Cache(self._layers, {FULL: self._table(slots)}, lengths)
+        states = self._batch_states(policy, slots)
+        *results, cache, states, reads = step(
+            self.model.decoder, policy, self.indexes, self.model.params, cache, tokens, active, states, *rest
+        )
+        self._layers = cache.layers
+        for row, sequence in enumerate(slots):
+            if sequence is not None:
+                sequence.length += 1
+                sequence.logits = None
+                if jax.tree.leaves(states):
+                    sequence.states[policy] = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states)
+        return results[0] if len(results) == 1 else results, reads
+
+    def _batch_states(self, policy: DecodePolicy, slots: Sequence[CachedSequence | None]) -> tuple[Any, ...]:
+        """Per layer, the policy's state of all slots; sequences it has not seen start afresh."""
+        max_pages = self.pages_for(self.config.max_positions)
+        spec = StateSpec(self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.page_size, max_pages)
+        fresh = tuple(policy.init(spec, 1) for _ in range(self.config.num_layers))
+        if not jax.tree.leaves(fresh):
+            return fresh
+        rows = [slot.states.get(policy, fresh) if slot else fresh for slot in slots]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
+
+    def _slots(self, sequences: Sequence[CachedSequence]) -> list[CachedSequence | None]:
+        """The sequences padded with None to their batch bucket."""
+        if not sequences:
+            raise ValueError("a step needs at least one sequence")
+        bucket = next((size for size in self.batch_buckets if size >= len(sequences)), None)
+        if bucket is None:
+            raise ValueError(f"{len(sequences)} sequences are more than the largest batch bucket, {self.batch_buckets[-1]}")
+        return [*sequences, *([None] * (bucket - len(sequences)))]
+
+    def _table(self, slots: Sequence[CachedSequence | None]) -> Int[np.ndarray, "B M"]:
+        """Page tables of the slots, as wide as the next power of two of the longest."""
+        longest = max((len(slot.pages) for slot in slots if slot), default=0)
+        width = max(MIN_TABLE_PAGES, 1 << (longest - 1).bit_length() if longest else 0)
+        table = np.full((len(slots), width), -1, np.int32)
+        for row, slot in enumerate(slots):
+            if slot:
+                table[row, : len(slot.pages)] = slot.pages
+        return table
+
+    def _declared(self, policy: str | DecodePolicy | None) -> DecodePolicy:
+        """The policy of a call; ValueError if it scans an index that this engine's pages do not have."""
+        chosen = self.policy if policy is None else parse(policy)
+        missing = [spec.name for spec in chosen.indexes() if spec not in self.indexes]
+        if missing:
+            raise ValueError(f"policy {chosen} needs the index {missing[0]}, which this engine does not build: name it in Engine(policies=...)")
+        return chosen
+
+    def _check_live(self, sequences: Sequence[CachedSequence]) -> None:
+        if any(sequence.freed for sequence in sequences):
+            raise ValueError("the sequence was freed; prefill it again")
+        if len({id(sequence) for sequence in sequences}) < len(sequences):
+            raise ValueError("a sequence stands twice in one batch; fork it to decode it twice")
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if len(tokens) == 0:
+            raise ValueError("no tokens: a prompt needs at least one (add the model's beginning-of-sequence token)")
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(f"token {low if low < 0 else high} is outside the vocabulary of {self.config.vocab_size}")
+
+    def _take(self, count: int) -> list[int]:
+        try:
+            return self.allocator.take(count)
+        except OutOfPages as error:
+            raise self._out_of_pages(error.needed, error.free) from None
+
+    def _out_of_pages(self, needed: int, free: int) -> OutOfPages:
+        plan = self._plan_beside_weights()
+        advice = f"A page holds {self.page_size} tokens and takes {plan.page_bytes:,} bytes; memory has room for {plan.pages_that_fit:,} more"
+        return OutOfPages(needed, free, self.allocator.total, advice)
+
+    def _plan_beside_weights(self) -> MemoryPlan:
+        return memory_plan(self.config, dtype=self.dtype, page_size=self.page_size, indexes=self.indexes, weights_bytes=0)
+
+    def _default_pages(self) -> int:
+        sequences, tokens = DEFAULT_POOL
+        wanted = sequences * self.pages_for(min(tokens, self.config.max_positions))
+        return max(1, min(wanted, self._plan_beside_weights().pages_that_fit))
+
+    @functools.cached_property
+    def _header(self) -> dict:
+        return {"model": fingerprint(self.model), "page_size": self.page_size, "dtype": str(self.dtype)}
+
+
+_copy_page = jax.jit(copy_page, donate_argnames="layers")
+
+
+@functools.partial(jax.jit, static_argnames="indexes", donate_argnames="layers")
+def _restore_pages(indexes, layers: tuple[PagedKV, ...], pages, sealed, stored) -> tuple[PagedKV, ...]:
+    """Put stored keys and values into `pages` of every layer and build the indexes of the `sealed` ones. DONATES layers."""
+    restored = []
+    for layer, (k, v) in zip(layers, stored, strict=True):
+        k_pages, v_pages = layer.k.at[pages].set(k), layer.v.at[pages].set(v)
+        restored.append(PagedKV(k_pages, v_pages, seal(layer.index, k_pages, sealed, indexes)))
+    return tuple(restored)

@@ -1,0 +1,263 @@
+"""Needles in a haystack: facts hidden in running text, and a question about one of them at the end.
+
+A trial hides one target needle at a chosen depth and `distractors` more of the same template under other keys. The haystack and the
+question are kept apart: a haystack is prefilled densely, once, and the question is fed through the decode policy under test, so that
+"sparse decode from the question on" is measured. Works with any tokenizer and any text; numpy and strings only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """How a fact is written and asked for; both hold ` {key}`, the needle ` {value}` too, and ` {value}` would follow the question."""
+
+    needle: str
+    question: str
+
+    def __post_init__(self):
+        if " {key}" not in self.needle or " {value}" not in self.needle or " {key}" not in self.question:
+            raise ValueError(f"a template needs ' {{key}}' in needle and question and ' {{value}}' in the needle, got {self}")
+
+
+TEMPLATES = (
+    Template("\nThe pass key for {key} is {value}.\n", "\nQuestion: what was the pass key? Answer: The pass key for {key} is"),
+    Template(" Remember that the number of the {key} house was {value}.", " And the number of the {key} house was"),
+    Template('\nREGISTRY[" {key}"] = {value}\n', '\nassert REGISTRY[" {key}"] =='),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One haystack and its question: haystack_ids + question_ids is the whole prompt, answer_ids the tokens of " " + answer.
+
+    depth: where in the haystack's text the target stands, 0 first, 1 last. template: its number in the task.
+    """
+
+    haystack_ids: list[int]
+    question_ids: list[int]
+    answer_ids: list[int]
+    answer: str
+    depth: float
+    template: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of haystack and question."""
+        return len(self.haystack_ids) + len(self.question_ids)
+
+    def is_hit(self, text: str) -> bool:
+        """Whether generated text begins with exactly the answer: every digit right, and no further digit at once."""
+        text = text.strip()
+        return text.startswith(self.answer) and not text[len(self.answer) :][:1].isdigit()
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleTask:
+    """Makes trials from one tokenizer and one text.
+
+    tokenizer: a `transformers` tokenizer or a `tokenizers.Tokenizer`. text_ids: int[...], the text the needles hide in, already tokens
+    (`encode_text`). words: what keys are made of, two to a key (`vocabulary_words`). held_out: draw keys from the eighth of all keys
+    that training never uses. digits, distractors: of every trial. prefix_ids: tokens that every prompt starts with (a BOS token).
+    """
+
+    tokenizer: Any
+    text_ids: np.ndarray
+    words: tuple[str, ...]
+    templates: tuple[Template, ...] = TEMPLATES
+    held_out: bool = True
+    digits: int = 5
+    distractors: int = 16
+    prefix_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if len(self.words) < 16:
+            raise ValueError(f"keys need at least 16 different words, got {len(self.words)}: pass more `words`")
+        if self.digits < 1 or self.distractors < 0:
+            raise ValueError(f"digits must be at least 1 and distractors at least 0, got {self.digits} and {self.distractors}")
+
+    def trial(self, length: int, rng: np.random.Generator, *, depth: float | None = None, template: int | None = None) -> Trial:
+        """One trial of exactly `length` tokens, question included; depth (in [0, 1]) and template are drawn when not given.
+
+        Raises ValueError when needles and question alone are longer than `length`, or the text is shorter than what it has to fill.
+        """
+        depth = float(rng.random()) if depth is None else depth
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth must be in [0, 1], got {depth}")
+        number = int(rng.integers(len(self.templates))) if template is None else template
+        form, (key, *others) = self.templates[number], self._keys(rng)
+        values = ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in range(1 + self.distractors)]
+        needles = [self._ids(form.needle.format(key=k, value=v)) for k, v in zip((key, *others), values, strict=True)]
+        question = self._ids(form.question.format(key=key))
+        fill = length - len(self.prefix_ids) - len(question) - sum(map(len, needles))
+        if fill < 0:
+            raise ValueError(f"{len(needles)} needles and the question take {length - fill} tokens: more than the length {length}")
+        if fill > len(self.text_ids):
+            raise ValueError(f"the text has {len(self.text_ids)} tokens, a trial of length {length} needs {fill}: pass a longer text")
+        start = int(rng.integers(0, len(self.text_ids) - fill + 1))
+        places = [round(depth * fill), *rng.integers(0, fill + 1, self.distractors)]
+        haystack = [*self.prefix_ids, *insert(self.text_ids[start : start + fill], places, needles)]
+        return Trial(haystack, question, self._ids(" " + values[0]), values[0], depth, number)
+
+    def trials(self, length: int, count: int, *, seed: int = 0) -> list[Trial]:
+        """`count` trials of `length` tokens; depths evenly spread over [0, 1], templates in turn, everything else drawn from `seed`."""
+        rng = np.random.default_rng((seed, length))
+        return [self.trial(length, rng, depth=(i + 0.5) / count, template=i % len(self.templates)) for i in range(count)]
+
+    def _keys(self, rng: np.random.Generator) -> list[str]:
+        """Different keys, the target's first."""
+        found: dict[str, None] = {}
+        for _ in range(1000 * (1 + self.distractors)):
+            first, second = (self.words[i] for i in rng.integers(0, len(self.words), 2))
+            if is_held_out(first, second) == self.held_out:
+                found[f"{first} {second}"] = None
+            if len(found) > self.distractors:
+                return list(found)
+        raise ValueError(f"{len(self.words)} words do not give {1 + self.distractors} different keys: pass more `words`")
+
+    def _ids(self, text: str) -> list[int]:
+        return encode(self.tokenizer, text)
+
+
+def insert(text_ids: np.ndarray, places: Sequence[int], pieces: Sequence[Sequence[int]]) -> list[int]:
+    """text_ids with pieces[i] inserted before its token places[i]; pieces at one place keep their order."""
+    out: list[int] = []
+    done = 0
+    for i in np.argsort(places, kind="stable"):
+        out += [*np.asarray(text_ids[done : places[i]]).tolist(), *pieces[i]]
+        done = places[i]
+    return out + np.asarray(text_ids[done:]).tolist()
+
+
+def word_hash(word: str) -> int:
+    """The same number for a word everywhere: keys are split into training and held-out ones by it, whatever the tokenizer."""
+    return zlib.crc32(word.encode())
+
+
+def is_held_out(first: str, second: str) -> bool:
+    """Whether the key `first second` belongs to the eighth of all keys that is kept for evaluation."""
+    return (word_hash(first) + 3 * word_hash(second)) % 8 == 0
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a string, no special ones; the tokenizer is of `transformers` or of `tokenizers`."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return list(getattr(ids, "ids", ids))
+
+
+def encode_text(tokenizer: Any, text: str, *, span: int = 20_000) -> np.ndarray:
+    """Tokens of a long text, int32[...], encoded in pieces of whole lines of about `span` characters."""
+    pieces, piece, size = [], [], 0
+    for line in text.splitlines(keepends=True):
+        piece.append(line)
+        size += len(line)
+        if size >= span:
+            pieces.append("".join(piece))
+            piece, size = [], 0
+    pieces.append("".join(piece))
+    return np.fromiter(itertools.chain.from_iterable(encode(tokenizer, p) for p in pieces if p), np.int32)
+
+
+def vocabulary_words(tokenizer: Any, *, letters: int = 5, limit: int = 4096) -> tuple[str, ...]:
+    """Lower-case ASCII words of at least `letters` letters that the tokenizer writes, after a space, as one token.
+
+    Sorted, evenly thinned to at most `limit`. Raises ValueError when there are fewer than 16: pass a word list of your own then.
+    """
+    marks = ("\u0120", "\u2581")  # how byte-level and SentencePiece vocabularies write a leading space
+    found = {t[1:] for t in tokenizer.get_vocab() if t.startswith(marks)}
+    words = sorted(w for w in found if len(w) >= letters and w.isascii() and w.isalpha() and w.islower())
+    words = words[:: max(1, -(-len(words) // limit))]
+    words = [w for w in words if len(encode(tokenizer, " " + w)) == 1]
+    if len(words) < 16:
+        raise ValueError(f"the vocabulary has only {len(words)} whole words of {letters} letters or more: pass a word list instead")
+    return tuple(words)
+
+
+def documentation_text() -> str:
+    """The language reference's topics, a text of about 700 KB that ships inside every Python."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a model said to one trial: its text, whether that is the needle's value, and the trial's depth."""
+
+    text: str
+    hit: bool
+    depth: float
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleResult:
+    """All answers under one policy, and the seconds that questions and answers took (prefill not counted)."""
+
+    policy: str
+    answers: list[Answer]
+    seconds: float
+
+    @property
+    def exact_match(self) -> float:
+        """Share of trials answered with every digit right."""
+        return sum(a.hit for a in self.answers) / len(self.answers)
+
+    def by_depth(self, bins: int = 3) -> list[float]:
+        """Exact match in `bins` equal ranges of depth; NaN where there was no trial."""
+        return exact_match_by_depth([a.hit for a in self.answers], [a.depth for a in self.answers], bins)
+
+
+def exact_match_by_depth(hits: Sequence[bool], depths: Sequence[float], bins: int = 3) -> list[float]:
+    """Share of hits among the trials of each of `bins` equal ranges of depth; NaN where there was no trial."""
+    where = np.minimum((np.asarray(depths) * bins).astype(int), bins - 1)
+    hits = np.asarray(hits, float)
+    return [float(hits[where == b].mean()) if (where == b).any() else float("nan") for b in range(bins)]
+
+
+def ask(engine: Any, sequences: list[Any], trials: Sequence[Trial], tokenizer: Any, *, policy: Any) -> list[Answer]:
+    """Feed each trial's question, token by token, and greedily decode an answer as long as the right one, all under `policy`.
+
+    sequences: one per trial, holding its haystack; they grow by question and answer (and, where questions differ in length, by a few
+    tokens more, so that the batch keeps its shape).
+    """
+    steps = max(len(t.question_ids) + len(t.answer_ids) for t in trials)
+    said: list[list[int]] = [[] for _ in trials]
+    tokens = [t.question_ids[0] for t in trials]
+    for step in range(1, steps):
+        greedy = np.asarray(engine.decode(sequences, tokens, policy=policy)).argmax(-1)
+        for i, trial in enumerate(trials):
+            asked = step < len(trial.question_ids)
+            tokens[i] = trial.question_ids[step] if asked else int(greedy[i])
+            if not asked:
+                said[i].append(tokens[i])
+    texts = [tokenizer.decode(ids[: len(t.answer_ids)]) for ids, t in zip(said, trials, strict=True)]
+    return [Answer(text, t.is_hit(text), t.depth) for text, t in zip(texts, trials, strict=True)]
+
+
+def needle_exact_match(
+    engine: Any, trials: Sequence[Trial], policies: dict[str, Any], tokenizer: Any, *, batch: int = 8
+) -> list[NeedleResult]:
+    """Every trial under every policy: haystacks are prefilled once, `batch` at a time, and forked for each policy."""
+    answers: dict[str, list[Answer]] = {name: [] for name in policies}
+    seconds = dict.fromkeys(policies, 0.0)
+    for some in itertools.batched(trials, batch):
+        haystacks = engine.prefill([t.haystack_ids for t in some])
+        for name, policy in policies.items():
+            forks = [engine.fork(s) for s in haystacks]
+            start = time.perf_counter()
+            answers[name] += ask(engine, forks, some, tokenizer, policy=policy)
+            seconds[name] += time.perf_counter() - start
+            for sequence in forks:
+                engine.free(sequence)
+        for sequence in haystacks:
+            engine.free(sequence)
+    return [NeedleResult(name, answers[name], seconds[name]) for name in policies]

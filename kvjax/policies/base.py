@@ -1,0 +1,102 @@
+"""The decode-policy protocol: a policy is a function that returns a list of blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import flax.struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.types import IndexSpec, PagedKV
+
+State = Any
+"""Per-layer state of a policy: a pytree whose leaves have the batch as first axis. `()` for policies that learn nothing."""
+
+
+@flax.struct.dataclass
+class Blocks:
+    """The blocks each KV head reads this step.
+
+    ids: logical block numbers, ascending, -1 where there is none (at the end). block_size: tokens. window: None, or
+    (sink_tokens, window_tokens): of the listed blocks only the first `sink_tokens` of the sequence and the last `window_tokens`
+    up to each query are attended.
+    """
+
+    ids: Int[Array, "B K W"]
+    block_size: int = flax.struct.field(pytree_node=False)
+    window: tuple[int, int] | None = flax.struct.field(pytree_node=False, default=None)
+
+
+@flax.struct.dataclass
+class SelectContext:
+    """What a policy may look at besides the query: static sizes, and the arrays that say where the sequences are.
+
+    lengths count the current tokens. sm_scale multiplies logits.
+    """
+
+    page_table: Int[Array, "B M"]
+    lengths: Int[Array, "B"]
+    layer: int = flax.struct.field(pytree_node=False)
+    num_layers: int = flax.struct.field(pytree_node=False)
+    page_size: int = flax.struct.field(pytree_node=False)
+    sm_scale: float = flax.struct.field(pytree_node=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSpec:
+    """Sizes a policy needs to make its state: query heads, KV heads, head dim, tokens per page, pages per sequence (at most)."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    max_pages: int
+
+
+@runtime_checkable
+class DecodePolicy(Protocol):
+    """A frozen dataclass: static, hashable, holds no arrays."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether `observe` wants the attention mass of each block."""
+        ...
+
+    def indexes(self) -> tuple[IndexSpec, ...]:
+        """What sealing a page must build."""
+        ...
+
+    def init(self, spec: StateSpec, batch: int) -> State:
+        """State of one layer for `batch` sequences."""
+        ...
+
+    def select(self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: SelectContext, state: State) -> tuple[Blocks | None, State]:
+        """The list of blocks to read; None means every block."""
+        ...
+
+    def observe(self, blocks: Blocks | None, block_lse: Float[Array, "B T H W"], ctx: SelectContext, state: State) -> State:
+        """Fold in what attention found: log-sum-exp of the scaled logits of each listed block (every block of the table for None)."""
+        ...
+
+    def describe(self) -> str:
+        """The policy and its keys, for reports: "top:8 (1,664 keys: ...)"."""
+        ...
+
+
+class Stateless:
+    """What policies that learn nothing share: no state, no index unless they say so, no interest in attention mass."""
+
+    learns = False
+
+    def indexes(self) -> tuple[IndexSpec, ...]:
+        """No index."""
+        return ()
+
+    def init(self, spec: StateSpec, batch: int) -> State:
+        """No state."""
+        return ()
+
+    def observe(self, blocks, block_lse, ctx, state) -> State:
+        """Nothing to fold in."""
+        return state

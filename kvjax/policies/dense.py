@@ -1,0 +1,23 @@
+"""Dense: read every page."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvjax.policies.base import Stateless
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Stateless):
+    """Every key of the sequence."""
+
+    def select(self, query, layer, ctx, state):
+        """No list: every block."""
+        return None, state
+
+    def __str__(self) -> str:
+        return "dense"
+
+    def describe(self) -> str:
+        """For reports."""
+        return "dense (every key)"

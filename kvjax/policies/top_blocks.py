@@ -1,0 +1,79 @@
+"""Query-aware block selection: sink, local, and the distant blocks that score best.
+
+Sources: bounds scoring from Quest (Tang et al., ICML 2024); sink + local + top-k per KV head, and mean scoring, from "Attention Pays
+Its Bill" (BRL-2026-07, sections 3.2 and 8.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from pallas_kernels.select_blocks import select_blocks
+
+from kvjax.cache.types import IndexSpec
+from kvjax.policies.base import Blocks, Stateless
+
+
+@dataclasses.dataclass(frozen=True)
+class TopBlocks(Stateless):
+    """Per KV head: the first `sink` blocks, the last `local` ones (the open page always among them), and the `k` best distant blocks.
+
+    index "bounds" scores a block by an upper bound of its largest dot product with each query head, and takes the best head of the
+    group; "mean" by the dot product of the group's mean query with the block's mean key. The first `dense_layers` layers read
+    everything. A sequence whose blocks all fit in the list reads everything.
+    """
+
+    k: int = 8
+    sink: int = 1
+    local: int = 4
+    block_size: int = 128
+    index: Literal["bounds", "mean"] = "bounds"
+    dense_layers: int = 0
+
+    def __post_init__(self):
+        for name, least in (("k", 0), ("sink", 0), ("local", 1), ("block_size", 1), ("dense_layers", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        IndexSpec(self.index, self.block_size)
+
+    @property
+    def keys(self) -> int:
+        """Keys a KV head reads per step at most, where the open page lies within the local blocks."""
+        return (self.sink + self.local + self.k) * self.block_size
+
+    def indexes(self) -> tuple[IndexSpec, ...]:
+        """The one index this policy scans."""
+        return (IndexSpec(self.index, self.block_size),)
+
+    def select(self, query, layer, ctx, state):
+        """Sink + best distant + local blocks, ascending."""
+        if ctx.layer < self.dense_layers:
+            return None, state
+        ids = select_blocks(
+            query,
+            layer.index[self.indexes()[0].name],
+            ctx.page_table,
+            ctx.lengths,
+            kind=self.index,
+            page_size=ctx.page_size,
+            block_size=self.block_size,
+            k=self.k,
+            sink=self.sink,
+            local=self.local,
+        )
+        return Blocks(ids, self.block_size), state
+
+    def __str__(self) -> str:
+        """The short name that `parse` understands where there is one, else every field that differs from the default."""
+        short = {("bounds", 128, 1, 4): "top", ("mean", 128, 1, 4): "mean", ("bounds", 16, 1, 32): "quest"}
+        name = short.get((self.index, self.block_size, self.sink, self.local))
+        if name and not self.dense_layers:
+            return f"{name}:{self.k}"
+        fields = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
+        return "TopBlocks(" + ", ".join(f"{name}={value!r}" for name, value, default in fields if name == "k" or value != default) + ")"
+
+    def describe(self) -> str:
+        """For reports."""
+        dense = f", first {self.dense_layers} layers dense" if self.dense_layers else ""
+        return f"{self} ({self.keys:,} keys: {self.sink} sink + {self.local} local + {self.k} distant blocks of {self.block_size}{dense})"

@@ -1,0 +1,150 @@
+"""The two pure steps: prefill a chunk, decode a token. Everything stateful is built over them (`kvjax.engine`)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+from pallas_kernels.gather_attention import gather_attention
+
+from kvjax.cache import FULL, Cache, IndexSpec, PagedKV, append
+from kvjax.model import Decoder, Params
+from kvjax.policies import Blocks, DecodePolicy, SelectContext
+from kvjax.prefill import PrefillContext, PrefillPolicy
+from kvjax.sampling import SamplingRows, sample
+
+
+@flax.struct.dataclass
+class Reads:
+    """What a step's attention read, summed over layers and KV heads: listed blocks, and keys attended (in tokens)."""
+
+    blocks: Int[Array, "B"]
+    keys: Int[Array, "B"]
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "all_logits"), donate_argnames="cache")
+def prefill_step(
+    decoder: Decoder,
+    policy: PrefillPolicy,
+    indexes: tuple[IndexSpec, ...],
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    starts: Int[Array, "B"],
+    fresh: Int[Array, "B"],
+    *,
+    all_logits: bool = False,
+) -> tuple[Float[Array, "B *T V"], Cache]:
+    """Write one chunk of each row to the cache and return next-token logits. DONATES cache.
+
+    The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
+    rows are padding. Because a token always sits in the row its absolute position gives it, its bits do not depend on how the history was cut
+    into calls. all_logits: logits of every row, `[B, T, V]`, instead of those of the last written token, `[B, V]`; float32.
+    """
+    positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
+    table = cache.page_tables[FULL]
+
+    def attend(layer: int, q, k, v, layers: tuple[PagedKV, ...]):
+        written = append(layers[layer], k, v, positions, valid, table, indexes)
+        ctx = PrefillContext(table, starts, cache.lengths, layer=layer, sm_scale=decoder.config.sm_scale)
+        return policy.attend(q, written, ctx), _replace(layers, layer, written)
+
+    hidden, layers = decoder.hidden(params, tokens, positions, attend, cache.layers)
+    if not all_logits:
+        last = jnp.clip(cache.lengths - 1 - starts, 0, tokens.shape[1] - 1)
+        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    return decoder.logits(params, hidden), cache.replace(layers=layers)
+
+
+def decode(
+    decoder: Decoder,
+    policy: DecodePolicy,
+    indexes: tuple[IndexSpec, ...],
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    active: Bool[Array, "B"],
+    states: tuple[Any, ...],
+) -> tuple[Float[Array, "B T V"], Cache, tuple[Any, ...], Reads]:
+    """One step: write T tokens of every active row, attend to the blocks the policy lists, return logits (float32) for each.
+
+    cache.lengths comes in without the new tokens and goes out with them. T is 1, or a few drafted tokens. states: one per layer, from
+    `policy.init`. Inactive rows write nothing and their logits mean nothing.
+    """
+    num_tokens = tokens.shape[1]
+    positions = cache.lengths[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
+    valid = jnp.broadcast_to(active[:, None], positions.shape)
+    lengths = jnp.where(active, cache.lengths + num_tokens, 0)
+    table = cache.page_tables[FULL]
+    config = decoder.config
+
+    def attend(layer: int, q, k, v, carry):
+        layers, states, reads = carry
+        written = append(layers[layer], k, v, positions, valid, table, indexes)
+        ctx = SelectContext(
+            table, lengths, layer=layer, num_layers=config.num_layers, page_size=written.k.shape[2], sm_scale=config.sm_scale
+        )
+        blocks, state = policy.select(q, written, ctx, states[layer])
+        out, state = _attend_listed(policy, q, written, ctx, blocks, state)
+        reads = jax.tree.map(jnp.add, reads, _count_reads(blocks, ctx, num_tokens, config.num_kv_heads))
+        return out, (_replace(layers, layer, written), _replace(states, layer, state), reads)
+
+    none = jnp.zeros_like(lengths)
+    hidden, (layers, states, reads) = decoder.hidden(params, tokens, positions, attend, (cache.layers, states, Reads(none, none)))
+    after = cache.replace(layers=layers, lengths=jnp.where(active, lengths, cache.lengths))
+    return decoder.logits(params, hidden), after, states, reads
+
+
+decode_step = jax.jit(decode, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")
+"""`decode`, jitted. DONATES cache."""
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")
+def decode_and_sample(
+    decoder: Decoder,
+    policy: DecodePolicy,
+    indexes: tuple[IndexSpec, ...],
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, "B"],
+    active: Bool[Array, "B"],
+    states: tuple[Any, ...],
+    rows: SamplingRows,
+) -> tuple[Int[Array, "B"], Float[Array, "B"], Cache, tuple[Any, ...], Reads]:
+    """One step from token to next token in one call: the sampled tokens and their log-probabilities. DONATES cache."""
+    logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, tokens[:, None], active, states)
+    chosen, logprobs = sample(logits[:, 0], rows, cache.lengths)
+    return chosen, logprobs, cache, states, reads
+
+
+def _attend_listed(policy: DecodePolicy, q, layer: PagedKV, ctx: SelectContext, blocks: Blocks | None, state):
+    listed = {} if blocks is None else {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
+    out, _, *block_lse = gather_attention(
+        q, layer.k, layer.v, ctx.page_table, ctx.lengths, sm_scale=ctx.sm_scale, return_block_lse=policy.learns, **listed
+    )
+    return out, policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state
+
+
+def _count_reads(blocks: Blocks | None, ctx: SelectContext, num_tokens: int, num_kv_heads: int) -> Reads:
+    """Blocks listed and keys attended in this layer, summed over KV heads. With several query tokens: what any of them attends."""
+    lengths = ctx.lengths
+    if blocks is None:
+        return Reads(-(-lengths // ctx.page_size) * num_kv_heads, lengths * num_kv_heads)
+    ids, size = blocks.ids, blocks.block_size
+    start, stop = ids * size, jnp.minimum((ids + 1) * size, lengths[:, None, None])
+    keys = jnp.maximum(stop - start, 0)
+    if blocks.window is not None:
+        sink_tokens, window_tokens = blocks.window
+        oldest = jnp.maximum(lengths - num_tokens - (window_tokens - 1), sink_tokens)[:, None, None]
+        keys = jnp.maximum(jnp.minimum(stop, sink_tokens) - start, 0) + jnp.maximum(stop - jnp.maximum(start, oldest), 0)
+    listed = ids >= 0
+    return Reads(listed.sum((1, 2), dtype=jnp.int32), jnp.where(listed, keys, 0).sum((1, 2), dtype=jnp.int32))
+
+
+def _replace(items: tuple, index: int, item) -> tuple:
+    return (*items[:index], item, *items[index + 1 :])
