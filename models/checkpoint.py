@@ -1,0 +1,188 @@
+"""The files of a Hugging Face checkpoint: where they are, which tensors they hold, and whether those are the ones a model needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from kvjax.model import ModelConfig
+from kvjax.models import needle
+from kvjax.models.decoder import param_shapes
+from kvjax.models.families import FAMILIES
+from kvjax.models.family import TENSORS
+
+CONFIG_FILES = ("config.json", "generation_config.json")
+WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
+
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""safetensors' name -> numpy's, of the stored types that can be read."""
+
+_COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+"""Buffers that old checkpoints stored and everybody computes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One tensor as a file holds it: [out, in] for matrices."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """One parameter: its Hugging Face name, the shape it must be stored with, and whether reading transposes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    transposed: bool
+
+
+EMBEDDED = "needle"
+"""The name of the model inside this package; a folder of that name is `./needle`."""
+
+
+def find_folder(path_or_id: str | Path, patterns: tuple[str, ...]) -> Path:
+    """The local folder of a model: the embedded one for "needle", else `path_or_id` if it is a folder, else that Hub repository's copy.
+
+    patterns: the file names to download. Files that are in the Hub's local cache are not downloaded again. Raises ValueError, with
+    the remedy, when there is no such folder and the repository does not exist, is closed to this user, or cannot be reached.
+    """
+    if path_or_id == EMBEDDED:
+        return needle.path()
+    folder = Path(path_or_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"{path_or_id} is a file; give the folder that holds config.json and the .safetensors files")
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", str(path_or_id)):
+        raise ValueError(f"there is no folder {path_or_id}, and it is not a Hub id (owner/name) either")
+    return _download(str(path_or_id), patterns)
+
+
+def _download(repo_id: str, patterns: tuple[str, ...]) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=list(patterns)))
+    except errors.GatedRepoError as error:
+        raise ValueError(f"{repo_id} is gated: accept its terms on huggingface.co, then run `hf auth login`") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(
+            f"{repo_id} is neither a folder here nor a repository on the Hub; check the name, or run `hf auth login` if it is private"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError) as error:
+        raise ValueError(
+            f"{repo_id} is not a folder here, and the Hub cannot be reached: download it on a connected machine "
+            f"(`hf download {repo_id}`) and give its folder"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError naming the file when it is missing or is not an object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path.parent} holds no {path.name}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json names; reads the headers only.
+
+    Raises ValueError for a missing or damaged file, and where the index and the shards disagree.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file():
+        return _headers(single)
+    if not index.is_file():
+        raise ValueError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json; convert other formats first")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index} has no weight_map")
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ValueError(f"{index} names the shard {name}, which is not in {folder}")
+    tensors: dict[str, Stored] = {}
+    for file in sorted(set(weight_map.values())):
+        held = _headers(folder / file)
+        stray = sorted(held.keys() ^ {name for name, where in weight_map.items() if where == file})
+        if stray:
+            raise ValueError(f"{index} and {file} disagree about {_listed(stray)}")
+        tensors |= held
+    return tensors
+
+
+def _headers(file: Path) -> dict[str, Stored]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+            return {name: Stored(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
+    """What the parameter pytree of `config` is filled from: its leaves in order, and its structure."""
+    names, structure = jax.tree.flatten(FAMILIES[config.family].tensor_names(config))
+    shapes = jax.tree.leaves(param_shapes(config), is_leaf=lambda node: isinstance(node, tuple) and isinstance(node[0], int))
+    wanted = []
+    for name, shape in zip(names, shapes, strict=True):
+        transposed = len(shape) == 2 and name != TENSORS["embed"]
+        wanted.append(Wanted(name, shape[::-1] if transposed else shape, transposed))
+    return wanted, structure
+
+
+def check_tensors(config: ModelConfig, tensors: Mapping[str, Stored]) -> None:
+    """Raises ValueError that lists every tensor that is missing, extra, misshapen or of a type that cannot be read.
+
+    A tied model may hold `lm_head.weight` all the same (`loading.load` then checks that it equals the embedding).
+    """
+    wanted = {w.name: w.shape for w in wanted_tensors(config)[0]}
+    allowed = {TENSORS["lm_head"]: wanted[TENSORS["embed"]]} if config.tie_embeddings else {}
+    extra = {name for name in tensors.keys() - wanted.keys() - allowed.keys() if not _COMPUTED.fullmatch(name)}
+    shapes = wanted | {name: shape for name, shape in allowed.items() if name in tensors}
+    problems = [
+        ("missing", [f"{name} {list(shape)}" for name, shape in wanted.items() if name not in tensors]),
+        ("extra", [f"{name} {list(tensors[name].shape)}" for name in sorted(extra)]),
+        (
+            "misshapen",
+            [
+                f"{name} is {list(tensors[name].shape)}, must be {list(shape)}"
+                for name, shape in shapes.items()
+                if name in tensors and tensors[name].shape != shape
+            ],
+        ),
+        (f"stored in another type than {', '.join(DTYPES)}", [f"{n} {t.dtype}" for n, t in tensors.items() if t.dtype not in DTYPES]),
+    ]
+    found = [f"{len(names)} {what}: {_listed(names)}" for what, names in problems if names]
+    if found:
+        raise ValueError("the weights do not fit config.json; " + "; ".join(found))
+
+
+def _listed(names: list[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,250 @@
+"""A Hugging Face config.json, read strictly into a ModelConfig, and written back.
+
+Every field is read, or must hold a value that is supported, or is known not to matter (`family.HARMLESS`); any other is an error. Both
+spellings are understood: transformers 4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`, transformers 5 writes `rope_parameters`
+and `dtype`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.model import ModelConfig, RopeScaling
+from kvjax.models.families import FAMILIES, family_of
+from kvjax.models.family import HARMLESS, ONLY, Family
+
+Fields = Mapping[str, Any]
+
+_ROPE_KEYS = {
+    "default": frozenset(),
+    "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
+    "yarn": frozenset(
+        ["factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"]
+    ),
+}
+
+
+def parse(fields: Fields, generation: Fields | None = None) -> ModelConfig:
+    """The configuration that config.json's `fields` describe; `generation` is generation_config.json, where there is one.
+
+    The end-of-sequence ids are generation_config.json's if it names any, else config.json's, as transformers generates.
+    With YaRN, `max_positions` covers the stretched length (original length times factor) even where config.json still names the
+    original one, as model cards that tell users to add the scaling leave it. Raises ValueError that lists every field at fault.
+    """
+    family = family_of(fields)
+    _check_fields(fields, family)
+    read = dict(family.defaults) | {name: fields[name] for name in family.defaults if name in fields}
+    heads, hidden = _size(read, "num_attention_heads"), _size(read, "hidden_size")
+    theta, scaling = _rope(fields, read)
+    max_positions = _size(read, "max_position_embeddings")
+    if scaling is not None and scaling.kind == "yarn":
+        max_positions = max(max_positions, int(scaling.original_max_positions * scaling.factor))
+    if read.get("dual_chunk_attention_config"):  # qwen2.py says why
+        max_positions = min(max_positions, _size(read["dual_chunk_attention_config"], "original_max_position_embeddings"))
+    return ModelConfig(
+        family=family.model_type,
+        vocab_size=_size(read, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_size(read, "intermediate_size"),
+        num_layers=_size(read, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=heads if read["num_key_value_heads"] is None else _size(read, "num_key_value_heads"),
+        head_dim=_head_dim(read, hidden, heads, family),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=_number(read, "rms_norm_eps"),
+        tie_embeddings=_boolean(read, "tie_word_embeddings"),
+        max_positions=max_positions,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        eos_token_ids=_token_ids(generation or {}, "eos_token_id") or _token_ids(read, "eos_token_id"),
+        bos_token_id=None if read["bos_token_id"] is None else _integer(read, "bos_token_id"),
+    )
+
+
+def to_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of `config`, for transformers 4 and 5 alike; `dtype` is the stored weights' ("bfloat16", ...)."""
+    family = FAMILIES[config.family]
+    rope = _rope_fields(config.rope_scaling)
+    eos = config.eos_token_ids
+    fields = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": rope,
+        "rope_parameters": (rope or {"rope_type": "default"}) | {"rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(eos) if len(eos) > 1 else (eos[0] if eos else None),
+        "dtype": dtype,
+    }
+    required = {name: values[0] for name, values in (dict(ONLY) | dict(family.only)).items() if values[0] is not None}
+    return fields | required
+
+
+def to_generation_fields(config: ModelConfig) -> dict[str, Any]:
+    """generation_config.json: the ids that start and end a sequence."""
+    fields = to_fields(config, "float32")
+    return {name: fields[name] for name in ("bos_token_id", "eos_token_id") if fields[name] is not None}
+
+
+def _check_fields(fields: Fields, family: Family) -> None:
+    """Every field is read, supported or harmless; otherwise one error for all that are not."""
+    only = dict(ONLY) | dict(family.only)
+    problems = []
+    for name, value in fields.items():
+        if name in family.defaults or name in HARMLESS or name in family.harmless:
+            continue
+        if name not in only:
+            problems.append(f"{name} is {value!r}: not known for {family.model_type}, so it may change what the model computes")
+        elif name == "layer_types" and value is not None:
+            if set(value) != {"full_attention"}:
+                problems.append(f"layer_types is {value}; supported: 'full_attention' in every layer")
+        elif not any(_same(value, allowed) for allowed in only[name]):
+            problems.append(f"{name} is {value!r}; supported: {' or '.join(repr(v) for v in only[name])}")
+    if problems:
+        raise ValueError(f"unsupported config.json of a {family.architecture}: " + "; ".join(problems))
+
+
+def _rope(fields: Fields, read: Fields) -> tuple[float, RopeScaling | None]:
+    """The base and the scaling, from either spelling; where config.json has both they must agree."""
+    old, new = read["rope_scaling"], read["rope_parameters"]
+    for name in ("rope_scaling", "rope_parameters"):
+        if read[name] is not None and not isinstance(read[name], Mapping):
+            raise ValueError(f"config.json: {name} is {read[name]!r}; it must be an object or null")
+    old, new = dict(old or {}), dict(new or {})
+    thetas = {_number(source, "rope_theta") for source in (old, new, fields) if source.get("rope_theta") is not None}
+    if len(thetas) > 1:
+        raise ValueError(f"config.json gives rope_theta more than once, differently: {sorted(thetas)}")
+    theta = thetas.pop() if thetas else _number(read, "rope_theta")
+    if theta <= 1:
+        raise ValueError(f"config.json: rope_theta is {theta}; it must be above 1")
+    scalings = {_rope_scaling(given, read, name) for given, name in ((old, "rope_scaling"), (new, "rope_parameters")) if given}
+    if len(scalings) > 1:
+        raise ValueError(f"config.json: rope_scaling {old} and rope_parameters {new} disagree")
+    return theta, scalings.pop() if scalings else None
+
+
+def _rope_scaling(given: dict[str, Any], read: Fields, name: str) -> RopeScaling | None:
+    """One of the two spellings, without its theta. Missing values are what transformers takes for them."""
+    kinds = {given[key] for key in ("rope_type", "type") if given.get(key) is not None} or {"default"}
+    if len(kinds) > 1:
+        raise ValueError(f"config.json: {name} has rope_type {given['rope_type']!r} and type {given['type']!r}; they must agree")
+    kind = kinds.pop()
+    if kind not in _ROPE_KEYS:
+        raise ValueError(f"config.json: {name} has rope_type {kind!r}; supported: {', '.join(_ROPE_KEYS)}")
+    if given.get("partial_rotary_factor") not in (None, 1.0):
+        raise ValueError(f"config.json: {name} has partial_rotary_factor {given['partial_rotary_factor']}; supported: 1.0")
+    unknown = sorted(given.keys() - _ROPE_KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+    if unknown:
+        raise ValueError(f"config.json: {name} of type {kind} has {unknown[0]} = {given[unknown[0]]!r}; known: {sorted(_ROPE_KEYS[kind])}")
+    if kind == "default":
+        return None
+    original = given.get("original_max_position_embeddings")
+    original = _size(read, "max_position_embeddings") if original is None else _size(given, "original_max_position_embeddings")
+    scaling = _llama3(given, original) if kind == "llama3" else _yarn(given, original, _size(read, "max_position_embeddings"))
+    if scaling.factor < 1:
+        raise ValueError(f"config.json: {name} has factor {scaling.factor}; it must be at least 1")
+    return scaling
+
+
+def _llama3(given: Fields, original: int) -> RopeScaling:
+    low, high = _number(given, "low_freq_factor"), _number(given, "high_freq_factor")
+    if not 0 < low < high:
+        raise ValueError(f"config.json: low_freq_factor {low} must be above 0 and below high_freq_factor {high}")
+    return RopeScaling("llama3", _number(given, "factor"), original, low_freq_factor=low, high_freq_factor=high)
+
+
+def _yarn(given: Fields, original: int, max_positions: int) -> RopeScaling:
+    """YaRN with its attention factor worked out: given, or from mscale and mscale_all_dim, or from the factor (in that order)."""
+    if "factor" not in given:
+        raise ValueError("config.json: rope scaling of type yarn needs factor")
+    factor = max_positions / original if given["factor"] is None else _number(given, "factor")
+    fast, slow, scale, scale_all, attention = (
+        None if given.get(name) is None else _number(given, name)
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
+    )
+    if attention is None:
+        attention = _mscale(factor, scale) / _mscale(factor, scale_all) if scale and scale_all else _mscale(factor, 1.0)
+    if attention <= 0:
+        raise ValueError(f"config.json: attention_factor is {attention}; it must be above 0")
+    truncate = _boolean({"truncate": True} | dict(given), "truncate")
+    fast, slow = fast or 32.0, slow or 1.0
+    if not 0 < slow < fast:
+        raise ValueError(f"config.json: beta_slow {slow} must be above 0 and below beta_fast {fast}")
+    return RopeScaling("yarn", factor, original, beta_fast=fast, beta_slow=slow, attention_factor=attention, truncate=truncate)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _rope_fields(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    fields = {"rope_type": scaling.kind, "factor": scaling.factor, "original_max_position_embeddings": scaling.original_max_positions}
+    names = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
+    }
+    return fields | {name: getattr(scaling, name) for name in names[scaling.kind]}
+
+
+def _head_dim(read: Fields, hidden: int, heads: int, family: Family) -> int:
+    if read["head_dim"] is not None:
+        return _size(read, "head_dim")
+    if family.defaults["head_dim"] is not None:
+        raise ValueError(f"config.json: head_dim is null; {family.model_type} needs a number")
+    if hidden % heads:
+        raise ValueError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is not given")
+    return hidden // heads
+
+
+def _token_ids(fields: Fields, name: str) -> tuple[int, ...]:
+    value = fields.get(name)
+    if value is None:
+        return ()
+    values = value if isinstance(value, list) else [value]
+    return tuple(_integer({name: item}, name) for item in values)
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def _integer(fields: Fields, name: str) -> int:
+    value = fields.get(name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"config.json: {name} is {value!r}; it must be an integer")
+    return value
+
+
+def _size(fields: Fields, name: str) -> int:
+    value = _integer(fields, name)
+    if value < 1:
+        raise ValueError(f"config.json: {name} is {value}; it must be a positive integer")
+    return value
+
+
+def _number(fields: Fields, name: str) -> float:
+    value = fields.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"config.json: {name} is {value!r}; it must be a number")
+    return float(value)
+
+
+def _boolean(fields: Fields, name: str) -> bool:
+    if not isinstance(fields[name], bool):
+        raise ValueError(f"config.json: {name} is {fields[name]!r}; it must be true or false")
+    return fields[name]

@@ -1,0 +1,97 @@
+"""What a model family is: the config.json fields it reads, the values it can do, and the tensors of a layer.
+
+llama.py, qwen2.py and qwen3.py each hold one `Family` that shows only how that family differs. The lists here are what they share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.model import ModelConfig, Params
+
+TENSORS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
+"""Our name -> Hugging Face's, outside the layers."""
+
+LAYER_TENSORS = {
+    "attn_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+"""The same inside `model.layers.N.`; families add to it."""
+
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "auto_map": (None,),
+    "partial_rotary_factor": (None, 1.0),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "pruned_heads": (None, {}),
+}
+"""Fields that would change what is computed, and the only values that are supported (`save` writes the first, unless it is None)."""
+
+# fmt: off
+HARMLESS = frozenset({
+    # What the file is, and how it was stored or trained.
+    "architectures", "model_type", "_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype",
+    "use_bfloat16", "torchscript", "tf_legacy_loss", "initializer_range", "attention_dropout", "gradient_checkpointing",
+    "unsloth_fixed", "unsloth_version",
+    # How other programs run it: all compute the same function.
+    "use_cache", "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
+    "chunk_size_feed_forward", "is_decoder", "output_attentions", "output_hidden_states", "output_scores",
+    "return_dict", "return_dict_in_generate", "cross_attention_hidden_size", "tie_encoder_decoder",
+    "transformers.js_config",
+    # Ids and labels that nothing here reads.
+    "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id", "decoder_start_token_id",
+    "tokenizer_class", "prefix", "forced_bos_token_id", "forced_eos_token_id", "finetuning_task",
+    "task_specific_params", "problem_type", "id2label", "label2id", "num_labels",
+    # Defaults for sampling, which belongs to the caller.
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "remove_invalid_values",
+    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
+})
+# fmt: on
+"""Fields that may hold anything: none of them changes what the model computes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One architecture of `transformers`, as differences from what all families share.
+
+    defaults: the fields it reads, each with the value transformers takes when config.json leaves it out.
+    only: more entries for `ONLY`. harmless: more entries for `HARMLESS`. extra_tensors: more entries for `LAYER_TENSORS`.
+    """
+
+    model_type: str
+    architecture: str
+    defaults: Mapping[str, Any]
+    only: Mapping[str, tuple[Any, ...]]
+    harmless: frozenset[str] = frozenset()
+    extra_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the q, k and v projections add a bias."""
+        return "q_bias" in self.extra_tensors
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised per head, before RoPE."""
+        return "q_norm" in self.extra_tensors
+
+    def tensor_names(self, config: ModelConfig) -> Params:
+        """The parameter pytree with each tensor's Hugging Face name in its place."""
+        layer = LAYER_TENSORS | dict(self.extra_tensors)
+        names: dict[str, Any] = {name: TENSORS[name] for name in ("embed", "final_norm")}
+        names["layers"] = tuple({k: f"model.layers.{n}.{v}" for k, v in layer.items()} for n in range(config.num_layers))
+        return names if config.tie_embeddings else names | {"lm_head": TENSORS["lm_head"]}

@@ -1,0 +1,34 @@
+"""Llama 2, 3, 3.1, 3.2, 3.3 and the many models that use their architecture: no biases, no q and k norms."""
+
+from kvjax.models.family import Family
+
+FAMILY = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    defaults={
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,  # as many as attention heads
+        "head_dim": None,  # hidden_size / num_attention_heads
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "rope_parameters": None,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    only={
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "pretraining_tp": (1, None),
+        "rope_interleaved": (None, False),
+        "layer_types": (None, "full_attention"),
+        "sliding_window": (None,),
+    },
+    harmless=frozenset({"is_llama_config"}),
+)

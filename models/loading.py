@@ -1,0 +1,230 @@
+"""Models in Hugging Face format, from a folder or the Hub to the device and back.
+
+Weights go from file to device one tensor at a time: beside the growing model there is never more than one tensor on the host and one
+on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike
+
+from kvjax.model import Model, ModelConfig, Params
+from kvjax.models import checkpoint, config_json
+from kvjax.models.causal_lm import CausalLM
+from kvjax.models.checkpoint import CONFIG_FILES, DTYPES, TOKENIZER_FILES, WEIGHT_FILES, Stored, Wanted
+from kvjax.models.decoder import TransformerDecoder
+from kvjax.models.family import TENSORS
+
+
+def read_config(path_or_id: str | Path) -> ModelConfig:
+    """The configuration of a model, from its folder or Hub id; reads config.json and, where there is one, generation_config.json.
+
+    Raises ValueError that names what is unknown or unsupported.
+    """
+    return _config(checkpoint.find_folder(path_or_id, CONFIG_FILES))
+
+
+def weights_bytes(path_or_id: str | Path, *, dtype: DTypeLike | None = None) -> int:
+    """Bytes that the parameters will take on the device once loaded with `dtype` (see `load`); reads file headers only."""
+    folder = checkpoint.find_folder(path_or_id, CONFIG_FILES + WEIGHT_FILES)
+    config, tensors = _config(folder), checkpoint.stored_tensors(folder)
+    checkpoint.check_tensors(config, tensors)
+    return config.num_params * _dtype(config, tensors, dtype).itemsize
+
+
+def load(path_or_id: str | Path, *, dtype: DTypeLike | None = None, tokenizer: bool = True) -> CausalLM:
+    """Read a model from its folder or Hub id onto the default device.
+
+    dtype: of all parameters, float32, bfloat16 or float16; None is float32 on the CPU, which has no fast bfloat16, and the stored
+    type elsewhere. tokenizer: whether to read the tokenizer too, through transformers. A tied model may also store `lm_head.weight`
+    if it equals the embedding. Raises ValueError for an unsupported configuration, for tensors that are missing, extra or misshapen,
+    and for a tokenizer that is missing or has more ids than the model.
+    """
+    folder = checkpoint.find_folder(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
+    config, tensors = _config(folder), checkpoint.stored_tensors(folder)
+    checkpoint.check_tensors(config, tensors)
+    read_tokenizer = _tokenizer(folder, config) if tokenizer else None
+    if config.tie_embeddings and TENSORS["lm_head"] in tensors:
+        _check_tied(tensors)
+    wanted, structure = checkpoint.wanted_tensors(config)
+    params = jax.tree.unflatten(structure, list(_place_all(wanted, tensors, _dtype(config, tensors, dtype))))
+    return CausalLM(TransformerDecoder(config), params, read_tokenizer, str(path_or_id))
+
+
+def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = 5 * 10**9) -> None:
+    """Write a model in Hugging Face format: config, weights in the parameters' dtype, tokenizer. `transformers` and `load` read it.
+
+    The files are written to a folder beside `folder`, which is then renamed, so a folder of that name is always whole. overwrite:
+    replace `folder`, with everything in it, if it holds a model already. max_shard_bytes: largest weights file; the host holds one
+    such file's tensors at a time. Raises ValueError when `folder` is there already and may not be replaced.
+    """
+    folder = Path(folder).expanduser().absolute()
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
+    _check_target(folder, overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        beside.chmod(0o755)
+        dtype = _write_weights(model, beside, max_shard_bytes)
+        _write_json(beside / "config.json", config_json.to_fields(model.config, dtype))
+        _write_json(beside / "generation_config.json", config_json.to_generation_fields(model.config))
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(beside)
+        _rename(beside, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _config(folder: Path) -> ModelConfig:
+    generation = folder / "generation_config.json"
+    fields = checkpoint.read_json(folder / "config.json")
+    return config_json.parse(fields, checkpoint.read_json(generation) if generation.is_file() else None)
+
+
+def _dtype(config: ModelConfig, tensors: dict[str, Stored], dtype: DTypeLike | None) -> np.dtype:
+    """The parameters' dtype, worked out as `load` documents."""
+    if dtype is not None:
+        if jnp.dtype(dtype).name not in DTYPES.values():
+            raise ValueError(f"dtype is {jnp.dtype(dtype).name}; supported: {', '.join(DTYPES.values())}")
+        return jnp.dtype(dtype)
+    if jax.default_backend() == "cpu":
+        return jnp.dtype(jnp.float32)
+    stored = {DTYPES[tensors[w.name].dtype] for w in checkpoint.wanted_tensors(config)[0]}
+    if len(stored) > 1:
+        raise ValueError(f"the weights are stored in several types ({', '.join(sorted(stored))}); choose one with dtype=")
+    return jnp.dtype(stored.pop())
+
+
+def _place_all(wanted: list[Wanted], tensors: dict[str, Stored], dtype: np.dtype) -> Iterator[Array]:
+    """Every parameter in turn, on the device. Waits for each, so that its host copy is gone before the next is read."""
+    for w in wanted:
+        yield _place(_read(tensors[w.name], w.name), dtype, w.transposed).block_until_ready()
+
+
+def _read(stored: Stored, name: str) -> np.ndarray:
+    from safetensors import safe_open
+
+    with safe_open(stored.file, framework="np") as opened:
+        return opened.get_tensor(name)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _place(x: Array, dtype: np.dtype, transposed: bool) -> Array:
+    return (x.T if transposed else x).astype(dtype)
+
+
+def _check_tied(tensors: dict[str, Stored]) -> None:
+    embed, head = (_read(tensors[TENSORS[name]], TENSORS[name]) for name in ("embed", "lm_head"))
+    if not np.array_equal(embed, head):
+        raise ValueError("config.json says tie_word_embeddings, but lm_head.weight does not equal model.embed_tokens.weight")
+
+
+def _tokenizer(folder: Path, config: ModelConfig) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ValueError(f"{folder} holds no tokenizer; pass tokenizer=False to load the model alone")
+    # tokenizer.json says everything. AutoTokenizer would rebuild it as the family's own tokenizer and split another text differently.
+    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        tokenizer = kind.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the libraries below raise bare Exception for a damaged file
+        raise ValueError(
+            f"transformers cannot read the tokenizer in {folder} ({_first_line(error)}); tokenizer=False loads without"
+        ) from error
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(f"the tokenizer in {folder} has {len(tokenizer)} ids, the model's vocabulary only {config.vocab_size}")
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _check_target(folder: Path, overwrite: bool) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise ValueError(f"{folder} is there already; choose another folder, or pass overwrite=True to replace a model")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json, so it is not a model to replace; choose another folder")
+
+
+def _rename(beside: Path, folder: Path) -> None:
+    """Put `beside` in the place of `folder`; what stood there is removed last."""
+    if not folder.exists():
+        os.replace(beside, folder)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+    os.replace(folder, old)
+    os.replace(beside, folder)
+    shutil.rmtree(old)
+
+
+def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> str:
+    """model.safetensors, or shards and their index. Returns the dtype's name."""
+    from safetensors.numpy import save_file
+
+    wanted, structure = checkpoint.wanted_tensors(model.config)
+    leaves = _leaves(model.params, wanted, structure)
+    dtypes = {leaf.dtype.name for leaf in leaves}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES.values()):
+        raise ValueError(f"parameters have dtypes {sorted(dtypes)}; all must have one of {', '.join(DTYPES.values())}")
+    shards = _shards(wanted, [leaf.nbytes for leaf in leaves], max_shard_bytes)
+    files = (
+        [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))] if len(shards) > 1 else ["model.safetensors"]
+    )
+    for file, members in zip(files, shards, strict=True):
+        host = {wanted[n].name: _to_host(leaves[n], wanted[n].transposed) for n in members}
+        save_file(host, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        weight_map = {wanted[n].name: file for file, members in zip(files, shards, strict=True) for n in members}
+        total = {"total_parameters": model.config.num_params, "total_size": sum(leaf.nbytes for leaf in leaves)}
+        _write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
+    return dtypes.pop()
+
+
+def _leaves(params: Params, wanted: list[Wanted], structure: Any) -> list[Array]:
+    leaves, given = jax.tree.flatten(params)
+    if given != structure:
+        raise ValueError("the parameters do not have the structure that kvjax.models.init_params gives for this configuration")
+    for leaf, w in zip(leaves, wanted, strict=True):
+        expected = w.shape[::-1] if w.transposed else w.shape
+        if leaf.shape != expected:
+            raise ValueError(f"{w.name} has shape {leaf.shape}, the configuration needs {expected}")
+    return leaves
+
+
+def _shards(wanted: list[Wanted], sizes: list[int], most: int) -> list[list[int]]:
+    """Tensor numbers by file: each file takes what fits, in order; a tensor larger than `most` stands alone."""
+    shards: list[list[int]] = [[]]
+    filled = 0
+    for n, size in enumerate(sizes):
+        if shards[-1] and filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(n)
+        filled += size
+    return shards
+
+
+def _to_host(leaf: Array, transposed: bool) -> np.ndarray:
+    host = np.asarray(leaf)
+    return np.ascontiguousarray(host.T if transposed else host)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

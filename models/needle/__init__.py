@@ -1,0 +1,10 @@
+"""The embedded checkpoint, and beside it the recipe that makes it (`training.train`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def path() -> Path:
+    """The folder of the embedded model, in Hugging Face format, inside the package."""
+    return Path(__file__).parent

@@ -1,0 +1,78 @@
+"""The loss curve of a run: one JSON line per record, and a picture of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvjax.models.needle.recipe import Recipe
+
+
+class Curve:
+    """Collects losses (device scalars, fetched only when a record is written) and appends records to curve.jsonl.
+
+    done: steps already made; records of a resumed run's folder past them are dropped, they will be made again.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, done: int, on_record: Callable[[dict], None] | None):
+        self.path, self.picture = folder / "curve.jsonl", folder / "curve.png"
+        self.recipe, self.on_record, self.losses = recipe, on_record, []
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("}")]  # a killed run may have torn its last line
+        self.records: list[dict] = [r for r in records if r["step"] <= done]
+        self.path.write_text("".join(json.dumps(r) + "\n" for r in self.records))
+        self.start = time.perf_counter() - (self.records[-1]["seconds"] if self.records else 0.0)
+
+    def add(self, loss: Any) -> None:
+        """One step's loss."""
+        self.losses.append(loss)
+
+    def write(self, step: int, extra: dict) -> None:
+        """A record of the steps since the last one: mean loss, with whatever was evaluated."""
+        record = {
+            "step": step,
+            "length": self.recipe.stage(step - 1).length,
+            "tokens": self.recipe.tokens(step),
+            "loss": float(sum(map(float, self.losses)) / len(self.losses)),
+            "seconds": time.perf_counter() - self.start,
+            **extra,
+        }
+        record = {k: round(v, 5) if isinstance(v, float) else v for k, v in record.items()}
+        self.losses = []
+        self.records.append(record)
+        with self.path.open("a") as lines:
+            lines.write(json.dumps(record) + "\n")
+        if self.on_record:
+            self.on_record(record)
+
+    def summary(self) -> str:
+        """The newest figures in a few words."""
+        last = self.records[-1]
+        found = next((r["exact_match"] for r in reversed(self.records) if "exact_match" in r), 0.0)
+        return f"{last['length']} tokens  loss {last['loss']:.3f}  needles {found:.0%}"
+
+    def plot(self) -> None:
+        """Draw curve.png: loss, held-out text loss, and needles found, over steps; stages are marked by their length."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 5), layout="constrained")
+        axes = figure.subplots()
+        steps = [r["step"] for r in self.records]
+        evaluated = [r for r in self.records if "exact_match" in r]
+        axes.plot(steps, [r["loss"] for r in self.records], label="training loss (weighted)", color="tab:blue", linewidth=1)
+        at = [r["step"] for r in evaluated]
+        axes.plot(at, [r["text_nats"] for r in evaluated], "o-", label="held-out text", color="tab:gray", markersize=3)
+        axes.set(xlabel="step", ylabel="nats per token", title=f"{self.recipe.name}: {self.recipe.tokens(steps[-1]):,} tokens")
+        found = axes.twinx()
+        found.plot(at, [r["exact_match"] for r in evaluated], "s-", label="needles found", color="tab:green", markersize=3)
+        found.set(ylabel="exact match, held-out needles", ylim=(0, 1.02))
+        start = 0
+        for stage in self.recipe.stages:
+            axes.axvline(start, color="0.85", linewidth=1, zorder=0)
+            axes.annotate(f" {stage.length}", (start, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8, color="0.4")
+            start += stage.steps
+        axes.legend(handles=[*axes.lines[:2], *found.lines], loc="center right")
+        figure.savefig(self.picture, dpi=120)

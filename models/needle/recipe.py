@@ -1,0 +1,160 @@
+"""What is trained, on what, for how long: every number of a training run in one frozen dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvjax.model import ModelConfig
+
+WARM_UP = {"repeats": 0.6, "recall": 0.4}
+MIXTURE = {"needles": 0.45, "records": 0.25, "text": 0.20, "recall": 0.05, "repeats": 0.05}
+# One sequence of records holds thousands of answers at these lengths and would drown the few needles of the others.
+LONG_MIXTURE = {"needles": 0.60, "records": 0.12, "text": 0.20, "recall": 0.04, "repeats": 0.04}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """`steps` steps of `batch` sequences of `length` tokens; mixture: the share of each kind of sample (see `mixture.Mixture`)."""
+
+    length: int
+    batch: int
+    steps: int
+    mixture: dict[str, float]
+
+    def __post_init__(self):
+        if min(self.length, self.batch, self.steps) < 1:
+            raise ValueError(f"length, batch and steps must be positive, got {self.length}, {self.batch}, {self.steps}")
+        if abs(sum(self.mixture.values()) - 1) > 1e-6:
+            raise ValueError(f"the shares of a mixture must sum to 1, got {self.mixture}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A Qwen2-style decoder and its length curriculum.
+
+    matrix_rate, other_rate: peak learning rates of Muon (matrices) and Adam (embedding, norms, biases); both warm up over the first
+    fortieth of all steps and fall linearly to a twentieth over the last `decay`. text_weight, answer_weight: loss weights of running
+    text and of tokens that repeat something said before. key_letters: shortest word in a key. evaluate_every, checkpoint_every: steps;
+    both also happen at the end of each stage. distractors: needles beside the target in an evaluated haystack (fewer while short
+    lengths are trained). final_lengths, final_trials: of the evaluation after the last step.
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    max_positions: int
+    stages: tuple[Stage, ...]
+    compute_dtype: str = "bfloat16"
+    matrix_rate: float = 0.01
+    other_rate: float = 3e-3
+    decay: float = 0.4
+    text_weight: float = 0.3
+    answer_weight: float = 4.0
+    key_letters: int = 4
+    seed: int = 0
+    evaluate_every: int = 100
+    evaluate_trials: int = 48
+    checkpoint_every: int = 500
+    distractors: int = 16
+    final_lengths: tuple[int, ...] = (8192, 16384, 32768)
+    final_trials: int = 200
+
+    @property
+    def steps(self) -> int:
+        """Steps of all stages."""
+        return sum(s.steps for s in self.stages)
+
+    def stage(self, step: int) -> Stage:
+        """The stage that step number `step` (from 0) belongs to."""
+        for stage in self.stages:
+            if step < stage.steps:
+                return stage
+            step -= stage.steps
+        raise ValueError(f"the recipe ends {step} steps before the step asked for")
+
+    def stage_ends(self) -> set[int]:
+        """How many steps are done when each stage ends."""
+        done, ends = 0, set()
+        for stage in self.stages:
+            done += stage.steps
+            ends.add(done)
+        return ends
+
+    def tokens(self, steps: int) -> int:
+        """Tokens seen after `steps` steps."""
+        seen = 0
+        for stage in self.stages:
+            seen += min(steps, stage.steps) * stage.length * stage.batch
+            steps = max(0, steps - stage.steps)
+        return seen
+
+    def model_config(self) -> ModelConfig:
+        """The decoder to train: Qwen2 style (QKV bias), tied embeddings, <|endoftext|> ends a text."""
+        return ModelConfig(
+            family="qwen2",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rope_theta=self.rope_theta,
+            rope_scaling=None,
+            norm_eps=1e-6,
+            tie_embeddings=True,
+            max_positions=self.max_positions,
+            qkv_bias=True,
+            eos_token_ids=(0,),
+        )
+
+
+NEEDLE = Recipe(
+    name="needle",
+    vocab_size=4096,
+    hidden_size=384,
+    intermediate_size=1024,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    rope_theta=1e6,
+    max_positions=32768,
+    stages=(
+        Stage(256, 256, 300, WARM_UP),
+        Stage(512, 128, 900, MIXTURE),
+        Stage(2048, 32, 700, MIXTURE),
+        Stage(8192, 8, 700, MIXTURE),
+        Stage(16384, 4, 500, LONG_MIXTURE),
+        Stage(32768, 2, 1100, LONG_MIXTURE),
+    ),
+)
+
+TOY = Recipe(
+    name="toy",
+    vocab_size=1024,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    rope_theta=1e5,
+    max_positions=1024,
+    stages=(Stage(64, 32, 200, WARM_UP), Stage(128, 16, 200, MIXTURE), Stage(256, 8, 100, MIXTURE)),
+    compute_dtype="float32",
+    key_letters=3,
+    evaluate_trials=16,
+    checkpoint_every=200,
+    distractors=4,
+    final_lengths=(256,),
+    final_trials=32,
+)
+
+PRESETS = {"needle": NEEDLE, "toy": TOY}

@@ -1,0 +1,48 @@
+"""The needle model's tokenizer: byte-level BPE in which every digit is a token of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+    """A `tokenizers.Tokenizer` of `vocab_size` tokens; <|endoftext|> is 0 and <|pad|> 1.
+
+    Digits are split off before the words, so " is 48213" reads " is", " ", "4", "8", ...: a string encodes to the same tokens whole
+    or cut before a number's space.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ValueError(f"the text gave {tokenizer.get_vocab_size()} tokens, not {vocab_size}: pass more text or a smaller vocabulary")
+    return tokenizer
+
+
+def transformers_tokenizer(path: str | Path, max_positions: int) -> Any:
+    """The tokenizer file as `transformers` sees it, with its special tokens named: what is exported with the model."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_file=str(path),
+        eos_token=END_OF_TEXT,
+        pad_token=PAD,
+        model_max_length=max_positions,
+        clean_up_tokenization_spaces=False,
+    )

@@ -1,0 +1,251 @@
+"""Train the needle model: `train(recipe, text, held_out, folder)` makes or resumes a run and exports the model in Hugging Face format."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+from kvjax.models.decoder import TransformerDecoder, causal_attend
+from kvjax.models.needle import corpus
+from kvjax.models.needle.batches import batches
+from kvjax.models.needle.curve import Curve
+from kvjax.models.needle.evaluation import needle_report
+from kvjax.models.needle.initial import structured_params
+from kvjax.models.needle.mixture import Vocabulary
+from kvjax.models.needle.recipe import Recipe
+from kvjax.models.needle.tokenizer import train_tokenizer, transformers_tokenizer
+
+from kvjax.fidelity.needle import NeedleTask, vocabulary_words
+from kvjax.model import Attend, Params
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+LOG_EVERY = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What a run reads: its tokenizer, training tokens (a file: workers map it) and held-out tokens."""
+
+    tokenizer: Any
+    vocabulary: Vocabulary
+    train_path: Path
+    held_out: np.ndarray
+    task: NeedleTask
+
+
+def train(
+    recipe: Recipe,
+    text: Sequence[str | Path],
+    held_out: Sequence[str | Path],
+    folder: str | Path,
+    *,
+    with_python_sources: bool = True,
+    workers: int | None = None,
+    stop_at: int | None = None,
+    on_record: Callable[[dict], None] | None = None,
+) -> Path | None:
+    """Train by the recipe, or go on where an earlier call for the same folder stopped; returns the folder of the exported model.
+
+    text, held_out: files or folders of .txt and .py; needles are evaluated in held_out, whose files training never sees, even where
+    they lie in a folder of text.
+    with_python_sources: also train on the standard library's sources. folder: gets tokenizer.json, the texts as tokens, checkpoints,
+    curve.jsonl, curve.png, evaluation.json and model/. workers: processes that make batches. stop_at: stop after this many steps, with
+    a checkpoint, and return None. on_record: called with every record of the curve as it is written.
+
+    A resumed run sees the same batches as an uninterrupted one, and on the CPU ends with the same bits. Raises ValueError when the
+    folder holds a run of another recipe or other text.
+    """
+    folder = Path(folder)
+    data = prepare(recipe, text, held_out, folder, with_python_sources=with_python_sources)
+    decoder = TransformerDecoder(recipe.model_config())
+    attend = training_attend(recipe)
+    last = recipe.steps if stop_at is None else min(stop_at, recipe.steps)
+    params = _fit(recipe, data, decoder, attend, folder, last, workers, on_record)
+    if last < recipe.steps:
+        return None
+    evaluate(recipe, data, decoder, attend, params, folder, on_record)
+    return export(recipe, decoder, params, folder)
+
+
+def prepare(recipe: Recipe, text: Sequence[str | Path], held_out: Sequence[str | Path], folder: Path, *, with_python_sources: bool) -> Data:
+    """Find the text, train the tokenizer and encode, once; a later call for the same folder finds all of it there."""
+    unseen = corpus.text_files(held_out)
+    files = [f for f in corpus.text_files(text) if f not in unseen]
+    if not files:
+        raise ValueError(f"nothing to train on: every file of {', '.join(map(str, text))} is held out")
+    files += corpus.python_sources() if with_python_sources else []
+    folder.mkdir(parents=True, exist_ok=True)
+    _same_run(
+        folder / "run.json",
+        {"recipe": dataclasses.asdict(recipe), "text": corpus.fingerprint(files), "held_out": corpus.fingerprint(unseen)},
+    )
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        train_tokenizer(corpus.read_texts(files), recipe.vocab_size).save(str(path))
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    corpus.token_file(folder / "train.npy", files, tokenizer)
+    held_out_ids = corpus.token_file(folder / "held_out.npy", unseen, tokenizer)
+    words = vocabulary_words(tokenizer, letters=recipe.key_letters)
+    task = NeedleTask(tokenizer, held_out_ids, words, distractors=recipe.distractors)
+    return Data(tokenizer, Vocabulary.build(tokenizer, letters=recipe.key_letters), folder / "train.npy", held_out_ids, task)
+
+
+def _same_run(path: Path, run: dict) -> None:
+    """Note what a folder's run is, or check that it is this one."""
+    run = json.loads(json.dumps(run))
+    if not path.exists():
+        path.write_text(json.dumps(run, indent=1))
+        return
+    before = json.loads(path.read_text())
+    for name in run:
+        if before.get(name) != run[name]:
+            raise ValueError(f"{path.parent} holds a run with another {name}: use another folder, or delete it to start again")
+
+
+def training_attend(recipe: Recipe) -> Attend:
+    """Causal attention: cuDNN's on a GPU (memory linear in the length), XLA's elsewhere (toy lengths only)."""
+    implementation = "cudnn" if jax.default_backend() == "gpu" and recipe.compute_dtype == "bfloat16" else None
+    return causal_attend(recipe.model_config().sm_scale, implementation)
+
+
+def schedule(peak: float, recipe: Recipe) -> optax.Schedule:
+    """Warm-up, flat, linear decay ("WSD"), by the recipe's whole length."""
+    warm, decay = max(10, recipe.steps // 40), int(recipe.steps * recipe.decay)
+    parts = [optax.linear_schedule(0, peak, warm), optax.constant_schedule(peak), optax.linear_schedule(peak, peak * 0.05, decay)]
+    return optax.join_schedules(parts, [warm, recipe.steps - decay])
+
+
+def optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Muon on the layers' matrices, Adam on embedding, norms and biases."""
+
+    def labels(params: Params) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if getattr(path[-1], "key", "") in MATRICES else "adam", params)
+
+    muon = optax.contrib.muon(schedule(recipe.matrix_rate, recipe))
+    return optax.partition({"muon": muon, "adam": optax.adam(schedule(recipe.other_rate, recipe), b1=0.9, b2=0.95)}, labels)
+
+
+def weighted_loss(
+    decoder: TransformerDecoder, attend: Attend, dtype: Any, params: Params, tokens: Int[Array, "B T+1"], weights: Float[Array, "B T"]
+) -> Float[Array, ""]:
+    """Weighted mean cross-entropy of each next token, in nats. params: float32; computed in `dtype`."""
+    given, wanted = tokens[:, :-1], tokens[:, 1:]
+    # Each token's embedding is looked up here, in float32, and handed over as a table with one row per token: the gradient of the
+    # lookup adds up thousands of rows for a frequent token, which bfloat16 would round away.
+    rows = params["embed"][given].astype(dtype).reshape(given.size, -1)
+    cast = jax.tree.map(lambda x: x.astype(dtype), params)
+    positions = jnp.broadcast_to(jnp.arange(given.shape[1]), given.shape)
+    hidden, _ = decoder.hidden(cast | {"embed": rows}, jnp.arange(given.size).reshape(given.shape), positions, attend, None)
+    losses = optax.softmax_cross_entropy_with_integer_labels(decoder.logits(cast, hidden), wanted)
+    return jnp.sum(losses * weights) / jnp.sum(weights)
+
+
+def make_update(decoder: TransformerDecoder, attend: Attend, recipe: Recipe, optimiser: optax.GradientTransformation) -> Callable:
+    """Jitted (params, opt_state, tokens, weights) -> (params, opt_state, loss). DONATES params and opt_state."""
+    loss = functools.partial(weighted_loss, decoder, attend, recipe.compute_dtype)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def update(params, opt_state, tokens, weights):
+        value, gradients = jax.value_and_grad(loss)(params, tokens, weights)
+        changes, opt_state = optimiser.update(gradients, opt_state, params)
+        return optax.apply_updates(params, changes), opt_state, value
+
+    return update
+
+
+def _fit(recipe: Recipe, data: Data, decoder, attend, folder: Path, last: int, workers: int | None, on_record) -> Params:
+    """Run the steps that are left up to `last`; returns the float32 weights."""
+    import orbax.checkpoint as ocp
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    optimiser = optimizer(recipe)
+    params = structured_params(decoder.config, jax.random.key(recipe.seed))
+    state = {"params": params, "opt_state": optimiser.init(params)}
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
+        done = manager.latest_step() or 0
+        if done > last:
+            raise ValueError(f"{folder} is already at step {done}, past step {last}")
+        if done:
+            state = manager.restore(done, args=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state)))
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        progress = Progress(*columns)
+        curve = Curve(folder, recipe, done, on_record)
+        with progress, batches(recipe, data.vocabulary, data.train_path, first=done, last=last, workers=workers) as source:
+            task = progress.add_task(recipe.name, total=recipe.steps, completed=done)
+            update = make_update(decoder, attend, recipe, optimiser)
+            ends = recipe.stage_ends()
+            for tokens, weights in source:
+                done += 1
+                *state_parts, loss = update(state["params"], state["opt_state"], tokens, weights)
+                state = dict(zip(("params", "opt_state"), state_parts, strict=True))
+                curve.add(loss)
+                if done % LOG_EVERY == 0 or done in ends or done == last:
+                    record = {}
+                    if done % recipe.evaluate_every == 0 or done in ends:
+                        record = quick_evaluation(recipe, data, decoder, attend, state["params"], recipe.stage(done - 1))
+                    curve.write(done, record)
+                    progress.update(task, completed=done, description=curve.summary())
+                if done % recipe.checkpoint_every == 0 or done in ends or done == last:
+                    manager.save(done, args=ocp.args.StandardSave(state))
+        manager.wait_until_finished()
+    curve.plot()
+    return state["params"]
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "attend", "dtype"))
+def text_loss(decoder: TransformerDecoder, attend: Attend, dtype: str, params: Params, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
+    """Mean cross-entropy of running text, in nats per token."""
+    return weighted_loss(decoder, attend, dtype, params, tokens, jnp.ones(tokens[:, 1:].shape))
+
+
+def quick_evaluation(recipe: Recipe, data: Data, decoder, attend, params: Params, stage) -> dict:
+    """Needles and running text, both held out, at the length being trained."""
+    seconds = time.perf_counter()
+    length = max(stage.length, 128)
+    count = min(recipe.evaluate_trials, 8 * stage.batch)
+    task = dataclasses.replace(data.task, distractors=min(recipe.distractors, length // 64))
+    cast = jax.tree.map(lambda x: x.astype(recipe.compute_dtype), params)
+    report = needle_report(decoder, attend, cast, task, length, count, batch=min(stage.batch, count))
+    starts = np.linspace(0, len(data.held_out) - length - 1, stage.batch).astype(int)
+    rows = np.stack([data.held_out[s : s + length + 1] for s in starts]).astype(np.int32)
+    report["text_nats"] = float(text_loss(decoder, attend, recipe.compute_dtype, params, rows))
+    return report | {"evaluation_seconds": time.perf_counter() - seconds}
+
+
+def evaluate(recipe: Recipe, data: Data, decoder, attend, params: Params, folder: Path, on_record) -> dict:
+    """The final figures: held-out needles in held-out text at each of the recipe's final lengths, written to evaluation.json."""
+    cast = jax.tree.map(lambda x: x.astype(recipe.compute_dtype), params)
+    biggest = max(s.length * s.batch for s in recipe.stages)
+    figures = {"recipe": recipe.name, "steps": recipe.steps, "tokens": recipe.tokens(recipe.steps), "trials": recipe.final_trials}
+    for length in recipe.final_lengths:
+        batch = max(1, min(recipe.final_trials, biggest // length))
+        report = needle_report(decoder, attend, cast, data.task, length, recipe.final_trials, batch=batch, bins=10, seed=1)
+        figures[str(length)] = report
+        if on_record:
+            on_record({"final": length, **report})
+    (folder / "evaluation.json").write_text(json.dumps(figures, indent=1))
+    return figures
+
+
+def export(recipe: Recipe, decoder: TransformerDecoder, params: Params, folder: Path) -> Path:
+    """Write folder/model: bfloat16 weights, configuration and tokenizer, in Hugging Face format."""
+    from kvjax.models import CausalLM
+    from kvjax.models.loading import save
+
+    tokenizer = transformers_tokenizer(folder / "tokenizer.json", recipe.max_positions)
+    model = CausalLM(decoder, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), tokenizer, recipe.name)
+    save(model, folder / "model", overwrite=True)
+    return folder / "model"

@@ -1,0 +1,38 @@
+"""Qwen2 and Qwen2.5 (base, Instruct, Coder, Math, 1M): biases on the q, k and v projections.
+
+The 1M models carry `dual_chunk_attention_config`: past the trained length they are meant to run with dual chunk attention, which is
+not implemented here. Within that length it changes nothing, so such a model loads with `max_positions` set to the trained length.
+"""
+
+from kvjax.models.family import Family
+
+FAMILY = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    defaults={
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": None,  # hidden_size / num_attention_heads
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "rope_parameters": None,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dual_chunk_attention_config": None,
+    },
+    only={
+        "use_sliding_window": (False,),
+        "layer_types": (None, "full_attention"),
+        "use_mrope": (None, False),
+    },
+    # Read by transformers only where use_sliding_window is true.
+    harmless=frozenset({"sliding_window", "max_window_layers"}),
+    extra_tensors={"q_bias": "self_attn.q_proj.bias", "k_bias": "self_attn.k_proj.bias", "v_bias": "self_attn.v_proj.bias"},
+)

@@ -1,0 +1,33 @@
+"""Qwen3, the dense models: RMSNorm on every head of q and k before RoPE, no biases, head_dim independent of hidden_size."""
+
+from kvjax.models.family import Family
+
+FAMILY = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    defaults={
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "rope_parameters": None,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    only={
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+        "layer_types": (None, "full_attention"),
+    },
+    # Read by transformers only where use_sliding_window is true.
+    harmless=frozenset({"sliding_window", "max_window_layers"}),
+    extra_tensors={"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"},
+)

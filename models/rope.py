@@ -1,0 +1,75 @@
+"""Rotary position embedding: frequencies as transformers computes them, rotation in float32 from absolute positions.
+
+Sources: RoPE (arXiv 2104.09864), in the "rotate half" layout of Llama checkpoints; YaRN (arXiv 2309.00071); the Llama 3.1 release
+for its piecewise scaling. Everything here that depends on the configuration alone is computed on the host with numpy, so that every
+backend rotates by the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int
+
+from kvjax.model import ModelConfig, RopeScaling
+
+
+@functools.lru_cache(maxsize=64)
+def frequencies(config: ModelConfig) -> tuple[float, ...]:
+    """Radians per token of each of the head_dim / 2 rotated pairs, float32 values, scaled as `config.rope_scaling` says."""
+    pairs = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
+    periods = np.float32(config.rope_theta) ** pairs  # over 2 pi
+    scaling = config.rope_scaling
+    if scaling is None:
+        scaled = np.float32(1) / periods
+    elif scaling.kind == "llama3":
+        scaled = _llama3(np.float32(1) / periods, scaling)
+    elif scaling.kind == "yarn":
+        scaled = _yarn(periods, scaling, config)
+    else:
+        raise ValueError(f"rope_scaling.kind is {scaling.kind!r}; supported: 'llama3', 'yarn'")
+    return tuple(float(x) for x in scaled)
+
+
+def _llama3(base: Float32[np.ndarray, "D2"], scaling: RopeScaling) -> Float32[np.ndarray, "D2"]:
+    """Long waves are slowed by `factor`, short ones kept, the band between blended linearly in turns per original length."""
+    original, low, high = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
+    wavelengths = np.float32(2 * math.pi) / base
+    slowed = base / np.float32(scaling.factor)
+    smooth = (np.float32(original) / wavelengths - np.float32(low)) / np.float32(high - low)
+    blended = (1 - smooth) * base / np.float32(scaling.factor) + smooth * base
+    return np.where(wavelengths > original / low, slowed, np.where(wavelengths < original / high, base, blended))
+
+
+def _yarn(periods: Float32[np.ndarray, "D2"], scaling: RopeScaling, config: ModelConfig) -> Float32[np.ndarray, "D2"]:
+    """Pairs that turn more than `beta_fast` times within the original length are kept, fewer than `beta_slow` slowed by `factor`."""
+    dim = config.head_dim
+
+    def pair_turning(turns: float) -> float:
+        return dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first, last = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001  # as transformers does: the ramp becomes a step, not a division by zero
+    ramp = (np.arange(dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first)
+    keep = 1 - np.clip(ramp, 0, 1)
+    return 1 / (np.float32(scaling.factor) * periods) * (1 - keep) + 1 / periods * keep
+
+
+def rotation(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]:
+    """Cosine and sine of every pair's angle at absolute `positions` (tokens), float32, times YaRN's attention factor."""
+    angles = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies(config), jnp.float32)
+    factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x: Float[Array, "B T N D"], cos: Float32[Array, "B T 1 D2"], sin: Float32[Array, "B T 1 D2"]) -> Float[Array, "B T N D"]:
+    """Rotate pair (i, i + D/2) of every head; computed in float32, returned in x's dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
