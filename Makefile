@@ -1,0 +1,34 @@
+# `make demo` and `make test` work from a bare clone: the first run makes .venv and installs what requirements.lock names.
+
+bin := .venv/bin
+
+.PHONY: help demo test lint venv lock clean
+
+help:
+	@echo "make demo   watch the embedded model answer 8K-token prompts under four decode policies"
+	@echo "make test   lint, check the format, run every test"
+	@echo "make lint   only lint and check the format"
+	@echo "make venv   only make .venv"
+	@echo "make lock   write requirements.lock anew, with the newest versions that pyproject.toml allows"
+	@echo "make clean  remove .venv and everything else that was made here"
+
+demo: venv
+	@$(bin)/kvjax demo
+
+test: lint
+	@$(bin)/pytest
+
+lint: venv
+	@$(bin)/ruff check
+	@$(bin)/ruff format --check
+
+venv:
+	@python=$$(sh tools/find_python.sh) && "$$python" tools/make_venv.py
+
+lock:
+	@python312=$$(sh tools/find_python.sh 3.12) && python313=$$(sh tools/find_python.sh 3.13) && \
+	"$$python312" tools/make_lock.py "$$python312" "$$python313"
+
+clean:
+	rm -rf .venv build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis demo.png demo.json
+	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +

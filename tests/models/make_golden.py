@@ -1,0 +1,151 @@
+"""Makes the golden files of this folder with transformers and PyTorch: `python make_golden.py`. Imports nothing of kvjax.
+
+Each case is a tiny random model that transformers itself saves in golden/<case>/, and beside it golden.safetensors: a prompt, the
+logits of each of its tokens (float32, eager attention, CPU) and the tokens that greedy decoding adds. rope.json holds rotary
+frequencies alone. Weights are drawn so large that attention is far from flat and every norm, bias and scaling shows in the logits.
+"""
+
+import json
+from pathlib import Path
+
+GOLDEN = Path(__file__).with_name("golden")
+PROMPT_TOKENS = 48
+GREEDY_TOKENS = 32
+VOCAB = 64
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 0.4, "truncate": False}
+
+# name: (query heads, KV heads, head dim, width, tied, theta, scaling). The prompts run past original_max_position_embeddings.
+SHAPES = {
+    "g1-d32-tied": (2, 2, 32, 32, True, 1e4, {"rope_type": "default"}),
+    "g4-d64-llama3": (8, 2, 64, 16, False, 1e4, LLAMA3),
+    "g7-d32-tied-yarn": (14, 2, 32, 14, True, 1e3, YARN),
+    "g4-d128-yarn-mscale": (4, 1, 128, 8, False, 1e4, YARN | MSCALE),
+    "g7-d64-yarn-factor": (7, 1, 64, 14, False, 1e3, YARN | {"attention_factor": 1.3}),
+    "g1-d128-tied-llama3": (2, 2, 128, 12, True, 5e2, LLAMA3 | {"factor": 3.0}),
+}
+FAMILIES = ("llama", "qwen2", "qwen3")
+CASES = {f"{family}-{name}": (family, shape) for family in FAMILIES for name, shape in SHAPES.items()}
+
+BIG = {"max_position_embeddings": 131072}
+ROPES = [
+    (32, {"rope_type": "default", "rope_theta": 1e4}),
+    (128, {"rope_type": "default", "rope_theta": 1e6}),
+    (80, {"rope_type": "default", "rope_theta": 123456.0}),
+    (64, LLAMA3 | {"rope_theta": 5e5, "factor": 32.0, "original_max_position_embeddings": 8192}),
+    (128, LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 8192}),
+    (32, LLAMA3 | {"rope_theta": 1e4, "low_freq_factor": 0.5, "high_freq_factor": 6.0}),
+    (128, {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}),
+    (128, {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}),
+    (128, {"rope_type": "yarn", "rope_theta": 1e6, "factor": None, "original_max_position_embeddings": 4096}),
+    (64, {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096, "truncate": False}),
+    (64, {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 1.0}),
+    (64, YARN | MSCALE | {"rope_theta": 1e4, "attention_factor": 0.8}),
+    (64, YARN | {"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": None, "beta_slow": 2}),
+    (32, YARN | {"rope_theta": 1e4, "factor": 1.0}),
+    (32, YARN | {"rope_theta": 1e4, "original_max_position_embeddings": 1}),
+]
+
+
+def build(family, shape, seed):
+    """A transformers model of the case on the CPU, float32, with random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    heads, kv_heads, head_dim, width, tied, theta, scaling = shape
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=VOCAB,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=64 if scaling["rope_type"] == "yarn" else 128,
+        rms_norm_eps=0.03,
+        tie_word_embeddings=tied,
+        rope_parameters=dict(scaling, rope_theta=theta),
+        bos_token_id=1,
+        eos_token_id=None,
+        architectures=[{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]],
+    )
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.copy_(1.5 + 0.5 * noise)
+            elif name.endswith("norm.weight"):
+                weight.copy_(1.0 + 0.4 * noise)
+            elif name.endswith(".bias"):
+                weight.copy_(0.7 * noise)
+            else:
+                weight.copy_(noise * (1.6 / weight.shape[1] ** 0.5))
+    return model
+
+
+def prompt(seed):
+    """Token ids [1, PROMPT_TOKENS]."""
+    import torch
+
+    return torch.randint(0, VOCAB, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(1000 + seed))
+
+
+def run(model, ids):
+    """Logits of the prompt, greedy tokens, and the smallest gap between the best and the second logit on the way."""
+    import torch
+
+    gaps, tokens = [], ids
+    with torch.no_grad():
+        logits = model(ids).logits
+        for _ in range(GREEDY_TOKENS):
+            best = model(tokens).logits[0, -1].topk(2)
+            gaps.append(float(best.values[0] - best.values[1]))
+            tokens = torch.cat([tokens, best.indices[None, :1]], dim=1)
+    return logits, tokens[:, ids.shape[1] :], min(gaps)
+
+
+def sample(family, shape, first_seed=0):
+    """(model, ids, logits, greedy) of the first seed whose greedy tokens are varied and nowhere nearly tied."""
+    for seed in range(first_seed, first_seed + 200):
+        model, ids = build(family, shape, seed), prompt(seed)
+        logits, greedy, gap = run(model, ids)
+        if gap > 0.005 and len(set(greedy[0].tolist())) >= 10:
+            return model, ids, logits, greedy
+    raise RuntimeError(f"no seed gives clear and varied greedy tokens for {family} {shape}")
+
+
+def rope_values(head_dim, parameters):
+    """[inverse frequencies], attention factor, as transformers computes them."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=dict(parameters), **BIG)
+    embedding = LlamaRotaryEmbedding(config)
+    return embedding.inv_freq.tolist(), embedding.attention_scaling
+
+
+def main():
+    """Write every golden file."""
+    from safetensors.torch import save_file
+
+    for name, (family, shape) in CASES.items():
+        model, ids, logits, greedy = sample(family, shape)
+        model.save_pretrained(GOLDEN / name)
+        tensors = {"ids": ids[0], "logits": logits[0], "greedy": greedy[0]}
+        save_file({key: value.contiguous() for key, value in tensors.items()}, GOLDEN / name / "golden.safetensors")
+        print(name, "logits' standard deviation", float(logits.std()))
+    cases = []
+    for head_dim, parameters in ROPES:
+        frequencies, factor = rope_values(head_dim, parameters)
+        cases.append({"head_dim": head_dim, "parameters": parameters, "frequencies": frequencies, "attention_factor": factor})
+    (GOLDEN / "rope.json").write_text(json.dumps(cases) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""config.json: released models parse, both spellings agree, and whatever is not understood is an error that names it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from kvjax.model import RopeScaling
+from kvjax.models import config_json
+from kvjax.models.families import FAMILIES
+
+GOLDEN = Path(__file__).with_name("golden")
+CASES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
+
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+LLAMA_3_2_1B = LLAMA_3_1_8B | {
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "rope_scaling": LLAMA_3_1_8B["rope_scaling"] | {"factor": 32.0, "high_freq_factor": 4.0},
+    "tie_word_embeddings": True,
+}
+LLAMA_3_8B = {k: v for k, v in LLAMA_3_1_8B.items() if k != "mlp_bias"} | {
+    "rope_scaling": None,
+    "max_position_embeddings": 8192,
+    "eos_token_id": 128001,
+}
+QWEN_2_5_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+QWEN_2_5_7B_INSTRUCT = {k: v for k, v in QWEN_2_5_7B.items() if k != "use_mrope"} | {
+    "eos_token_id": 151645,
+    "max_position_embeddings": 32768,
+}
+QWEN_2_5_7B_INSTRUCT_1M = QWEN_2_5_7B_INSTRUCT | {
+    "max_position_embeddings": 1010000,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000000.0,
+    "sliding_window": 1010000,
+    "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144},
+}
+QWEN_2_5_0_5B = QWEN_2_5_7B | {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+QWEN_3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN_3_0_6B = QWEN_3_8B | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "tie_word_embeddings": True,
+}
+SMOLLM_2 = LLAMA_3_8B | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}, "vocab_size": 49152}
+
+# Parameters as the model cards and transformers count them.
+RELEASED = {
+    "Llama-3.1-8B": (LLAMA_3_1_8B, 8_030_261_248),
+    "Llama-3.2-1B": (LLAMA_3_2_1B, 1_235_814_400),
+    "Llama-3-8B": (LLAMA_3_8B, 8_030_261_248),
+    "Qwen2.5-7B": (QWEN_2_5_7B, 7_615_616_512),
+    "Qwen2.5-7B-Instruct": (QWEN_2_5_7B_INSTRUCT, 7_615_616_512),
+    "Qwen2.5-7B-Instruct-1M": (QWEN_2_5_7B_INSTRUCT_1M, 7_615_616_512),
+    "Qwen2.5-0.5B": (QWEN_2_5_0_5B, 494_032_768),
+    "Qwen3-8B": (QWEN_3_8B, 8_190_735_360),
+    "Qwen3-0.6B": (QWEN_3_0_6B, 596_049_920),
+    "SmolLM2-like": (SMOLLM_2, None),
+}
+BASES = {"llama": LLAMA_3_1_8B, "qwen2": QWEN_2_5_7B, "qwen3": QWEN_3_8B}
+
+
+def spelled_as_transformers_5(fields):
+    """The same config.json as transformers 5 writes it."""
+    new = {k: v for k, v in fields.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    rope = {"rope_type": "default"} | (fields.get("rope_scaling") or {}) | {"rope_theta": fields["rope_theta"]}
+    return new | {"rope_parameters": rope, "dtype": fields["torch_dtype"]}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_parse_in_both_spellings(name):
+    fields, num_params = RELEASED[name]
+    config = config_json.parse(fields)
+    assert num_params is None or config.num_params == num_params
+    assert config_json.parse(spelled_as_transformers_5(fields)) == config
+    assert config_json.parse(fields | spelled_as_transformers_5(fields)) == config
+    assert hash(config) == hash(config_json.parse(json.loads(json.dumps(fields))))
+
+
+def test_fields_arrive_where_they_belong():
+    config = config_json.parse(LLAMA_3_1_8B)
+    assert (config.family, config.num_heads, config.num_kv_heads, config.head_dim) == ("llama", 32, 8, 128)
+    assert (config.rope_theta, config.norm_eps, config.max_positions, config.tie_embeddings) == (5e5, 1e-5, 131072, False)
+    assert config.rope_scaling == RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert (config.eos_token_ids, config.bos_token_id) == ((128001, 128008, 128009), 128000)
+    assert (config.qkv_bias, config.qk_norm) == (False, False)
+    assert config_json.parse(QWEN_2_5_7B).qkv_bias
+    qwen3 = config_json.parse(QWEN_3_0_6B)
+    assert (qwen3.qk_norm, qwen3.qkv_bias, qwen3.head_dim, qwen3.hidden_size) == (True, False, 128, 1024)
+
+
+def test_absent_fields_take_transformers_defaults():
+    """The values are those of transformers 5.17's configuration classes."""
+    llama, qwen2, qwen3 = (config_json.parse({"model_type": name}) for name in ("llama", "qwen2", "qwen3"))
+    assert (llama.vocab_size, llama.num_kv_heads, llama.head_dim, llama.max_positions) == (32000, 32, 128, 2048)
+    assert (llama.norm_eps, llama.rope_theta, llama.bos_token_id, llama.eos_token_ids) == (1e-6, 1e4, 1, (2,))
+    assert (qwen2.vocab_size, qwen2.intermediate_size, qwen2.max_positions, qwen2.eos_token_ids) == (151936, 22016, 32768, ())
+    assert config_json.parse({"model_type": "qwen3", "hidden_size": 1024}).head_dim == 128
+    assert qwen3.num_kv_heads == 32
+    assert config_json.parse(LLAMA_3_1_8B | {"num_key_value_heads": None}).num_kv_heads == 32
+
+
+def test_eos_ids_of_generation_config_come_first():
+    assert config_json.parse(QWEN_2_5_7B_INSTRUCT, {"eos_token_id": [151645, 151643], "top_k": 20}).eos_token_ids == (151645, 151643)
+    assert config_json.parse(QWEN_2_5_7B_INSTRUCT, {"eos_token_id": 7}).eos_token_ids == (7,)
+    assert config_json.parse(QWEN_2_5_7B_INSTRUCT, {"eos_token_id": None}).eos_token_ids == (151645,)
+    assert config_json.parse(QWEN_2_5_7B_INSTRUCT, {}).eos_token_ids == (151645,)
+
+
+def test_yarn_as_the_model_cards_add_it():
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+    config = config_json.parse(QWEN_2_5_7B_INSTRUCT | {"rope_scaling": yarn})
+    assert config.max_positions == 131072
+    assert config.rope_scaling.attention_factor == pytest.approx(1.1386294361119891)
+    renamed = {"rope_type": "yarn"} | {k: v for k, v in yarn.items() if k != "type"}
+    assert config_json.parse(QWEN_2_5_7B_INSTRUCT | {"rope_scaling": renamed}) == config
+    assert config_json.parse(QWEN_2_5_7B_INSTRUCT | {"rope_scaling": yarn | {"rope_type": "yarn"}}) == config
+
+
+def test_positions_that_need_dual_chunk_attention_are_not_offered():
+    assert config_json.parse(QWEN_2_5_7B_INSTRUCT_1M).max_positions == 262144
+    assert config_json.parse(QWEN_2_5_7B_INSTRUCT_1M | {"dual_chunk_attention_config": None}).max_positions == 1010000
+
+
+@pytest.mark.parametrize("name", [*RELEASED, *CASES])
+def test_written_fields_read_back_the_same(name):
+    fields = RELEASED[name][0] if name in RELEASED else json.loads((GOLDEN / name / "config.json").read_text())
+    config = config_json.parse(fields)
+    written = json.loads(json.dumps(config_json.to_fields(config, "bfloat16")))
+    assert config_json.parse(written) == config
+    assert config_json.parse(written, config_json.to_generation_fields(config)) == config
+    old = {k: v for k, v in written.items() if k not in ("rope_parameters", "dtype")}
+    new = {k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}
+    assert config_json.parse(old) == config_json.parse(new) == config
+    written_none = config_json.to_fields(dataclasses.replace(config, eos_token_ids=(), bos_token_id=None), "float32")
+    assert config_json.parse(written_none).eos_token_ids == ()
+
+
+EVERY_FAMILY = {
+    "unknown field": ({"attention_sink_size": 4}, "attention_sink_size is 4: not known for {family}"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
+    "quantization": ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; supported: None"),
+    "remote code": ({"auto_map": {"AutoModel": "m.M"}}, "auto_map is"),
+    "partial rotary": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; supported: None or 1.0"),
+    "pruned": ({"pruned_heads": {"0": [1]}}, "pruned_heads is"),
+    "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
+    "moe": ({"num_experts": 64}, "num_experts is 64"),
+    "text for number": ({"hidden_size": "4096"}, "hidden_size is '4096'; it must be an integer"),
+    "flag for number": ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be an integer"),
+    "fraction": ({"num_attention_heads": 8.5}, "num_attention_heads is 8.5"),
+    "number for flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
+    "null size": ({"vocab_size": None}, "vocab_size is None"),
+    "negative size": ({"intermediate_size": -1}, "intermediate_size is -1"),
+    "bad eos": ({"eos_token_id": ["</s>"]}, "eos_token_id is '</s>'"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a positive integer"),
+    "epsilon": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
+    "rope list": ({"rope_scaling": [1]}, "rope_scaling is \\[1\\]; it must be an object"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'; supported: default, llama3, yarn"),
+    "linear": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+    "longrope": ({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}}, "rope_type 'longrope'"),
+    "mrope": ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type 'mrope'"),
+    "new dynamic": (
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_parameters has rope_type 'dynamic'",
+    ),
+    "two types": ({"rope_scaling": {"type": "yarn", "rope_type": "llama3", "factor": 2.0}}, "must agree"),
+    "unknown rope key": ({"rope_scaling": {"type": "yarn", "factor": 2.0, "finetuned": True}}, "finetuned = True"),
+    "llama3 key in yarn": ({"rope_scaling": {"type": "yarn", "factor": 2.0, "low_freq_factor": 1.0}}, "low_freq_factor"),
+    "factor without type": ({"rope_scaling": {"factor": 2.0}}, "type default has factor"),
+    "partial in rope": ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25"),
+    "yarn without factor": ({"rope_scaling": {"type": "yarn"}}, "needs factor"),
+    "yarn shrinks": ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor 0.5"),
+    "yarn betas": ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 32}}, "beta_slow 32.0"),
+    "yarn attention": ({"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": -1}}, "attention_factor is -1.0"),
+    "llama3 incomplete": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
+    "llama3 band": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+        "below high_freq_factor 1.0",
+    ),
+    "two thetas": ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta more than once"),
+    "two scalings": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        "rope_scaling .* disagree",
+    ),
+    "theta": ({"rope_theta": 0.5}, "rope_theta is 0.5"),
+}
+ONE_FAMILY = {
+    "llama": [
+        ({"attention_bias": True}, "attention_bias is True; supported: False"),
+        ({"mlp_bias": True}, "mlp_bias is True; supported: False"),
+        ({"pretraining_tp": 2}, "pretraining_tp is 2; supported: 1"),
+        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"rope_interleaved": True}, "rope_interleaved is True"),
+        ({"num_attention_heads": 30, "num_key_value_heads": 30}, "hidden_size 4096 is not a multiple"),
+        ({"num_key_value_heads": 5}, "not a multiple of num_kv_heads 5"),
+        ({"use_sliding_window": False}, "use_sliding_window is False: not known for llama"),
+    ],
+    "qwen2": [
+        ({"use_sliding_window": True}, "use_sliding_window is True; supported: False"),
+        ({"use_mrope": True}, "use_mrope is True"),
+        ({"attention_bias": True}, "attention_bias is True: not known for qwen2"),
+        ({"dual_chunk_attention_config": {"chunk_size": 1}}, "original_max_position_embeddings is None"),
+    ],
+    "qwen3": [
+        ({"use_sliding_window": True}, "use_sliding_window is True; supported: False"),
+        ({"attention_bias": True}, "attention_bias is True; supported: False"),
+        ({"head_dim": None}, "head_dim is null"),
+    ],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", EVERY_FAMILY)
+def test_what_is_not_supported_is_named(family, name):
+    change, message = EVERY_FAMILY[name]
+    with pytest.raises(ValueError, match=message.replace("{family}", family)):
+        config_json.parse(BASES[family] | change)
+
+
+@pytest.mark.parametrize(("family", "change", "message"), [(f, *entry) for f, entries in ONE_FAMILY.items() for entry in entries])
+def test_what_a_family_does_not_support_is_named(family, change, message):
+    with pytest.raises(ValueError, match=message):
+        config_json.parse(BASES[family] | change)
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ValueError, match=r"mlp_bias is True.*foo is 1") as error:
+        config_json.parse(LLAMA_3_1_8B | {"mlp_bias": True, "foo": 1})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "architectures is .'MistralForCausalLM'.; supported: Llama"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": ["LlamaForCausalLM", "Other"]}, "Other"),
+        ({"architectures": None, "model_type": "qwen3_moe"}, "model_type is 'qwen3_moe'; supported: .*qwen3"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "must name one family"),
+        ({"architectures": None, "model_type": None}, "neither architectures nor model_type"),
+    ],
+)
+def test_unknown_architectures_are_errors(change, message):
+    with pytest.raises(ValueError, match=message):
+        config_json.parse(LLAMA_3_1_8B | change)
+
+
+def test_either_name_of_the_family_is_enough():
+    config = config_json.parse(QWEN_3_8B)
+    for absent in ("architectures", "model_type"):
+        assert config_json.parse({k: v for k, v in QWEN_3_8B.items() if k != absent}) == config

@@ -1,0 +1,177 @@
+"""The decoder's contract with whoever runs it: state, dtypes, rows, errors, initialisation."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.model import ModelConfig
+from kvjax.models.decoder import TransformerDecoder, causal_attend, init_params, param_shapes, rms_norm
+
+CONFIG = ModelConfig(
+    family="qwen3",
+    vocab_size=50,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope_theta=1e4,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    max_positions=64,
+    qkv_bias=True,
+    qk_norm=True,
+)
+DECODER = TransformerDecoder(CONFIG)
+ATTEND = causal_attend(CONFIG.sm_scale)
+initialised = jax.jit(init_params, static_argnums=(0, 2), static_argnames="std")
+
+
+@pytest.fixture(scope="module")
+def params():
+    return initialised(CONFIG, jax.random.key(0), jnp.float32, std=0.3)
+
+
+def batch(rows=3, length=10, start=0):
+    tokens = jax.random.randint(jax.random.key(1), (rows, length), 0, CONFIG.vocab_size)
+    return tokens, jnp.broadcast_to(start + jnp.arange(length), (rows, length))
+
+
+@functools.partial(jax.jit, static_argnames="decoder")
+def forward(params, tokens, positions, decoder=DECODER):
+    return decoder.logits(params, decoder.hidden(params, tokens, positions, ATTEND, None)[0])
+
+
+def test_attend_sees_every_layer_in_order_and_threads_the_state(params):
+    seen = []
+
+    def attend(layer, q, k, v, state):
+        seen.append((layer, q.shape, k.shape, v.shape))
+        return q, (*state, layer)
+
+    _, state = DECODER.hidden(params, *batch(), attend, ())
+    assert state == (0, 1)
+    assert seen == [(n, (3, 10, 4, 16), (3, 10, 2, 16), (3, 10, 2, 16)) for n in range(2)]
+
+
+def test_decoder_is_static_and_hashable(params):
+    traced = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(decoder, params):
+        traced.append(decoder)
+        return decoder.logits(params, params["final_norm"])
+
+    first = run(TransformerDecoder(CONFIG), params)
+    np.testing.assert_array_equal(first, run(TransformerDecoder(dataclasses.replace(CONFIG)), params))
+    assert len(traced) == 1
+
+
+def test_a_row_does_not_depend_on_the_others(params):
+    tokens, positions = batch()
+    want = forward(params, tokens, positions)
+    other = tokens.at[1:].set((tokens[1:] + 7) % CONFIG.vocab_size)
+    np.testing.assert_array_equal(forward(params, other, positions)[0], want[0])
+    np.testing.assert_array_equal(forward(params, tokens[::-1], positions)[::-1], want)
+
+
+def test_positions_are_absolute_and_only_their_differences_matter(params):
+    tokens, positions = batch()
+    want = forward(params, tokens, positions)
+    np.testing.assert_allclose(forward(params, tokens, positions + 4000), want, atol=1e-3)
+    assert jnp.abs(forward(params, tokens, 2 * positions) - want).max() > 0.05
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("tied", [True, False])
+def test_activations_have_the_weights_dtype_and_logits_are_float32(dtype, tied):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    decoder, params = TransformerDecoder(config), initialised(config, jax.random.key(0), dtype, std=0.3)
+
+    def attend(layer, q, k, v, state):
+        assert q.dtype == k.dtype == v.dtype == dtype
+        out, state = ATTEND(layer, *(x.astype(jnp.float32) for x in (q, k, v)), state)  # JAX's own does no float16 on the CPU
+        return out.astype(dtype), state
+
+    @jax.jit
+    def run(params):
+        hidden, _ = decoder.hidden(params, *batch(), attend, None)
+        return hidden, decoder.logits(params, hidden)
+
+    hidden, logits = run(params)
+    assert hidden.dtype == dtype
+    assert logits.dtype == jnp.float32
+    exact = forward(jax.tree.map(lambda x: x.astype(jnp.float32), params), *batch(), decoder=decoder)
+    error = jnp.linalg.norm(logits - exact, axis=-1) / jnp.linalg.norm(exact, axis=-1)
+    assert error.max() < {jnp.bfloat16: 0.08, jnp.float16: 0.01, jnp.float32: 1e-6}[dtype]
+
+
+def test_rms_norm_computes_in_float32():
+    x = jnp.asarray([[300.0, -200.0, 100.0, 0.5]], jnp.float16)  # the squares overflow float16
+    weight = jnp.asarray([1.0, 2.0, 0.5, -1.0], jnp.float16)
+    exact = np.asarray(x, np.float64)
+    exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
+    np.testing.assert_allclose(rms_norm(x, weight, 1e-6), exact, rtol=1e-3)
+
+
+def test_unknown_token_ids_are_not_clamped(params):
+    tokens, positions = batch()
+    for bad in (-1, CONFIG.vocab_size):
+        logits = forward(params, tokens.at[0, -1].set(bad), positions)
+        assert jnp.isnan(logits[0, -1]).all()
+        assert jnp.isfinite(logits[1:]).all()
+
+
+def test_mismatched_input_is_an_error(params):
+    tokens, positions = batch()
+    with pytest.raises(ValueError, match=r"one shape \[B, T\], got \(3, 10\) and \(3, 9\)"):
+        DECODER.hidden(params, tokens, positions[:, :-1], ATTEND, None)
+    with pytest.raises(ValueError, match="one shape"):
+        DECODER.hidden(params, tokens[0], positions[0], ATTEND, None)
+    with pytest.raises(ValueError, match="1 layers, the configuration has 2"):
+        DECODER.hidden(params | {"layers": params["layers"][:1]}, tokens, positions, ATTEND, None)
+
+
+def test_causal_attend_is_softmax_attention_over_the_past():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, 6, n, 8)).astype(np.float32) for n in (6, 2, 2))
+    out, state = causal_attend(0.4)(0, jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), "state")
+    assert state == "state"
+    for b, t, h in np.ndindex(2, 6, 6):
+        scores = k[b, : t + 1, h // 3] @ q[b, t, h] * 0.4
+        weights = np.exp(scores - scores.max())
+        np.testing.assert_allclose(out[b, t, h], weights / weights.sum() @ v[b, : t + 1, h // 3], atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "qkv_bias": False}, {"qk_norm": False, "num_kv_heads": 4}])
+def test_init_params(changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    params = initialised(config, jax.random.key(3), jnp.bfloat16)
+    assert jax.tree.map(jnp.shape, params) == param_shapes(config)
+    assert sum(x.size for x in jax.tree.leaves(params)) == config.num_params
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    layer = params["layers"][1]
+    assert abs(float(layer["gate"].astype(jnp.float32).std()) - 0.02) < 0.003
+    assert (layer["attn_norm"] == 1).all()
+    assert not jnp.array_equal(params["layers"][0]["gate"], layer["gate"])
+    if config.qkv_bias:
+        assert (layer["q_bias"] == 0).all()
+
+
+def test_it_can_be_trained(params):
+    tokens, positions = batch()
+
+    def loss(params):
+        picked = jnp.take_along_axis(jax.nn.log_softmax(forward(params, tokens, positions))[:, :-1], tokens[:, 1:, None], axis=-1)
+        return -picked.mean()
+
+    step = jax.jit(jax.value_and_grad(loss))
+    before, gradient = step(params)
+    assert all(bool(jnp.isfinite(g).all()) and bool(jnp.any(g != 0)) for g in jax.tree.leaves(gradient))
+    assert step(jax.tree.map(lambda p, g: p - 0.05 * g, params, gradient))[0] < before

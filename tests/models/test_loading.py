@@ -1,0 +1,448 @@
+"""Loading and saving: strict about tensors, one at a time, and back to the same bytes."""
+
+import dataclasses
+import gc
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from huggingface_hub import errors
+from safetensors.numpy import load_file, save_file
+
+from kvjax import generation
+from kvjax.model import ModelConfig
+from kvjax.models import CausalLM, TransformerDecoder, checkpoint, config_json, init_params, load, loading, read_config, save, weights_bytes
+
+GOLDEN = Path(__file__).with_name("golden")
+CASES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
+UNTIED, TIED = "qwen2-g4-d64-llama3", "qwen3-g7-d32-tied-yarn"
+CONFIG = ModelConfig(
+    family="qwen2",
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=1e4,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    max_positions=64,
+    qkv_bias=True,
+    eos_token_ids=(3, 5),
+)
+initialised = jax.jit(init_params, static_argnums=(0, 2))
+
+
+def random_model(dtype=jnp.float32, config=CONFIG, tokenizer=None):
+    return CausalLM(TransformerDecoder(config), initialised(config, jax.random.key(0), dtype), tokenizer, "random")
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """`edited(case, edit)`: a copy of a golden model whose tensors `edit` changed, without golden.safetensors."""
+
+    def copy(case, edit):
+        tensors = load_file(GOLDEN / case / "model.safetensors")
+        edit(tensors)
+        folder = tmp_path / "edited"
+        folder.mkdir(exist_ok=True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_bytes((GOLDEN / case / "config.json").read_bytes())
+        return folder
+
+    return copy
+
+
+def same_params(first, second):
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    return all(
+        a.dtype == b.dtype and bool(jnp.array_equal(a, b)) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    )
+
+
+# Round trips.
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_models_go_round_in_the_same_bytes(case, tmp_path):
+    model = load(GOLDEN / case, tokenizer=False)
+    model.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").read_bytes() == (GOLDEN / case / "model.safetensors").read_bytes()
+    again = load(tmp_path / "saved", tokenizer=False)
+    assert again.config == model.config
+    assert same_params(again.params, model.params)
+
+
+def test_shards(tmp_path):
+    model = random_model()
+    save(model, tmp_path / "shards", max_shard_bytes=4000)
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "shards").glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert sorted(set(index["weight_map"].values())) == files
+    sizes = [sum(array.nbytes for array in load_file(tmp_path / "shards" / file).values()) for file in files]
+    assert max(sizes) <= 4000
+    assert index["metadata"]["total_size"] == sum(sizes) == 4 * CONFIG.num_params
+    assert same_params(load(tmp_path / "shards", tokenizer=False).params, model.params)
+    save(model, tmp_path / "ones", max_shard_bytes=1)
+    assert len(list((tmp_path / "ones").glob("*.safetensors"))) == len(index["weight_map"])
+    assert same_params(load(tmp_path / "ones", tokenizer=False).params, model.params)
+
+
+def test_bfloat16_is_kept(tmp_path):
+    model = random_model(jnp.bfloat16)
+    save(model, tmp_path / "half")
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (tmp_path / "half" / "model.safetensors").stat().st_size < 2 * CONFIG.num_params + 4000
+    assert same_params(load(tmp_path / "half", dtype=jnp.bfloat16, tokenizer=False).params, model.params)
+    wide = load(tmp_path / "half", dtype="float32", tokenizer=False).params
+    assert same_params(wide, jax.tree.map(lambda x: x.astype(jnp.float32), model.params))
+    default = load(tmp_path / "half", tokenizer=False).params["embed"].dtype
+    assert default == (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+def test_token_ids_survive(tmp_path):
+    for eos in ((), (3,), (3, 5)):
+        save(random_model(config=dataclasses.replace(CONFIG, eos_token_ids=eos, bos_token_id=1)), tmp_path / "ids", overwrite=True)
+        assert read_config(tmp_path / "ids").eos_token_ids == eos
+        assert read_config(tmp_path / "ids").bos_token_id == 1
+
+
+def test_weights_bytes(tmp_path):
+    save(random_model(jnp.bfloat16), tmp_path / "half")
+    assert weights_bytes(tmp_path / "half", dtype=jnp.bfloat16) == 2 * CONFIG.num_params
+    assert weights_bytes(tmp_path / "half") == (4 if jax.default_backend() == "cpu" else 2) * CONFIG.num_params
+
+
+# Saving.
+
+
+def test_save_replaces_only_models_and_only_when_told(tmp_path):
+    model, folder = random_model(), tmp_path / "saved"
+    save(model, folder)
+    with pytest.raises(ValueError, match="is there already"):
+        save(model, folder)
+    changed = dataclasses.replace(model, params=model.params | {"final_norm": model.params["final_norm"] * 2})
+    (folder / "stale.txt").write_text("old")
+    save(changed, folder, overwrite=True)
+    assert same_params(load(folder, tokenizer=False).params, changed.params)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="notes"):
+            save(model, tmp_path / "notes", overwrite=overwrite)
+    assert (tmp_path / "notes" / "a.txt").read_text() == "mine"
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
+    folder = tmp_path / "saved"
+    save(random_model(), folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def fail(config):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(config_json, "to_generation_fields", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save(random_model(jnp.bfloat16), folder, overwrite=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_save_refuses_what_does_not_fit(tmp_path):
+    model = random_model()
+    lost = {name: leaf for name, leaf in model.params.items() if name != "lm_head"}
+    bent = model.params | {"embed": model.params["embed"][:-1]}
+    mixed = model.params | {"embed": model.params["embed"].astype(jnp.bfloat16)}
+    for params, message in ((lost, "structure"), (bent, "embed_tokens.weight has shape"), (mixed, "dtypes")):
+        with pytest.raises(ValueError, match=message):
+            save(dataclasses.replace(model, params=params), tmp_path / "bad")
+    with pytest.raises(ValueError, match="max_shard_bytes is 0"):
+        save(model, tmp_path / "bad", max_shard_bytes=0)
+    assert not any(tmp_path.iterdir())
+
+
+# Strictness.
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def replace(name, make):
+    return lambda tensors: tensors.update({name: make(tensors)})
+
+
+@pytest.mark.parametrize(
+    ("case", "edit", "message"),
+    [
+        (UNTIED, lambda t: t.pop(Q), rf"1 missing: {Q} \[512, 16\]"),
+        (UNTIED, lambda t: t.pop("lm_head.weight"), r"1 missing: lm_head.weight \[64, 16\]"),
+        (UNTIED, lambda t: t.pop("model.layers.0.self_attn.k_proj.bias"), "1 missing: model.layers.0.self_attn.k_proj.bias"),
+        (UNTIED, replace("model.layers.2.mlp.up_proj.weight", lambda t: t[Q]), r"1 extra: model.layers.2.mlp.up_proj.weight \[512, 16\]"),
+        (UNTIED, replace("model.layers.0.self_attn.o_proj.bias", lambda t: t["model.norm.weight"]), "extra: .*o_proj.bias"),
+        (UNTIED, replace(Q, lambda t: np.ascontiguousarray(t[Q].T)), rf"1 misshapen: {Q} is \[16, 512\], must be \[512, 16\]"),
+        (UNTIED, replace("model.norm.weight", lambda t: t["model.norm.weight"][:-1]), r"model.norm.weight is \[15\], must be \[16\]"),
+        (UNTIED, replace(Q, lambda t: t[Q].astype(np.int8)), rf"1 stored in another type than F32, F16, BF16: {Q} I8"),
+        (UNTIED, lambda t: (t.pop(Q), t.update(stray=t["model.norm.weight"])), "1 missing: .*; 1 extra: stray"),
+        (
+            TIED,
+            lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2}),
+            "tie_word_embeddings, but lm_head.weight does not",
+        ),
+        (TIED, lambda t: t.update({"lm_head.weight": t["model.norm.weight"]}), "misshapen: lm_head.weight"),
+        (TIED, lambda t: t.pop("model.layers.0.self_attn.q_norm.weight"), "missing: .*q_norm"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(case, edit, message, edited):
+    with pytest.raises(ValueError, match=message) as error:
+        load(edited(case, edit), tokenizer=False)
+    assert "\n" not in str(error.value)
+
+
+def test_known_spares_are_accepted(edited):
+    """Old checkpoints store rotary buffers; some tied ones store the head, equal to the embedding."""
+
+    def edit(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(16, np.float32)
+
+    model = load(edited(TIED, edit), tokenizer=False)
+    assert "lm_head" not in model.params
+    assert same_params(model.params, load(GOLDEN / TIED, tokenizer=False).params)
+
+
+def test_stored_types_may_differ_from_one_another(edited, monkeypatch):
+    folder = edited(UNTIED, replace(Q, lambda t: t[Q].astype(np.float16)))
+    assert {x.dtype.name for x in jax.tree.leaves(load(folder, dtype="float32", tokenizer=False).params)} == {"float32"}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match=r"several types \(float16, float32\); choose one"):
+        load(folder, tokenizer=False)
+    with pytest.raises(ValueError, match="dtype is float64; supported: float32, float16, bfloat16"):
+        load(folder, dtype=np.float64, tokenizer=False)
+
+
+def test_files_that_are_missing_or_broken_are_named(tmp_path, edited):
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        read_config(tmp_path)
+    folder = edited(UNTIED, lambda tensors: None)
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])
+    with pytest.raises(ValueError, match="not a whole safetensors file"):
+        load(folder, tokenizer=False)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
+        load(folder, tokenizer=False)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is not JSON"):
+        load(folder, tokenizer=False)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="must hold a JSON object"):
+        load(folder, tokenizer=False)
+
+
+def test_index_and_shards_must_agree(tmp_path):
+    save(random_model(), tmp_path / "s", max_shard_bytes=4000)
+    path = tmp_path / "s" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    for change, message in (
+        ({"model.norm.weight": "model-00001-of-00001.safetensors"}, "names the shard model-00001-of-00001.safetensors"),
+        ({"model.norm.weight": "../s/model-00001-of-00005.safetensors"}, "names the shard"),
+        ({"stray": index["weight_map"]["model.norm.weight"]}, "disagree about stray"),
+    ):
+        path.write_text(json.dumps(index | {"weight_map": index["weight_map"] | change}))
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path / "s", tokenizer=False)
+    path.write_text(json.dumps({"weight_map": {k: v for k, v in index["weight_map"].items() if k != Q}}))
+    with pytest.raises(ValueError, match=f"disagree about {Q}"):
+        load(tmp_path / "s", tokenizer=False)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="no weight_map"):
+        load(tmp_path / "s", tokenizer=False)
+
+
+# Memory.
+
+
+def peak_of(action):
+    """The most bytes that Python and numpy held at once while `action` ran."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        result = action()
+        return result, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_loading_never_holds_the_model_twice(tmp_path):
+    config = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=512, num_layers=6, num_heads=8, head_dim=32, vocab_size=1024)
+    model = random_model(jnp.bfloat16, config)
+    save(model, tmp_path / "big", max_shard_bytes=3_000_000)
+    held, largest = 4 * config.num_params, 4 * config.vocab_size * config.hidden_size
+    load(tmp_path / "big", tokenizer=False)  # compiles, so that the compiler's memory is not counted below
+    loaded, peak = peak_of(lambda: load(tmp_path / "big", dtype="float32", tokenizer=False))
+    assert same_params(loaded.params, jax.tree.map(lambda x: x.astype(jnp.float32), model.params))
+    assert peak < held / 3, f"the host held {peak} bytes of a model of {held}, whose largest tensor has {largest}"
+
+    def all_at_once():
+        files = sorted((tmp_path / "big").glob("*.safetensors"))
+        return {name: array.astype(np.float32) for file in files for name, array in load_file(file).items()}
+
+    assert peak_of(all_at_once)[1] > held * 0.9  # the meter works
+
+
+def test_params_on_the_device_are_no_second_copy(tmp_path, monkeypatch):
+    """While tensor n is placed, the live arrays are those before it, itself, and at most one as it was stored."""
+    save(random_model(), tmp_path / "m")
+    largest = 4 * max(leaf.size for leaf in jax.tree.leaves(random_model().params))
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    seen, real = [], loading._read
+
+    def read(stored, name):
+        seen.append(sum(array.nbytes for array in jax.live_arrays()) - before)
+        return real(stored, name)
+
+    monkeypatch.setattr(loading, "_read", read)
+    model = load(tmp_path / "m", tokenizer=False)
+    assert seen == sorted(seen)
+    assert seen[-1] < 4 * CONFIG.num_params + largest
+    assert sum(array.nbytes for array in jax.live_arrays()) - before == 4 * CONFIG.num_params
+    del model
+
+
+# Tokenizer.
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A word-level tokenizer of 40 ids, made here; it is not the kind that transformers takes for any family."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 3} | {f"w{n}": n for n in range(40) if n not in (0, 3)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", eos_token="</s>", chat_template="{{ messages[0]['content'] }}"
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_tokenizer_goes_along(family, tokenizer, tmp_path):
+    config = dataclasses.replace(CONFIG, family=family, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
+    save(random_model(config=config, tokenizer=tokenizer), tmp_path / "m")
+    model = load(tmp_path / "m")
+    assert model.tokenizer("w7 w9 nothing")["input_ids"] == [7, 9, 0]
+    assert model.tokenizer.decode([7, 9]) == "w7 w9"
+    assert model.tokenizer.eos_token_id == 3
+    assert model.tokenizer.apply_chat_template([{"role": "user", "content": "w5"}], tokenize=False) == "w5"
+    assert load(tmp_path / "m", tokenizer=False).tokenizer is None
+
+
+def test_tokenizer_must_exist_and_fit(tokenizer, tmp_path):
+    save(random_model(), tmp_path / "none")
+    with pytest.raises(ValueError, match="holds no tokenizer; pass tokenizer=False"):
+        load(tmp_path / "none")
+    (tmp_path / "none" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"cannot read the tokenizer in .*none"):
+        load(tmp_path / "none")
+    save(random_model(config=dataclasses.replace(CONFIG, vocab_size=39), tokenizer=tokenizer), tmp_path / "small")
+    with pytest.raises(ValueError, match="has 40 ids, the model's vocabulary only 39"):
+        load(tmp_path / "small")
+
+
+# The Hub, without a network.
+
+
+def test_hub_ids_download_only_what_is_needed(monkeypatch):
+    asked = []
+
+    def snapshot_download(repo_id, allow_patterns):
+        asked.append((repo_id, allow_patterns))
+        return str(GOLDEN / UNTIED)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert read_config("owner/name") == read_config(GOLDEN / UNTIED)
+    assert load("owner/name", tokenizer=False).name == "owner/name"
+    assert asked[0] == ("owner/name", ["config.json", "generation_config.json"])
+    assert asked[1][1] == [*asked[0][1], "model*.safetensors", "model.safetensors.index.json"]
+    assert not any(pattern.startswith("*") for pattern in (*checkpoint.WEIGHT_FILES, *checkpoint.TOKENIZER_FILES))
+
+
+def hub_error(kind):
+    import httpx
+
+    return kind("no", response=httpx.Response(404, request=httpx.Request("GET", "https://huggingface.co")))
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (lambda: errors.LocalEntryNotFoundError("offline"), "owner/name is not a folder here, and the Hub cannot be reached: download it"),
+        (lambda: errors.OfflineModeIsEnabled("offline"), "cannot be reached"),
+        (lambda: OSError("no route"), "cannot be reached"),
+        (lambda: hub_error(errors.RepositoryNotFoundError), "neither a folder here nor a repository on the Hub; check the name"),
+        (lambda: hub_error(errors.GatedRepoError), "is gated: accept its terms"),
+    ],
+)
+def test_hub_errors_tell_the_remedy(error, message, monkeypatch):
+    def fail(repo_id, allow_patterns):
+        raise error()
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ValueError, match=message) as raised:
+        load("owner/name")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/model", "a/b/c", "~/nowhere", "with space", ""])
+def test_paths_are_not_looked_up_on_the_hub(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: pytest.fail("asked the Hub"))
+    with pytest.raises(ValueError, match=r"no folder|no config.json"):
+        load(path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        load(tmp_path / "file")
+
+
+# The package.
+
+
+def test_generate_delegates(monkeypatch):
+    model = random_model()
+    monkeypatch.setattr(generation, "generate", lambda *args, **options: (args, options))
+    assert model.generate(["a"], policy="dense") == ((model, ["a"]), {"policy": "dense"})
+    assert model.config is CONFIG
+
+
+def test_importing_loads_no_device_and_no_transformers():
+    code = (
+        "import sys, kvjax.models; from kvjax.models import CausalLM, TransformerDecoder, init_params, load, save, read_config;"
+        "heavy = {'torch', 'transformers', 'huggingface_hub', 'orbax', 'matplotlib'} & set(sys.modules); assert not heavy, heavy"
+    )
+    # With a platform that does not exist, touching any device would fail.
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={"JAX_PLATFORMS": "none_such", "PATH": ""}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_unknown_names_are_attribute_errors():
+    import kvjax.models
+
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        kvjax.models.nonsense  # noqa: B018
+    assert all(hasattr(kvjax.models, name) for name in kvjax.models.__all__)
+    assert set(kvjax.models._HOMES) == set(kvjax.models.__all__)

@@ -1,0 +1,104 @@
+"""The trainer at toy size: it learns, an interrupted run ends like an uninterrupted one, and refuses to go on with something else."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from kvjax.fidelity.needle import documentation_text
+from kvjax.models.needle import training
+from kvjax.models.needle.recipe import MIXTURE, TOY, WARM_UP, Stage
+
+TINY = dataclasses.replace(
+    TOY,
+    stages=(Stage(64, 16, 60, WARM_UP), Stage(96, 8, 30, MIXTURE)),
+    vocab_size=512,
+    hidden_size=32,
+    evaluate_every=30,
+    evaluate_trials=8,
+    checkpoint_every=40,
+    distractors=1,
+    final_lengths=(128,),
+    final_trials=8,
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    whole = documentation_text()
+    (folder / "train.txt").write_text(whole[:200_000])
+    (folder / "held_out.txt").write_text(whole[-50_000:])
+    return folder
+
+
+def run(text, folder, recipe=TINY, **options):
+    options = {"workers": 0, "with_python_sources": False} | options
+    return training.train(recipe, [text / "train.txt"], [text / "held_out.txt"], folder, **options)
+
+
+def final_params(folder):
+    import orbax.checkpoint as ocp
+
+    manager = ocp.CheckpointManager(folder / "checkpoints")
+    state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore())
+    return jax.tree.leaves(state["params"])
+
+
+@pytest.fixture(scope="module")
+def whole_run(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(text, folder)
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+
+
+def test_loss_falls_and_everything_is_written(whole_run):
+    folder, model = whole_run
+    losses = [r["loss"] for r in records(folder) if r["length"] == 64]
+    assert losses[-1] < 0.7 * losses[0]
+    assert (folder / "curve.png").stat().st_size > 1000
+    assert set(json.loads((folder / "evaluation.json").read_text())["128"]) >= {"exact_match", "by_depth", "digits"}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in model.iterdir()}
+
+
+def test_exported_model_loads(whole_run):
+    from kvjax.models.loading import load
+
+    _, path = whole_run
+    model = load(path)
+    assert model.config == TINY.model_config()
+    assert model.tokenizer.encode("house 42", add_special_tokens=False)[-2:] == [model.tokenizer.convert_tokens_to_ids(d) for d in "42"]
+    assert model.tokenizer.eos_token_id == 0
+    assert model.tokenizer.decode(model.tokenizer.encode("A b, 12.\n", add_special_tokens=False)) == "A b, 12.\n"
+    stored = safetensors.numpy.load_file(path / "model.safetensors")
+    assert {t.dtype.name for t in stored.values()} == {"bfloat16"}
+
+
+def test_interrupted_run_ends_with_the_same_bits(text, whole_run, tmp_path):
+    assert run(text, tmp_path, stop_at=50) is None
+    run(text, tmp_path, workers=1)
+    for a, b in zip(final_params(whole_run[0]), final_params(tmp_path), strict=True):
+        np.testing.assert_array_equal(a, b)
+    steps = [r["step"] for r in records(tmp_path)]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == TINY.steps
+
+
+def test_refuses_another_recipe_or_text(text, whole_run):
+    with pytest.raises(ValueError, match="another recipe"):
+        run(text, whole_run[0], dataclasses.replace(TINY, seed=1))
+    with pytest.raises(ValueError, match="another text"):
+        training.train(TINY, [text / "held_out.txt"], [text / "train.txt"], whole_run[0], with_python_sources=False, workers=0)
+
+
+def test_held_out_files_are_left_out_of_a_folder_of_text(text, tmp_path):
+    training.prepare(TINY, [text], [text / "held_out.txt"], tmp_path, with_python_sources=False)
+    assert list(json.loads((tmp_path / "run.json").read_text())["text"]) == [str(text / "train.txt")]
+    with pytest.raises(ValueError, match="nothing to train on"):
+        training.prepare(TINY, [text / "held_out.txt"], [text], tmp_path / "other", with_python_sources=False)

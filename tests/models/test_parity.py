@@ -1,0 +1,171 @@
+"""The decoder computes what transformers computes: golden logits and greedy tokens, and wrong decoders that must fail."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from kvjax.models import decoder as decoder_module
+from kvjax.models import load, rope
+from kvjax.models.decoder import TransformerDecoder, causal_attend
+
+TOLERANCE = 1e-4
+GOLDEN = Path(__file__).with_name("golden")
+CASES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def golden_case(name):
+    return load(GOLDEN / name, dtype=jnp.float32, tokenizer=False), load_file(GOLDEN / name / "golden.safetensors")
+
+
+def test_cases_cover_what_they_must(golden_script):
+    assert sorted(golden_script.CASES) == CASES
+    configs = [load(GOLDEN / name, tokenizer=False).config for name in CASES if name.startswith("llama")]
+    assert {c.num_heads // c.num_kv_heads for c in configs} == {1, 4, 7}
+    assert {c.head_dim for c in configs} == {32, 64, 128}
+    assert {c.tie_embeddings for c in configs} == {True, False}
+    assert {c.rope_scaling and c.rope_scaling.kind for c in configs} == {None, "llama3", "yarn"}
+    assert all(c.rope_scaling is None or c.rope_scaling.original_max_positions < golden_script.PROMPT_TOKENS for c in configs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_tokens(name, complete):
+    model, want = golden_case(name)
+    logits, greedy = complete(model.decoder, model.params, want["ids"], steps=len(want["greedy"]))
+    error = np.abs(logits - want["logits"]).max()
+    print(f"{name}: largest logit error {error:.1e}")
+    assert error < TOLERANCE
+    np.testing.assert_array_equal(greedy, want["greedy"])
+
+
+# Wrong decoders. Each takes (model, monkeypatch) and returns (decoder, params, attend or None for the right one).
+
+
+def drop(tensor):
+    def mutant(model, monkeypatch):
+        layers = tuple(layer | {tensor: jnp.zeros_like(layer[tensor])} for layer in model.params["layers"])
+        return model.decoder, model.params | {"layers": layers}, None
+
+    return mutant
+
+
+def swap(first, second):
+    def mutant(model, monkeypatch):
+        layers = tuple(layer | {first: layer[second], second: layer[first]} for layer in model.params["layers"])
+        return model.decoder, model.params | {"layers": layers}, None
+
+    return mutant
+
+
+def reconfigure(**changes):
+    def mutant(model, monkeypatch):
+        return TransformerDecoder(dataclasses.replace(model.config, **changes)), model.params, None
+
+    return mutant
+
+
+def rescale(**changes):
+    def mutant(model, monkeypatch):
+        scaling = dataclasses.replace(model.config.rope_scaling, **changes)
+        return TransformerDecoder(dataclasses.replace(model.config, rope_scaling=scaling)), model.params, None
+
+    return mutant
+
+
+def attending(wrap):
+    def mutant(model, monkeypatch):
+        return model.decoder, model.params, wrap(model.config)
+
+    return mutant
+
+
+def heads_in_wrong_order(config):
+    right = causal_attend(config.sm_scale)
+
+    def tiled(x):  # head h reads KV head h % K instead of h // G
+        return jnp.tile(x, (1, 1, config.num_heads // config.num_kv_heads, 1))
+
+    return lambda layer, q, k, v, state: right(layer, q, tiled(k), tiled(v), state)
+
+
+def sees_the_future(config):
+    return lambda layer, q, k, v, state: (jax.nn.dot_product_attention(q, k, v, scale=config.sm_scale), state)
+
+
+def interleaved_pairs(model, monkeypatch):
+    def rotate(x, cos, sin):
+        first, second = x[..., 0::2], x[..., 1::2]
+        return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
+
+    monkeypatch.setattr(rope, "rotate", rotate)
+    return model.decoder, model.params, None
+
+
+def norm_adds_one(model, monkeypatch):
+    right = decoder_module.rms_norm
+    monkeypatch.setattr(decoder_module, "rms_norm", lambda x, weight, eps: right(x, weight + 1, eps))
+    return model.decoder, model.params, None
+
+
+def gelu(model, monkeypatch):
+    monkeypatch.setattr(decoder_module.jax.nn, "silu", jax.nn.gelu)
+    return model.decoder, model.params, None
+
+
+def norm_after_rope(model, monkeypatch):
+    def qkv(self, layer, x, rotation):
+        q, k, v = (self._heads(layer, name, x) for name in ("q", "k", "v"))
+        eps = self.config.norm_eps
+        q, k = rope.rotate(q, *rotation), rope.rotate(k, *rotation)
+        return decoder_module.rms_norm(q, layer["q_norm"], eps), decoder_module.rms_norm(k, layer["k_norm"], eps), v
+
+    monkeypatch.setattr(TransformerDecoder, "_qkv", qkv)
+    return model.decoder, model.params, None
+
+
+LLAMA3, YARN, MSCALE, FACTOR = "g4-d64-llama3", "g7-d32-tied-yarn", "g4-d128-yarn-mscale", "g7-d64-yarn-factor"
+MUTANTS = {
+    "rope scaling off, llama3": (FAMILIES, LLAMA3, reconfigure(rope_scaling=None)),
+    "rope scaling off, yarn": (FAMILIES, YARN, reconfigure(rope_scaling=None)),
+    "rope base": (("llama",), "g1-d32-tied", reconfigure(rope_theta=2e4)),
+    "llama3 band": (("llama",), LLAMA3, rescale(high_freq_factor=3.0)),
+    "llama3 factor": (("qwen3",), "g1-d128-tied-llama3", rescale(factor=8.0)),
+    "yarn attention factor inferred": (("llama",), YARN, rescale(attention_factor=1.0)),
+    "yarn attention factor given": (("qwen2",), FACTOR, rescale(attention_factor=1.1386294)),
+    "yarn mscale": (("qwen3",), MSCALE, rescale(attention_factor=1.1386294)),
+    "yarn truncate": (("qwen2",), MSCALE, rescale(truncate=True)),
+    "yarn beta": (("qwen3",), YARN, rescale(beta_fast=32.0, beta_slow=1.0)),
+    "interleaved pairs": (("qwen2",), "g1-d32-tied", interleaved_pairs),
+    "heads in the wrong order, G 4": (FAMILIES, LLAMA3, attending(heads_in_wrong_order)),
+    "heads in the wrong order, G 7": (FAMILIES, YARN, attending(heads_in_wrong_order)),
+    "sees the future": (("qwen3",), "g1-d32-tied", attending(sees_the_future)),
+    "no softmax scale": (("llama",), MSCALE, attending(lambda config: causal_attend(1.0))),
+    "tied where it is not": (("llama",), LLAMA3, reconfigure(tie_embeddings=True)),
+    "norm epsilon": (("qwen2",), "g1-d32-tied", reconfigure(norm_eps=1e-6)),
+    "norm adds one": (("qwen3",), "g1-d32-tied", norm_adds_one),
+    "gelu": (("llama",), "g1-d32-tied", gelu),
+    "gate and up swapped": (("qwen2",), "g1-d32-tied", swap("gate", "up")),
+    "norms swapped": (("qwen3",), "g1-d32-tied", swap("attn_norm", "mlp_norm")),
+    "no q bias": (("qwen2",), LLAMA3, drop("q_bias")),
+    "no k bias": (("qwen2",), LLAMA3, drop("k_bias")),
+    "no v bias": (("qwen2",), LLAMA3, drop("v_bias")),
+    "no biases": (("qwen2",), YARN, reconfigure(qkv_bias=False)),
+    "no q and k norms": (("qwen3",), LLAMA3, reconfigure(qk_norm=False)),
+    "q and k norms swapped": (("qwen3",), FACTOR, swap("q_norm", "k_norm")),
+    "q and k norms after rope": (("qwen3",), FACTOR, norm_after_rope),
+}
+
+
+@pytest.mark.parametrize(("family", "mutant"), [(family, name) for name, (families, _, _) in MUTANTS.items() for family in families])
+def test_mutants_fail(family, mutant, complete, monkeypatch):
+    _, case, make = MUTANTS[mutant]
+    model, want = golden_case(f"{family}-{case}")
+    decoder, params, attend = make(model, monkeypatch)
+    logits, _ = complete(decoder, params, want["ids"], attend=attend)
+    error = np.abs(logits - want["logits"]).max()
+    assert error > 100 * TOLERANCE, f"a decoder with {mutant} errs by {error:.1e} only, too little to be told apart"

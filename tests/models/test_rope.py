@@ -1,0 +1,58 @@
+"""Rotary frequencies against transformers' own, and the rotation against its definition."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.models import config_json, rope
+
+CASES = json.loads(Path(__file__).with_name("golden").joinpath("rope.json").read_text())
+
+
+def config(head_dim, parameters, **fields):
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": head_dim, "max_position_embeddings": 131072}
+    return config_json.parse({"model_type": "llama", "rope_parameters": parameters} | sizes | fields)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['parameters']['rope_type']}-{c['head_dim']}")
+def test_frequencies_are_those_of_transformers(case):
+    c = config(case["head_dim"], case["parameters"])
+    np.testing.assert_allclose(rope.frequencies(c), case["frequencies"], rtol=1e-6)
+    assert (c.rope_scaling.attention_factor if c.rope_scaling else 1.0) == pytest.approx(case["attention_factor"], rel=1e-12)
+
+
+def test_golden_cases_differ_from_unscaled_frequencies():
+    """Otherwise the test above would pass without any scaling."""
+    unscaled = {"factor": 1.0}, {"original_max_position_embeddings": 1}  # with an original length of 1, YaRN has no pair to slow
+    scaled = [
+        c for c in CASES if c["parameters"]["rope_type"] != "default" and not any(u.items() <= c["parameters"].items() for u in unscaled)
+    ]
+    assert len(scaled) >= 10
+    for case in scaled:
+        plain = rope.frequencies(config(case["head_dim"], {"rope_type": "default", "rope_theta": case["parameters"]["rope_theta"]}))
+        assert not np.allclose(plain, case["frequencies"], rtol=1e-3)
+
+
+def test_rotation_is_exact_far_out():
+    """A million tokens in, the angle is still the float32 product, its sine and cosine those of float64."""
+    c = config(128, {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768})
+    positions = np.array([[0, 1, 32768, 1_000_003]], np.int32)
+    cos, sin = rope.rotation(c, jnp.asarray(positions))
+    angles = (positions.astype(np.float32)[..., None, None] * np.asarray(rope.frequencies(c), np.float32)).astype(np.float64)
+    factor = c.rope_scaling.attention_factor
+    np.testing.assert_allclose(cos, np.cos(angles) * factor, atol=3e-7)
+    np.testing.assert_allclose(sin, np.sin(angles) * factor, atol=3e-7)
+    assert cos.dtype == sin.dtype == jnp.float32
+
+
+def test_rotate_turns_pairs_half_a_head_apart():
+    c = config(8, {"rope_type": "default", "rope_theta": 1e4})
+    x = np.random.default_rng(0).normal(size=(2, 3, 5, 8)).astype(np.float32)
+    positions = np.array([[0, 7, 100], [3, 4, 5]], np.int32)
+    out = rope.rotate(jnp.asarray(x), *rope.rotation(c, jnp.asarray(positions)))
+    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[..., None, None] * np.asarray(rope.frequencies(c)))
+    np.testing.assert_allclose(out, np.concatenate([turned.real, turned.imag], axis=-1), atol=2e-6)
+    assert rope.rotate(jnp.asarray(x, jnp.bfloat16), *rope.rotation(c, jnp.asarray(positions))).dtype == jnp.bfloat16

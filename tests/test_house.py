@@ -1,0 +1,310 @@
+"""The rules of the repository itself: layers, names, sizes, start-up, and the lists in pyproject.toml, requirements.lock and BUILD."""
+
+import ast
+import functools
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+# Source folder -> imported as; lower layers first.
+LAYERS = {"pallas_kernels": "pallas_kernels", "kvjax": "kvjax", "models": "kvjax.models", "serving": "kvjax.serving"}
+RANKS = {name: rank for rank, name in enumerate(LAYERS.values())}
+FRONT_DOOR = "kvjax.__init__"
+BRING_YOUR_OWN = {"lm_eval"}  # imported only by an adapter for people who have it
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 120
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+SOURCES = [path for folder in LAYERS for path in sorted((ROOT / folder).rglob("*.py"))]
+ALL_PYTHON = SOURCES + [path for folder in ("tests", "tools") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), label(path))
+
+
+def module_name(path: Path) -> str:
+    """The name a source file is imported by; packages end in `.__init__`."""
+    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join([LAYERS[folder], *rest])
+
+
+MODULES = {module_name(path).removesuffix(".__init__") for path in SOURCES}
+
+
+def layer(module: str) -> str | None:
+    """The layer that a module belongs to, by its longest prefix; None for other people's modules."""
+    prefixes = [name for name in RANKS if module == name or module.startswith(f"{name}.")]
+    return max(prefixes, key=len, default=None)
+
+
+def imported_modules(tree: ast.Module, name: str) -> list[tuple[str, int]]:
+    """(module, line) of every import in a file named `name`, wherever it stands; `from a import b` counts as a.b when that is a module
+    or a front-door name of kvjax, else as a."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node.lineno) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = name.split(".")[: -node.level] if node.level else []
+            base = ".".join([*package, *([node.module] if node.module else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                found.append((full if full in MODULES or base == "kvjax" else base, node.lineno))
+    return found
+
+
+def upward_imports(tree: ast.Module, name: str) -> list[str]:
+    """What a file imports from a layer above its own, or names as a string so as to import it."""
+    own = RANKS[layer(name)]
+    found = [(module, line) for module, line in imported_modules(tree, name) if RANKS.get(layer(module), -1) > own]
+    # A name of the front door, `from kvjax import load`, may live in any layer.
+    if own <= RANKS["kvjax.models"]:
+        imports = imported_modules(tree, name)
+        found += [(module, line) for module, line in imports if module.startswith("kvjax.") and module not in MODULES]
+    if name != FRONT_DOOR:
+        strings = [(node.value, node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        named = [(text, line) for text, line in strings if re.fullmatch(r"(kvjax|pallas_kernels)(\.\w+)+", text)]
+        found += [(text, line) for text, line in named if RANKS[layer(text)] > own]
+    return [f"line {line}: {module}" for module, line in found]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_imports_point_one_way(path):
+    assert not upward_imports(parse(path), module_name(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("pallas_kernels.merge", "import kvjax"),
+        ("pallas_kernels.merge", "def f():\n    from kvjax.cache import types"),
+        ("kvjax.model", "from kvjax.models.decoder import TransformerDecoder"),
+        ("kvjax.engine", "from kvjax import models"),
+        ("kvjax.engine", "from . import models"),
+        ("kvjax.cache.types", "from ..models import load"),
+        ("kvjax.engine", "from kvjax import load"),
+        ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.models.loading')"),
+        ("kvjax.models.loading", "import kvjax.serving.cli"),
+        ("kvjax.__init__", "from kvjax.models import load"),
+    ],
+)
+def test_an_upward_import_is_found(name, code):
+    assert upward_imports(ast.parse(code), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("kvjax.engine", "import kvjax.model\nfrom pallas_kernels.merge import merge_attention"),
+        ("kvjax.models.loading", "from kvjax.model import ModelConfig\nfrom .decoder import init_params"),
+        ("kvjax.serving.cli", "from kvjax import load"),
+        ("kvjax.__init__", "HOMES = {'load': 'kvjax.models'}"),
+    ],
+)
+def test_a_downward_import_is_allowed(name, code):
+    assert not upward_imports(ast.parse(code), name)
+
+
+def environment_reads(tree: ast.Module) -> list[str]:
+    """Every use of the environment, except a statement that only sets a variable for somebody else's library."""
+    set_only = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            set_only.append(node.value)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and getattr(node.value.func, "attr", "") == "setdefault":
+            set_only.append(node.value.func.value)
+    names = {"environ", "environb", "getenv", "getenvb"}
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in names and node not in set_only]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and names & {alias.name for alias in node.names}]
+    return [f"line {node.lineno}" for node in attributes + imports]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_no_environment_variable_is_read(path):
+    assert not environment_reads(parse(path))
+
+
+@pytest.mark.parametrize(
+    ("code", "reads"),
+    [
+        ("os.environ['A']", 1),
+        ("os.environ.get('A')", 1),
+        ("a = os.environ.setdefault('A', '1')", 1),
+        ("os.getenv('A')", 1),
+        ("'A' in os.environ", 1),
+        ("from os import environ", 1),
+        ("os.environ['A'] = '1'", 0),
+        ("os.environ.setdefault('A', '1')", 0),
+    ],
+)
+def test_a_read_of_the_environment_is_found(code, reads):
+    assert len(environment_reads(ast.parse(code))) == reads
+
+
+def functions_of(tree: ast.Module) -> set[str]:
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_no_module_carries_the_name_of_its_function(path):
+    """`from a.b import b` must not hide the module a.b: neither by a function of the file's own name, nor in its package."""
+    tree, name = parse(path), module_name(path)
+    assert path.stem not in functions_of(tree)
+    if path.name == "__init__.py":
+        package = name.removesuffix(".__init__")
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        imported = {alias.name for node in imports for alias in node.names if f"{node.module}.{alias.name}" not in MODULES}
+        assert not [hidden for hidden in imported | functions_of(tree) if f"{package}.{hidden}" in MODULES]
+
+
+def test_front_door_hides_no_module():
+    import kvjax
+
+    modules = {name.split(".")[1] for name in MODULES if name.startswith("kvjax.")}
+    assert not set(kvjax.__all__) & modules
+
+
+@pytest.mark.parametrize("path", ALL_PYTHON, ids=label)
+def test_files_and_functions_stay_small(path):
+    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+    functions = [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert not [node.name for node in functions if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES]
+
+
+# Start-up
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+
+
+def test_importing_starts_no_device_and_loads_nothing_heavy():
+    """A platform that does not exist makes any use of a device fail, as the second process shows."""
+    code = """
+import sys, kvjax, kvjax.models, kvjax.serving, kvjax.serving.cli, pallas_kernels
+print(*sorted({"transformers", "torch", "matplotlib", "orbax"} & set(sys.modules)))
+for name in kvjax.__all__:
+    getattr(kvjax, name)
+print(*sorted({"transformers", "torch", "matplotlib", "orbax"} & set(sys.modules)))
+"""
+    ours = run_python(code, JAX_PLATFORMS="no_such_platform")
+    assert (ours.returncode, ours.stdout) == (0, "\n\n"), ours.stdout + ours.stderr
+    control = run_python("import jax; jax.numpy.zeros(1)", JAX_PLATFORMS="no_such_platform")
+    assert control.returncode != 0
+    assert "no_such_platform" in control.stderr
+
+
+def test_help_answers_within_two_seconds():
+    command = [str(Path(sys.executable).parent / "kvjax"), "--help"]
+    environment = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - start)
+    assert "batch" in finished.stdout
+    assert min(seconds) < 2
+
+
+# pyproject.toml
+
+
+def test_every_package_folder_is_listed():
+    folders = {module_name(path).removesuffix(".__init__") for path in SOURCES if path.name == "__init__.py"}
+    assert folders == set(PYPROJECT["tool"]["setuptools"]["packages"])
+    in_packages = {module_name(path).rpartition(".")[0] for path in SOURCES}
+    assert in_packages <= folders, "a folder of source files lacks __init__.py"
+    assert PYPROJECT["tool"]["setuptools"]["package-dir"] == {name: folder for folder, name in LAYERS.items()}
+
+
+def test_every_data_file_is_shipped_and_every_pattern_finds_one():
+    package_data = PYPROJECT["tool"]["setuptools"]["package-data"]
+    shipped = set()
+    for package, patterns in package_data.items():
+        base = layer(package)
+        folder = ROOT / next(f for f, name in LAYERS.items() if name == base) / Path(*package.removeprefix(base).split("."))
+        for pattern in patterns:
+            files = set(folder.glob(pattern))
+            assert files, f"{package}: no file is called {pattern}"
+            shipped |= files
+    present = {
+        path
+        for folder in LAYERS
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts
+    }
+    assert present == shipped
+
+
+def test_what_is_imported_is_declared():
+    project = PYPROJECT["project"]
+    declared = {normal(Requirement(line).name) for line in project["dependencies"]}
+    distributions = importlib.metadata.packages_distributions()
+    missing = {}
+    for path in SOURCES:
+        for module, line in imported_modules(parse(path), module_name(path)):
+            top = module.split(".")[0]
+            ours_or_python = layer(module) or top in sys.stdlib_module_names
+            if not (ours_or_python or top in BRING_YOUR_OWN or declared & {normal(name) for name in distributions.get(top, ())}):
+                missing[f"{label(path)}:{line}"] = top
+    assert not missing
+
+
+# requirements.lock
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+LOCKED = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+VERSIONS = dict(line.partition("==")[::2] for line in LOCKED)
+
+
+def test_lock_holds_exact_versions_and_nothing_else():
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line) for line in LOCKED)
+    assert not [name for name in VERSIONS if re.search(r"torch|nvidia|cuda", name)]
+
+
+def test_lock_satisfies_pyproject():
+    project = PYPROJECT["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["test"], *PYPROJECT["build-system"]["requires"]]
+    for requirement in map(Requirement, lines):
+        assert normal(requirement.name) in VERSIONS, f"{requirement} is not locked: run `make lock`"
+        assert requirement.specifier.contains(VERSIONS[normal(requirement.name)]), f"{requirement} is locked otherwise: run `make lock`"
+
+
+def test_ruff_is_the_locked_one():
+    """Another release formats otherwise."""
+    assert importlib.metadata.version("ruff") == VERSIONS["ruff"]
+
+
+def test_jax_is_locked_at_the_floor():
+    floor = next(Requirement(line).specifier for line in PYPROJECT["project"]["dependencies"] if Requirement(line).name == "jax")
+    assert str(floor) == f">={VERSIONS['jax']}"
+
+
+# BUILD
+
+
+def test_build_lists_every_source_and_test_folder():
+    build = (ROOT / "BUILD").read_text()
+    assert set(re.findall(r'py_library\(\n    name = "(\w+)"', build)) == set(LAYERS)
+    for folder in LAYERS:
+        assert f'glob(["{folder}/**/*.py"])' in build
+    listed = set(re.findall(r'^    \("(\w+)", "\w+"\),$', build, re.MULTILINE))
+    assert listed == {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}

@@ -1,0 +1,96 @@
+"""Make `.venv` hold exactly what requirements.lock says, with kvjax installed in place. Does nothing when that is so already.
+
+The Makefile runs this with the Python that find_python.sh found; only the standard library is used. What was installed is noted in
+`.venv/installed.json`, written last: an environment without a matching note was interrupted or is out of date, and is made anew.
+"""
+
+import fcntl
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCK = ROOT / "requirements.lock"
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+NOTE = VENV / "installed.json"
+PIP = (str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input")
+
+
+def main() -> None:
+    with LOCK.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # two makes at once take turns
+        wanted = {"lock": digest(LOCK), "project": digest(ROOT / "pyproject.toml"), "root": str(ROOT)}
+        noted = read_note()
+        if noted == wanted:
+            return
+        if {**noted, "project": wanted["project"]} == wanted:
+            NOTE.unlink()
+        else:
+            install_locked()
+        run_pip("installing kvjax in place", "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))
+        run_pip("checking", "check")
+        draft = NOTE.with_suffix(".draft")
+        draft.write_text(json.dumps(wanted, indent=1) + "\n")
+        draft.replace(NOTE)
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def read_note() -> dict[str, str]:
+    """What the environment holds; {} when it is missing, unfinished, or its Python no longer runs."""
+    try:
+        note = json.loads(NOTE.read_text())
+        subprocess.run([PYTHON, "-c", "import pip"], check=True, capture_output=True)
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return {}
+    return note
+
+
+def install_locked() -> None:
+    if VENV.is_symlink():
+        VENV.unlink()
+    elif VENV.exists():
+        shutil.rmtree(VENV)
+    say(f"Python {sys.version.split()[0]} ({sys.executable})")
+    subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
+    count = sum("==" in line for line in LOCK.read_text().splitlines() if not line.startswith("#"))
+    # No dependency is looked up beyond the lock, and nothing is compiled: a platform without wheels fails at once.
+    run_pip(f"installing {count} locked packages", "install", "--no-deps", "--only-binary=:all:", "--requirement", str(LOCK), count=count)
+
+
+def run_pip(what: str, *arguments: str, count: int = 0) -> None:
+    """Run pip quietly, with a counter of packages on a terminal; print the end of its output if it fails."""
+    say(f"{what} ...")
+    start, seen, tail = time.monotonic(), 0, deque(maxlen=15)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen([*PIP, *arguments], cwd=ROOT, **streams) as pip:
+        for line in pip.stdout:
+            tail.append(line)
+            seen += line.startswith("Collecting ")
+            if count and sys.stdout.isatty():
+                print(f"\r  {seen} of {count}", end="", flush=True)
+    if count and sys.stdout.isatty():
+        print("\r", end="")
+    if pip.returncode:
+        sys.exit(f"{''.join(tail)}kvjax: {what} failed; .venv is unfinished and will be made anew next time")
+    if count:
+        say(f"installed in {time.monotonic() - start:.0f} s")
+
+
+def say(text: str) -> None:
+    print(f"kvjax: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nkvjax: interrupted; .venv is unfinished and will be made anew next time")
