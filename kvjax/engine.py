@@ -32,8 +32,8 @@ DEFAULT_POOL = (8, 32_768)
 class CachedSequence:
     """A sequence whose keys and values lie in an engine's pages.
 
-    tokens: what was written so far, as far as the host knows it. length: tokens written. pages: physical pages, in order; reserved ones included.
-    logits: next-token logits `[V]` float32 after the last prefill or extend; None after anything else.
+    tokens: what was written so far, as far as the host knows it. length: tokens written. pages: physical pages, in order; reserved ones
+    included. logits: next-token logits `[V]` float32 after the last prefill or extend; None after anything else.
     """
 
     tokens: list[int]
@@ -48,9 +48,9 @@ class Engine:
     """Prefill, decode, extend, fork, truncate and free sequences of one model.
 
     policy: the decode policy, or its name (`kvjax.policies.parse`). policies: others that calls may name; the indexes of all are built as
-    pages are sealed. pages: size of the pool; None fits it to free memory. page_size and prefill_chunk are in tokens; the chunk is a multiple of the
-    page. batch_buckets: decode batches are padded to the next of these sizes, and a sequence's bits are the same in every batch of one
-    bucket.
+    pages are sealed. pages: size of the pool; None fits it to free memory. page_size and prefill_chunk are in tokens; the chunk is a
+    multiple of the page. batch_buckets: decode batches are padded to the next of these sizes, and a sequence's bits are the same in every
+    batch of one bucket. last_reads: what the latest decode step read, summed over layers and KV heads (None before the first).
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Engine:
         self.allocator = PageAllocator(self._default_pages() if pages is None else pages)
         shape = (self.allocator.total, self.config.num_kv_heads, page_size, self.config.head_dim)
         self._layers = tuple(empty_layer(*shape, self.dtype, self.indexes) for _ in range(self.config.num_layers))
+        self.last_reads: Reads | None = None
 
     # What there is room for
 
@@ -141,28 +142,29 @@ class Engine:
 
         For forcing known text and for own sampling; `kvjax.generate` samples inside the step.
         """
-        for token in tokens:
-            self._check_tokens([token])
+        if len(tokens) != len(sequences):
+            raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each")
         slots = self._slots(sequences)
+        self._check_tokens(tokens)
         padded = np.zeros((len(slots), 1), np.int32)
         padded[: len(sequences), 0] = list(tokens)
-        logits, _ = self._decode(decode_step, slots, padded, policy)
+        (logits,) = self._decode(decode_step, slots, padded, policy)
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.tokens.append(int(token))
         return logits[: len(sequences), 0]
 
     def decode_and_sample(
         self, slots: Sequence[CachedSequence | None], tokens: Int[Array, "B"], rows: SamplingRows, policy: str | DecodePolicy | None = None
-    ) -> tuple[Int[Array, "B"], Float[Array, "B"], Reads]:
+    ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
         """Write one token per slot (None: empty) and sample the next one, all in one jitted call.
 
         tokens may still be on their way from the last step; nothing here waits for the device. The caller appends the written tokens to
-        `.tokens` when it learns them. Returns next tokens, their log-probabilities, and what attention read.
+        `.tokens` when it learns them. Returns the next tokens and their log-probabilities.
         """
         if len(slots) not in self.batch_buckets:
             raise ValueError(f"{len(slots)} slots are no batch bucket of this engine: {self.batch_buckets}")
-        (chosen, logprobs), reads = self._decode(decode_and_sample, slots, tokens, policy, rows)
-        return chosen, logprobs, reads
+        chosen, logprobs = self._decode(decode_and_sample, slots, tokens, policy, rows)
+        return chosen, logprobs
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same history: sealed pages are shared, the open one is copied. OutOfPages if none is free for it."""
@@ -241,7 +243,7 @@ class Engine:
     # Inside
 
     def _write(self, sequence: CachedSequence, tokens: list[int], *, all_logits: bool, on_tokens: Callable[[int], None] | None = None):
-        """Run the chunks that hold positions [length, length + len(tokens)); their boundaries are multiples of the chunk, whatever came before."""
+        """Run the chunks that hold positions [length, length + len(tokens)); they begin at multiples of the chunk, whatever came before."""
         fresh, end = sequence.length, sequence.length + len(tokens)
         table = self._table([sequence])
         collected = []
@@ -274,7 +276,7 @@ class Engine:
         return result
 
     def _decode(self, step: Callable, slots: Sequence[CachedSequence | None], tokens, policy: str | DecodePolicy | None, *rest):
-        """Run one decode step over padded slots and keep the books. Returns what the step returned before the cache, and the reads."""
+        """Run one decode step over padded slots and keep the books. Returns what the step returned before the cache."""
         policy = self._declared(policy)
         live = [slot for slot in slots if slot is not None]
         self._check_live(live)
@@ -285,7 +287,7 @@ class Engine:
         lengths = np.array([slot.length if slot else 0 for slot in slots], np.int32)
         cache = Cache(self._layers, {FULL: self._table(slots)}, lengths)
         states = self._batch_states(policy, slots)
-        *results, cache, states, reads = step(
+        *results, cache, states, self.last_reads = step(
             self.model.decoder, policy, self.indexes, self.model.params, cache, tokens, active, states, *rest
         )
         self._layers = cache.layers
@@ -295,7 +297,7 @@ class Engine:
                 sequence.logits = None
                 if jax.tree.leaves(states):
                     sequence.states[policy] = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states)
-        return results[0] if len(results) == 1 else results, reads
+        return results
 
     def _batch_states(self, policy: DecodePolicy, slots: Sequence[CachedSequence | None]) -> tuple[Any, ...]:
         """Per layer, the policy's state of all slots; sequences it has not seen start afresh."""
@@ -331,7 +333,9 @@ class Engine:
         chosen = self.policy if policy is None else parse(policy)
         missing = [spec.name for spec in chosen.indexes() if spec not in self.indexes]
         if missing:
-            raise ValueError(f"policy {chosen} needs the index {missing[0]}, which this engine does not build: name it in Engine(policies=...)")
+            raise ValueError(
+                f"policy {chosen} needs the index {missing[0]}, which this engine does not build: name it in Engine(policies=...)"
+            )
         return chosen
 
     def _check_live(self, sequences: Sequence[CachedSequence]) -> None:
@@ -355,7 +359,9 @@ class Engine:
 
     def _out_of_pages(self, needed: int, free: int) -> OutOfPages:
         plan = self._plan_beside_weights()
-        advice = f"A page holds {self.page_size} tokens and takes {plan.page_bytes:,} bytes; memory has room for {plan.pages_that_fit:,} more"
+        advice = (
+            f"A page holds {self.page_size} tokens and takes {plan.page_bytes:,} bytes; memory has room for {plan.pages_that_fit:,} more"
+        )
         return OutOfPages(needed, free, self.allocator.total, advice)
 
     def _plan_beside_weights(self) -> MemoryPlan:

@@ -28,7 +28,7 @@ class Request:
     """A prompt (text, or token ids) and how to continue it. `id` is the caller's own."""
 
     prompt: Prompt
-    sampling: Sampling = Sampling()
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
     id: Any = None
 
 
@@ -36,10 +36,10 @@ class Request:
 class Completion:
     """What became of a request.
 
-    text: the continuation without stop string and special tokens. token_ids: every generated token, the one that ended it included. logprobs:
-    one per token, where asked for. finish_reason: "stop" (stop token or string), "length" (max_new_tokens) or "error". blocks_per_step
-    and keys_per_step: what one KV head of one layer read on average per decoded token (0 if no step was taken). error: what went wrong; everything else is
-    then empty.
+    text: the continuation without stop string and special tokens. token_ids: every generated token, the one that ended it included.
+    logprobs: one per token, where asked for. finish_reason: "stop" (stop token or string), "length" (max_new_tokens) or "error".
+    blocks_per_step and keys_per_step: what one KV head of one layer read on average per decoded token (0 if no step was taken). error:
+    what went wrong; everything else is then empty.
     """
 
     text: str = ""
@@ -80,15 +80,15 @@ def run(
     requests: Iterable[Request],
     *,
     policy: str | DecodePolicy | None = None,
-    slots: int = DEFAULT_SLOTS,
+    slots: int | None = None,
     on_token: OnToken | None = None,
     on_prefill: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[Request, Completion]]:
-    """Run requests over `slots` places (rounded up to a batch bucket) and yield each with its completion as it finishes.
+    """Run requests over `slots` places (None: 8, or the engine's largest batch bucket) and yield each with its completion as it finishes.
 
-    A place that becomes free takes the next request, so the batch keeps its size and a request's bits do not depend on which others run. A request that
-    cannot be run (too long, a bad token, more pages than the pool has) yields a completion with `error` and the loop goes on.
-    on_prefill: called with the number of prompt tokens done.
+    A place that becomes free takes the next request, so the batch keeps its size and a request's bits do not depend on which others run.
+    A request that cannot be run (too long, a bad token, more pages than the pool has) yields a completion with `error` and the loop goes
+    on. on_prefill: called with the number of prompt tokens done.
     """
     loop = _Loop(engine, policy, slots, on_token, on_prefill)
     try:
@@ -104,25 +104,25 @@ def generate(
     policy: str | DecodePolicy | None = None,
     stream: Callable[[int, str], None] | None = None,
     details: bool = False,
-    slots: int = DEFAULT_SLOTS,
+    slots: int | None = None,
     **sampling: Any,
 ) -> Any:
     """Continue one prompt (text gives text) or several (a list gives a list).
 
-    model: a model, for which a pool is made that fits these prompts, or an engine. policy: the decode policy; None is the engine's own, dense for a
-    model. sampling: fields of `kvjax.Sampling`. stream: called with the prompt's number and each new piece of text. details: return
-    `Completion` objects instead of text. Prompts may be lists of token ids. Raises what `Completion.error` would hold.
+    model: a model, for which a pool is made that fits these prompts, or an engine. policy: the decode policy; None is the engine's own,
+    dense for a model. sampling: fields of `kvjax.Sampling`. stream: called with the prompt's number and each new piece of text. details:
+    return `Completion` objects instead of text. Prompts may be lists of token ids. Raises what `Completion.error` would hold.
     """
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     listed = [prompts] if single else list(prompts)
     settings = Sampling(**sampling)
-    engine = model if isinstance(model, Engine) else _engine_for(model, listed, settings.max_new_tokens, policy, slots)
-    requests = [
-        Request(prompt if isinstance(prompt, str) else tuple(prompt), settings, number) for number, prompt in enumerate(listed)
-    ]
+    engine = model if isinstance(model, Engine) else _engine_for(model, listed, settings.max_new_tokens, policy, slots or DEFAULT_SLOTS)
+    requests = [Request(prompt if isinstance(prompt, str) else tuple(prompt), settings, number) for number, prompt in enumerate(listed)]
     on_token = None if stream is None else (lambda request, _, piece: stream(request.id, piece))
     results: list[Completion | None] = [None] * len(requests)
-    for request, completion in run(engine, requests, policy=policy, slots=min(slots, max(1, len(requests))), on_token=on_token):
+    for request, completion in run(
+        engine, requests, policy=policy, slots=slots or _fitting_slots(engine, len(requests)), on_token=on_token
+    ):
         if completion.error is not None:
             raise completion.error
         results[request.id] = completion
@@ -139,8 +139,9 @@ def score(
 ) -> Any:
     """Log-probability of each continuation after its prompt: one `Score`, or a list for lists.
 
-    Text is tokenised as a whole, and the continuation is what follows the prompt's own number of tokens. The prompt is prefilled; under `Dense` so is the continuation,
-    under any other policy each of its tokens is decoded through the policy. Raises ValueError for an empty prompt or continuation.
+    Text is tokenised as a whole, and the continuation is what follows the prompt's own number of tokens. The prompt is prefilled; under
+    `Dense` so is the continuation, under any other policy each of its tokens is decoded through the policy. Raises ValueError for an
+    empty prompt or continuation.
     """
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     pairs = [(prompts, continuations)] if single else list(zip(prompts, continuations, strict=True))
@@ -195,6 +196,10 @@ def _engine_for(model: Model, prompts: Sequence[Prompt], new_tokens: int, policy
     return Engine(model, "dense" if policy is None else policy, pages=max(MIN_TABLE_PAGES, 1 << (max(pages, 1) - 1).bit_length()))
 
 
+def _fitting_slots(engine: Engine, requests: int) -> int:
+    return max(1, min(requests, DEFAULT_SLOTS, engine.batch_buckets[-1]))
+
+
 @dataclasses.dataclass(eq=False)
 class _Row:
     """A request in its place: what it has written and what is still on its way (`issued` counts both)."""
@@ -226,11 +231,12 @@ class _Flight:
 class _Loop:
     """Slots, the step in flight, and the books of one `run`.
 
-    The next step is dispatched before the last one's tokens are read, so the device does not wait for the host; a row that turns out to have stopped has then
-    decoded one token too many, which is dropped (its page was reserved).
+    The next step is dispatched before the last one's tokens are read, so the device does not wait for the host; a row that turns out to
+    have stopped has then decoded one token too many, which is dropped (its page was reserved).
     """
 
-    def __init__(self, engine: Engine, policy, slots: int, on_token, on_prefill):
+    def __init__(self, engine: Engine, policy, slots: int | None, on_token, on_prefill):
+        slots = min(DEFAULT_SLOTS, engine.batch_buckets[-1]) if slots is None else slots
         if slots < 1:
             raise ValueError(f"slots must be at least 1, got {slots}")
         bucket = next((size for size in engine.batch_buckets if size >= slots), None)
@@ -281,8 +287,10 @@ class _Loop:
         self.rows = [None] * len(self.rows)
 
     def _admit(self, place: int, request: Request) -> Completion | str | None:
-        """Prefill a request into a place and sample its first token. Returns its completion if it ended at once or failed, "wait" if pages are short
-        only because others run, None if it runs now."""
+        """Prefill a request into a place and sample its first token.
+
+        Returns its completion if it failed, "wait" if pages are short only because others run, None if it runs now.
+        """
         engine, sampling = self.engine, request.sampling
         prompt_tokens = 0
         try:
@@ -320,11 +328,11 @@ class _Loop:
         if self.sampling_rows is None:
             self.sampling_rows = SamplingRows.of([row.request.sampling if row else None for row in self.rows])
         slots = [row.sequence if row else None for row in rows]
-        self.tokens, logprobs, reads = self.engine.decode_and_sample(slots, self.tokens, self.sampling_rows, self.policy)
+        self.tokens, logprobs = self.engine.decode_and_sample(slots, self.tokens, self.sampling_rows, self.policy)
         for row in rows:
             if row:
                 row.issued += 1
-        return _Flight(rows, self.tokens, logprobs, reads)
+        return _Flight(rows, self.tokens, logprobs, self.engine.last_reads)
 
     def _read(self, flight: _Flight) -> None:
         """Fold a step's results into its rows; rows that had ended before it are left alone."""

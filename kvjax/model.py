@@ -17,7 +17,9 @@ from jaxtyping import Array, Float, Int
 Params = Any
 """A pytree of weights; the decoder that made it knows its structure."""
 
-Attend = Callable[[int, Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Any], tuple[Float[Array, "B T H D"], Any]]
+Attend = Callable[
+    [int, Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Any], tuple[Float[Array, "B T H D"], Any]
+]
 """`attend(layer, q, k, v, state) -> (out, state)`.
 
 The decoder calls it once per layer, in order, with q and k normalised and rotated. Whoever runs the decoder decides what attention
@@ -69,7 +71,16 @@ class ModelConfig:
     bos_token_id: int | None = None
 
     def __post_init__(self):
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_positions",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:

@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 class Sampling:
     """How one request is sampled and when it ends.
 
-    max_new_tokens: tokens. temperature 0 is greedy. top_k 0 and top_p 1 keep every token. seed: the same seed, prompt and policy give the same tokens
-    in any company of the same batch bucket. stop: strings that end the text (they are left out of it). stop_token_ids: None means the
-    model's end-of-sequence tokens; () means none. logprobs: return the log-probability of each token under the model's own
+    max_new_tokens: tokens. temperature 0 is greedy. top_k 0 and top_p 1 keep every token. seed: the same seed, prompt and policy give the
+    same tokens in any company of the same batch bucket. stop: strings that end the text (they are left out of it). stop_token_ids: None
+    means the model's end-of-sequence tokens; () means none. logprobs: return the log-probability of each token under the model's own
     distribution (temperature 1, nothing cut off).
     """
 

@@ -9,13 +9,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from pallas_kernels.gather_attention import gather_attention
 
 from kvjax.cache import FULL, Cache, IndexSpec, PagedKV, append
 from kvjax.model import Decoder, Params
 from kvjax.policies import Blocks, DecodePolicy, SelectContext
 from kvjax.prefill import PrefillContext, PrefillPolicy
 from kvjax.sampling import SamplingRows, sample
+from pallas_kernels.gather_attention import gather_attention
 
 
 @flax.struct.dataclass
@@ -42,8 +42,8 @@ def prefill_step(
     """Write one chunk of each row to the cache and return next-token logits. DONATES cache.
 
     The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
-    rows are padding. Because a token always sits in the row its absolute position gives it, its bits do not depend on how the history was cut
-    into calls. all_logits: logits of every row, `[B, T, V]`, instead of those of the last written token, `[B, V]`; float32.
+    rows are padding. Because a token always sits in the row its absolute position gives it, its bits do not depend on how the history was
+    cut into calls. all_logits: logits of every row, `[B, T, V]`, instead of those of the last written token, `[B, V]`; float32.
     """
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])

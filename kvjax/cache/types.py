@@ -11,6 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
 from pallas_kernels.page_index import INDEX_ROWS
 
 FULL = "full"

@@ -8,9 +8,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-from pallas_kernels.page_index import page_index
 
 from kvjax.cache.types import IndexSpec, PagedKV
+from pallas_kernels.page_index import page_index
 
 
 def append(

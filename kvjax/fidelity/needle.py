@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -189,75 +188,8 @@ def documentation_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What a model said to one trial: its text, whether that is the needle's value, and the trial's depth."""
-
-    text: str
-    hit: bool
-    depth: float
-
-
-@dataclasses.dataclass(frozen=True)
-class NeedleResult:
-    """All answers under one policy, and the seconds that questions and answers took (prefill not counted)."""
-
-    policy: str
-    answers: list[Answer]
-    seconds: float
-
-    @property
-    def exact_match(self) -> float:
-        """Share of trials answered with every digit right."""
-        return sum(a.hit for a in self.answers) / len(self.answers)
-
-    def by_depth(self, bins: int = 3) -> list[float]:
-        """Exact match in `bins` equal ranges of depth; NaN where there was no trial."""
-        return exact_match_by_depth([a.hit for a in self.answers], [a.depth for a in self.answers], bins)
-
-
 def exact_match_by_depth(hits: Sequence[bool], depths: Sequence[float], bins: int = 3) -> list[float]:
     """Share of hits among the trials of each of `bins` equal ranges of depth; NaN where there was no trial."""
     where = np.minimum((np.asarray(depths) * bins).astype(int), bins - 1)
     hits = np.asarray(hits, float)
     return [float(hits[where == b].mean()) if (where == b).any() else float("nan") for b in range(bins)]
-
-
-def ask(engine: Any, sequences: list[Any], trials: Sequence[Trial], tokenizer: Any, *, policy: Any) -> list[Answer]:
-    """Feed each trial's question, token by token, and greedily decode an answer as long as the right one, all under `policy`.
-
-    sequences: one per trial, holding its haystack; they grow by question and answer (and, where questions differ in length, by a few
-    tokens more, so that the batch keeps its shape).
-    """
-    steps = max(len(t.question_ids) + len(t.answer_ids) for t in trials)
-    said: list[list[int]] = [[] for _ in trials]
-    tokens = [t.question_ids[0] for t in trials]
-    for step in range(1, steps):
-        greedy = np.asarray(engine.decode(sequences, tokens, policy=policy)).argmax(-1)
-        for i, trial in enumerate(trials):
-            asked = step < len(trial.question_ids)
-            tokens[i] = trial.question_ids[step] if asked else int(greedy[i])
-            if not asked:
-                said[i].append(tokens[i])
-    texts = [tokenizer.decode(ids[: len(t.answer_ids)]) for ids, t in zip(said, trials, strict=True)]
-    return [Answer(text, t.is_hit(text), t.depth) for text, t in zip(texts, trials, strict=True)]
-
-
-def needle_exact_match(
-    engine: Any, trials: Sequence[Trial], policies: dict[str, Any], tokenizer: Any, *, batch: int = 8
-) -> list[NeedleResult]:
-    """Every trial under every policy: haystacks are prefilled once, `batch` at a time, and forked for each policy."""
-    answers: dict[str, list[Answer]] = {name: [] for name in policies}
-    seconds = dict.fromkeys(policies, 0.0)
-    for some in itertools.batched(trials, batch):
-        haystacks = engine.prefill([t.haystack_ids for t in some])
-        for name, policy in policies.items():
-            forks = [engine.fork(s) for s in haystacks]
-            start = time.perf_counter()
-            answers[name] += ask(engine, forks, some, tokenizer, policy=policy)
-            seconds[name] += time.perf_counter() - start
-            for sequence in forks:
-                engine.free(sequence)
-        for sequence in haystacks:
-            engine.free(sequence)
-    return [NeedleResult(name, answers[name], seconds[name]) for name in policies]

@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from pallas_kernels.select_blocks import select_blocks
-
 from kvjax.cache.types import IndexSpec
 from kvjax.policies.base import Blocks, Stateless
+from pallas_kernels.select_blocks import select_blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,36 @@
+"""Where a result comes from: what every committed JSON file carries beside its figures."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+PACKAGES = ("kvjax", "jax", "jaxlib", "numpy", "transformers")
+
+
+def provenance() -> dict:
+    """Command line, date (UTC), versions and device of this process. Initialises the device."""
+    import jax
+
+    device = jax.local_devices()[0]
+    return {
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "device": device.device_kind,
+        "device_count": jax.local_device_count(),
+    }
+
+
+def write_result(path: Path, figures: dict) -> None:
+    """Write figures and their provenance as JSON, beside `path` and renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps({"provenance": provenance(), **figures}, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)

@@ -1,0 +1,98 @@
+"""Small random models and their oracle: one causal forward over the whole text."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.model import ModelConfig
+from kvjax.models.decoder import TransformerDecoder, causal_attend, init_params
+
+VOCAB = 97
+
+
+@dataclasses.dataclass(eq=False)
+class TinyModel:
+    """A decoder with random weights, large enough in scale that attention is peaked and a wrong key shows."""
+
+    decoder: TransformerDecoder
+    params: dict
+    tokenizer: object = None
+
+    @property
+    def config(self):
+        return self.decoder.config
+
+    @functools.cached_property
+    def _forward(self):
+        def forward(params, tokens):
+            attend = causal_attend(self.config.sm_scale)
+            positions = jnp.arange(tokens.shape[1])[None]
+            hidden, _ = self.decoder.hidden(params, tokens, positions, attend, None)
+            return self.decoder.logits(params, hidden)[0]
+
+        return jax.jit(forward)
+
+    def full_forward(self, tokens):
+        """Logits `[T, V]` of every token, by dense causal attention without a cache."""
+        return np.asarray(self._forward(self.params, jnp.asarray(tokens, jnp.int32)[None]))
+
+
+def make_model(dtype=jnp.float32, **overrides):
+    fields = {
+        "family": "qwen2",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 1e4,
+        "rope_scaling": None,
+        "norm_eps": 1e-6,
+        "tie_embeddings": True,
+        "max_positions": 4096,
+        "qkv_bias": True,
+    }
+    decoder = TransformerDecoder(ModelConfig(**(fields | overrides)))
+    return TinyModel(decoder, init_params(decoder.config, jax.random.key(7), dtype, std=0.15))
+
+
+@pytest.fixture(scope="session")
+def model():
+    return make_model()
+
+
+@pytest.fixture(scope="session")
+def bf16_model():
+    return make_model(jnp.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def model_factory():
+    return make_model
+
+
+@pytest.fixture(scope="session")
+def text():
+    return np.random.default_rng(0).integers(0, VOCAB, 300).tolist()
+
+
+@pytest.fixture(scope="session")
+def speaker():
+    """A tiny model with a tokenizer of single printable characters."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {character: number for number, character in enumerate([*characters, "<eos>", "<unk>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    model = make_model(eos_token_ids=(95,))
+    model.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+    return model

@@ -1,0 +1,51 @@
+"""Pages are owned, shared and given back; never lost, never handed out twice."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvjax.cache import OutOfPages, PageAllocator
+
+
+def test_pages_come_and_go():
+    allocator = PageAllocator(3)
+    first = allocator.take(2)
+    assert len(set(first)) == 2
+    allocator.share(first[:1])
+    allocator.release(first)
+    assert allocator.free == 2
+    allocator.release(first[:1])
+    assert allocator.free == 3
+
+
+def test_exhaustion_says_how_many_are_needed_and_free_and_takes_none():
+    allocator = PageAllocator(3)
+    allocator.take(2)
+    with pytest.raises(OutOfPages, match="2 needed, 1 free of 3"):
+        allocator.take(2)
+    assert allocator.free == 1
+
+
+def test_a_free_page_is_neither_shared_nor_released():
+    allocator = PageAllocator(1)
+    (page,) = allocator.take(1)
+    allocator.release([page])
+    with pytest.raises(ValueError, match="already free"):
+        allocator.release([page])
+    with pytest.raises(ValueError, match="cannot be shared"):
+        allocator.share([page])
+
+
+@given(st.lists(st.tuples(st.sampled_from("tsr"), st.integers(0, 5)), max_size=40))
+def test_owners_are_conserved(steps):
+    allocator, owned = PageAllocator(5), []
+    for action, n in steps:
+        if action == "t" and n <= allocator.free:
+            owned += allocator.take(n)
+        elif action == "s" and owned:
+            allocator.share([owned[n % len(owned)]])
+            owned.append(owned[n % len(owned)])
+        elif action == "r" and owned:
+            allocator.release([owned.pop(n % len(owned))])
+        assert allocator.free + len(set(owned)) == 5
+        assert all(allocator.owners(page) == owned.count(page) for page in range(5))

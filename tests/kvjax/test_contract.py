@@ -1,0 +1,179 @@
+"""The cache's contract: however a history was built, and wherever its pages lie, the logits are those of one full forward.
+
+float32: within 1e-5 of the oracle. Equal bits, bfloat16 included, wherever the design promises them: prefill cut into any calls,
+any page placement, forks, any company in one batch bucket.
+"""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import Engine
+from kvjax.cache import FULL, Cache
+from kvjax.policies import parse
+from kvjax.prefill import DensePrefill
+from kvjax.steps import decode_step, prefill_step
+
+PAGE = 16
+POLICIES = ("dense", "top:40", "mean:40", "quest:40", "window:64+4544")
+
+
+def engine_for(model, **options):
+    return Engine(model, **({"pages": 64, "page_size": PAGE, "prefill_chunk": 32, "batch_buckets": (1, 4)} | options))
+
+
+def error(logits, oracle):
+    logits, oracle = np.asarray(logits, np.float32), np.asarray(oracle, np.float32)
+    return float(np.max(np.abs(logits - oracle)))
+
+
+def scramble(engine, seed):
+    """Take and release pages so that the next sequences get them in no order."""
+    taken = engine.allocator.take(engine.allocator.free)
+    engine.allocator.release(np.random.default_rng(seed).permutation(taken).tolist())
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64, 160])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 33, 100])
+def test_one_prefill_equals_one_full_forward(model, text, chunk, length):
+    engine = engine_for(model, prefill_chunk=chunk)
+    scramble(engine, length)
+    (sequence,) = engine.prefill([text[:length]])
+    assert error(sequence.logits, model.full_forward(text[:128])[length - 1]) < 1e-5
+
+
+def test_every_way_to_build_a_history_gives_the_full_forward(model, text):
+    oracle = model.full_forward(text[:128])
+    engine = engine_for(model)
+    scramble(engine, 1)
+    whole = engine.prefill([text[:90]])[0].logits
+    (appended,) = engine.prefill([text[:21]])
+    for start, stop in ((21, 22), (22, 48), (48, 90)):
+        engine.extend(appended, text[start:stop])
+    (single,) = engine.prefill([text[:1]])
+    for token in text[1:90]:
+        (by_token,) = engine.decode([single], [token])
+    (parent,) = engine.prefill([text[:50]])
+    child = engine.fork(parent)
+    engine.extend(parent, [5, 6, 7])
+    engine.extend(child, text[50:90])
+    for logits in (whole, appended.logits, by_token, child.logits):
+        assert error(logits, oracle[89]) < 1e-5
+
+
+def test_extend_returns_the_logits_of_every_token(model, text):
+    engine = engine_for(model)
+    (sequence,) = engine.prefill([text[:20]])
+    logits = engine.extend(sequence, text[20:100], all_logits=True)
+    assert logits.shape == (80, model.config.vocab_size)
+    assert error(logits, model.full_forward(text[:128])[20:100]) < 1e-5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_that_covers_everything_is_dense(model, text, policy):
+    oracle = model.full_forward(text[:128])
+    engine = Engine(model, policy, pages=8, page_size=128, prefill_chunk=128, batch_buckets=(1,))
+    (sequence,) = engine.prefill([text[:100]])
+    for position in range(100, 128):
+        assert error(engine.decode([sequence], [text[position]])[0], oracle[position]) < 1e-5
+
+
+def test_a_policy_that_drops_keys_is_not_dense(model, text):
+    """The comparison above would notice missing keys: a short window is far off."""
+    engine = engine_for(model, policy="window:1+8")
+    (sequence,) = engine.prefill([text[:100]])
+    assert error(engine.decode([sequence], [text[100]])[0], model.full_forward(text[:128])[100]) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@settings(max_examples=12, deadline=None)
+@given(cuts=st.lists(st.integers(1, 89), max_size=6), seed=st.integers(0, 9), fork_at=st.integers(0, 6))
+def test_prefill_bits_do_not_depend_on_how_it_was_cut(model, bf16_model, text, dtype, cuts, seed, fork_at):
+    subject = model if dtype == "float32" else bf16_model
+    engine = engine_for(subject)
+    whole = np.asarray(engine.prefill([text[:90]])[0].logits)
+    scramble(engine, seed)
+    edges = sorted({*cuts, 90})
+    (sequence,) = engine.prefill([text[: edges[0]]])
+    for number, (start, stop) in enumerate(itertools.pairwise(edges)):
+        if number == fork_at:
+            sequence = engine.fork(sequence)
+        engine.extend(sequence, text[start:stop])
+    np.testing.assert_array_equal(np.asarray(sequence.logits), whole)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("policy", ["dense", "top:2", "window:5+20"])
+def test_decode_bits_do_not_depend_on_company_or_places(model, bf16_model, text, dtype, policy):
+    """One batch bucket of 4: alone, first of four, last of four beside a much longer sequence (a wider page table)."""
+    subject = model if dtype == "float32" else bf16_model
+
+    def decoded(place, others, seed):
+        engine = engine_for(subject, policy=policy, policies=["top:2"], page_size=128, prefill_chunk=128, batch_buckets=(4,))
+        scramble(engine, seed)
+        prompts = [*others[:place], text[:150], *others[place:]]
+        sequences = engine.prefill(prompts)
+        for step in range(5):
+            logits = engine.decode(sequences, [text[150 + step]] * len(sequences))
+        return np.asarray(logits[place])
+
+    alone = decoded(0, [], 0)
+    long = (text * 9)[:2500]
+    np.testing.assert_array_equal(decoded(0, [text[:7], text[:200], text[:33]], 1), alone)
+    np.testing.assert_array_equal(decoded(3, [long, text[:1], text[:300]], 2), alone)
+
+
+def test_the_same_call_twice_gives_the_same_bits(model, text):
+    runs = []
+    for _ in range(2):
+        engine = engine_for(model, policy="quest:2")
+        (sequence,) = engine.prefill([text[:100]])
+        runs.append(np.asarray(engine.decode([sequence], [3])))
+    np.testing.assert_array_equal(*runs)
+
+
+def test_drafted_tokens_decode_together_as_one_by_one(model, text):
+    """The pure step takes several tokens: they are causal among themselves and cross a page's end."""
+    engine = engine_for(model)
+    (sequence,) = engine.prefill([text[:30]])
+    engine.reserve([sequence], 4)
+    table = np.asarray([sequence.pages], np.int32)
+    cache = Cache(engine._layers, {FULL: table}, np.array([30], np.int32))
+    tokens = np.asarray([text[30:34]], np.int32)
+    logits, cache, _, reads = decode_step(
+        model.decoder, parse("dense"), (), model.params, cache, tokens, np.array([True]), ((),) * model.config.num_layers
+    )
+    assert error(logits[0], model.full_forward(text[:128])[30:34]) < 1e-5
+    assert int(cache.lengths[0]) == 34
+    assert int(reads.keys[0]) == 34 * model.config.num_layers * model.config.num_kv_heads
+
+
+@pytest.mark.parametrize("policy", ["dense", "top:8", "window:64+1000"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_decode_holds_no_second_copy_of_the_cache(model, policy, batch):
+    engine = Engine(model, policy, pages=2048, page_size=128, policies=["top:8"])
+    cache, size = empty_cache(engine, batch)
+    states = ((),) * model.config.num_layers
+    compiled = decode_step.lower(
+        model.decoder, parse(policy), engine.indexes, model.params, cache, jnp.zeros((batch, 1), jnp.int32), jnp.ones(batch, bool), states
+    ).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < size / 20
+
+
+def test_prefill_holds_no_second_copy_of_the_cache(model):
+    engine = Engine(model, "top:8", pages=2048, page_size=128)
+    cache, size = empty_cache(engine, 1)
+    zero = jnp.zeros(1, jnp.int32)
+    tokens = jnp.zeros((1, 128), jnp.int32)
+    compiled = prefill_step.lower(model.decoder, DensePrefill(), engine.indexes, model.params, cache, tokens, zero, zero).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < size / 20
+
+
+def empty_cache(engine, batch):
+    layers = engine._layers
+    size = sum(layer.k.nbytes + layer.v.nbytes for layer in layers)
+    return Cache(layers, {FULL: jnp.full((batch, 64), -1, jnp.int32)}, jnp.zeros(batch, jnp.int32)), size

@@ -1,0 +1,182 @@
+"""Generation: the tokens are those of the model, whoever else runs; stops, streams, scores and compilations."""
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import Engine, OutOfPages, Request, Sampling, generate, score
+from kvjax.generation import run
+
+PROMPTS = ["The whale", "A much longer prompt about ships, captains and the sea. " * 3, "x", "Call me"]
+
+
+def greedy(model, prompt_ids, count):
+    """The oracle: a full forward for every token (padded to one length; attention is causal)."""
+    ids = list(prompt_ids)
+    for _ in range(count):
+        padded = (ids + [0] * 256)[:256]
+        ids.append(int(np.argmax(model.full_forward(padded)[len(ids) - 1])))
+    return ids[len(prompt_ids) :]
+
+
+@pytest.fixture(scope="module")
+def engine(speaker):
+    return Engine(speaker, "dense", policies=["top:2", "quest:2"], pages=64, page_size=128, prefill_chunk=128, batch_buckets=(1, 4))
+
+
+def test_ragged_prompts_give_each_the_models_own_greedy_tokens(speaker, engine):
+    results = generate(engine, PROMPTS, max_new_tokens=12, details=True, stop_token_ids=())
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        ids = speaker.tokenizer(prompt)["input_ids"]
+        assert list(result.token_ids) == greedy(speaker, ids, 12)
+        assert result.prompt_tokens == len(ids)
+        assert result.text == speaker.tokenizer.decode(result.token_ids, skip_special_tokens=True)
+        assert result.finish_reason == "length"
+
+
+def test_text_gives_text_and_a_list_gives_a_list(speaker, engine):
+    one = generate(engine, PROMPTS[0], max_new_tokens=5)
+    assert isinstance(one, str)
+    assert generate(engine, PROMPTS[:1], max_new_tokens=5) == [one]
+    assert generate(speaker, PROMPTS[0], max_new_tokens=5) == one
+    assert generate(engine, [], max_new_tokens=5) == []
+    assert generate(engine, speaker.tokenizer(PROMPTS[0])["input_ids"], max_new_tokens=5) == one
+
+
+def test_more_prompts_than_slots_take_turns_and_change_nothing(engine):
+    prompts = [PROMPTS[i % 4] + str(i) for i in range(7)]
+    together = generate(engine, prompts, max_new_tokens=6, slots=4, temperature=0.8, seed=3)
+    turns = [generate(engine, [prompt, "other", "x", "y"], max_new_tokens=6, slots=4, temperature=0.8, seed=3)[0] for prompt in prompts]
+    assert together == turns
+    assert engine.allocator.free == 64
+
+
+def test_seeds_repeat_and_differ(engine):
+    def draw(seed):
+        return generate(engine, "Call me", max_new_tokens=12, temperature=1.5, seed=seed)
+
+    assert draw(1) == draw(1)
+    assert len({draw(seed) for seed in range(4)}) > 1
+
+
+def test_stop_token_ends_and_is_left_out_of_the_text(speaker, engine):
+    plain = generate(engine, "Call me", max_new_tokens=12, details=True, stop_token_ids=())
+    # A token that did not occur before it, so that it ends the text where expected.
+    place = next(i for i in range(3, 12) if plain.token_ids[i] not in plain.token_ids[:i])
+    stopped = generate(engine, "Call me", max_new_tokens=12, details=True, stop_token_ids=(plain.token_ids[place],))
+    assert stopped.token_ids == plain.token_ids[: place + 1]
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == speaker.tokenizer.decode(plain.token_ids[:place], skip_special_tokens=True)
+
+
+def test_stop_string_ends_the_text(engine):
+    plain = generate(engine, "Call me", max_new_tokens=12, stop_token_ids=())
+    stop = plain[4:6]
+    stopped = generate(engine, "Call me", max_new_tokens=12, stop=stop, details=True, stop_token_ids=())
+    assert stopped.text == plain[: plain.index(stop)]
+    assert stopped.finish_reason == "stop"
+
+
+def test_the_stream_is_the_text(engine):
+    pieces = {0: "", 1: ""}
+
+    def stream(number, piece):
+        pieces[number] += piece
+
+    texts = generate(engine, PROMPTS[:2], max_new_tokens=9, stream=stream)
+    assert [pieces[0], pieces[1]] == texts
+
+
+def test_logprobs_are_those_of_the_models_distribution(speaker, engine):
+    result = generate(engine, "Call me", max_new_tokens=6, logprobs=True, details=True, temperature=0.7, stop_token_ids=())
+    ids = speaker.tokenizer("Call me")["input_ids"]
+    logits = speaker.full_forward((ids + list(result.token_ids) + [0] * 256)[:256])
+    expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(ids) - 1, len(ids) + 5), result.token_ids]
+    np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
+    assert generate(engine, "Call me", max_new_tokens=2, details=True).logprobs is None
+
+
+@pytest.mark.parametrize("policy", ["dense", "quest:2"])
+def test_score_is_the_log_probability_of_the_continuation(speaker, engine, policy):
+    result = score(engine, "Call me", " Ishmael.", policy=policy)
+    ids = speaker.tokenizer("Call me Ishmael.")["input_ids"]
+    logprobs = np.asarray(jax.nn.log_softmax(speaker.full_forward((ids + [0] * 256)[:256]), axis=-1))
+    start = len(speaker.tokenizer("Call me")["input_ids"])
+    expected = logprobs[np.arange(start - 1, len(ids) - 1), ids[start:]]
+    np.testing.assert_allclose(result.token_logprobs, expected, atol=1e-4)
+    np.testing.assert_allclose(result.logprob, expected.sum(), atol=1e-3)
+    assert result.token_ids == tuple(ids[start:])
+    assert not result.is_greedy
+    answer = generate(engine, "Call me", max_new_tokens=4, details=True, policy=policy, stop_token_ids=())
+    assert score(engine, tuple(ids[:start]), answer.token_ids, policy=policy).is_greedy
+
+
+def test_score_of_several_pairs_is_a_list(speaker):
+    scores = score(speaker, ["Call me", "x"], [" Ishmael", "y"], policy="top:2")
+    assert [len(each.token_ids) for each in scores] == [8, 1]
+    with pytest.raises(ValueError, match="continuation has no tokens"):
+        score(speaker, "a", "")
+
+
+def test_one_bad_request_does_not_stop_the_others(engine):
+    requests = [
+        Request("Call me", Sampling(max_new_tokens=3), "good"),
+        Request((), Sampling(max_new_tokens=3), "empty"),
+        Request((1, 500), Sampling(max_new_tokens=3), "vocabulary"),
+        Request((1,) * 4090, Sampling(max_new_tokens=30), "long"),
+        Request("x", Sampling(max_new_tokens=3), "also good"),
+    ]
+    results = {request.id: completion for request, completion in run(engine, requests)}
+    assert {name for name, completion in results.items() if completion.error is None} == {"good", "also good"}
+    assert "no tokens" in str(results["empty"].error)
+    assert "4,119 tokens is longer than the model's 4,096" in str(results["long"].error)
+    assert results["long"].finish_reason == "error"
+    with pytest.raises(ValueError, match="500 is outside the vocabulary"):
+        generate(engine, (1, 500))
+
+
+def test_requests_wait_for_pages_rather_than_fail(speaker):
+    engine = Engine(speaker, pages=4, page_size=128, prefill_chunk=128)
+    prompts = ["a" * 200, "b" * 200, "c" * 200]
+    assert len(generate(engine, prompts, max_new_tokens=4, slots=4)) == 3
+    with pytest.raises(OutOfPages, match="5 needed"):
+        generate(engine, "a" * 600, max_new_tokens=4)
+    assert engine.allocator.free == 4
+
+
+def test_stopping_early_gives_the_pages_back(engine):
+    results = run(engine, [Request("a", Sampling(max_new_tokens=2)), Request("b", Sampling(max_new_tokens=50))], slots=4)
+    next(results)
+    results.close()
+    assert engine.allocator.free == 64
+
+
+def test_the_step_is_compiled_once_per_shape_bucket(model_factory, speaker):
+    """Compilations are counted by JAX itself: other prompts, lengths and sampling settings in the same bucket add none."""
+    fresh = model_factory(num_layers=1, rope_theta=12345.0)
+    fresh.tokenizer = speaker.tokenizer
+    engine = Engine(fresh, "quest:2", pages=64, page_size=128, prefill_chunk=128, batch_buckets=(2, 4))
+    compiled = []
+
+    def listen(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        generate(engine, ["one", "two"], max_new_tokens=4, slots=2)
+        first = len(compiled)
+        assert first >= 2, "the listener hears compilations"
+        generate(engine, ["three" * 30, "four", "five"], max_new_tokens=9, slots=2, temperature=0.5, top_k=3, top_p=0.9, seed=1)
+        assert len(compiled) == first
+        generate(engine, ["one"] * 3, max_new_tokens=4, slots=4)
+        assert len(compiled) > first, "a new batch bucket is a new shape"
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+def test_everything_the_front_door_promises_is_there():
+    for name in kvjax.__all__:
+        assert getattr(kvjax, name) is not None
