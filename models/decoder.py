@@ -47,15 +47,14 @@ class TransformerDecoder:
         for number, layer in enumerate(params["layers"]):
             q, k, v = self._qkv(layer, rms_norm(x, layer["attn_norm"], self.config.norm_eps), rotation)
             out, state = attend(number, q, k, v, state)
-            x = x + out.reshape(*out.shape[:2], -1).astype(x.dtype) @ layer["o"]
+            x = x + project(out.reshape(*out.shape[:2], -1).astype(x.dtype), layer["o"])
             x = x + _mlp(layer, rms_norm(x, layer["mlp_norm"], self.config.norm_eps))
         return rms_norm(x, params["final_norm"], self.config.norm_eps), state
 
     def logits(self, params: Params, hidden: Float[Array, "... E"]) -> Float32[Array, "... V"]:
         """Next-token logits, float32 whatever the weights' dtype. Tied models read the embedding."""
-        if self.config.tie_embeddings:
-            return jnp.einsum("...e,ve->...v", hidden, params["embed"], preferred_element_type=jnp.float32)
-        return jnp.einsum("...e,ev->...v", hidden, params["lm_head"], preferred_element_type=jnp.float32)
+        weight, form = (params["embed"], "...e,ve->...v") if self.config.tie_embeddings else (params["lm_head"], "...e,ev->...v")
+        return jnp.einsum(form, hidden, weight, precision=_precision(hidden), preferred_element_type=jnp.float32)
 
     def _qkv(self, layer: Params, x: Float[Array, "B T E"], rotation: tuple[Array, Array]):
         """Queries and keys, normalised where the family does so and rotated, and values: [B, T, heads, D]."""
@@ -66,7 +65,7 @@ class TransformerDecoder:
         return rope.rotate(q, *rotation), rope.rotate(k, *rotation), v
 
     def _heads(self, layer: Params, name: str, x: Float[Array, "B T E"]) -> Float[Array, "B T heads D"]:
-        y = x @ layer[name]
+        y = project(x, layer[name])
         if self.config.qkv_bias:
             y = y + layer[f"{name}_bias"]
         return y.reshape(*y.shape[:2], -1, self.config.head_dim)
@@ -79,8 +78,18 @@ def rms_norm(x: Float[Array, "... E"], weight: Float[Array, "E"], eps: float) ->
     return (y * weight.astype(jnp.float32)).astype(x.dtype)
 
 
+def project(x: Float[Array, "... E"], weight: Float[Array, "E F"]) -> Float[Array, "... F"]:
+    """x @ weight; float32 is multiplied as float32 on every device."""
+    return jnp.matmul(x, weight, precision=_precision(x))
+
+
+def _precision(x: Array) -> jax.lax.Precision:
+    """Accelerators multiply float32 with fewer bits unless told; shorter types lose nothing by the default."""
+    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+
+
 def _mlp(layer: Params, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    return (jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])) @ layer["down"]
+    return project(jax.nn.silu(project(x, layer["gate"])) * project(x, layer["up"]), layer["down"])
 
 
 def param_shapes(config: ModelConfig) -> Params:

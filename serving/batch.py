@@ -1,0 +1,199 @@
+"""Batch jobs: many records through one engine, as a library call and as a file job that can be killed and run again.
+
+    for answer in run_batch([{"id": "a", "prompt": "Once"}], engine):
+        print(answer["text"])
+
+    print(run_file("in.jsonl", "out.jsonl", engine))
+
+The formats of records are in `kvjax.serving.records`, those of answers in `kvjax.serving.results`. Prompts of like length run together,
+the longest first; an answer's bits do not depend on which others run beside it, so a job that was killed ends with the output it
+would have had, given the same number of slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvjax.engine import Engine
+from kvjax.generation import OnToken, Request, run
+from kvjax.model import Model, fingerprint
+from kvjax.policies import DecodePolicy, parse
+from kvjax.sampling import Sampling
+from kvjax.serving.partial import Partial
+from kvjax.serving.progress import JobProgress
+from kvjax.serving.records import Defaults, Record, read
+from kvjax.serving.results import Result, Summary, answered, refused
+
+
+def run_batch(
+    records: Iterable[Mapping[str, Any] | str],
+    engine: Engine,
+    *,
+    policy: str | DecodePolicy | None = None,
+    slots: int | None = None,
+    defaults: Defaults = Defaults(),  # noqa: B008
+    on_token: OnToken | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Answer records (objects, or lines of JSON text; see `kvjax.serving.records`) and yield each answer as it completes.
+
+    policy: the decode policy; None is the engine's. slots: sequences decoded together; None is 8, or as many as the engine's largest
+    batch bucket. defaults: what applies to records that do not say. An answer is the object that a file job would write; a record that
+    cannot be answered gives one with `error`.
+    """
+    for result in _answer(list(read(records, defaults)), engine, policy=policy, slots=slots, on_token=on_token):
+        yield result.output
+
+
+def run_file(
+    source: str | Path,
+    out: str | Path,
+    engine: Engine,
+    *,
+    policy: str | DecodePolicy | None = None,
+    slots: int | None = None,
+    defaults: Defaults = Defaults(),  # noqa: B008
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> Summary:
+    """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing figures.
+
+    Answers are kept in `out` + ".partial" as they complete. Run again after it was killed, the job does only what is missing; it
+    refuses with ValueError where model, tokenizer, policy, page size, dtype, defaults or input are not those it was begun with. `out`
+    appears at the end, whole; one that exists already is a ValueError unless overwrite. console: where progress goes; None shows none.
+    """
+    source, out = Path(source), Path(out)
+    check_paths(source, out, overwrite)
+    with open(source, "rb") as file:
+        records = list(read(file, defaults))
+    if not records:
+        raise ValueError(f"{source} holds no records")
+    started = time.monotonic()
+    partial = Partial(partial_path(out), describe_job(engine, policy, source, defaults))
+    summary = Summary()
+    try:
+        for result in partial.earlier.values():
+            summary.add(result, earlier=True)
+        missing = [record for record in records if record.line not in partial.earlier]
+        with JobProgress(len(records), len(partial.earlier), console or Console(quiet=True)) as progress:
+            for result in _answer(missing, engine, policy=policy, slots=slots, on_token=progress.token, on_prefill=progress.prefill):
+                partial.append(result)
+                summary.add(result)
+                progress.result(result)
+        partial.finish(out)
+    finally:
+        partial.close()
+    summary.seconds = time.monotonic() - started
+    return summary
+
+
+def partial_path(out: Path) -> Path:
+    """Where a job keeps its answers until all are there."""
+    return out.with_name(out.name + ".partial")
+
+
+def check_paths(source: Path, out: Path, overwrite: bool) -> None:
+    """ValueError if a job cannot read `source` or may not write `out`; quick, so that it can be asked before a model is loaded."""
+    if not source.is_file():
+        raise ValueError(f"there is no input file {source}")
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no folder {out.parent} to write {out.name} to")
+    if out.is_dir():
+        raise ValueError(f"{out} is a folder; name a file to write")
+    if out.exists() and out.samefile(source):
+        raise ValueError(f"{out} is the input; choose another output")
+    if out.exists() and not overwrite:
+        raise ValueError(f"{out} exists; pass --overwrite to replace it, or choose another output")
+
+
+def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path, defaults: Defaults) -> dict[str, Any]:
+    """What must be the same for a job to go on where another left off: all that decides what the answers say."""
+    with open(source, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        "model": fingerprint(engine.model),
+        "tokenizer": _tokenizer_digest(engine.model.tokenizer),
+        "policy": repr(engine.policy if policy is None else parse(policy)),
+        "page size": engine.page_size,
+        "dtype": str(engine.dtype),
+        "--max-new-tokens": defaults.max_new_tokens,
+        "--temperature": defaults.temperature,
+        "--seed": defaults.seed,
+        "input with SHA-256": digest,
+    }
+
+
+def _tokenizer_digest(tokenizer: Any) -> str | None:
+    """A digest of the chat template and, where the tokenizer can say it, of everything else."""
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    said = [getattr(tokenizer, "chat_template", None), backend.to_str() if backend is not None else None]
+    return hashlib.sha256(repr(said).encode(errors="backslashreplace")).hexdigest()[:16]
+
+
+def _answer(
+    records: list[Record],
+    engine: Engine,
+    *,
+    policy: str | DecodePolicy | None,
+    slots: int | None,
+    on_token: OnToken | None,
+    on_prefill: Callable[[int], None] | None = None,
+) -> Iterator[Result]:
+    """A result for every record, as they complete. Prompts are tokenised only when their turn comes: all at once may not fit in memory."""
+    waiting = {record.line: record for record in records}
+    wrong: deque[Result] = deque(refused(record, record.error) for record in records if record.error is not None)
+
+    def requests() -> Iterator[Request]:
+        for record in sorted(records, key=lambda record: -record.size):
+            if record.error is None:
+                try:
+                    yield _request(record, engine.model.tokenizer)
+                except ValueError as error:
+                    wrong.append(refused(record, str(error)))
+
+    name = model_name(engine.model)
+    for request, completion in run(engine, requests(), policy=policy, slots=slots, on_token=on_token, on_prefill=on_prefill):
+        yield answered(waiting[request.id], completion, model=name, tokenizer=engine.model.tokenizer)
+        yield from _drain(wrong)
+    yield from _drain(wrong)
+
+
+def _drain(results: deque[Result]) -> Iterator[Result]:
+    while results:
+        yield results.popleft()
+
+
+def _request(record: Record, tokenizer: Any) -> Request:
+    """The engine's request of a record: messages rendered and tokenised. ValueError says what is wrong with it."""
+    sampling = Sampling(**record.sampling)
+    prompt = record.prompt if record.messages is None else chat_ids(record.messages, tokenizer)
+    return Request(prompt, sampling, record.line)
+
+
+def chat_ids(messages: Iterable[Mapping[str, str]], tokenizer: Any) -> tuple[int, ...]:
+    """Token ids of a conversation, rendered by the model's chat template and opened for the assistant's answer."""
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer: give prompt as token ids")
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("the model has no chat template for messages: give prompt, or put a chat_template.jinja in the model's folder")
+    try:
+        text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, add_generation_prompt=True)
+    except ImportError:  # jinja2 is missing, which is no record's fault
+        raise
+    except Exception as error:  # templates are programs of the model's makers and raise what they like
+        raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+    # The template writes the special tokens itself.
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def model_name(model: Model) -> str:
+    """The name answers carry: the model's own, else its family."""
+    return getattr(model, "name", None) or model.config.family

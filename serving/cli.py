@@ -1,0 +1,428 @@
+"""The `kvjax` command line. JAX and everything over it is imported inside the commands: `kvjax --help` must not wait for it."""
+
+from __future__ import annotations
+
+import contextvars
+import enum
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvjax.engine import Engine
+    from kvjax.model import Model
+
+POLICIES = "dense, window:SINK+WINDOW (tokens, as window:64+4544), top:K, mean:K (blocks of 128 tokens) or quest:K (blocks of 16)"
+
+app = typer.Typer(
+    name="kvjax",
+    help="Long-context language-model inference in JAX: batch jobs, single prompts, scores and needle tests.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+_traceback = contextvars.ContextVar("traceback", default=False)
+
+
+class Dtype(enum.StrEnum):
+    """What weights and cache are stored in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle', the small model inside this package.")
+]
+PolicyOption = Annotated[str, typer.Option("--policy", "-p", help=f"What each decode step reads: {POLICIES}.")]
+DtypeOption = Annotated[
+    Dtype | None, typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False)
+]
+PageSizeOption = Annotated[int, typer.Option(help="Tokens per page of the cache.")]
+ChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of the page size.")]
+PagesOption = Annotated[
+    int | None, typer.Option(help="Pages in the pool. [default: what the job needs, where it fits]", show_default=False)
+]
+TokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of random draws.")]
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="On an error, print where in the code it was raised.")] = False,
+) -> None:
+    """Long-context language-model inference in JAX: batch jobs, single prompts, scores and needle tests."""
+    _traceback.set(show_traceback)
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(installed("kvjax"))
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of `kvjax`. Exit status: 0; 2 for wrong usage or input; 1 for anything else that failed; 130 when interrupted.
+
+    An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from.
+    """
+    # transformers would advise on every start to install PyTorch, which kvjax has no use for.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if _traceback.get():
+            traceback.print_exception(error)
+        else:
+            print(f"kvjax: {_one_line(error)}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError | NotImplementedError | FileNotFoundError) else 1)
+
+
+@app.command("batch")
+def batch_command(
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="One record per line: plain, or OpenAI's batch file format.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the answers go, one line per record, in the input's order.")],
+    model: ModelOption,
+    policy: PolicyOption = "dense",
+    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for records that do not say.")] = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="For records that do not say; 0 is greedy. [default: 0; 1 for OpenAI's format]", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Makes, with a record's id, the seed of a record that has none.")] = 0,
+    pages: Annotated[
+        int | None, typer.Option(help="Pages in the pool. [default: 8 sequences of 32K tokens, or what fits]", show_default=False)
+    ] = None,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    dtype: DtypeOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")] = False,
+) -> None:
+    """Answer every record of a file.
+
+    Answers are kept in OUT.jsonl.partial as they complete and become OUT.jsonl at the end. Run a killed job again with the same command
+    and it does only what is missing. A record that cannot be answered gets its error in its own output line.
+    """
+    from rich.console import Console
+
+    from kvjax.engine import Engine
+    from kvjax.serving.batch import check_paths, partial_path, run_file
+    from kvjax.serving.records import Defaults
+
+    _at_least_one("--max-batch", max_batch)
+    _at_least_one("--max-new-tokens", max_new_tokens)
+    check_paths(source, out, overwrite)
+    loaded = _load(model, dtype)
+    engine = Engine(loaded, policy, pages=pages, page_size=page_size, prefill_chunk=prefill_chunk, batch_buckets=(max_batch,))
+    typer.echo(f"{model}, {engine.policy.describe()}, {engine.allocator.total:,} pages of {page_size} tokens", err=True)
+    defaults = Defaults(max_new_tokens, temperature, seed)
+    try:
+        summary = run_file(source, out, engine, slots=max_batch, defaults=defaults, overwrite=overwrite, console=Console(stderr=True))
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; what was answered is kept in {partial_path(out)}: run the same command again to go on", err=True)
+        raise
+    typer.echo(str(summary))
+
+
+@app.command("generate")
+def generate_command(
+    model: ModelOption,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' reads it from standard input.", show_default=False)] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a text file.", show_default=False)] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Give the prompt as a user's message, through the model's chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message; needs --chat.", show_default=False)] = None,
+    policy: PolicyOption = "dense",
+    max_new_tokens: TokensOption = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many best tokens; 0 is all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the best tokens that together have this probability.")] = 1.0,
+    seed: SeedOption = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.", show_default=False)
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print token counts, rates, and blocks and keys read per step to stderr.")] = False,
+    pages: PagesOption = None,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    dtype: DtypeOption = None,
+) -> None:
+    """Continue one prompt, printing the text as it comes."""
+    text = _prompt_text(prompt, file)
+    if system is not None and not chat:
+        raise typer.BadParameter("a system message needs --chat", param_hint="--system")
+
+    from kvjax.generation import encode
+    from kvjax.sampling import Sampling
+    from kvjax.serving.batch import chat_ids
+
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+    loaded = _load(model, dtype)
+    messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
+    ids = list(chat_ids(messages, loaded.tokenizer)) if chat else encode(loaded.tokenizer, text)
+    engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk)
+    _stream(engine, ids, sampling, stats)
+
+
+@app.command("score")
+def score_command(
+    model: ModelOption,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' reads it from standard input.", show_default=False)] = None,
+    continuation: Annotated[str | None, typer.Argument(help="The text whose log-probability is wanted.", show_default=False)] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a text file.", show_default=False)] = None,
+    continuation_file: Annotated[Path | None, typer.Option(help="Read the continuation from a text file.", show_default=False)] = None,
+    policy: PolicyOption = "dense",
+    pages: PagesOption = None,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    dtype: DtypeOption = None,
+) -> None:
+    """Print the log-probability (natural log) of a continuation after a prompt, as one JSON object.
+
+    With --prompt-file, the first argument is the continuation.
+    """
+    if prompt_file is not None and continuation is None and continuation_file is None:
+        prompt, continuation = None, prompt
+    before = _prompt_text(prompt, prompt_file, "PROMPT", "--prompt-file")
+    after = _prompt_text(continuation, continuation_file, "CONTINUATION", "--continuation-file")
+
+    import json
+    import math
+
+    from kvjax.generation import encode, score
+
+    loaded = _load(model, dtype)
+    engine = _engine(loaded, policy, len(encode(loaded.tokenizer, before + after)), pages, page_size, prefill_chunk)
+    found = score(engine, before, after)
+    tokens = len(found.token_ids)
+    figures = {"logprob": found.logprob, "tokens": tokens, "perplexity": math.exp(-found.logprob / tokens), "is_greedy": found.is_greedy}
+    typer.echo(json.dumps(figures | {"token_ids": found.token_ids, "token_logprobs": found.token_logprobs}))
+
+
+@app.command("plan")
+def plan_command(
+    model: ModelOption,
+    policy: PolicyOption = "dense",
+    page_size: PageSizeOption = 128,
+    dtype: Annotated[Dtype, typer.Option(help="Type of weights and cache.")] = Dtype.bfloat16,
+    memory: Annotated[
+        float | None, typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False)
+    ] = None,
+) -> None:
+    """Print what weights and cache take and how many pages fit, from the model's configuration alone."""
+    if memory is not None and memory <= 0:
+        raise typer.BadParameter(f"must be above 0, got {memory}", param_hint="--memory")
+
+    import jax.numpy as jnp
+
+    from kvjax.memory import memory_plan
+    from kvjax.models.loading import read_config
+    from kvjax.policies import parse
+
+    available = None if memory is None else int(memory * 2**30)
+    indexes = parse(policy).indexes()
+    config = read_config(model)
+    typer.echo(str(memory_plan(config, dtype=jnp.dtype(dtype.value), page_size=page_size, indexes=indexes, available_bytes=available)))
+
+
+@app.command("needle")
+def needle_command(
+    model: ModelOption = "needle",
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", "-p", help=f"May be given several times: {POLICIES}. [default: dense, top:8]", show_default=False),
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text file to hide needles in. [default: Python's own documentation]", show_default=False)
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer.")] = 8192,
+    trials: Annotated[int, typer.Option(help="Needles to look for.")] = 16,
+    distractors: Annotated[int, typer.Option(help="Further needles of the same template in each haystack.")] = 16,
+    max_batch: Annotated[int, typer.Option(help="Haystacks held and decoded together.")] = 8,
+    seed: SeedOption = 0,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    dtype: DtypeOption = None,
+) -> None:
+    """Count the needles a model finds in a long text under each policy: haystacks are prefilled once, questions decoded by the policy."""
+    for name, value in (("--trials", trials), ("--max-batch", max_batch), ("--length", length)):
+        _at_least_one(name, value)
+
+    haystack = None if text is None else _read_text(text, "--text")
+    policies = policy or ["dense", "top:8"]
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from kvjax.fidelity.needle import documentation_text
+    from kvjax.fidelity.retrieval import needle_panel
+    from kvjax.policies import parse
+    from kvjax.serving.demo import table
+
+    for name in policies:
+        parse(name)
+    loaded = _load(model, dtype)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("prefill", total=trials * length)
+        results = needle_panel(
+            loaded,
+            documentation_text() if haystack is None else haystack,
+            policies,
+            length=length,
+            trials=trials,
+            distractors=distractors,
+            batch=max_batch,
+            seed=seed,
+            page_size=page_size,
+            prefill_chunk=prefill_chunk,
+            on_tokens=lambda count: progress.advance(bar, count),
+        )
+    typer.echo(f"{trials} needles in {length:,} tokens, {distractors} distractors each")
+    Console().print(table(results))
+    for result in results:
+        typer.echo(f"{result.policy}: found by third of depth " + ", ".join(f"{share:.0%}" for share in result.by_depth()))
+
+
+@app.command("demo")
+def demo_command(
+    picture: Annotated[Path, typer.Option(help="Where a picture (PNG) of the table goes.")] = Path("demo.png"),
+    prompts: Annotated[int, typer.Option(help="How many prompts.")] = 16,
+    length: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 8192,
+    seed: SeedOption = 0,
+) -> None:
+    """Watch the embedded model answer long prompts, reading all of the cache and then a constant number of pages of it."""
+    _at_least_one("--prompts", prompts)
+    if not picture.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {picture.parent}", param_hint="--picture")
+
+    from kvjax.serving.demo import run_demo
+
+    run_demo(picture, prompts=prompts, length=length, seed=seed)
+
+
+@app.command("train-needle")
+def train_needle_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of the run: checkpoints, loss curve, and the model in folder/model.")],
+    text: Annotated[list[Path], typer.Option(help="Training text: a .txt or .py file, or a folder of them; may be given several times.")],
+    held_out: Annotated[list[Path], typer.Option(help="Text that training never sees, for evaluation; may be given several times.")],
+    recipe: Annotated[str, typer.Option(help="needle (the embedded model; wants an accelerator) or toy (minutes on a CPU).")] = "needle",
+    python_sources: Annotated[bool, typer.Option(help="Train on the standard library's sources as well.")] = True,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that make batches. [default: by the CPUs there are]", show_default=False)
+    ] = None,
+    stop_at: Annotated[
+        int | None, typer.Option(help="Stop after this many steps, with a checkpoint. [default: the recipe's end]", show_default=False)
+    ] = None,
+) -> None:
+    """Train the model that finds needles, or go on where an earlier run of the same folder stopped."""
+    from kvjax.models.needle.recipe import PRESETS
+
+    if recipe not in PRESETS:
+        raise typer.BadParameter(f"{recipe!r} is no recipe; there are {', '.join(PRESETS)}", param_hint="--recipe")
+
+    from kvjax.models.needle.training import train
+
+    model = train(PRESETS[recipe], text, held_out, folder, with_python_sources=python_sources, workers=workers, stop_at=stop_at)
+    typer.echo(f"stopped at step {stop_at}; run again to go on" if model is None else f"the model is in {model}")
+
+
+def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
+    """Generate from one prompt of token ids, text to stdout as it comes."""
+    import time
+
+    from kvjax.generation import Request, run
+
+    if stats:
+        # Otherwise the rates would be those of the compiler.
+        engine.warmup(tokens=len(ids) + sampling.max_new_tokens - 1)
+    started, times = time.monotonic(), []
+
+    def show(request: Request, token: int, piece: str) -> None:
+        times.append(time.monotonic())
+        typer.echo(piece, nl=False)
+        sys.stdout.flush()
+
+    ((_, completion),) = run(engine, [Request(tuple(ids), sampling)], slots=1, on_token=show)
+    if completion.error is not None:
+        raise completion.error
+    typer.echo()
+    if stats:
+        rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+        lines = (
+            f"{completion.prompt_tokens:,} prompt tokens in {times[0] - started:.1f} s",
+            f"{len(times):,} generated ({completion.finish_reason}) at {rate:.1f} tokens/s",
+            f"{completion.blocks_per_step:,.1f} blocks and {completion.keys_per_step:,.0f} keys read per step",
+        )
+        typer.echo("\n".join(lines), err=True)
+
+
+def _load(model: str, dtype: Dtype | None) -> Model:
+    from kvjax.models.loading import load
+
+    return load(model, dtype=None if dtype is None else dtype.value)
+
+
+def _engine(model: Model, policy: str, tokens: int, pages: int | None, page_size: int, prefill_chunk: int) -> Engine:
+    """An engine for one sequence of up to `tokens` tokens."""
+    from kvjax.engine import Engine
+
+    if pages is None and page_size > 0:
+        pages = max(1, -(-tokens // page_size))
+        _check_fits(model, policy, tokens, pages, page_size)
+    return Engine(model, policy, pages=pages, page_size=page_size, prefill_chunk=prefill_chunk, batch_buckets=(1,))
+
+
+def _check_fits(model: Model, policy: str, tokens: int, pages: int, page_size: int) -> None:
+    """ValueError if the pages of one sequence are more than memory has room for."""
+    import jax
+
+    from kvjax.memory import memory_plan
+    from kvjax.policies import parse
+
+    dtype = jax.tree.leaves(model.params)[0].dtype
+    plan = memory_plan(model.config, dtype=dtype, page_size=page_size, indexes=parse(policy).indexes(), weights_bytes=0)
+    if pages > plan.pages_that_fit:
+        raise ValueError(
+            f"{tokens:,} tokens take {pages:,} pages, and memory has room for {plan.pages_that_fit:,} beside the weights: "
+            "shorten the prompt, choose a smaller --dtype, or give --pages to try all the same"
+        )
+
+
+def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT", option: str = "--file") -> str:
+    """Text given as an argument, on standard input ('-') or in a file: one of them, and not empty."""
+    if (given is None) == (file is None):
+        raise typer.BadParameter(f"give {argument} or {option}, one of them", param_hint=argument)
+    text = _read_text(file, option) if file is not None else sys.stdin.read() if given == "-" else given
+    if not text:
+        raise typer.BadParameter("is empty", param_hint=argument if file is None else option)
+    return text
+
+
+def _read_text(path: Path, option: str) -> str:
+    if not path.is_file():
+        raise typer.BadParameter(f"there is no file {path}", param_hint=option)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{path} is not UTF-8 text (byte {error.start})", param_hint=option) from None
+
+
+def _at_least_one(option: str, value: int) -> None:
+    if value < 1:
+        raise typer.BadParameter(f"must be at least 1, got {value}", param_hint=option)
+
+
+def _one_line(error: Exception) -> str:
+    """An error's message on one line, with its type where the message was hardly written for people."""
+    text = " ".join(str(error).split())
+    meant_for_people = text and isinstance(error, ValueError | NotImplementedError | OSError | RuntimeError)
+    return text if meant_for_people else f"{type(error).__name__}: {text}"

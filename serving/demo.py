@@ -1,0 +1,110 @@
+"""`kvjax demo`: the embedded model answers 8K-token prompts, reading all of the cache and then a constant number of pages of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from kvjax.fidelity.retrieval import NeedleResult
+
+POLICIES = ("dense", "window:64+4544", "top:8", "top:32")
+COLUMNS = ("policy", "blocks/step", "keys/step", "needles found", "seconds")
+
+
+def run_demo(picture: Path, *, prompts: int = 16, length: int = 8192, seed: int = 0) -> list[NeedleResult]:
+    """Hide a five-digit number among 16 others in `prompts` pieces of Python's documentation and ask for it under each policy.
+
+    Each prompt of `length` tokens is prefilled once and forked for every policy; the question itself is read through the policy. Prints
+    a table and saves it as a picture (PNG). length counts haystack, question and answer, in tokens.
+    """
+    import kvjax
+    from kvjax.fidelity.needle import documentation_text
+    from kvjax.fidelity.retrieval import needle_panel
+
+    console = Console()
+    model = kvjax.load("needle")
+    console.print(f"{prompts} prompts of {length:,} tokens: Python's documentation, a five-digit needle and 16 distractors in each")
+    start = time.perf_counter()
+    with _progress(console) as progress:
+        bar = progress.add_task("prefill", total=prompts * length)
+        results = needle_panel(
+            model,
+            documentation_text(),
+            POLICIES,
+            length=length,
+            trials=prompts,
+            batch=prompts,
+            seed=seed,
+            on_tokens=lambda count: progress.advance(bar, count),
+        )
+        progress.update(bar, completed=prompts * length)
+    console.print(table(results))
+    save_picture(results, picture, f"needles in {length:,} tokens of Python's documentation")
+    elapsed = time.perf_counter() - start
+    decoding = sum(result.seconds for result in results)
+    console.print(
+        f"prefill and compilation {elapsed - decoding:.0f} s, questions and answers {decoding:.0f} s; picture of the table: {picture}"
+    )
+    return results
+
+
+def rows(results: list[NeedleResult]) -> list[tuple[str, ...]]:
+    """One row of text per policy, in the order of COLUMNS."""
+    return [
+        (
+            result.policy,
+            f"{result.blocks_per_step:,.1f}",
+            f"{result.keys_per_step:,.0f}",
+            f"{sum(answer.hit for answer in result.answers)} of {len(result.answers)}",
+            f"{result.seconds:.1f}",
+        )
+        for result in results
+    ]
+
+
+def table(results: list[NeedleResult]) -> Table:
+    """The results as a table for the terminal."""
+    made = Table(*COLUMNS)
+    for column in made.columns[1:]:
+        column.justify = "right"
+    for row in rows(results):
+        made.add_row(*row)
+    return made
+
+
+def save_picture(results: list[NeedleResult], path: Path, title: str) -> None:
+    """Keys read and needles found per policy as bars, and the table below them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplot_mosaic([["keys", "found"], ["table", "table"]], height_ratios=[3, 2])
+    names = [result.policy for result in results]
+    axes["keys"].barh(names, [result.keys_per_step for result in results], color="tab:blue")
+    axes["keys"].set_xlabel("keys read per step and KV head")
+    axes["found"].barh(names, [100 * result.exact_match for result in results], color="tab:green")
+    axes["found"].set(xlabel="needles found (%)", xlim=(0, 100), yticklabels=[])
+    for name in ("keys", "found"):
+        axes[name].invert_yaxis()
+    axes["table"].axis("off")
+    axes["table"].table(rows(results), colLabels=COLUMNS, loc="center").scale(1, 1.4)
+    figure.suptitle(title)
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, format="png", dpi=120)
+    partial.replace(path)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )

@@ -1,0 +1,212 @@
+"""An adapter for EleutherAI's lm-evaluation-harness: its tasks, run on an engine under any decode policy.
+
+    import lm_eval
+    from kvjax.serving import KvjaxLM
+
+    lm_eval.simple_evaluate(model=KvjaxLM(engine), tasks=["arc_easy"])
+
+Contexts are prefilled densely, once for all continuations that share them; continuations are read through the decode policy, token by
+token (under the dense policy, in chunks). Nothing is cut to fit: text longer than the model's positions or the pool is an error. lm_eval
+is not needed to import or use this module; where it is installed, `KvjaxLM` is one of its models.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.engine import CachedSequence, Engine
+from kvjax.generation import Request, run
+from kvjax.policies import DecodePolicy, Dense, parse
+from kvjax.sampling import Sampling
+
+if importlib.util.find_spec("lm_eval"):
+    from lm_eval.api.model import LM
+else:
+    LM = object
+
+MAX_NEW_TOKENS = 256
+"""What `generate_until` generates at most where a task does not say, as the harness's own models do."""
+
+
+class KvjaxLM(LM):
+    """A language model for lm-evaluation-harness. Requests are its `Instance`s, or anything with `.args`.
+
+    engine: its model needs a tokenizer. policy: the decode policy; None is the engine's. slots: sequences that `generate_until` decodes
+    together; None is 8, or as many as the engine's largest batch bucket. max_length: tokens of the windows that
+    `loglikelihood_rolling` cuts long documents into; None is the model's positions. seed: of tasks that sample; each request of a call
+    draws from a seed of its own.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        policy: str | DecodePolicy | None = None,
+        slots: int | None = None,
+        max_length: int | None = None,
+        seed: int = 0,
+    ):
+        super().__init__()
+        if engine.model.tokenizer is None:
+            raise ValueError("lm-evaluation-harness works with text, and the engine's model has no tokenizer")
+        if max_length is not None and not 2 <= max_length <= engine.config.max_positions:
+            raise ValueError(f"max_length must be from 2 to the model's {engine.config.max_positions} positions, got {max_length}")
+        self.engine, self.tokenizer, self.slots, self.seed = engine, engine.model.tokenizer, slots, seed
+        self.policy = engine.policy if policy is None else parse(policy)
+        self.max_length = max_length or engine.config.max_positions
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Per request (context, continuation): the continuation's log-probability, and whether greedy decoding would write it."""
+        pairs = [self._encode_pair(*request.args) for request in requests]
+        by_context: dict[tuple[int, ...], list[int]] = {}
+        for number, (context, _) in enumerate(pairs):
+            by_context.setdefault(tuple(context), []).append(number)
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+        for context, numbers in by_context.items():
+            (sequence,) = self.engine.prefill([context])
+            try:
+                for number in numbers:
+                    answers[number] = self._score_fork(sequence, pairs[number][1])
+            finally:
+                self.engine.free(sequence)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        """Per request (text,): the log-probability of the whole text, after the model's prefix token.
+
+        A text longer than `max_length` is cut into windows: every token is predicted once, the last window reaches back for a full context.
+        """
+        return [sum(self._score_windows(*request.args)) for request in requests]
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        """Per request (context, arguments): the text generated up to, and without, the first of `until`.
+
+        Arguments: until, max_gen_toks, do_sample, temperature, top_k, top_p. ValueError for any other.
+        """
+        asked = [
+            Request(tuple(self.tok_encode(context)), self._sampling(arguments, number), number)
+            for number, (context, arguments) in enumerate(request.args for request in requests)
+        ]
+        texts = [""] * len(asked)
+        longest_first = sorted(asked, key=lambda request: -len(request.prompt))
+        for request, completion in run(self.engine, longest_first, policy=self.policy, slots=self.slots):
+            if completion.error is not None:
+                raise completion.error
+            texts[request.id] = completion.text
+        return texts
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the model's chat template writes it; without the generation prompt, the last message is left open."""
+        return self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
+        )
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The model's chat template, which the harness notes in its results; another one by name is not available."""
+        if isinstance(chat_template, str):
+            raise ValueError(f"chat template {chat_template!r} cannot be chosen by name; the model's own is used")
+        return (self.tokenizer.chat_template or "") if chat_template else ""
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer in the harness's request cache."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without context: the beginning-of-sequence token, else the end-of-sequence token."""
+        config = self.engine.config
+        if config.bos_token_id is None and not config.eos_token_ids:
+            raise ValueError("an empty context needs a beginning- or end-of-sequence token, and the model's configuration names none")
+        return config.eos_token_ids[0] if config.bos_token_id is None else config.bos_token_id
+
+    def tok_encode(self, text: str) -> list[int]:
+        """Token ids of a context, with the special tokens that the tokenizer adds, but not twice: a chat template may have written them."""
+        bos = self.tokenizer.bos_token
+        return list(self.tokenizer(text, add_special_tokens=not (bos and text.startswith(bos)))["input_ids"])
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Context and continuation as tokens, tokenised together; spaces at the end of the context belong to the continuation."""
+        if context == "":
+            head, rest = [self.prefix_token_id], list(self.tokenizer(continuation, add_special_tokens=False)["input_ids"])
+            # Some tasks put the prefix token into the continuation themselves.
+            rest = rest[1:] if rest[:1] == head and len(rest) > 1 else rest
+        else:
+            kept = len(context.rstrip())
+            head = self.tok_encode(context[:kept])
+            rest = self.tok_encode(context + continuation)[len(head) :]
+        if not head or not rest:
+            raise ValueError(f"no tokens in the {'continuation' if head else 'context'} of {(context[-40:], continuation[:40])}")
+        return head, rest
+
+    def _score_fork(self, sequence: CachedSequence, continuation: Sequence[int]) -> tuple[float, bool]:
+        fork = self.engine.fork(sequence)
+        try:
+            logprobs, greedy = self._score(fork, continuation)
+            return float(np.sum(logprobs, dtype=np.float64)), bool(np.all(greedy))
+        finally:
+            self.engine.free(fork)
+
+    def _score_windows(self, text: str) -> Iterator[float]:
+        """The log-probability of each window of a text."""
+        tokens = [self.prefix_token_id, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        for start, first, stop in windows(len(tokens), self.max_length):
+            (sequence,) = self.engine.prefill([tokens[start:first]])
+            try:
+                yield float(np.sum(self._score(sequence, tokens[first:stop])[0], dtype=np.float64))
+            finally:
+                self.engine.free(sequence)
+
+    def _score(self, sequence: CachedSequence, continuation: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probability of each token of a continuation and whether it is the greedy one; the sequence grows by all but the last.
+
+        Logits are `[chunk, V]` at a time: all of a long document's would not fit.
+        """
+        found = [_look_up(sequence.logits[None], jnp.asarray(continuation[:1]))]
+        dense, chunk, done = isinstance(self.policy, Dense), self.engine.prefill_chunk, 0
+        while done < len(continuation) - 1:
+            stop = min(done + (chunk - sequence.length % chunk if dense else 1), len(continuation) - 1)
+            given = continuation[done:stop]
+            logits = self.engine.extend(sequence, given, all_logits=True) if dense else self.engine.decode([sequence], given, self.policy)
+            found.append(_look_up(logits, jnp.asarray(continuation[done + 1 : stop + 1])))
+            done = stop
+        logprobs, greedy = zip(*jax.device_get(found), strict=True)
+        return np.concatenate(logprobs), np.concatenate(greedy)
+
+    def _sampling(self, arguments: Mapping[str, Any], number: int) -> Sampling:
+        left = dict(arguments)
+        until, limit = left.pop("until", ()), left.pop("max_gen_toks", MAX_NEW_TOKENS)
+        sample, temperature = left.pop("do_sample", None), left.pop("temperature", None)
+        top_k, top_p = left.pop("top_k", 0), left.pop("top_p", 1.0)
+        if left:
+            raise ValueError(f"generation argument {sorted(left)[0]!r} is not supported")
+        if sample is None:
+            sample = bool(temperature)
+        if sample and not temperature:
+            temperature = 1.0
+        stop = (until,) if isinstance(until, str) else tuple(text for text in until or () if text)
+        return Sampling(limit, temperature if sample else 0.0, top_k, top_p, (self.seed + number) % 2**32, stop)
+
+
+def windows(length: int, max_length: int) -> Iterator[tuple[int, int, int]]:
+    """Cut `length` tokens, of which the first is given, into (start, first, stop): predict [first, stop) from start on.
+
+    A window reads at most `max_length` tokens: all but the last predicted. Every token from 1 on is predicted once, and the last window
+    reaches back so as to read as many tokens as the others.
+    """
+    for first in range(1, length, max_length):
+        stop = min(first + max_length, length)
+        yield max(0, stop - 1 - max_length), first, stop
+
+
+@jax.jit
+def _look_up(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each token under its row of logits, and whether it is the largest."""
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], jnp.argmax(logits, axis=-1) == tokens

@@ -1,0 +1,359 @@
+"""The command line: what it prints, how it fails, and a batch job that is really killed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvjax.engine import Engine
+from kvjax.generation import generate, score
+from kvjax.models.loading import load
+from kvjax.serving import cli, run_batch
+from kvjax.serving.records import Defaults
+
+PAGES = ("--page-size", "16", "--prefill-chunk", "64")
+START = [sys.executable, "-c", "from kvjax.serving.cli import main; main()"]
+
+
+@pytest.fixture
+def kvjax(monkeypatch, capsys):
+    """Run the command line in this process; returns exit status, stdout and stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["kvjax", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        out, err = capsys.readouterr()
+        return exit_.value.code or 0, out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder):
+    return load(model_folder)
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    heavy = ["jax", "jaxlib", "numpy", "transformers", "torch", "matplotlib", "orbax", "flax", "tokenizers", "safetensors"]
+    code = (
+        "import sys; sys.argv = ['kvjax', '--help']\n"
+        "from kvjax.serving.cli import main\n"
+        "try: main()\n"
+        f"finally: print([name for name in {heavy} if name in sys.modules], file=sys.stderr)"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds = time.monotonic() - started
+    assert done.stderr.strip() == "[]"
+    assert seconds < 2
+    for command in ("batch", "generate", "score", "plan", "needle", "train-needle", "demo"):
+        assert re.search(rf"^\s+{command} ", done.stdout, re.MULTILINE), command
+
+
+@pytest.mark.parametrize("command", ["batch", "generate", "score", "plan", "needle", "train-needle", "demo"])
+def test_every_option_has_a_help_text(kvjax, command):
+    status, out, _ = kvjax(command, "--help")
+    assert status == 0
+    options = out[out.index("Options:") :]
+    # An option without help stands alone on its line, and the next line starts another option.
+    rows = re.split(r"\n(?=  -)", options)
+    for row in rows[1:]:
+        words = re.sub(r"^\s*((-\w, )?--[\w-]+(, --[\w-]+| / --[\w-]+)?)\s*(<[^>]*>)?", "", row).strip()
+        assert re.search("[A-Za-z]{3}", words), row
+
+
+def test_version(kvjax):
+    from importlib.metadata import version
+
+    assert kvjax("--version") == (0, version("kvjax") + "\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["batch", "{in}", "--out", "{out}"], "--model"),
+        (["batch", "{in}", "--model", "{model}"], "--out"),
+        (["batch", "{none}", "--out", "{out}", "--model", "{model}"], "no input file"),
+        (["batch", "{in}", "--out", "{in}", "--model", "{model}"], "is the input"),
+        (["batch", "{in}", "--out", "{out}", "--model", "{none}"], "none"),
+        (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--policy", "best"], "policy 'best' is not understood"),
+        (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--page-size", "100"], "prefill_chunk 512"),
+        (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--max-batch", "0"], "--max-batch"),
+        (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--pages", "0"], "at least one page"),
+        (["generate", "--model", "{model}"], "PROMPT"),
+        (["generate", "x", "--file", "{in}", "--model", "{model}"], "one of them"),
+        (["generate", "", "--model", "{model}"], "is empty"),
+        (["generate", "x", "--model", "{model}", "--system", "s"], "--chat"),
+        (["generate", "x", "--model", "{model}", "--temperature", "-1"], "temperature"),
+        (["generate", "x", "--model", "{model}", "--dtype", "int8"], "int8"),
+        (["generate", "x", "--model", "{model}", "--max-new-tokens", "600"], "512 positions"),
+        (["generate", "--file", "{none}", "--model", "{model}"], "no file"),
+        (["generate", "x", "--model", "{model}", "--pages", "1", *PAGES], "out of pages"),
+        (["score", "x", "--model", "{model}"], "CONTINUATION"),
+        (["score", "x", "", "--model", "{model}"], "is empty"),
+        (["plan", "--model", "{none}"], "none"),
+        (["plan", "--model", "{model}", "--memory", "0"], "--memory"),
+        (["needle", "--model", "{model}", "--trials", "0"], "--trials"),
+        (["needle", "--model", "{model}", "--text", "{none}"], "no file"),
+        (["train-needle", "{none}", "--text", "{in}", "--held-out", "{in}", "--recipe", "big"], "big"),
+        (["no-such-command"], "no-such-command"),
+    ],
+)
+def test_errors_are_one_line_and_no_traceback(kvjax, model_folder, tmp_path, arguments, said):
+    source = write(tmp_path / "in.jsonl", [{"id": 1, "prompt": "x"}])
+    places = {"in": source, "out": tmp_path / "out.jsonl", "none": tmp_path / "none", "model": model_folder}
+    status, out, err = kvjax(*(argument.format(**places) for argument in arguments))
+    assert status == (1 if said == "out of pages" else 2), err
+    assert said in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert not places["out"].exists()
+    message = [line for line in err.splitlines() if not line.startswith(("Usage:", "Try ")) and line.strip()]
+    assert len([line for line in message if said in line]) == 1
+    assert len(message) <= 2
+
+
+def test_a_traceback_is_shown_on_request(kvjax, tmp_path):
+    status, _, err = kvjax("--traceback", "plan", "--model", tmp_path)
+    assert status == 2
+    assert "Traceback" in err
+
+
+def test_an_unexpected_failure_has_status_1_and_its_type(kvjax, monkeypatch, model_folder):
+    monkeypatch.setattr("kvjax.models.loading.read_config", lambda _: {}["layers"])
+    status, out, err = kvjax("plan", "--model", model_folder)
+    assert (status, out, err) == (1, "", "kvjax: KeyError: 'layers'\n")
+
+
+# generate and score
+
+
+@pytest.mark.parametrize("way", ["argument", "file", "stdin"])
+def test_generate_prints_what_generate_returns(kvjax, model_folder, loaded, tmp_path, monkeypatch, way):
+    prompt = "amber basil\n" * 5
+    (tmp_path / "prompt.txt").write_text(prompt)
+    if way == "stdin":
+        monkeypatch.setattr(sys, "stdin", io.StringIO(prompt))
+    given = {"argument": [prompt], "file": ["--file", tmp_path / "prompt.txt"], "stdin": ["-"]}[way]
+    status, out, err = kvjax("generate", *given, "--model", model_folder, "--max-new-tokens", 11)
+    assert (status, err) == (0, "")
+    assert out == generate(loaded, prompt, max_new_tokens=11) + "\n"
+
+
+def test_generate_passes_its_options_on(kvjax, model_folder, loaded):
+    sampling = {"max_new_tokens": 15, "temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 7}
+    flags = [part for name, value in sampling.items() for part in (f"--{name.replace('_', '-')}", value)]
+    prompt = "delta ember " * 20
+    text = generate(loaded, prompt, policy="window:4+8", **sampling)
+    status, out, err = kvjax("generate", prompt, "--model", model_folder, "--policy", "window:4+8", "--stats", *flags)
+    assert (status, out) == (0, text + "\n")
+    assert "12 keys read per step" in err
+    assert "15 generated (length)" in err
+    stop = text[3:5]
+    _, out, err = kvjax(
+        "generate", prompt, "--model", model_folder, "--policy", "window:4+8", "--stats", *flags, "--stop", "\0", "--stop", stop
+    )
+    assert out == text[: text.index(stop)] + "\n"
+    assert "(stop)" in err
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.2}, {"seed": 1}])
+def test_generate_draws_from_what_it_is_told(kvjax, model_folder, loaded, cut):
+    sampling = {"max_new_tokens": 15, "temperature": 2.0}
+    expected, other = generate(loaded, "ember", **sampling, **cut), generate(loaded, "ember", **sampling)
+    assert expected != other
+    flags = [part for name, value in (sampling | cut).items() for part in (f"--{name.replace('_', '-')}", value)]
+    assert kvjax("generate", "ember", "--model", model_folder, *flags)[1] == expected + "\n"
+
+
+def test_generate_through_the_chat_template(kvjax, model_folder, loaded):
+    status, out, _ = kvjax("generate", "umber", "--chat", "--system", "s", "--model", model_folder, "--max-new-tokens", 6)
+    assert status == 0
+    assert out == generate(loaded, "<system>s\n<user>umber\n<assistant>", max_new_tokens=6) + "\n"
+    assert out != kvjax("generate", "umber", "--model", model_folder, "--max-new-tokens", 6)[1]
+
+
+@pytest.mark.parametrize("policy", ["dense", "window:4+8"])
+def test_score_prints_what_score_returns(kvjax, model_folder, loaded, tmp_path, policy):
+    prompt, continuation = "harbor island " * 9, "jasper kettle"
+    expected = score(loaded, prompt, continuation, policy=policy)
+    status, out, _ = kvjax("score", prompt, continuation, "--model", model_folder, "--policy", policy)
+    assert status == 0
+    figures = json.loads(out)
+    assert figures["logprob"] == pytest.approx(expected.logprob, rel=1e-5)
+    assert figures["token_ids"] == list(expected.token_ids)
+    assert figures["is_greedy"] is expected.is_greedy
+    assert figures["tokens"] == len(expected.token_ids)
+    assert figures["perplexity"] == pytest.approx(2.718281828459045 ** (-expected.logprob / len(expected.token_ids)), rel=1e-4)
+    (tmp_path / "prompt.txt").write_text(prompt)
+    assert kvjax("score", continuation, "--prompt-file", tmp_path / "prompt.txt", "--model", model_folder, "--policy", policy)[1] == out
+
+
+# plan, needle, train-needle
+
+
+def test_plan_counts_bytes(kvjax, model_folder, loaded):
+    status, out, _ = kvjax("plan", "--model", model_folder, "--dtype", "float32", "--memory", 1, "--page-size", 16)
+    assert status == 0
+    page = 2 * 2 * 16 * 8 * 2 * 4  # K and V, KV heads, tokens, head dim, layers, bytes
+    fit = (2**30 - 4 * loaded.config.num_params) // page
+    assert f"{fit:,}" in out
+    assert f"{page / 1024:.1f} KiB" in out
+
+
+def test_needle_counts_hits_under_each_policy(kvjax, model_folder):
+    arguments = ("--model", model_folder, "--length", 300, "--trials", 3, "--distractors", 2, "--max-batch", 2, *PAGES)
+    status, out, err = kvjax("needle", *arguments, "--policy", "dense", "--policy", "window:4+8")
+    assert status == 0, err
+    assert "3 needles in 300 tokens, 2 distractors each" in out
+    assert len(re.findall(r"^.*(dense|window:4\+8) .* of 3 .*$", out, re.MULTILINE)) == 2
+    assert re.search(r"window:4\+8 .* 12 .* of 3 ", out), "keys per step"
+
+
+def test_needle_reads_a_text_of_ones_own(kvjax, model_folder, tmp_path):
+    (tmp_path / "text.txt").write_text("short")
+    arguments = ("--model", model_folder, "--length", 300, "--trials", 1, "--distractors", 2, *PAGES)
+    status, _, err = kvjax("needle", *arguments, "--text", tmp_path / "text.txt")
+    assert status == 2
+    assert "pass a longer text" in err
+
+
+def test_demo_hands_over_its_options(kvjax, monkeypatch, tmp_path):
+    from kvjax.serving import demo
+
+    calls = []
+    monkeypatch.setattr(demo, "run_demo", lambda *args, **options: calls.append((args, options)))
+    assert kvjax("demo", "--picture", tmp_path / "a.png", "--prompts", 2, "--length", 900, "--seed", 3)[0] == 0
+    assert calls == [((tmp_path / "a.png",), {"prompts": 2, "length": 900, "seed": 3})]
+    status, _, err = kvjax("demo", "--picture", tmp_path / "none" / "a.png")
+    assert status == 2
+    assert "no folder" in err
+
+
+def test_train_needle_hands_over_its_options(kvjax, monkeypatch, tmp_path):
+    from kvjax.models.needle import training
+    from kvjax.models.needle.recipe import PRESETS
+
+    calls = []
+    monkeypatch.setattr(training, "train", lambda *args, **options: calls.append((args, options)))
+    folder, text, held_out = tmp_path / "run", tmp_path / "text", tmp_path / "held"
+    options = ("--recipe", "toy", "--no-python-sources", "--workers", 1, "--stop-at", 5)
+    status, out, _ = kvjax("train-needle", folder, "--text", text, "--text", held_out, "--held-out", held_out, *options)
+    assert status == 0
+    assert calls == [((PRESETS["toy"], [text, held_out], [held_out], folder), {"with_python_sources": False, "workers": 1, "stop_at": 5})]
+    assert "stopped at step 5" in out
+
+
+def test_batch_hands_over_its_options(kvjax, model_folder, tmp_path):
+    records = [{"id": "a", "prompt": "amber basil"}, {"custom_id": "b", "body": {"prompt": "coral delta", "logprobs": 0}}]
+    source = write(tmp_path / "in.jsonl", records)
+    sampling = ("--max-new-tokens", 7, "--temperature", 0.7, "--seed", 3, "--dtype", "bfloat16")
+    pool = ("--pages", 20, "--max-batch", 2, *PAGES)
+    arguments = ("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--policy", "window:4+8", *sampling, *pool)
+    status, out, err = kvjax(*arguments)
+    assert status == 0, err
+    engine = Engine(load(model_folder, dtype="bfloat16"), "window:4+8", pages=20, page_size=16, prefill_chunk=64, batch_buckets=(2,))
+    defaults = Defaults(max_new_tokens=7, temperature=0.7, seed=3)
+    expected = {answer.get("id"): answer for answer in run_batch(records, engine, defaults=defaults)}
+    plain, openai = lines(tmp_path / "out.jsonl")
+    assert plain == expected["a"]
+    assert openai["response"]["body"]["choices"] == expected[openai["id"]]["response"]["body"]["choices"]
+    assert openai["response"]["body"]["model"] == str(model_folder)
+    assert re.search(r"generated tokens +14\n", out)
+    assert "20 pages of 16 tokens" in err
+    other = [answer["text"] for answer in run_batch(records[:1], engine, defaults=Defaults(max_new_tokens=7, temperature=0.7, seed=4))]
+    assert other != [plain["text"]]
+    assert kvjax(*arguments)[0] == 2
+    assert kvjax(*arguments, "--overwrite")[0] == 0
+
+
+def test_batch_decodes_as_many_together_as_it_is_told(kvjax, model_folder, tmp_path, monkeypatch):
+    from kvjax.serving import batch, results
+
+    calls = []
+    monkeypatch.setattr(batch, "run_file", lambda *args, **options: calls.append((args, options)) or results.Summary())
+    source = write(tmp_path / "in.jsonl", RECORDS)
+    arguments = ("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--max-batch", 12, "--pages", 4, *PAGES)
+    assert kvjax(*arguments)[0] == 0
+    (((_, _, engine), options),) = calls
+    assert (engine.batch_buckets, options["slots"]) == ((12,), 12)
+
+
+# A job that is killed
+
+RECORDS = [
+    {"id": f"r{n}", "prompt": "lantern marble " * (n % 7 + 1), "temperature": float(n % 2), "logprobs": n % 5 == 0} for n in range(40)
+]
+RECORDS[11] = {"id": "r11", "prompt": [1] * 500}
+RECORDS[23] = {"id": "r23", "message": "x"}
+
+
+def test_a_killed_job_ends_as_an_uninterrupted_one(kvjax, model_folder, tmp_path):
+    source = write(tmp_path / "in.jsonl", RECORDS)
+    options = ("--model", model_folder, "--policy", "window:4+8", "--max-batch", 2, "--max-new-tokens", 60, "--pages", 40, *PAGES)
+    status, out, err = kvjax("batch", source, "--out", tmp_path / "whole.jsonl", *options)
+    assert status == 0, err
+    assert "40 (2 errors)" in out
+
+    out_path, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    command = [*START, "batch", str(source), "--out", str(out_path), *map(str, options)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
+        deadline = time.monotonic() + 120
+        # The header, the record that is wrong as it stands, and a few answers.
+        while job.poll() is None and time.monotonic() < deadline and not (partial.exists() and partial.read_bytes().count(b"\n") >= 6):
+            time.sleep(0.005)
+        job.send_signal(signal.SIGKILL)
+        _, err = job.communicate()
+    assert job.returncode == -signal.SIGKILL, err
+    assert not out_path.exists()
+    done = partial.read_bytes()
+    finished = done.count(b"\n") - 1
+    assert 5 <= finished < len(RECORDS), "the job was not killed in the middle"
+    partial.write_bytes(done[: done.rindex(b"\n") - 10])  # tear the last line, as a kill inside a write does
+
+    again = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert again.returncode == 0, again.stderr
+    assert f"40 (2 errors, {finished - 1} from an earlier run)" in again.stdout
+    assert out_path.read_text() == (tmp_path / "whole.jsonl").read_text()
+    assert not partial.exists()
+    assert [line["id"] for line in lines(out_path)] == [record["id"] for record in RECORDS]
+    errors = {line["id"]: line["error"] for line in lines(out_path) if line["error"]}
+    assert set(errors) == {"r11", "r23"}
+
+    status, _, err = kvjax("batch", source, "--out", out_path, *options)
+    assert status == 2
+    assert "--overwrite" in err
+
+
+def test_ctrl_c_says_how_to_go_on(kvjax, model_folder, tmp_path, monkeypatch):
+    from kvjax.serving import batch
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(batch, "run", interrupted)
+    source = write(tmp_path / "in.jsonl", RECORDS)
+    status, _, err = kvjax("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, *PAGES, "--pages", 40)
+    assert status == 130
+    assert "run the same command again" in err
+    assert (tmp_path / "out.jsonl.partial").exists()

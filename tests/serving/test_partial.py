@@ -1,0 +1,138 @@
+"""The partial file: what survives, what is dropped, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from kvjax.serving.partial import Partial
+from kvjax.serving.results import Result
+
+JOB = {"model": "m", "policy": "dense"}
+
+
+def result(line, text="x", failed=False):
+    return Result(line, {"id": line, "text": text}, failed, 10 * line, line, 1.5, 2.5)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "out.jsonl.partial"
+
+
+def begin(path, *lines):
+    partial = Partial(path, JOB)
+    for line in lines:
+        partial.append(result(line, "é\u2028"))
+    partial.close()
+    return path
+
+
+def outputs(path, partial):
+    out = path.with_name("out.jsonl")
+    partial.finish(out)
+    partial.close()
+    return [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]]
+
+
+def test_what_was_appended_is_there_again(path):
+    begin(path, 3, 1)
+    partial = Partial(path, JOB)
+    assert sorted(partial.earlier) == [1, 3]
+    earlier = partial.earlier[3]
+    assert (earlier.failed, earlier.prompt_tokens, earlier.generated_tokens) == (False, 30, 3)
+    assert (earlier.blocks_per_step, earlier.keys_per_step) == (1.5, 2.5)
+    partial.append(result(2, "new"))
+    assert outputs(path, partial) == [{"id": 1, "text": "é\u2028"}, {"id": 2, "text": "new"}, {"id": 3, "text": "é\u2028"}]
+    assert sorted(os.listdir(path.parent)) == ["out.jsonl"]
+
+
+def test_each_result_is_in_the_file_at_once(path):
+    partial = Partial(path, JOB)
+    for count in range(1, 4):
+        partial.append(result(count))
+        assert path.read_bytes().count(b"\n") == count + 1
+    partial.close()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 20, "all"])
+def test_a_torn_last_line_is_dropped(path, cut):
+    begin(path, 1, 2)
+    whole = path.read_bytes()
+    last = whole.splitlines(keepends=True)[-1]
+    path.write_bytes(whole[: -cut if cut != "all" else -len(last) + 1])
+    partial = Partial(path, JOB)
+    assert sorted(partial.earlier) == [1]
+    partial.append(result(2, "again"))
+    assert [output["text"] for output in outputs(path, partial)] == ["é\u2028", "again"]
+
+
+def test_a_last_line_of_rubbish_is_dropped(path):
+    """What a power cut may leave of a line whose blocks were not written yet."""
+    begin(path, 1)
+    path.write_bytes(path.read_bytes() + b"\x00" * 50 + b"\n")
+    partial = Partial(path, JOB)
+    assert sorted(partial.earlier) == [1]
+    partial.close()
+    assert b"\x00" not in path.read_bytes()
+
+
+@pytest.mark.parametrize("left", [0, 1, 15])
+def test_a_torn_header_starts_over(path, left):
+    begin(path)
+    path.write_bytes(path.read_bytes()[:left])
+    partial = Partial(path, JOB)
+    assert partial.earlier == {}
+    partial.append(result(1))
+    partial.close()
+    assert sorted(Partial(path, JOB).earlier) == [1]
+
+
+def test_damage_in_the_middle_is_refused(path):
+    begin(path, 1, 2)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"rubbish\n" + lines[2])
+    with pytest.raises(ValueError, match="line 2, is damaged"):
+        Partial(path, JOB)
+
+
+@pytest.mark.parametrize("other", [{"model": "n"}, {"policy": "top:8"}])
+def test_another_job_is_refused_and_nothing_is_lost(path, other):
+    before = begin(path, 1).read_bytes()
+    (name,) = other
+    with pytest.raises(ValueError, match=f"was begun with {name} {JOB[name]}, and this run has {other[name]}"):
+        Partial(path, JOB | other)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"notes of mine\n", b'{"a": 1}\n', b"notes\nof mine", b"notes"])
+def test_another_file_is_refused_and_nothing_is_lost(path, content):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is not a partial result"):
+        Partial(path, JOB)
+    assert path.read_bytes() == content
+
+
+def test_two_jobs_cannot_share_it(path):
+    first = Partial(path, JOB)
+    with pytest.raises(BlockingIOError, match="still running"):
+        Partial(path, JOB)
+    first.close()
+    Partial(path, JOB).close()
+
+
+def test_the_output_is_replaced_whole(path, monkeypatch):
+    """A crash while the output is written leaves the old one, and the results."""
+    out = path.with_name("out.jsonl")
+    out.write_text("old")
+    begin(path, 1)
+    partial = Partial(path, JOB)
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        partial.finish(out)
+    partial.close()
+    monkeypatch.undo()
+    assert out.read_text() == "old"
+    assert sorted(Partial(path, JOB).earlier) == [1]

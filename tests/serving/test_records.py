@@ -1,0 +1,278 @@
+"""Records: what lines mean, and what is said about lines that cannot be used."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax.serving.records import CHAT, COMPLETIONS, Defaults, Record, parse, read
+
+
+def plain(**fields):
+    return parse({"id": "a", "prompt": "hello", **fields}, 1)
+
+
+def chat(**body):
+    return parse({"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": [{"role": "user", "content": "hi"}], **body}}, 1)
+
+
+def completions(**body):
+    return parse({"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": {"prompt": "hello", **body}}, 1)
+
+
+def test_a_plain_record_is_greedy_and_has_the_jobs_length():
+    record = parse({"id": "a", "prompt": "hello"}, 4, Defaults(max_new_tokens=9))
+    assert (record.line, record.id, record.endpoint, record.prompt, record.messages, record.error) == (4, "a", None, "hello", None, None)
+    assert record.sampling["max_new_tokens"] == 9
+    assert record.sampling["temperature"] == 0.0
+    assert record.sampling["logprobs"] is False
+    assert "stop" not in record.sampling
+    assert "stop_token_ids" not in record.sampling
+
+
+def test_every_sampling_field_arrives():
+    given = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "seed": 11, "stop": ["x", "y"], "stop_token_ids": [3, 4], "logprobs": True}
+    sampling = plain(max_new_tokens=5, **given).sampling
+    assert sampling == {**given, "max_new_tokens": 5, "stop": ("x", "y"), "stop_token_ids": (3, 4)}
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens"])
+def test_both_names_of_the_length_limit(name):
+    assert plain(**{name: 5}).sampling["max_new_tokens"] == 5
+
+
+def test_a_single_stop_string_and_null_fields():
+    assert plain(stop="x").sampling["stop"] == ("x",)
+    record = plain(stop=None, temperature=None, max_tokens=None, logprobs=None)
+    assert record == plain()
+
+
+def test_ids():
+    assert parse({"prompt": "x"}, 17).id == 17
+    assert parse({"id": 3, "prompt": "x"}, 17).id == 3
+    for wrong in (True, 1.5, [1], {}):
+        assert "id must be text or a whole number" in parse({"id": wrong, "prompt": "x"}, 17).error
+
+
+def test_a_prompt_may_be_token_ids():
+    assert plain(prompt=[1, 2, 3]).prompt == (1, 2, 3)
+    assert completions(prompt=[1, 2]).prompt == (1, 2)
+
+
+def test_messages_are_kept_for_the_template():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    record = parse({"id": 1, "messages": [{"role": "system", "content": "s"}, {"role": "user", "content": parts, "name": None}]}, 1)
+    assert record.error is None
+    assert record.messages == ({"role": "system", "content": "s"}, {"role": "user", "content": "ab"})
+    assert record.prompt is None
+
+
+def test_openai_requests_have_that_apis_temperature():
+    assert chat().sampling["temperature"] == 1.0
+    assert completions().sampling["temperature"] == 1.0
+    assert chat(temperature=0).sampling["temperature"] == 0.0
+    record = parse({"custom_id": "a", "body": {"prompt": "x"}}, 1, Defaults(temperature=0.25))
+    assert record.sampling["temperature"] == 0.25
+
+
+def test_the_endpoint_comes_from_the_url_or_the_body():
+    assert chat().endpoint == CHAT
+    assert completions().endpoint == COMPLETIONS
+    assert parse({"custom_id": "a", "body": {"prompt": "x"}}, 1).endpoint == COMPLETIONS
+    assert parse({"custom_id": "a", "body": {"messages": [{"role": "user", "content": "x"}]}}, 1).endpoint == CHAT
+
+
+def test_openai_length_limits_and_log_probabilities():
+    assert chat(max_tokens=3).sampling["max_new_tokens"] == 3
+    assert chat(max_completion_tokens=3).sampling["max_new_tokens"] == 3
+    assert chat(logprobs=True).sampling["logprobs"] is True
+    assert chat(logprobs=False).sampling["logprobs"] is False
+    assert completions(logprobs=0).sampling["logprobs"] is True
+    assert completions().sampling["logprobs"] is False
+
+
+def test_fields_that_ask_for_nothing_are_taken():
+    neutral = {"n": 1, "stream": False, "presence_penalty": 0, "frequency_penalty": 0.0, "top_logprobs": 0, "logit_bias": {}}
+    record = chat(model="m", response_format={"type": "text"}, tools=[], user=None, **neutral)
+    assert record.error is None
+    assert record.sampling == chat().sampling
+    assert completions(echo=False, best_of=1, suffix=None).error is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("n", True),
+        ("stream", True),
+        ("stream", 0),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("top_logprobs", 5),
+        ("logit_bias", {"5": 1}),
+        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "auto"),
+        ("reasoning_effort", "low"),
+        ("user", "me"),
+        ("min_p", 0.1),
+        ("prompt", "hello"),
+        ("max_new_tokens", 4),
+    ],
+)
+def test_a_chat_field_that_is_not_done_is_named(field, value):
+    error = chat(**{field: value}).error
+    assert error is not None
+    assert f"body.{field}" in error
+
+
+@pytest.mark.parametrize("field", ["messages", "max_completion_tokens", "typo"])
+def test_a_completions_field_that_is_not_known_is_named(field):
+    assert f"body.{field}" in completions(**{field: 1}).error
+
+
+@pytest.mark.parametrize("field", ["maxtokens", "n", "model", "custom", "max_completion_tokens", "stream"])
+def test_a_plain_field_that_is_not_known_is_named(field):
+    assert repr(field) in plain(**{field: 1}).error
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": 3}, "prompt must be text"),
+        ({"prompt": None}, "prompt or messages is missing"),
+        ({"prompt": ["a"]}, "prompt[0] must be a token id"),
+        ({"prompt": [1, -1]}, "prompt[1] must be a token id"),
+        ({"prompt": [True]}, "prompt[0] must be a token id"),
+        ({"prompt": "\ud800"}, "surrogate"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "both given"),
+        ({"prompt": None, "messages": []}, "at least one message"),
+        ({"prompt": None, "messages": "hi"}, "at least one message"),
+        ({"prompt": None, "messages": ["hi"]}, "messages[0] must be a JSON object"),
+        ({"prompt": None, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"prompt": None, "messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"prompt": None, "messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"prompt": None, "messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name"),
+        ({"prompt": None, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ({"max_new_tokens": 4, "max_tokens": 4}, "max_new_tokens and max_tokens"),
+        ({"max_new_tokens": "4"}, "max_new_tokens must be a whole number"),
+        ({"max_new_tokens": 4.0}, "max_new_tokens must be a whole number"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"temperature": float("nan")}, "temperature must be a number"),
+        ({"temperature": True}, "temperature must be a number"),
+        ({"temperature": 10**400}, "temperature is out of range"),
+        ({"top_k": 2**40}, "top_k is out of range"),
+        ({"top_p": [1]}, "top_p must be a number"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"stop": 3}, "stop must be text"),
+        ({"stop": [3]}, "stop must be text"),
+        ({"stop_token_ids": 3}, "stop_token_ids must be a list"),
+        ({"logprobs": 2}, "logprobs must be true or false"),
+    ],
+)
+def test_what_is_wrong_is_said(fields, said):
+    record = plain(**fields)
+    assert record.error is not None
+    assert said in record.error
+    assert record.id == "a"
+    assert record.prompt is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "not JSON"),
+        (b"[1]", "must be a JSON object, got a list"),
+        (b"null", "must be a JSON object, got nothing"),
+        (b'{"id": "a", "prompt": "x", "prompt": "y"}', "'prompt' is given twice"),
+        (b'{"id": "a", "prompt": "\xff"}', "not UTF-8"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"custom_id": "a"}', "body must be a JSON object"),
+        (b'{"custom_id": "a", "body": []}', "body must be a JSON object"),
+        (b'{"body": {"prompt": "x"}}', "custom_id is missing"),
+        (b'{"custom_id": 5, "body": {"prompt": "x"}}', "custom_id must be text"),
+        (b'{"custom_id": "a", "method": "GET", "body": {"prompt": "x"}}', "method must be 'POST'"),
+        (b'{"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "x"}}', "/v1/embeddings"),
+        (b'{"custom_id": "a", "body": {"prompt": "x"}, "extra": 1}', "'extra'"),
+        (b'{"custom_id": "a", "body": {"prompt": "x", "model": 3}}', "body.model must be text"),
+        (b'{"custom_id": "a", "body": {"prompt": ["x", "y"]}}', "prompt[0] must be a token id"),
+        (b'{"custom_id": "a", "body": {"prompt": "x", "logprobs": 3}}', "0 gives the chosen token's own"),
+        (b'{"custom_id": "a", "body": {"prompt": "x", "logprobs": true}}', "logprobs must be a whole number"),
+        (b'{"custom_id": "a", "url": "/v1/chat/completions", "body": {}}', "body.messages is missing"),
+    ],
+)
+def test_a_line_that_is_no_record(line, said):
+    assert said in parse(line, 1).error
+
+
+def test_ids_must_be_unique_and_blank_lines_count():
+    lines = ["\n", '{"id": "a", "prompt": "x"}\n', "  \r\n", '{"id": "b", "prompt": "x"}', '{"id": "a", "prompt": "y"}', '{"prompt": "z"}']
+    records = list(read(lines))
+    assert [(record.line, record.id) for record in records] == [(2, "a"), (4, "b"), (5, "a"), (6, 6)]
+    assert [record.error is None for record in records] == [True, True, False, True]
+    assert "line 2" in records[2].error
+
+
+def test_a_byte_order_mark_is_no_part_of_the_line():
+    assert parse(b'\xef\xbb\xbf{"id": "a", "prompt": "x"}', 1).error is None
+
+
+def test_seeds_come_from_ids():
+    def seed(record_id, job_seed=0):
+        return parse({"id": record_id, "prompt": "same"}, 1, Defaults(seed=job_seed)).sampling["seed"]
+
+    assert seed("a") == seed("a")
+    assert len({seed(f"r{i}") for i in range(200)}) == 200
+    assert seed("a") != seed("a", 1)
+    assert all(0 <= seed(f"r{i}") < 2**32 for i in range(200))
+    assert plain(seed=5).sampling["seed"] == 5
+
+
+def test_sizes_order_prompts_by_length():
+    sizes = [plain(prompt="x" * 10).size, plain(prompt=[1] * 10).size, chat(messages=[{"role": "user", "content": "x" * 99}]).size]
+    assert sizes == [10, 40, 99]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = (
+    "id",
+    "prompt",
+    "messages",
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "logprobs",
+    "custom_id",
+    "url",
+    "method",
+    "body",
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), JSON, max_size=5), st.booleans())
+def test_no_object_breaks_the_job(fields, inside):
+    """Any JSON object gives a record: a usable one, whose line can be written, or one with a sentence."""
+    record = parse({"custom_id": "a", "body": fields} if inside else fields, 1)
+    assert isinstance(record, Record)
+    assert (record.error is None) == (record.prompt is not None or record.messages is not None)
+    json.dumps([record.id, record.error, dict(record.sampling)], ensure_ascii=False).encode()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=40) | st.text(max_size=40))
+def test_no_line_breaks_the_job(line):
+    assert parse(line, 1).error is not None
