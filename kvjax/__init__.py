@@ -26,7 +26,7 @@ _HOMES = {
     "OutOfPages": "kvjax.cache",
     "Request": "kvjax.generation",
     "Sampling": "kvjax.sampling",
-    "Score": "kvjax.generation",
+    "Score": "kvjax.scoring",
     "TopBlocks": "kvjax.policies",
     "Window": "kvjax.policies",
     "generate": "kvjax.generation",
@@ -35,7 +35,7 @@ _HOMES = {
     "run": "kvjax.generation",
     "run_batch": "kvjax.serving",
     "save": "kvjax.models",
-    "score": "kvjax.generation",
+    "score": "kvjax.scoring",
 }
 __all__ = sorted((*_HOMES, "__version__"))
 

@@ -19,7 +19,7 @@ from kvjax.memory import MemoryPlan, memory_plan
 from kvjax.model import Model, fingerprint
 from kvjax.policies import DecodePolicy, StateSpec, parse
 from kvjax.prefill import DensePrefill, PrefillPolicy
-from kvjax.sampling import SamplingRows
+from kvjax.sampling import SamplingRows, sample_step
 from kvjax.steps import Reads, decode_and_sample, decode_step, prefill_step
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
@@ -235,6 +235,7 @@ class Engine:
         try:
             slots = self._slots(sequences)
             rows = SamplingRows.of([None] * len(slots))
+            sample_step(sequences[0].logits[None], SamplingRows.of([None]), np.ones(1, np.int32))
             jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, policy))
         finally:
             for sequence in sequences:

@@ -1,4 +1,4 @@
-"""The token loop: ragged batches over a fixed number of slots, sampling, stopping, streaming; and scoring of given text."""
+"""The token loop: ragged batches over a fixed number of slots, sampling, stopping, streaming."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from kvjax.cache import OutOfPages
 from kvjax.engine import MIN_TABLE_PAGES, CachedSequence, Engine
 from kvjax.model import Model
-from kvjax.policies import DecodePolicy, Dense, parse
+from kvjax.policies import DecodePolicy, parse
 from kvjax.sampling import Sampling, SamplingRows, sample_step
 from kvjax.steps import Reads
 from kvjax.text import TextStream
@@ -52,27 +52,20 @@ class Completion:
     error: Exception | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """Log-probabilities of a given continuation: their sum, one per token, and whether greedy decoding would have written it."""
-
-    logprob: float
-    token_logprobs: tuple[float, ...]
-    token_ids: tuple[int, ...]
-    is_greedy: bool
-
-
 OnToken = Callable[[Request, int, str], None]
 """Called with the request, the token id, and the text that became certain with it (possibly empty)."""
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt; ids are returned as they are."""
+    """Token ids of a prompt; ids are returned as they are. ValueError if there is no tokenizer or it cannot read the text."""
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: pass token ids instead of text")
-    return list(tokenizer(prompt)["input_ids"])
+    try:
+        return list(tokenizer(prompt)["input_ids"])
+    except Exception as error:  # whatever a tokenizer raises is about this prompt, and others may go on
+        raise ValueError(f"the tokenizer cannot read the prompt: {error}") from error
 
 
 def run(
@@ -116,7 +109,7 @@ def generate(
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     listed = [prompts] if single else list(prompts)
     settings = Sampling(**sampling)
-    engine = model if isinstance(model, Engine) else _engine_for(model, listed, settings.max_new_tokens, policy, slots or DEFAULT_SLOTS)
+    engine = model if isinstance(model, Engine) else engine_for(model, listed, settings.max_new_tokens, policy, slots or DEFAULT_SLOTS)
     requests = [Request(prompt if isinstance(prompt, str) else tuple(prompt), settings, number) for number, prompt in enumerate(listed)]
     on_token = None if stream is None else (lambda request, _, piece: stream(request.id, piece))
     results: list[Completion | None] = [None] * len(requests)
@@ -130,66 +123,7 @@ def generate(
     return answers[0] if single else answers
 
 
-def score(
-    model: Model | Engine,
-    prompts: Prompt | Sequence[Prompt],
-    continuations: Prompt | Sequence[Prompt],
-    *,
-    policy: str | DecodePolicy | None = None,
-) -> Any:
-    """Log-probability of each continuation after its prompt: one `Score`, or a list for lists.
-
-    Text is tokenised as a whole, and the continuation is what follows the prompt's own number of tokens. The prompt is prefilled; under
-    `Dense` so is the continuation, under any other policy each of its tokens is decoded through the policy. Raises ValueError for an
-    empty prompt or continuation.
-    """
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
-    pairs = [(prompts, continuations)] if single else list(zip(prompts, continuations, strict=True))
-    tokenizer = model.model.tokenizer if isinstance(model, Engine) else model.tokenizer
-    encoded = [_encode_pair(tokenizer, *pair) for pair in pairs]
-    if isinstance(model, Engine):
-        engine = model
-    else:
-        engine = _engine_for(model, [(*prompt, *rest) for prompt, rest in encoded], 1, policy, DEFAULT_SLOTS)
-    chosen = engine.policy if policy is None else parse(policy)
-    scores = [score_tokens(engine, prompt, rest, chosen) for prompt, rest in encoded]
-    return scores[0] if single else scores
-
-
-def score_tokens(engine: Engine, prompt: Sequence[int], continuation: Sequence[int], policy: DecodePolicy) -> Score:
-    """`score` of one pair of token ids on an engine."""
-    engine.check_length(len(prompt) + len(continuation))
-    (sequence,) = engine.prefill([prompt])
-    try:
-        rows = [sequence.logits]
-        if isinstance(policy, Dense) and len(continuation) > 1:
-            rows.extend(engine.extend(sequence, continuation[:-1], all_logits=True))
-        else:
-            rows.extend(engine.decode([sequence], [token], policy)[0] for token in continuation[:-1])
-        logprobs, greedy = _chosen_logprobs(jnp.stack(rows), jnp.asarray(continuation, jnp.int32))
-    finally:
-        engine.free(sequence)
-    values = np.asarray(logprobs)
-    return Score(float(values.sum(dtype=np.float64)), tuple(values.tolist()), tuple(continuation), bool(greedy))
-
-
-@jax.jit
-def _chosen_logprobs(logits, tokens):
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], jnp.all(jnp.argmax(logits, axis=-1) == tokens)
-
-
-def _encode_pair(tokenizer: Any, prompt: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
-    if isinstance(prompt, str) != isinstance(continuation, str):
-        raise ValueError("prompt and continuation must both be text or both be token ids")
-    head = encode(tokenizer, prompt)
-    rest = encode(tokenizer, prompt + continuation)[len(head) :] if isinstance(prompt, str) else encode(tokenizer, continuation)
-    if not head or not rest:
-        raise ValueError(f"the {'continuation' if head else 'prompt'} has no tokens; both need at least one")
-    return head, rest
-
-
-def _engine_for(model: Model, prompts: Sequence[Prompt], new_tokens: int, policy: str | DecodePolicy | None, slots: int) -> Engine:
+def engine_for(model: Model, prompts: Sequence[Prompt], new_tokens: int, policy: str | DecodePolicy | None, slots: int) -> Engine:
     """An engine whose pool holds the `slots` longest of these prompts at once, rounded up so that later calls find the steps compiled."""
     lengths = sorted((len(encode(model.tokenizer, prompt)) + new_tokens for prompt in prompts), reverse=True)
     pages = sum(-(-length // 128) for length in lengths[:slots])

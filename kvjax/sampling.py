@@ -41,8 +41,8 @@ class Sampling:
             raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {self.max_new_tokens!r}")
         if not (np.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature!r}")
-        if not isinstance(self.top_k, int) or self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (off) or a positive whole number, got {self.top_k!r}")
+        if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k must be 0 (off) or a positive whole number below 2**31, got {self.top_k!r}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:

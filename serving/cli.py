@@ -198,7 +198,8 @@ def score_command(
     import json
     import math
 
-    from kvjax.generation import encode, score
+    from kvjax.generation import encode
+    from kvjax.scoring import score
 
     loaded = _load(model, dtype)
     engine = _engine(loaded, policy, len(encode(loaded.tokenizer, before + after)), pages, page_size, prefill_chunk)
@@ -242,8 +243,12 @@ def needle_command(
         typer.Option("--policy", "-p", help=f"May be given several times: {POLICIES}. [default: dense, top:8]", show_default=False),
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="Text file to hide needles in. [default: Python's own documentation]", show_default=False)
+        list[Path] | None,
+        typer.Option(
+            help="Text file to hide needles in; may be given several times. [default: Python's own documentation]", show_default=False
+        ),
     ] = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures here as JSON as well.", show_default=False)] = None,
     length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer.")] = 8192,
     trials: Annotated[int, typer.Option(help="Needles to look for.")] = 16,
     distractors: Annotated[int, typer.Option(help="Further needles of the same template in each haystack.")] = 16,
@@ -257,7 +262,7 @@ def needle_command(
     for name, value in (("--trials", trials), ("--max-batch", max_batch), ("--length", length)):
         _at_least_one(name, value)
 
-    haystack = None if text is None else _read_text(text, "--text")
+    haystack = "\n\n".join(_read_text(path, "--text") for path in text or ())
     policies = policy or ["dense", "top:8"]
 
     from rich.console import Console
@@ -266,6 +271,7 @@ def needle_command(
     from kvjax.fidelity.needle import documentation_text
     from kvjax.fidelity.retrieval import needle_panel
     from kvjax.policies import parse
+    from kvjax.results import write_result
     from kvjax.serving.demo import table
 
     for name in policies:
@@ -275,7 +281,7 @@ def needle_command(
         bar = progress.add_task("prefill", total=trials * length)
         results = needle_panel(
             loaded,
-            documentation_text() if haystack is None else haystack,
+            haystack or documentation_text(),
             policies,
             length=length,
             trials=trials,
@@ -288,6 +294,10 @@ def needle_command(
         )
     typer.echo(f"{trials} needles in {length:,} tokens, {distractors} distractors each")
     Console().print(table(results))
+    if json_out is not None:
+        source = [path.name for path in text or ()] or "pydoc_data.topics"
+        settings = {"model": model, "length": length, "trials": trials, "distractors": distractors, "text": source, "seed": seed}
+        write_result(json_out, settings | {"results": [result.figures() for result in results]})
     for result in results:
         typer.echo(f"{result.policy}: found by third of depth " + ", ".join(f"{share:.0%}" for share in result.by_depth()))
 

@@ -16,14 +16,13 @@ import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.engine import CachedSequence, Engine
 from kvjax.generation import Request, run
-from kvjax.policies import DecodePolicy, Dense, parse
+from kvjax.policies import DecodePolicy, parse
 from kvjax.sampling import Sampling
+from kvjax.scoring import continuation_logprobs
 
 if importlib.util.find_spec("lm_eval"):
     from lm_eval.api.model import LM
@@ -148,7 +147,7 @@ class KvjaxLM(LM):
     def _score_fork(self, sequence: CachedSequence, continuation: Sequence[int]) -> tuple[float, bool]:
         fork = self.engine.fork(sequence)
         try:
-            logprobs, greedy = self._score(fork, continuation)
+            logprobs, greedy = continuation_logprobs(self.engine, fork, continuation, self.policy)
             return float(np.sum(logprobs, dtype=np.float64)), bool(np.all(greedy))
         finally:
             self.engine.free(fork)
@@ -159,25 +158,10 @@ class KvjaxLM(LM):
         for start, first, stop in windows(len(tokens), self.max_length):
             (sequence,) = self.engine.prefill([tokens[start:first]])
             try:
-                yield float(np.sum(self._score(sequence, tokens[first:stop])[0], dtype=np.float64))
+                logprobs, _ = continuation_logprobs(self.engine, sequence, tokens[first:stop], self.policy)
+                yield float(np.sum(logprobs, dtype=np.float64))
             finally:
                 self.engine.free(sequence)
-
-    def _score(self, sequence: CachedSequence, continuation: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probability of each token of a continuation and whether it is the greedy one; the sequence grows by all but the last.
-
-        Logits are `[chunk, V]` at a time: all of a long document's would not fit.
-        """
-        found = [_look_up(sequence.logits[None], jnp.asarray(continuation[:1]))]
-        dense, chunk, done = isinstance(self.policy, Dense), self.engine.prefill_chunk, 0
-        while done < len(continuation) - 1:
-            stop = min(done + (chunk - sequence.length % chunk if dense else 1), len(continuation) - 1)
-            given = continuation[done:stop]
-            logits = self.engine.extend(sequence, given, all_logits=True) if dense else self.engine.decode([sequence], given, self.policy)
-            found.append(_look_up(logits, jnp.asarray(continuation[done + 1 : stop + 1])))
-            done = stop
-        logprobs, greedy = zip(*jax.device_get(found), strict=True)
-        return np.concatenate(logprobs), np.concatenate(greedy)
 
     def _sampling(self, arguments: Mapping[str, Any], number: int) -> Sampling:
         left = dict(arguments)
@@ -203,10 +187,3 @@ def windows(length: int, max_length: int) -> Iterator[tuple[int, int, int]]:
     for first in range(1, length, max_length):
         stop = min(first + max_length, length)
         yield max(0, stop - 1 - max_length), first, stop
-
-
-@jax.jit
-def _look_up(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each token under its row of logits, and whether it is the largest."""
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], jnp.argmax(logits, axis=-1) == tokens

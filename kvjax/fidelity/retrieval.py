@@ -13,6 +13,7 @@ import numpy as np
 from kvjax.engine import CachedSequence, Engine
 from kvjax.fidelity.needle import NeedleTask, Trial, encode_text, exact_match_by_depth, vocabulary_words
 from kvjax.model import Model
+from kvjax.policies import parse
 
 ANSWER_ROOM = 32
 """Tokens at the end of a context kept for the answer, and for questions of different lengths in one batch."""
@@ -42,6 +43,19 @@ class NeedleResult:
     def exact_match(self) -> float:
         """Share of trials answered with every digit right."""
         return sum(a.hit for a in self.answers) / len(self.answers)
+
+    def figures(self) -> dict:
+        """What a results file holds of it."""
+        return {
+            "policy": self.policy,
+            "describe": parse(self.policy).describe(),
+            "exact_match": self.exact_match,
+            "hits": sum(a.hit for a in self.answers),
+            "by_depth": self.by_depth(),
+            "blocks_per_step": self.blocks_per_step,
+            "keys_per_step": self.keys_per_step,
+            "seconds": self.seconds,
+        }
 
     def by_depth(self, bins: int = 3) -> list[float]:
         """Exact match in `bins` equal ranges of depth; NaN where there was no trial."""

@@ -63,6 +63,7 @@ def test_rows_are_independent_of_their_company_and_positions_differ():
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_k": -1}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"seed": -1}, "seed"),

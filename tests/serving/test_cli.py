@@ -14,8 +14,9 @@ import time
 import pytest
 
 from kvjax.engine import Engine
-from kvjax.generation import generate, score
+from kvjax.generation import generate
 from kvjax.models.loading import load
+from kvjax.scoring import score
 from kvjax.serving import cli, run_batch
 from kvjax.serving.records import Defaults
 

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.generation import generate, score
+from kvjax.generation import generate
 from kvjax.models import causal_attend
+from kvjax.scoring import score
 from kvjax.serving import KvjaxLM
 from kvjax.serving.harness import windows
 

@@ -1,0 +1,97 @@
+"""Scoring: the log-probability of a given continuation, through any decode policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+from kvjax.engine import CachedSequence, Engine
+from kvjax.generation import DEFAULT_SLOTS, Prompt, encode, engine_for
+from kvjax.model import Model
+from kvjax.policies import DecodePolicy, Dense, parse
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Log-probabilities of a given continuation: their sum, one per token, and whether greedy decoding would have written it."""
+
+    logprob: float
+    token_logprobs: tuple[float, ...]
+    token_ids: tuple[int, ...]
+    is_greedy: bool
+
+
+def score(
+    model: Model | Engine,
+    prompts: Prompt | Sequence[Prompt],
+    continuations: Prompt | Sequence[Prompt],
+    *,
+    policy: str | DecodePolicy | None = None,
+) -> Any:
+    """Log-probability of each continuation after its prompt: one `Score`, or a list for lists.
+
+    Text is tokenised as a whole, and the continuation is what follows the prompt's own number of tokens. The prompt is prefilled; under
+    `Dense` so is the continuation, under any other policy each of its tokens is decoded through the policy. Raises ValueError for an
+    empty prompt or continuation, or a pair longer than the model's positions; OutOfPages where the pool is too small.
+    """
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    pairs = [(prompts, continuations)] if single else list(zip(prompts, continuations, strict=True))
+    tokenizer = model.model.tokenizer if isinstance(model, Engine) else model.tokenizer
+    encoded = [_encode_pair(tokenizer, *pair) for pair in pairs]
+    engine = model if isinstance(model, Engine) else engine_for(model, [(*head, *rest) for head, rest in encoded], 1, policy, DEFAULT_SLOTS)
+    chosen = engine.policy if policy is None else parse(policy)
+    scores = [_score_pair(engine, head, rest, chosen) for head, rest in encoded]
+    return scores[0] if single else scores
+
+
+def continuation_logprobs(
+    engine: Engine, sequence: CachedSequence, continuation: Sequence[int], policy: DecodePolicy
+) -> tuple[Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+    """Log-probability of each token of a continuation, float32, and whether it is the greedy one.
+
+    sequence: fresh from prefill or extend, so that its `.logits` predict the first token; it grows by all but the last. Logits are held one
+    chunk, `[prefill_chunk, V]`, at a time: all of a long document's would not fit.
+    """
+    found = [_look_up(sequence.logits[None], jnp.asarray(continuation[:1]))]
+    dense, chunk, done = isinstance(policy, Dense), engine.prefill_chunk, 0
+    while done < len(continuation) - 1:
+        stop = min(done + (chunk - sequence.length % chunk if dense else 1), len(continuation) - 1)
+        given = continuation[done:stop]
+        logits = engine.extend(sequence, given, all_logits=True) if dense else engine.decode([sequence], given, policy)
+        found.append(_look_up(logits, jnp.asarray(continuation[done + 1 : stop + 1])))
+        done = stop
+    logprobs, greedy = zip(*jax.device_get(found), strict=True)
+    return np.concatenate(logprobs), np.concatenate(greedy)
+
+
+def _score_pair(engine: Engine, prompt: Sequence[int], continuation: Sequence[int], policy: DecodePolicy) -> Score:
+    engine.check_length(len(prompt) + len(continuation) - 1)
+    (sequence,) = engine.prefill([prompt])
+    try:
+        logprobs, greedy = continuation_logprobs(engine, sequence, continuation, policy)
+    finally:
+        engine.free(sequence)
+    return Score(float(logprobs.sum(dtype=np.float64)), tuple(logprobs.tolist()), tuple(continuation), bool(greedy.all()))
+
+
+def _encode_pair(tokenizer: Any, prompt: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
+    if isinstance(prompt, str) != isinstance(continuation, str):
+        raise ValueError("prompt and continuation must both be text or both be token ids")
+    head = encode(tokenizer, prompt)
+    rest = encode(tokenizer, prompt + continuation)[len(head) :] if isinstance(prompt, str) else encode(tokenizer, continuation)
+    if not head or not rest:
+        raise ValueError(f"the {'continuation' if head else 'prompt'} has no tokens; both need at least one")
+    return head, rest
+
+
+@jax.jit
+def _look_up(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each token under its row of logits, and whether it is the largest."""
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], jnp.argmax(logits, axis=-1) == tokens

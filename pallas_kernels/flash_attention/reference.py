@@ -1,0 +1,36 @@
+"""flash_attention by definition, in float32: each sequence laid out, every logit of every query, softmax over those it may see.
+
+As wasteful as it reads (T x S per head): keep it to tests and debugging.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(jax.jit, static_argnames=("window", "sm_scale", "config"))
+def flash_attention(q, k, v, page_table, starts, lengths, *, window, sm_scale, config):
+    """See `pallas_kernels.flash_attention.flash_attention`; takes no config."""
+    if config is not None:
+        raise ValueError(f"implementation 'reference' of flash_attention takes no config, got {config!r}")
+    num_kv_heads, page_size, head_dim = k.shape[1:]
+
+    def of_row(q, table, start, length):  # q [T, H, D]
+        pos, query_pos = jnp.arange(table.size * page_size), start + jnp.arange(q.shape[0])[:, None]
+        there = (jnp.repeat(table, page_size) >= 0) & (pos < length)
+        seen = there & (pos <= query_pos)
+        if window is not None:
+            seen &= (pos < window[0]) | (pos > query_pos - window[1])
+        keys, values = (pool[table].swapaxes(1, 2).reshape(-1, num_kv_heads, head_dim) for pool in (k, v))
+        keys, values = (jnp.where(there[:, None, None], x, 0).astype(jnp.float32) for x in (keys, values))
+        keys, values = (jnp.repeat(x, q.shape[1] // num_kv_heads, axis=1) for x in (keys, values))
+        logits = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * sm_scale
+        logits = jnp.where(seen, logits, -jnp.inf)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        weights = jnp.where(seen, jax.nn.softmax(logits, axis=-1), 0)
+        return jnp.einsum("hts,shd->thd", weights, values, precision="highest").astype(q.dtype), lse.T
+
+    return jax.vmap(of_row)(q, page_table, starts, lengths)

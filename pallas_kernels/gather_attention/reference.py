@@ -1,0 +1,43 @@
+"""gather_attention by definition, in float32: every listed key of a head laid out, softmax over those that each query may see.
+
+As wasteful as it reads: keep it to tests and debugging.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(jax.jit, static_argnames=("block_size", "window", "sm_scale", "return_block_lse", "config"))
+def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config):
+    """See `pallas_kernels.gather_attention.gather_attention`; takes no config."""
+    if config is not None:
+        raise ValueError(f"implementation 'reference' of gather_attention takes no config, got {config!r}")
+    page_size, num_queries, num_heads, num_kv_heads = k.shape[2], q.shape[1], q.shape[2], k.shape[1]
+
+    def of_head(q, kv_head, listed, table, length):  # q [T, D]
+        pos = listed[:, None] * block_size + jnp.arange(block_size)
+        page = table[jnp.clip(pos // page_size, 0, table.size - 1)]
+        there = (listed >= 0)[:, None] & (page >= 0) & (pos < length)
+        keys, values = (jnp.where(there[..., None], pool[page, kv_head, pos % page_size], 0).astype(jnp.float32) for pool in (k, v))
+        at = (length - num_queries + jnp.arange(num_queries))[:, None, None]
+        seen = there & (pos <= at)
+        if window is not None:
+            seen &= (pos < window[0]) | (pos > at - window[1])
+        logits = jnp.einsum("td,wsd->tws", q.astype(jnp.float32), keys, precision="highest") * sm_scale
+        logits = jnp.where(seen, logits, -jnp.inf)
+        lse = jax.nn.logsumexp(logits, axis=(1, 2))
+        weights = jnp.where(seen, jax.nn.softmax(logits, axis=(1, 2)), 0)
+        out = jnp.einsum("tws,wsd->td", weights, values, precision="highest")
+        return out.astype(q.dtype), lse, jax.nn.logsumexp(logits, axis=2)
+
+    if blocks is None:
+        blocks = jnp.tile(jnp.arange(page_table.shape[1] * page_size // block_size), (q.shape[0], num_kv_heads, 1))
+    group = num_heads // num_kv_heads
+    of_heads = jax.vmap(of_head, in_axes=(1, 0, 0, None, None), out_axes=1)
+    of_rows = jax.vmap(of_heads, in_axes=(0, None, 0, 0, 0))
+    results = of_rows(q, jnp.arange(num_heads) // group, jnp.repeat(blocks, group, axis=1), page_table, lengths)
+    return results if return_block_lse else results[:2]

@@ -1,0 +1,21 @@
+"""page_index by definition: one token after the other."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+
+def page_index(keys, *, kind, block_size):
+    """See `pallas_kernels.page_index.page_index`."""
+    blocks = []
+    for start in range(0, keys.shape[-2], block_size):
+        tokens = [keys[..., start + i, :] for i in range(block_size)]
+        if kind == "bounds":
+            most = least = tokens[0]
+            for token in tokens[1:]:
+                most, least = jnp.maximum(most, token), jnp.minimum(least, token)
+            blocks.append(jnp.stack([most, least], axis=-2))
+        else:
+            total = sum(token.astype(jnp.float32) for token in tokens)
+            blocks.append((total / block_size).astype(keys.dtype)[..., None, :])
+    return jnp.stack(blocks, axis=-3)

@@ -1,0 +1,162 @@
+"""Inputs that catch real bugs in paged attention, and the error measure; shared by the suites of all ops."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+ROW_ERROR = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
+
+
+@dataclasses.dataclass
+class Paged:
+    """Arguments of an attention op. Pages that no table names and tokens past a row's length hold NaN; page 0 is never named,
+    the last page (which a -1 would wrap to) always is."""
+
+    q: jnp.ndarray
+    k: jnp.ndarray
+    v: jnp.ndarray
+    page_table: jnp.ndarray
+    lengths: jnp.ndarray
+    sm_scale: float
+
+    @property
+    def arrays(self) -> tuple:
+        return self.q, self.k, self.v, self.page_table, self.lengths
+
+
+def make_paged(
+    seed: int = 0,
+    *,
+    lengths: tuple[int, ...] = (0, 1, 15, 16, 17, 40, 95, 96),
+    num_queries: int = 1,
+    kv_heads: int = 2,
+    group: int = 4,
+    head_dim: int = 32,
+    page_size: int = 16,
+    width: int = 6,
+    dtype: str = "float32",
+    keys: str = "random",
+    hole: bool = False,
+) -> Paged:
+    """Ragged sequences on permuted pages, the last two sharing their first full page.
+
+    keys: "random" (logits with a standard deviation of 4: softmax is peaked, not flat), "equal", "huge" (logits in the thousands),
+    "denormal". hole: the last row has no second page.
+    """
+    rng = np.random.default_rng(seed)
+    used = [-(-n // page_size) for n in lengths]
+    num_pages = sum(used) + 4
+    free = list(rng.permutation(np.arange(1, num_pages - 1)))
+    free.insert(0, num_pages - 1)
+    table = np.full((len(lengths), width), -1, np.int32)
+    for row, n in enumerate(used):
+        table[row, :n] = [free.pop() for _ in range(n)]
+    if len(lengths) > 1 and min(lengths[-2:]) >= page_size:
+        table[-1, 0] = table[-2, 0]
+    table[np.argmax(used), 1 if max(used) > 1 else 0] = num_pages - 1
+
+    pool = np.full((2, num_pages, kv_heads, page_size, head_dim), np.nan, np.float32)
+    for row, length in enumerate(lengths):
+        for page in range(used[row]):
+            tokens = min(page_size, length - page * page_size)
+            pool[:, table[row, page], :, :tokens] = rng.standard_normal((2, kv_heads, tokens, head_dim))
+    if hole:
+        table[-1, 1] = -1
+    q = 4 * rng.standard_normal((len(lengths), num_queries, kv_heads * group, head_dim)).astype(np.float32)
+    if keys == "equal":
+        pool[0] = np.where(np.isnan(pool[0]), np.nan, np.float32(0.5))
+    elif keys == "huge":
+        q, pool[0] = 256 * np.round(q), np.round(2 * pool[0])  # integers: dot products are exact, so near ties are ties
+    elif keys == "denormal":
+        pool[0] *= np.float32(1e-40)
+    k, v = (jnp.asarray(x, dtype) for x in pool)
+    return Paged(jnp.asarray(q, dtype), k, v, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), head_dim**-0.5)
+
+
+def random_blocks(seed: int, batch: int, kv_heads: int, num_blocks: int, width: int) -> jnp.ndarray:
+    """Per KV head a list of distinct blocks in no order with -1 strewn in; the last row lists nothing for its first head."""
+    rng = np.random.default_rng(seed)
+    ids = np.full((batch, kv_heads, width), -1, np.int32)
+    for row in range(batch):
+        for head in range(kv_heads):
+            count = min(num_blocks, width - 2)
+            places = rng.permutation(width)[:count]
+            ids[row, head, places] = rng.permutation(num_blocks)[:count]
+    ids[-1, 0] = -1
+    return jnp.asarray(ids)
+
+
+def assert_rows_close(out, ref, tolerance: float) -> None:
+    """||out - ref|| / ||ref|| of every row (last axis) within the tolerance; rows that are 0 in `ref` are exactly 0."""
+    assert out.shape == ref.shape
+    assert out.dtype == ref.dtype
+    out, ref = np.asarray(out, np.float64), np.asarray(ref, np.float64)
+    assert np.isfinite(out).all()
+    norm = np.linalg.norm(ref, axis=-1)
+    error = np.linalg.norm(out - ref, axis=-1)
+    worst = np.max(np.divide(error, norm, out=np.zeros_like(error), where=norm > 0), initial=0)
+    assert worst <= tolerance, f"worst row is off by {worst:.2e} of its norm, allowed {tolerance:.0e}"
+    assert (error[norm == 0] == 0).all(), "a row with nothing to read is not 0"
+
+
+def assert_lse_close(lse, ref) -> None:
+    """Within 1e-5 absolute, or relative where values are large; -inf exactly where the reference has it."""
+    assert lse.dtype == jnp.float32
+    assert lse.shape == ref.shape
+    np.testing.assert_allclose(np.asarray(lse, np.float64), np.asarray(ref, np.float64), rtol=1e-5, atol=2e-5)
+
+
+def assert_same_bits(a, b) -> None:
+    """Equal bit for bit, NaN and signed zero included."""
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.dtype == b.dtype
+    assert a.tobytes() == b.tobytes(), f"{(a != b).sum()} of {a.size} values differ"
+
+
+def huge_pool(num_pages: int, page: tuple[int, ...], named: dict[int, np.ndarray]) -> jnp.ndarray:
+    """A float16 pool that is zero but for a few pages. Memory is taken only by what is touched: no copy is made on the way into JAX."""
+    size = num_pages * int(np.prod(page))
+    try:
+        memory = mmap.mmap(-1, 2 * size)
+    except OSError:
+        pytest.skip(f"no address space for {2 * size} bytes")
+    pool = np.frombuffer(memory, np.float16).reshape(num_pages, *page)
+    for number, content in named.items():
+        pool[number] = content
+    array = jax.dlpack.from_dlpack(pool)
+    assert array.unsafe_buffer_pointer() == pool.ctypes.data
+    return array
+
+
+def must_fail(check: Callable[..., None], op: Callable, cases: dict) -> None:
+    """Run a suite's own check over all its cases on a mutant; at least one has to fail, and none may crash otherwise."""
+    for case in cases:
+        try:
+            check(op, case)
+        except AssertionError:
+            return
+    pytest.fail("the suite accepts this mutant")
+
+
+@pytest.fixture(scope="session")
+def tools():
+    """The functions of this file, for test modules to use."""
+
+    class Tools:
+        huge_pool = staticmethod(huge_pool)
+        row_error = ROW_ERROR
+        make_paged = staticmethod(make_paged)
+        random_blocks = staticmethod(random_blocks)
+        assert_rows_close = staticmethod(assert_rows_close)
+        assert_lse_close = staticmethod(assert_lse_close)
+        assert_same_bits = staticmethod(assert_same_bits)
+        must_fail = staticmethod(must_fail)
+
+    return Tools

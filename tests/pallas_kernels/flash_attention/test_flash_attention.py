@@ -1,0 +1,242 @@
+"""The suite of flash_attention: every implementation against the reference, the reference against JAX, and mutants against the suite."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch, merge
+from pallas_kernels.flash_attention import flash_attention, xla
+
+SMALL_TILES = functools.partial(flash_attention, implementation="xla", config=xla.Config(query_tile=8, key_tile=32))
+"""The base of the mutants: with tiles this small the inputs below take several."""
+
+IMPLEMENTATIONS = {
+    name: SMALL_TILES if name == "xla" else functools.partial(flash_attention, implementation=name)
+    for name in dispatch.available("flash_attention")
+    if name != "reference"
+}
+OTHER_CONFIGS = {"default": None, "3 rows, odd tiles": xla.Config(query_tile=7, key_tile=1, rows=3)}
+
+AT_END = (0, 0, 0, 0, 0, 16, 71, 72)
+"""Chunks of 24 tokens that end where sequences of `make_paged` end; the short ones have padding after them."""
+ANYWHERE = (0, 0, 3, 5, 9, 29, 80, 50)
+"""The last one has keys after it that must not be seen."""
+
+CASES = {
+    "chunks at the end": {},
+    "chunks anywhere": {"starts": ANYWHERE},
+    "window": {"window": (5, 20)},
+    "window that skips tiles": {"starts": ANYWHERE, "window": (3, 9)},
+    "window of one token": {"window": (0, 1)},
+    "one head": {"kv_heads": 1, "group": 1, "head_dim": 64},
+    "one KV head of 8": {"kv_heads": 1, "group": 8, "starts": ANYWHERE},
+    "groups of 7": {"group": 7, "head_dim": 128},
+    "8 KV heads": {"kv_heads": 8, "group": 1},
+    "bfloat16": {"dtype": "bfloat16", "starts": ANYWHERE},
+    "float16": {"dtype": "float16"},
+    "equal scores": {"keys": "equal"},
+    "huge logits": {"keys": "huge"},
+    "denormal keys": {"keys": "denormal"},
+    "one token": {"num_queries": 1, "starts": (0, 0, 14, 15, 16, 39, 94, 95)},
+    "a page is missing": {"hole": True},
+    "pages of 4, one row": {"lengths": (29,), "page_size": 4, "width": 9, "num_queries": 29, "starts": (0,)},
+}
+
+
+@pytest.fixture(scope="module")
+def arguments(tools):
+    """case -> (positional arguments, keywords) of the op."""
+
+    @functools.cache
+    def build(case: str):
+        spec = {"num_queries": 24, "starts": AT_END} | CASES[case]
+        window, starts = spec.pop("window", None), jnp.asarray(spec.pop("starts"), jnp.int32)
+        paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
+        return (*paged.arrays[:4], starts, paged.lengths), {"sm_scale": paged.sm_scale, "window": window}
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def check(tools, arguments):
+    """The checker that both implementations and mutants face."""
+
+    @functools.cache
+    def expected(case: str):
+        arrays, keywords = arguments(case)
+        return flash_attention(*arrays, **keywords, implementation="reference")
+
+    def run(op, case: str) -> None:
+        arrays, keywords = arguments(case)
+        out, lse = op(*arrays, **keywords)
+        ref_out, ref_lse = expected(case)
+        *_, starts, lengths = arrays
+        position = starts[:, None] + jnp.arange(out.shape[1])
+        meant = (position < lengths[:, None]) | (lengths[:, None] == 0)
+        assert out.shape == ref_out.shape
+        assert jnp.isfinite(out).all(), "padding gave infinite or NaN values"
+        out, ref_out = (jnp.where(meant[..., None, None], x, 0) for x in (out, ref_out))
+        lse, ref_lse = (jnp.where(meant[..., None], x, 0) for x in (lse, ref_lse))
+        tools.assert_rows_close(out, ref_out, tools.row_error[arrays[0].dtype.name])
+        tools.assert_lse_close(lse, ref_lse)
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_matches_reference(check, name, case):
+    check(IMPLEMENTATIONS[name], case)
+
+
+@pytest.mark.parametrize("case", ["window that skips tiles", "bfloat16"])
+@pytest.mark.parametrize("config", OTHER_CONFIGS)
+def test_xla_configs_match_reference(check, config, case):
+    check(functools.partial(flash_attention, implementation="xla", config=OTHER_CONFIGS[config]), case)
+
+
+@pytest.mark.parametrize("window", [None, (0, 9)])
+def test_reference_is_causal_attention(tools, window):
+    """Against jax.nn.dot_product_attention, causal, on contiguous keys; its LSE against logsumexp."""
+    paged = tools.make_paged(lengths=(96, 96), num_queries=96)
+    k, v = (x[paged.page_table].swapaxes(2, 3).reshape(2, 96, 2, 32) for x in (paged.k, paged.v))
+    starts = jnp.zeros(2, jnp.int32)
+    out, lse = flash_attention(*paged.arrays[:4], starts, paged.lengths, sm_scale=paged.sm_scale, window=window, implementation="reference")
+    local = window and (window[1] - 1, 0)
+    theirs = jax.nn.dot_product_attention(paged.q, k, v, is_causal=True, scale=paged.sm_scale, local_window_size=local)
+    tools.assert_rows_close(out, theirs, 1e-5)
+    logits = jnp.einsum("bthd,bshd->bths", paged.q, jnp.repeat(k, 4, axis=2), precision="highest") * paged.sm_scale
+    behind = jnp.arange(96)[:, None] - jnp.arange(96)
+    mask = (behind >= 0) & (behind < (window[1] if window else 96))
+    tools.assert_lse_close(lse, jax.nn.logsumexp(jnp.where(mask[:, None], logits, -jnp.inf), axis=-1))
+
+
+def test_chunks_are_slices_of_the_whole(tools):
+    """Sinks, window and causality at any start: a chunk gives what the same queries give in one call from 0."""
+    paged = tools.make_paged(lengths=(96, 96), num_queries=96)
+    q, k, v, table, _ = paged.arrays
+    op = functools.partial(flash_attention, sm_scale=paged.sm_scale, window=(5, 20))
+    whole, whole_lse = op(q, k, v, table, jnp.zeros(2, jnp.int32), paged.lengths, implementation="reference")
+    for start, stop in ((0, 31), (31, 33), (33, 96)):
+        starts = jnp.full(2, start, jnp.int32)
+        out, lse = op(q[:, start:stop], k, v, table, starts, starts + stop - start)
+        tools.assert_rows_close(out, whole[:, start:stop], 1e-5)
+        tools.assert_lse_close(lse, whole_lse[:, start:stop])
+
+
+# Mutants: what a kernel gets wrong, expressed on its arguments or its results.
+
+
+def _zeros(*arrays, **keywords):
+    return tuple(jnp.zeros_like(x) for x in SMALL_TILES(*arrays, **keywords))
+
+
+def _values_from_keys(q, k, v, *arrays, **keywords):
+    return SMALL_TILES(q, k, k, *arrays, **keywords)
+
+
+def _keys_from_values(q, k, v, *arrays, **keywords):
+    return SMALL_TILES(q, v, v, *arrays, **keywords)
+
+
+def _on_table(change):
+    def op(q, k, v, table, starts, lengths, **keywords):
+        return SMALL_TILES(q, k, v, change(table, k.shape[0]), starts, lengths, **keywords)
+
+    return op
+
+
+def _page_doubled(q, k, v, table, *positions, **keywords):
+    parts = [SMALL_TILES(q, k, v, x, *positions, **keywords) for x in (table, table.at[:, 1:].set(-1))]
+    return merge.merge_attention(*zip(*parts, strict=True))
+
+
+def _scaled(factor):
+    def op(*arrays, sm_scale, **keywords):
+        return SMALL_TILES(*arrays, sm_scale=sm_scale * arrays[0].shape[-1] ** factor, **keywords)
+
+    return op
+
+
+def _moved(starts_by, lengths_by):
+    def op(q, k, v, table, starts, lengths, **keywords):
+        return SMALL_TILES(q, k, v, table, starts + starts_by, jnp.maximum(lengths + lengths_by, 0), **keywords)
+
+    return op
+
+
+def _not_causal(q, k, v, table, starts, lengths, **keywords):
+    return SMALL_TILES(q, k, v, table, lengths, lengths, **keywords)
+
+
+def _starts_at_a_page(q, k, v, table, starts, lengths, **keywords):
+    return SMALL_TILES(q, k, v, table, starts // k.shape[2] * k.shape[2], lengths, **keywords)
+
+
+def _window(sink, recent):
+    def op(*arrays, window, **keywords):
+        return SMALL_TILES(*arrays, window=window and (window[0] + sink, window[1] + recent), **keywords)
+
+    return op
+
+
+def _heads_interleaved(q, k, *arrays, **keywords):
+    split = q.reshape(*q.shape[:2], -1, k.shape[1], q.shape[3]).swapaxes(2, 3).reshape(q.shape)
+    return SMALL_TILES(split, k, *arrays, **keywords)
+
+
+def _lse_in_base_2(*arrays, **keywords):
+    out, lse = SMALL_TILES(*arrays, **keywords)
+    return out, lse / np.log(2)
+
+
+def _multiplied_in_bfloat16(q, k, v, *arrays, **keywords):
+    out, lse = SMALL_TILES(*(x.astype(jnp.bfloat16) for x in (q, k, v)), *arrays, **keywords)
+    return out.astype(q.dtype), lse
+
+
+def _last_tile_lost(q, *arrays, **keywords):
+    out, lse = SMALL_TILES(q, *arrays, **keywords)
+    return out.at[:, -(q.shape[1] % 8 or 8) :].set(0), lse
+
+
+MUTANTS = {
+    "zeros": _zeros,
+    "V read from K": _values_from_keys,
+    "K read from V": _keys_from_values,
+    "one page dropped": _on_table(lambda table, pages: table.at[:, -1].set(-1)),
+    "one page read for another": _on_table(lambda table, pages: table.at[:, 1].set(table[:, 0])),
+    "the neighbour's table": _on_table(lambda table, pages: jnp.roll(table, 1, axis=0)),
+    "-1 in the table wraps": _on_table(lambda table, pages: jnp.where(table < 0, pages - 1, table)),
+    "one page doubled": _page_doubled,
+    "scale times sqrt(D)": _scaled(0.5),
+    "scale over sqrt(D)": _scaled(-0.5),
+    "length one short": _moved(0, -1),
+    "length and chunk one late": _moved(1, 1),
+    "causal mask one late": _moved(1, 0),
+    "causal mask one early": _moved(-1, 0),
+    "not causal": _not_causal,
+    "starts rounded to pages": _starts_at_a_page,
+    "one sink token more": _window(1, 0),
+    "window one token wider": _window(0, 1),
+    "heads interleaved": _heads_interleaved,
+    "LSE in base 2": _lse_in_base_2,
+    "multiplied in bfloat16": _multiplied_in_bfloat16,
+    "last tile of queries lost": _last_tile_lost,
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_fails(tools, check, mutant):
+    tools.must_fail(check, MUTANTS[mutant], CASES)
+
+
+def test_reference_takes_no_config(arguments):
+    arrays, keywords = arguments("one token")
+    with pytest.raises(ValueError, match="takes no config"):
+        flash_attention(*arrays, **keywords, config=xla.Config(), implementation="reference")

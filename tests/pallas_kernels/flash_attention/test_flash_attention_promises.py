@@ -1,0 +1,147 @@
+"""What flash_attention promises besides its values: bits, memory, index arithmetic, clear refusals."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.flash_attention import flash_attention, xla
+
+SMALL_TILES = xla.Config(query_tile=8, key_tile=32, rows=2)
+STARTS = jnp.array([0, 0, 3, 5, 9, 29, 71, 50], jnp.int32)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def bits(request, tools):
+    """(arrays, op): chunks of 24 tokens at any start, in several tiles of queries and keys."""
+    paged = tools.make_paged(seed=6, num_queries=24, dtype=request.param)
+    return (*paged.arrays[:4], STARTS, paged.lengths), functools.partial(flash_attention, sm_scale=paged.sm_scale, config=SMALL_TILES)
+
+
+def _same(tools, some, others, rows=slice(None)):
+    for a, b in zip(some, others, strict=True):
+        tools.assert_same_bits(a[rows], b[rows])
+
+
+def test_twice_the_same_bits(tools, bits):
+    arrays, op = bits
+    _same(tools, op(*arrays), op(*arrays))
+
+
+def test_bits_do_not_depend_on_the_width_of_the_table(tools, bits):
+    (q, k, v, table, *positions), op = bits
+    wide = jnp.pad(table, ((0, 0), (0, 7)), constant_values=-1)
+    _same(tools, op(q, k, v, table, *positions), op(q, k, v, wide, *positions))
+
+
+def test_bits_do_not_depend_on_company(tools, bits):
+    """The same row among other queries, other pages, and lengths from nothing to full tables."""
+    (q, k, v, table, starts, lengths), op = bits
+    alone = op(q, k, v, table, starts, lengths)
+    others = jnp.arange(8) != 5
+    for length in (0, 96):
+        changed = op(
+            jnp.where(others[:, None, None, None], -q, q),
+            k,
+            v,
+            jnp.where(others[:, None], table[-1], table),
+            jnp.where(others, max(length - 24, 0), starts),
+            jnp.where(others, length, lengths),
+        )
+        _same(tools, alone, changed, 5)
+
+
+def test_bits_do_not_depend_on_the_other_queries(tools, bits):
+    """A query's row is the same whatever stands in the rest of its chunk and its tile."""
+    (q, *arrays), op = bits
+    for kept in (0, 5, 23):
+        others = (jnp.arange(24) != kept)[:, None, None]
+        _same(tools, op(q, *arrays), op(jnp.where(others, 7 * q[:, ::-1], q), *arrays), np.s_[:, kept])
+
+
+def test_bits_do_not_depend_on_which_pages_hold_the_tokens(tools, bits):
+    (q, k, v, table, *positions), op = bits
+    order = np.random.default_rng(9).permutation(k.shape[0])
+    moved = jnp.where(table >= 0, jnp.asarray(np.argsort(order), jnp.int32)[table], -1)
+    _same(tools, op(q, k, v, table, *positions), op(q, k[order], v[order], moved, *positions))
+
+
+def test_bits_do_not_depend_on_later_tokens(tools, bits):
+    """What is written after a query, or never, does not touch it: prefilling in one go or before knowing the rest is the same."""
+    (q, k, v, table, starts, lengths), op = bits
+    _same(tools, op(q, k, v, table, starts, lengths), op(q, k, v, table, starts, jnp.minimum(lengths, starts + 24)), 7)
+
+
+def _compile(num_queries: int, tokens: int, heads: int, kv_heads: int, head_dim: int):
+    """Compile, without running, one chunk of one sequence."""
+    shape = jax.ShapeDtypeStruct
+    pool = shape((tokens // 128, kv_heads, 128, head_dim), jnp.float32)
+    position = shape((1,), jnp.int32)
+    table = shape((1, tokens // 128), jnp.int32)
+    op = functools.partial(flash_attention, sm_scale=0.1, implementation="xla")
+    compiled = jax.jit(op).lower(shape((1, num_queries, heads, head_dim), jnp.float32), pool, pool, table, position, position).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_128k_tokens_at_once_take_no_t_by_s():
+    """T = S = 131072 would be 64 GiB of logits. Two copies of q and out (16 MiB each) are allowed, and 16 MiB for tiles."""
+    assert _compile(131072, 131072, heads=1, kv_heads=1, head_dim=32) < 5 * 16 * 2**20
+
+
+def test_a_chunk_over_128k_tokens_takes_tiles():
+    """512 queries of 8 heads: logits of the chunk would be 2 GiB and its keys 64 MiB; a tile of logits is 4 MiB."""
+    assert _compile(512, 131072, heads=8, kv_heads=2, head_dim=64) < 24 * 2**20
+
+
+def test_pool_past_2_to_the_31_elements(tools):
+    """The last pages of a pool of 2^31 + 2^16 elements read the same as in a pool of four pages."""
+    num_pages, page = 2**16 + 2, (2, 128, 128)
+    rng = np.random.default_rng(0)
+    named = {number: rng.standard_normal(page).astype(np.float16) for number in (num_pages - 1, 1, num_pages - 2, 2**15)}
+    big, small = tools.huge_pool(num_pages, page, named), jnp.stack([jnp.asarray(x) for x in named.values()])
+    assert big.size > 2**31
+    q = jnp.asarray(4 * rng.standard_normal((1, 40, 4, 128)), jnp.float16)
+    op = functools.partial(flash_attention, starts=jnp.array([460], jnp.int32), lengths=jnp.array([500], jnp.int32), sm_scale=128**-0.5)
+    far, near = op(q, big, big, jnp.array([[*named]], jnp.int32)), op(q, small, small, jnp.array([[0, 1, 2, 3]], jnp.int32))
+    _same(tools, far, near)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_lowers_for_other_backends(tools, platform):
+    paged = tools.make_paged(lengths=(40, 96), num_queries=3, dtype="bfloat16")
+    op = functools.partial(flash_attention, sm_scale=0.1, config=SMALL_TILES, implementation="xla")
+    arrays = {"q": paged.q, "k": paged.k, "v": paged.v, "page_table": paged.page_table, "lengths": paged.lengths}
+    arrays["starts"] = paged.lengths - 3
+    assert jax.jit(op).trace(**arrays).lower(lowering_platforms=(platform,)).as_text()
+
+
+BAD = {
+    "q without heads": ({"q": (2, 5, 32)}, {}, r"needs q \[B,T,H,D\]"),
+    "k and v differ": ({"v": (9, 2, 16, 64)}, {}, "one shape and dtype"),
+    "heads no multiple": ({"q": (2, 5, 7, 32)}, {}, "multiple of KV heads"),
+    "starts of another batch": ({"starts": (3,)}, {}, "same batch"),
+    "no queries": ({"q": (2, 0, 8, 32)}, {}, "empty"),
+    "window of none": ({}, {"window": (4, 0)}, r"window must be .* got \(4, 0\)"),
+    "another config": ({}, {"config": 512, "implementation": "xla"}, "takes a pallas_kernels.flash_attention.xla.Config, got 512"),
+    "unknown implementation": ({}, {"implementation": "cudnn"}, "'cudnn' of flash_attention is unknown; there are xla, reference"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_refused(case):
+    shapes, keywords, message = BAD[case]
+    integers = ("page_table", "starts", "lengths")
+    shapes = {"q": (2, 5, 8, 32), "k": (9, 2, 16, 32), "v": (9, 2, 16, 32), "page_table": (2, 4), "starts": (2,), "lengths": (2,)} | shapes
+    arrays = {name: jnp.zeros(shape, jnp.int32 if name in integers else jnp.float32) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        flash_attention(**arrays, **({"sm_scale": 0.1} | keywords))
+
+
+@pytest.mark.parametrize("sizes", [{"query_tile": 0}, {"key_tile": -1}, {"rows": "1"}])
+def test_config_validates_itself(sizes):
+    with pytest.raises(ValueError, match="must be a positive int"):
+        xla.Config(**sizes)
