@@ -15,12 +15,12 @@ PACKAGES = ("kvjax", "jax", "jaxlib", "numpy", "transformers")
 
 
 def provenance() -> dict:
-    """Command line, date (UTC), versions and device of this process. Initialises the device."""
+    """Command line (absolute paths by their last part), date (UTC), versions and device of this process. Initialises the device."""
     import jax
 
     device = jax.local_devices()[0]
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(Path(word).name if os.path.isabs(word) else word for word in sys.argv),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
         "device": device.device_kind,

@@ -138,6 +138,7 @@ def causal_attend(sm_scale: float, implementation: Literal["xla", "cudnn"] | Non
     """
 
     def attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], state: Any):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=sm_scale, implementation=implementation), state
+        with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=sm_scale, implementation=implementation), state
 
     return attend

@@ -108,7 +108,8 @@ def test_reference_is_causal_attention(tools, window):
     starts = jnp.zeros(2, jnp.int32)
     out, lse = flash_attention(*paged.arrays[:4], starts, paged.lengths, sm_scale=paged.sm_scale, window=window, implementation="reference")
     local = window and (window[1] - 1, 0)
-    theirs = jax.nn.dot_product_attention(paged.q, k, v, is_causal=True, scale=paged.sm_scale, local_window_size=local)
+    with jax.default_matmul_precision("highest"):
+        theirs = jax.nn.dot_product_attention(paged.q, k, v, is_causal=True, scale=paged.sm_scale, local_window_size=local)
     tools.assert_rows_close(out, theirs, 1e-5)
     logits = jnp.einsum("bthd,bshd->bths", paged.q, jnp.repeat(k, 4, axis=2), precision="highest") * paged.sm_scale
     behind = jnp.arange(96)[:, None] - jnp.arange(96)

@@ -82,7 +82,7 @@ def _compile(num_queries: int, tokens: int, heads: int, kv_heads: int, head_dim:
     pool = shape((tokens // 128, kv_heads, 128, head_dim), jnp.float32)
     position = shape((1,), jnp.int32)
     table = shape((1, tokens // 128), jnp.int32)
-    op = functools.partial(flash_attention, sm_scale=0.1, implementation="xla")
+    op = functools.partial(flash_attention, sm_scale=0.1, config=xla.Config(), implementation="xla")
     compiled = jax.jit(op).lower(shape((1, num_queries, heads, head_dim), jnp.float32), pool, pool, table, position, position).compile()
     return compiled.memory_analysis().temp_size_in_bytes
 
@@ -98,7 +98,7 @@ def test_a_chunk_over_128k_tokens_takes_tiles():
 
 
 def test_pool_past_2_to_the_31_elements(tools):
-    """The last pages of a pool of 2^31 + 2^16 elements read the same as in a pool of four pages."""
+    """The last pages of a pool of 2^31 + 2^16 elements read as in a pool of four pages. Not to the bit: the shapes differ."""
     num_pages, page = 2**16 + 2, (2, 128, 128)
     rng = np.random.default_rng(0)
     named = {number: rng.standard_normal(page).astype(np.float16) for number in (num_pages - 1, 1, num_pages - 2, 2**15)}
@@ -107,7 +107,7 @@ def test_pool_past_2_to_the_31_elements(tools):
     q = jnp.asarray(4 * rng.standard_normal((1, 40, 4, 128)), jnp.float16)
     op = functools.partial(flash_attention, starts=jnp.array([460], jnp.int32), lengths=jnp.array([500], jnp.int32), sm_scale=128**-0.5)
     far, near = op(q, big, big, jnp.array([[*named]], jnp.int32)), op(q, small, small, jnp.array([[0, 1, 2, 3]], jnp.int32))
-    _same(tools, far, near)
+    tools.assert_rows_close(far[0], near[0], 1e-3)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

