@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+MIN_WORDS = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Template:
@@ -79,8 +81,8 @@ class NeedleTask:
     prefix_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if len(self.words) < 16:
-            raise ValueError(f"keys need at least 16 different words, got {len(self.words)}: pass more `words`")
+        if len(set(self.words)) < MIN_WORDS:
+            raise ValueError(f"keys need at least {MIN_WORDS} different words, got {len(set(self.words))}: pass more `words`")
         if self.digits < 1 or self.distractors < 0:
             raise ValueError(f"digits must be at least 1 and distractors at least 0, got {self.digits} and {self.distractors}")
 
@@ -144,7 +146,12 @@ def word_hash(word: str) -> int:
 
 def is_held_out(first: str, second: str) -> bool:
     """Whether the key `first second` belongs to the eighth of all keys that is kept for evaluation."""
-    return (word_hash(first) + 3 * word_hash(second)) % 8 == 0
+    return bool(hashes_held_out(word_hash(first), word_hash(second)))
+
+
+def hashes_held_out(first: Any, second: Any) -> Any:
+    """`is_held_out` by the words' hashes: of two numbers, or of each pair in two arrays."""
+    return (first + 3 * second) % 8 == 0
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -169,14 +176,14 @@ def encode_text(tokenizer: Any, text: str, *, span: int = 20_000) -> np.ndarray:
 def vocabulary_words(tokenizer: Any, *, letters: int = 5, limit: int = 4096) -> tuple[str, ...]:
     """Lower-case ASCII words of at least `letters` letters that the tokenizer writes, after a space, as one token.
 
-    Sorted, evenly thinned to at most `limit`. Raises ValueError when there are fewer than 16: pass a word list of your own then.
+    Sorted, evenly thinned to at most `limit`. Raises ValueError when there are fewer than MIN_WORDS: pass a word list of your own then.
     """
     marks = ("\u0120", "\u2581")  # how byte-level and SentencePiece vocabularies write a leading space
     found = {t[1:] for t in tokenizer.get_vocab() if t.startswith(marks)}
     words = sorted(w for w in found if len(w) >= letters and w.isascii() and w.isalpha() and w.islower())
     words = words[:: max(1, -(-len(words) // limit))]
     words = [w for w in words if len(encode(tokenizer, " " + w)) == 1]
-    if len(words) < 16:
+    if len(words) < MIN_WORDS:
         raise ValueError(f"the vocabulary has only {len(words)} whole words of {letters} letters or more: pass a word list instead")
     return tuple(words)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,22 +45,22 @@ class NeedleResult:
         """Share of trials answered with every digit right."""
         return sum(a.hit for a in self.answers) / len(self.answers)
 
+    def by_depth(self, bins: int = 3) -> list[float]:
+        """Exact match in `bins` equal ranges of depth; NaN where there was no trial."""
+        return exact_match_by_depth([a.hit for a in self.answers], [a.depth for a in self.answers], bins)
+
     def figures(self) -> dict:
-        """What a results file holds of it."""
+        """What a results file holds of it; a depth without a trial is None."""
         return {
             "policy": self.policy,
             "describe": parse(self.policy).describe(),
             "exact_match": self.exact_match,
             "hits": sum(a.hit for a in self.answers),
-            "by_depth": self.by_depth(),
+            "by_depth": [None if math.isnan(share) else share for share in self.by_depth()],
             "blocks_per_step": self.blocks_per_step,
             "keys_per_step": self.keys_per_step,
             "seconds": self.seconds,
         }
-
-    def by_depth(self, bins: int = 3) -> list[float]:
-        """Exact match in `bins` equal ranges of depth; NaN where there was no trial."""
-        return exact_match_by_depth([a.hit for a in self.answers], [a.depth for a in self.answers], bins)
 
 
 def needle_panel(
@@ -84,10 +85,12 @@ def needle_panel(
     """
     tokenizer = model.tokenizer
     batch = min(batch, trials)
-    task = NeedleTask(tokenizer, encode_text(tokenizer, text), vocabulary_words(tokenizer), distractors=distractors)
+    words = vocabulary_words(tokenizer)
+    prefix = tuple(tokenizer.encode(""))  # what every prompt of this model starts with
+    task = NeedleTask(tokenizer, encode_text(tokenizer, text), words, distractors=distractors, prefix_ids=prefix)
     drawn = task.trials(length - ANSWER_ROOM, trials, seed=seed)
-    # Every context once; and for the one policy that runs, a copied open page and room for question and answer.
-    pages = batch * (-(-length // page_size) + 2)
+    # Every context once; for the one policy that runs, a copied open page and one more for question and answer; and `_compile`'s copy.
+    pages = batch * (-(-length // page_size) + 3)
     engine = Engine(model, policies=policies, pages=pages, page_size=page_size, prefill_chunk=prefill_chunk, batch_buckets=(batch,))
     return needle_exact_match(engine, drawn, policies, tokenizer, batch=batch, on_tokens=on_tokens)
 
@@ -154,8 +157,8 @@ def needle_exact_match(
 
 
 def _compile(engine: Engine, sequences: list[CachedSequence], policy: str) -> None:
-    """Run one step on throwaway forks, so that what is timed afterwards holds no compilation."""
-    forks = [engine.fork(sequence) for sequence in sequences[:1]]
+    """Run one step on throwaway forks (as many: a step is compiled per batch), so that what is timed afterwards holds no compilation."""
+    forks = [engine.fork(sequence) for sequence in sequences]
     engine.decode(forks, [0] * len(forks), policy)
     for fork in forks:
         engine.free(fork)

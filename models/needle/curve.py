@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,7 @@ class Curve:
     def __init__(self, folder: Path, recipe: Recipe, done: int, on_record: Callable[[dict], None] | None):
         self.path, self.picture = folder / "curve.jsonl", folder / "curve.png"
         self.recipe, self.on_record, self.losses = recipe, on_record, []
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        records = [json.loads(line) for line in lines if line.endswith("}")]  # a killed run may have torn its last line
-        self.records: list[dict] = [r for r in records if r["step"] <= done]
+        self.records = [r for r in read_records(self.path) if r["step"] <= done]
         self.path.write_text("".join(json.dumps(r) + "\n" for r in self.records))
         self.start = time.perf_counter() - (self.records[-1]["seconds"] if self.records else 0.0)
 
@@ -55,24 +53,35 @@ class Curve:
         return f"{last['length']} tokens  loss {last['loss']:.3f}  needles {found:.0%}"
 
     def plot(self) -> None:
-        """Draw curve.png: loss, held-out text loss, and needles found, over steps; stages are marked by their length."""
-        from matplotlib.figure import Figure
+        """Draw curve.png."""
+        plot(self.records, self.recipe, self.picture)
 
-        figure = Figure(figsize=(9, 5), layout="constrained")
-        axes = figure.subplots()
-        steps = [r["step"] for r in self.records]
-        evaluated = [r for r in self.records if "exact_match" in r]
-        axes.plot(steps, [r["loss"] for r in self.records], label="training loss (weighted)", color="tab:blue", linewidth=1)
-        at = [r["step"] for r in evaluated]
-        axes.plot(at, [r["text_nats"] for r in evaluated], "o-", label="held-out text", color="tab:gray", markersize=3)
-        axes.set(xlabel="step", ylabel="nats per token", title=f"{self.recipe.name}: {self.recipe.tokens(steps[-1]):,} tokens")
-        found = axes.twinx()
-        found.plot(at, [r["exact_match"] for r in evaluated], "s-", label="needles found", color="tab:green", markersize=3)
-        found.set(ylabel="exact match, held-out needles", ylim=(0, 1.02))
-        start = 0
-        for stage in self.recipe.stages:
-            axes.axvline(start, color="0.85", linewidth=1, zorder=0)
-            axes.annotate(f" {stage.length}", (start, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8, color="0.4")
-            start += stage.steps
-        axes.legend(handles=[*axes.lines[:2], *found.lines], loc="center right")
-        figure.savefig(self.picture, dpi=120)
+
+def read_records(path: Path) -> list[dict]:
+    """The records of a curve file. A last line that a killed run tore is left out."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def plot(records: Sequence[dict], recipe: Recipe, picture: Path) -> None:
+    """Draw loss, held-out text loss, and needles found, over steps, as a PNG; stages are marked by their length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    steps = [r["step"] for r in records]
+    evaluated = [r for r in records if "exact_match" in r]
+    axes.plot(steps, [r["loss"] for r in records], label="training loss (weighted)", color="tab:blue", linewidth=1)
+    at = [r["step"] for r in evaluated]
+    axes.plot(at, [r["text_nats"] for r in evaluated], "o-", label="held-out text", color="tab:gray", markersize=3)
+    axes.set(xlabel="step", ylabel="nats per token", title=f"{recipe.name}: {recipe.tokens(steps[-1]):,} tokens")
+    found = axes.twinx()
+    found.plot(at, [r["exact_match"] for r in evaluated], "s-", label="needles found", color="tab:green", markersize=3)
+    found.set(ylabel="exact match, held-out needles", ylim=(0, 1.08))
+    start = 0
+    for stage in recipe.stages:
+        axes.axvline(start, color="0.85", linewidth=1, zorder=0)
+        axes.annotate(f" {stage.length}", (start, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8, color="0.4")
+        start += stage.steps
+    axes.legend(handles=[*axes.lines[:2], *found.lines], loc="center right")
+    figure.savefig(picture, format="png", dpi=120)

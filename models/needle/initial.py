@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
-from kvjax.models import decoder
 
 from kvjax.model import ModelConfig, Params
+from kvjax.models import decoder
 
 
 def structured_params(config: ModelConfig, key: Array) -> Params:

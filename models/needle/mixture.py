@@ -139,7 +139,7 @@ class Mixture:
         size = len(self.vocabulary.words)
         pairs = rng.integers(0, size, (2 * count + 16, 2))
         hashes = self.vocabulary.hashes
-        pairs = pairs[(hashes[pairs[:, 0]] + 3 * hashes[pairs[:, 1]]) % 8 != 0]
+        pairs = pairs[~needle.hashes_held_out(hashes[pairs[:, 0]], hashes[pairs[:, 1]])]
         _, first = np.unique(pairs[:, 0] * size + pairs[:, 1], return_index=True)
         return self.vocabulary.words[pairs[np.sort(first)[:count]]]
 
@@ -175,6 +175,8 @@ class Mixture:
             free = length + 1 - sum(len(tokens) for tokens, _ in events)
             if free >= 0:
                 return self._in_text(rng, events, self._places(rng, order, free, asks_last), free)
+            if count == asked == 1:
+                raise ValueError(f"a sample of {length} tokens is too short for a needle and its question: pass a longer length")
             count, asked = max(1, count // 2), max(1, asked // 2)
 
     def _order(self, rng: np.random.Generator, count: int, asked: int, asks_last: bool) -> list[tuple[bool, int]]:

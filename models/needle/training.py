@@ -15,18 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
+
+from kvjax.fidelity.needle import NeedleTask, vocabulary_words
+from kvjax.model import Attend, Params
 from kvjax.models.decoder import TransformerDecoder, causal_attend
 from kvjax.models.needle import corpus
-from kvjax.models.needle.batches import batches
 from kvjax.models.needle.curve import Curve
 from kvjax.models.needle.evaluation import needle_report
 from kvjax.models.needle.initial import structured_params
 from kvjax.models.needle.mixture import Vocabulary
 from kvjax.models.needle.recipe import Recipe
 from kvjax.models.needle.tokenizer import train_tokenizer, transformers_tokenizer
-
-from kvjax.fidelity.needle import NeedleTask, vocabulary_words
-from kvjax.model import Attend, Params
+from kvjax.models.needle.workers import batches
+from kvjax.results import write_result
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 LOG_EVERY = 20
@@ -34,9 +35,8 @@ LOG_EVERY = 20
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What a run reads: its tokenizer, training tokens (a file: workers map it) and held-out tokens."""
+    """What a run reads: the tokens its samples are made of, training text (a file: workers map it) and held-out text, both as tokens."""
 
-    tokenizer: Any
     vocabulary: Vocabulary
     train_path: Path
     held_out: np.ndarray
@@ -99,7 +99,7 @@ def prepare(recipe: Recipe, text: Sequence[str | Path], held_out: Sequence[str |
     held_out_ids = corpus.token_file(folder / "held_out.npy", unseen, tokenizer)
     words = vocabulary_words(tokenizer, letters=recipe.key_letters)
     task = NeedleTask(tokenizer, held_out_ids, words, distractors=recipe.distractors)
-    return Data(tokenizer, Vocabulary.build(tokenizer, letters=recipe.key_letters), folder / "train.npy", held_out_ids, task)
+    return Data(Vocabulary.build(tokenizer, letters=recipe.key_letters), folder / "train.npy", held_out_ids, task)
 
 
 def _same_run(path: Path, run: dict) -> None:
@@ -192,11 +192,10 @@ def _fit(recipe: Recipe, data: Data, decoder, attend, folder: Path, last: int, w
                 *state_parts, loss = update(state["params"], state["opt_state"], tokens, weights)
                 state = dict(zip(("params", "opt_state"), state_parts, strict=True))
                 curve.add(loss)
-                if done % LOG_EVERY == 0 or done in ends or done == last:
-                    record = {}
-                    if done % recipe.evaluate_every == 0 or done in ends:
-                        record = quick_evaluation(recipe, data, decoder, attend, state["params"], recipe.stage(done - 1))
-                    curve.write(done, record)
+                evaluated = done % recipe.evaluate_every == 0 or done in ends
+                if evaluated or done % LOG_EVERY == 0 or done == last:
+                    stage = recipe.stage(done - 1)
+                    curve.write(done, quick_evaluation(recipe, data, decoder, attend, state["params"], stage) if evaluated else {})
                     progress.update(task, completed=done, description=curve.summary())
                 if done % recipe.checkpoint_every == 0 or done in ends or done == last:
                     manager.save(done, args=ocp.args.StandardSave(state))
@@ -236,7 +235,7 @@ def evaluate(recipe: Recipe, data: Data, decoder, attend, params: Params, folder
         figures[str(length)] = report
         if on_record:
             on_record({"final": length, **report})
-    (folder / "evaluation.json").write_text(json.dumps(figures, indent=1))
+    write_result(folder / "evaluation.json", figures)
     return figures
 
 

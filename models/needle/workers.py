@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
+
 from kvjax.models.needle.mixture import Mixture, Vocabulary
 from kvjax.models.needle.recipe import Recipe
 

@@ -14,10 +14,11 @@ from kvjax.models.needle.recipe import MIXTURE, TOY, WARM_UP, Stage
 
 TINY = dataclasses.replace(
     TOY,
-    stages=(Stage(64, 16, 60, WARM_UP), Stage(96, 8, 30, MIXTURE)),
+    stages=(Stage(64, 16, 60, WARM_UP), Stage(96, 8, 20, MIXTURE)),
     vocab_size=512,
     hidden_size=32,
-    evaluate_every=30,
+    num_layers=1,
+    evaluate_every=50,
     evaluate_trials=8,
     checkpoint_every=40,
     distractors=1,
@@ -62,8 +63,13 @@ def test_loss_falls_and_everything_is_written(whole_run):
     folder, model = whole_run
     losses = [r["loss"] for r in records(folder) if r["length"] == 64]
     assert losses[-1] < 0.7 * losses[0]
+    assert [r["step"] for r in records(folder)] == [20, 40, 50, 60, 80]
+    assert [r["step"] for r in records(folder) if "exact_match" in r] == [50, 60, 80]
+    assert records(folder)[-1]["tokens"] == 60 * 16 * 64 + 20 * 8 * 96
     assert (folder / "curve.png").stat().st_size > 1000
-    assert set(json.loads((folder / "evaluation.json").read_text())["128"]) >= {"exact_match", "by_depth", "digits"}
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    assert set(evaluation["128"]) >= {"exact_match", "by_depth", "digits"}
+    assert evaluation["provenance"]["device"]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in model.iterdir()}
 
 
@@ -81,13 +87,14 @@ def test_exported_model_loads(whole_run):
 
 
 def test_interrupted_run_ends_with_the_same_bits(text, whole_run, tmp_path):
-    assert run(text, tmp_path, stop_at=50) is None
+    assert run(text, tmp_path, stop_at=70) is None
+    with (tmp_path / "curve.jsonl").open("a") as curve:  # as a run killed a little later leaves it
+        curve.write('{"step": 75, "length": 96, "tokens": 1, "loss": 0.0, "seconds": 0.0}\n{"step": 7')
     run(text, tmp_path, workers=1)
     for a, b in zip(final_params(whole_run[0]), final_params(tmp_path), strict=True):
         np.testing.assert_array_equal(a, b)
-    steps = [r["step"] for r in records(tmp_path)]
-    assert steps == sorted(set(steps))
-    assert steps[-1] == TINY.steps
+    assert [r["step"] for r in records(tmp_path)] == [20, 40, 50, 60, 70, 80]
+    assert [r["loss"] for r in records(tmp_path)[:4]] == [r["loss"] for r in records(whole_run[0])[:4]]
 
 
 def test_refuses_another_recipe_or_text(text, whole_run):

@@ -1,0 +1,133 @@
+"""The model card's figures: the marked parts of README.md, rendered from the JSON files that hold them.
+
+    python -m kvjax.models.needle.card benchmarks/results/h200/needle-*.json
+
+rewrites the card in place. The files named are the engine's own measurements, written by `kvjax needle`; what training measured lies
+beside the card.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from kvjax.models.loading import read_config
+from kvjax.models.needle import path
+from kvjax.models.needle.curve import read_records
+from kvjax.models.needle.recipe import NEEDLE
+
+
+def rendered(card: str, engine_files: Iterable[Path]) -> str:
+    """The card's text with every part between `<!-- figures: NAME -->` and `<!-- end -->` made anew.
+
+    Raises ValueError for a part whose name is unknown, or one that the card lacks.
+    """
+    parts = {"model": _model(), "data": _data(), "training": _training(), "evaluation": _evaluation(), "engine": _engine(engine_files)}
+    mark = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    named = [name for _, name, _ in mark.findall(card)]
+    if sorted(named) != sorted(parts):
+        raise ValueError(f"the card has the parts {named}; it must have each of {sorted(parts)} once")
+    return mark.sub(lambda found: f"{found[1]}{parts[found[2]]}\n{found[3]}", card)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _percent(share: float | None) -> str:
+    return "none" if share is None else f"{round(100 * share, 1):g}%"
+
+
+def _depths(shares: Sequence[float | None]) -> str:
+    return " ".join(map(_percent, shares))
+
+
+def _json(name: str) -> dict:
+    return json.loads((path() / name).read_text(encoding="utf-8"))
+
+
+def _model() -> str:
+    config = read_config(path())
+    rows = [
+        ("parameters (embedding and head are one matrix)", f"{config.num_params:,}"),
+        ("weights in bfloat16, bytes", f"{(path() / 'model.safetensors').stat().st_size:,}"),
+        ("layers", f"{config.num_layers}"),
+        ("width, MLP width", f"{config.hidden_size}, {config.intermediate_size:,}"),
+        ("query heads, KV heads, head dim", f"{config.num_heads}, {config.num_kv_heads}, {config.head_dim}"),
+        ("vocabulary", f"{config.vocab_size:,}"),
+        ("RoPE base", f"{config.rope_theta:,.0f}"),
+        ("positions", f"{config.max_positions:,}"),
+    ]
+    return _table(("Qwen2 decoder", ""), rows)
+
+
+def _data() -> str:
+    data = _json("data.json")
+    rows = []
+    for text in data["texts"]:
+        translation = f" ({text['translation']})" if "translation" in text else ""
+        source = f"[{text['source'].rpartition('/')[2]}]({text['source']}/tree/{text['commit']})"
+        rows.append((f"{text['author']}, *{text['title']}*{translation}", text["split"], f"{text['bytes']:,}", source))
+    python = data["python"]
+    rows.append((f"Python {python['version']}, {python['files']} files of the standard library", "train", f"{python['bytes']:,}", "Python"))
+    return _table(("text", "split", "bytes", "source"), rows)
+
+
+def _training() -> str:
+    records = {record["step"]: record for record in read_records(path() / "training_curve.jsonl")}
+    rows, end, before = [], 0, 0.0
+    for stage in NEEDLE.stages:
+        end += stage.steps
+        at = records[end]
+        kinds = ", ".join(f"{kind} {_percent(share)}" for kind, share in stage.mixture.items())
+        shape = f"{stage.batch} x {stage.length:,}"
+        figures = f"{at['seconds'] - before:.0f}", f"{at['loss']:.3f}", _percent(at["exact_match"]), f"{at['text_nats']:.2f}"
+        rows.append((shape, f"{stage.steps:,}", kinds, *figures))
+        before = at["seconds"]
+    device = _json("evaluation.json")["provenance"]
+    last = records[end]
+    columns = ("sequences x tokens", "steps", "mixture", "seconds", "loss at its end", "needles found", "held-out text, nats a token")
+    return (
+        f"{last['step']:,} steps, {last['tokens']:,} tokens, {last['seconds']:.0f} seconds on {device['device_count']} {device['device']} "
+        f"(jax {device['versions']['jax']}), compilation and the evaluations on the way included.\n\n{_table(columns, rows)}"
+    )
+
+
+def _evaluation() -> str:
+    figures = _json("evaluation.json")
+    lengths = [key for key in figures if key.isdigit()]
+    rows = [
+        (f"{int(key):,}", _percent(figures[key]["exact_match"]), _percent(figures[key]["digits"]), _depths(figures[key]["by_depth"]))
+        for key in lengths
+    ]
+    columns = ("tokens", f"found, of {figures['trials']}", "digits right", "found by tenth of depth, early to late")
+    return _table(columns, rows)
+
+
+def _engine(files: Iterable[Path]) -> str:
+    """One row per length and policy; below, where the figures come from."""
+    runs = sorted((json.loads(file.read_text(encoding="utf-8")) for file in files), key=lambda run: run["length"])
+    if not runs:
+        return "*Not measured yet.*"
+    rows, sources = [], []
+    for run in runs:
+        for result in run["results"]:
+            reads = f"{result['blocks_per_step']:,.1f}", f"{result['keys_per_step']:,.0f}"
+            found = _percent(result["exact_match"]), _depths(result["by_depth"])
+            rows.append((f"{run['length']:,}", f"`{result['policy']}`", *reads, *found, f"{result['seconds']:.1f}"))
+        made, text = run["provenance"], run["text"]
+        sources.append(
+            f"{run['trials']} needles at each length, {run['distractors']} distractors each, in "
+            f"{text if isinstance(text, str) else ', '.join(text)}; {made['device']}, jax {made['versions']['jax']}, {made['date'][:10]}."
+        )
+    columns = ("tokens", "policy", "blocks a step", "keys a step", "found", "found by depth, early to late", "seconds")
+    return _table(columns, rows) + "\n\n" + "\n".join(dict.fromkeys(sources))
+
+
+if __name__ == "__main__":
+    readme = path() / "README.md"
+    readme.write_text(rendered(readme.read_text(encoding="utf-8"), map(Path, sys.argv[1:])), encoding="utf-8")

@@ -1,0 +1,54 @@
+"""The embedded model through the engine, against what transformers answered (make_needle_golden.py)."""
+
+import runpy
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.engine import Engine
+from kvjax.fidelity import needle
+from kvjax.generation import generate
+from kvjax.models import load
+from kvjax.models.needle import path
+
+SCRIPT = Path(__file__).with_name("make_needle_golden.py")
+
+
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(SCRIPT))
+
+
+@pytest.fixture(scope="module")
+def stored(script):
+    arrays = dict(np.load(script["GOLDEN"]))
+    arrays["prompts"] = [ids.tolist() for ids in np.split(arrays["prompts"], np.cumsum(arrays["lengths"])[:-1])]
+    return arrays
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(path(), dtype=jnp.float32)
+
+
+def test_prompts_are_what_the_script_makes(script, stored, model):
+    """Also that they are needle prompts: the script's templates are those of the library."""
+    assert script["TEMPLATES"] == tuple((t.needle, t.question) for t in needle.TEMPLATES)
+    for number, (length, template, depth) in enumerate(script["PROMPTS"]):
+        made = [script["prompt"](model.tokenizer, seed, length, template, depth) for seed in range(100 * number, 100 * number + 3)]
+        assert (stored["prompts"][number], stored["answers"][number].tolist()) in made
+        assert len(stored["prompts"][number]) == length
+
+
+def test_dense_engine_gives_the_tokens_of_transformers(stored, model):
+    pages = 2 * -(-int(stored["lengths"].max()) // 128) + 8
+    engine = Engine(model, pages=pages, batch_buckets=(4,))
+    done = generate(engine, stored["prompts"], slots=2, max_new_tokens=stored["greedy"].shape[1], stop_token_ids=(), details=True)
+    assert [each.token_ids for each in done] == [tuple(row) for row in stored["greedy"].tolist()]
+
+
+def test_the_answers_are_right(stored):
+    right = (stored["greedy"][:, : stored["answers"].shape[1]] == stored["answers"]).all(1)
+    assert right.all()
