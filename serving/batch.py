@@ -47,8 +47,10 @@ def run_batch(
     batch bucket. defaults: what applies to records that do not say. An answer is the object that a file job would write; a record that
     cannot be answered gives one with `error`.
     """
-    for result in _answer(list(read(records, defaults)), engine, policy=policy, slots=slots, on_token=on_token):
-        yield result.output
+    if not isinstance(engine, Engine):
+        raise TypeError(f"run_batch needs an engine, got {type(engine).__name__}: make one with kvjax.Engine(model, policy)")
+    results = _answer(list(read(records, defaults)), engine, policy=policy, slots=slots, on_token=on_token)
+    return (result.output for result in results)
 
 
 def run_file(
@@ -65,8 +67,9 @@ def run_file(
     """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing figures.
 
     Answers are kept in `out` + ".partial" as they complete. Run again after it was killed, the job does only what is missing; it
-    refuses with ValueError where model, tokenizer, policy, page size, dtype, defaults or input are not those it was begun with. `out`
-    appears at the end, whole; one that exists already is a ValueError unless overwrite. console: where progress goes; None shows none.
+    refuses with ValueError where model, tokenizer, policy, page size, prefill chunk, dtype, defaults or input are not those it was begun
+    with. `out` appears at the end, whole; one that exists already is a ValueError unless overwrite. console: where progress goes; None
+    shows none.
     """
     source, out = Path(source), Path(out)
     check_paths(source, out, overwrite)
@@ -121,6 +124,7 @@ def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path
         "tokenizer": _tokenizer_digest(engine.model.tokenizer),
         "policy": repr(engine.policy if policy is None else parse(policy)),
         "page size": engine.page_size,
+        "prefill chunk": engine.prefill_chunk,
         "dtype": str(engine.dtype),
         "--max-new-tokens": defaults.max_new_tokens,
         "--temperature": defaults.temperature,

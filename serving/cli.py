@@ -214,7 +214,9 @@ def plan_command(
     model: ModelOption,
     policy: PolicyOption = "dense",
     page_size: PageSizeOption = 128,
-    dtype: Annotated[Dtype, typer.Option(help="Type of weights and cache.")] = Dtype.bfloat16,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else bfloat16]", show_default=False)
+    ] = None,
     memory: Annotated[
         float | None, typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False)
     ] = None,
@@ -223,6 +225,7 @@ def plan_command(
     if memory is not None and memory <= 0:
         raise typer.BadParameter(f"must be above 0, got {memory}", param_hint="--memory")
 
+    import jax
     import jax.numpy as jnp
 
     from kvjax.memory import memory_plan
@@ -230,9 +233,12 @@ def plan_command(
     from kvjax.policies import parse
 
     available = None if memory is None else int(memory * 2**30)
-    indexes = parse(policy).indexes()
+    chosen = parse(policy)
     config = read_config(model)
-    typer.echo(str(memory_plan(config, dtype=jnp.dtype(dtype.value), page_size=page_size, indexes=indexes, available_bytes=available)))
+    # What `load` would choose; the stored type is not in the configuration, but on an accelerator it is hardly ever another.
+    stored = dtype or (Dtype.float32 if jax.default_backend() == "cpu" else Dtype.bfloat16)
+    plan = memory_plan(config, dtype=jnp.dtype(stored.value), page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
+    typer.echo(f"{model} in {stored.value}, {chosen.describe()}\n{plan}")
 
 
 @app.command("needle")
@@ -341,27 +347,40 @@ def train_needle_command(
 
     from kvjax.models.needle.training import train
 
-    model = train(PRESETS[recipe], text, held_out, folder, with_python_sources=python_sources, workers=workers, stop_at=stop_at)
+    try:
+        model = train(PRESETS[recipe], text, held_out, folder, with_python_sources=python_sources, workers=workers, stop_at=stop_at)
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; run the same command again to go on from the last checkpoint in {folder / 'checkpoints'}", err=True)
+        raise
     typer.echo(f"stopped at step {stop_at}; run again to go on" if model is None else f"the model is in {model}")
 
 
 def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
-    """Generate from one prompt of token ids, text to stdout as it comes."""
+    """Generate from one prompt of token ids, text to stdout as it comes; until then a bar on a terminal, as long prompts take minutes."""
     import time
+
+    from rich.console import Console
+    from rich.progress import Progress
 
     from kvjax.generation import Request, run
 
     if stats:
         # Otherwise the rates would be those of the compiler.
         engine.warmup(tokens=len(ids) + sampling.max_new_tokens - 1)
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal)
+    task = bar.add_task("prefill", total=len(ids))
     started, times = time.monotonic(), []
 
     def show(request: Request, token: int, piece: str) -> None:
+        bar.stop()
         times.append(time.monotonic())
         typer.echo(piece, nl=False)
         sys.stdout.flush()
 
-    ((_, completion),) = run(engine, [Request(tuple(ids), sampling)], slots=1, on_token=show)
+    with bar:
+        on_prefill = (lambda tokens: bar.advance(task, tokens)) if console.is_terminal else None
+        ((_, completion),) = run(engine, [Request(tuple(ids), sampling)], slots=1, on_token=show, on_prefill=on_prefill)
     if completion.error is not None:
         raise completion.error
     typer.echo()

@@ -29,7 +29,7 @@ def run_demo(picture: Path, *, prompts: int = 16, length: int = 8192, seed: int 
 
     console = Console()
     model = kvjax.load("needle")
-    console.print(f"{prompts} prompts of {length:,} tokens: Python's documentation, a five-digit needle and 16 distractors in each")
+    print(f"{prompts} prompts of {length:,} tokens: Python's documentation, a five-digit needle and 16 distractors in each", flush=True)
     start = time.perf_counter()
     with _progress(console) as progress:
         bar = progress.add_task("prefill", total=prompts * length)
@@ -45,12 +45,11 @@ def run_demo(picture: Path, *, prompts: int = 16, length: int = 8192, seed: int 
         )
         progress.update(bar, completed=prompts * length)
     console.print(table(results))
-    save_picture(results, picture, f"needles in {length:,} tokens of Python's documentation")
+    save_picture(results, picture, f"{prompts} needles, each in {length:,} tokens of Python's documentation")
     elapsed = time.perf_counter() - start
     decoding = sum(result.seconds for result in results)
-    console.print(
-        f"prefill and compilation {elapsed - decoding:.0f} s, questions and answers {decoding:.0f} s; picture of the table: {picture}"
-    )
+    # Not through rich, which would break the line and take brackets in a path for its markup.
+    print(f"prefill and compilation {elapsed - decoding:.0f} s, questions and answers {decoding:.0f} s; picture of the table: {picture}")
     return results
 
 

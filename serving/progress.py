@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from kvjax.serving.results import Result
 
@@ -23,8 +24,14 @@ class JobProgress:
         self._total, self._done, self._errors, self._console = total, done, 0, console
         self._prompt_tokens = self._generated = 0
         self._started = self._logged = time.monotonic()
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
-        self._bar = Progress(TextColumn("records"), *columns, console=console, disable=not console.is_terminal, transient=True)
+        # Only the bar gives way: rates and times must be readable on a terminal of 80 columns.
+        columns = (
+            BarColumn(None, table_column=Column(ratio=1)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        )
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True, expand=True)
         self._task = self._bar.add_task("", total=total, completed=done)
 
     def __enter__(self) -> JobProgress:

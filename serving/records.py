@@ -120,7 +120,8 @@ def parse(line: bytes | str | Mapping[str, Any], number: int, defaults: Defaults
             _check_known(fields, _PLAIN, "")
         return _fill(record, {key: value for key, value in body.items() if value is not None}, defaults)
     except _Wrong as wrong:
-        return _refused(record, str(wrong))
+        # Without an id only the line tells whose error it is.
+        return _refused(record, f"input line {number}: {wrong}" if record.id is None else str(wrong))
 
 
 def _refused(record: Record, error: str) -> Record:
@@ -149,6 +150,8 @@ def _load(line: bytes | str) -> dict[str, Any]:
         raise
     except UnicodeDecodeError as error:
         raise _Wrong(f"the line is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise _Wrong(f"the line is not JSON: {error.msg} at character {error.pos + 1}") from None
     except (ValueError, RecursionError) as error:
         raise _Wrong(f"the line is not JSON: {error}") from None
     if not isinstance(fields, dict):

@@ -307,6 +307,7 @@ def test_a_job_is_not_continued_as_another(job, engine, model, monkeypatch):
     refused("--temperature", defaults=dataclasses.replace(DEFAULTS, temperature=0.5))
     refused("--seed", defaults=dataclasses.replace(DEFAULTS, seed=1))
     refused("page size", Engine(model, "window:8+24", pages=8, page_size=32, prefill_chunk=64))
+    refused("prefill chunk", Engine(model, "window:8+24", pages=8, page_size=16, prefill_chunk=32))
     other = CausalLM(model.decoder, init_params(model.config, jax.random.key(4), std=0.6), model.tokenizer, "tiny")
     refused("begun with model", Engine(other, "window:8+24", pages=8, page_size=16, prefill_chunk=64))
     monkeypatch.setattr(model.tokenizer, "chat_template", model.tokenizer.chat_template + " ")
@@ -359,3 +360,16 @@ def test_progress_in_a_log_is_a_line_now_and_then(job, engine, monkeypatch):
     last = text.getvalue().splitlines()[-1]
     assert last.startswith("9/9 records, ")
     assert "\x1b" not in text.getvalue()
+
+
+def test_progress_is_whole_on_a_narrow_terminal(job, engine):
+    """Rates and times are not cut short; the bar gives way."""
+    text = io.StringIO()
+    file_job(job, engine, console=Console(file=text, force_terminal=True, width=80))
+    assert "tokens/s, 1 errors" in text.getvalue()
+    assert "…" not in text.getvalue()
+
+
+def test_a_model_is_no_engine(model):
+    with pytest.raises(TypeError, match="needs an engine, got CausalLM"):
+        run_batch([{"prompt": "a"}], model)

@@ -221,6 +221,14 @@ def test_plan_counts_bytes(kvjax, model_folder, loaded):
     assert f"{page / 1024:.1f} KiB" in out
 
 
+def test_plan_counts_in_the_type_that_would_be_loaded(kvjax, model_folder, loaded):
+    dtype = loaded.params["embed"].dtype.name
+    _, out, _ = kvjax("plan", "--model", model_folder, "--memory", 1, "--policy", "top:8")
+    _, named, _ = kvjax("plan", "--model", model_folder, "--memory", 1, "--policy", "top:8", "--dtype", dtype)
+    assert out == named
+    assert f"in {dtype}, top:8 (1,664 keys" in out.splitlines()[0]
+
+
 def test_needle_counts_hits_under_each_policy(kvjax, model_folder):
     arguments = ("--model", model_folder, "--length", 300, "--trials", 3, "--distractors", 2, "--max-batch", 2, *PAGES)
     status, out, err = kvjax("needle", *arguments, "--policy", "dense", "--policy", "window:4+8")
@@ -343,6 +351,18 @@ def test_a_killed_job_ends_as_an_uninterrupted_one(kvjax, model_folder, tmp_path
     status, _, err = kvjax("batch", source, "--out", out_path, *options)
     assert status == 2
     assert "--overwrite" in err
+
+
+def test_ctrl_c_in_training_says_how_to_go_on(kvjax, monkeypatch, tmp_path):
+    from kvjax.models.needle import training
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "train", interrupted)
+    status, _, err = kvjax("train-needle", tmp_path / "run", "--text", tmp_path, "--held-out", tmp_path)
+    assert status == 130
+    assert "run the same command again to go on from the last checkpoint" in err
 
 
 def test_ctrl_c_says_how_to_go_on(kvjax, model_folder, tmp_path, monkeypatch):

@@ -186,7 +186,7 @@ def test_what_is_wrong_is_said(fields, said):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"{", "not JSON"),
+        (b"{", "input line 1: the line is not JSON: Expecting property name enclosed in double quotes at character 2"),
         (b"[1]", "must be a JSON object, got a list"),
         (b"null", "must be a JSON object, got nothing"),
         (b'{"id": "a", "prompt": "x", "prompt": "y"}', "'prompt' is given twice"),
