@@ -16,7 +16,7 @@ demo: venv
 	@$(bin)/kvjax demo
 
 test: lint
-	@$(bin)/pytest
+	@$(bin)/pytest -n 2 --dist loadfile
 
 lint: venv
 	@$(bin)/ruff check

@@ -77,7 +77,6 @@ def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        beside.chmod(0o755)
         dtype = _write_weights(model, beside, max_shard_bytes)
         _write_json(beside / "config.json", config_json.to_fields(model.config, dtype))
         _write_json(beside / "generation_config.json", config_json.to_generation_fields(model.config))
@@ -147,6 +146,8 @@ def _tokenizer(folder: Path, config: ModelConfig) -> Any:
         ) from error
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"the tokenizer in {folder} has {len(tokenizer)} ids, the model's vocabulary only {config.vocab_size}")
+    # It warns of "indexing errors" past the trained length; the engine refuses such prompts itself, and says how long they are.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 
@@ -165,6 +166,7 @@ def _check_target(folder: Path, overwrite: bool) -> None:
 
 def _rename(beside: Path, folder: Path) -> None:
     """Put `beside` in the place of `folder`; what stood there is removed last."""
+    _open_up(beside)
     if not folder.exists():
         os.replace(beside, folder)
         return
@@ -172,6 +174,15 @@ def _rename(beside: Path, folder: Path) -> None:
     os.replace(folder, old)
     os.replace(beside, folder)
     shutil.rmtree(old)
+
+
+def _open_up(folder: Path) -> None:
+    """Give a folder and its files the modes that new ones get: tempfile and safetensors make theirs for the owner alone."""
+    masked = os.umask(0)
+    os.umask(masked)
+    folder.chmod(0o777 & ~masked)
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~masked)
 
 
 def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> str:

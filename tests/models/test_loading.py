@@ -446,3 +446,12 @@ def test_unknown_names_are_attribute_errors():
         kvjax.models.nonsense  # noqa: B018
     assert all(hasattr(kvjax.models, name) for name in kvjax.models.__all__)
     assert set(kvjax.models._HOMES) == set(kvjax.models.__all__)
+
+
+def test_what_is_saved_can_be_read_by_others(tmp_path):
+    """Files and folder have the modes of any new file and folder here, not those of a private temporary one."""
+    save(random_model(), tmp_path / "model")
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    assert (tmp_path / "model").stat().st_mode == (tmp_path / "folder").stat().st_mode
+    assert {path.stat().st_mode for path in (tmp_path / "model").iterdir()} == {(tmp_path / "file").stat().st_mode}
