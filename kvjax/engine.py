@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,6 @@ class CachedSequence:
     pages: list[int] = dataclasses.field(default_factory=list)
     logits: Float[Array, " V"] | None = None
     states: dict[DecodePolicy, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    freed: bool = False
 
 
 class Engine:
@@ -50,7 +52,8 @@ class Engine:
     policy: the decode policy, or its name (`kvjax.policies.parse`). policies: others that calls may name; the indexes of all are built as
     pages are sealed. pages: size of the pool; None fits it to free memory. page_size and prefill_chunk are in tokens; the chunk is a
     multiple of the page. batch_buckets: decode batches are padded to the next of these sizes, and a sequence's bits are the same in every
-    batch of one bucket. last_reads: what the latest decode step read, summed over layers and KV heads (None before the first).
+    batch of one bucket. sequences: those not freed yet. last_reads: what the latest decode step read, summed over layers and KV heads (None
+    before the first).
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class Engine:
         self.allocator = PageAllocator(self._default_pages() if pages is None else pages)
         shape = (self.allocator.total, self.config.num_kv_heads, page_size, self.config.head_dim)
         self._layers = tuple(empty_layer(*shape, self.dtype, self.indexes) for _ in range(self.config.num_layers))
+        self.sequences: set[CachedSequence] = set()
         self.last_reads: Reads | None = None
 
     # What there is room for
@@ -100,6 +104,16 @@ class Engine:
         if self.pages_for(tokens) > self.allocator.total:
             raise self._out_of_pages(self.pages_for(tokens), self.allocator.total)
 
+    def declared(self, policy: str | DecodePolicy | None) -> DecodePolicy:
+        """The policy of a call, None being the engine's own; ValueError if it scans an index that this engine's pages do not have."""
+        chosen = self.policy if policy is None else parse(policy)
+        missing = [spec.name for spec in chosen.indexes() if spec not in self.indexes]
+        if missing:
+            raise ValueError(
+                f"policy {chosen} needs the index {missing[0]}, which this engine does not build: name it in Engine(policies=...)"
+            )
+        return chosen
+
     # Sequences
 
     def prefill(
@@ -108,20 +122,23 @@ class Engine:
         """Write whole prompts (token ids) to new sequences; `.logits` of each predicts the next token.
 
         reserve: tokens beyond the prompt whose pages are taken now, so that later steps cannot run out. on_tokens: called with the number
-        of tokens done, chunk by chunk. One sequence at a time, so a prompt's bits do not depend on the others. Raises OutOfPages (then
-        nothing is kept) and ValueError for an empty prompt, a token outside the vocabulary, or one too long for the model.
+        of tokens done, chunk by chunk. One sequence at a time, so a prompt's bits do not depend on the others. Raises OutOfPages, and
+        ValueError for an empty prompt, a token outside the vocabulary, or one too long for the model; whatever is raised, nothing is kept.
         """
+        if reserve < 0:
+            raise ValueError(f"reserve must not be negative, got {reserve}")
+        prompts = [self._check_tokens(prompt) for prompt in prompts]
         for prompt in prompts:
-            self._check_tokens(prompt)
             self.check_length(len(prompt) + reserve)
-        sequences = [CachedSequence([]) for _ in prompts]
         needed = sum(self.pages_for(len(prompt) + reserve) for prompt in prompts)
         if needed > self.allocator.free:
             raise self._out_of_pages(needed, self.allocator.free)
-        for sequence, prompt in zip(sequences, prompts, strict=True):
-            self.reserve([sequence], len(prompt) + reserve)
-        for sequence, prompt in zip(sequences, prompts, strict=True):
-            self._write(sequence, list(prompt), all_logits=False, on_tokens=on_tokens)
+        sequences = [CachedSequence([]) for _ in prompts]
+        with self._kept(*sequences):
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                self.reserve([sequence], len(prompt) + reserve)
+            for sequence, prompt in zip(sequences, prompts, strict=True):
+                self._write(sequence, prompt, all_logits=False, on_tokens=on_tokens)
         return sequences
 
     def extend(self, sequence: CachedSequence, tokens: Sequence[int], *, all_logits: bool = False) -> Float[Array, "*T V"]:
@@ -130,10 +147,10 @@ class Engine:
         The bits equal those of one prefill of the whole. Raises as `prefill` does.
         """
         self._check_live([sequence])
-        self._check_tokens(tokens)
+        tokens = self._check_tokens(tokens)
         self.check_length(sequence.length + len(tokens))
         self.reserve([sequence], len(tokens))
-        return self._write(sequence, list(tokens), all_logits=all_logits)
+        return self._write(sequence, tokens, all_logits=all_logits)
 
     def decode(
         self, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None = None
@@ -145,12 +162,12 @@ class Engine:
         if len(tokens) != len(sequences):
             raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each")
         slots = self._slots(sequences)
-        self._check_tokens(tokens)
+        tokens = self._check_tokens(tokens)
         padded = np.zeros((len(slots), 1), np.int32)
-        padded[: len(sequences), 0] = list(tokens)
+        padded[: len(sequences), 0] = tokens
         (logits,) = self._decode(decode_step, slots, padded, policy)
         for sequence, token in zip(sequences, tokens, strict=True):
-            sequence.tokens.append(int(token))
+            sequence.tokens.append(token)
         return logits[: len(sequences), 0]
 
     def decode_and_sample(
@@ -170,17 +187,20 @@ class Engine:
         """A second sequence with the same history: sealed pages are shared, the open one is copied. OutOfPages if none is free for it."""
         self._check_live([sequence])
         sealed = sequence.length // self.page_size
-        pages = list(sequence.pages[:sealed])
-        if sequence.length % self.page_size:
-            target = self._take(1)
-            source = sequence.pages[sealed]
-            self._layers = _copy_page(self._layers, jnp.int32(source), jnp.int32(target[0]))
-            pages += target
-        self.allocator.share(pages[:sealed])
-        return CachedSequence(list(sequence.tokens), sequence.length, pages, sequence.logits, dict(sequence.states))
+        child = CachedSequence(list(sequence.tokens), sequence.length, [], sequence.logits, dict(sequence.states))
+        with self._kept(child):
+            self.allocator.share(sequence.pages[:sealed])
+            child.pages = sequence.pages[:sealed]
+            if sequence.length % self.page_size:
+                child.pages += self._take(1)
+                self._run(_copy_page, self._layers, jnp.int32(sequence.pages[sealed]), jnp.int32(child.pages[sealed]))
+        return child
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Drop the tokens from `length` on, which must lie in the open page: sealed pages may be shared and are never reopened."""
+        """Drop the tokens from `length` on, which must lie in the open page: sealed pages may be shared and are never reopened.
+
+        Reserved pages are given back too. What a learning policy gathered from the dropped tokens stays in its state.
+        """
         self._check_live([sequence])
         lowest = sequence.length // self.page_size * self.page_size
         if not lowest <= length <= sequence.length:
@@ -198,10 +218,12 @@ class Engine:
         """Give the sequence's pages back. It cannot be used afterwards."""
         self._check_live([sequence])
         self.allocator.release(sequence.pages)
-        sequence.pages, sequence.freed, sequence.logits = [], True, None
+        self.sequences.remove(sequence)
+        sequence.pages, sequence.logits = [], None
 
     def reserve(self, sequences: Sequence[CachedSequence], tokens: int) -> None:
         """Take the pages that `tokens` more tokens of every sequence need, or raise OutOfPages and take none."""
+        self._check_live(sequences)
         needed = [max(0, self.pages_for(sequence.length + tokens) - len(sequence.pages)) for sequence in sequences]
         taken = self._take(sum(needed))
         for sequence, count in zip(sequences, needed, strict=True):
@@ -209,8 +231,13 @@ class Engine:
             del taken[:count]
 
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
-        """Write a sequence's pages and tokens to a file that `restore` reads; the file is written beside and renamed."""
+        """Write a sequence's pages and tokens to a file that `restore` reads; the file is written beside and renamed.
+
+        The states of learning policies are not written. ValueError if `.tokens` does not hold the token of every position.
+        """
         self._check_live([sequence])
+        if len(sequence.tokens) != sequence.length:
+            raise ValueError(f"{sequence.length} tokens were written, but .tokens holds {len(sequence.tokens)}: append those decoded first")
         pages = np.asarray(sequence.pages[: self.pages_for(sequence.length)], np.int32)
         write_sequence(path, self._header, sequence.tokens, [(layer.k[pages], layer.v[pages]) for layer in self._layers])
 
@@ -222,38 +249,74 @@ class Engine:
         tokens, layers = read_sequence(path, self._header)
         self.check_length(len(tokens))
         sequence = CachedSequence(tokens)
-        self.reserve([sequence], len(tokens))
-        sequence.length = len(tokens)
-        pages = jnp.asarray(sequence.pages, jnp.int32)
-        sealed = jnp.asarray(sequence.pages[: sequence.length // self.page_size], jnp.int32)
-        self._layers = _restore_pages(self.indexes, self._layers, pages, sealed, layers)
+        with self._kept(sequence):
+            self.reserve([sequence], len(tokens))
+            sequence.length = len(tokens)
+            pages = jnp.asarray(sequence.pages, jnp.int32)
+            self._run(_restore_pages, self._layers, self.indexes, pages, pages[: sequence.length // self.page_size], layers)
         return sequence
 
     def warmup(self, *, batch: int = 1, tokens: int | None = None, policy: str | DecodePolicy | None = None) -> None:
-        """Compile the steps for up to `batch` sequences of up to `tokens` tokens (None: one page's worth) before the first real call."""
-        sequences = self.prefill([[0]] * batch, reserve=(tokens or self.page_size) - 1)
+        """Compile the steps that `batch` sequences decoded together need before the first real call.
+
+        That is prefill and decoding in the batch bucket of `batch`, for every width of page table up to that of a sequence of `tokens`
+        tokens (None: one page's worth). Raises as `prefill` does.
+        """
+        longest = self.pages_for(self.page_size if tokens is None else tokens)
+        sequences = self.prefill([[0]] * batch)
         try:
-            slots = self._slots(sequences)
-            rows = SamplingRows.of([None] * len(slots))
-            sample_step(sequences[0].logits[None], SamplingRows.of([None]), np.ones(1, np.int32))
-            jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, policy))
+            slots, rows = self._slots(sequences), SamplingRows.of([None])
+            sample_step(sequences[0].logits[None], rows, np.ones(1, np.int32))
+            rows, width = SamplingRows.of([None] * len(slots)), MIN_TABLE_PAGES
+            while True:
+                self.reserve(sequences[:1], min(width, longest) * self.page_size - sequences[0].length)
+                self.extend(sequences[0], [0])
+                jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, policy))
+                if width >= longest:
+                    return
+                width *= 2
         finally:
             for sequence in sequences:
                 self.free(sequence)
 
     # Inside
 
+    @contextlib.contextmanager
+    def _kept(self, *sequences: CachedSequence) -> Iterator[None]:
+        """New sequences, which are live from here on, but freed again if what fills them fails."""
+        self.sequences.update(sequences)
+        try:
+            yield
+        except BaseException:
+            for sequence in sequences:
+                self.free(sequence)
+            raise
+
+    def _run(self, step: Callable, *args: Any, layers: Callable[[Any], tuple[PagedKV, ...]] = lambda result: result, **kwargs: Any) -> Any:
+        """Call a jitted function that consumes the pool and keep the pool that it returns, which `layers` finds in the result.
+
+        RuntimeError if the pool was lost to an earlier call that failed after it had begun (out of device memory, say).
+        """
+        if self._layers[0].k.is_deleted():
+            raise RuntimeError("the cache was lost when an earlier step failed; make a new engine")
+        with _interrupts_held():
+            result = step(*args, **kwargs)
+            self._layers = layers(result)
+        return result
+
     def _write(self, sequence: CachedSequence, tokens: list[int], *, all_logits: bool, on_tokens: Callable[[int], None] | None = None):
         """Run the chunks that hold positions [length, length + len(tokens)); they begin at multiples of the chunk, whatever came before."""
         fresh, end = sequence.length, sequence.length + len(tokens)
         table = self._table([sequence])
         collected = []
+        sequence.logits = None
         for start in range(fresh // self.prefill_chunk * self.prefill_chunk, end, self.prefill_chunk):
             first, last = max(start, fresh), min(start + self.prefill_chunk, end)
             chunk = np.zeros((1, self.prefill_chunk), np.int32)
             chunk[0, first - start : last - start] = tokens[first - fresh : last - fresh]
             cache = Cache(self._layers, {FULL: table}, np.array([last], np.int32))
-            logits, cache = prefill_step(
+            logits, _ = self._run(
+                prefill_step,
                 self.model.decoder,
                 self.prefill_policy,
                 self.indexes,
@@ -263,8 +326,8 @@ class Engine:
                 np.array([start], np.int32),
                 np.array([first], np.int32),
                 all_logits=all_logits,
+                layers=lambda result: result[1].layers,
             )
-            self._layers = cache.layers
             sequence.tokens += tokens[first - fresh : last - fresh]
             sequence.length = last
             if all_logits:
@@ -278,7 +341,7 @@ class Engine:
 
     def _decode(self, step: Callable, slots: Sequence[CachedSequence | None], tokens, policy: str | DecodePolicy | None, *rest):
         """Run one decode step over padded slots and keep the books. Returns what the step returned before the cache."""
-        policy = self._declared(policy)
+        policy = self.declared(policy)
         live = [slot for slot in slots if slot is not None]
         self._check_live(live)
         for sequence in live:
@@ -288,10 +351,8 @@ class Engine:
         lengths = np.array([slot.length if slot else 0 for slot in slots], np.int32)
         cache = Cache(self._layers, {FULL: self._table(slots)}, lengths)
         states = self._batch_states(policy, slots)
-        *results, cache, states, self.last_reads = step(
-            self.model.decoder, policy, self.indexes, self.model.params, cache, tokens, active, states, *rest
-        )
-        self._layers = cache.layers
+        args = (self.model.decoder, policy, self.indexes, self.model.params, cache, tokens, active, states, *rest)
+        *results, _, states, self.last_reads = self._run(step, *args, layers=lambda result: result[-3].layers)
         for row, sequence in enumerate(slots):
             if sequence is not None:
                 sequence.length += 1
@@ -329,28 +390,23 @@ class Engine:
                 table[row, : len(slot.pages)] = slot.pages
         return table
 
-    def _declared(self, policy: str | DecodePolicy | None) -> DecodePolicy:
-        """The policy of a call; ValueError if it scans an index that this engine's pages do not have."""
-        chosen = self.policy if policy is None else parse(policy)
-        missing = [spec.name for spec in chosen.indexes() if spec not in self.indexes]
-        if missing:
-            raise ValueError(
-                f"policy {chosen} needs the index {missing[0]}, which this engine does not build: name it in Engine(policies=...)"
-            )
-        return chosen
-
     def _check_live(self, sequences: Sequence[CachedSequence]) -> None:
-        if any(sequence.freed for sequence in sequences):
-            raise ValueError("the sequence was freed; prefill it again")
-        if len({id(sequence) for sequence in sequences}) < len(sequences):
+        if not self.sequences.issuperset(sequences):
+            raise ValueError("the sequence was freed or is another engine's; prefill it here")
+        if len(set(sequences)) < len(sequences):
             raise ValueError("a sequence stands twice in one batch; fork it to decode it twice")
 
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        if len(tokens) == 0:
+    def _check_tokens(self, tokens: Sequence[int]) -> list[int]:
+        """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary."""
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+            raise ValueError(f"token ids must be a list of whole numbers, got {tokens!r:.60}")
+        if not ids.size:
             raise ValueError("no tokens: a prompt needs at least one (add the model's beginning-of-sequence token)")
-        low, high = min(tokens), max(tokens)
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.config.vocab_size:
             raise ValueError(f"token {low if low < 0 else high} is outside the vocabulary of {self.config.vocab_size}")
+        return ids.tolist()
 
     def _take(self, count: int) -> list[int]:
         try:
@@ -378,11 +434,27 @@ class Engine:
         return {"model": fingerprint(self.model), "page_size": self.page_size, "dtype": str(self.dtype)}
 
 
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C takes effect at the end of the block: between a step that consumes the pool and keeping its result, it would lose the pool."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
 _copy_page = jax.jit(copy_page, donate_argnames="layers")
 
 
 @functools.partial(jax.jit, static_argnames="indexes", donate_argnames="layers")
-def _restore_pages(indexes, layers: tuple[PagedKV, ...], pages, sealed, stored) -> tuple[PagedKV, ...]:
+def _restore_pages(layers: tuple[PagedKV, ...], indexes, pages, sealed, stored) -> tuple[PagedKV, ...]:
     """Put stored keys and values into `pages` of every layer and build the indexes of the `sealed` ones. DONATES layers."""
     restored = []
     for layer, (k, v) in zip(layers, stored, strict=True):

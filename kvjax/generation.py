@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from jaxtyping import Array, Int
 from kvjax.cache import OutOfPages
 from kvjax.engine import MIN_TABLE_PAGES, CachedSequence, Engine
 from kvjax.model import Model
-from kvjax.policies import DecodePolicy, parse
+from kvjax.policies import DecodePolicy
 from kvjax.sampling import Sampling, SamplingRows, sample_step
 from kvjax.steps import Reads
 from kvjax.text import TextStream
@@ -57,9 +59,12 @@ OnToken = Callable[[Request, int, str], None]
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt; ids are returned as they are. ValueError if there is no tokenizer or it cannot read the text."""
+    """Token ids of a prompt; ids stay as they are. ValueError for neither text nor ids, and for text without a tokenizer that reads it."""
     if not isinstance(prompt, str):
-        return [int(token) for token in prompt]
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise ValueError(f"a prompt is text or a list of token ids, got {prompt!r:.60}") from error
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: pass token ids instead of text")
     try:
@@ -90,6 +95,11 @@ def run(
         loop.release()
 
 
+def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt (text, or a row of token ids) rather than several."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0)
+
+
 def generate(
     model: Model | Engine,
     prompts: Prompt | Sequence[Prompt],
@@ -103,19 +113,28 @@ def generate(
     """Continue one prompt (text gives text) or several (a list gives a list).
 
     model: a model, for which a pool is made that fits these prompts, or an engine. policy: the decode policy; None is the engine's own,
-    dense for a model. sampling: fields of `kvjax.Sampling`. stream: called with the prompt's number and each new piece of text. details:
-    return `Completion` objects instead of text. Prompts may be lists of token ids. Raises what `Completion.error` would hold.
+    dense for a model. sampling: fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on. stream: called
+    with the prompt's number and each new piece of text. details: return `Completion` objects instead of text. Prompts may be lists of
+    token ids. Raises what `Completion.error` would hold.
     """
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    single = is_single(prompts)
     listed = [prompts] if single else list(prompts)
     settings = Sampling(**sampling)
-    engine = model if isinstance(model, Engine) else engine_for(model, listed, settings.max_new_tokens, policy, slots or DEFAULT_SLOTS)
-    requests = [Request(prompt if isinstance(prompt, str) else tuple(prompt), settings, number) for number, prompt in enumerate(listed)]
+    wanted = max(1, min(len(listed), DEFAULT_SLOTS)) if slots is None else slots
+    engine = model if isinstance(model, Engine) else engine_for(model, listed, settings.max_new_tokens, policy, wanted)
+    if slots is None:
+        wanted = min(wanted, engine.batch_buckets[-1])
+    requests = []
+    seen: collections.Counter = collections.Counter()
+    for number, prompt in enumerate(listed):
+        prompt = prompt if isinstance(prompt, str) else tuple(encode(None, prompt))
+        # Equal prompts in one list are different samples; the first of them is what it would be alone.
+        own = dataclasses.replace(settings, seed=(settings.seed + seen[prompt]) % 2**32)
+        seen[prompt] += 1
+        requests.append(Request(prompt, own, number))
     on_token = None if stream is None else (lambda request, _, piece: stream(request.id, piece))
     results: list[Completion | None] = [None] * len(requests)
-    for request, completion in run(
-        engine, requests, policy=policy, slots=slots or _fitting_slots(engine, len(requests)), on_token=on_token
-    ):
+    for request, completion in run(engine, requests, policy=policy, slots=wanted, on_token=on_token):
         if completion.error is not None:
             raise completion.error
         results[request.id] = completion
@@ -128,10 +147,6 @@ def engine_for(model: Model, prompts: Sequence[Prompt], new_tokens: int, policy:
     lengths = sorted((len(encode(model.tokenizer, prompt)) + new_tokens for prompt in prompts), reverse=True)
     pages = sum(-(-length // 128) for length in lengths[:slots])
     return Engine(model, "dense" if policy is None else policy, pages=max(MIN_TABLE_PAGES, 1 << (max(pages, 1) - 1).bit_length()))
-
-
-def _fitting_slots(engine: Engine, requests: int) -> int:
-    return max(1, min(requests, DEFAULT_SLOTS, engine.batch_buckets[-1]))
 
 
 @dataclasses.dataclass(eq=False)
@@ -177,7 +192,7 @@ class _Loop:
         if bucket is None:
             raise ValueError(f"{slots} slots are more than the largest batch bucket, {engine.batch_buckets[-1]}")
         self.engine, self.on_token, self.on_prefill = engine, on_token, on_prefill
-        self.policy = engine.policy if policy is None else parse(policy)
+        self.policy = engine.declared(policy)
         self.rows: list[_Row | None] = [None] * bucket
         self.usable = slots
         self.tokens = jnp.zeros(bucket, jnp.int32)
@@ -186,9 +201,9 @@ class _Loop:
 
     def run(self, source: Iterator[Request]) -> Iterator[tuple[Request, Completion]]:
         waiting: Request | None = None
-        exhausted = False
+        exhausted = short = False  # short: pages did not suffice for `waiting`, and none came back since
         while True:
-            for place in range(self.usable):
+            for place in () if short else range(self.usable):
                 while self.rows[place] is None and not exhausted:
                     request = waiting if waiting is not None else next(source, None)
                     waiting = None
@@ -197,7 +212,7 @@ class _Loop:
                         break
                     outcome = self._admit(place, request)
                     if outcome == "wait":
-                        waiting = request
+                        waiting, short = request, True
                         break
                     if isinstance(outcome, Completion):
                         yield request, outcome
@@ -211,7 +226,9 @@ class _Loop:
             self.flight = self._dispatch()
             if landed is not None:
                 self._read(landed)
-            yield from self._finished()
+            for finished in self._finished():
+                short = False
+                yield finished
 
     def release(self) -> None:
         """Free what still runs: the caller stopped early, or something failed."""

@@ -72,7 +72,8 @@ def free_bytes() -> int:
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return int(DEVICE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
-    return int(HOST_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS does not say what is free
+    return int(HOST_SHARE * os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _size(count: int) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Sequence
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,23 +33,32 @@ class Sampling:
     logprobs: bool = False
 
     def __post_init__(self):
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if any(not isinstance(text, str) or not text for text in stops):
+            raise ValueError(f"stop must be strings that are not empty, got {self.stop!r}")
+        object.__setattr__(self, "stop", stops)
+        if not isinstance(self.logprobs, bool):
+            raise ValueError(f"logprobs must be True or False, got {self.logprobs!r}")
+        for name, least, below in (("max_new_tokens", 1, 2**31), ("top_k", 0, 2**31), ("seed", 0, 2**32)):
+            object.__setattr__(self, name, _whole(name, getattr(self, name), least, below))
         if self.stop_token_ids is not None:
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be a whole number of at least 1, got {self.max_new_tokens!r}")
-        if not (np.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature!r}")
-        if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be 0 (off) or a positive whole number below 2**31, got {self.top_k!r}")
-        if not 0 < self.top_p <= 1:
+            ids = tuple(_whole("a stop token id", token, 0, 2**31) for token in self.stop_token_ids)
+            object.__setattr__(self, "stop_token_ids", ids)
+        if not _is_number(self.temperature) or not 0 <= self.temperature < np.inf:
+            raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature!r}")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must be a whole number from 0 to 2**32 - 1, got {self.seed!r}")
-        if any(not text for text in self.stop):
-            raise ValueError("a stop string must not be empty")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _whole(name: str, value: object, least: int, below: int) -> int:
+    """The value as an int; ValueError unless it is a whole number in [least, below)."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= value < below:
+        raise ValueError(f"{name} must be a whole number from {least} to {below - 1}, got {value!r}")
+    return int(value)
 
 
 @flax.struct.dataclass
@@ -91,21 +101,27 @@ sample_step = jax.jit(sample)
 """`sample`, jitted."""
 
 
+def kept(ranked: Float[Array, "B V"], rows: SamplingRows) -> Bool[Array, "B V"]:
+    """Which of the scaled logits, largest first, the cuts leave to draw from."""
+    rank = jnp.arange(ranked.shape[-1])[None]
+    keep = (rows.top_k[:, None] == 0) | (rank < rows.top_k[:, None])
+    mass = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
+    before = jnp.cumsum(mass, axis=-1) - mass
+    # A token stays while the mass before it is short of top_p, so the one that crosses the line stays. A top_p of 1 cuts nothing: the
+    # rounded sum may reach 1 before the last token.
+    keep &= (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1)
+    return keep | (rank == 0)
+
+
 def _draw(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array, "B"]) -> Int[Array, "B"]:
     """A draw for every row; rows of temperature 0 get one too, which the caller drops."""
     scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     order = jnp.argsort(-scaled, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
-    rank = jnp.arange(logits.shape[-1])[None]
-    keep = (rows.top_k[:, None] == 0) | (rank < rows.top_k[:, None])
-    mass = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
-    # A token stays while the mass before it is short of top_p, so the one that crosses the line stays.
-    keep &= (jnp.cumsum(mass, axis=-1) - mass) < rows.top_p[:, None]
-    keep |= rank == 0
 
     def pick(seed, position, row):
         key = jax.random.fold_in(jax.random.key(seed), position)
         return jax.random.categorical(key, row)
 
-    index = jax.vmap(pick)(rows.seed, positions, jnp.where(keep, ranked, -jnp.inf))
+    index = jax.vmap(pick)(rows.seed, positions, jnp.where(kept(ranked, rows), ranked, -jnp.inf))
     return jnp.take_along_axis(order, index[:, None], axis=-1)[:, 0].astype(jnp.int32)

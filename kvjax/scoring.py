@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from kvjax.engine import CachedSequence, Engine
-from kvjax.generation import DEFAULT_SLOTS, Prompt, encode, engine_for
+from kvjax.generation import DEFAULT_SLOTS, Prompt, encode, engine_for, is_single
 from kvjax.model import Model
-from kvjax.policies import DecodePolicy, Dense, parse
+from kvjax.policies import DecodePolicy, Dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +36,18 @@ def score(
 ) -> Any:
     """Log-probability of each continuation after its prompt: one `Score`, or a list for lists.
 
-    Text is tokenised as a whole, and the continuation is what follows the prompt's own number of tokens. The prompt is prefilled; under
-    `Dense` so is the continuation, under any other policy each of its tokens is decoded through the policy. Raises ValueError for an
-    empty prompt or continuation, or a pair longer than the model's positions; OutOfPages where the pool is too small.
+    Text becomes tokens as in `encode_pair`. The prompt is prefilled; under `Dense` so is the continuation, under any other policy each of
+    its tokens is decoded through the policy. Raises ValueError for an empty prompt or continuation, lists of different lengths, or a pair
+    longer than the model's positions; OutOfPages where the pool is too small.
     """
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    single = is_single(prompts)
+    if not single and len(prompts) != len(continuations):
+        raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations; each prompt needs one")
     pairs = [(prompts, continuations)] if single else list(zip(prompts, continuations, strict=True))
     tokenizer = model.model.tokenizer if isinstance(model, Engine) else model.tokenizer
-    encoded = [_encode_pair(tokenizer, *pair) for pair in pairs]
+    encoded = [encode_pair(tokenizer, *pair) for pair in pairs]
     engine = model if isinstance(model, Engine) else engine_for(model, [(*head, *rest) for head, rest in encoded], 1, policy, DEFAULT_SLOTS)
-    chosen = engine.policy if policy is None else parse(policy)
+    chosen = engine.declared(policy)
     scores = [_score_pair(engine, head, rest, chosen) for head, rest in encoded]
     return scores[0] if single else scores
 
@@ -80,11 +82,20 @@ def _score_pair(engine: Engine, prompt: Sequence[int], continuation: Sequence[in
     return Score(float(logprobs.sum(dtype=np.float64)), tuple(logprobs.tolist()), tuple(continuation), bool(greedy.all()))
 
 
-def _encode_pair(tokenizer: Any, prompt: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
+def encode_pair(tokenizer: Any, prompt: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt and of its continuation; ValueError if either has none.
+
+    Text is tokenised as a whole and cut after the prompt's own tokens. Where a token straddles the border ("inter" + "national"), the
+    continuation is tokenised by itself instead, so that the tokens scored always spell the continuation.
+    """
     if isinstance(prompt, str) != isinstance(continuation, str):
         raise ValueError("prompt and continuation must both be text or both be token ids")
-    head = encode(tokenizer, prompt)
-    rest = encode(tokenizer, prompt + continuation)[len(head) :] if isinstance(prompt, str) else encode(tokenizer, continuation)
+    head, rest = encode(tokenizer, prompt), continuation
+    if isinstance(prompt, str):
+        whole = encode(tokenizer, prompt + continuation)
+        joined = whole[: len(head)] == head and len(whole) > len(head)
+        rest = whole[len(head) :] if joined else tokenizer(continuation, add_special_tokens=False)["input_ids"]
+    rest = encode(tokenizer, rest)
     if not head or not rest:
         raise ValueError(f"the {'continuation' if head else 'prompt'} has no tokens; both need at least one")
     return head, rest

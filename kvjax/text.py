@@ -35,15 +35,17 @@ class TextStream:
         return self._emit(after[len(before) :])
 
     def close(self) -> str:
-        """What was held back, once no further token comes."""
+        """What was held back, once no further token comes, up to a stop string."""
         if self.stopped:
             return ""
         before = self._decode(self._anchor, self._done)
         after = self._decode(self._anchor, len(self._ids))
-        rest, self._held = self._held + after[len(before) :], ""
         self._done = len(self._ids)
+        # A stop string may stand before a torn last character, with which it was held back.
+        piece = self._emit(after[len(before) :])
+        rest, self._held = self._held, ""
         self.text += rest
-        return rest
+        return piece + rest
 
     def _decode(self, start: int, stop: int) -> str:
         return self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True)

@@ -15,7 +15,7 @@ FORMAT = "kvjax sequence 1"
 
 
 def write_sequence(path: str | Path, header: dict, tokens: list[int], layers: list[tuple[jax.Array, jax.Array]]) -> None:
-    """Write keys and values (`[pages, K, P, D]` per layer, in logical order) beside `path` and rename.
+    """Write keys and values (`[pages, K, P, D]` per layer, in logical order) beside `path` and rename. ValueError if the folder is missing.
 
     header: what must agree on loading (model, page size, dtype). Indexes are not stored: they are a function of the keys.
     """
@@ -24,6 +24,8 @@ def write_sequence(path: str | Path, header: dict, tokens: list[int], layers: li
     for number, (k, v) in enumerate(layers):
         tensors |= {f"layers.{number}.k": k, f"layers.{number}.v": v}
     partial = path.with_name(path.name + ".partial")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
     save_file(tensors, str(partial), metadata={"format": FORMAT, "header": json.dumps(header)})
     os.replace(partial, path)
 
@@ -42,5 +44,5 @@ def read_sequence(path: str | Path, header: dict) -> tuple[list[int], list[tuple
             count = sum(1 for name in file.keys() if name.endswith(".k"))  # noqa: SIM118 (safe_open is no mapping)
             layers = [(file.get_tensor(f"layers.{i}.k"), file.get_tensor(f"layers.{i}.v")) for i in range(count)]
             return np.asarray(file.get_tensor("tokens")).tolist(), layers
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable kvjax sequence file: {error}") from error

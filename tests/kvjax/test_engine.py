@@ -1,16 +1,22 @@
 """The engine's books: fork, truncate, free, growth, sealing, learning policies, files, and errors that lose nothing."""
 
 import dataclasses
+import signal
+import threading
 from typing import ClassVar
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Engine, OutOfPages
+from kvjax import Engine, OutOfPages, memory_plan
 from kvjax.cache import IndexSpec
-from kvjax.policies import Blocks
+from kvjax.engine import _copy_page, _restore_pages
+from kvjax.policies import Blocks, TopBlocks
+from kvjax.sampling import SamplingRows
+from kvjax.steps import prefill_step
 from pallas_kernels.page_index import page_index
 
 PAGE = 16
@@ -18,7 +24,7 @@ PAGE = 16
 
 @pytest.fixture
 def engine(model):
-    return Engine(model, "quest:2", policies=["dense"], pages=24, page_size=PAGE, prefill_chunk=32)
+    return Engine(model, "quest:2", policies=["dense", TopBlocks(1, local=1, block_size=16)], pages=24, page_size=PAGE, prefill_chunk=32)
 
 
 def pages_of(engine, sequence, layer=0):
@@ -115,6 +121,10 @@ def test_a_failed_reservation_takes_no_page(engine, text):
         (lambda e, s: e.decode([], []), "at least one sequence"),
         (lambda e, s: e.decode([s], [1], "top:8"), "needs the index bounds128, which this engine does not build"),
         (lambda e, s: e.decode([s], [1, 2]), "2 tokens for 1 sequences"),
+        (lambda e, s: e.prefill([1, 2]), "must be a list of whole numbers, got 1"),
+        (lambda e, s: e.prefill(["text"]), "must be a list of whole numbers, got 'text'"),
+        (lambda e, s: e.extend(s, [1.5]), "must be a list of whole numbers"),
+        (lambda e, s: e.prefill([[1] * 40], reserve=-30), "reserve must not be negative, got -30"),
     ],
 )
 def test_bad_calls_say_why(engine, text, call, match):
@@ -138,6 +148,115 @@ def test_a_freed_sequence_is_not_used(engine, text):
             call(sequence)
 
 
+def test_a_sequence_of_another_engine_is_not_used(engine, model, text):
+    other = Engine(model, pages=24, page_size=PAGE, prefill_chunk=32)
+    (sequence,) = other.prefill([text[:20]])
+    for call in (engine.free, engine.fork, lambda s: engine.decode([s], [1]), lambda s: engine.reserve([s], 40)):
+        with pytest.raises(ValueError, match="another engine's"):
+            call(sequence)
+    assert other.sequences == {sequence}
+    assert (engine.allocator.free, other.allocator.free) == (24, 22)
+
+
+def test_what_fails_half_way_keeps_nothing(engine, text):
+    def fail(done):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.prefill([text[:40], text[:40]], on_tokens=fail)
+    assert engine.allocator.free == 24
+    (sequence,) = engine.prefill([text[:300]], reserve=84)
+    with pytest.raises(OutOfPages):
+        engine.fork(sequence)
+    assert engine.sequences == {sequence}
+    engine.free(sequence)
+    assert engine.allocator.free == 24
+
+
+def test_an_interrupt_in_the_middle_of_a_step_does_not_lose_the_cache(model_factory):
+    """Ctrl-C at whatever moment of a run of steps; long steps, so that it falls into one."""
+    engine = Engine(model_factory(hidden_size=256, num_layers=4, intermediate_size=1024), pages=4, page_size=128, prefill_chunk=128)
+    (sequence,) = engine.prefill([[1] * 100])
+    expected = np.asarray(engine.decode([engine.fork(sequence)], [5]))
+    fork = engine.fork(sequence)
+
+    def decode_until_interrupted():
+        while True:
+            engine.truncate(fork, 100)
+            engine.decode([fork], [7])
+
+    for delay in np.linspace(0.02, 0.06, 12):
+        timer = threading.Timer(delay, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            decode_until_interrupted()
+    np.testing.assert_array_equal(np.asarray(engine.decode([sequence], [5])), expected)
+
+
+def test_a_lost_cache_is_called_that(engine, text):
+    (sequence,) = engine.prefill([text[:20]])
+    jax.tree.map(lambda leaf: leaf.delete(), engine._layers)
+    with pytest.raises(RuntimeError, match="make a new engine"):
+        engine.decode([sequence], [1])
+
+
+def test_prefill_writes_no_further_than_its_tokens(engine, text):
+    (sequence,) = engine.prefill([text[:20]], reserve=40)
+    written = pages_of(engine, sequence).transpose(0, 2, 1, 3).reshape(64, -1)
+    assert written[:20].any(axis=1).all()
+    assert not written[20:].any()
+
+
+def test_chunks_of_prefill_begin_at_multiples_of_the_chunk(engine, text, monkeypatch):
+    starts = []
+
+    def spy(*args, **kwargs):
+        starts.append(int(args[6][0]))
+        return prefill_step(*args, **kwargs)
+
+    monkeypatch.setattr("kvjax.engine.prefill_step", spy)
+    (sequence,) = engine.prefill([text[:70]])
+    engine.extend(sequence, text[70:130])
+    assert starts == [0, 32, 64, 64, 96, 128]
+
+
+def test_reserved_pages_are_each_sequences_own_and_given_back(engine, text):
+    one, two = engine.prefill([text[:10], text[:10]])
+    engine.reserve([one, two], 40)
+    assert len({*one.pages, *two.pages}) == 8
+    assert engine.allocator.free == 16
+    engine.reserve([one, two], 40)
+    assert engine.allocator.free == 16
+    assert engine.fork(one).length == 10
+    engine.truncate(two, 5)
+    assert (len(two.pages), engine.allocator.free) == (1, 18)
+    with pytest.raises(OutOfPages, match="20 needed, 18 free"):
+        engine.prefill([text[:10]], reserve=310)
+
+
+def test_old_logits_are_not_kept(engine, text):
+    """`.logits` predict what follows the last token written, or are None."""
+    (sequence,) = engine.prefill([text[:20]])
+    assert sequence.logits is not None
+    engine.truncate(sequence, 19)
+    assert sequence.logits is None
+    engine.extend(sequence, [4])
+    assert sequence.logits is not None
+    engine.decode([sequence], [5])
+    assert sequence.logits is None
+
+
+def test_the_models_positions_are_the_limit(model_factory, text):
+    engine = Engine(model_factory(max_positions=33), pages=8, page_size=PAGE, prefill_chunk=32)
+    (sequence,) = engine.prefill([text[:31]])
+    engine.decode([sequence], [1])
+    engine.extend(sequence, [1])
+    for call in (lambda: engine.decode([sequence], [1]), lambda: engine.extend(sequence, [1])):
+        with pytest.raises(ValueError, match="34 tokens is longer than the model's 33 positions"):
+            call()
+    assert (sequence.length, len(sequence.tokens)) == (33, 33)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -154,15 +273,31 @@ def test_impossible_engines_are_refused(model, options, match):
 
 
 def test_a_saved_sequence_comes_back_bit_for_bit(engine, model, text, tmp_path):
+    """Read through a policy that scans the index, which the file does not hold."""
+    policy = TopBlocks(1, local=1, block_size=16)
     (sequence,) = engine.prefill([text[:70]])
     engine.save(sequence, tmp_path / "prompt.safetensors")
-    other = Engine(model, "quest:2", pages=40, page_size=PAGE, prefill_chunk=32)
+    other = Engine(model, policy, pages=40, page_size=PAGE, prefill_chunk=32)
     other.prefill([text[:17]])
     restored = other.restore(tmp_path / "prompt.safetensors")
     assert (restored.tokens, restored.length) == (text[:70], 70)
     for token in text[70:90]:
-        np.testing.assert_array_equal(np.asarray(engine.decode([sequence], [token])), np.asarray(other.decode([restored], [token])))
+        np.testing.assert_array_equal(np.asarray(engine.decode([sequence], [token], policy)), np.asarray(other.decode([restored], [token])))
+    assert engine.last_reads.blocks[0] == 3 * model.config.num_layers * model.config.num_kv_heads, "most blocks are left out"
     assert [path.name for path in tmp_path.iterdir()] == ["prompt.safetensors"]
+    sequence.tokens.pop()
+    with pytest.raises(ValueError, match=r"90 tokens were written, but \.tokens holds 89"):
+        engine.save(sequence, tmp_path / "other.safetensors")
+
+
+def test_a_file_that_does_not_fit_takes_no_page(engine, model, text, tmp_path):
+    (sequence,) = engine.prefill([text[:70]])
+    engine.save(sequence, tmp_path / "prompt.safetensors")
+    small = Engine(model, "quest:2", pages=6, page_size=PAGE, prefill_chunk=32)
+    small.prefill([text[:20]])
+    with pytest.raises(OutOfPages, match="5 needed, 4 free of 6"):
+        small.restore(tmp_path / "prompt.safetensors")
+    assert (small.allocator.free, len(small.sequences)) == (4, 1)
 
 
 def test_a_sequence_of_another_engine_is_refused(engine, model, model_factory, text, tmp_path):
@@ -220,6 +355,21 @@ def test_a_policy_that_learns_gets_the_mass_and_keeps_its_state_per_sequence(mod
         assert (second[2:] == 0).all()
 
 
+def test_a_fork_has_its_own_books(model, text):
+    """State of a learning policy, tokens and length go on from the parent's, and apart."""
+    policy = MassCounter()
+    engine = Engine(model, policy, pages=24, page_size=PAGE, prefill_chunk=32)
+    (parent,) = engine.prefill([text[:40]])
+    engine.decode([parent], [4])
+    child = engine.fork(parent)
+    engine.decode([child], [5])
+    heads = model.config.num_heads
+    np.testing.assert_allclose(np.asarray(parent.states[policy][0]).sum(), heads, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(child.states[policy][0]).sum(), 2 * heads, rtol=1e-5)
+    assert (parent.tokens, parent.length) == ([*text[:40], 4], 41)
+    assert (child.tokens, child.length) == ([*text[:40], 4, 5], 42)
+
+
 def test_the_memory_plan_adds_up(model):
     engine = Engine(model, "quest:2", pages=24, page_size=PAGE, prefill_chunk=32)
     plan = engine.memory_plan()
@@ -228,12 +378,53 @@ def test_the_memory_plan_adds_up(model):
     assert plan.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)) == 4 * model.config.num_params
     assert plan.bytes_per_1k_tokens == plan.page_bytes * 64
     assert plan.pages_that_fit > 0
+    assert plan.available_bytes > plan.weights_bytes
+    before = memory_plan(
+        model.config,
+        dtype=jnp.float32,
+        page_size=PAGE,
+        indexes=engine.indexes,
+        available_bytes=plan.weights_bytes + 7 * plan.page_bytes + 5,
+    )
+    assert (before.weights_bytes, before.page_bytes, before.pages_that_fit) == (plan.weights_bytes, plan.page_bytes, 7)
+    assert dataclasses.replace(before, available_bytes=0).pages_that_fit == 0
     for word in ("weights", "cache per 1K tokens", "pages that fit"):
         assert word in str(plan)
 
 
 def test_warmup_compiles_what_the_first_call_needs(model_factory, text):
-    model = model_factory(num_layers=1)
-    engine = Engine(model, "quest:2", pages=24, page_size=PAGE, prefill_chunk=32)
-    engine.warmup(batch=2, tokens=100)
-    assert engine.allocator.free == 24
+    """No step is compiled any more, whatever the lengths up to the one named: tables of 16, 32 and 64 pages."""
+    engine = Engine(model_factory(num_layers=1, rope_theta=777.0), "quest:2", pages=80, page_size=PAGE, prefill_chunk=32)
+    engine.warmup(batch=3, tokens=600)
+    assert (engine.allocator.free, engine.sequences) == (80, set())
+    compiled = []
+
+    def listen(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for length in (3, 270, 530):
+            sequences = engine.prefill([(text * 2)[:length], text[:5], text[:9]])
+            tokens = np.zeros(4, np.int32)
+            for _ in range(2):
+                tokens, _ = engine.decode_and_sample([*sequences, None], tokens, SamplingRows.of([None] * 4))
+            for sequence in sequences:
+                engine.free(sequence)
+        assert not compiled
+        engine.prefill([(text * 5)[: 65 * PAGE]])
+        assert compiled, "the listener hears compilations: a longer sequence needs a wider table"
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+def test_fork_and_restore_hold_no_second_copy_of_the_cache(model):
+    engine = Engine(model, "quest:2", pages=2048, page_size=128)
+    layers, size = engine._layers, sum(layer.k.nbytes + layer.v.nbytes for layer in engine._layers)
+    page, pages = jnp.int32(0), jnp.zeros(1, jnp.int32)
+    stored = [(layer.k[:1], layer.v[:1]) for layer in layers]
+    copied = _copy_page.lower(layers, page, page).compile()
+    restored = _restore_pages.lower(layers, engine.indexes, pages, pages, stored).compile()
+    for compiled in (copied, restored):
+        assert compiled.memory_analysis().temp_size_in_bytes < size / 20

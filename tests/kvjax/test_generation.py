@@ -1,13 +1,19 @@
 """Generation: the tokens are those of the model, whoever else runs; stops, streams, scores and compilations."""
 
+import dataclasses
+import re
+
 import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import Engine, OutOfPages, Request, Sampling, generate, score
 from kvjax.generation import run
+from kvjax.sampling import SamplingRows, sample_step
+from kvjax.scoring import encode_pair
 
 PROMPTS = ["The whale", "A much longer prompt about ships, captains and the sea. " * 3, "x", "Call me"]
 
@@ -61,6 +67,64 @@ def test_seeds_repeat_and_differ(engine):
     assert len({draw(seed) for seed in range(4)}) > 1
 
 
+def test_draws_are_those_of_seed_and_position(speaker, engine):
+    """The oracle: the full forward's logits, sampled at the place the token takes."""
+    ids = speaker.tokenizer("Call me")["input_ids"]
+    result = generate(engine, "Call me", max_new_tokens=8, temperature=1.2, top_k=20, seed=6, stop_token_ids=(), details=True)
+    logits = speaker.full_forward((ids + list(result.token_ids) + [0] * 256)[:256])
+    rows = SamplingRows.of([Sampling(temperature=1.2, top_k=20, seed=6)])
+    expected = [int(sample_step(logits[None, n - 1], rows, np.array([n], np.int32))[0][0]) for n in range(len(ids), len(ids) + 8)]
+    assert list(result.token_ids) == expected
+
+
+def test_each_request_is_sampled_by_its_own_settings(engine):
+    """Also in a place that another request had before."""
+    asked = [Sampling(5), Sampling(5, temperature=3.0, seed=4), Sampling(5, temperature=3.0, top_k=2, seed=4), Sampling(5)]
+    together = [completion for _, completion in run(engine, [Request("Call me", sampling) for sampling in asked], slots=1)]
+    alone = [next(run(engine, [Request("Call me", sampling)], slots=1))[1] for sampling in asked]
+    assert together == alone
+    assert len({completion.token_ids for completion in together}) == 3
+
+
+def test_no_more_run_at_once_than_there_are_slots(engine):
+    together = []
+    requests = [Request(str(n), Sampling(4), n) for n in range(6)]
+    assert len(list(run(engine, requests, slots=3, on_token=lambda *_: together.append(len(engine.sequences))))) == 6
+    assert max(together) == 3
+    with pytest.raises(ValueError, match="slots must be at least 1, got 0"):
+        generate(engine, "x", slots=0)
+
+
+def test_keys_and_blocks_read_are_those_of_the_request_and_its_policy(speaker, engine):
+    """Dense steps read n + 1, n + 2, ... keys, whoever else runs."""
+    results = generate(engine, PROMPTS, max_new_tokens=5, details=True, stop_token_ids=(), slots=4)
+    lengths = [len(speaker.tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
+    assert [result.keys_per_step for result in results] == [length + 2.5 for length in lengths]
+    assert [result.blocks_per_step for result in results] == [1 if length < 120 else 2 for length in lengths]
+    one = generate(engine, PROMPTS[1], policy="window:1+8", max_new_tokens=5, details=True, stop_token_ids=())
+    assert one.keys_per_step == 9
+    assert generate(engine, "x", max_new_tokens=1, details=True).keys_per_step == 0
+
+
+def test_a_policy_whose_index_was_not_built_is_refused_before_anything_runs(engine):
+    for call in (lambda: generate(engine, "x", policy="mean:2", max_new_tokens=1), lambda: score(engine, "x", "y", policy="mean:2")):
+        with pytest.raises(ValueError, match="needs the index mean128"):
+            call()
+
+
+def test_token_ids_may_come_as_arrays_but_not_as_fractions(engine):
+    ids = [5, 6, 7]
+    expected = generate(engine, ids, max_new_tokens=3)
+    for array in (np.array(ids), jnp.array(ids), tuple(np.array(ids))):
+        assert generate(engine, array, max_new_tokens=3) == expected
+    assert generate(engine, np.array([ids, ids]), max_new_tokens=3) == [expected] * 2
+    for wrong in ([[5.5, 6.5]], [[None]], [5.5]):
+        with pytest.raises(ValueError, match="a prompt is text or a list of token ids"):
+            generate(engine, wrong)
+    ((_, completion),) = run(engine, [Request(None)])
+    assert "got None" in str(completion.error)
+
+
 def test_stop_token_ends_and_is_left_out_of_the_text(speaker, engine):
     plain = generate(engine, "Call me", max_new_tokens=12, details=True, stop_token_ids=())
     # A token that did not occur before it, so that it ends the text where expected.
@@ -69,6 +133,43 @@ def test_stop_token_ends_and_is_left_out_of_the_text(speaker, engine):
     assert stopped.token_ids == plain.token_ids[: place + 1]
     assert stopped.finish_reason == "stop"
     assert stopped.text == speaker.tokenizer.decode(plain.token_ids[:place], skip_special_tokens=True)
+
+
+def test_the_models_end_of_sequence_is_the_stop_token_unless_others_are_given(speaker, engine):
+    plain = generate(engine, "Call me", max_new_tokens=12, details=True, stop_token_ids=())
+    place = next(i for i in range(3, 12) if plain.token_ids[i] not in plain.token_ids[:i])
+    config = dataclasses.replace(speaker.config, eos_token_ids=(plain.token_ids[place],))
+    ending = dataclasses.replace(speaker, decoder=dataclasses.replace(speaker.decoder, config=config))
+    assert generate(ending, "Call me", max_new_tokens=12, details=True).token_ids == plain.token_ids[: place + 1]
+    assert generate(ending, "Call me", max_new_tokens=12, details=True, stop_token_ids=()).token_ids == plain.token_ids
+
+
+def test_the_callback_hears_every_token_once(engine):
+    """The step after a stop was on its way already; what it made is dropped."""
+    plain = generate(engine, "Call me", max_new_tokens=12, details=True, stop_token_ids=())
+    place = next(i for i in range(3, 12) if plain.token_ids[i] not in plain.token_ids[:i])
+    heard = {"Call me": [], "x": []}
+    requests = [Request("Call me", Sampling(12, stop_token_ids=(plain.token_ids[place],))), Request("x", Sampling(12, stop_token_ids=()))]
+    for request, completion in run(engine, requests, slots=4, on_token=lambda request, token, _: heard[request.prompt].append(token)):
+        assert tuple(heard[request.prompt]) == completion.token_ids
+    assert tuple(heard["Call me"]) == plain.token_ids[: place + 1]
+
+
+def test_a_beginning_of_a_stop_string_at_the_end_is_text(engine):
+    plain = generate(engine, "Call me", max_new_tokens=12, stop_token_ids=())
+    assert generate(engine, "Call me", max_new_tokens=12, stop_token_ids=(), stop=plain[-2:] + "~never~") == plain
+
+
+def test_a_model_without_a_tokenizer_runs_to_its_last_position(model_factory):
+    model = model_factory(max_positions=40)
+    result = generate(model, list(range(30)), max_new_tokens=11, details=True)
+    assert (len(result.token_ids), result.text) == (11, "")
+    with pytest.raises(ValueError, match="longer than the model's 40 positions"):
+        generate(model, list(range(30)), max_new_tokens=12)
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        generate(model, list(range(30)), max_new_tokens=2, stop="x")
+    with pytest.raises(ValueError, match="pass token ids"):
+        generate(model, "text")
 
 
 def test_stop_string_ends_the_text(engine):
@@ -111,6 +212,28 @@ def test_score_is_the_log_probability_of_the_continuation(speaker, engine, polic
     assert not result.is_greedy
     answer = generate(engine, "Call me", max_new_tokens=4, details=True, policy=policy, stop_token_ids=())
     assert score(engine, tuple(ids[:start]), answer.token_ids, policy=policy).is_greedy
+    other = (*answer.token_ids[:3], (answer.token_ids[3] + 1) % 90)
+    assert not score(engine, tuple(ids[:start]), other, policy=policy).is_greedy, "all tokens must be greedy"
+    assert engine.sequences == set()
+
+
+def test_equal_prompts_in_one_list_are_different_samples(engine):
+    texts = generate(engine, ["Call me"] * 3, max_new_tokens=12, temperature=1.5, seed=4, slots=4)
+    assert len(set(texts)) == 3
+    assert texts[:2] == [generate(engine, "Call me", max_new_tokens=12, temperature=1.5, seed=seed, slots=4) for seed in (4, 5)]
+
+
+class Merging:
+    """A tokenizer of characters that writes "ab" as one token."""
+
+    def __call__(self, text, add_special_tokens=True):
+        return {"input_ids": [90 if piece == "ab" else ord(piece) - 32 for piece in re.findall("ab|.", text)]}
+
+
+def test_a_token_across_the_border_does_not_change_what_is_scored():
+    assert encode_pair(Merging(), "x a", "bc") == ([88, 0, 65], [66, 67])
+    assert encode_pair(Merging(), "xab", "c") == ([88, 90], [67])
+    assert encode_pair(Merging(), "a", "b") == ([65], [66])
 
 
 def test_score_of_several_pairs_is_a_list(speaker):
@@ -144,6 +267,40 @@ def test_requests_wait_for_pages_rather_than_fail(speaker):
     with pytest.raises(OutOfPages, match="5 needed"):
         generate(engine, "a" * 600, max_new_tokens=4)
     assert engine.allocator.free == 4
+
+
+def test_pages_for_all_new_tokens_are_taken_at_the_start(speaker):
+    """Each of the two fits alone, and while prefilled both would; they take turns rather than run out on the way."""
+    engine = Engine(speaker, pages=4, page_size=128, prefill_chunk=128)
+    texts = generate(engine, ["a" * 250, "b" * 250], max_new_tokens=10, slots=2, stop_token_ids=())
+    assert [len(text) >= 9 for text in texts] == [True, True]
+
+
+def test_a_prompt_that_waits_is_not_read_again_at_every_step(speaker):
+    read = []
+
+    def tokenizer(text):
+        read.append(text)
+        return speaker.tokenizer(text)
+
+    tokenizer.decode = speaker.tokenizer.decode
+    engine = Engine(dataclasses.replace(speaker, tokenizer=tokenizer), pages=4, page_size=128, prefill_chunk=128)
+    assert len(generate(engine, ["a" * 300, "b" * 300], max_new_tokens=40, slots=2, stop_token_ids=())) == 2
+    assert len(read) == 3, "once each, and again when pages came back"
+
+
+def test_a_callback_that_fails_gives_the_pages_back(engine):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    for call in (
+        lambda: generate(engine, PROMPTS, stream=fail),
+        lambda: list(run(engine, [Request("a" * 300)], on_prefill=fail)),
+        lambda: list(run(engine, (Request("a") if n < 2 else 1 / 0 for n in range(3)), slots=4)),
+    ):
+        with pytest.raises(ZeroDivisionError):
+            call()
+        assert (engine.allocator.free, engine.sequences) == (64, set())
 
 
 def test_stopping_early_gives_the_pages_back(engine):

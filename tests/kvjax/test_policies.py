@@ -120,6 +120,14 @@ def test_window_is_exact_to_the_token(sink, window, length):
     assert spare <= 3 * P, "at most the rest of the last sink page, of the oldest and of the newest page"
 
 
+def test_a_window_over_drafted_tokens_begins_where_that_of_the_first_does():
+    query = jnp.zeros((1, 5, K * G, D))
+    # Queries stand at 2,047 .. 2,051, the first in page 15; its window of 128 tokens begins in page 15's first token: 1,920.
+    assert listed(select(Window(0, 128), pool(20), 2052, query)) == [15, 16]
+    assert listed(select(Window(0, 129), pool(20), 2052, query)) == [14, 15, 16]
+    assert listed(select(Window(0, 128), pool(20), 0, query)) == []
+
+
 def test_window_attends_exactly_its_tokens(model, text):
     """Through the engine: changing a token outside the window changes nothing, changing one at its edge does."""
     from kvjax import Engine

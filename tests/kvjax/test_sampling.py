@@ -1,11 +1,12 @@
 """Sampling is a distribution: cuts are exact, draws follow the probabilities, seeds repeat and company does not matter."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax import Sampling
-from kvjax.sampling import SamplingRows, sample_step
+from kvjax.sampling import SamplingRows, kept, sample_step
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.25, 0.2, 0.1], np.float32))
 
@@ -31,6 +32,8 @@ def test_greedy_takes_the_largest_and_the_lower_of_equals():
         ({"temperature": 1.0, "top_p": 0.6}, [0, 0.4 / 0.65, 0.25 / 0.65, 0, 0]),
         ({"temperature": 1.0, "top_p": 0.7}, [0, 0.4 / 0.85, 0.25 / 0.85, 0.2 / 0.85, 0]),
         ({"temperature": 1.0, "top_p": 1e-6}, [0, 1, 0, 0, 0]),
+        ({"temperature": 1.0, "top_p": 1e-60}, [0, 1, 0, 0, 0]),  # 0 in float32
+        ({"temperature": 1.0, "top_k": 3, "top_p": 0.7}, [0, 0.4 / 0.65, 0.25 / 0.65, 0, 0]),  # of what top-k left
         ({"temperature": 1.0, "top_k": 1}, [0, 1, 0, 0, 0]),
         ({"temperature": 0.5}, np.square([0.05, 0.4, 0.25, 0.2, 0.1]) / np.square([0.05, 0.4, 0.25, 0.2, 0.1]).sum()),
         ({"temperature": 1.0, "top_k": 3, "top_p": 0.5}, [0, 0.4 / 0.65, 0.25 / 0.65, 0, 0]),
@@ -40,6 +43,13 @@ def test_draws_follow_the_cut_distribution(fields, expected):
     observed = draws(**fields)
     assert np.all(observed[np.asarray(expected) == 0] == 0), "a token that was cut is never drawn"
     np.testing.assert_allclose(observed, expected, atol=0.03)
+
+
+def test_a_top_p_of_one_cuts_nothing():
+    """Also where the rounded sum of the probabilities reaches 1 before the last of them."""
+    ranked = jnp.sort(jax.random.normal(jax.random.key(0), (1, 5000)) * 4, descending=True)
+    assert np.asarray(kept(ranked, SamplingRows.of([Sampling(temperature=1.0)]))).all()
+    assert np.asarray(kept(ranked, SamplingRows.of([Sampling(temperature=1.0, top_k=70)]))).sum() == 70
 
 
 def test_rows_are_independent_of_their_company_and_positions_differ():
@@ -60,6 +70,10 @@ def test_rows_are_independent_of_their_company_and_positions_differ():
     ("fields", "match"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"logprobs": "yes"}, "logprobs"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stop": [5]}, "stop must be"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_k": -1}, "top_k"),
@@ -67,7 +81,12 @@ def test_rows_are_independent_of_their_company_and_positions_differ():
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"seed": -1}, "seed"),
-        ({"stop": ("",)}, "stop string"),
+        ({"stop": ("",)}, "stop must be strings that are not empty"),
+        ({"stop": (5,)}, "stop must be strings"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens must be a whole number"),
+        ({"top_k": True}, "top_k must be a whole number"),
+        ({"stop_token_ids": (1.5,)}, "a stop token id must be a whole number"),
+        ({"logprobs": 1}, "logprobs must be True or False"),
     ],
 )
 def test_impossible_settings_are_refused(fields, match):

@@ -55,6 +55,29 @@ def test_a_character_of_several_bytes_comes_whole():
     assert [piece for piece in pieces if piece] == ["é", "€"]
 
 
+def test_a_stop_string_before_a_torn_last_character_is_found():
+    """One token holds both, so that the whole of it is held back until the end."""
+
+    class Pairs:
+        def decode(self, ids, skip_special_tokens):
+            return b"".join((b"a", b"\n\n\xe2", b"\x82\xac")[token] for token in ids).decode("utf-8", errors="replace")
+
+    stream = TextStream(Pairs(), ["\n\n"])
+    assert stream.push(0) + stream.push(1) + stream.close() == stream.text == "a"
+    assert stream.stopped
+
+
+def test_a_space_that_depends_on_the_token_before_is_kept():
+    class Words:
+        """Like SentencePiece: the space before the first word decoded is dropped."""
+
+        def decode(self, ids, skip_special_tokens):
+            return "".join((" one", " two", "s")[token] for token in ids).removeprefix(" ")
+
+    stream = TextStream(Words())
+    assert "".join([*(stream.push(token) for token in (0, 1, 2, 1)), stream.close()]) == stream.text == "one twos two"
+
+
 @pytest.mark.parametrize("cut", [1, 2])
 def test_a_torn_last_character_is_shown_as_such(cut):
     stream = TextStream(Bytes())
