@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from kvjax.models.causal_lm import CausalLM
     from kvjax.models.decoder import TransformerDecoder, causal_attend, init_params, param_shapes
     from kvjax.models.families import FAMILIES
-    from kvjax.models.loading import load, read_config, save, weights_bytes
+    from kvjax.models.loading import expected_dtype, load, read_config, save
 
 __all__ = [
     "FAMILIES",
     "CausalLM",
     "TransformerDecoder",
     "causal_attend",
+    "expected_dtype",
     "init_params",
     "load",
     "param_shapes",
     "read_config",
     "save",
-    "weights_bytes",
 ]
 
 _HOMES = {
@@ -32,12 +32,12 @@ _HOMES = {
     "FAMILIES": "families",
     "TransformerDecoder": "decoder",
     "causal_attend": "decoder",
+    "expected_dtype": "loading",
     "init_params": "decoder",
     "load": "loading",
     "param_shapes": "decoder",
     "read_config": "loading",
     "save": "loading",
-    "weights_bytes": "loading",
 }
 
 

@@ -36,12 +36,15 @@ def read_config(path_or_id: str | Path) -> ModelConfig:
     return _config(checkpoint.find_folder(path_or_id, CONFIG_FILES))
 
 
-def weights_bytes(path_or_id: str | Path, *, dtype: DTypeLike | None = None) -> int:
-    """Bytes that the parameters will take on the device once loaded with `dtype` (see `load`); reads file headers only."""
-    folder = checkpoint.find_folder(path_or_id, CONFIG_FILES + WEIGHT_FILES)
-    config, tensors = _config(folder), checkpoint.stored_tensors(folder)
-    checkpoint.check_tensors(config, tensors)
-    return config.num_params * _dtype(config, tensors, dtype).itemsize
+def expected_dtype(path_or_id: str | Path) -> np.dtype:
+    """The dtype that `load` will choose, from config.json alone: float32 on the CPU, elsewhere the one it names (bfloat16 if none).
+
+    For plans made before the weights are there; `load` itself goes by the stored tensors.
+    """
+    if jax.default_backend() == "cpu":
+        return jnp.dtype(jnp.float32)
+    fields = checkpoint.read_json(checkpoint.find_folder(path_or_id, CONFIG_FILES) / "config.json")
+    return jnp.dtype(fields.get("dtype") or fields.get("torch_dtype") or jnp.bfloat16)
 
 
 def load(path_or_id: str | Path, *, dtype: DTypeLike | None = None, tokenizer: bool = True) -> CausalLM:

@@ -215,7 +215,8 @@ def plan_command(
     policy: PolicyOption = "dense",
     page_size: PageSizeOption = 128,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else bfloat16]", show_default=False)
+        Dtype | None,
+        typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False),
     ] = None,
     memory: Annotated[
         float | None, typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False)
@@ -225,20 +226,18 @@ def plan_command(
     if memory is not None and memory <= 0:
         raise typer.BadParameter(f"must be above 0, got {memory}", param_hint="--memory")
 
-    import jax
     import jax.numpy as jnp
 
     from kvjax.memory import memory_plan
-    from kvjax.models.loading import read_config
+    from kvjax.models.loading import expected_dtype, read_config
     from kvjax.policies import parse
 
     available = None if memory is None else int(memory * 2**30)
     chosen = parse(policy)
     config = read_config(model)
-    # What `load` would choose; the stored type is not in the configuration, but on an accelerator it is hardly ever another.
-    stored = dtype or (Dtype.float32 if jax.default_backend() == "cpu" else Dtype.bfloat16)
-    plan = memory_plan(config, dtype=jnp.dtype(stored.value), page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
-    typer.echo(f"{model} in {stored.value}, {chosen.describe()}\n{plan}")
+    stored = expected_dtype(model) if dtype is None else jnp.dtype(dtype.value)
+    plan = memory_plan(config, dtype=stored, page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
+    typer.echo(f"{model} in {stored.name}, {chosen.describe()}\n{plan}")
 
 
 @app.command("needle")

@@ -18,7 +18,18 @@ from safetensors.numpy import load_file, save_file
 
 from kvjax import generation
 from kvjax.model import ModelConfig
-from kvjax.models import CausalLM, TransformerDecoder, checkpoint, config_json, init_params, load, loading, read_config, save, weights_bytes
+from kvjax.models import (
+    CausalLM,
+    TransformerDecoder,
+    checkpoint,
+    config_json,
+    expected_dtype,
+    init_params,
+    load,
+    loading,
+    read_config,
+    save,
+)
 
 GOLDEN = Path(__file__).with_name("golden")
 CASES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
@@ -119,10 +130,10 @@ def test_token_ids_survive(tmp_path):
         assert read_config(tmp_path / "ids").bos_token_id == 1
 
 
-def test_weights_bytes(tmp_path):
+def test_expected_dtype_is_what_load_chooses(tmp_path):
     save(random_model(jnp.bfloat16), tmp_path / "half")
-    assert weights_bytes(tmp_path / "half", dtype=jnp.bfloat16) == 2 * CONFIG.num_params
-    assert weights_bytes(tmp_path / "half") == (4 if jax.default_backend() == "cpu" else 2) * CONFIG.num_params
+    loaded = load(tmp_path / "half", tokenizer=False)
+    assert expected_dtype(tmp_path / "half") == loaded.params["embed"].dtype
 
 
 # Saving.

@@ -35,7 +35,8 @@ def forward(decoder, params, tokens, given, sink, width):
     def attend(layer, q, k, v, state):
         row, key = jnp.arange(q.shape[1])[:, None], jnp.arange(q.shape[1])[None]
         seen = (key <= row) & ((row < given) | (key < sink) | (key > row - width))
-        return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None], scale=decoder.config.sm_scale), state
+        with jax.default_matmul_precision("highest"):
+            return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None], scale=decoder.config.sm_scale), state
 
     attend = causal_attend(decoder.config.sm_scale) if given is None else attend
     hidden, _ = decoder.hidden(params, tokens[None], jnp.arange(len(tokens))[None], attend, None)
