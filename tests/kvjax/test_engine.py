@@ -174,6 +174,15 @@ def test_what_fails_half_way_keeps_nothing(engine, text):
     assert engine.allocator.free == 24
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt, also where tests run in the background and it is ignored."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_in_the_middle_of_a_step_does_not_lose_the_cache(model_factory):
     """Ctrl-C at whatever moment of a run of steps; long steps, so that it falls into one."""
     engine = Engine(model_factory(hidden_size=256, num_layers=4, intermediate_size=1024), pages=4, page_size=128, prefill_chunk=128)
@@ -187,6 +196,7 @@ def test_an_interrupt_in_the_middle_of_a_step_does_not_lose_the_cache(model_fact
             while timer.is_alive():
                 engine.truncate(fork, 100)
                 engine.decode([fork], [7])
+        assert not engine._layers[0].k.is_deleted()
     np.testing.assert_array_equal(np.asarray(engine.decode([sequence], [5])), expected)
 
 
