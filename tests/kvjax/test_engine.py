@@ -315,6 +315,9 @@ def test_a_sequence_of_another_engine_is_refused(engine, model, model_factory, t
         Engine(model, pages=8, page_size=32, prefill_chunk=32).restore(path)
     with pytest.raises(ValueError, match="was made with model"):
         Engine(model_factory(rope_theta=1e5), pages=8, page_size=PAGE, prefill_chunk=32).restore(path)
+    other_weights = dataclasses.replace(model, params=jax.tree.map(lambda leaf: leaf * 1.001, model.params))
+    with pytest.raises(ValueError, match="was made with model"):
+        Engine(other_weights, pages=8, page_size=PAGE, prefill_chunk=32).restore(path)
     path.write_bytes(b"not a tensor file")
     with pytest.raises(ValueError, match="not a readable kvjax sequence file"):
         engine.restore(path)

@@ -70,9 +70,9 @@ def test_seeds_repeat_and_differ(engine):
 def test_draws_are_those_of_seed_and_position(speaker, engine):
     """The oracle: the full forward's logits, sampled at the place the token takes."""
     ids = speaker.tokenizer("Call me")["input_ids"]
-    result = generate(engine, "Call me", max_new_tokens=8, temperature=1.2, top_k=20, seed=6, stop_token_ids=(), details=True)
+    result = generate(engine, "Call me", max_new_tokens=8, temperature=9.0, top_k=80, seed=6, stop_token_ids=(), details=True)
     logits = speaker.full_forward((ids + list(result.token_ids) + [0] * 256)[:256])
-    rows = SamplingRows.of([Sampling(temperature=1.2, top_k=20, seed=6)])
+    rows = SamplingRows.of([Sampling(temperature=9.0, top_k=80, seed=6)])
     expected = [int(sample_step(logits[None, n - 1], rows, np.array([n], np.int32))[0][0]) for n in range(len(ids), len(ids) + 8)]
     assert list(result.token_ids) == expected
 
@@ -142,6 +142,13 @@ def test_the_models_end_of_sequence_is_the_stop_token_unless_others_are_given(sp
     ending = dataclasses.replace(speaker, decoder=dataclasses.replace(speaker.decoder, config=config))
     assert generate(ending, "Call me", max_new_tokens=12, details=True).token_ids == plain.token_ids[: place + 1]
     assert generate(ending, "Call me", max_new_tokens=12, details=True, stop_token_ids=()).token_ids == plain.token_ids
+
+
+def test_a_request_that_ends_with_its_first_token_takes_no_step(engine):
+    first = generate(engine, "Call me", max_new_tokens=1, details=True, stop_token_ids=()).token_ids
+    engine.last_reads = None
+    assert generate(engine, "Call me", max_new_tokens=9, details=True, stop_token_ids=first).token_ids == first
+    assert engine.last_reads is None
 
 
 def test_the_callback_hears_every_token_once(engine):
@@ -274,6 +281,14 @@ def test_pages_for_all_new_tokens_are_taken_at_the_start(speaker):
     engine = Engine(speaker, pages=4, page_size=128, prefill_chunk=128)
     texts = generate(engine, ["a" * 250, "b" * 250], max_new_tokens=10, slots=2, stop_token_ids=())
     assert [len(text) >= 9 for text in texts] == [True, True]
+
+
+def test_what_never_fits_is_refused_at_once_and_holds_nobody_up(speaker):
+    engine = Engine(speaker, pages=4, page_size=128, prefill_chunk=128)
+    requests = [Request("a" * 100, Sampling(20, stop_token_ids=()), "fits"), Request("b" * 600, Sampling(2), "never")]
+    results = list(run(engine, requests, slots=2))
+    assert [request.id for request, _ in results] == ["never", "fits"]
+    assert "5 needed" in str(results[0][1].error)
 
 
 def test_a_prompt_that_waits_is_not_read_again_at_every_step(speaker):
