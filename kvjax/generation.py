@@ -216,7 +216,7 @@ class _Loop:
                         break
                     if isinstance(outcome, Completion):
                         yield request, outcome
-                if waiting is not None:
+                if short:
                     break
             if not any(self.rows):
                 if waiting is None:

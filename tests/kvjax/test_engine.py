@@ -380,7 +380,7 @@ def test_a_fork_has_its_own_books(model, text):
     assert (child.tokens, child.length) == ([*text[:40], 4, 5], 42)
 
 
-def test_the_memory_plan_adds_up(model):
+def test_the_memory_plan_adds_up(model, monkeypatch):
     engine = Engine(model, "quest:2", pages=24, page_size=PAGE, prefill_chunk=32)
     plan = engine.memory_plan()
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._layers))
@@ -388,7 +388,10 @@ def test_the_memory_plan_adds_up(model):
     assert plan.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)) == 4 * model.config.num_params
     assert plan.bytes_per_1k_tokens == plan.page_bytes * 64
     assert plan.pages_that_fit > 0
-    assert plan.available_bytes > plan.weights_bytes
+    monkeypatch.setattr("kvjax.memory.free_bytes", lambda: 1000 * plan.page_bytes)
+    assert engine.memory_plan().pages_that_fit == 1000, "beside the weights, which are loaded"
+    with pytest.raises(OutOfPages, match="memory has room for 1,000 more"):
+        engine.prefill([[1] * 400])
     before = memory_plan(
         model.config,
         dtype=jnp.float32,

@@ -283,6 +283,14 @@ def test_pages_for_all_new_tokens_are_taken_at_the_start(speaker):
     assert [len(text) >= 9 for text in texts] == [True, True]
 
 
+def test_a_prompt_that_waits_takes_any_place_that_becomes_free(speaker):
+    """Pages suffice for two at a time; the first place is taken for long."""
+    engine = Engine(speaker, pages=4, page_size=128, prefill_chunk=128)
+    lengths = {"long": 60, "short": 5, "waits": 5, "waits too": 5}
+    requests = [Request("a" * 140, Sampling(length, stop_token_ids=()), name) for name, length in lengths.items()]
+    assert [request.id for request, _ in run(engine, requests, slots=4)] == ["short", "waits", "waits too", "long"]
+
+
 def test_what_never_fits_is_refused_at_once_and_holds_nobody_up(speaker):
     engine = Engine(speaker, pages=4, page_size=128, prefill_chunk=128)
     requests = [Request("a" * 100, Sampling(20, stop_token_ids=()), "fits"), Request("b" * 600, Sampling(2), "never")]
