@@ -139,7 +139,11 @@ class KvjaxLM(LM):
         else:
             kept = len(context.rstrip())
             head = self.tok_encode(context[:kept])
-            rest = self.tok_encode(context + continuation)[len(head) :]
+            whole = self.tok_encode(context + continuation)
+            joined = whole[: len(head)] == head and len(whole) > len(head)
+            # Where a token straddles the border, the continuation is tokenised by itself, so that no text is lost.
+            alone = context[kept:] + continuation
+            rest = whole[len(head) :] if joined else list(self.tokenizer(alone, add_special_tokens=False)["input_ids"])
         if not head or not rest:
             raise ValueError(f"no tokens in the {'continuation' if head else 'context'} of {(context[-40:], continuation[:40])}")
         return head, rest

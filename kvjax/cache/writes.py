@@ -33,7 +33,7 @@ def append(
     offset = positions % page_size
     k_pages = layer.k.at[page, :, offset].set(k.astype(layer.k.dtype), mode="drop")
     v_pages = layer.v.at[page, :, offset].set(v.astype(layer.v.dtype), mode="drop")
-    # Without the barrier XLA may fuse the write into its readers, which then read the pool from before it: a copy of the whole pool.
+    # XLA may fuse the write into readers, which then read the pool from before it and so need a copy of all of it.
     k_pages, v_pages = jax.lax.optimization_barrier((k_pages, v_pages))
     if not indexes:
         return layer.replace(k=k_pages, v=v_pages)
