@@ -1,45 +1,64 @@
 """Which implementation of an op runs: chosen here and nowhere else, logged once per shape, and answered when asked.
 
 An op lives in the folder `pallas_kernels/<op>/`; each implementation is the module of its name there and defines a function called `<op>`.
-A new implementation is a module beside `xla.py` and its name in `IMPLEMENTATIONS`.
+A new implementation is a module beside `xla.py` and its name in `IMPLEMENTATIONS`. A module that cannot do every valid input defines
+`unsupported`, which takes the same arguments and answers None or a sentence that says why not; picking then passes it by.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, tuple[str, ...] | None] = {"mosaic_gpu": ("gpu",), "mosaic_tpu": ("tpu",), "xla": None, "reference": None}
+BACKENDS: dict[str, tuple[str, ...] | None] = {
+    "mosaic_gpu": ("gpu",),
+    "mosaic_tpu": ("tpu",),
+    "composed": None,
+    "xla": None,
+    "reference": None,
+}
 """Every implementation name there can be, and the JAX backends it runs on (None: all of them)."""
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "flash_attention": ("xla", "reference"),
-    "gather_attention": ("xla", "reference"),
+    "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "page_index": ("xla", "reference"),
-    "select_blocks": ("xla", "reference"),
+    "select_blocks": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
+    "selected_attention": ("mosaic_gpu", "composed", "reference"),
 }
 """What each op has, the preferred first. `reference` is a definition to test against: it runs only when named."""
 
 _chosen: dict[tuple[str, str], str] = {}
+_listening: list[dict[str, str]] = []
 
 
 def available(op: str, backend: str | None = None) -> tuple[str, ...]:
     """Names of the implementations of `op` that run on `backend` (default: the one JAX uses), the preferred first."""
     backend = backend or jax.default_backend()
-    return tuple(name for name in IMPLEMENTATIONS[op] if BACKENDS[name] is None or backend in BACKENDS[name])
+    names = [name for name in IMPLEMENTATIONS[op] if BACKENDS[name] is None or backend in BACKENDS[name]]
+    if "mosaic_gpu" in names and backend == jax.default_backend() and not _is_hopper():
+        names.remove("mosaic_gpu")
+    return tuple(names)
 
 
-def choose(op: str, implementation: str | None, signature: str) -> str:
+def _is_hopper() -> bool:
+    """Whether this process's GPUs have the instructions that the Mosaic GPU kernels use (compute capability 9.0)."""
+    return getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
+
+
+def choose(op: str, implementation: str | None, signature: str, arrays: tuple = (), static: dict[str, Any] | None = None) -> str:
     """Name of the implementation to run.
 
-    op: a key of `IMPLEMENTATIONS`. implementation: None picks the preferred one of this backend; a name is taken or refused, never
-    replaced. signature: shapes and dtypes of the call, for the log and for `chosen`.
+    op: a key of `IMPLEMENTATIONS`. implementation: None picks the preferred one of this backend that supports the call; a name is taken or
+    refused, never replaced. signature: shapes and dtypes of the call, for the log and for `chosen`. arrays, static: the arguments of the
+    implementation's function, for `unsupported`.
 
     Raises ValueError for a name that does not exist and NotImplementedError for one that cannot run `op` here.
     """
@@ -53,11 +72,28 @@ def choose(op: str, implementation: str | None, signature: str) -> str:
             f"{op} has no implementation {implementation!r} on backend {jax.default_backend()!r} for {signature}; "
             f"there are {', '.join(names)}, or None to pick"
         )
-    name = implementation or names[0]
+    name, passed_by = (implementation, []) if implementation else _pick(op, names, arrays, static or {})
+    for heard in _listening:
+        heard[op] = name
     if _chosen.get((op, signature)) != name:
         _chosen[op, signature] = name
-        logger.info("%s %s: %s (%s)", op, signature, name, "picked" if implementation is None else "named")
+        reasons = "".join(f"; not {other}: {reason}" for other, reason in passed_by)
+        logger.info("%s %s: %s (%s%s)", op, signature, name, "picked" if implementation is None else "named", reasons)
     return name
+
+
+def _pick(op: str, names: tuple[str, ...], arrays: tuple, static: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+    """The first of `names` that supports the call, and why those before it do not."""
+    passed_by: list[tuple[str, str]] = []
+    if not arrays:
+        return names[0], passed_by
+    for name in names:
+        unsupported = getattr(importlib.import_module(f"pallas_kernels.{op}.{name}"), "unsupported", None)
+        reason = unsupported(*arrays, **static) if unsupported else None
+        if reason is None:
+            return name, passed_by
+        passed_by.append((name, reason))
+    raise AssertionError(f"{op} has no implementation that does everything; it must")
 
 
 def load(op: str, name: str) -> Callable[..., Any]:
@@ -68,6 +104,18 @@ def load(op: str, name: str) -> Callable[..., Any]:
 def chosen() -> dict[tuple[str, str], str]:
     """What ran so far: (op, signature) -> implementation, the latest choice for each signature."""
     return dict(_chosen)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[dict[str, str]]:
+    """What is chosen inside the block, op -> implementation (the last, where one op is called several times). Choices are made when an
+    op is called or traced, not when a compiled function runs."""
+    heard: dict[str, str] = {}
+    _listening.append(heard)
+    try:
+        yield heard
+    finally:
+        _listening[:] = [other for other in _listening if other is not heard]  # by identity: equal dicts are not the same
 
 
 def signature(**arrays: jax.Array | None) -> str:

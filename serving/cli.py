@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.serving.bench_cli import bench_app
+
 if TYPE_CHECKING:
     from kvjax.engine import Engine
     from kvjax.model import Model
@@ -27,6 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
+app.add_typer(bench_app, name="bench")
 _traceback = contextvars.ContextVar("traceback", default=False)
 
 
@@ -276,8 +279,8 @@ def needle_command(
     from kvjax.fidelity.needle import documentation_text
     from kvjax.fidelity.retrieval import needle_panel
     from kvjax.policies import parse
-    from kvjax.results import write_result
     from kvjax.serving.demo import table
+    from pallas_kernels.results import write_result
 
     for name in policies:
         parse(name)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = {"pallas_kernels": "pallas_kernels", "kvjax": "kvjax", "models": "kvjax.models", "serving": "kvjax.serving"}
 RANKS = {name: rank for rank, name in enumerate(LAYERS.values())}
 FRONT_DOOR = "kvjax.__init__"
-BRING_YOUR_OWN = {"lm_eval"}  # imported only by an adapter for people who have it
+BRING_YOUR_OWN = {"lm_eval", "torch"}  # imported only by an adapter, or as a baseline, for people who have it
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 120
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 

@@ -58,6 +58,8 @@ def gather_attention(
         raise ValueError(f"blocks must be [B={q.shape[0]}, K={k.shape[1]}, W >= 1]; got {arrays}")
     if blocks is not None and blocks.dtype != jnp.int32:
         raise ValueError(f"blocks must be int32; got {arrays}")
-    name = dispatch.choose("gather_attention", implementation, f"{arrays} block_size {block_size} window {window}")
     static = {"block_size": block_size, "window": window, "sm_scale": sm_scale, "return_block_lse": return_block_lse, "config": config}
-    return dispatch.load("gather_attention", name)(q, k, v, page_table, lengths, blocks=blocks, **static)
+    static |= {"blocks": blocks}
+    signature = f"{arrays} block_size {block_size} window {window}"
+    name = dispatch.choose("gather_attention", implementation, signature, (q, k, v, page_table, lengths), static)
+    return dispatch.load("gather_attention", name)(q, k, v, page_table, lengths, **static)

@@ -54,17 +54,28 @@ def select_blocks(
 
     Raises ValueError for shapes, dtypes or sizes that do not fit together.
     """
-    _check(q, index, page_table, lengths, kind, page_size, block_size)
-    for name, value, least in (("k", k, 0), ("sink", sink, 0), ("local", local, 1)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
     sizes = {"page_size": page_size, "block_size": block_size, "k": k, "sink": sink, "local": local}
+    check(q, index, page_table, lengths, kind, **sizes)
     signature = f"{kind} {sizes} {dispatch.signature(q=q, index=index, page_table=page_table)}"
-    name = dispatch.choose("select_blocks", implementation, signature)
-    return dispatch.load("select_blocks", name)(q, index, page_table, lengths, kind=kind, **sizes)
+    static = {"kind": kind, **sizes}
+    name = dispatch.choose("select_blocks", implementation, signature, (q, index, page_table, lengths), static)
+    return dispatch.load("select_blocks", name)(q, index, page_table, lengths, **static)
 
 
-def _check(q: jax.Array, index: jax.Array, page_table: jax.Array, lengths: jax.Array, kind: str, page_size: int, block_size: int) -> None:
+def check(
+    q: jax.Array,
+    index: jax.Array,
+    page_table: jax.Array,
+    lengths: jax.Array,
+    kind: str,
+    *,
+    page_size: int,
+    block_size: int,
+    k: int,
+    sink: int,
+    local: int,
+) -> None:
+    """Raise ValueError, with every shape, unless the arguments of a selection fit together."""
     arrays = dispatch.signature(q=q, index=index, page_table=page_table, lengths=lengths)
     if kind not in INDEX_ROWS:
         raise ValueError(f"index kind {kind!r} is unknown; there are {', '.join(sorted(INDEX_ROWS))}")
@@ -85,3 +96,6 @@ def _check(q: jax.Array, index: jax.Array, page_table: jax.Array, lengths: jax.A
         raise ValueError(f"page_table and lengths must be int32; got {arrays}")
     if not (jnp.issubdtype(q.dtype, jnp.floating) and jnp.issubdtype(index.dtype, jnp.floating)):
         raise ValueError(f"q and index must be floating point; got {arrays}")
+    for name, value, least in (("k", k, 0), ("sink", sink, 0), ("local", local, 1)):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")

@@ -15,17 +15,27 @@ PACKAGES = ("kvjax", "jax", "jaxlib", "numpy", "transformers")
 
 
 def provenance() -> dict:
-    """Command line (absolute paths by their last part), date (UTC), versions and device of this process. Initialises the device."""
+    """Command line, date (UTC), versions and device of this process. Initialises the device."""
     import jax
 
     device = jax.local_devices()[0]
     return {
-        "command": shlex.join(Path(word).name if os.path.isabs(word) else word for word in sys.argv),
+        "command": _command(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "platform": " ".join(device.client.platform_version.split()),
         "device": device.device_kind,
         "device_count": jax.local_device_count(),
     }
+
+
+def _command() -> str:
+    """What was typed, more or less: absolute paths by their last part."""
+    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv]
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:  # python -m
+        words[:1] = ["python", "-m", spec.name.removesuffix(".__main__")]
+    return shlex.join(words)
 
 
 def write_result(path: Path, figures: dict) -> None:

@@ -1,0 +1,1 @@
+"""Microbenchmarks of the ops: `python -m pallas_kernels.bench --help`."""

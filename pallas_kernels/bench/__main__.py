@@ -1,0 +1,72 @@
+"""`python -m pallas_kernels.bench`: time the ops."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+HELP = """Time the ops: device time, bytes that had to move against a copy's bandwidth, error, and speed-up over the best dense kernel.
+
+CASES are globs over names `op/shape/tokens/batch/policy`, as in 'sparse/qwen2.5-7b/128k/b1/top:8' or '*/b8/*'; without any, all but the
+tiny ones run. op: dense (paged), sparse (selection, attention and combine as one op), pair (the same as two ops), gather, select, index.
+Dense kernels of others (cuDNN, PyTorch SDPA) run at the same shapes and are rows too, named baseline/...
+
+On a GPU the clock is the profiler's trace, from the start of an op's first kernel to the end of its last, ops of one program captured
+together as XLA captures a decode step; elsewhere it is the wall clock, and rows say so.
+
+Render tables: python -m pallas_kernels.bench.report --help
+"""
+
+
+def bench(
+    cases: Annotated[list[str] | None, typer.Argument(help="Globs over the names of cases.", show_default=False)] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="Print the names and stop.")] = False,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each case.")] = None,
+    implementation: Annotated[
+        str | None, typer.Option(help="Run this implementation of every op: xla, mosaic_gpu, ... [default: what dispatch picks]")
+    ] = None,
+    baselines: Annotated[bool, typer.Option(help="Run other people's dense kernels at the same shapes.")] = True,
+) -> None:
+    """See HELP."""
+    from pallas_kernels.bench.cases import all_cases, matching
+
+    if list_cases:
+        typer.echo("\n".join(case.name for case in (matching(cases) if cases else all_cases())))
+        return
+    try:
+        chosen = matching(cases or ())
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="CASES") from None
+    # JAX would take most of the memory at its start, and PyTorch's process has to find room.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+
+    from rich.console import Console
+
+    from pallas_kernels.bench.report import table
+    from pallas_kernels.bench.session import run
+
+    rows = run(chosen, implementation, baselines=baselines, json_out=json_out, console=Console(stderr=True))
+    Console(width=None if sys.stdout.isatty() else 200).print(table(rows))
+    if failed := [row for row in rows if "failed" in row]:
+        _say(failed)
+        raise typer.Exit(1)
+
+
+def _say(failed: list[dict[str, Any]]) -> None:
+    for row in failed:
+        typer.echo(f"{row['case']} failed: {row['failed']}", err=True)
+
+
+def main() -> None:
+    """Entry point."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(help=HELP)(bench)
+    app()
+
+
+if __name__ == "__main__":
+    main()

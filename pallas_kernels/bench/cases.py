@@ -1,0 +1,156 @@
+"""The named cases: which op, at which shape, under which policy.
+
+A name is `op/shape/tokens/batch/policy`, as in `sparse/qwen2.5-7b/128k/b1/top:8`:
+
+dense      gather_attention over every page (dense, paged)
+sparse     selected_attention: selection and attention over the list as one op
+pair       the same as two ops, select_blocks and gather_attention
+gather     gather_attention over a list that is there already
+select     select_blocks alone
+index      page_index of `tokens` tokens
+baseline   dense attention over contiguous keys by somebody else's kernel: the policy is its name
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Iterator, Sequence
+
+PAGE_SIZE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Attention of one layer: query heads H, KV heads K, head dim D."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+SHAPES = {"qwen2.5-7b": Shape(28, 4, 128), "llama-3.1-8b": Shape(32, 8, 128), "tiny": Shape(4, 2, 64)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What select_blocks keeps, in blocks of `block_size` tokens, by bounds."""
+
+    block_size: int
+    k: int
+    sink: int
+    local: int
+
+    @property
+    def keys(self) -> int:
+        """Tokens a KV head reads where the open page lies within the local blocks."""
+        return (self.sink + self.k + self.local) * self.block_size
+
+
+BUDGETS = {
+    "top:8": Budget(128, 8, 1, 4),
+    "top:32": Budget(128, 32, 1, 4),
+    "quest:64": Budget(16, 64, 1, 32),
+    "quest:256": Budget(16, 256, 1, 32),
+}
+"""Names as in `kvjax.policies`. The last two have about the key budgets of the first two, at block 16."""
+
+ATTENDING = ("dense", "sparse", "pair", "gather")
+"""Ops that return what attention over all keys would, or their approximation."""
+
+BASELINES = {"gpu": ("cudnn", "torch-flash", "torch-cudnn", "torch-efficient"), "cpu": ("xla",)}
+"""By JAX backend: `jax.nn.dot_product_attention`'s implementations, and PyTorch's SDPA backends."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One thing to measure. policy: a key of `BUDGETS`, "dense", a baseline, or for `index` "bounds" and the block size."""
+
+    op: str
+    shape: str
+    tokens: int
+    batch: int
+    policy: str
+
+    @property
+    def name(self) -> str:
+        """Unique, and what `--list` prints."""
+        return f"{self.op}/{self.shape}/{self.tokens // 1024}k/b{self.batch}/{self.policy}"
+
+    @property
+    def sizes(self) -> Shape:
+        """Heads and head dim."""
+        return SHAPES[self.shape]
+
+    @property
+    def budget(self) -> Budget | None:
+        """What is selected; None where everything is read."""
+        return BUDGETS.get(self.policy)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block; a page where nothing is selected."""
+        return int(self.policy.removeprefix("bounds")) if self.op == "index" else self.budget.block_size if self.budget else PAGE_SIZE
+
+    @property
+    def pages(self) -> int:
+        """Pages of one sequence."""
+        return self.tokens // PAGE_SIZE
+
+    @property
+    def scans(self) -> bool:
+        """Whether an index is read."""
+        return self.op in ("sparse", "pair", "select")
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """What a case shares with the baselines it is compared with."""
+        return self.shape, self.tokens, self.batch
+
+
+LENGTHS = tuple(n * 1024 for n in (8, 32, 128, 512, 1024))
+
+
+def all_cases() -> list[Case]:
+    """Every case but the baselines, in the order in which they run: those of one shape, length and batch together."""
+    return list(dict.fromkeys(_cases()))
+
+
+def baselines(cases: Iterable[Case], names: Sequence[str]) -> list[Case]:
+    """Each named baseline at every place where attention is measured."""
+    places = dict.fromkeys(case.place for case in cases if case.op in ATTENDING)
+    return [Case("baseline", *place, name) for place in places for name in names]
+
+
+def matching(patterns: Sequence[str]) -> list[Case]:
+    """The cases whose name matches any of the globs; without patterns all but the tiny ones. ValueError for a pattern without a case."""
+    cases = all_cases()
+    if not patterns:
+        return [case for case in cases if case.shape != "tiny"]
+    for pattern in patterns:
+        if not fnmatch.filter([case.name for case in cases], pattern):
+            raise ValueError(f"no case matches {pattern!r}; --list prints them all")
+    return [case for case in cases if any(fnmatch.fnmatch(case.name, pattern) for pattern in patterns)]
+
+
+def _cases() -> Iterator[Case]:
+    for tokens in (1024, 2048):
+        yield from _place("tiny", tokens, 2, ("top:8", "quest:64"), parts=True)
+    yield Case("index", "tiny", 1024, 1, "bounds16")
+    for tokens in LENGTHS:
+        for batch in (1, 4, 8):
+            yield from _place("qwen2.5-7b", tokens, batch, tuple(BUDGETS), parts=batch != 4)
+    for tokens in (8192, 131072):
+        for block_size in (128, 16):
+            yield Case("index", "qwen2.5-7b", tokens, 1, f"bounds{block_size}")
+    for tokens in (8192, 131072, 1048576):
+        for batch in (1, 8):
+            yield from _place("llama-3.1-8b", tokens, batch, ("top:8", "top:32"), parts=False)
+
+
+def _place(shape: str, tokens: int, batch: int, policies: Sequence[str], *, parts: bool) -> Iterator[Case]:
+    """Dense and sparse; parts: what sparse is made of too."""
+    yield Case("dense", shape, tokens, batch, "dense")
+    for policy in policies:
+        for op in ("sparse", "pair", "gather", "select") if parts else ("sparse",):
+            yield Case(op, shape, tokens, batch, policy)

@@ -1,0 +1,119 @@
+"""Inputs made on the device: pools of random pages, page tables in random order, and enough different sets to exceed the cache."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, DTypeLike, Float, Int
+
+from pallas_kernels.bench.cases import PAGE_SIZE, Case
+from pallas_kernels.page_index import INDEX_ROWS, page_index
+
+L2_BYTES = {"NVIDIA H200": 60 * 2**20, "NVIDIA H100 80GB HBM3": 50 * 2**20}
+"""Size of the last-level cache by `device_kind`."""
+
+UNKNOWN_L2_BYTES = 128 * 2**20
+"""Assumed for every other device."""
+
+MIN_OPS, MAX_OPS = 8, 48
+"""Ops in one timed program: enough for XLA to capture them as a CUDA graph, few enough to compile."""
+
+QUERY_SCALE = 4.0
+"""Standard deviation of the queries' elements, and of the logits: softmax is far from flat."""
+
+DTYPE = jnp.bfloat16
+ITEM = 2
+CHUNK_PAGES = 256
+
+
+class Pool(NamedTuple):
+    """Pages on the device: k, v `[N, K, P, D]`; index: bounds `[N, K, P/bs, 2, D]` for cases that select, else None."""
+
+    k: Float[Array, "N K P D"]
+    v: Float[Array, "N K P D"]
+    index: Float[Array, "N K nb R D"] | None
+
+
+def cache_bytes() -> int:
+    """Bytes of the device's last-level cache, or more."""
+    return L2_BYTES.get(jax.local_devices()[0].device_kind, UNKNOWN_L2_BYTES) if jax.default_backend() != "cpu" else 0
+
+
+def memory_bytes() -> int:
+    """Bytes that arrays may take: what the device's allocator may hold, or half of a host's memory."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def bytes_read(case: Case, keys: int) -> dict[str, int]:
+    """Bytes that one op has to move: K and V of `keys` tokens (summed over rows and KV heads), the index it scans or builds.
+
+    Queries, outputs, lists and page tables are left out: they are under a thousandth.
+    """
+    kv_heads, head_dim = case.sizes.num_kv_heads, case.sizes.head_dim
+    index = case.batch * kv_heads * (case.tokens // case.block_size) * INDEX_ROWS["bounds"] * head_dim * ITEM
+    if case.op == "index":
+        return {"keys": keys * head_dim * ITEM, "index": index}
+    return {"kv": 0 if case.op == "select" else 2 * keys * head_dim * ITEM, "index": index if case.scans else 0}
+
+
+def bytes_held(case: Case, copies: int) -> int:
+    """Bytes of the arrays of a case: keys and values of `copies` batches and, where one is read, the index."""
+    tokens = copies * case.batch * case.tokens * case.sizes.num_kv_heads
+    scanned = tokens // case.block_size * INDEX_ROWS["bounds"] * (case.op != "baseline" and case.budget is not None)
+    return (2 * tokens + scanned) * case.sizes.head_dim * ITEM
+
+
+def copies_needed(moved: int) -> int:
+    """Different inputs to go round so that what is read between two uses of one exceeds the cache twice. moved: bytes one op moves."""
+    return min(MAX_OPS, max(1, -(-2 * cache_bytes() // moved)))
+
+
+def make_pool(case: Case, copies: int, seed: int) -> tuple[Pool, Int[np.ndarray, "copies B M"]]:
+    """Random keys and values for `copies` batches of the case, the index that its policy scans, and each batch's page table, on the host.
+
+    Pages lie in random order; page 0 is NaN, and no table names it.
+    """
+    kv_heads, head_dim = case.sizes.num_kv_heads, case.sizes.head_dim
+    used = copies * case.batch * case.pages
+    shape = (pool_pages(used), kv_heads, PAGE_SIZE, head_dim)
+    key_k, key_v = jax.random.split(jax.random.key(seed))
+    k, v = random_pages(key_k, shape), random_pages(key_v, shape)
+    index = jax.block_until_ready(page_index(k, kind="bounds", block_size=case.block_size)) if case.budget else None
+    order = np.random.default_rng(seed).permutation(np.arange(1, used + 1, dtype=np.int32))
+    return Pool(k, v, index), order.reshape(copies, case.batch, case.pages)
+
+
+def pool_pages(used: int) -> int:
+    """Pages of a pool with room for `used` pages beside page 0."""
+    return used + 1 if used < CHUNK_PAGES else -(-(used + 1) // CHUNK_PAGES) * CHUNK_PAGES
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def random_pages(key: Array, shape: tuple[int, ...], dtype: DTypeLike = DTYPE) -> Float[Array, "N K P D"]:
+    """Normally distributed pages, page 0 NaN. Made a chunk at a time: beside the result there is little else in memory.
+
+    The number of pages, N, is below `CHUNK_PAGES` or a multiple of it; see `pool_pages`.
+    """
+    rows = min(shape[0], CHUNK_PAGES)
+
+    def fill(i, pages):
+        chunk = jax.random.normal(jax.random.fold_in(key, i), (rows, *shape[1:]), jnp.float32).astype(dtype)
+        return jax.lax.dynamic_update_slice_in_dim(pages, chunk, i * rows, axis=0)
+
+    pages = jax.lax.fori_loop(0, shape[0] // rows, fill, jnp.zeros(shape, dtype))
+    return pages.at[0].set(jnp.nan)
+
+
+def queries(case: Case, count: int, seed: int) -> list[Float[Array, "B 1 H D"]]:
+    """`count` different query tensors."""
+    shape = (case.batch, 1, case.sizes.num_heads, case.sizes.head_dim)
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), count)
+    return [(QUERY_SCALE * jax.random.normal(key, shape, jnp.float32)).astype(DTYPE) for key in keys]

@@ -1,0 +1,229 @@
+"""One case in, one row out: inputs made, checked, timed, and freed."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from pallas_kernels.bench import checks, inputs, torch_sdpa
+from pallas_kernels.bench.cases import ATTENDING, PAGE_SIZE, Case
+from pallas_kernels.bench.inputs import Pool
+from pallas_kernels.bench.ops import chained, contiguous_attention, op_of, poison
+from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timing
+from pallas_kernels.page_index import INDEX_ROWS
+from pallas_kernels.select_blocks import select_blocks
+
+MEMORY_SHARE = 0.8
+"""Part of the memory that the arrays of a case may take."""
+
+COPY_BYTES = (2**33, 2**27)
+"""Bytes of the array that is copied: on a device, on a CPU."""
+
+TIMED_SECONDS, MOST_CALLS, LEAST_CALLS = 0.5, 40, 5
+"""Calls are repeated for about this long, within these bounds."""
+
+
+class Skipped(Exception):
+    """Why a case was not measured here."""
+
+
+def copy_rate() -> dict[str, Any]:
+    """Bytes per second, read and written, of a copy between two large arrays."""
+    page = (4, PAGE_SIZE, 128)
+    size = min(COPY_BYTES[jax.default_backend() == "cpu"], inputs.memory_bytes() // 16)
+    chunk = inputs.CHUNK_PAGES * math.prod(page) * inputs.ITEM
+    source = inputs.random_pages(jax.random.key(0), (max(1, size // chunk) * inputs.CHUNK_PAGES, *page))
+    timing = device_time(jax.jit(jnp.copy), [(source,)], calls=10)
+    return {"bytes": 2 * source.nbytes, "bytes_per_s": 2 * source.nbytes / timing.median_s, "timing": timing.figures()}
+
+
+def row_of(case: Case, implementation: str | None, copy_bytes_per_s: float) -> dict[str, Any]:
+    """The row of a case (see `report` for the fields). Raises Skipped, NotImplementedError, or what the op raises."""
+    row = _shape_fields(case)
+    figures = {"index": _index, "baseline": _baseline}.get(case.op, _paged)(case, implementation)
+    timing: Timing = figures.pop("timing")
+    moved = sum(figures["bytes"].values())
+    row |= figures | timing.figures()
+    return row | _rates(moved, timing.median_s, copy_bytes_per_s)
+
+
+def torch_rows(cases: Sequence[Case], copy_bytes_per_s: float) -> list[dict[str, Any]]:
+    """Rows of PyTorch's baselines, from a process of its own, which needs the device's memory: hold none."""
+    requests = [_torch_request(case) for case in cases]
+    try:
+        answers = torch_sdpa.ask(requests) if requests and torch_sdpa.installed() else {}
+    except RuntimeError as error:
+        return [_shape_fields(case) | {"failed": str(error)} for case in cases]
+    missing = {"skipped": "PyTorch is not installed"}
+    pairs = zip(cases, requests, strict=True)
+    return [
+        _shape_fields(case) | _torch_figures(case, request, answers.get(case.name, missing), copy_bytes_per_s) for case, request in pairs
+    ]
+
+
+def _torch_figures(case: Case, request: dict[str, Any], answer: dict[str, Any], copy_bytes_per_s: float) -> dict[str, Any]:
+    if "skipped" in answer:
+        return {"skipped": answer["skipped"]}
+    try:
+        timing = kernel_timing([Kernel(*kernel) for kernel in answer["kernels"]], request["calls"], request["chain"])
+    except RuntimeError as error:
+        return {"failed": str(error)}
+    moved = inputs.bytes_read(case, _all_keys(case))
+    made = {
+        "path": {f"torch {answer['torch']}": request["backend"]},
+        "copies": request["copies"],
+        "chain": request["chain"],
+        "bytes": moved,
+    }
+    return made | _reads(case, _all_keys(case)) | timing.figures() | _rates(sum(moved.values()), timing.median_s, copy_bytes_per_s)
+
+
+def add_speedups(rows: list[dict[str, Any]]) -> None:
+    """To each row that attends: the fastest baseline of the same shape, tokens and batch, and how many times as long that one takes."""
+    place = ("shape", "tokens", "batch")
+    for row in rows:
+        same = [r for r in rows if r["op"] == "baseline" and "median_s" in r and all(r[key] == row[key] for key in place)]
+        if row["op"] in ATTENDING and "median_s" in row and same:
+            best = min(same, key=lambda r: r["median_s"])
+            row["speedup"] = {"over": best["case"], "times": best["median_s"] / row["median_s"]}
+
+
+def _shape_fields(case: Case) -> dict[str, Any]:
+    sizes = {"heads": case.sizes.num_heads, "kv_heads": case.sizes.num_kv_heads, "head_dim": case.sizes.head_dim}
+    fields = {"case": case.name, "op": case.op, "shape": case.shape, "tokens": case.tokens, "batch": case.batch, "policy": case.policy}
+    return fields | sizes | {"dtype": inputs.DTYPE.__name__, "page_size": PAGE_SIZE, "block_size": case.block_size}
+
+
+def _rates(moved: int, seconds: float, copy_bytes_per_s: float) -> dict[str, float]:
+    return {"bytes_per_s": moved / seconds, "fraction_of_copy": moved / seconds / copy_bytes_per_s}
+
+
+def _all_keys(case: Case) -> int:
+    return case.batch * case.sizes.num_kv_heads * case.tokens
+
+
+def _reads(case: Case, keys: int, blocks: int | None = None) -> dict[str, float]:
+    """Keys and blocks that one KV head of one row reads, on average."""
+    lists = case.batch * case.sizes.num_kv_heads
+    return {"keys_read": keys / lists, "blocks_read": (keys // case.block_size if blocks is None else blocks) / lists}
+
+
+def _paged(case: Case, implementation: str | None) -> dict[str, Any]:
+    """dense, sparse, pair, gather, select: over one pool with `copies` batches in it."""
+    expected = (case.budget.keys if case.budget else case.tokens) * case.batch * case.sizes.num_kv_heads
+    copies = inputs.copies_needed(sum(inputs.bytes_read(case, min(expected, _all_keys(case))).values()))
+    _check_memory(case, copies)
+    chain = max(copies, inputs.MIN_OPS)
+    pool, tables = inputs.make_pool(case, copies, seed=chain)
+    # Arrays of its own for every op, equal ones too: nothing an op works out may serve the next.
+    asked = enumerate(inputs.queries(case, chain, seed=case.batch))
+    own = [(q, jnp.array(tables[i % copies]), jnp.full((case.batch,), case.tokens, jnp.int32)) for i, q in asked]
+    lists = [_list(case, pool, each, implementation) for each in own] if case.op == "gather" else None
+    own = [(*each, blocks) for each, blocks in zip(own, lists, strict=True)] if lists else own
+    op = op_of(case, implementation)
+    checked = _check(case, pool, op, own[0])
+    timing = _timed(chained(op), pool, tuple(own), chain)
+    return {"copies": copies, "chain": chain, **checked, "timing": timing}
+
+
+def _run_twice(op: Callable, pool: Any, own: tuple) -> tuple[dict[str, Any], Any]:
+    """What dispatch chose for the op, whether it gave the same bits again, and its result."""
+    run = jax.jit(op)
+    with dispatch.listening() as path:
+        first = run(pool, *own)
+    poison(first)
+    second = run(pool, *own)
+    return {"path": path, "same_bits": checks.same_bits(first, second)}, second
+
+
+def _list(case: Case, pool: Pool, own: tuple, implementation: str | None) -> jax.Array:
+    """What select_blocks lists for a case that has a budget."""
+    b = case.budget
+    sizes = {"page_size": PAGE_SIZE, "block_size": b.block_size, "k": b.k, "sink": b.sink, "local": b.local}
+    return select_blocks(own[0], pool.index, own[1], own[2], kind="bounds", **sizes, implementation=implementation)
+
+
+def _check(case: Case, pool: Pool, op: Callable, own: tuple) -> dict[str, Any]:
+    """Errors of one op against the float32 reference at the same selection, and what it read."""
+    q, table, lengths, *listed = own
+    found, second = _run_twice(op, pool, own)
+    if case.op == "select":
+        blocks = second
+    elif listed:
+        blocks = listed[0]
+    elif case.budget:
+        blocks = second[2]
+    else:
+        blocks = checks.every_block(case.batch, case.sizes.num_kv_heads, case.pages)
+    if case.scans:
+        found["same_blocks_as_xla"] = checks.shared_entries(blocks, _list(case, pool, own, "xla"))
+    if case.op != "select":
+        ref = checks.streamed_attention(
+            q, pool.k, pool.v, table, lengths, blocks, block_size=case.block_size, sm_scale=case.sizes.head_dim**-0.5
+        )
+        found |= {"error": checks.row_error(second[0], ref[0]), "lse_error": checks.largest_difference(second[1], ref[1])}
+    ids = np.asarray(blocks)
+    stop = np.minimum((ids + 1) * case.block_size, case.tokens)
+    keys = int(np.where(ids >= 0, stop - ids * case.block_size, 0).sum())
+    return found | {"bytes": inputs.bytes_read(case, keys)} | _reads(case, keys, int((ids >= 0).sum()))
+
+
+def _index(case: Case, implementation: str | None) -> dict[str, Any]:
+    """page_index over all pages of a sequence."""
+    moved = inputs.bytes_read(case, _all_keys(case))
+    copies = inputs.copies_needed(sum(moved.values()))
+    _check_memory(case, copies)
+    chain = max(copies, inputs.MIN_OPS)
+    shape = (case.batch * case.pages, case.sizes.num_kv_heads, PAGE_SIZE, case.sizes.head_dim)
+    own = [(inputs.random_pages(jax.random.key(i), shape).at[0].set(1),) for i in range(chain)]
+    op = op_of(case, implementation)
+    found, second = _run_twice(op, None, own[0])
+    blocks = own[0][0].reshape(*shape[:2], -1, case.block_size, shape[3])
+    ref = jnp.stack([blocks.max(3), blocks.min(3)], axis=3)
+    assert second.shape == (*shape[:2], PAGE_SIZE // case.block_size, INDEX_ROWS["bounds"], shape[3])
+    checked = found | {"error": checks.row_error(second, ref)}
+    timing = _timed(chained(op), None, tuple(own), chain)
+    return {"copies": copies, "chain": chain, **checked, "bytes": moved, **_reads(case, _all_keys(case)), "timing": timing}
+
+
+def _baseline(case: Case, implementation: str | None) -> dict[str, Any]:
+    """`jax.nn.dot_product_attention` over contiguous keys; the case's policy names its implementation."""
+    moved = inputs.bytes_read(case, _all_keys(case))
+    copies = inputs.copies_needed(sum(moved.values()))
+    _check_memory(case, copies)
+    chain = max(copies, inputs.MIN_OPS)
+    shape = (case.batch * case.pages, PAGE_SIZE, case.sizes.num_kv_heads, case.sizes.head_dim)
+    together = (case.batch, case.tokens, *shape[2:])
+    keys = [inputs.random_pages(jax.random.key(i), shape).at[0].set(1).reshape(together) for i in range(2 * copies)]
+    own = [(q, *keys[2 * (i % copies) :][:2]) for i, q in enumerate(inputs.queries(case, chain, seed=case.batch))]
+    timing = _timed(chained(contiguous_attention(case, case.policy)), None, tuple(own), chain)
+    path = {"dot_product_attention": case.policy}
+    return {"path": path, "copies": copies, "chain": chain, "bytes": moved, **_reads(case, _all_keys(case)), "timing": timing}
+
+
+def _torch_request(case: Case) -> dict[str, Any]:
+    copies = inputs.copies_needed(sum(inputs.bytes_read(case, _all_keys(case)).values()))
+    sizes = {"heads": case.sizes.num_heads, "kv_heads": case.sizes.num_kv_heads, "head_dim": case.sizes.head_dim}
+    request = {"name": case.name, "backend": case.policy.removeprefix("torch-"), "batch": case.batch, "tokens": case.tokens} | sizes
+    return request | {"copies": copies, "chain": max(copies, inputs.MIN_OPS), "calls": 2 * LEAST_CALLS}
+
+
+def _timed(program: Callable, pool: Any, own: tuple, chain: int) -> Timing:
+    """A first look says how often to repeat."""
+    once = device_time(program, [(pool, own)], calls=2, chain=chain)
+    calls = int(np.clip(math.ceil(TIMED_SECONDS / (once.period_s * chain)), LEAST_CALLS, MOST_CALLS))
+    return device_time(program, [(pool, own)], calls=calls, chain=chain, warmup=0)
+
+
+def _check_memory(case: Case, copies: int) -> None:
+    gc.collect()
+    needed, there = inputs.bytes_held(case, copies), inputs.memory_bytes()
+    if needed > MEMORY_SHARE * there:
+        raise Skipped(f"needs {needed / 2**30:.1f} GiB; arrays may take {MEMORY_SHARE * there / 2**30:.1f} of {there / 2**30:.1f} GiB")

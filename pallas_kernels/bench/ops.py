@@ -1,0 +1,86 @@
+"""How a case calls its op: through the public functions, so that whatever implementation there is can be named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.bench.cases import PAGE_SIZE, Case
+from pallas_kernels.bench.inputs import Pool
+from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.page_index import page_index
+from pallas_kernels.select_blocks import select_blocks
+from pallas_kernels.selected_attention import selected_attention
+
+Own = tuple[Any, ...]
+"""What differs between two ops of one program: q, page table, lengths and, for `gather`, the list."""
+
+
+def op_of(case: Case, implementation: str | None) -> Callable[[Pool, Own], Any]:
+    """The op of a case as a function of the pool and one op's own arguments. Ops that attend return out and lse first, `sparse` and `pair`
+    the list after them."""
+    sm_scale = case.sizes.head_dim**-0.5
+
+    def select(pool: Pool, q, table, lengths):
+        budget = case.budget
+        sizes = {"page_size": PAGE_SIZE, "block_size": budget.block_size, "k": budget.k, "sink": budget.sink, "local": budget.local}
+        return select_blocks(q, pool.index, table, lengths, kind="bounds", **sizes, implementation=implementation)
+
+    def gather(pool: Pool, q, table, lengths, blocks=None):
+        listed = {"blocks": blocks, "block_size": case.block_size, "sm_scale": sm_scale}
+        return gather_attention(q, pool.k, pool.v, table, lengths, **listed, implementation=implementation)
+
+    def pair(pool: Pool, q, table, lengths):
+        blocks = select(pool, q, table, lengths)
+        return *gather(pool, q, table, lengths, blocks), blocks
+
+    def sparse(pool: Pool, q, table, lengths):
+        budget = case.budget
+        sizes = {"block_size": budget.block_size, "budget": budget.k, "sink": budget.sink, "local": budget.local, "sm_scale": sm_scale}
+        arrays = q, pool.k, pool.v, pool.index, table, lengths
+        return selected_attention(*arrays, kind="bounds", **sizes, implementation=implementation)
+
+    def index(pool: Pool, keys):
+        return page_index(keys, kind="bounds", block_size=case.block_size, implementation=implementation)
+
+    return {"dense": gather, "gather": gather, "sparse": sparse, "pair": pair, "select": select, "index": index}[case.op]
+
+
+def contiguous_attention(case: Case, implementation: str) -> Callable[[None, Own], jax.Array]:
+    """`jax.nn.dot_product_attention` over keys `[B, S, K, D]`: the dense baseline."""
+    sm_scale = case.sizes.head_dim**-0.5
+
+    def attend(pool: None, q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, scale=sm_scale, implementation=implementation)
+
+    return attend
+
+
+def chained(op: Callable[[Any, Own], Any]) -> Callable[[Any, Sequence[Own]], list]:
+    """A compiled program that runs the op once for each of `owns`, each after the one before, and returns every result.
+
+    As in a decode step, the launches of such a program can be captured as one CUDA graph. The order is kept by a barrier on the first of an
+    op's own arguments.
+    """
+    inner = jax.jit(op)
+
+    @jax.jit
+    def program(pool, owns):
+        results = []
+        for own in owns:
+            if results:
+                first, results[-1] = jax.lax.optimization_barrier((own[0], results[-1]))
+                own = (first, *own[1:])
+            results.append(inner(pool, *own))
+        return results
+
+    return program
+
+
+def poison(results: Any) -> None:
+    """Fill freed memory of the size of `results` with NaN, so that an element that is not written is likely to show."""
+    filled = [jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else -2, x.dtype) for x in jax.tree.leaves(results)]
+    jax.block_until_ready(filled)

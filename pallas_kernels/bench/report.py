@@ -1,0 +1,259 @@
+"""Tables and plots from the JSON of a run, and the marked parts of documents that are made from them.
+
+    python -m pallas_kernels.bench.report benchmarks/results/h200/ops.json --into README.md --into docs/benchmarks.md --plot docs/decode.png
+
+replaces what stands between `<!-- bench:NAME -->` and `<!-- /bench -->` for every NAME in `PARTS`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+Row = dict[str, Any]
+MARK = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+COLUMNS = ("case", "path", "blocks", "keys", "us", "p10-p90", "idle us", "MB", "TB/s", "of copy", "error", "same bits", "x best dense")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """The cells of `COLUMNS`; a row without a time says why in the second."""
+    if "median_s" not in row:
+        return row["case"], row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(COLUMNS) - 2)
+    path = ", ".join(sorted(set(row["path"].values())))
+    micro = {key: row[key] * 1e6 for key in ("median_s", "p10_s", "p90_s")}
+    return (
+        row["case"],
+        path if row["clock"] == "trace" else f"{path} ({row['clock']})",
+        f"{row['blocks_read']:,.0f}",
+        f"{row['keys_read']:,.0f}",
+        f"{micro['median_s']:,.2f}",
+        f"{micro['p10_s']:,.2f}-{micro['p90_s']:,.2f}",
+        "" if row["idle_s"] is None else f"{row['idle_s'] * 1e6:.2f}",
+        f"{sum(row['bytes'].values()) / 1e6:,.2f}",
+        f"{row['bytes_per_s'] / 1e12:.3f}",
+        f"{row['fraction_of_copy']:.2f}",
+        f"{row['error']:.1e}" if "error" in row else "",
+        {True: "yes", False: "NO"}.get(row.get("same_bits"), ""),
+        f"{row['speedup']['times']:.2f}" if "speedup" in row else "",
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """For the terminal."""
+    shown = Table()
+    for number, name in enumerate(COLUMNS):
+        shown.add_column(name, justify="left" if number < 2 else "right", no_wrap=number != 1)
+    for row in rows:
+        shown.add_row(*cells(row))
+    return shown
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, the first column to the left and the others to the right."""
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source(run: dict[str, Any]) -> str:
+    """One line on where the figures come from."""
+    made = run["provenance"]
+    return f"{made['device']}, jax {made['versions']['jax']}, {made['date'][:10]}; `{made['command']}`."
+
+
+# The op level
+
+
+def decode_table(rows: Sequence[Row], shape: str) -> str:
+    """Microseconds of the whole op by batch and length: the best dense kernel of others, ours, and each policy with its speed-up."""
+    kept = [row for row in rows if row["shape"] == shape and row["op"] in ("dense", "sparse", "baseline")]
+    policies = list(dict.fromkeys(row["policy"] for row in kept if row["op"] == "sparse"))
+    lines = []
+    for batch, tokens in sorted({(row["batch"], row["tokens"]) for row in kept}):
+        here = [row for row in kept if (row["batch"], row["tokens"]) == (batch, tokens)]
+        best = min((row for row in here if row["op"] == "baseline" and "median_s" in row), key=lambda row: row["median_s"], default=None)
+        ours = [next((row for row in here if row["op"] != "baseline" and row["policy"] == name), {}) for name in ("dense", *policies)]
+        first = "-" if best is None else f"{_micro(best)} ({best['policy']})"
+        lines.append((str(batch), _tokens(tokens), first, *(_micro(row) + _times(row) for row in ours)))
+    columns = ("batch", "tokens", "best dense of others", "dense, paged", *(f"`{name}`" for name in policies))
+    return markdown(columns, lines)
+
+
+def row_table(rows: Sequence[Row]) -> str:
+    """Every row with all its columns."""
+    return markdown(COLUMNS, map(cells, rows))
+
+
+def kernel_table(rows: Sequence[Row]) -> str:
+    """Where the time of each row goes."""
+    lines = []
+    for row in rows:
+        profile = row.get("profile") or row
+        name = row.get("case") or f"{row['shape']}/{_tokens(row['tokens'])}/b{row['batch']}/{row['policy']}"
+        for kernel in profile.get("kernels", ()):
+            each, together = (f"{kernel[key] * 1e6:.2f}" for key in ("median_s", "total_s"))
+            lines.append((name, f"`{kernel['name'][:80]}`", f"{kernel['runs_per_op']:g}", each, together))
+    return markdown(("what", "kernel", "runs", "us each", "us together"), lines)
+
+
+# Whole steps
+
+
+STEP_COLUMNS = (
+    "shape",
+    "tokens",
+    "batch",
+    "policy",
+    "path",
+    "blocks",
+    "keys",
+    "ms",
+    "p10-p90",
+    "device ms",
+    "idle ms",
+    "GB",
+    "TB/s",
+    "of copy",
+)
+STEP_COLUMNS += ("temp MB",)
+
+
+def step_cells(row: Row) -> tuple[str, ...]:
+    """The cells of `STEP_COLUMNS`."""
+    first = row["shape"], _tokens(row["tokens"]), str(row["batch"]), row["policy"]
+    if "median_s" not in row:
+        return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(STEP_COLUMNS) - 5)
+    profile = row["profile"]
+    milli = {key: row[key] * 1e3 for key in ("median_s", "p10_s", "p90_s")}
+    return (
+        *first,
+        ", ".join(sorted(set(row["path"].values()))),
+        f"{row['blocks_read']:,.1f}" + (" (all)" if row["reads_everything"] else ""),
+        f"{row['keys_read']:,.0f}",
+        f"{milli['median_s']:.2f}",
+        f"{milli['p10_s']:.2f}-{milli['p90_s']:.2f}",
+        f"{profile['period_s'] * 1e3:.2f}" if profile else "",
+        f"{profile['idle_s'] * 1e3:.2f}" if profile else "",
+        f"{sum(row['bytes'].values()) / 1e9:.2f}",
+        f"{row['bytes_per_s'] / 1e12:.2f}",
+        f"{row['fraction_of_copy']:.2f}",
+        f"{row['temp_bytes'] / 1e6:,.1f}",
+    )
+
+
+def step_table(rows: Sequence[Row]) -> Table:
+    """For the terminal."""
+    shown = Table()
+    for number, name in enumerate(STEP_COLUMNS):
+        shown.add_column(name, justify="left" if number < 5 else "right")
+    for row in rows:
+        shown.add_row(*step_cells(row))
+    return shown
+
+
+# Documents
+
+
+def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
+    """What can stand between marks. A part without a run says so."""
+    ops, steps = ([run for run in runs if run["bench"] == kind] for kind in ("ops", "decode"))
+
+    def of(kind: Sequence[dict[str, Any]], make: Callable[[list[Row]], str]) -> Callable[[], str]:
+        text = "*Not measured yet.*"
+        return lambda: f"{make(merged(kind))}\n\n" + "\n".join(dict.fromkeys(map(source, kind))) if kind else text
+
+    return {
+        "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
+        "decode-op-llama": of(ops, lambda rows: decode_table(rows, "llama-3.1-8b")),
+        "op-rows": of(ops, row_table),
+        "op-kernels": of(ops, lambda rows: kernel_table([row for row in rows if row["op"] in ("dense", "sparse")])),
+        "decode-step": of(steps, lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
+        "step-kernels": of(steps, kernel_table),
+    }
+
+
+def merged(runs: Sequence[dict[str, Any]]) -> list[Row]:
+    """The rows of several runs; of rows for the same thing the last."""
+    key = ("op", "shape", "tokens", "batch", "policy")
+    return list({tuple(row[name] for name in key): row for run in runs for row in run["rows"]}.values())
+
+
+def rendered(text: str, runs: Sequence[dict[str, Any]]) -> str:
+    """A document with every marked part made anew. ValueError for a part that does not exist, or a mark that is not closed."""
+    known = parts(runs)
+    if unknown := sorted({name for _, name, _ in MARK.findall(text)} - set(known)):
+        raise ValueError(f"no part is called {unknown[0]!r}; there are {', '.join(known)}")
+    if len(MARK.findall(text)) != text.count("<!-- bench:"):
+        raise ValueError("a mark <!-- bench:NAME --> is not followed by <!-- /bench -->")
+    return MARK.sub(lambda found: f"{found[1]}{known[found[2]]()}\n{found[3]}", text)
+
+
+def load(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """Runs by file, the oldest first."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return sorted(runs, key=lambda run: run["provenance"]["date"])
+
+
+# Plots
+
+
+def plot(rows: Sequence[Row], file: Path, *, scale: float, unit: str) -> None:
+    """Time over tokens on two logarithmic axes: a panel per shape and batch, a line per policy. scale: units in a second."""
+    from matplotlib.figure import Figure
+
+    timed = [row for row in rows if "median_s" in row and row["op"] in ("dense", "sparse", "baseline", "decode")]
+    panels = sorted({(row["shape"], row["batch"]) for row in timed}, key=lambda panel: (panel[0] != "qwen2.5-7b", *panel))
+    if not panels:
+        raise ValueError("no row has a time to draw")
+    figure = Figure(figsize=(4.6 * len(panels), 4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (shape, batch) in zip(axes, panels, strict=True):
+        here = [row for row in timed if (row["shape"], row["batch"]) == (shape, batch)]
+        for name, style in dict.fromkeys((row["policy"], ":" if row["op"] == "baseline" else "-") for row in here):
+            line = sorted((row["tokens"], row["median_s"] * scale) for row in here if row["policy"] == name)
+            axis.plot(*zip(*line, strict=True), style, marker="o", markersize=3, label=name)
+        axis.set(xscale="log", yscale="log", title=f"{shape}, batch {batch}", xlabel="tokens", ylabel=unit)
+        ticks = sorted({row["tokens"] for row in here})
+        axis.set_xticks(ticks, [_tokens(n) for n in ticks])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120, format="png")
+
+
+def _micro(row: Row) -> str:
+    return f"{row['median_s'] * 1e6:,.1f}" if "median_s" in row else "-"
+
+
+def _times(row: Row) -> str:
+    return f" ({row['speedup']['times']:.2f}x)" if "speedup" in row else ""
+
+
+def _tokens(n: int) -> str:
+    return f"{n // 2**20}M" if n % 2**20 == 0 else f"{n // 2**10}K" if n % 2**10 == 0 else f"{n:,}"
+
+
+def write_documents(
+    files: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Runs of pallas_kernels.bench or kvjax bench decode.")],
+    into: Annotated[list[Path] | None, typer.Option(help="Document whose marked parts are replaced; may be given several times.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for decode-op.png and decode-step.png.")] = None,
+) -> None:
+    """Make tables and plots from results. Without --into, print every part."""
+    runs = load(files)
+    for file in into or ():
+        file.write_text(rendered(file.read_text(encoding="utf-8"), runs), encoding="utf-8")
+    if not into:
+        typer.echo("\n\n".join(f"## {name}\n\n{make()}" for name, make in parts(runs).items()))
+    for kind, name, scale, unit in (("ops", "decode-op", 1e6, "us"), ("decode", "decode-step", 1e3, "ms")):
+        if plots is not None and any(run["bench"] == kind for run in runs):
+            plot(merged([run for run in runs if run["bench"] == kind]), plots / f"{name}.png", scale=scale, unit=unit)
+
+
+if __name__ == "__main__":
+    typer.run(write_documents)

@@ -1,0 +1,188 @@
+"""gather_attention in Pallas Mosaic GPU (Hopper).
+
+Two forms. A list and few query rows (T*G at most 16): one launch, a cluster of CTAs per (row, KV head), made for latency (`listed`). All
+else: the tiles of a (row, KV head) are cut into equal spans, by the row's own length (dense) or by place in the list; a CTA folds each
+(`tiles`), a second launch merges them in order (`split_merge`). Either way bits depend on the row alone and on static shapes, never on
+the other rows.
+
+Memory traffic: each listed key and value once, the output; with several spans also T*G * (D + 1) float32 per span, written and read.
+Source: split decoding over a page list, "Attention Pays Its Bill" (BRL-2026-07).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import lanes, merge
+from pallas_kernels.gather_attention import listed, split_merge, tiles
+
+SMS = 132
+"""Multiprocessors that the default splits fill. A constant, so that bits do not depend on where a program runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut; None: chosen from the shapes.
+
+    tile_tokens: keys folded in at once, 64 or 128. stages: tiles in flight. splits: CTAs per (row, KV head). Naming any of them takes the
+    form with spans. array_code: do without stages for single threads (`pallas_kernels.lanes`): slower, and what the interpreter of Mosaic
+    GPU kernels can run.
+    """
+
+    tile_tokens: int | None = None
+    stages: int | None = None
+    splits: int | None = None
+    array_code: bool = False
+
+    def __post_init__(self):
+        if self.tile_tokens not in (None, 64, 128):
+            raise ValueError(f"tile_tokens must be 64 or 128, got {self.tile_tokens!r}")
+        for name in ("stages", "splits"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value!r}")
+
+
+def unsupported(q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config) -> str | None:
+    """Why this valid input is none for this kernel, or None if it is one."""
+    num_queries, num_heads, head_dim = q.shape[1:]
+    rows = num_queries * num_heads // k.shape[1]
+    if q.dtype != k.dtype or q.dtype.name not in ("bfloat16", "float16"):
+        return f"it multiplies bfloat16 or float16, q and k alike; got q {q.dtype}, k {k.dtype}"
+    if head_dim not in (64, 128, 256):
+        return f"the head dim must be 64, 128 or 256, got {head_dim}"
+    if rows > tiles.ROWS:
+        return f"T * G must be at most {tiles.ROWS}, got {num_queries} * {num_heads // k.shape[1]}"
+    if block_size not in (16, 32, 64, 128) or k.shape[2] % 64:
+        return f"block_size must be 16, 32, 64 or 128 and the page size a multiple of 64, got {block_size} and {k.shape[2]}"
+    return None
+
+
+def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config, interpret=None):
+    """See `pallas_kernels.gather_attention.gather_attention`. config: a `Config`, or None. interpret: for tests."""
+    if config is not None and not isinstance(config, Config):
+        raise ValueError(
+            f"implementation 'mosaic_gpu' of gather_attention takes a pallas_kernels.gather_attention.mosaic_gpu.Config, got {config!r}"
+        )
+    static = {"block_size": block_size, "window": window, "sm_scale": sm_scale, "return_block_lse": return_block_lse}
+    reason = unsupported(q, k, v, page_table, lengths, blocks=blocks, **static, config=config)
+    if reason:
+        raise NotImplementedError(f"gather_attention 'mosaic_gpu': {reason}")
+    if config is None and blocks is not None and not return_block_lse and not listed.unsupported(q, k, block_size=block_size):
+        sizes = {"width": blocks.shape[2], "block_size": block_size, "window": window, "sm_scale": sm_scale}
+        return tuple(listed.attend_listed(listed.shape_of(q, k, page_table, **sizes), q, k, v, page_table, lengths, blocks))
+    return _attend(q, k, v, page_table, lengths, blocks, **static, config=config or Config(), interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("block_size", "window", "sm_scale", "return_block_lse", "config", "interpret"))
+def _attend(q, k, v, page_table, lengths, blocks, *, block_size, window, sm_scale, return_block_lse, config, interpret):
+    s = _shape(q, k, blocks, block_size, window, sm_scale, return_block_lse, config)
+    width = page_table.shape[1] * s.page_size // s.block_size if blocks is None else blocks.shape[2]
+    launch = _launch(s, width if return_block_lse else None, config.array_code, interpret)
+    queries = tiles.padded_queries(s, q) if config.array_code else q
+    out, lse, *block_lse = launch(queries, k, v, page_table, lengths, *(() if blocks is None else (blocks,)))
+    if config.array_code:
+        out, lse = merge.merge_attention([out[:, :, i] for i in range(s.splits)], [lse[:, :, i] for i in range(s.splits)])
+        out, lse = _heads_last(s, out).astype(q.dtype), _heads_last(s, lse)
+    elif s.splits > 1:
+        out, lse = split_merge.merge(s, out, lse)
+    if not return_block_lse:
+        return out, lse
+    ids = jnp.arange(width, dtype=jnp.int32)[None, None] if blocks is None else blocks
+    pages = jnp.take_along_axis(page_table[:, None], jnp.clip(ids * s.block_size // s.page_size, 0, page_table.shape[1] - 1), axis=2)
+    there = (ids >= 0) & (ids * s.block_size < page_table.shape[1] * s.page_size) & (pages >= 0)
+    there &= ids * s.block_size < lengths[:, None, None]
+    of_blocks = jnp.where(there[..., None], block_lse[0][:, :, :width], -jnp.inf)
+    return out, lse, _heads_last(s, of_blocks.swapaxes(2, 3))
+
+
+def _shape(q, k, blocks, block_size, window, sm_scale, return_block_lse, config: Config) -> tiles.Shape:
+    batch, num_queries, num_heads, head_dim = q.shape
+    _, num_kv_heads, page_size, _ = k.shape
+    if blocks is None and not return_block_lse:
+        block_size = page_size
+    tile = max(64, block_size) if return_block_lse else config.tile_tokens or 64
+    splits = max(1, SMS // (batch * num_kv_heads))
+    if blocks is not None:
+        splits = min(splits, -(-blocks.shape[2] * block_size // tile))
+    stages = config.stages or max(1, min(3, (160 << 10) // (4 * tile * head_dim)))
+    return tiles.Shape(
+        *(batch, num_queries, num_heads, num_kv_heads, head_dim, page_size, block_size, None if blocks is None else blocks.shape[2]),
+        *(window, sm_scale, q.dtype, tile, stages, config.splits or splits),
+    )
+
+
+def _heads_last(s: tiles.Shape, x):
+    """[B, K, rows, ...] -> [B, T, H, ...]."""
+    x = x[:, :, : s.num_queries * s.group].reshape(s.batch, s.num_kv_heads, s.num_queries, s.group, *x.shape[3:])
+    return x.swapaxes(1, 2).reshape(s.batch, s.num_queries, s.num_heads, *x.shape[4:])
+
+
+def _launch(s: tiles.Shape, block_lse_width: int | None, array_code: bool, interpret):
+    """The kernel of the spans as a function of (queries, k, v, page_table, lengths, blocks?)."""
+    scratch = s.scratch() | {"rows_s": plgpu.SMEM((tiles.ROWS,), jnp.float32)}
+    if array_code:
+        parts = (s.batch, s.num_kv_heads, s.splits, s.rows)
+        outs = [jax.ShapeDtypeStruct((*parts, s.head_dim), jnp.float32), jax.ShapeDtypeStruct(parts, jnp.float32)]
+        scratch |= {"out_s": plgpu.SMEM((tiles.ROWS, s.head_dim), jnp.float32), "q_bar": plgpu.Barrier()}
+    else:
+        lanes.check_version()
+        outs = split_merge.outputs(s)
+    if block_lse_width is not None:  # whole tiles, so that a tile's pieces past the list have a place
+        width = -(-block_lse_width * s.block_size // s.tile) * s.tile // s.block_size
+        outs.append(jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, width, s.rows), jnp.float32))
+
+    def span_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, **scratch):
+        blocks_ref, refs = (None, refs) if s.width is None else (refs[0], refs[1:])
+        out_ref, lse_ref, *block_lse_ref = refs
+        split, head, row = (lax.axis_index(name) for name in ("split", "head", "row"))
+        length = lengths_ref[row]
+
+        def queries():
+            if not array_code:
+                tiles.load_queries(s, row, head, q_ref, scratch["q_s"])
+                return
+            plgpu.copy_gmem_to_smem(q_ref.at[row, head], scratch["q_s"].at[pl.ds(0, s.rows)], scratch["q_bar"])
+            plgpu.barrier_wait(scratch["q_bar"])
+
+        def report(tile, lse_of_pieces):
+            block = lax.div(tile * s.tile, jnp.int32(s.block_size))
+            for p, lse in enumerate(lse_of_pieces):
+                _store_rows(s, lse, scratch["rows_s"], block_lse_ref[0].at[row, head, block + p])
+
+        first, count = tiles.span(s, split, tiles.number_of_tiles(s, length))
+        place = functools.partial(tiles.places, s, lambda entry: blocks_ref[row, head, entry], table_ref, row, length)
+        told = report if block_lse_ref else None
+        folded = tiles.fold(s, (k_ref, v_ref), scratch, head, length, first, count, place, queries, told)
+        if array_code:
+            acc, m, l = folded
+            scratch["out_s"][...] = acc / lax.broadcast_in_dim(jnp.where(l == 0, 1.0, l), acc.shape, [0])
+            _store_rows(s, tiles.natural_lse(m, l), scratch["rows_s"], lse_ref.at[row, head, split])
+            plgpu.copy_smem_to_gmem(scratch["out_s"].at[pl.ds(0, s.rows)], out_ref.at[row, head, split])
+            plgpu.wait_smem_to_gmem(0)
+        else:
+            split_merge.store(s, folded, row, head, split, out_ref, lse_ref)
+
+    return plgpu.kernel(
+        span_kernel,
+        out_type=outs,
+        grid=(s.splits, s.num_kv_heads, s.batch),
+        grid_names=("split", "head", "row"),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
+
+
+def _store_rows(s: tiles.Shape, values, rows_s, target) -> None:
+    rows_s[...] = values
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(rows_s.at[pl.ds(0, s.rows)], target)
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,378 @@
+"""gather_attention for TPU: one pass over the list of each (sequence, KV head), the next tile of keys in flight while one is multiplied.
+
+Algorithm. The page table, the lengths and the list are scalar-prefetched; K and V stay in HBM. The grid is (B, K). A grid cell walks its
+list in tiles of `Config.tile_tokens`, each block one copy of `[block_size, D]` from K and one from V into one of two slots in VMEM; while a
+tile is used, the next one, or the first one of the next KV head, is on its way. Tiles are folded in list order, by online softmax in
+float32. A row stops after the last tile that its length reaches (dense) or that its list has. Heads of one KV head and the T queries are
+the rows of one matrix, padded to whole tiles. Weights multiply bfloat16 values as a sum of two bfloat16 terms: they keep 16 bits.
+
+What a copy did not fill is never used: logits there are -inf, and values there are 0, in the slot, before the product.
+
+Memory traffic: each listed block once, `2 * block_size * D * itemsize` bytes, plus q and the results. Dense attention reads every page
+up to the length once per KV head. A tile is a fixed number of list entries, hence a fixed span of positions when dense, so the bits of a
+row depend neither on the other rows nor on the width of the page table.
+
+Source: "Attention Pays Its Bill" (BRL-2026-07) for gather-decode; online softmax from FlashAttention (arXiv 2205.14135).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.lax import div, rem  # on traced values: `//` and `%` mind signs, which needs the chip's generation when lowering
+
+from pallas_kernels import dispatch, paged
+
+SMEM_BYTES = 768 * 1024
+"""Of the scalar memory (1 MiB), what the page table, the lengths and the list may take."""
+VMEM_BYTES = 12 * 1024 * 1024
+"""Of the vector memory that a kernel gets by default (16 MiB), what buffers may take; the rest is the compiler's."""
+_LANES, _SUBLANES = 128, 8
+_QUERY_TILE = 16  # rows of q are padded to whole tiles: 8 sublanes, two bfloat16 rows each
+_NOWHERE = -(2**30)  # a position before every sequence: plus any offset in a tile it stays negative
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """tile_tokens: keys that are copied and multiplied together, rounded down to whole blocks, at least one block."""
+
+    tile_tokens: int = 512
+
+    def __post_init__(self):
+        if not isinstance(self.tile_tokens, int) or self.tile_tokens < 1:
+            raise ValueError(f"tile_tokens must be a positive int, got {self.tile_tokens!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """What is known when compiling. entries: of a list, or blocks of the table when dense. rows: T * G padded to whole tiles."""
+
+    kv_heads: int
+    group: int
+    num_queries: int
+    rows: int
+    width: int
+    page_size: int
+    block_size: int
+    dense: bool
+    entries: int
+    per_tile: int
+    window: tuple[int, int] | None
+    sm_scale: float
+
+    @property
+    def list_tiles(self) -> int:
+        return -(-self.entries // self.per_tile)
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.per_tile * self.block_size
+
+    @property
+    def lse_groups(self) -> int:
+        """Block LSE stand in groups of one lane per block."""
+        return -(-self.entries // _LANES)
+
+
+def _sizes(q, k, page_table, blocks, block_size, window, sm_scale, config) -> _Sizes:
+    if config is not None and not isinstance(config, Config):
+        raise ValueError(
+            f"implementation 'mosaic_tpu' of gather_attention takes a pallas_kernels.gather_attention.mosaic_tpu.Config, got {config!r}"
+        )
+    (_, num_queries, num_heads, _), kv_heads, page_size = q.shape, k.shape[1], k.shape[2]
+    group, width = num_heads // kv_heads, page_table.shape[1]
+    per_tile = max(1, (config or Config()).tile_tokens // block_size)
+    if blocks is not None:
+        per_tile = min(per_tile, blocks.shape[2])
+    return _Sizes(
+        kv_heads=kv_heads,
+        group=group,
+        num_queries=num_queries,
+        rows=_padded(num_queries * group, _QUERY_TILE),
+        width=width,
+        page_size=page_size,
+        block_size=block_size,
+        dense=blocks is None,
+        entries=width * (page_size // block_size) if blocks is None else blocks.shape[2],
+        per_tile=per_tile,
+        window=window,
+        sm_scale=float(sm_scale),
+    )
+
+
+def _padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def unsupported(q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config) -> str | None:
+    """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only.
+
+    Raises ValueError for a config that is not a `Config`.
+    """
+    sizes = _sizes(q, k, page_table, blocks, block_size, window, sm_scale, config)
+    arrays = dispatch.signature(q=q, k=k, page_table=page_table, blocks=blocks)
+    if "float16" in (q.dtype.name, k.dtype.name):
+        return f"TPUs do not compute in float16, only in bfloat16 and float32; got {arrays}"
+    if q.shape[3] % _LANES:
+        return f"head dim {q.shape[3]} is not a multiple of {_LANES}, and XLA would copy the whole pool to pad it; got {arrays}"
+    if block_size % _SUBLANES:
+        return f"block_size {block_size} is not a multiple of {_SUBLANES}, the rows that one copy can start at; got {arrays}"
+    scalars = _smem_bytes(sizes, q.shape[0])
+    if scalars > SMEM_BYTES:
+        return f"page table and list take {scalars} bytes of scalar memory, at most {SMEM_BYTES} are there; {arrays}"
+    vectors = _vmem_bytes(sizes, q, k, return_block_lse)
+    if vectors > VMEM_BYTES:
+        return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; tile_tokens {sizes.tile_tokens}, {arrays}"
+    return None
+
+
+def _smem_bytes(sizes: _Sizes, batch: int) -> int:
+    listed = 0 if sizes.dense else sizes.kv_heads * sizes.list_tiles * sizes.per_tile
+    return 4 * batch * (sizes.width + 1 + listed)
+
+
+def _vmem_bytes(sizes: _Sizes, q, k, return_block_lse: bool) -> int:
+    """Both slots of K and V, q and results (double-buffered), the tile once more in float32, the logits and what is made from them."""
+    head_dim, tile, wide = q.shape[3], sizes.tile_tokens, 4
+    slots = 4 * tile * head_dim * k.dtype.itemsize
+    moved = 2 * sizes.rows * (head_dim * 2 * q.dtype.itemsize + _LANES * wide)
+    moved += 2 * sizes.rows * sizes.lse_groups * _LANES * wide * return_block_lse
+    computed = wide * (2 * tile * head_dim + sizes.rows * (4 * _padded(tile, _LANES) + 4 * head_dim))
+    return slots + moved + computed
+
+
+def gather_attention(
+    q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config, interpret=False
+) -> tuple[jax.Array, ...]:
+    """See `pallas_kernels.gather_attention.gather_attention`. config: a `Config`, or None for `Config()`.
+
+    interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
+
+    Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do, ValueError for another config.
+    """
+    keywords = {"blocks": blocks, "block_size": block_size, "window": window, "sm_scale": sm_scale, "config": config}
+    reason = unsupported(q, k, v, page_table, lengths, **keywords, return_block_lse=return_block_lse)
+    if reason is not None:
+        raise NotImplementedError(f"implementation 'mosaic_tpu' of gather_attention: {reason}")
+    sizes = _sizes(q, k, page_table, **keywords)
+    return _attend(q, k, v, page_table, lengths, blocks, sizes=sizes, return_block_lse=return_block_lse, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "return_block_lse", "interpret"))
+def _attend(q, k, v, page_table, lengths, blocks, *, sizes: _Sizes, return_block_lse, interpret):
+    batch, num_queries, num_heads, head_dim = q.shape
+    kv_heads, used = sizes.kv_heads, num_queries * sizes.group
+    rows = q.reshape(batch, num_queries, kv_heads, sizes.group, head_dim).swapaxes(1, 2).reshape(batch, kv_heads, used, head_dim)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, sizes.rows - used), (0, 0)))
+    if blocks is None:
+        ids = jnp.full((1,), -1, jnp.int32)  # not read
+    else:
+        ids = jnp.pad(blocks, ((0, 0), (0, 0), (0, -sizes.entries % sizes.per_tile)), constant_values=-1).reshape(-1)
+
+    def of_cell(*shape):  # the cell's part of an array [B, K, ...]
+        return pl.BlockSpec((1, 1, *shape), lambda row, head, *_: (row, head, *(0,) * len(shape)))
+
+    results = [((sizes.rows, head_dim), q.dtype), ((sizes.rows, 1), jnp.float32)]
+    if return_block_lse:
+        results.append(((sizes.lse_groups, sizes.rows, _LANES), jnp.float32))
+    slots = pltpu.VMEM((2, sizes.per_tile, sizes.block_size, head_dim), k.dtype)
+    out, lse, *block_lse = pl.pallas_call(
+        functools.partial(_kernel, sizes),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(batch, kv_heads),
+            in_specs=[of_cell(sizes.rows, head_dim), pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pl.ANY)],
+            out_specs=[of_cell(*shape) for shape, _ in results],
+            scratch_shapes=[slots, slots, pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((1,), jnp.int32)],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((batch, kv_heads, *shape), dtype) for shape, dtype in results],
+        # the heads of a sequence hand each other the slot that is in flight; sequences may go to different cores
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="gather_attention",
+    )(page_table.reshape(-1), lengths, ids, rows, k, v)
+
+    def heads_last(x):
+        x = x[:, :, :used].reshape(batch, kv_heads, num_queries, sizes.group, -1).swapaxes(1, 2)
+        return x.reshape(batch, num_queries, num_heads, -1)
+
+    found = heads_last(out), heads_last(lse)[..., 0]
+    if not return_block_lse:
+        return found
+    of_entries = block_lse[0].swapaxes(2, 3).reshape(batch, kv_heads, sizes.rows, -1)[..., : sizes.entries]
+    return *found, heads_last(of_entries)
+
+
+def _kernel(sizes: _Sizes, table, lengths, ids, q, k, v, out, lse, *rest):
+    """One (sequence, KV head). Scratch: slots of K and V, a semaphore per slot, and which slot the first tile of this cell is in."""
+    *block_lse, k_slots, v_slots, arrived, first_slot = rest
+    row, head = pl.program_id(0), pl.program_id(1)
+    length = lengths[row]
+    tiles = sizes.list_tiles
+    if sizes.dense:
+        tiles = jnp.clip(div(length + sizes.tile_tokens - 1, sizes.tile_tokens), 1, tiles)
+    copies = functools.partial(_Copies, sizes, table, length, ids, row, k=(k, k_slots), v=(v, v_slots), arrived=arrived)
+
+    @pl.when(head == 0)
+    def _():
+        first_slot[0] = 0
+        copies(head=head, tile=0, slot=0).start()
+
+    if block_lse:
+        block_lse[0][...] = jnp.full(block_lse[0].shape, -jnp.inf, jnp.float32)
+
+    def step(tile, partial):
+        slot = rem(first_slot[0] + tile, 2)
+        last = tile + 1 == tiles
+
+        @pl.when(~last | (head + 1 < sizes.kv_heads))
+        def _():
+            copies(head=jnp.where(last, head + 1, head), tile=jnp.where(last, 0, tile + 1), slot=1 - slot).start()
+
+        current = copies(head=head, tile=tile, slot=slot)
+        current.wait()
+        pos = current.clean()
+        keys, values = (x[slot].reshape(sizes.tile_tokens, -1) for x in (k_slots, v_slots))
+        logits = _logits(sizes, q[0, 0], keys, pos, length)
+        if block_lse:
+            _store_block_lse(sizes, block_lse[0], logits, tile)
+        return _fold(partial, logits, values)
+
+    nothing = jnp.full((sizes.rows, 1), -jnp.inf, jnp.float32)
+    empty = nothing, jnp.zeros_like(nothing), jnp.zeros((sizes.rows, q.shape[-1]), jnp.float32)
+    top, total, weighted = jax.lax.fori_loop(0, tiles, step, empty)
+    first_slot[0] = rem(first_slot[0] + tiles, 2)
+    total = jnp.where(top == -jnp.inf, 1.0, total)
+    out[0, 0] = (weighted / total).astype(out.dtype)
+    lse[0, 0] = top + jnp.log(total)
+
+
+@dataclasses.dataclass
+class _Copies:
+    """The copies that fill one slot with one tile of one KV head's list: an entry that cannot be read is not copied."""
+
+    sizes: _Sizes
+    table: jax.Ref
+    length: jax.Array
+    ids: jax.Ref
+    row: jax.Array
+    head: jax.Array
+    tile: jax.Array
+    slot: jax.Array
+    k: tuple[jax.Ref, jax.Ref]
+    v: tuple[jax.Ref, jax.Ref]
+    arrived: jax.Ref
+
+    def entry(self, i):
+        """Of the i-th entry of the tile: whether it can be read, its first position, its page, and where in the page it begins."""
+        sizes, place = self.sizes, self.tile * self.sizes.per_tile + i
+        per_page = sizes.page_size // sizes.block_size
+        if sizes.dense:
+            block = place
+        else:
+            block = self.ids[(self.row * sizes.kv_heads + self.head) * sizes.list_tiles * sizes.per_tile + place]
+        inside = (block >= 0) & (block < sizes.width * per_page)
+        block = jnp.where(inside, block, 0)
+        page, first = self.table[self.row * sizes.width + div(block, per_page)], block * sizes.block_size
+        there = inside & (page >= 0) & (first < self.length)
+        return there, first, jnp.maximum(page, 0), pl.multiple_of(rem(block, per_page) * sizes.block_size, sizes.block_size)
+
+    def each(self, do):
+        """Call `do` on both copies of every entry that can be read."""
+
+        def one(i, _):
+            there, _, page, token = self.entry(i)
+
+            @pl.when(there)
+            def _():
+                for pool, slots in (self.k, self.v):
+                    block = pool.at[page, self.head, pl.ds(token, self.sizes.block_size)]
+                    do(pltpu.make_async_copy(block, slots.at[self.slot, i], self.arrived.at[self.slot]))
+
+        jax.lax.fori_loop(0, self.sizes.per_tile, one, None)
+
+    def start(self):
+        self.each(lambda copy: copy.start())
+
+    def wait(self):
+        """Wait for everything that `start` started: a slot has one semaphore, which does not tell its copies apart."""
+        self.each(lambda copy: copy.wait())
+
+    def clean(self):
+        """Put 0 where values were not written: whatever is there, times weight 0, must be 0.
+
+        Returns the position of each key of the tile, `[1, tile_tokens]`, negative where there is none.
+        """
+        size = self.sizes.block_size
+        lane = jax.lax.broadcasted_iota(jnp.int32, (1, self.sizes.tile_tokens), 1)
+        values = self.v[1]
+
+        def one(i, pos):
+            there, first, _, _ = self.entry(i)
+
+            @pl.when(~there | (first + size > self.length))
+            def _():
+                written = jnp.where(there, self.length - first, 0)
+                token = jax.lax.broadcasted_iota(jnp.int32, values.shape[2:], 0)
+                values[self.slot, i] = jnp.where(token < written, values[self.slot, i], 0)
+
+            return jnp.where(lane >= i * size, jnp.where(there, first - i * size, _NOWHERE) + lane, pos)
+
+        return jax.lax.fori_loop(0, self.sizes.per_tile, one, jnp.full(lane.shape, _NOWHERE, jnp.int32))
+
+
+def _logits(sizes: _Sizes, q, keys, pos, length):
+    """`[rows, tile_tokens]` float32, -inf where a row may not read."""
+    dtype = jnp.promote_types(q.dtype, keys.dtype)
+    logits = _product(q.astype(dtype), keys.astype(dtype), contract=1) * sizes.sm_scale
+    query = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0)
+    seen = paged.visible(pos, length - sizes.num_queries + div(query, sizes.group), sizes.window)
+    return jnp.where(seen, logits, -jnp.inf)
+
+
+def _fold(partial, logits, values):
+    """Add a tile to (greatest logit, sum of exponentials, weighted values). A tile that a row may not read leaves its bits as they were."""
+    top, total, weighted = partial
+    new_top = jnp.maximum(top, logits.max(1, keepdims=True))
+    shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # -inf minus -inf would be NaN
+    weights, kept = jnp.exp(logits - shift), jnp.exp(top - shift)
+    return new_top, total * kept + weights.sum(1, keepdims=True), weighted * kept + _weighted_sum(weights, values)
+
+
+def _weighted_sum(weights, values):
+    if values.dtype == jnp.float32:
+        return _product(weights, values, contract=0)
+    high = weights.astype(values.dtype)
+    low = (weights - high.astype(jnp.float32)).astype(values.dtype)
+    return _product(high, values, contract=0) + _product(low, values, contract=0)
+
+
+def _product(a, b, contract: int):
+    """a's columns against axis `contract` of b, in float32. Unless told, the matrix unit would take float32 as bfloat16."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _store_block_lse(sizes: _Sizes, block_lse, logits, tile):
+    """Log-sum-exp of each block of the tile, into the lane of its entry."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, _LANES), 1)
+    for i in range(sizes.per_tile):
+        start, end = i * sizes.block_size, (i + 1) * sizes.block_size
+        aligned = start // _LANES * _LANES
+        near = logits[:, aligned : _padded(end, _LANES)]  # whole lane tiles: slicing inside one would move data
+        at = aligned + jax.lax.broadcasted_iota(jnp.int32, (1, near.shape[1]), 1)
+        near = jnp.where((at >= start) & (at < end), near, -jnp.inf)
+        top = near.max(1, keepdims=True)
+        total = jnp.exp(near - jnp.where(top == -jnp.inf, 0.0, top)).sum(1, keepdims=True)
+        found = top + jnp.log(jnp.where(top == -jnp.inf, 1.0, total))
+        entry = tile * sizes.per_tile + i
+
+        @pl.when(entry < sizes.entries)
+        def _(entry=entry, found=found):
+            group = div(entry, _LANES)
+            block_lse[0, 0, group] = jnp.where(lane == rem(entry, _LANES), found, block_lse[0, 0, group])

@@ -1,0 +1,530 @@
+"""What one CUDA thread does, for Mosaic GPU kernels: ballots, lane-wide loads, small matrix products, stores to a cluster's shared memory.
+
+Pallas speaks of whole arrays; a few stages (scoring scattered index rows, selecting by counting, exchanging results inside a cluster) need
+single threads. They run inside `plgpu.inline_mgpu`, on `Scalar`s, and this file is the only one that touches JAX's private MLIR bindings.
+Tried with jax 0.11.2 to 0.12.0; `check_version` refuses older ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, gpu, llvm, math, scf, vector
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+OLDEST_JAX = (0, 11, 2)
+ALL_LANES = 0xFFFFFFFF
+
+
+def check_version() -> None:
+    """Raise NotImplementedError for a JAX whose bindings this file was not written for."""
+    if jax.__version_info__ < OLDEST_JAX:
+        raise NotImplementedError(f"Mosaic GPU kernels need jax >= {'.'.join(map(str, OLDEST_JAX))}, found {jax.__version__}; upgrade jax")
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def _type(name: str):
+    return {"i32": _i32, "f32": ir.F32Type.get, "i1": lambda: ir.IntegerType.get_signless(1)}[name]()
+
+
+class Scalar:
+    """A 32-bit signed integer, a float32 or a truth value of one thread. Comparisons and arithmetic as in Python; `//`, `%` truncate."""
+
+    __hash__ = None
+
+    def __init__(self, value: ir.Value):
+        self.value = value
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is a float32."""
+        return isinstance(self.value.type, ir.F32Type)
+
+    def _other(self, other) -> ir.Value:
+        return other.value if isinstance(other, Scalar) else _constant(other, self.value.type)
+
+    def _apply(self, of_int, of_float, other, swap=False) -> Scalar:
+        a, b = self.value, self._other(other)
+        a, b = (b, a) if swap else (a, b)
+        return Scalar((of_float if self.is_float else of_int)(a, b))
+
+    def _compare(self, of_int, of_float, other) -> Scalar:
+        a, b = self.value, self._other(other)
+        return Scalar(arith.cmpf(of_float, a, b) if self.is_float else arith.cmpi(of_int, a, b))
+
+    def __add__(self, other):
+        return self._apply(arith.addi, arith.addf, other)
+
+    def __sub__(self, other):
+        return self._apply(arith.subi, arith.subf, other)
+
+    def __rsub__(self, other):
+        return self._apply(arith.subi, arith.subf, other, swap=True)
+
+    def __mul__(self, other):
+        return self._apply(arith.muli, arith.mulf, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __truediv__(self, other):
+        return self._apply(None, arith.divf, other)
+
+    def __floordiv__(self, other):
+        return self._apply(arith.divsi, None, other)
+
+    def __mod__(self, other):
+        return self._apply(arith.remsi, None, other)
+
+    def __and__(self, other):
+        return self._apply(arith.andi, None, other)
+
+    def __or__(self, other):
+        return self._apply(arith.ori, None, other)
+
+    def __xor__(self, other):
+        return self._apply(arith.xori, None, other)
+
+    def __lshift__(self, other):
+        return self._apply(arith.shli, None, other)
+
+    def __rshift__(self, other):
+        return self._apply(arith.shrsi, None, other)
+
+    def __invert__(self):
+        return self ^ (True if self.value.type == _type("i1") else -1)
+
+    def __lt__(self, other):
+        return self._compare(arith.CmpIPredicate.slt, arith.CmpFPredicate.OLT, other)
+
+    def __le__(self, other):
+        return self._compare(arith.CmpIPredicate.sle, arith.CmpFPredicate.OLE, other)
+
+    def __gt__(self, other):
+        return self._compare(arith.CmpIPredicate.sgt, arith.CmpFPredicate.OGT, other)
+
+    def __ge__(self, other):
+        return self._compare(arith.CmpIPredicate.sge, arith.CmpFPredicate.OGE, other)
+
+    def __eq__(self, other):
+        return self._compare(arith.CmpIPredicate.eq, arith.CmpFPredicate.OEQ, other)
+
+    def __ne__(self, other):
+        return self._compare(arith.CmpIPredicate.ne, arith.CmpFPredicate.UNE, other)
+
+
+def _constant(x, ty) -> ir.Value:
+    if isinstance(ty, ir.F32Type):
+        return arith.constant(ty, ir.FloatAttr.get(ty, float(x)))
+    return arith.constant(ty, ir.IntegerAttr.get(ty, int(x)))
+
+
+def i32(x: int) -> Scalar:
+    """A constant integer."""
+    return Scalar(_constant(x, _i32()))
+
+
+def f32(x: float) -> Scalar:
+    """A constant float32."""
+    return Scalar(_constant(x, ir.F32Type.get()))
+
+
+def stage(**scalars: jax.Array) -> Callable:
+    """Decorator: a function of lanes as a stage of a Pallas kernel.
+
+    The function takes two pytrees of references (whole arrays; in it, what the memory functions below take) and, by name, the scalars;
+    what it becomes takes the two pytrees. All threads of the CTA run it.
+    """
+    names = tuple(scalars)
+
+    def decorate(function):
+        def run(arrays, scratch):
+            leaves, structure = jax.tree.flatten((arrays, scratch))
+            types = (*(plgpu.RefType(),) * len(leaves), *(plgpu.Layout.WG_SPLAT(()),) * len(names))
+
+            @plgpu.inline_mgpu(arg_types=types)
+            def inline(_, *args):
+                refs = jax.tree.unflatten(structure, args[: len(leaves)])
+                function(*refs, **{name: of_splat(x) for name, x in zip(names, args[len(leaves) :], strict=True)})
+
+            inline(*leaves, *scalars.values())
+
+        return run
+
+    return decorate
+
+
+def of_splat(array) -> Scalar:
+    """The scalar that `inline_mgpu` hands to its function for a scalar array."""
+    return Scalar(array.registers.item())
+
+
+def elements(register, count: int) -> list[Scalar]:
+    """The numbers in a register of an array's `registers`."""
+    return [Scalar(vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))) for i in range(count)]
+
+
+def where(condition: Scalar, a, b) -> Scalar:
+    """a if condition else b; one of them a Scalar, the other may be a number."""
+    ty = (a if isinstance(a, Scalar) else b).value.type
+    a, b = (x.value if isinstance(x, Scalar) else _constant(x, ty) for x in (a, b))
+    return Scalar(arith.select(condition.value, a, b))
+
+
+def minimum(a: Scalar, b) -> Scalar:
+    """The smaller of two integers."""
+    return Scalar(arith.minsi(a.value, a._other(b)))
+
+
+def maximum(a: Scalar, b) -> Scalar:
+    """The larger of two integers, or of two floats where a NaN loses to a number."""
+    return Scalar((arith.maxnumf if a.is_float else arith.maxsi)(a.value, a._other(b)))
+
+
+def maximum_or_nan(a: Scalar, b: Scalar) -> Scalar:
+    """The larger of two floats, NaN if one of them is."""
+    return Scalar(arith.maximumf(a.value, b.value))
+
+
+def exp2(x: Scalar) -> Scalar:
+    """2 to the x, to about 2 ulp."""
+    return ptx("ex2.approx.ftz.f32 $0, $1;", x, result="f32")
+
+
+def log2(x: Scalar) -> Scalar:
+    """Binary logarithm."""
+    return Scalar(math.log2(x.value))
+
+
+def half_unsigned(x: Scalar) -> Scalar:
+    """Half of an integer read as unsigned, rounded down."""
+    return Scalar(arith.shrui(x.value, _constant(1, _i32())))
+
+
+def divide_unsigned(x: Scalar, divisor: int) -> Scalar:
+    """An integer read as unsigned, divided, rounded down."""
+    return Scalar(arith.divui(x.value, _constant(divisor, _i32())))
+
+
+def minimum_unsigned(a: Scalar, b: Scalar) -> Scalar:
+    """The smaller of two integers read as unsigned."""
+    return Scalar(arith.minui(a.value, b.value))
+
+
+def bits(x: Scalar) -> Scalar:
+    """The bits of a float32 as an integer, or of an integer as a float32."""
+    return Scalar(arith.bitcast(_i32() if x.is_float else ir.F32Type.get(), x.value))
+
+
+def ptx(code: str, *args: Scalar, result: str | Sequence[str] | None = None, convergent: bool = False) -> Any:
+    """Inline PTX. result: a type name or several; None for instructions that return nothing. convergent: it concerns the whole warp."""
+    names = [result] if isinstance(result, str) else list(result or ())
+    types = [_type(name) for name in names]
+    values = [x.value if isinstance(x, Scalar) else x for x in args]
+    effects = convergent or not types
+    out = mgpu_utils.inline_ptx(code, *values, result_types=types or None, has_side_effects=effects, convergent=convergent)
+    if not types:
+        return None
+    return Scalar(out[0]) if isinstance(result, str) else [Scalar(x) for x in out]
+
+
+# Who am I.
+
+
+def thread() -> Scalar:
+    """Number of this thread in its CTA."""
+    return Scalar(arith.index_cast(_i32(), gpu.thread_id(gpu.Dimension.x)))
+
+
+def lane() -> Scalar:
+    """Number of this thread in its warp."""
+    return thread() & 31
+
+
+def warp() -> Scalar:
+    """Number of this warp in its CTA."""
+    return thread() >> 5
+
+
+# Control.
+
+
+@contextlib.contextmanager
+def when(condition: Scalar):
+    """The block runs in the threads for which `condition` holds."""
+    with mgpu_utils.when(condition.value):
+        yield
+
+
+def choose(condition: Scalar, then: Callable[[], Sequence[Scalar]], otherwise: Callable[[], Sequence[Scalar]], count: int) -> list[Scalar]:
+    """The `count` integers of `then()` or of `otherwise()`; only one of them runs."""
+    op = scf.IfOp(condition.value, [_i32()] * count, has_else=True)
+    for block, function in ((op.then_block, then), (op.else_block, otherwise)):
+        with ir.InsertionPoint(block):
+            scf.yield_([x.value for x in function()])
+    return [Scalar(x) for x in op.results]
+
+
+def loop(stop: Scalar | int, carry: Sequence[Scalar], body: Callable[..., Sequence[Scalar]], start: Scalar | int = 0, step: int = 1):
+    """`for i in range(start, stop, step): carry = body(i, *carry)`; returns the carry."""
+    bounds = [x.value if isinstance(x, Scalar) else _constant(x, _i32()) for x in (start, stop, step)]
+    op = scf.ForOp(*bounds, [x.value for x in carry])
+    with ir.InsertionPoint(op.body):
+        scf.yield_([x.value for x in body(Scalar(op.induction_variable), *map(Scalar, op.inner_iter_args))])
+    return [Scalar(x) for x in op.results]
+
+
+def while_loop(condition: Callable[..., Scalar], body: Callable[..., Sequence[Scalar]], carry: Sequence[Scalar]) -> list[Scalar]:
+    """`while condition(*carry): carry = body(*carry)`; returns the carry."""
+    values = [x.value for x in carry]
+    types = [x.type for x in values]
+    op = scf.WhileOp(types, values)
+    before = op.before.blocks.append(*types)
+    with ir.InsertionPoint(before):
+        scf.condition(condition(*map(Scalar, before.arguments)).value, list(before.arguments))
+    after = op.after.blocks.append(*types)
+    with ir.InsertionPoint(after):
+        scf.yield_([x.value for x in body(*map(Scalar, after.arguments))])
+    return [Scalar(x) for x in op.results]
+
+
+# Memory. References are whole arrays (`plgpu.RefType()`); offsets count 32-bit words unless they are called bytes.
+
+
+def _address(ref, bytes_offset: Scalar | int, block: Scalar | int = 0, block_bytes: int = 0) -> ir.Value:
+    """Pointer `block * block_bytes + bytes_offset` behind the start of an array; only the first product is formed in 64 bits."""
+    pointer = mgpu_utils.memref_ptr(ref)
+    byte = ir.IntegerType.get_signless(8)
+    i64 = ir.IntegerType.get_signless(64)
+    gep = functools.partial(llvm.getelementptr, pointer.type, elem_type=byte, no_wrap_flags=llvm.GEPNoWrapFlags.none)
+    dynamic = -2147483648
+    if block_bytes:
+        wide = arith.muli(arith.extsi(i64, block.value), arith.constant(i64, block_bytes))
+        pointer = gep(pointer, [wide], [dynamic])
+    if isinstance(bytes_offset, int):
+        return gep(pointer, [], [bytes_offset])
+    return gep(pointer, [bytes_offset.value], [dynamic])
+
+
+def _load(pointer, names: Sequence[str], space: str, hint: str = "") -> list[Scalar]:
+    vector = {1: "", 2: ".v2", 4: ".v4"}[len(names)]
+    kind = "f32" if names[0] == "f32" else "u32"
+    targets = ", ".join(f"${i}" for i in range(len(names)))
+    targets = f"{{{targets}}}" if vector else targets
+    code = f"ld.{space}{hint}{vector}.{kind} {targets}, [${len(names)}];"
+    types = [_type(name) for name in names]
+    out = mgpu_utils.inline_ptx(code, pointer, result_types=types, has_side_effects=space != "global")
+    return [Scalar(x) for x in out]
+
+
+def load_global(ref, offset: Scalar | int, name: str = "i32") -> Scalar:
+    """One 32-bit word of an array in global memory that nobody writes meanwhile."""
+    return _load(_address(ref, offset * 4), [name], "global", ".nc")[0]
+
+
+def load_global_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar | None = None, block_bytes: int = 0) -> list[Scalar]:
+    """Four words of an array in global memory that nobody writes meanwhile; both offsets multiples of 16 bytes. Passes by the L1 cache."""
+    pointer = _address(ref, offset_bytes, block, block_bytes) if block is not None else _address(ref, offset_bytes)
+    return _load(pointer, ["i32"] * 4, "global", ".nc.L1::no_allocate")
+
+
+def copy_async_16_bytes(shared, offset, ref, offset_bytes, *, block: Scalar, block_bytes: int, there: Scalar) -> None:
+    """Start copying 16 bytes of an array in global memory to word `offset` of shared memory, zeros unless `there`; passes by the L1 cache."""
+    target, source = _address(shared, offset * 4), _address(ref, offset_bytes, block, block_bytes)
+    size = where(there, i32(16), 0)
+    mgpu_utils.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", target, source, size.value)
+
+
+def commit_copies() -> None:
+    """The copies this thread started since the last call are one group."""
+    ptx("cp.async.commit_group;")
+
+
+def wait_for_copies(groups: int) -> None:
+    """Wait until of each lane of the warp at most the last `groups` groups are on their way; the warp may read the others."""
+    ptx(f"cp.async.wait_group {groups};")
+    ptx("bar.warp.sync 0xffffffff;", convergent=True)
+
+
+def pipeline(turns: Scalar, depth: int, locate: Callable, fetch: Callable, consume: Callable, carry: Sequence[Scalar]) -> list[Scalar]:
+    """`for n in range(turns): carry = consume(n, place, *carry)`; returns the carry.
+
+    place = locate(n), a list; fetch(n, place) starts copies. Fetching runs `depth` turns ahead, and locating one more, so that neither
+    what a place is read from nor what it leads to is waited for.
+    """
+    places = [locate(i32(n)) for n in range(depth + 1)]
+    size = len(places[0])
+
+    def start(n, place):
+        with when(n < turns):
+            fetch(n, place)
+        commit_copies()
+
+    for n in range(depth):
+        start(i32(n), places[n])
+
+    def turn(n, *carry):
+        after_next = locate(n + (depth + 1))
+        wait_for_copies(depth - 1)
+        after = consume(n, carry[:size], *carry[(depth + 1) * size :])
+        start(n + depth, carry[depth * size :][:size])
+        return [*carry[size : (depth + 1) * size], *after_next, *after]
+
+    carry = loop(turns, [*(x for place in places for x in place), *carry], turn)
+    wait_for_copies(0)
+    return carry[(depth + 1) * size :]
+
+
+def store_global(ref, offset: Scalar | int, *values: Scalar) -> None:
+    """1, 2 or 4 consecutive words to an array in global memory."""
+    _store(_address(ref, offset * 4), values, "global")
+
+
+def load_shared(ref, offset: Scalar | int, name: str = "i32", count: int = 1) -> list[Scalar]:
+    """1, 2 or 4 consecutive words of shared memory."""
+    return _load(_address(ref, offset * 4), [name] * count, "shared")
+
+
+def store_shared(ref, offset: Scalar | int, *values: Scalar) -> None:
+    """1, 2 or 4 consecutive words to shared memory."""
+    _store(_address(ref, offset * 4), values, "shared")
+
+
+def _store(pointer, values: Sequence[Scalar], space: str) -> None:
+    vector = {1: "", 2: ".v2", 4: ".v4"}[len(values)]
+    sources = ", ".join(f"${i + 1}" for i in range(len(values)))
+    sources = f"{{{sources}}}" if vector else sources
+    kind = "f32" if values[0].is_float else "b32"
+    mgpu_utils.inline_ptx(f"st.{space}{vector}.{kind} [$0], {sources};", pointer, *(x.value for x in values))
+
+
+def store_cluster(cta: Scalar | int, ref, offset: Scalar | int, *values: Scalar) -> None:
+    """1, 2 or 4 consecutive words to the shared memory of CTA number `cta` of this cluster (x varies fastest)."""
+    cta = cta if isinstance(cta, Scalar) else i32(cta)
+    there = ptx("mapa.shared::cluster.u32 $0, $1, $2;", _address(ref, offset * 4), cta, result="i32")
+    _store(there.value, values, "shared::cluster")
+
+
+# Warps, the CTA, the cluster.
+
+
+def shuffle_xor(x: Scalar, distance: int) -> Scalar:
+    """The value of the lane whose number differs by `distance` (a power of two)."""
+    return Scalar(mgpu_utils.shfl_bfly(x.value, distance))
+
+
+def shuffle(x: Scalar, lane: Scalar | int) -> Scalar:
+    """The value of lane number `lane`."""
+    lane = lane if isinstance(lane, Scalar) else i32(lane)
+    return ptx("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", x, lane, result="i32", convergent=True)
+
+
+def ballot(condition: Scalar) -> Scalar:
+    """One bit per lane of the warp: where the condition holds."""
+    flag = where(condition, i32(1), i32(0))
+    code = "{.reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}"
+    return ptx(code, flag, result="i32", convergent=True)
+
+
+def popcount(x: Scalar) -> Scalar:
+    """How many bits are set."""
+    return Scalar(math.ctpop(x.value))
+
+
+def lanes_below() -> Scalar:
+    """The bits of the lanes before this one."""
+    return ptx("mov.u32 $0, %lanemask_lt;", result="i32")
+
+
+def warp_reduce(x: Scalar, kind: str) -> Scalar:
+    """ "add", "min" or "max" of an integer over the warp."""
+    return ptx(f"redux.sync.{kind}.s32 $0, $1, 0xffffffff;", x, result="i32", convergent=True)
+
+
+SHARED_WORDS = (222 << 10) // 4
+"""Words of shared memory that a CTA's stages may share out: what Hopper has, less what Mosaic keeps for itself."""
+
+CTA_BARRIER = 15
+"""The hardware barrier that these functions use; Mosaic counts its own up from 0."""
+
+
+def cta_barrier(threads: int) -> None:
+    """Wait for all threads of the CTA; what they wrote to shared memory before is seen after."""
+    ptx(f"barrier.cta.sync.aligned {CTA_BARRIER}, {threads};", convergent=True)
+
+
+def publish_to_tensor_cores() -> None:
+    """What this thread wrote to shared memory before, `wgmma` and TMA see after the next barrier."""
+    ptx("fence.proxy.async.shared::cta;")
+
+
+def cta_count(condition: Scalar, threads: int) -> Scalar:
+    """For how many threads of the CTA the condition holds; a barrier as well."""
+    flag = where(condition, i32(1), i32(0))
+    code = f"{{.reg .pred p; setp.ne.s32 p, $1, 0; barrier.cta.red.popc.aligned.u32 $0, {CTA_BARRIER}, {threads}, p;}}"
+    return ptx(code, flag, result="i32", convergent=True)
+
+
+def cluster_barrier() -> None:
+    """Wait for all threads of the cluster; what they wrote to each other's shared memory before is seen after."""
+    ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
+    ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
+
+
+def load_matrices(ref, offset: Scalar, *, transposed: bool = False) -> list[Scalar]:
+    """`ldmatrix.x4`: four 8 x 8 matrices of 16-bit numbers from shared memory, a word of each per lane.
+
+    offset: words; lane 8m + r says where row r of matrix m stands, 16 bytes. Lane (g, t) gets columns 2t, 2t + 1 of row g; transposed:
+    rows 2t, 2t + 1 of column g.
+    """
+    code = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    out = mgpu_utils.inline_ptx(code, _address(ref, offset * 4), result_types=[_i32()] * 4, has_side_effects=True, convergent=True)
+    return [Scalar(x) for x in out]
+
+
+def copy_rows_async(shared, offset: Scalar, ref, place, *, rows: int, row_bytes: int) -> None:
+    """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte pieces exchanged by row.
+
+    place: number of a row, Scalar -> (block, bytes from its start, whether it is there: else zeros). See `swizzled` for where pieces land.
+    """
+    pieces = row_bytes // 16
+    for first in range(0, rows * pieces, 32):
+        i = lane() + first
+        row, piece = i // pieces, i % pieces
+        block, block_bytes, start, there = place(row)
+        target = offset + swizzled(row, piece, row_bytes)
+        copy_async_16_bytes(shared, target, ref, start + piece * 16, block=block, block_bytes=block_bytes, there=there)
+
+
+def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
+    """Word at which a 16-byte piece of a row stands: the pieces of 8 consecutive rows with the same number lie in different banks."""
+    return row * (row_bytes // 4) + (piece ^ (row & 7)) * 4
+
+
+def mma(acc: Sequence[Scalar], a: Sequence[Scalar], b: Sequence[Scalar], dtype: str) -> list[Scalar]:
+    """`mma.m16n8k16` of a warp: 4 float32 accumulators, 4 words of A (16 x 16), 2 words of B (16 x 8). dtype: bfloat16 or float16."""
+    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    code = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
+    return ptx(code, *a, *b, *acc, result=["f32"] * 4, convergent=True)
+
+
+def pack(low: Scalar, high: Scalar, dtype: str) -> Scalar:
+    """Two float32 rounded to bfloat16 or float16, in one word."""
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    return ptx(f"cvt.rn.{kind}.f32 $0, $1, $2;", high, low, result="i32")
+
+
+def unpack(word: Scalar, dtype: str) -> list[Scalar]:
+    """The two numbers of a word as float32."""
+    if dtype == "bfloat16":
+        return [bits(word << 16), bits(word & -65536)]
+    code = "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"
+    return ptx(code, word, result=["f32", "f32"])

@@ -1,0 +1,401 @@
+"""select_blocks in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per sequence and KV head.
+
+1. Score: each CTA takes a span of the candidates, each warp 16 blocks at a time, whose index rows it copies ahead into a ring of its own.
+   They are one operand of `mma.m16n8k16`; the query, split in its positive and negative part, is the other, its heads the 8 columns.
+2. Choose the k best of the span, exactly (`choose`).
+3. Every CTA sends its survivors to all others (distributed shared memory), and all choose among them again, alike.
+
+Memory traffic: each candidate's index rows once (R * D elements), 4 bytes of page table per page, the list. Sources: bounds scoring, Quest
+(ICML 2024); selection by counting needs no sort and is exact and deterministic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import clusters, lanes
+from pallas_kernels.page_index import INDEX_ROWS
+from pallas_kernels.select_blocks import choose
+from pallas_kernels.select_blocks.api import selection_width
+
+LOWEST = -3.4028234663852886e38
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What the kernel's code depends on. ctas: CTAs of the cluster that serves a (sequence, KV head). depth: turns of 16 index
+    rows that a warp has on their way. threads: of a CTA."""
+
+    batch: int
+    num_queries: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    table_width: int
+    page_size: int
+    block_size: int
+    kind: str
+    k: int
+    sink: int
+    local: int
+    dtype: str
+    ctas: int
+    depth: int
+    threads: int = 256
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Query rows per KV head, T*G."""
+        return self.num_queries * self.group
+
+    @property
+    def per_page(self) -> int:
+        """Blocks per page."""
+        return self.page_size // self.block_size
+
+    @property
+    def width(self) -> int:
+        """W, entries of a list."""
+        return selection_width(
+            self.num_queries, page_size=self.page_size, block_size=self.block_size, k=self.k, sink=self.sink, local=self.local
+        )
+
+    @property
+    def row_words(self) -> int:
+        """32-bit words of a block's index rows."""
+        return INDEX_ROWS[self.kind] * self.head_dim // 2
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of 64 bytes of a block's index rows: two steps of the matrix product."""
+        return self.row_words // 16
+
+    @property
+    def column_tiles(self) -> int:
+        """Matrix products of 8 columns: a column per query row (bounds), or four per query (mean: a float32 in three parts)."""
+        return -(-self.rows // 8) if self.kind == "bounds" else -(-self.num_queries // 2)
+
+    @property
+    def span(self) -> int:
+        """Candidates of a CTA at most."""
+        return -(-self.table_width * self.per_page // self.ctas)
+
+    @property
+    def kept(self) -> int:
+        """Survivors a CTA sends at most."""
+        return min(self.k, self.span)
+
+    @property
+    def slot_words(self) -> int:
+        """Words of a warp's 16 index rows on their way."""
+        return 16 * self.row_words
+
+    def scratch_words(self) -> dict[str, int]:
+        """Words of shared memory beside the ring: the query operand, keys, survivors of all CTAs (key, block), distant blocks, the
+        list and its length, counters."""
+        survivors = 2 * self.ctas * max(self.kept, 1)
+        sizes = (self.column_tiles * self.chunks * 128, max(self.span, 1), survivors, max(self.k, 1), self.width + 1, choose.SCRATCH_WORDS)
+        return dict(zip(("queries_s", "keys_s", "survivors_s", "distant_s", "ids_s", "counts_s"), sizes, strict=True))
+
+
+def unsupported(q, index, page_table, lengths, *, kind, page_size, block_size, k, sink, local) -> str | None:
+    """Why this valid input is none for this kernel, or None if it is one."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    if q.dtype != index.dtype or q.dtype.name not in ("bfloat16", "float16"):
+        return f"it multiplies bfloat16 or float16, q and index alike; got q {q.dtype}, index {index.dtype}"
+    if head_dim not in (64, 128, 256):
+        return f"the head dim must be 64, 128 or 256, got {head_dim}"
+    if num_queries * num_heads // index.shape[1] > 64:
+        return f"T * G must be at most 64, got {num_queries} * {num_heads // index.shape[1]}"
+    shape = shape_of(q, index, page_table, kind=kind, page_size=page_size, block_size=block_size, k=k, sink=sink, local=local)
+    most = choose.MOST_PER_THREAD * shape.threads
+    if max(shape.span, shape.ctas * shape.kept) > most:
+        return (
+            f"a CTA chooses among at most {most} blocks; {page_table.shape[1] * page_size} tokens in blocks of {block_size} over "
+            f"{shape.ctas} CTAs give {shape.span}, and the survivors of all are {shape.ctas * shape.kept}"
+        )
+    return None
+
+
+def shape_of(q, index, page_table, **sizes) -> Shape:
+    """The sizes of a call; as many turns on their way as shared memory holds, up to 3."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    num_kv_heads = index.shape[1]
+    ctas = clusters.ctas_per_unit(batch * num_kv_heads)
+    dims = (batch, num_queries, num_heads, num_kv_heads, head_dim, page_table.shape[1])
+    s = Shape(*dims, **sizes, dtype=q.dtype.name, ctas=ctas, depth=1)
+    room = lanes.SHARED_WORDS - sum(s.scratch_words().values())
+    return dataclasses.replace(s, depth=max(1, min(3, room // (s.threads // 32 * s.slot_words))))
+
+
+def select_blocks(q, index, page_table, lengths, *, kind, page_size, block_size, k, sink, local):
+    """See `pallas_kernels.select_blocks.select_blocks`."""
+    sizes = {"page_size": page_size, "block_size": block_size, "k": k, "sink": sink, "local": local}
+    reason = unsupported(q, index, page_table, lengths, kind=kind, **sizes)
+    if reason:
+        raise NotImplementedError(f"select_blocks 'mosaic_gpu': {reason}")
+    return _select(shape_of(q, index, page_table, kind=kind, **sizes), q, index, page_table, lengths)
+
+
+@functools.partial(jax.jit, static_argnames="s")
+def _select(s: Shape, q, index, page_table, lengths):
+    lanes.check_version()
+
+    def select_kernel(q_ref, index_ref, table_ref, lengths_ref, ids_ref, *scratch):
+        @lanes.stage(unit=lax.axis_index("unit"), cta=lax.axis_index("cta"))
+        def _(arrays, scratch, unit, cta):
+            select(s, unit, cta, *arrays[:4], scratch)
+            store_list(s, unit, cta, arrays[4], scratch["ids_s"])
+
+        _((q_ref, index_ref, table_ref, lengths_ref, ids_ref), dict(zip(names, scratch, strict=True)))
+
+    sizes = s.scratch_words() | {"ring_s": s.threads // 32 * s.depth * s.slot_words}
+    names = list(sizes)
+    return plgpu.kernel(
+        select_kernel,
+        out_type=jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, s.width), jnp.int32),
+        grid=(s.batch * s.num_kv_heads,),
+        grid_names=("unit",),
+        cluster=(s.ctas,),
+        cluster_names=("cta",),
+        num_threads=s.threads // 128,
+        thread_name="warpgroup",
+        scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in sizes.values()],
+    )(q, index, page_table, lengths)
+
+
+def select(s: Shape, unit, cta, q_ref, index_ref, table_ref, lengths_ref, scratch) -> None:
+    """All stages, by all threads of all CTAs of a cluster: the list lands in `scratch["ids_s"]` of each of them, its length behind it.
+
+    unit: sequence * num_kv_heads + KV head. cta: number in the cluster.
+    """
+    row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
+    length = lanes.load_global(lengths_ref, row)
+    current = (length - 1) // s.block_size
+    first_written = lanes.maximum(length - s.num_queries, 0) // s.page_size * s.per_page
+    first_local = lanes.maximum(lanes.minimum(current - (s.local - 1), first_written), 0)
+    local_start = lanes.maximum(first_local, s.sink)
+    found = lanes.i32(0)
+    if s.k:
+        candidates = lanes.maximum(first_local - s.sink, 0)
+        per_cta = (candidates + (s.ctas - 1)) // s.ctas
+        first = cta * per_cta + s.sink
+        count = lanes.maximum(lanes.minimum(per_cta, candidates - cta * per_cta), 0)
+        queries_s, keys_s, survivors_s, counts_s = (scratch[f"{name}_s"] for name in ("queries", "keys", "survivors", "counts"))
+        _operand(s, q_ref, row, head, queries_s)
+        lanes.cta_barrier(s.threads)
+        _score(s, index_ref, table_ref, row, head, length, first, count, queries_s, keys_s, scratch["ring_s"])
+        lanes.cta_barrier(s.threads)
+        _send_survivors(s, cta, first, count, keys_s, survivors_s, counts_s)
+        lanes.cluster_barrier() if s.ctas > 1 else lanes.cta_barrier(s.threads)
+        found = _distant(s, survivors_s, scratch["distant_s"], counts_s)
+        lanes.cta_barrier(s.threads)
+    _assemble(s, length, current, local_start, found, scratch["distant_s"], scratch["ids_s"])
+    lanes.cta_barrier(s.threads)
+
+
+def store_list(s: Shape, unit, cta, ids_ref, ids_s) -> None:
+    """The first CTA of a cluster writes its list to global memory."""
+    for start in range(0, s.width, s.threads):
+        i = lanes.thread() + start
+        with lanes.when((i < s.width) & (cta == 0)):
+            lanes.store_global(ids_ref, unit * s.width + i, lanes.load_shared(ids_s, i)[0])
+
+
+# 1. Score.
+
+
+def _operand(s: Shape, q_ref, row, head, queries_s) -> None:
+    """The queries as B operands: word w of lane (column g, t) of chunk j holds elements 32j + 8w + 2t, + 1 of column g."""
+    for start in range(0, s.column_tiles * s.chunks * 32, s.threads):
+        i = lanes.thread() + start
+        with lanes.when(i < s.column_tiles * s.chunks * 32):
+            column, t = (i // (s.chunks * 32)) * 8 + (i % 32) // 4, i % 4
+            d = (i // 32) % s.chunks * 32 + t * 2
+            words = _bounds_column(s, q_ref, row, head, column, d) if s.kind == "bounds" else _mean_column(s, q_ref, row, head, column, d)
+            lanes.store_shared(queries_s, i * 4, *words)
+
+
+def _query_words(s: Shape, q_ref, row, head, query, member, d):
+    """Elements d, d + 1 and those 8, 16, 24 further of query `query`, head `member` of the group."""
+    element = ((row * s.num_queries + query) * s.num_heads + head * s.group + member) * s.head_dim + d
+    return [lanes.load_global(q_ref, element // 2 + 4 * n) for n in range(4)]
+
+
+def _bounds_column(s: Shape, q_ref, row, head, column, d):
+    """max(q, 0) against the maxima, min(q, 0) against the minima: their products add up to the bound."""
+    r = lanes.minimum(column, s.rows - 1)
+    minima = d >= s.head_dim
+    words = _query_words(s, q_ref, row, head, r // s.group, r % s.group, lanes.where(minima, d - s.head_dim, d))
+    kind = "bf16x2" if s.dtype == "bfloat16" else "f16x2"
+    zero = lanes.i32(0)
+    parts = [[lanes.ptx(f"{op}.{kind} $0, $1, $2;", word, zero, result="i32") for op in ("max", "min")] for word in words]
+    return [lanes.where(minima, low, high) for high, low in parts]
+
+
+def _mean_column(s: Shape, q_ref, row, head, column, d):
+    """The group's mean query in float32, as three numbers of the storage type whose sum it is; one column each, the fourth is 0."""
+    query, part = lanes.minimum(column // 4, s.num_queries - 1), column % 4
+
+    def add(member, *total):
+        words = _query_words(s, q_ref, row, head, query, member, d)
+        return [a + b for a, b in zip(total, [x for word in words for x in lanes.unpack(word, s.dtype)], strict=True)]
+
+    total = lanes.loop(s.group, [lanes.f32(0.0)] * 8, add)
+    words = []
+    for pair in range(4):
+        rest = [x * (1.0 / s.group) for x in total[2 * pair : 2 * pair + 2]]
+        word = lanes.i32(0)
+        for n in range(3):
+            rounded = lanes.pack(*rest, s.dtype)
+            word = lanes.where(part == n, rounded, word)
+            rest = [x - y for x, y in zip(rest, lanes.unpack(rounded, s.dtype), strict=True)]
+        words.append(word)
+    return words
+
+
+def _score(s: Shape, index_ref, table_ref, row, head, length, first, count, queries_s, keys_s, ring_s) -> None:
+    """Keys of the CTA's candidates: order-preserving integers of their scores, NO_KEY where the page does not exist."""
+    stride = s.threads // 2  # 16 blocks per warp and turn
+    lane = lanes.lane()
+    g, t = lane >> 2, lane & 3
+    columns = _written_columns(s, length, t)
+    begin = lanes.warp() * 16
+
+    def base(n):
+        return n * stride + begin
+
+    def locate(n):  # the pages of the 16 blocks, in as many lanes
+        block = first + lanes.minimum(base(n) + (lane & 15), count - 1)
+        return [lanes.load_global(table_ref, row * s.table_width + lanes.maximum(block, 0) // s.per_page)]
+
+    def slot(n):
+        return (lanes.warp() * s.depth + n % s.depth) * s.slot_words
+
+    def fetch(n, place):
+        def row_place(i):
+            page = lanes.shuffle(place[0], i)
+            at = (lanes.maximum(page, 0) * s.num_kv_heads + head) * s.per_page + (first + base(n) + i) % s.per_page
+            return at, 4 * s.row_words, lanes.i32(0), (page >= 0) & (base(n) + i < count)
+
+        lanes.copy_rows_async(ring_s, slot(n), index_ref, row_place, rows=16, row_bytes=4 * s.row_words)
+
+    def consume(n, place):
+        scores = _products(s, ring_s, slot(n), queries_s, lane, columns)
+        for half, score in enumerate(scores):
+            page = lanes.shuffle(place[0], g + 8 * half)
+            i = base(n) + (g + 8 * half)
+            with lanes.when((t == 0) & (i < count)):
+                lanes.store_shared(keys_s, i, lanes.where(page >= 0, _key(score), choose.NO_KEY))
+        return []
+
+    turns = lanes.maximum((count - begin + (stride - 1)) // stride, 0)
+    lanes.pipeline(turns, s.depth, locate, fetch, consume, [])
+
+
+def _written_columns(s: Shape, length, t):
+    """Per matrix product, whether this lane's two columns are queries at positions that exist (None: always)."""
+    found = []
+    for tile in range(s.column_tiles):
+        pair = []
+        for c in range(2):
+            if s.kind == "bounds":
+                r = t * 2 + (8 * tile + c)
+                query, there = r // s.group, r < s.rows
+            else:
+                query = (t >> 1) + 2 * tile
+                there = query < s.num_queries
+            pair.append(there & (length - s.num_queries + query >= 0))
+        found.append(pair)
+    return found
+
+
+def _products(s: Shape, ring_s, slot, queries_s, lane, columns):
+    """Scores of the index rows g and g + 8 of the slot, in each of the four lanes (g, t)."""
+    rows = [
+        lanes.load_matrices(ring_s, slot + lanes.swizzled(lane & 15, (lane >> 4) + 2 * step, 4 * s.row_words))
+        for step in range(2 * s.chunks)
+    ]
+    best = [lanes.f32(float("-inf"))] * 2
+    for tile in range(s.column_tiles):
+        acc = [lanes.f32(0.0)] * 4
+        for j in range(s.chunks):
+            b = lanes.load_shared(queries_s, (lane + (tile * s.chunks + j) * 32) * 4, count=4)
+            for step in range(2):
+                acc = lanes.mma(acc, rows[2 * j + step], b[2 * step :][:2], s.dtype)
+        for n in range(2):
+            values = acc[2 * n : 2 * n + 2]
+            if s.kind == "mean":  # the four columns of a query are parts of one number
+                total = values[0] + values[1]
+                values = [total + lanes.shuffle_xor(total, 1)]
+            for value, there in zip(values, columns[tile], strict=False):
+                best[n] = lanes.maximum_or_nan(best[n], lanes.where(there, value, float("-inf")))
+    for distance in (1, 2):
+        best = [lanes.maximum_or_nan(x, lanes.shuffle_xor(x, distance)) for x in best]
+    return best
+
+
+def _key(score):
+    """An integer that orders as the scores do: NaN and -inf as the lowest finite number, -0 as 0."""
+    b = lanes.bits(lanes.maximum(score + 0.0, LOWEST))
+    return b ^ ((b >> 31) & 0x7FFFFFFF)
+
+
+# 2. Choose.
+
+
+def _send_survivors(s: Shape, mine, first, count, keys_s, survivors_s, counts_s) -> None:
+    """The best of this CTA's span, as (key, block), to every CTA of the cluster."""
+
+    def send(slot, key, block):
+        for cta in range(s.ctas):
+            lanes.store_cluster(cta, survivors_s, (mine * s.kept + slot) * 2, key, block)
+
+    def keep(i, key, slot):
+        send(slot, key, first + i)
+
+    total = choose.best(s.k, s.threads, keys_s, counts_s, count=count, most=s.span, stride=1, keep=keep)
+    for start in range(0, s.kept, s.threads):
+        slot = lanes.thread() + start
+        with lanes.when((slot >= total) & (slot < s.kept)):
+            send(slot, lanes.i32(choose.NO_KEY), lanes.i32(-1))
+
+
+# 3. Choose among the survivors, and list.
+
+
+def _distant(s: Shape, survivors_s, distant_s, counts_s):
+    """The k best blocks of the row, ascending, to shared memory; returns how many there are."""
+    most = s.ctas * s.kept
+
+    def keep(i, key, slot):
+        lanes.store_shared(distant_s, slot, lanes.load_shared(survivors_s, i * 2 + 1)[0])
+
+    return choose.best(s.k, s.threads, survivors_s, counts_s, count=lanes.i32(most), most=most, stride=2, keep=keep)
+
+
+def _assemble(s: Shape, length, current, local_start, found, distant_s, ids_s) -> None:
+    """Sink, distant, local, then -1."""
+    there = length > 0
+    sinks = lanes.where(there, lanes.minimum(current + 1, s.sink), 0)
+    locals_ = lanes.where(there, lanes.maximum(current + 1 - local_start, 0), 0)
+    with lanes.when(lanes.thread() == 0):
+        lanes.store_shared(ids_s, s.width, sinks + found + locals_)
+    for start in range(0, s.width, s.threads):
+        i = lanes.thread() + start
+        with lanes.when(i < s.width):
+            distant = lanes.load_shared(distant_s, lanes.maximum(lanes.minimum(i - sinks, max(s.k, 1) - 1), 0))[0]
+            after = i - sinks - found
+            local = lanes.where(after < locals_, local_start + after, -1)
+            lanes.store_shared(ids_s, i, lanes.where(i < sinks, i, lanes.where(after < 0, distant, local)))

@@ -1,0 +1,71 @@
+"""`kvjax bench ...`: benchmarks of whole models. JAX is imported inside the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+bench_app = typer.Typer(
+    help="Time whole models. Single ops: python -m pallas_kernels.bench --help.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@bench_app.callback()
+def benchmarks() -> None:
+    """Time whole models. Single ops: python -m pallas_kernels.bench --help."""
+
+
+@bench_app.command("decode")
+def decode_command(
+    shape: Annotated[
+        str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id, of which only config.json is read.")
+    ] = "qwen2.5-7b",
+    lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between them.")] = "8k,32k,128k,512k,1m",
+    policies: Annotated[str, typer.Option(help="Decode policies, with commas between them; they take turns.")] = "dense,top:8,top:32",
+    batch: Annotated[int, typer.Option(help="Sequences decoded together, all of the same length.")] = 1,
+    steps: Annotated[int, typer.Option(help="Tokens per round; the host waits at the end of a round only.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Timed rounds of every policy, after one to warm up.")] = 5,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    layers: Annotated[
+        int | None, typer.Option(help="Only so many layers, for small machines. [default: the shape's]", show_default=False)
+    ] = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each length.")] = None,
+) -> None:
+    """Time whole decode steps, embedding to sampled token, with random weights and a random cache on the device.
+
+    The steps are the engine's own; dense and sparse take turns on one cache. On a GPU, a profile of a few steps says where the time goes.
+    """
+    from kvjax.serving.decode_bench import Plan, config_of, parse_lengths, policies_of
+
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise typer.BadParameter(f"{dtype!r} is none of bfloat16, float16, float32", param_hint="--dtype")
+    if layers is not None and layers < 1:
+        raise typer.BadParameter(f"must be at least 1, got {layers}", param_hint="--layers")
+    plan = Plan(shape, config_of(shape, layers), dtype, parse_lengths(lengths), policies_of(policies), batch, steps, rounds)
+
+    from rich.console import Console
+
+    from pallas_kernels.bench.report import step_table
+
+    rows = _measured(plan, json_out, Console(stderr=True))
+    Console(width=None if Console().is_terminal else 200).print(step_table(rows))
+    if any("failed" in row for row in rows):
+        raise typer.Exit(1)
+
+
+def _measured(plan: Any, json_out: Path | None, console: Any) -> list[dict[str, Any]]:
+    """Run the plan with a line that says what is being done, and write rows as they come."""
+    from kvjax.serving.decode_bench import run_plan
+    from pallas_kernels.bench.measure import copy_rate
+    from pallas_kernels.results import write_result
+
+    rows: list[dict[str, Any]] = []
+    with console.status("copy bandwidth") as status:
+        copy = copy_rate()
+        for row in run_plan(plan, copy["bytes_per_s"], status.update):
+            rows.append(row)
+            if json_out is not None:
+                write_result(json_out, {"bench": "decode", "copy": copy, "rows": rows})
+    return rows

@@ -1,0 +1,196 @@
+"""`kvjax bench decode` on a tiny model: the steps are the engine's, and rows say what was read and what had to move."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+
+from kvjax.cache import FULL
+from kvjax.models import TransformerDecoder
+from kvjax.models.decoder import param_shapes
+from kvjax.policies import parse
+from kvjax.sampling import SamplingRows
+from kvjax.serving import bench_cli, cli, decode_bench
+from kvjax.serving.decode_bench import SHAPES, Plan, bytes_read, config_of, parse_lengths, policies_of
+from kvjax.steps import decode_and_sample
+from pallas_kernels.bench import measure
+
+
+def plan(**changed):
+    fields = {"shape": "tiny", "config": SHAPES["tiny"], "dtype": "float32", "lengths": (2048,), "policies": policies_of("dense,top:8")}
+    return Plan(**(fields | {"batch": 2, "steps": 3, "rounds": 2} | changed))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return list(decode_bench.run_plan(plan(lengths=(2048, 2**40)), 1e9))
+
+
+def test_known_shapes_have_the_weights_of_their_models():
+    assert SHAPES["qwen2.5-7b"].num_params == 7_615_616_512
+    assert SHAPES["llama-3.1-8b"].num_params == 8_030_261_248
+
+
+def test_a_shape_may_be_a_folder(model_folder, model):
+    assert config_of(str(model_folder)) == model.config
+    assert config_of("qwen2.5-7b", 3).num_layers == 3
+    with pytest.raises((ValueError, OSError)):
+        config_of("./no/such/folder")
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("8k,128K, 1m", (8192, 131_072, 1_048_576)), ("100", (100,))])
+def test_lengths(text, tokens):
+    assert parse_lengths(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "8q", "k", "8k,,1m", "1.5k"])
+def test_lengths_that_are_none(text):
+    with pytest.raises(ValueError, match="are not understood"):
+        parse_lengths(text)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"steps": 2048}, "no history"), ({"batch": 0}, "batch"), ({"rounds": 0}, "rounds"), ({"lengths": (0,)}, "lengths")],
+)
+def test_plans_that_make_no_sense(changed, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**changed)
+
+
+def test_rows_say_what_was_read(rows):
+    dense, top, *skipped = rows
+    assert [row["policy"] for row in rows] == ["dense", "top:8"] * 2
+    assert (dense["keys_read"], dense["blocks_read"], dense["reads_everything"]) == (2048, 16, True)
+    assert (top["keys_read"], top["blocks_read"], top["reads_everything"]) == (1664, 13, False)
+    assert dense["path"].keys() == {"gather_attention", "page_index"}
+    assert top["path"].keys() == {"gather_attention", "page_index", "select_blocks"}
+    for row in (dense, top):
+        assert len(row["rounds_s"]) == 2
+        assert 0 < row["p10_s"] <= row["median_s"] <= row["p90_s"]
+        assert row["bytes_per_s"] == pytest.approx(sum(row["bytes"].values()) / row["median_s"])
+        assert row["fraction_of_copy"] == pytest.approx(row["bytes_per_s"] / 1e9)
+        assert (row["profile"] is None) == (jax.default_backend() != "gpu")
+    assert all("weights and cache need" in row["skipped"] for row in skipped)
+
+
+def test_no_second_cache_is_held(rows):
+    assert all(row["temp_bytes"] < decode_bench.cache_bytes(plan(), 2048) / 4 for row in rows[:2])
+
+
+def test_bytes_of_a_step():
+    p = plan(config=SHAPES["qwen2.5-7b"], dtype="bfloat16", batch=1, lengths=(131_072,))
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+        param_shapes(p.config),
+        is_leaf=lambda x: isinstance(x, tuple) and isinstance(x[0], int),
+    )
+    params = jax.tree.map(lambda leaf: Sized(leaf), params)
+    keys = 28 * 4 * 37 * 128
+    found = bytes_read(p, parse("top:32"), 131_072, keys, params)
+    assert found["weights"] == 2 * (p.config.num_params - 152_064 * 3584 + 3584)
+    assert 14.13e9 < found["weights"] < 14.15e9
+    assert found["kv"] == 2 * keys * 128 * 2
+    assert found["index"] == 28 * 1024 * 4 * 2 * 128 * 2
+    assert bytes_read(p, parse("dense"), 131_072, keys, params)["index"] == 0
+    assert bytes_read(p, parse("quest:64"), 131_072, keys, params)["index"] == 8 * found["index"]
+
+
+class Sized:
+    """A leaf of the sizes of an array that is not there."""
+
+    def __init__(self, leaf):
+        self.nbytes = leaf.size * leaf.dtype.itemsize
+
+
+def test_the_cache_is_what_an_engine_would_hold():
+    p = plan(policies=policies_of("top:8,quest:64,mean:8"))
+    cache = decode_bench.random_cache(p, 2100)
+    table = np.asarray(cache.page_tables[FULL])
+    assert table.shape == (2, 32), "the next power of two of 17 pages"
+    assert (table[:, 17:] == -1).all()
+    assert sorted(table[:, :17].reshape(-1)) == list(range(1, 35))
+    assert cache.lengths.tolist() == [2097, 2097]
+    assert len(cache.layers) == 2
+    layer = cache.layers[0]
+    assert layer.k.shape == layer.v.shape == (35, 2, 128, 16)
+    assert np.isnan(layer.k[0]).all()
+    assert np.isfinite(layer.k[1:]).all()
+    assert set(layer.index) == {"bounds128", "bounds16", "mean128"}
+    np.testing.assert_array_equal(layer.index["bounds128"][1:, :, 0, 0], layer.k[1:].max(2))
+    assert not np.array_equal(cache.layers[0].k[1:], cache.layers[1].k[1:])
+    assert sum(x.nbytes for x in jax.tree.leaves(cache.layers)) == decode_bench.cache_bytes(p, 2100)
+
+
+def test_a_round_is_the_engines_steps_fed_by_each_other():
+    p = plan()
+    params = decode_bench.random_params(p.config, p.dtype)
+    rows = jax.tree.map(jnp.asarray, SamplingRows.of([None] * 2))
+    runner = decode_bench._compiled(p, parse("top:8"), params, decode_bench.random_cache(p, 2048), rows)
+    _, after = decode_bench._round(p, 2048, runner, params, decode_bench.random_cache(p, 2048), rows)
+
+    cache, tokens = decode_bench.random_cache(p, 2048), jnp.zeros(2, jnp.int32)
+    for _ in range(3):
+        static = (TransformerDecoder(p.config), parse("top:8"), p.indexes)
+        tokens, _, cache, _, _ = decode_and_sample(*static, params, cache, tokens, jnp.ones(2, bool), ((), ()), rows)
+    assert after.lengths.tolist() == cache.lengths.tolist() == [2048, 2048]
+    for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_reading_a_page_that_no_sequence_owns_is_an_error():
+    p = plan()
+    params = decode_bench.random_params(p.config, p.dtype)
+    rows = jax.tree.map(jnp.asarray, SamplingRows.of([None] * 2))
+    cache = decode_bench.random_cache(p, 2048)
+    cache = cache.replace(page_tables={FULL: cache.page_tables[FULL].at[1, 3].set(0)})
+    runner = decode_bench._compiled(p, parse("dense"), params, cache, rows)
+    with pytest.raises(RuntimeError, match="not finite"):
+        decode_bench._round(p, 2048, runner, params, cache, rows)
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(measure, "COPY_BYTES", (2**25, 2**25))
+    file = tmp_path / "decode.json"
+    bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, "float32", 1, file)
+    written = json.loads(file.read_text())
+    (row,) = written["rows"]
+    assert (written["bench"], row["op"], row["layers"], row["tokens"], row["keys_read"]) == ("decode", "decode", 1, 1024, 1024)
+    assert row["fraction_of_copy"] == pytest.approx(row["bytes_per_s"] / written["copy"]["bytes_per_s"])
+    assert "dense" in capsys.readouterr().out
+
+
+def test_the_command_refuses_what_it_cannot_do():
+    for changed in ({"dtype": "int8"}, {"layers": 0}):
+        fields = {"shape": "tiny", "lengths": "1k", "policies": "dense", "batch": 1, "steps": 2, "rounds": 1, "dtype": "float32"} | changed
+        with pytest.raises(typer.BadParameter):
+            bench_cli.decode_command(**({"layers": None, "json_out": None} | fields))
+
+
+def test_a_length_that_breaks_or_does_not_fit_leaves_rows_that_say_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(measure, "COPY_BYTES", (2**25, 2**25))
+    monkeypatch.setattr(decode_bench, "_compiled", lambda *_: 1 / 0)
+    file = tmp_path / "decode.json"
+    with pytest.raises(typer.Exit) as stopped:
+        bench_cli.decode_command("tiny", "1k,2k", "dense", 1, 2, 1, "float32", 1, file)
+    assert stopped.value.exit_code == 1
+    failed = json.loads(file.read_text())["rows"]
+    assert [(row["tokens"], row["failed"]) for row in failed] == [(n, "ZeroDivisionError: division by zero") for n in (1024, 2048)]
+    assert "FAILED" in capsys.readouterr().out
+    monkeypatch.setattr(decode_bench, "memory_bytes", lambda: 2**20)
+    assert all("skipped" in row for row in decode_bench.run_plan(plan(), 1e9))
+
+
+def test_help(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["kvjax", "bench", "decode", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert not stopped.value.code
+    out = capsys.readouterr().out
+    for option in ("--shape", "--lengths", "--policies", "--batch", "--steps", "--rounds", "--dtype", "--layers", "--json"):
+        assert option in out

@@ -1,0 +1,27 @@
+"""Every measured figure in README.md and docs/benchmarks.md is in the committed JSON."""
+
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.bench import report
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "h200"
+RUNS = report.load(file for pattern in ("ops*.json", "decode*.json") for file in RESULTS.glob(pattern))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
+def test_tables_are_what_the_results_make(name):
+    """After new measurements: the command at the top of docs/benchmarks.md."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert "<!-- bench:decode-op -->" in text
+    assert "<!-- bench:decode-step -->" in text
+    assert report.rendered(text, RUNS) == text
+
+
+@pytest.mark.skipif(not RUNS, reason="nothing is measured yet")
+def test_a_wrong_figure_is_noticed():
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    start = text.index("| 1 | 8K |")
+    assert report.rendered(text[:start] + "| 1 | 9K |" + text[start + 10 :], RUNS) == text
