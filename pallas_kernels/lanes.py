@@ -1,4 +1,4 @@
-"""What one CUDA thread does, for Mosaic GPU kernels: ballots, lane-wide loads, small matrix products, stores to a cluster's shared memory.
+"""What one CUDA thread does, for Mosaic GPU kernels: ballots, asynchronous copies, small matrix products, stores to a cluster's shared memory.
 
 Pallas speaks of whole arrays; a few stages (scoring scattered index rows, selecting by counting, exchanging results inside a cluster) need
 single threads. They run inside `plgpu.inline_mgpu`, on `Scalar`s, and this file is the only one that touches JAX's private MLIR bindings.
@@ -8,6 +8,7 @@ Tried with jax 0.11.2 to 0.12.0; `check_version` refuses older ones.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -137,6 +138,14 @@ def f32(x: float) -> Scalar:
     return Scalar(_constant(x, ir.F32Type.get()))
 
 
+@dataclasses.dataclass(frozen=True)
+class Swizzled:
+    """A reference to shared memory with transforms, as an argument of a `stage`, which sees its plain words."""
+
+    ref: Any
+    transforms: tuple
+
+
 def stage(**scalars: jax.Array) -> Callable:
     """Decorator: a function of lanes as a stage of a Pallas kernel.
 
@@ -147,15 +156,15 @@ def stage(**scalars: jax.Array) -> Callable:
 
     def decorate(function):
         def run(arrays, scratch):
-            leaves, structure = jax.tree.flatten((arrays, scratch))
-            types = (*(plgpu.RefType(),) * len(leaves), *(plgpu.Layout.WG_SPLAT(()),) * len(names))
+            leaves, structure = jax.tree.flatten((arrays, scratch), is_leaf=lambda x: isinstance(x, Swizzled))
+            types = (*(plgpu.RefType(getattr(x, "transforms", ()) if isinstance(x, Swizzled) else ()) for x in leaves), *(plgpu.Layout.WG_SPLAT(()),) * len(names))
 
             @plgpu.inline_mgpu(arg_types=types)
             def inline(_, *args):
                 refs = jax.tree.unflatten(structure, args[: len(leaves)])
                 function(*refs, **{name: of_splat(x) for name, x in zip(names, args[len(leaves) :], strict=True)})
 
-            inline(*leaves, *scalars.values())
+            inline(*(x.ref if isinstance(x, Swizzled) else x for x in leaves), *scalars.values())
 
         return run
 
@@ -192,6 +201,11 @@ def maximum(a: Scalar, b) -> Scalar:
 def maximum_or_nan(a: Scalar, b: Scalar) -> Scalar:
     """The larger of two floats, NaN if one of them is."""
     return Scalar(arith.maximumf(a.value, b.value))
+
+
+def minimum_or_nan(a: Scalar, b: Scalar) -> Scalar:
+    """The smaller of two floats, NaN if one of them is."""
+    return Scalar(arith.minimumf(a.value, b.value))
 
 
 def exp2(x: Scalar) -> Scalar:
@@ -321,7 +335,7 @@ def _load(pointer, names: Sequence[str], space: str, hint: str = "") -> list[Sca
     targets = f"{{{targets}}}" if vector else targets
     code = f"ld.{space}{hint}{vector}.{kind} {targets}, [${len(names)}];"
     types = [_type(name) for name in names]
-    out = mgpu_utils.inline_ptx(code, pointer, result_types=types, has_side_effects=space != "global")
+    out = mgpu_utils.inline_ptx(code, pointer, result_types=types, has_side_effects=not (space == "global" and hint))
     return [Scalar(x) for x in out]
 
 
@@ -386,6 +400,16 @@ def pipeline(turns: Scalar, depth: int, locate: Callable, fetch: Callable, consu
 def store_global(ref, offset: Scalar | int, *values: Scalar) -> None:
     """1, 2 or 4 consecutive words to an array in global memory."""
     _store(_address(ref, offset * 4), values, "global")
+
+
+def load_written_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar, block_bytes: int) -> list[Scalar]:
+    """Four words of an array in global memory, as this CTA left them before its last barrier; both offsets multiples of 16 bytes."""
+    return _load(_address(ref, offset_bytes, block, block_bytes), ["i32"] * 4, "global")
+
+
+def store_global_16_bytes(ref, offset_bytes: Scalar | int, *words: Scalar, block: Scalar, block_bytes: int) -> None:
+    """Four words to an array in global memory; both offsets multiples of 16 bytes."""
+    _store(_address(ref, offset_bytes, block, block_bytes), words, "global")
 
 
 def load_shared(ref, offset: Scalar | int, name: str = "i32", count: int = 1) -> list[Scalar]:

@@ -75,9 +75,9 @@ def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window
     reason = unsupported(q, k, v, page_table, lengths, blocks=blocks, **static, config=config)
     if reason:
         raise NotImplementedError(f"gather_attention 'mosaic_gpu': {reason}")
-    if config is None and blocks is not None and not return_block_lse and not listed.unsupported(q, k, block_size=block_size):
-        sizes = {"width": blocks.shape[2], "block_size": block_size, "window": window, "sm_scale": sm_scale}
-        return tuple(listed.attend_listed(listed.shape_of(q, k, page_table, **sizes), q, k, v, page_table, lengths, blocks))
+    if config is None and blocks is not None and not return_block_lse and not listed.unsupported(q, k):
+        s = listed.shape_of(q, k, width=blocks.shape[2], block_size=block_size, window=window, sm_scale=sm_scale)
+        return tuple(listed.attend_listed(s, q, k, v, page_table, lengths, blocks))
     return _attend(q, k, v, page_table, lengths, blocks, **static, config=config or Config(), interpret=interpret)
 
 
@@ -108,14 +108,14 @@ def _shape(q, k, blocks, block_size, window, sm_scale, return_block_lse, config:
     _, num_kv_heads, page_size, _ = k.shape
     if blocks is None and not return_block_lse:
         block_size = page_size
-    tile = max(64, block_size) if return_block_lse else config.tile_tokens or 64
+    tile = max(64, block_size) if return_block_lse else config.tile_tokens or (128 if blocks is None and head_dim <= 128 else 64)
     splits = max(1, SMS // (batch * num_kv_heads))
     if blocks is not None:
         splits = min(splits, -(-blocks.shape[2] * block_size // tile))
-    stages = config.stages or max(1, min(3, (160 << 10) // (4 * tile * head_dim)))
+    stages = config.stages or max(1, min(3, (130 << 10) // (4 * tile * head_dim)))
     return tiles.Shape(
         *(batch, num_queries, num_heads, num_kv_heads, head_dim, page_size, block_size, None if blocks is None else blocks.shape[2]),
-        *(window, sm_scale, q.dtype, tile, stages, config.splits or splits),
+        *(window, sm_scale, q.dtype, tile, stages, 1, config.splits or splits),
     )
 
 
@@ -160,7 +160,7 @@ def _launch(s: tiles.Shape, block_lse_width: int | None, array_code: bool, inter
         first, count = tiles.span(s, split, tiles.number_of_tiles(s, length))
         place = functools.partial(tiles.places, s, lambda entry: blocks_ref[row, head, entry], table_ref, row, length)
         told = report if block_lse_ref else None
-        folded = tiles.fold(s, (k_ref, v_ref), scratch, head, length, first, count, place, queries, told)
+        folded = tiles.fold(s, 0, (k_ref, v_ref), scratch, head, length, first, count, place, queries, told)
         if array_code:
             acc, m, l = folded
             scratch["out_s"][...] = acc / lax.broadcast_in_dim(jnp.where(l == 0, 1.0, l), acc.shape, [0])

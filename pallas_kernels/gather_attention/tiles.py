@@ -34,8 +34,8 @@ SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 class Shape:
     """What a kernel's code depends on: sizes, and which keys a query sees.
 
-    width: entries of a list, None for dense. tile: keys folded in at once, 64 or 128. stages: tiles in flight. splits: CTAs, of one
-    warpgroup each, that share the work of a (row, KV head).
+    width: entries of a list, None for dense. tile: keys folded in at once, 64 or 128. stages: tiles in flight per warpgroup.
+    warpgroups: of a CTA. splits: CTAs that share the work of a (row, KV head).
     """
 
     batch: int
@@ -51,6 +51,7 @@ class Shape:
     dtype: Any
     tile: int
     stages: int
+    warpgroups: int
     splits: int
 
     @property
@@ -75,12 +76,11 @@ class Shape:
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory: the queries, rings of K and V tiles, their barriers."""
-        ring = (self.stages, self.tile, self.head_dim)
-        barrier = plgpu.Barrier(num_arrivals=self.pieces, num_barriers=self.stages)
+        ring = (2, self.warpgroups, self.stages, self.tile, self.head_dim)
+        barrier = plgpu.Barrier(num_arrivals=self.pieces, num_barriers=self.warpgroups * self.stages)
         return {
             "q_s": plgpu.SMEM((ROWS, self.head_dim), self.dtype, transforms=SWIZZLED),
-            "k_s": plgpu.SMEM(ring, self.dtype, transforms=SWIZZLED),
-            "v_s": plgpu.SMEM(ring, self.dtype, transforms=SWIZZLED),
+            "kv_s": plgpu.SMEM(ring, self.dtype, transforms=SWIZZLED),
             "k_bar": barrier,
             "v_bar": barrier,
         }
@@ -93,7 +93,7 @@ def load_queries(s: Shape, row, head, q_ref, q_s) -> None:
     @plgpu.inline_mgpu(arg_types=(scalar, scalar, ref, plgpu.RefType(SWIZZLED)))
     def load(_, row, head, q_ref, q_s):
         row, head = lanes.of_splat(row), lanes.of_splat(head)
-        threads, chunks, rows = 128, s.head_dim // 8, s.num_queries * s.group
+        threads, chunks, rows = s.warpgroups * 128, s.head_dim // 8, s.num_queries * s.group
         for start in range(0, rows * chunks, threads):
             i = lanes.thread() + start
             with lanes.when(i < rows * chunks):
@@ -119,10 +119,11 @@ def padded_queries(s: Shape, q):
     return jnp.pad(q, ((0, 0), (0, 0), (0, s.rows - q.shape[2]), (0, 0)))
 
 
-def span(s: Shape, split, tiles):
-    """First tile of a CTA and how many: `tiles` in `splits` equal parts, the last ones shorter or empty."""
-    per = lax.div(tiles + (s.splits - 1), jnp.int32(s.splits))
-    first = jnp.minimum(split * per, tiles)
+def span(s: Shape, worker, tiles):
+    """First tile of a warpgroup and how many: `tiles` in equal parts, the last ones shorter or empty."""
+    workers = s.splits * s.warpgroups
+    per = lax.div(tiles + (workers - 1), jnp.int32(workers))
+    first = jnp.minimum(worker * per, tiles)
     return first, jnp.minimum(tiles - first, per)
 
 
@@ -154,21 +155,21 @@ def places(s: Shape, block_of, table_ref, row, length, tile):
     return found
 
 
-def fold(s: Shape, pools, scratch, head, length, first, count, place, queries, report=None):
+def fold(s: Shape, warpgroup, pools, scratch, head, length, first, count, place, queries, report=None):
     """Fold `count` tiles from `first` on, in order, into (acc [64, D], m [64] in log2 units, l [64]), all float32.
 
     pools: K and V. scratch: `Shape.scratch`. place: tile -> `places`. queries: called once the first tiles are on their way; sees to it
     that the queries are there. report: called with a tile and, per piece, the LSE of its keys.
     """
     q_s = scratch["q_s"]
-    slots = [(ref, scratch[f"{name}_s"], scratch[f"{name}_bar"]) for ref, name in zip(pools, "kv", strict=True)]
+    kv_s, bars = scratch["kv_s"], (scratch["k_bar"], scratch["v_bar"])
 
     def fetch(i):
         slot = lax.rem(i, jnp.int32(s.stages))
         for p, (page, token, _, _) in enumerate(place(first + i)):
-            for ref, tiles, barriers in slots:
-                target = tiles.at[slot, pl.ds(p * s.piece, s.piece)]
-                plgpu.copy_gmem_to_smem(ref.at[page, head, pl.ds(token, s.piece)], target, barriers.at[slot])
+            for n, ref in enumerate(pools):
+                target = kv_s.at[n, warpgroup, slot, pl.ds(p * s.piece, s.piece)]
+                plgpu.copy_gmem_to_smem(ref.at[page, head, pl.ds(token, s.piece)], target, bars[n].at[warpgroup * s.stages + slot])
 
     for i in range(s.stages):
 
@@ -177,16 +178,15 @@ def fold(s: Shape, pools, scratch, head, length, first, count, place, queries, r
             fetch(jnp.int32(i))
 
     queries()
-    (_, k_s, k_bar), (_, v_s, v_bar) = slots
 
     def step(i, carry):
         acc, m, l = carry
         slot = lax.rem(i, jnp.int32(s.stages))
         pieces = place(first + i)
-        plgpu.barrier_wait(k_bar.at[slot])
+        plgpu.barrier_wait(bars[0].at[warpgroup * s.stages + slot])
 
         def scores(acc_ref):
-            plgpu.wgmma(acc_ref, q_s, k_s.at[slot].transpose((1, 0)))
+            plgpu.wgmma(acc_ref, q_s, kv_s.at[0, warpgroup, slot].transpose((1, 0)))
             return acc_ref[...]
 
         x = pl.run_scoped(scores, plgpu.ACC((ROWS, s.tile), jnp.float32)) * (s.sm_scale * LOG2E)
@@ -199,11 +199,11 @@ def fold(s: Shape, pools, scratch, head, length, first, count, place, queries, r
         l = l * alpha + p.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
         p = p.astype(s.dtype)
-        plgpu.barrier_wait(v_bar.at[slot])
-        _forget_unwritten(s, v_s.at[slot], pieces)
+        plgpu.barrier_wait(bars[1].at[warpgroup * s.stages + slot])
+        _forget_unwritten(s, kv_s.at[1, warpgroup, slot], pieces)
 
         def values(acc_ref):
-            plgpu.wgmma(acc_ref, p, v_s.at[slot])
+            plgpu.wgmma(acc_ref, p, kv_s.at[1, warpgroup, slot])
 
         acc = pl.run_state(values)(plgpu.ACC.init(acc))
 

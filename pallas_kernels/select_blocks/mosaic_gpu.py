@@ -29,7 +29,7 @@ LOWEST = -3.4028234663852886e38
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the kernel's code depends on. ctas: CTAs of the cluster that serves a (sequence, KV head). depth: turns of 16 index
+    """What the kernel's code depends on. ctas: of the cluster that serves a (sequence, KV head). depth: turns of 16 index
     rows that a warp has on their way. threads: of a CTA."""
 
     batch: int
@@ -154,17 +154,17 @@ def _select(s: Shape, q, index, page_table, lengths):
 
     def select_kernel(q_ref, index_ref, table_ref, lengths_ref, ids_ref, *scratch):
         @lanes.stage(unit=lax.axis_index("unit"), cta=lax.axis_index("cta"))
-        def _(arrays, scratch, unit, cta):
-            select(s, unit, cta, *arrays[:4], scratch)
-            store_list(s, unit, cta, arrays[4], scratch["ids_s"])
+        def run(arrays, scratch, unit, cta):
+            inputs, ids_ref = arrays
+            select(s, unit, cta, inputs, scratch)
+            store_list(s, unit, cta, ids_ref, scratch["ids_s"])
 
-        _((q_ref, index_ref, table_ref, lengths_ref, ids_ref), dict(zip(names, scratch, strict=True)))
+        run(((q_ref, index_ref, table_ref, lengths_ref), ids_ref), dict(zip(sizes, scratch, strict=True)))
 
     sizes = s.scratch_words() | {"ring_s": s.threads // 32 * s.depth * s.slot_words}
-    names = list(sizes)
     return plgpu.kernel(
         select_kernel,
-        out_type=jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, s.width), jnp.int32),
+        out_type=outputs(s),
         grid=(s.batch * s.num_kv_heads,),
         grid_names=("unit",),
         cluster=(s.ctas,),
@@ -172,14 +172,20 @@ def _select(s: Shape, q, index, page_table, lengths):
         num_threads=s.threads // 128,
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in sizes.values()],
-    )(q, index, page_table, lengths)
+    )(q, index, page_table, lengths)[0]
 
 
-def select(s: Shape, unit, cta, q_ref, index_ref, table_ref, lengths_ref, scratch) -> None:
+def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
+    """The lists."""
+    return [jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, s.width), jnp.int32)]
+
+
+def select(s: Shape, unit, cta, inputs, scratch) -> None:
     """All stages, by all threads of all CTAs of a cluster: the list lands in `scratch["ids_s"]` of each of them, its length behind it.
 
-    unit: sequence * num_kv_heads + KV head. cta: number in the cluster.
+    unit: sequence * num_kv_heads + KV head. cta: number in the cluster. inputs: q, index, page table, lengths.
     """
+    q_ref, index_ref, table_ref, lengths_ref = inputs
     row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
     length = lanes.load_global(lengths_ref, row)
     current = (length - 1) // s.block_size

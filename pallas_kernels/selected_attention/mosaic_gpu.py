@@ -1,8 +1,8 @@
 """selected_attention in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per sequence and KV head.
 
-The stages of `select_blocks` leave the same list in the shared memory of every CTA of the cluster; then each warp folds its slices of
-the list (`gather_attention.warps`), and the CTAs of the cluster merge what they have (`gather_attention.cluster_merge`). Two barriers of
-the cluster stand where two launches would, and the list never passes through global memory.
+The stages of `select_blocks` leave the same list in the shared memory of every CTA of the cluster; each warpgroup then folds its part of
+the list (`gather_attention.tiles`), and the cluster merges the parts (`gather_attention.cluster_merge`). Two barriers of the cluster stand
+where two launches would, and the list never passes through global memory.
 
 Memory traffic: the candidates' index rows, the listed keys and values, the output and the list.
 """
@@ -13,19 +13,19 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import lanes
-from pallas_kernels.gather_attention import listed
+from pallas_kernels.gather_attention import listed, tiles
+from pallas_kernels.gather_attention import mosaic_gpu as gather
 from pallas_kernels.select_blocks import mosaic_gpu as select
 
 
 def unsupported(q, k, v, index, page_table, lengths, *, kind, block_size, budget, sink, local, sm_scale, config) -> str | None:
     """Why this valid input is none for this kernel, or None if it is one."""
     sizes = {"kind": kind, "page_size": k.shape[2], "block_size": block_size, "k": budget, "sink": sink, "local": local}
-    return select.unsupported(q, index, page_table, lengths, **sizes) or listed.unsupported(q, k, block_size=block_size)
+    rest = {"blocks": None, "block_size": block_size, "window": None, "sm_scale": sm_scale, "return_block_lse": False, "config": None}
+    return select.unsupported(q, index, page_table, lengths, **sizes) or gather.unsupported(q, k, v, page_table, lengths, **rest) or listed.unsupported(q, k)
 
 
 def selected_attention(q, k, v, index, page_table, lengths, *, kind, block_size, budget, sink, local, sm_scale, config):
@@ -38,44 +38,32 @@ def selected_attention(q, k, v, index, page_table, lengths, *, kind, block_size,
         raise NotImplementedError(f"selected_attention 'mosaic_gpu': {reason}")
     sizes = {"kind": kind, "page_size": k.shape[2], "block_size": block_size, "k": budget, "sink": sink, "local": local}
     chosen = select.shape_of(q, index, page_table, **sizes)
+    other_words = sum(chosen.scratch_words().values())
     s = listed.shape_of(
-        q, k, page_table, width=chosen.width, block_size=block_size, window=None, sm_scale=sm_scale, other_words=chosen.scratch_words()
+        q, k, width=chosen.width, block_size=block_size, window=None, sm_scale=sm_scale, other_words=other_words
     )
-    depth = max(1, min(listed.MOST_DEPTH, s.ring_words // (s.warps * chosen.slot_words)))
-    return _attend(dataclasses.replace(chosen, depth=depth), s, q, k, v, index, page_table, lengths)
+    depth = listed.ring_words(s) // (chosen.threads // 32 * chosen.slot_words)
+    return _attend(dataclasses.replace(chosen, depth=max(1, min(3, depth))), s, q, k, v, index, page_table, lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("chosen", "s"))
 def _attend(chosen: select.Shape, s: listed.Shape, q, k, v, index, page_table, lengths):
-    lanes.check_version()
-    ring = max(s.ring_words, s.warps * chosen.depth * chosen.slot_words)
-    sizes = listed.scratch_words(s) | chosen.scratch_words() | {"ring_s": ring}
+    def selected_kernel(q_ref, k_ref, v_ref, index_ref, table_ref, lengths_ref, out_ref, lse_ref, ids_ref, **scratch):
+        unit, cta = lax.axis_index("unit"), lax.axis_index("cta")
 
-    def selected_kernel(q_ref, k_ref, v_ref, index_ref, table_ref, lengths_ref, out_ref, lse_ref, ids_ref, *scratch):
-        @lanes.stage(unit=lax.axis_index("unit"), cta=lax.axis_index("cta"))
-        def run(arrays, scratch, unit, cta):
-            q_ref, k_ref, v_ref, index_ref, table_ref, lengths_ref, out_ref, lse_ref, ids_ref = arrays
-            select.select(chosen, unit, cta, q_ref, index_ref, table_ref, lengths_ref, scratch)
-            select.store_list(chosen, unit, cta, ids_ref, scratch["ids_s"])
-            number = lanes.load_shared(scratch["ids_s"], s.width)[0]
-            listed.attend(s, unit, cta, number, (q_ref, k_ref, v_ref, table_ref, lengths_ref), (out_ref, lse_ref), scratch)
+        @lanes.stage(unit=unit, cta=cta)
+        def choose(arrays, words, unit, cta):
+            inputs, ids_ref = arrays
+            select.select(chosen, unit, cta, inputs, words)
+            select.store_list(chosen, unit, cta, ids_ref, words["ids_s"])
+            lanes.publish_to_tensor_cores()  # the ring held index rows; TMA writes to it next
+            lanes.cta_barrier(chosen.threads)
 
-        arrays = (q_ref, k_ref, v_ref, index_ref, table_ref, lengths_ref, out_ref, lse_ref, ids_ref)
-        run(arrays, dict(zip(sizes, scratch, strict=True)))
+        words = {name: scratch[name] for name in chosen.scratch_words()} | {"ring_s": lanes.Swizzled(scratch["kv_s"], tiles.SWIZZLED)}
+        choose(((q_ref, index_ref, table_ref, lengths_ref), ids_ref), words)
+        inputs = (q_ref, k_ref, v_ref, table_ref, lengths_ref)
+        listed.attend(s, unit, cta, scratch["ids_s"][s.width], inputs, (out_ref, lse_ref), scratch)
 
-    rows = (s.batch, s.num_queries, s.num_heads)
-    return plgpu.kernel(
-        selected_kernel,
-        out_type=[
-            jax.ShapeDtypeStruct((*rows, s.head_dim), q.dtype),
-            jax.ShapeDtypeStruct(rows, jnp.float32),
-            jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, s.width), jnp.int32),
-        ],
-        grid=(s.batch * s.num_kv_heads,),
-        grid_names=("unit",),
-        cluster=(s.ctas,),
-        cluster_names=("cta",),
-        num_threads=s.threads // 128,
-        thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in sizes.values()],
-    )(q, k, v, index, page_table, lengths)
+    out_type = [*listed.outputs(s), *select.outputs(chosen)]
+    kernel = listed.launch(s, selected_kernel, out_type, chosen.scratch_words())
+    return tuple(kernel(q, k, v, index, page_table, lengths))
