@@ -15,7 +15,6 @@ from kvjax.model import Decoder, Params
 from kvjax.policies import Blocks, DecodePolicy, SelectContext
 from kvjax.prefill import PrefillContext, PrefillPolicy
 from kvjax.sampling import SamplingRows, sample
-from pallas_kernels.gather_attention import gather_attention
 
 
 @flax.struct.dataclass
@@ -89,8 +88,7 @@ def decode(
         ctx = SelectContext(
             table, lengths, layer=layer, num_layers=config.num_layers, page_size=written.k.shape[2], sm_scale=config.sm_scale
         )
-        blocks, state = policy.select(q, written, ctx, states[layer])
-        out, state = _attend_listed(policy, q, written, ctx, blocks, state)
+        out, blocks, state = policy.attend(q, written, ctx, states[layer])
         reads = jax.tree.map(jnp.add, reads, _count_reads(blocks, ctx, num_tokens, config.num_kv_heads))
         return out, (_replace(layers, layer, written), _replace(states, layer, state), reads)
 
@@ -120,14 +118,6 @@ def decode_and_sample(
     logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, tokens[:, None], active, states)
     chosen, logprobs = sample(logits[:, 0], rows, cache.lengths)
     return chosen, logprobs, cache, states, reads
-
-
-def _attend_listed(policy: DecodePolicy, q, layer: PagedKV, ctx: SelectContext, blocks: Blocks | None, state):
-    listed = {} if blocks is None else {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
-    out, _, *block_lse = gather_attention(
-        q, layer.k, layer.v, ctx.page_table, ctx.lengths, sm_scale=ctx.sm_scale, return_block_lse=policy.learns, **listed
-    )
-    return out, policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state
 
 
 def _count_reads(blocks: Blocks | None, ctx: SelectContext, num_tokens: int, num_kv_heads: int) -> Reads:

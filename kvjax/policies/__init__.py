@@ -1,9 +1,9 @@
 """Decode policies: which blocks a step reads. `parse("top:8")` names them; a new one is a new class with `select`."""
 
-from kvjax.policies.base import Blocks, DecodePolicy, SelectContext, Stateless, StateSpec
+from kvjax.policies.base import Blocks, DecodePolicy, SelectContext, Stateless, StateSpec, select_and_attend
 from kvjax.policies.dense import Dense
 from kvjax.policies.naming import FORMS, parse
 from kvjax.policies.top_blocks import TopBlocks
 from kvjax.policies.window import Window
 
-__all__ = ["FORMS", "Blocks", "DecodePolicy", "Dense", "SelectContext", "StateSpec", "Stateless", "TopBlocks", "Window", "parse"]
+__all__ = ["FORMS", "Blocks", "DecodePolicy", "Dense", "SelectContext", "StateSpec", "Stateless", "TopBlocks", "Window", "parse", "select_and_attend"]

@@ -9,6 +9,7 @@ import flax.struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.types import IndexSpec, PagedKV
+from pallas_kernels.gather_attention import gather_attention
 
 State = Any
 """Per-layer state of a policy: a pytree whose leaves have the batch as first axis. `()` for policies that learn nothing."""
@@ -79,9 +80,27 @@ class DecodePolicy(Protocol):
         """Fold in what attention found: log-sum-exp of the scaled logits of each listed block (every block of the table for None)."""
         ...
 
+    def attend(
+        self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: SelectContext, state: State
+    ) -> tuple[Float[Array, "B T H D"], Blocks | None, State]:
+        """Select, attend to what was selected, observe. `select_and_attend` says it in three steps; an op that fuses them may stand here."""
+        ...
+
     def describe(self) -> str:
         """The policy and its keys, for reports: "top:8 (1,664 keys: ...)"."""
         ...
+
+
+def select_and_attend(
+    policy: DecodePolicy, query: Float[Array, "B T H D"], layer: PagedKV, ctx: SelectContext, state: State
+) -> tuple[Float[Array, "B T H D"], Blocks | None, State]:
+    """The output of attention over the policy's list, the list, and the state after it."""
+    blocks, state = policy.select(query, layer, ctx, state)
+    listed = {} if blocks is None else {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
+    out, _, *block_lse = gather_attention(
+        query, layer.k, layer.v, ctx.page_table, ctx.lengths, sm_scale=ctx.sm_scale, return_block_lse=policy.learns, **listed
+    )
+    return out, blocks, policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state
 
 
 class Stateless:
@@ -100,3 +119,7 @@ class Stateless:
     def observe(self, blocks, block_lse, ctx, state) -> State:
         """Nothing to fold in."""
         return state
+
+    def attend(self, query, layer, ctx, state):
+        """The list, then attention over it."""
+        return select_and_attend(self, query, layer, ctx, state)

@@ -10,8 +10,9 @@ import dataclasses
 from typing import Literal
 
 from kvjax.cache.types import IndexSpec
-from kvjax.policies.base import Blocks, Stateless
+from kvjax.policies.base import Blocks, Stateless, select_and_attend
 from pallas_kernels.select_blocks import select_blocks
+from pallas_kernels.selected_attention import selected_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,21 @@ class TopBlocks(Stateless):
             local=self.local,
         )
         return Blocks(ids, self.block_size), state
+
+    def attend(self, query, layer, ctx, state):
+        """Select and attend in one op, which a kernel can do in one launch."""
+        if ctx.layer < self.dense_layers:
+            return select_and_attend(self, query, layer, ctx, state)
+        out, _, ids = selected_attention(
+            *(query, layer.k, layer.v, layer.index[self.indexes()[0].name], ctx.page_table, ctx.lengths),
+            kind=self.index,
+            block_size=self.block_size,
+            budget=self.k,
+            sink=self.sink,
+            local=self.local,
+            sm_scale=ctx.sm_scale,
+        )
+        return out, Blocks(ids, self.block_size), state
 
     def __str__(self) -> str:
         """The short name that `parse` understands where there is one, else every field that differs from the default."""

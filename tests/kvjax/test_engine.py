@@ -16,7 +16,7 @@ from kvjax import Engine, OutOfPages, memory_plan
 from kvjax.cache import IndexSpec
 from kvjax.engine import _copy_page, _restore_pages
 from kvjax.model import fingerprint
-from kvjax.policies import Blocks, TopBlocks
+from kvjax.policies import Blocks, TopBlocks, select_and_attend
 from kvjax.sampling import SamplingRows
 from kvjax.steps import prefill_step
 from pallas_kernels.page_index import page_index
@@ -343,6 +343,9 @@ class MassCounter:
     def observe(self, blocks, block_lse, ctx, state):
         mass = jax.nn.softmax(block_lse[:, 0], axis=-1).sum(1)
         return state.at[:, :4].add(mass)
+
+    def attend(self, query, layer, ctx, state):
+        return select_and_attend(self, query, layer, ctx, state)
 
     def describe(self):
         return "mass counter"
