@@ -27,6 +27,7 @@ BACKENDS: dict[str, tuple[str, ...] | None] = {
 """Every implementation name there can be, and the JAX backends it runs on (None: all of them)."""
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+    "append_tokens": ("mosaic_gpu", "xla", "reference"),
     "flash_attention": ("xla", "reference"),
     "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "page_index": ("xla", "reference"),

@@ -368,11 +368,13 @@ def wait_for_copies(groups: int) -> None:
     ptx("bar.warp.sync 0xffffffff;", convergent=True)
 
 
-def pipeline(turns: Scalar, depth: int, locate: Callable, fetch: Callable, consume: Callable, carry: Sequence[Scalar]) -> list[Scalar]:
+def pipeline(
+    turns: Scalar, depth: int, locate: Callable, fetch: Callable, consume: Callable, carry: Sequence[Scalar], meanwhile: Callable
+) -> list[Scalar]:
     """`for n in range(turns): carry = consume(n, place, *carry)`; returns the carry.
 
     place = locate(n), a list; fetch(n, place) starts copies. Fetching runs `depth` turns ahead, and locating one more, so that neither
-    what a place is read from nor what it leads to is waited for.
+    what a place is read from nor what it leads to is waited for. meanwhile: called once the first copies are on their way.
     """
     places = [locate(i32(n)) for n in range(depth + 1)]
     size = len(places[0])
@@ -384,6 +386,7 @@ def pipeline(turns: Scalar, depth: int, locate: Callable, fetch: Callable, consu
 
     for n in range(depth):
         start(i32(n), places[n])
+    meanwhile()
 
     def turn(n, *carry):
         after_next = locate(n + (depth + 1))

@@ -8,6 +8,7 @@ pair       the same as two ops, select_blocks and gather_attention
 gather     gather_attention over a list that is there already
 select     select_blocks alone
 index      page_index of `tokens` tokens
+append     append_tokens of one token per row, in place; its policy is the index of a page that every op fills, or "open": no page fills
 baseline   dense attention over contiguous keys by somebody else's kernel: the policy is its name
 """
 
@@ -64,7 +65,8 @@ BASELINES = {"gpu": ("cudnn", "torch-flash", "torch-cudnn", "torch-efficient"), 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to measure. policy: a key of `BUDGETS`, "dense", a baseline, or for `index` "bounds" and the block size."""
+    """One thing to measure. policy: a key of `BUDGETS`, "dense", a baseline, or for `index` and `append` "bounds" and the block size
+    (`append` also "open")."""
 
     op: str
     shape: str
@@ -90,12 +92,22 @@ class Case:
     @property
     def block_size(self) -> int:
         """Tokens per block; a page where nothing is selected."""
-        return int(self.policy.removeprefix("bounds")) if self.op == "index" else self.budget.block_size if self.budget else PAGE_SIZE
+        return int(self.policy.removeprefix("bounds")) if self.builds else self.budget.block_size if self.budget else PAGE_SIZE
 
     @property
     def pages(self) -> int:
         """Pages of one sequence."""
         return self.tokens // PAGE_SIZE
+
+    @property
+    def builds(self) -> bool:
+        """Whether an index is built."""
+        return self.policy.startswith("bounds")
+
+    @property
+    def indexed(self) -> bool:
+        """Whether the pool has an index."""
+        return self.op == "append" or self.budget is not None
 
     @property
     def scans(self) -> bool:
@@ -137,12 +149,16 @@ def _cases() -> Iterator[Case]:
     for tokens in (1024, 2048):
         yield from _place("tiny", tokens, 2, ("top:8", "quest:64"), parts=True)
     yield Case("index", "tiny", 1024, 1, "bounds16")
+    yield Case("append", "tiny", 1024, 2, "bounds16")
     for tokens in LENGTHS:
         for batch in (1, 4, 8):
             yield from _place("qwen2.5-7b", tokens, batch, tuple(BUDGETS), parts=batch != 4)
     for tokens in (8192, 131072):
         for block_size in (128, 16):
             yield Case("index", "qwen2.5-7b", tokens, 1, f"bounds{block_size}")
+    for tokens, batch in ((131072, 1), (16384, 8)):  # different pages for many calls, more than a cache holds
+        for policy in ("open", "bounds128", "bounds16"):
+            yield Case("append", "qwen2.5-7b", tokens, batch, policy)
     for tokens in (8192, 131072, 1048576):
         for batch in (1, 8):
             yield from _place("llama-3.1-8b", tokens, batch, ("top:8", "top:32"), parts=False)

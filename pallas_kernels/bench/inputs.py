@@ -32,7 +32,7 @@ CHUNK_PAGES = 256
 
 
 class Pool(NamedTuple):
-    """Pages on the device: k, v `[N, K, P, D]`; index: bounds `[N, K, P/bs, 2, D]` for cases that select, else None."""
+    """Pages on the device: k, v `[N, K, P, D]`; index: bounds `[N, K, P/bs, 2, D]` for cases that select or append, else None."""
 
     k: Float[Array, "N K P D"]
     v: Float[Array, "N K P D"]
@@ -53,12 +53,16 @@ def memory_bytes() -> int:
 
 
 def bytes_read(case: Case, keys: int) -> dict[str, int]:
-    """Bytes that one op has to move: K and V of `keys` tokens (summed over rows and KV heads), the index it scans or builds.
+    """Bytes that one op has to move: K and V of `keys` tokens (summed over rows and KV heads), the index it scans or builds;
+    `append` reads and writes new tokens, and reads the keys of pages that fill.
 
     Queries, outputs, lists and page tables are left out: they are under a thousandth.
     """
     kv_heads, head_dim = case.sizes.num_kv_heads, case.sizes.head_dim
     index = case.batch * kv_heads * (case.tokens // case.block_size) * INDEX_ROWS["bounds"] * head_dim * ITEM
+    if case.op == "append":
+        tokens = 2 * 2 * case.batch * kv_heads * head_dim * ITEM
+        return {"tokens": tokens, "keys": keys * head_dim * ITEM, "index": index // case.pages if case.builds else 0}
     if case.op == "index":
         return {"keys": keys * head_dim * ITEM, "index": index}
     return {"kv": 0 if case.op == "select" else 2 * keys * head_dim * ITEM, "index": index if case.scans else 0}
@@ -67,7 +71,7 @@ def bytes_read(case: Case, keys: int) -> dict[str, int]:
 def bytes_held(case: Case, copies: int) -> int:
     """Bytes of the arrays of a case: keys and values of `copies` batches and, where one is read, the index."""
     tokens = copies * case.batch * case.tokens * case.sizes.num_kv_heads
-    scanned = tokens // case.block_size * INDEX_ROWS["bounds"] * (case.op != "baseline" and case.budget is not None)
+    scanned = tokens // case.block_size * INDEX_ROWS["bounds"] * (case.op != "baseline" and case.indexed)
     return (2 * tokens + scanned) * case.sizes.head_dim * ITEM
 
 
@@ -77,7 +81,7 @@ def copies_needed(moved: int) -> int:
 
 
 def make_pool(case: Case, copies: int, seed: int) -> tuple[Pool, Int[np.ndarray, "copies B M"]]:
-    """Random keys and values for `copies` batches of the case, the index that its policy scans, and each batch's page table, on the host.
+    """Random keys and values for `copies` batches of the case, the index that it scans or builds, and each batch's page table, on the host.
 
     Pages lie in random order; page 0 is NaN, and no table names it.
     """
@@ -86,7 +90,7 @@ def make_pool(case: Case, copies: int, seed: int) -> tuple[Pool, Int[np.ndarray,
     shape = (pool_pages(used), kv_heads, PAGE_SIZE, head_dim)
     key_k, key_v = jax.random.split(jax.random.key(seed))
     k, v = random_pages(key_k, shape), random_pages(key_v, shape)
-    index = jax.block_until_ready(page_index(k, kind="bounds", block_size=case.block_size)) if case.budget else None
+    index = jax.block_until_ready(page_index(k, kind="bounds", block_size=case.block_size)) if case.indexed else None
     order = np.random.default_rng(seed).permutation(np.arange(1, used + 1, dtype=np.int32))
     return Pool(k, v, index), order.reshape(copies, case.batch, case.pages)
 
@@ -117,3 +121,14 @@ def queries(case: Case, count: int, seed: int) -> list[Float[Array, "B 1 H D"]]:
     shape = (case.batch, 1, case.sizes.num_heads, case.sizes.head_dim)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), count)
     return [(QUERY_SCALE * jax.random.normal(key, shape, jnp.float32)).astype(DTYPE) for key in keys]
+
+
+def new_tokens(case: Case, count: int, seed: int) -> list[tuple[Array, ...]]:
+    """k, v `[B, 1, K, D]` and positions `[B, 1]` of `count` appends, each to another page while there are any; the last of its page, unless
+    the page is to stay open."""
+    shape = (case.batch, 1, case.sizes.num_kv_heads, case.sizes.head_dim)
+    last = PAGE_SIZE - 1 if case.builds else PAGE_SIZE // 2
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 2), 2 * count)
+    random = [jax.random.normal(key, shape, jnp.float32).astype(DTYPE) for key in keys]
+    positions = [jnp.full(shape[:2], i % case.pages * PAGE_SIZE + last, jnp.int32) for i in range(count)]
+    return list(zip(random[::2], random[1::2], positions, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.bench import checks, inputs, torch_sdpa
 from pallas_kernels.bench.cases import ATTENDING, PAGE_SIZE, Case
 from pallas_kernels.bench.inputs import Pool
-from pallas_kernels.bench.ops import chained, contiguous_attention, op_of, poison
+from pallas_kernels.bench.ops import chained, contiguous_attention, in_place, op_of, poison
 from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timing
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import select_blocks
@@ -47,7 +48,7 @@ def copy_rate() -> dict[str, Any]:
 def row_of(case: Case, implementation: str | None, copy_bytes_per_s: float) -> dict[str, Any]:
     """The row of a case (see `report` for the fields). Raises Skipped, NotImplementedError, or what the op raises."""
     row = _shape_fields(case)
-    figures = {"index": _index, "baseline": _baseline}.get(case.op, _paged)(case, implementation)
+    figures = {"index": _index, "append": _append, "baseline": _baseline}.get(case.op, _paged)(case, implementation)
     timing: Timing = figures.pop("timing")
     moved = sum(figures["bytes"].values())
     row |= figures | timing.figures()
@@ -191,6 +192,31 @@ def _index(case: Case, implementation: str | None) -> dict[str, Any]:
     checked = found | {"error": checks.row_error(second, ref)}
     timing = _timed(chained(op), None, tuple(own), chain)
     return {"copies": copies, "chain": chain, **checked, "bytes": moved, **_reads(case, _all_keys(case)), "timing": timing}
+
+
+def _append(case: Case, implementation: str | None) -> dict[str, Any]:
+    """append_tokens in place: each op goes to a page of its own, and so does each call until all pages are used."""
+    keys = case.builds * case.batch * case.sizes.num_kv_heads * PAGE_SIZE
+    moved = inputs.bytes_read(case, keys)
+    _check_memory(case, copies=4)  # the pool, and what two runs and the reference make of it
+    chain = inputs.MIN_OPS
+    pool, (table,) = inputs.make_pool(case, 1, seed=chain)
+    table = jnp.asarray(table)
+    tokens = inputs.new_tokens(case, max(case.pages, chain) // chain * chain, seed=case.batch)
+    own = [(*each, table) for each in tokens]
+    found, second = _run_twice(op_of(case, implementation), pool, own[0])
+    found["error"] = 0.0 if checks.same_bits(second, jax.jit(op_of(case, "reference"))(pool, *own[0])) else math.inf
+    del second
+    program, kept = in_place(op_of(case, implementation)), [pool]
+    del pool
+    turns = itertools.cycle(itertools.batched(own, chain))
+
+    def call(*_):
+        kept[0] = program(kept[0], next(turns))
+        return kept[0]
+
+    timing = _timed(call, None, (), chain)
+    return {"copies": 1, "chain": chain, **found, "bytes": moved, **_reads(case, keys), "timing": timing}
 
 
 def _baseline(case: Case, implementation: str | None) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.append_tokens import append_tokens
 from pallas_kernels.bench.cases import PAGE_SIZE, Case
 from pallas_kernels.bench.inputs import Pool
 from pallas_kernels.gather_attention import gather_attention
@@ -16,12 +18,13 @@ from pallas_kernels.select_blocks import select_blocks
 from pallas_kernels.selected_attention import selected_attention
 
 Own = tuple[Any, ...]
-"""What differs between two ops of one program: q, page table, lengths and, for `gather`, the list."""
+"""What differs between two ops of one program: q, page table, lengths and, for `gather`, the list; for `append` the tokens, their
+positions and the page table."""
 
 
 def op_of(case: Case, implementation: str | None) -> Callable[[Pool, Own], Any]:
     """The op of a case as a function of the pool and one op's own arguments. Ops that attend return out and lse first, `sparse` and `pair`
-    the list after them."""
+    the list after them; `append` the pool."""
     sm_scale = case.sizes.head_dim**-0.5
 
     def select(pool: Pool, q, table, lengths):
@@ -46,7 +49,14 @@ def op_of(case: Case, implementation: str | None) -> Callable[[Pool, Own], Any]:
     def index(pool: Pool, keys):
         return page_index(keys, kind="bounds", block_size=case.block_size, implementation=implementation)
 
-    return {"dense": gather, "gather": gather, "sparse": sparse, "pair": pair, "select": select, "index": index}[case.op]
+    def append(pool: Pool, k, v, positions, table):
+        arrays = pool.k, pool.v, {"index": pool.index}, k, v, positions, jnp.ones(positions.shape, bool), table
+        kinds = (("index", "bounds", case.block_size),)
+        k_pages, v_pages, indexes = append_tokens(*arrays, kinds=kinds, implementation=implementation)
+        return Pool(k_pages, v_pages, indexes["index"])
+
+    attending = {"dense": gather, "gather": gather, "sparse": sparse, "pair": pair}
+    return (attending | {"select": select, "index": index, "append": append})[case.op]
 
 
 def contiguous_attention(case: Case, implementation: str) -> Callable[[None, Own], jax.Array]:
@@ -76,6 +86,19 @@ def chained(op: Callable[[Any, Own], Any]) -> Callable[[Any, Sequence[Own]], lis
                 own = (first, *own[1:])
             results.append(inner(pool, *own))
         return results
+
+    return program
+
+
+def in_place(op: Callable[[Pool, Own], Pool]) -> Callable[[Pool, Sequence[Own]], Pool]:
+    """A compiled program that runs the op once for each of `owns` on the pool that the one before left. DONATES pool."""
+    inner = jax.jit(op)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def program(pool, owns):
+        for own in owns:
+            pool = inner(pool, *own)
+        return pool
 
     return program
 

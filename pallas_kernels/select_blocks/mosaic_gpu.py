@@ -199,9 +199,12 @@ def select(s: Shape, unit, cta, inputs, scratch) -> None:
         first = cta * per_cta + s.sink
         count = lanes.maximum(lanes.minimum(per_cta, candidates - cta * per_cta), 0)
         queries_s, keys_s, survivors_s, counts_s = (scratch[f"{name}_s"] for name in ("queries", "keys", "survivors", "counts"))
-        _operand(s, q_ref, row, head, queries_s)
-        lanes.cta_barrier(s.threads)
-        _score(s, index_ref, table_ref, row, head, length, first, count, queries_s, keys_s, scratch["ring_s"])
+
+        def operand():
+            _operand(s, q_ref, row, head, queries_s)
+            lanes.cta_barrier(s.threads)
+
+        _score(s, index_ref, table_ref, row, head, length, first, count, queries_s, keys_s, scratch["ring_s"], operand)
         lanes.cta_barrier(s.threads)
         _send_survivors(s, cta, first, count, keys_s, survivors_s, counts_s)
         lanes.cluster_barrier() if s.ctas > 1 else lanes.cta_barrier(s.threads)
@@ -271,8 +274,11 @@ def _mean_column(s: Shape, q_ref, row, head, column, d):
     return words
 
 
-def _score(s: Shape, index_ref, table_ref, row, head, length, first, count, queries_s, keys_s, ring_s) -> None:
-    """Keys of the CTA's candidates: order-preserving integers of their scores, NO_KEY where the page does not exist."""
+def _score(s: Shape, index_ref, table_ref, row, head, length, first, count, queries_s, keys_s, ring_s, operand) -> None:
+    """Keys of the CTA's candidates: order-preserving integers of their scores, NO_KEY where the page does not exist.
+
+    operand: fills `queries_s`, by all threads; called once the first index rows are on their way.
+    """
     stride = s.threads // 2  # 16 blocks per warp and turn
     lane = lanes.lane()
     g, t = lane >> 2, lane & 3
@@ -307,7 +313,7 @@ def _score(s: Shape, index_ref, table_ref, row, head, length, first, count, quer
         return []
 
     turns = lanes.maximum((count - begin + (stride - 1)) // stride, 0)
-    lanes.pipeline(turns, s.depth, locate, fetch, consume, [])
+    lanes.pipeline(turns, s.depth, locate, fetch, consume, [], operand)
 
 
 def _written_columns(s: Shape, length, t):
@@ -335,11 +341,13 @@ def _products(s: Shape, ring_s, slot, queries_s, lane, columns):
     ]
     best = [lanes.f32(float("-inf"))] * 2
     for tile in range(s.column_tiles):
-        acc = [lanes.f32(0.0)] * 4
+        sums = [[lanes.f32(0.0)] * 4 for _ in range(4)]  # four chains, because a product waits for the one before it
         for j in range(s.chunks):
             b = lanes.load_shared(queries_s, (lane + (tile * s.chunks + j) * 32) * 4, count=4)
             for step in range(2):
-                acc = lanes.mma(acc, rows[2 * j + step], b[2 * step :][:2], s.dtype)
+                chain = (2 * j + step) % 4
+                sums[chain] = lanes.mma(sums[chain], rows[2 * j + step], b[2 * step :][:2], s.dtype)
+        acc = [(a + b) + (c + d) for a, b, c, d in zip(*sums, strict=True)]
         for n in range(2):
             values = acc[2 * n : 2 * n + 2]
             if s.kind == "mean":  # the four columns of a query are parts of one number
@@ -371,11 +379,18 @@ def _send_survivors(s: Shape, mine, first, count, keys_s, survivors_s, counts_s)
     def keep(i, key, slot):
         send(slot, key, first + i)
 
-    total = choose.best(s.k, s.threads, keys_s, counts_s, count=count, most=s.span, stride=1, keep=keep)
+    if s.span <= s.k:  # all survive
+        total = lanes.i32(0)
+    else:
+        total = choose.best(s.k, s.threads, keys_s, counts_s, count=count, most=s.span, stride=1, keep=keep)
     for start in range(0, s.kept, s.threads):
         slot = lanes.thread() + start
         with lanes.when((slot >= total) & (slot < s.kept)):
-            send(slot, lanes.i32(choose.NO_KEY), lanes.i32(-1))
+            if s.span <= s.k:
+                there = slot < count
+                send(slot, lanes.where(there, lanes.load_shared(keys_s, slot)[0], choose.NO_KEY), lanes.where(there, first + slot, -1))
+            else:
+                send(slot, lanes.i32(choose.NO_KEY), lanes.i32(-1))
 
 
 # 3. Choose among the survivors, and list.

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
+import importlib.util
 import mmap
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from pallas_kernels import dispatch
 
 ROW_ERROR = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
 
@@ -160,3 +170,45 @@ def tools():
         must_fail = staticmethod(must_fail)
 
     return Tools
+
+
+@pytest.fixture(scope="session")
+def hopper() -> None:
+    """For tests marked `gpu` that run the Mosaic GPU kernels: skips where there is no GPU that can."""
+    if "mosaic_gpu" not in dispatch.available("gather_attention"):
+        pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
+
+
+def lower_for_cuda(op: str, arrays: dict, static: dict) -> str:
+    """The text of a call of the Mosaic GPU implementation of `op`, lowered without a GPU. arrays: (shape, dtype) by name, or
+    dicts of them."""
+    function = functools.partial(getattr(importlib.import_module(f"pallas_kernels.{op}.mosaic_gpu"), op), **static)
+    structs = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of[0], jnp.dtype(of[1])), arrays, is_leaf=lambda x: isinstance(x, tuple))
+    return jax.jit(function).trace(**structs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def compile_for_h200(cases: dict[str, tuple], tmp_path: Path) -> dict[str, list[dict[str, int]]]:
+    """Per case, (op, arrays, static) as above, and per kernel that it launches: registers, bytes of spill stores and loads.
+
+    In a process of its own: JAX has to be told before it starts that no GPU is needed, and a real one must not be touched.
+    """
+    if not importlib.util.find_spec("jax_cuda13_plugin"):
+        pytest.skip("compiling for a GPU needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt")
+    here = Path(__file__).parent
+    (tmp_path / "cases").write_bytes(pickle.dumps(cases))
+    told = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    command = [sys.executable, here / "compile_for_h200.py", here / "h200_target.txtpb", tmp_path / "cases", tmp_path / "found"]
+    done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return pickle.loads((tmp_path / "found").read_bytes())
+
+
+@pytest.fixture(scope="session")
+def cuda():
+    """What can be done for a GPU without one."""
+
+    class Cuda:
+        lower = staticmethod(lower_for_cuda)
+        compile = staticmethod(compile_for_h200)
+
+    return Cuda

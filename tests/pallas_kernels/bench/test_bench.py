@@ -19,6 +19,7 @@ from pallas_kernels.bench.cases import BUDGETS, Case, all_cases, baselines, matc
 
 SPARSE = Case("sparse", "tiny", 2048, 2, "top:8")
 INDEX = Case("index", "tiny", 1024, 1, "bounds16")
+APPEND = Case("append", "tiny", 1024, 2, "bounds16")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def test_names_are_unique_and_cover_the_reach():
             for what in ("dense/*/dense", "sparse/*/top:8", "sparse/*/top:32", "sparse/*/quest:64", "sparse/*/quest:256"):
                 op, _, policy = what.split("/")
                 assert f"{op}/qwen2.5-7b/{tokens}/b{batch}/{policy}" in names
-    for pattern in ("pair/*", "gather/*", "select/*", "index/*", "sparse/llama-3.1-8b/*"):
+    for pattern in ("pair/*", "gather/*", "select/*", "index/*", "append/*/open", "sparse/llama-3.1-8b/*"):
         assert fnmatch.filter(names, pattern)
 
 
@@ -72,6 +73,9 @@ def test_bytes_that_have_to_move():
     dense = Case("dense", "llama-3.1-8b", 8192, 1, "dense")
     assert inputs.bytes_read(dense, 8 * 8192) == {"kv": 2 * 8 * 8192 * 128 * 2, "index": 0}
     assert inputs.bytes_read(INDEX, 2 * 1024) == {"keys": 2 * 1024 * 64 * 2, "index": 2 * 64 * 2 * 64 * 2}
+    tokens = 2 * 2 * 2 * 2 * 64 * 2  # K and V, read and written, rows, heads
+    assert inputs.bytes_read(APPEND, 4 * 128) == {"tokens": tokens, "keys": 4 * 128 * 64 * 2, "index": 4 * 8 * 2 * 64 * 2}
+    assert inputs.bytes_read(Case("append", *APPEND.place, "open"), 0) == {"tokens": tokens, "keys": 0, "index": 0}
 
 
 def test_enough_copies_to_leave_the_cache(monkeypatch):
@@ -97,6 +101,17 @@ def test_pools_are_permuted_and_no_table_names_the_page_of_nan():
     assert (big[1:].std(axis=(1, 2, 3)) > 0.4).all(), "a chunk was left out"
     assert not np.array_equal(big[1], big[257]), "chunks repeat"
     assert (inputs.pool_pages(255), inputs.pool_pages(256), inputs.pool_pages(512)) == (256, 512, 768)
+
+
+@pytest.mark.parametrize("policy", ["bounds16", "open"])
+def test_appends_run_in_place_on_a_page_each(policy):
+    """On the CPU too; the same bits as the reference."""
+    case = Case("append", *APPEND.place, policy)
+    (row,) = run(case)
+    assert (row["error"], row["same_bits"], row["chain"]) == (0, True, 2)
+    assert (row["keys_read"], row["blocks_read"]) == ((128, 8) if policy == "bounds16" else (0, 0))
+    positions = np.concatenate([tokens[2] for tokens in inputs.new_tokens(case, 8, seed=0)], axis=1)
+    assert positions.tolist() == [[page * 128 + (127 if policy == "bounds16" else 64) for page in range(8)]] * 2
 
 
 def test_a_run_end_to_end(tmp_path):

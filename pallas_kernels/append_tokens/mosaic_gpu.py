@@ -1,0 +1,254 @@
+"""append_tokens in Pallas Mosaic GPU (Hopper), for decode: one launch, a CTA per sequence and KV head, pool and indexes in place.
+
+A CTA writes the head's new rows; if one of them is the last of its page, it reads the page's keys back and reduces them, piece by piece
+of 16 bytes, to the head's part of every index. Nothing else of the pool is touched.
+
+Memory traffic: the new rows, read and written once; for a page that fills, its keys once per index (all but the first time from the cache).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import lanes
+from pallas_kernels.append_tokens.api import Kinds
+
+THREADS = 128
+MOST_TOKENS = 64
+UNROLLED = 8
+"""Loads of a page's keys that a thread has on their way."""
+
+PARTIAL_WORDS = THREADS * 16
+"""Words of shared memory: per thread, eight columns of two rows."""
+
+IDENTITY = {"bounds": (float("-inf"), float("inf")), "mean": (0.0,)}
+"""Per row of an index: what a reduction starts from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What the kernel's code depends on."""
+
+    num_kv_heads: int
+    page_size: int
+    head_dim: int
+    num_tokens: int
+    table_width: int
+    dtype: str
+    kinds: Kinds
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's keys."""
+        return self.head_dim * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of 16 bytes of a token's keys."""
+        return self.row_bytes // 16
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page's keys, of one head."""
+        return self.page_size * self.row_bytes
+
+    @property
+    def columns(self) -> int:
+        """Numbers in a piece."""
+        return self.head_dim // self.pieces
+
+    def strands(self, block_size: int) -> int:
+        """Threads that share a piece of a block's columns, each with as many tokens: a power of two."""
+        strands, items = 1, self.page_size // block_size * self.pieces
+        while block_size % (2 * strands) == 0 and 2 * strands * items <= THREADS:
+            strands *= 2
+        return strands
+
+
+def unsupported(k_pages, v_pages, indexes, k, v, positions, valid, page_table, *, kinds, config) -> str | None:
+    """Why this valid input is none for this kernel, or None if it is one."""
+    if k.shape[1] > MOST_TOKENS:
+        return f"it is for decode steps, T must be at most {MOST_TOKENS}, got {k.shape[1]}"
+    if k_pages.dtype.name not in ("bfloat16", "float16", "float32"):
+        return f"pages must be bfloat16, float16 or float32, got {k_pages.dtype}"
+    if k_pages.shape[3] * k_pages.dtype.itemsize % 16:
+        return f"a token's keys must be a multiple of 16 bytes, got head dim {k_pages.shape[3]} of {k_pages.dtype}"
+    return None
+
+
+def append_tokens(k_pages, v_pages, indexes, k, v, positions, valid, page_table, *, kinds, config):
+    """See `pallas_kernels.append_tokens.append_tokens`; takes no config."""
+    if config is not None:
+        raise ValueError(f"implementation 'mosaic_gpu' of append_tokens takes no config, got {config!r}")
+    reason = unsupported(k_pages, v_pages, indexes, k, v, positions, valid, page_table, kinds=kinds, config=config)
+    if reason:
+        raise NotImplementedError(f"append_tokens 'mosaic_gpu': {reason}")
+    _, num_kv_heads, page_size, head_dim = k_pages.shape
+    s = Shape(num_kv_heads, page_size, head_dim, k.shape[1], page_table.shape[1], k_pages.dtype.name, kinds)
+    named = {name: indexes[name] for name, _, _ in kinds}
+    k_pages, v_pages, built = _append(s, k_pages, v_pages, named, k, v, positions, valid, page_table)
+    return k_pages, v_pages, dict(indexes) | built
+
+
+@functools.partial(jax.jit, static_argnames="s")
+def _append(s: Shape, k_pages, v_pages, indexes, k, v, positions, valid, page_table):
+    lanes.check_version()
+    # References are updated in place: the compiled call gives its operands back as its results.
+    k_pages, v_pages, *built = refs = [jax.new_ref(x) for x in (k_pages, v_pages, *(indexes[name] for name, _, _ in s.kinds))]
+    k, v = k.astype(s.dtype), v.astype(s.dtype)
+    places = jnp.where(valid, positions, -1)
+
+    def append_kernel(k_ref, v_ref, places_ref, table_ref, k_pages_ref, v_pages_ref, *rest):
+        index_refs, partial_s = rest[: len(built)], rest[len(built)]
+
+        @lanes.stage(unit=lax.axis_index("unit"))
+        def run(arrays, partial_s, unit):
+            places_ref, table_ref, tokens, pools, index_refs = arrays
+            row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
+            _write(s, row, head, places_ref, table_ref, tokens, pools)
+            if s.kinds:
+                _seal(s, row, head, places_ref, table_ref, pools[0], index_refs, partial_s)
+
+        run((places_ref, table_ref, (k_ref, v_ref), (k_pages_ref, v_pages_ref), tuple(index_refs)), partial_s)
+
+    plgpu.kernel(
+        append_kernel,
+        grid=(k.shape[0] * s.num_kv_heads,),
+        grid_names=("unit",),
+        scratch_types=[plgpu.SMEM((PARTIAL_WORDS,), jnp.int32)],
+    )(k, v, places, page_table, *refs)
+    k_pages, v_pages, *built = (jax.freeze(ref) for ref in refs)
+    return k_pages, v_pages, {name: index for (name, _, _), index in zip(s.kinds, built, strict=True)}
+
+
+def _page(s: Shape, row, place, table_ref):
+    """Physical page of a token, -1 where there is none. place: the token's position, -1 for none."""
+    logical = place // s.page_size
+    inside = (place >= 0) & (logical < s.table_width)
+    page = lanes.load_global(table_ref, row * s.table_width + lanes.where(inside, logical, 0))
+    return lanes.where(inside, page, -1)
+
+
+def _write(s: Shape, row, head, places_ref, table_ref, tokens, pools) -> None:
+    """The head's new rows, to their pages: a thread moves 16 bytes of keys and of values at a time."""
+    count = s.num_tokens * s.pieces
+
+    def move(i):
+        t, piece = i // s.pieces, i % s.pieces
+        source = ((row * s.num_tokens + t) * s.num_kv_heads + head) * s.row_bytes + piece * 16
+        moved = [lanes.load_global_16_bytes(ref, source) for ref in tokens]  # on their way while the page is looked up
+        place = lanes.load_global(places_ref, row * s.num_tokens + t)
+        page = _page(s, row, place, table_ref)
+        with lanes.when(page >= 0):
+            target = place % s.page_size * s.row_bytes + piece * 16
+            for ref, words in zip(pools, moved, strict=True):
+                lanes.store_global_16_bytes(ref, target, *words, block=page * s.num_kv_heads + head, block_bytes=s.page_bytes)
+
+    def turn(start):
+        i = lanes.thread() + start
+        with lanes.when(i < count):
+            move(i)
+        return []
+
+    lanes.loop(count, [], turn, step=THREADS)
+
+
+def _seal(s: Shape, row, head, places_ref, table_ref, k_pages_ref, index_refs, partial_s) -> None:
+    """Build the head's part of the indexes of each page whose last token is new. Every condition here is the same for all threads."""
+    lanes.cta_barrier(THREADS)  # the new rows are written
+
+    def token(t):
+        place = lanes.load_global(places_ref, row * s.num_tokens + t)
+        with lanes.when((place >= 0) & (place % s.page_size == s.page_size - 1)):
+            page = _page(s, row, place, table_ref)
+            with lanes.when(page >= 0):
+                at = page * s.num_kv_heads + head
+                for (_, kind, block_size), index_ref in zip(s.kinds, index_refs, strict=True):
+                    _build(s, kind, block_size, at, k_pages_ref, index_ref, partial_s)
+        return []
+
+    lanes.loop(s.num_tokens, [], token)
+
+
+def _build(s: Shape, kind: str, block_size: int, at, k_pages_ref, index_ref, partial_s) -> None:
+    """One index of one page and head, number `at` among all pages' heads."""
+    strands = s.strands(block_size)
+    per_strand = block_size // strands
+    outputs = s.page_size // block_size * s.pieces
+    size = len(IDENTITY[kind]) * s.columns
+
+    def turn(start):
+        i = lanes.thread() + start
+        with lanes.when(i < outputs * strands):
+            output, strand = i % outputs, i // outputs
+            block, piece = output // s.pieces, output % s.pieces
+            first = (block * block_size + strand * per_strand) * s.row_bytes + piece * 16
+            partial = _reduce_tokens(s, kind, per_strand, at, first, k_pages_ref)
+            if strands == 1:
+                _store(s, kind, block_size, at, block, piece, partial, index_ref)
+            else:
+                for n in range(0, size, 4):
+                    lanes.store_shared(partial_s, (strand * (size // 4) + n // 4) * (outputs * 4) + output * 4, *partial[n : n + 4])
+        return []
+
+    lanes.loop(outputs * strands, [], turn, step=THREADS)
+    if strands > 1:
+        lanes.cta_barrier(THREADS)
+        output = lanes.thread()
+        with lanes.when(output < outputs):
+
+            def of_strand(strand):
+                at = [(n // 4 + strand * (size // 4)) * (outputs * 4) + output * 4 for n in range(0, size, 4)]
+                return [x for offset in at for x in lanes.load_shared(partial_s, offset, "f32", 4)]
+
+            total = functools.reduce(functools.partial(_combine, kind), [of_strand(strand) for strand in range(strands)])
+            _store(s, kind, block_size, at, output // s.pieces, output % s.pieces, total, index_ref)
+        lanes.cta_barrier(THREADS)  # the next index may overwrite the partial results
+
+
+def _combine(kind: str, a, b):
+    """Two partial results as one."""
+    if kind == "mean":
+        return [x + y for x, y in zip(a, b, strict=True)]
+    half = len(a) // 2
+    most = [lanes.maximum_or_nan(x, y) for x, y in zip(a[:half], b[:half], strict=True)]
+    return most + [lanes.minimum_or_nan(x, y) for x, y in zip(a[half:], b[half:], strict=True)]
+
+
+def _reduce_tokens(s: Shape, kind: str, count: int, at, first, k_pages_ref):
+    """Partial result of a piece of `count` consecutive tokens: float32, per row of the index the piece's columns."""
+
+    def numbers(offset):
+        words = lanes.load_written_16_bytes(k_pages_ref, offset, block=at, block_bytes=s.page_bytes)
+        values = [lanes.bits(w) for w in words] if s.dtype == "float32" else [x for w in words for x in lanes.unpack(w, s.dtype)]
+        return values * len(IDENTITY[kind])
+
+    together = next(n for n in range(min(UNROLLED, count), 0, -1) if count % n == 0)
+
+    def turn(n, *carry):
+        found = [numbers(first + (n + i) * s.row_bytes) for i in range(together)]
+        return functools.reduce(functools.partial(_combine, kind), found, list(carry))
+
+    start = [lanes.f32(x) for x in IDENTITY[kind] for _ in range(s.columns)]
+    return lanes.loop(count, start, turn, step=together)
+
+
+def _store(s: Shape, kind: str, block_size: int, at, block, piece, total, index_ref) -> None:
+    rows = len(IDENTITY[kind])
+    if kind == "mean":
+        total = [x / block_size for x in total]
+    for r in range(rows):
+        values = total[r * s.columns :][: s.columns]
+        if s.dtype == "float32":
+            words = [lanes.bits(x) for x in values]
+        else:
+            words = [lanes.pack(*values[i : i + 2], s.dtype) for i in range(0, s.columns, 2)]
+        offset = (block * rows + r) * s.row_bytes + piece * 16
+        index_bytes = s.page_size // block_size * rows * s.row_bytes
+        lanes.store_global_16_bytes(index_ref, offset, *words, block=at, block_bytes=index_bytes)

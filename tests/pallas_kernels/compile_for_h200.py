@@ -1,0 +1,64 @@
+"""Compiles calls of Mosaic GPU kernels to machine code for an H200 that need not be there; a process that `conftest.py` starts.
+
+Arguments: the description of the GPU; a pickled dict, name -> (op, arrays, static); where to write what the assembler said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import pickle
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What is printed inside the block, by libraries in C++ too."""
+    said: list[str] = []
+    kept = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+        try:
+            yield said
+        finally:
+            for stream, old in zip((1, 2), kept, strict=True):
+                os.dup2(old, stream)
+            file.seek(0)
+            said.append(file.read().decode(errors="replace"))
+
+
+def struct(sharding: NamedSharding, of: tuple[tuple[int, ...], str]) -> jax.ShapeDtypeStruct:
+    """An array to be, from its shape and dtype."""
+    return jax.ShapeDtypeStruct(of[0], jnp.dtype(of[1]), sharding=sharding)
+
+
+def main(target: str, cases: str, found: str) -> None:
+    topology = topologies.get_topology_desc(platform="cuda", target_config=Path(target).read_text(), topology="1x1x1")
+    sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+    results = {}
+    for name, (op, arrays, static) in pickle.loads(Path(cases).read_bytes()).items():
+        function = functools.partial(getattr(importlib.import_module(f"pallas_kernels.{op}.mosaic_gpu"), op), **static)
+        structs = jax.tree.map(functools.partial(struct, sharding), arrays, is_leaf=lambda x: isinstance(x, tuple))
+        with heard() as said:
+            jax.jit(function).lower(**structs).compile()
+        kernels = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", said[0], re.DOTALL)
+        if not kernels:
+            sys.exit(f"{name}: the assembler did not say what it did:\n{said[0]}")
+        results[name] = [dict(zip(("spill_stores", "spill_loads", "registers"), map(int, kernel), strict=True)) for kernel in kernels]
+    Path(found).write_bytes(pickle.dumps(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,266 @@
+"""gather_attention for Hopper without one: interpreted with race detection, lowered, compiled to machine code; who is passed by.
+
+What only a GPU can tell is in `test_gather_attention_on_hopper.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import dispatch
+from pallas_kernels.gather_attention import gather_attention, mosaic_gpu, tiles, xla
+
+# 1. Interpreted. inputs of `make_paged`, then: window; blocks = (listed places, block size) or None for dense; splits.
+
+SMALL = {"dtype": "bfloat16", "head_dim": 64, "page_size": 128, "kv_heads": 1, "width": 3, "splits": 1}
+INTERPRETED = {
+    "dense, two spans, an empty row": {"lengths": (300, 0), "group": 7, "splits": 2},
+    "drafts in a window": {"lengths": (200,), "num_queries": 3, "window": (5, 70)},
+    "two KV heads, full pages, head dim 128": {"lengths": (128,), "kv_heads": 2, "head_dim": 128, "group": 1},
+    "a page is missing": {"lengths": (384, 300), "hole": True, "group": 8},
+    "a list of pages": {"lengths": (300,), "group": 7, "blocks": (5, 128), "splits": 2},
+    "blocks of 16, float16": {"lengths": (150,), "dtype": "float16", "blocks": (14, 16)},
+    "drafts, blocks of 32, pages of 64": {"lengths": (150,), "num_queries": 2, "page_size": 64, "blocks": (7, 32)},
+}
+FOR_BUGS = ("dense, two spans, an empty row", "drafts, blocks of 32, pages of 64")
+
+
+@pytest.fixture
+def check(tools, interpreter):
+    """Runs the form without single threads, in the interpreter, on a case, with the LSE of blocks."""
+
+    def run(case: str) -> None:
+        spec = SMALL | INTERPRETED[case]
+        window, blocks, splits = (spec.pop(name, None) for name in ("window", "blocks", "splits"))
+        paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
+        batch, kv_heads, page_size = len(paged.lengths), paged.k.shape[1], paged.k.shape[2]
+        keywords = {"sm_scale": paged.sm_scale, "window": window, "blocks": None, "block_size": page_size, "return_block_lse": True}
+        if blocks is not None:
+            width, size = blocks
+            num_blocks = paged.page_table.shape[1] * page_size // size
+            keywords |= {"blocks": tools.random_blocks(1, batch, kv_heads, num_blocks, width), "block_size": size}
+            keywords["blocks"] = jnp.where(jnp.arange(batch)[:, None, None] == batch - 1, keywords["blocks"][:1], keywords["blocks"])
+        expected = gather_attention(*paged.arrays, **keywords, implementation="reference")
+        config = mosaic_gpu.Config(splits=splits, array_code=True)
+        try:
+            found = mosaic_gpu.gather_attention(*paged.arrays, **keywords, config=config, interpret=interpreter.params)
+            jax.block_until_ready(found)
+        except jax.errors.JaxRuntimeError as error:
+            raise AssertionError("the interpreter stopped") from error
+        tools.assert_rows_close(found[0], expected[0], 2 * tools.row_error[paged.q.dtype.name])
+        for lse, ref in zip(found[1:], expected[1:], strict=True):
+            tools.assert_lse_close(lse, ref)
+        assert not interpreter.races_found(), "a race was found"
+
+    return run
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("case", INTERPRETED)
+def test_interpreted_it_matches_the_reference_and_has_no_race(check, case):
+    check(case)
+
+
+def _nothing(*_, **__):
+    pass
+
+
+def _unpublished(monkeypatch):
+    forget = tiles._forget_unwritten
+
+    def without_commit(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plgpu, "commit_smem", _nothing)
+            forget(*args)
+
+    monkeypatch.setattr(tiles, "_forget_unwritten", without_commit)
+
+
+def _last_tile_dropped(monkeypatch):
+    span = tiles.span
+    monkeypatch.setattr(tiles, "span", lambda *args: (span(*args)[0], jnp.maximum(span(*args)[1] - 1, 0)))
+
+
+BUGS = {
+    "copies are not waited for": lambda patch: patch.setattr(plgpu, "barrier_wait", _nothing),
+    "results are not published before they are stored": lambda patch: patch.setattr(plgpu, "commit_smem", _nothing),
+    "stores are not waited for": lambda patch: patch.setattr(plgpu, "wait_smem_to_gmem", _nothing),
+    "values that were never written are multiplied": lambda patch: patch.setattr(tiles, "_forget_unwritten", _nothing),
+    "zeroed values are not published": _unpublished,
+    "the last tile of a span is dropped": _last_tile_dropped,
+}
+
+
+@pytest.fixture
+def fresh_caches():
+    """No kernel traced before or during a test is used in or after it."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(tools, check, monkeypatch, fresh_caches, bug):
+    BUGS[bug](monkeypatch)
+    tools.must_fail(lambda _, case: check(case), None, FOR_BUGS)
+
+
+# 2. and 3. Lowered and compiled, in the shapes that decoding has.
+
+
+def production(
+    batch: int = 1,
+    heads: tuple[int, int] = (28, 4),
+    head_dim: int = 128,
+    page_size: int = 128,
+    num_queries: int = 1,
+    width: int | None = None,
+    dtype: str = "bfloat16",
+    **static,
+) -> tuple:
+    """(op, arrays, keywords) of a call over 128K tokens a row."""
+    num_heads, kv_heads = heads
+    pool, table = ((1024, kv_heads, page_size, head_dim), dtype), (batch, (128 << 10) // page_size)
+    arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": pool, "v": pool, "page_table": (table, "int32")}
+    arrays["lengths"] = ((batch,), "int32")
+    keywords = {"block_size": page_size, "window": None, "sm_scale": head_dim**-0.5, "return_block_lse": False, "config": None} | static
+    if width is None:
+        return "gather_attention", arrays, keywords | {"blocks": None}
+    return "gather_attention", arrays | {"blocks": ((batch, kv_heads, width), "int32")}, keywords
+
+
+QWEN, LLAMA, NARROW = {"heads": (28, 4)}, {"heads": (32, 8)}, {"heads": (32, 8), "head_dim": 64}
+MODELS = {"28/4": QWEN, "32/8": LLAMA, "32/8 of 64": NARROW}
+FORMS = {
+    "dense": {},
+    "dense, batch 8": {"batch": 8},
+    "dense, batch 40": {"batch": 40},
+    "list": {"width": 37},
+    "list, batch 8": {"batch": 8, "width": 13},
+    "list, batch 40": {"batch": 40, "width": 37},
+    "list with LSE of blocks": {"width": 37, "return_block_lse": True},
+    "blocks of 16": {"batch": 8, "width": 97, "block_size": 16},
+}
+SPILL_FREE = {f"{model}, {form}": production(**sizes, **FORMS[form]) for model, sizes in MODELS.items() for form in FORMS} | {
+    "blocks of 32 with their LSE": production(width=65, block_size=32, return_block_lse=True),
+    "float16": production(dtype="float16"),
+    "float16 list": production(dtype="float16", width=37, block_size=64),
+    "dense with LSE of pages": production(return_block_lse=True),
+    "window": production(batch=8, window=(4, 4096)),
+    "list, two drafts": production(width=37, num_queries=2),
+    "list, 8 drafts, window": production(width=37, num_queries=8, window=(4, 512)),
+    "64 query rows": production(heads=(32, 4), num_queries=8, batch=8),
+    "pages of 64": production(page_size=64, width=37),
+    "pages of 256": production(page_size=256, width=37, block_size=128),
+    "tiles of 128": production(config=mosaic_gpu.Config(tile_tokens=128, stages=2)),
+    "one span": production(batch=8, width=13, config=mosaic_gpu.Config(splits=1)),
+}
+WIDE = {
+    "head dim 256": production(heads=(16, 2), head_dim=256),
+    "head dim 256, batch 40": production(heads=(16, 2), head_dim=256, batch=40),
+    "head dim 256, list": production(heads=(16, 2), head_dim=256, width=37),
+    "head dim 256, list, float16": production(heads=(16, 2), head_dim=256, width=97, block_size=16, dtype="float16", batch=8),
+    "head dim 256, LSE of blocks": production(heads=(16, 2), head_dim=256, width=37, return_block_lse=True),
+}
+"""Accumulators of 64 x 256 fill the registers of a warpgroup, so that spilling some is no news."""
+
+
+@pytest.mark.parametrize("case", SPILL_FREE | WIDE)
+def test_lowers(cuda, case):
+    assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
+
+
+def test_compiles_without_spilling(cuda, tmp_path, capsys):
+    found = cuda.compile(SPILL_FREE | WIDE, tmp_path)
+    with capsys.disabled():
+        for case, kernels in found.items():
+            print(f"\n  {case}: {kernels}", end="")
+    assert found.keys() == (SPILL_FREE | WIDE).keys()
+    spilling = {case: found[case] for case in SPILL_FREE if any(kernel["spill_stores"] for kernel in found[case])}
+    assert not spilling
+
+
+# Valid input that is none for this kernel: refused when named, passed by when picked.
+
+NOT_HERE = {
+    "float32": (production(dtype="float32"), "bfloat16 or float16, q and k alike; got q float32, k float32"),
+    "head dim 32": (production(head_dim=32), "head dim must be 64, 128 or 256, got 32"),
+    "pages of 16": (production(page_size=16), "page size a multiple of 64, got 16 and 16"),
+    "blocks of 8": (production(width=9, block_size=8), "block_size must be 16, 32, 64 or 128 .* got 8 and 128"),
+    "pages of 96": (production(page_size=96, width=9, block_size=32), "page size a multiple of 64, got 32 and 96"),
+    "65 query rows": (production(heads=(20, 4), num_queries=13), r"T \* G must be at most 64, got 13 \* 5"),
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Dispatch believes that it is on a Hopper GPU."""
+    monkeypatch.setattr(dispatch, "available", lambda op, backend=None: ("mosaic_gpu", "xla", "reference"))
+
+
+def _trace(case: tuple, **keywords) -> str:
+    """Trace a call of the public op; the name of the implementation that dispatch chose."""
+    op, arrays, static = case
+    structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
+    with dispatch.listening() as heard:
+        jax.eval_shape(functools.partial(gather_attention, **static, **keywords), **structs)
+    return heard[op]
+
+
+@pytest.mark.parametrize("case", NOT_HERE)
+def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, case):
+    call, reason = NOT_HERE[case]
+    with pytest.raises(NotImplementedError, match=reason):
+        _trace(call, implementation="mosaic_gpu")
+    assert _trace(call) == "xla"
+
+
+@pytest.mark.parametrize("case", ["28/4, dense", "28/4, list", "list, 8 drafts, window", "64 query rows"])
+def test_what_it_can_do_is_picked(on_hopper, case):
+    assert _trace(SPILL_FREE[case]) == "mosaic_gpu"
+
+
+def test_mixed_dtypes_are_passed_by(on_hopper):
+    op, arrays, static = production()
+    mixed = op, arrays | {"q": (arrays["q"][0], "float16")}, static
+    with pytest.raises(NotImplementedError, match="got q float16, k bfloat16"):
+        _trace(mixed, implementation="mosaic_gpu")
+    assert _trace(mixed) == "xla"
+
+
+def test_elsewhere_it_is_refused():
+    if "mosaic_gpu" in dispatch.available("gather_attention"):
+        pytest.skip("it runs here")
+    with pytest.raises(NotImplementedError, match="no implementation 'mosaic_gpu' on backend"):
+        _trace(production(), implementation="mosaic_gpu")
+
+
+def test_config_of_another_is_refused(on_hopper):
+    with pytest.raises(ValueError, match=r"takes a pallas_kernels.gather_attention.mosaic_gpu.Config, got Config\(tile_tokens=512"):
+        _trace(production(config=xla.Config()), implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("sizes", [{"tile_tokens": 96}, {"stages": 0}, {"splits": -1}])
+def test_config_validates_itself(sizes):
+    with pytest.raises(ValueError, match=f"{next(iter(sizes))} must be .* got {next(iter(sizes.values()))}"):
+        mosaic_gpu.Config(**sizes)
+    assert dataclasses.asdict(mosaic_gpu.Config())["array_code"] is False
+
+
+def test_spans_share_the_tiles_out():
+    """Every tile once, in order, whatever the number of spans."""
+    shape = mosaic_gpu._shape(
+        *(jnp.zeros((1, 1, 4, 64), jnp.bfloat16), jnp.zeros((1, 1, 64, 64), jnp.bfloat16), None),
+        *(64, None, 1.0, False, mosaic_gpu.Config(splits=7)),
+    )
+    for number in range(23):
+        spans = [tuple(map(int, tiles.span(shape, split, jnp.int32(number)))) for split in range(7)]
+        np.testing.assert_array_equal([first + i for first, count in spans for i in range(count)], np.arange(number))

@@ -1,0 +1,135 @@
+"""select_blocks for Hopper without one: lowered, compiled to machine code; who is passed by.
+
+What only a GPU can tell is in `test_select_blocks_on_hopper.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.page_index import INDEX_ROWS
+from pallas_kernels.select_blocks import select_blocks
+
+
+def production(
+    batch: int = 1,
+    heads: tuple[int, int] = (28, 4),
+    head_dim: int = 128,
+    tokens: int = 128 << 10,
+    num_queries: int = 1,
+    dtype: str = "bfloat16",
+    **sizes,
+) -> tuple:
+    """(op, arrays, keywords) of a call over `tokens` tokens a row."""
+    sizes = {"kind": "bounds", "page_size": 128, "block_size": 128, "k": 32, "sink": 1, "local": 4} | sizes
+    num_heads, kv_heads = heads
+    index = (1024, kv_heads, sizes["page_size"] // sizes["block_size"], INDEX_ROWS[sizes["kind"]], head_dim)
+    arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "index": (index, dtype)}
+    return "select_blocks", arrays | {"page_table": ((batch, tokens // sizes["page_size"]), "int32"), "lengths": ((batch,), "int32")}, sizes
+
+
+QWEN, LLAMA, NARROW = {"heads": (28, 4)}, {"heads": (32, 8)}, {"heads": (32, 8), "head_dim": 64}
+MODELS = {"28/4": QWEN, "32/8": LLAMA, "32/8 of 64": NARROW}
+FORMS = {
+    "k 8": {"k": 8},
+    "batch 8": {"batch": 8},
+    "batch 40": {"batch": 40},
+    "means": {"kind": "mean"},
+    "blocks of 16": {"block_size": 16, "k": 256, "local": 32},
+    "a million tokens": {"tokens": 1 << 20},
+}
+SPILL_FREE = {f"{model}, {form}": production(**sizes, **FORMS[form]) for model, sizes in MODELS.items() for form in FORMS} | {
+    "float16": production(dtype="float16", batch=8),
+    "a million tokens in blocks of 16": production(tokens=1 << 20, block_size=16, k=64, local=32),
+    "batch 8, a million tokens": production(batch=8, tokens=1 << 20),
+    "3 drafts": production(num_queries=3),
+    "3 drafts, means": production(num_queries=3, kind="mean", batch=2),
+    "64 query rows": production(heads=(32, 4), num_queries=8),
+    "blocks of 32": production(block_size=32),
+    "blocks of 64, means": production(block_size=64, kind="mean"),
+    "pages of 64": production(page_size=64, block_size=64),
+    "pages of 256": production(page_size=256, block_size=128, batch=8),
+    "k of none": production(k=0),
+    "a short table": production(tokens=1024),
+}
+WIDE = {
+    "head dim 256": production(heads=(16, 2), head_dim=256),
+    "head dim 256, means, float16": production(heads=(16, 2), head_dim=256, kind="mean", dtype="float16", batch=8),
+}
+
+
+@pytest.mark.parametrize("case", SPILL_FREE | WIDE)
+def test_lowers(cuda, case):
+    assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
+
+
+def test_compiles_without_spilling(cuda, tmp_path, capsys):
+    found = cuda.compile(SPILL_FREE | WIDE, tmp_path)
+    with capsys.disabled():
+        for case, kernels in found.items():
+            print(f"\n  {case}: {kernels}", end="")
+    assert found.keys() == (SPILL_FREE | WIDE).keys()
+    assert all(len(kernels) == 1 for kernels in found.values()), "one launch"
+    spilling = {case: found[case] for case in SPILL_FREE if any(kernel["spill_stores"] for kernel in found[case])}
+    assert not spilling
+
+
+# Valid input that is none for this kernel: refused when named, passed by when picked.
+
+NOT_HERE = {
+    "float32": (production(dtype="float32"), "bfloat16 or float16, q and index alike; got q float32, index float32"),
+    "head dim 32": (production(head_dim=32), "head dim must be 64, 128 or 256, got 32"),
+    "65 query rows": (production(heads=(20, 4), num_queries=13), r"T \* G must be at most 64, got 13 \* 5"),
+    "too many candidates": (
+        production(batch=40, tokens=1 << 20, block_size=16),
+        r"chooses among at most \d+ blocks; 1048576 tokens in blocks of 16 over 1 CTAs give 65536",
+    ),
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Dispatch believes that it is on a Hopper GPU."""
+    monkeypatch.setattr(dispatch, "available", lambda op, backend=None: ("mosaic_gpu", "xla", "reference"))
+
+
+def _trace(case: tuple, **keywords) -> str:
+    """Trace a call of the public op; the name of the implementation that dispatch chose."""
+    op, arrays, sizes = case
+    structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
+    with dispatch.listening() as heard:
+        jax.eval_shape(functools.partial(select_blocks, **sizes, **keywords), **structs)
+    return heard[op]
+
+
+@pytest.mark.parametrize("case", NOT_HERE)
+def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, case):
+    call, reason = NOT_HERE[case]
+    with pytest.raises(NotImplementedError, match=reason):
+        _trace(call, implementation="mosaic_gpu")
+    assert _trace(call) == "xla"
+
+
+@pytest.mark.parametrize("case", ["28/4, batch 40", "28/4, means", "64 query rows", "k of none"])
+def test_what_it_can_do_is_picked(on_hopper, case):
+    assert _trace(SPILL_FREE[case]) == "mosaic_gpu"
+
+
+def test_mixed_dtypes_are_passed_by(on_hopper):
+    op, arrays, sizes = production()
+    mixed = op, arrays | {"q": (arrays["q"][0], "float16")}, sizes
+    with pytest.raises(NotImplementedError, match="got q float16, index bfloat16"):
+        _trace(mixed, implementation="mosaic_gpu")
+    assert _trace(mixed) == "xla"
+
+
+def test_elsewhere_it_is_refused():
+    if "mosaic_gpu" in dispatch.available("select_blocks"):
+        pytest.skip("it runs here")
+    with pytest.raises(NotImplementedError, match="no implementation 'mosaic_gpu' on backend"):
+        _trace(production(), implementation="mosaic_gpu")

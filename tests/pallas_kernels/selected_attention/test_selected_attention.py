@@ -1,0 +1,364 @@
+"""The suite of selected_attention: the two ops in a row everywhere, the kernel on a Hopper GPU, mutants of both, refusals."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.page_index import page_index
+from pallas_kernels.select_blocks import select_blocks, selection_width
+from pallas_kernels.selected_attention import selected_attention
+
+COMPOSED = functools.partial(selected_attention, implementation="composed")
+KERNEL = functools.partial(selected_attention, implementation="mosaic_gpu")
+
+# Inputs of `make_paged` over these, and the sizes of a selection over these.
+BASE = {
+    "lengths": (0, 1, 63, 64, 65, 150, 321, 384),
+    "kv_heads": 2,
+    "group": 4,
+    "head_dim": 64,
+    "page_size": 64,
+    "width": 6,
+    "dtype": "bfloat16",
+}
+SIZES = {"kind": "bounds", "block_size": 16, "budget": 5, "sink": 1, "local": 2}
+PAGES_OF_128 = {"page_size": 128, "lengths": (0, 1, 127, 128, 129, 300, 700, 768), "head_dim": 128}
+PAGES_OF_256 = {"page_size": 256, "lengths": (1, 257, 1536)}
+CASES = {
+    "bounds": {},
+    "mean": {"kind": "mean"},
+    "blocks are pages, 28/4": {"kv_heads": 4, "group": 7, "block_size": 128, "budget": 2, "local": 1, **PAGES_OF_128},
+    "blocks of 32, 32/8": {"kv_heads": 8, "group": 4, "block_size": 32, **PAGES_OF_128},
+    "mean, blocks of 64, float16": {"kind": "mean", "group": 8, "block_size": 64, "dtype": "float16", **PAGES_OF_128},
+    "pages of 256": {"block_size": 128, "budget": 3, **PAGES_OF_256},
+    "groups of 1": {"kv_heads": 3, "group": 1},
+    "head dim 256": {"group": 8, "head_dim": 256, "lengths": (0, 65, 384)},
+    "drafts": {"num_queries": 3},
+    "drafts of groups of 8, mean": {"kind": "mean", "num_queries": 2, "group": 8},
+    "huge logits": {"keys": "huge"},
+    "equal scores": {"keys": "equal", "num_queries": 2},
+    "denormal keys": {"keys": "denormal"},
+    "a page is missing": {"hole": True, "budget": 12},
+    "budget covers everything": {"budget": 40},
+    "budget of none": {"budget": 0},
+    "no sink, wide local": {"sink": 0, "local": 9},
+    "one row": {"lengths": (384,), "kv_heads": 1, "group": 8},
+    "long": {"lengths": (4000, 4096), "width": 64, "budget": 20, "num_queries": 2},
+}
+ONLY_COMPOSED = {
+    "float32": {"dtype": "float32", "num_queries": 3},
+    "small pages": {"dtype": "float32", "page_size": 16, "block_size": 4, "lengths": (0, 15, 16, 17, 95, 96), "head_dim": 32},
+}
+FOR_MUTANTS = ("bounds", "drafts", "a page is missing", "huge logits")
+
+
+@pytest.fixture(params=["composed", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+def implementation(request):
+    """The op by each of its implementations; the kernel only where there is a GPU for it."""
+    if request.param == "mosaic_gpu":
+        request.getfixturevalue("hopper")
+    return functools.partial(selected_attention, implementation=request.param)
+
+
+@pytest.fixture(scope="module")
+def arguments(tools):
+    """case -> (positional arguments, keywords) of the op."""
+
+    @functools.cache
+    def build(case: str):
+        spec = BASE | SIZES | (CASES | ONLY_COMPOSED)[case]
+        sizes = {name: spec.pop(name) for name in SIZES}
+        paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
+        index = page_index(paged.k, kind=sizes["kind"], block_size=sizes["block_size"])
+        return (paged.q, paged.k, paged.v, index, paged.page_table, paged.lengths), sizes | {"sm_scale": paged.sm_scale}
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def check(tools, arguments):
+    """The checker that implementations and mutants face: the very lists, then the attention over them."""
+
+    @functools.cache
+    def expected(case: str):
+        arrays, keywords = arguments(case)
+        return selected_attention(*arrays, **keywords, implementation="reference")
+
+    def run(op, case: str) -> None:
+        arrays, keywords = arguments(case)
+        out, lse, ids = op(*arrays, **keywords)
+        ref_out, ref_lse, ref_ids = expected(case)
+        assert ids.dtype == jnp.int32
+        np.testing.assert_array_equal(np.asarray(ids), np.asarray(ref_ids))
+        tolerance = tools.row_error[arrays[0].dtype.name]
+        tools.assert_rows_close(out, ref_out, 2 * tolerance)  # weights are rounded, too
+        tools.assert_lse_close(lse, ref_lse)
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_matches_the_reference(check, case):
+    check(KERNEL, case)
+
+
+@pytest.mark.parametrize("case", [*FOR_MUTANTS, "mean", "budget of none", *ONLY_COMPOSED])
+def test_the_two_ops_match_the_reference(check, case):
+    check(COMPOSED, case)
+    check(selected_attention, case)
+
+
+def test_it_is_the_two_ops(tools, arguments):
+    """The reference against its promise, written out: a list, and attention over it."""
+    arrays, keywords = arguments("drafts")
+    q, k, v, index, table, lengths = arrays
+    sizes = {name: keywords[name] for name in ("kind", "block_size", "sink", "local")}
+    out, lse, ids = selected_attention(*arrays, **keywords, implementation="reference")
+    reference = {"implementation": "reference"}
+    listed = select_blocks(q, index, table, lengths, page_size=k.shape[2], k=keywords["budget"], **sizes, **reference)
+    tools.assert_same_bits(ids, listed)
+    attended = {"blocks": listed, "block_size": keywords["block_size"], "sm_scale": keywords["sm_scale"]}
+    for a, b in zip((out, lse), gather_attention(q, k, v, table, lengths, **attended, **reference), strict=True):
+        tools.assert_same_bits(a, b)
+
+
+def test_inputs_leave_something_out(arguments):
+    """A selection of everything would hide a wrong one."""
+    arrays, keywords = arguments("bounds")
+    _, _, ids = COMPOSED(*arrays, **keywords)
+    assert (np.asarray(ids[-1]) >= 0).sum() < 0.6 * 2 * 384 / 16
+
+
+# Mutants: what an implementation gets wrong, expressed on its arguments or its results.
+
+
+def _results(change):
+    return lambda op: lambda *arrays, **keywords: change(*op(*arrays, **keywords))
+
+
+def _arrays(change):
+    return lambda op: lambda *arrays, **keywords: op(*change(*arrays), **keywords)
+
+
+def _scaled(factor):
+    return lambda op: lambda *arrays, sm_scale, **keywords: op(*arrays, sm_scale=sm_scale * factor, **keywords)
+
+
+def _sized(**by):
+    """With sizes off by some, the list cut or filled to the right width."""
+
+    def mutant(op):
+        def run(q, k, *rest, **keywords):
+            sizes = {name: keywords[name] for name in ("block_size", "sink", "local")} | {"k": keywords["budget"]}
+            width = selection_width(q.shape[1], page_size=k.shape[2], **sizes)
+            out, lse, ids = op(q, k, *rest, **(keywords | {name: keywords[name] + n for name, n in by.items()}))
+            return out, lse, jnp.pad(ids, ((0, 0), (0, 0), (0, width)), constant_values=-1)[..., :width]
+
+        return run
+
+    return mutant
+
+
+def _over(change):
+    """Attention over another list than the one that is returned."""
+
+    def mutant(op):
+        def run(q, k, v, index, table, lengths, *, sm_scale, block_size, **keywords):
+            *_, ids = op(q, k, v, index, table, lengths, sm_scale=sm_scale, block_size=block_size, **keywords)
+            return *gather_attention(q, k, v, table, lengths, blocks=change(ids), block_size=block_size, sm_scale=sm_scale), ids
+
+        return run
+
+    return mutant
+
+
+def _last_dropped(ids):
+    return jnp.where((ids >= 0) & (ids == ids.max(-1, keepdims=True)), -1, ids)
+
+
+def _heads_interleaved(q, k, *rest):
+    return q.reshape(*q.shape[:2], -1, k.shape[1], q.shape[3]).swapaxes(2, 3).reshape(q.shape), k, *rest
+
+
+MUTANTS = {
+    "zeros": _results(lambda *results: tuple(map(jnp.zeros_like, results))),
+    "V read from K": _arrays(lambda q, k, v, *rest: (q, k, k, *rest)),
+    "K read from V": _arrays(lambda q, k, v, *rest: (q, v, v, *rest)),
+    "one page dropped": _arrays(lambda q, k, v, index, table, n: (q, k, v, index, table.at[:, -1].set(-1), n)),
+    "the neighbour's table": _arrays(lambda q, k, v, index, table, n: (q, k, v, index, jnp.roll(table, 1, 0), n)),
+    "index of another head": _arrays(lambda q, k, v, index, *rest: (q, k, v, jnp.roll(index, 1, 1), *rest)),
+    "index of another page": _arrays(lambda q, k, v, index, *rest: (q, k, v, jnp.roll(index, 1, 0), *rest)),
+    "lower bounds": _arrays(lambda q, k, v, index, *rest: (q, k, v, index[..., ::-1, :], *rest)),
+    "heads interleaved": _arrays(_heads_interleaved),
+    "length one short": _arrays(lambda *arrays: (*arrays[:5], jnp.maximum(arrays[5] - 1, 0))),
+    "length one long": _arrays(lambda *arrays: (*arrays[:5], arrays[5] + 1)),
+    "scale times sqrt(D)": _scaled(8.0),
+    "scale over sqrt(D)": _scaled(1 / 8),
+    "one distant block less": _sized(budget=-1),
+    "one sink block less": _sized(sink=-1),
+    "one sink block more": _sized(sink=1),
+    "one local block less": _sized(local=-1),
+    "the first head's list": _results(lambda out, lse, ids: (out, lse, jnp.broadcast_to(ids[:, :1], ids.shape))),
+    "attends to the first head's list": _over(lambda ids: jnp.broadcast_to(ids[:, :1], ids.shape)),
+    "the current block is not attended to": _over(_last_dropped),
+    "the sink is not attended to": _over(lambda ids: jnp.where(ids == 0, -1, ids)),
+    "a block is attended to twice": _over(lambda ids: ids.at[..., 1].set(ids[..., 0])),
+    "LSE in base 2": _results(lambda out, lse, ids: (out, lse / np.log(2), ids)),
+    "nothing to read is not 0": _results(lambda out, lse, ids: (jnp.where(lse[..., None] == -jnp.inf, 1, out), lse, ids)),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_fails(tools, check, implementation, mutant):
+    tools.must_fail(check, MUTANTS[mutant](implementation), FOR_MUTANTS)
+
+
+# Bits.
+
+
+def _same(tools, some, others, rows=slice(None)):
+    for a, b in zip(some, others, strict=True):
+        tools.assert_same_bits(a[rows], b[rows])
+
+
+@pytest.mark.parametrize("case", ["drafts of groups of 8, mean"])
+def test_bits_every_time_and_in_any_company_table_and_place(tools, arguments, implementation, case):
+    (q, k, v, index, table, lengths), keywords = arguments(case)
+    op = functools.partial(implementation, **keywords)
+    once = op(q, k, v, index, table, lengths)
+    for _ in range(1 if implementation.keywords == COMPOSED.keywords else 20):
+        _same(tools, once, op(q, k, v, index, table, lengths))
+    _same(tools, once, op(q, k, v, index, jnp.pad(table, ((0, 0), (0, 5)), constant_values=-1), lengths))
+    turn = functools.partial(jnp.roll, shift=3, axis=0)
+    _same(tools, [turn(x) for x in once], op(turn(q), k, v, index, turn(table), turn(lengths)))
+    for kept in (5, 6):
+        others = jnp.arange(8) != kept
+        for other_table, length in ((table[-1], 384), (-1, 0)):  # the second: alone among empty rows
+            changed = op(
+                jnp.where(others[:, None, None, None], -q, q),
+                *(k, v, index, jnp.where(others[:, None], other_table, table), jnp.where(others, length, lengths)),
+            )
+            _same(tools, once, changed, kept)
+
+
+# What only a GPU can hold.
+
+
+@functools.partial(jax.jit, static_argnames="num_pages")
+def _pool(numbers, contents, *, num_pages: int):
+    """NaN but for a few pages."""
+    pool = jnp.full((num_pages, *contents.shape[1:]), jnp.nan, contents.dtype)
+    for i in range(contents.shape[0]):
+        pool = jax.lax.dynamic_update_index_in_dim(pool, contents[i], numbers[i], axis=0)
+    return pool
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_pool_past_2_to_the_31_elements(tools):
+    num_pages = 2**16 + 6
+    numbers = jnp.array([num_pages - 1, 1, num_pages - 2, 2**15, num_pages - 3, 2**14], jnp.int32)
+    keys = jax.random.split(jax.random.key(3), 3)
+    near_k, near_v = (jax.random.normal(key, (6, 2, 128, 128), jnp.bfloat16) for key in keys[:2])
+    near_index = page_index(near_k, kind="bounds", block_size=16)
+    near, far = (near_k, near_v, near_index), [_pool(numbers, x, num_pages=num_pages) for x in (near_k, near_v, near_index)]
+    assert far[0].size > 2**31
+    q = 4 * jax.random.normal(keys[2], (1, 1, 14, 128), jnp.bfloat16)
+    op = functools.partial(KERNEL, lengths=jnp.array([750], jnp.int32), **(SIZES | {"sm_scale": 128**-0.5}))
+    found, own = op(q, *far, numbers[None]), jnp.arange(6, dtype=jnp.int32)[None]
+    _same(tools, found, op(q, *near, own))
+    ref = functools.partial(op, implementation="reference")(q, *near, own)
+    np.testing.assert_array_equal(np.asarray(found[2]), np.asarray(ref[2]))
+    tools.assert_rows_close(found[0], ref[0], 8e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("sizes", [(1, 128, 32), (8, 128, 32), (1, 16, 256)], ids=["batch of 1", "batch of 8", "blocks of 16"])
+def test_a_million_tokens(tools, sizes):
+    """Keys are small integers: scores are exact and full of ties."""
+    batch, block_size, budget = sizes
+    width, keys = (1 << 20) // 128, jax.random.split(jax.random.key(batch + block_size), 4)
+    k = jax.random.randint(keys[0], (width + 3, 4, 128, 128), -2, 3, jnp.int8).astype(jnp.bfloat16)
+    v = jax.random.normal(keys[1], k.shape, jnp.bfloat16)
+    index = page_index(k, kind="bounds", block_size=block_size)
+    q = jax.random.randint(keys[2], (batch, 1, 28, 128), -3, 4).astype(jnp.bfloat16)
+    table = jax.vmap(lambda key: jax.random.permutation(key, width + 3)[:width])(jax.random.split(keys[3], batch)).astype(jnp.int32)
+    lengths = (1 << 20) - 1000 * jnp.arange(batch, dtype=jnp.int32)
+    select = {"kind": "bounds", "block_size": block_size, "sink": 1, "local": 4}
+    out, lse, ids = KERNEL(q, k, v, index, table, lengths, budget=budget, sm_scale=0.1, **select)
+    expected = select_blocks(q, index, table, lengths, page_size=128, k=budget, **select, implementation="xla")
+    np.testing.assert_array_equal(np.asarray(ids), np.asarray(expected))
+    ref = {"blocks": expected, "block_size": block_size, "sm_scale": 0.1, "implementation": "reference"}
+    ref_out, ref_lse = gather_attention(q, k, v, table, lengths, **ref)
+    tools.assert_rows_close(out, ref_out, 8e-3)
+    tools.assert_lse_close(lse, ref_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+def test_the_kernel_is_what_runs_here(tools, arguments):
+    """Named or picked; under jit as well; what it cannot do is refused by name, with the values."""
+    arrays, keywords = arguments("bounds")
+    found = KERNEL(*arrays, **keywords)
+    _same(tools, found, selected_attention(*arrays, **keywords))
+    _same(tools, found, jax.jit(functools.partial(KERNEL, **keywords))(*arrays))
+    arrays, keywords = arguments("float32")
+    with pytest.raises(NotImplementedError, match="got q float32, index float32"):
+        KERNEL(*arrays, **keywords)
+
+
+# Refusals.
+
+
+def test_elsewhere_the_two_ops_run(arguments):
+    if "mosaic_gpu" in dispatch.available("selected_attention"):
+        pytest.skip("the kernel runs here")
+    arrays, keywords = arguments("bounds")
+    with dispatch.listening() as heard:
+        jax.eval_shape(functools.partial(selected_attention, **keywords), *arrays)
+    assert heard == {name: "composed" if name == "selected_attention" else dispatch.available(name)[0] for name in heard}
+    assert set(heard) == {"selected_attention", "select_blocks", "gather_attention"}
+    with pytest.raises(NotImplementedError, match="no implementation 'mosaic_gpu' on backend"):
+        KERNEL(*arrays, **keywords)
+
+
+@pytest.mark.parametrize("name", ["composed", "reference"])
+def test_they_take_no_config(arguments, name):
+    arrays, keywords = arguments("bounds")
+    with pytest.raises(ValueError, match=f"'{name}' of selected_attention takes no config, got 3"):
+        selected_attention(*arrays, **keywords, config=3, implementation=name)
+
+
+BAD = {
+    "unknown kind": ({}, {"kind": "median"}, "'median' is unknown; there are bounds, mean"),
+    "index of other pages": ({"index": (8, 2, 4, 2, 64)}, {}, "index and k must have the same pages and KV heads"),
+    "index of other heads": ({"index": (9, 4, 4, 2, 64)}, {}, "index and k must have the same pages and KV heads"),
+    "index of another kind": ({}, {"kind": "mean"}, r"must be \[N, K, 4, 1, 64\]"),
+    "block size": ({}, {"block_size": 24}, "block_size 24 does not divide page_size 64"),
+    "negative budget": ({}, {"budget": -1}, "k must be at least 0, got -1"),
+    "no local": ({}, {"local": 0}, "local must be at least 1, got 0"),
+    "k and v differ": ({"v": (9, 2, 64, 32)}, {}, "one shape and dtype"),
+    "batches differ": ({"lengths": (3,)}, {}, "same batch"),
+    "traced scale": ({}, {"sm_scale": jnp.float32(0.1)}, "sm_scale must be a number known when compiling"),
+    "unknown implementation": ({}, {"implementation": "fused"}, "'fused' of selected_attention is unknown; there are mosaic_gpu, composed"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_input_is_refused(case):
+    shapes, keywords, message = BAD[case]
+    pool = (9, 2, 64, 64)
+    shapes = {"q": (2, 1, 8, 64), "k": pool, "v": pool, "index": (9, 2, 4, 2, 64), "page_table": (2, 4), "lengths": (2,)} | shapes
+    arrays = {name: jnp.zeros(shape, jnp.int32 if name in ("page_table", "lengths") else jnp.bfloat16) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        selected_attention(**arrays, **(SIZES | {"sm_scale": 0.1} | keywords))

@@ -1,0 +1,139 @@
+"""selected_attention for Hopper without one: lowered, compiled to machine code; who is passed by."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.page_index import INDEX_ROWS
+from pallas_kernels.selected_attention import selected_attention
+
+
+def production(
+    batch: int = 1,
+    heads: tuple[int, int] = (28, 4),
+    head_dim: int = 128,
+    page_size: int = 128,
+    tokens: int = 128 << 10,
+    num_queries: int = 1,
+    dtype: str = "bfloat16",
+    **static,
+) -> tuple:
+    """(op, arrays, keywords) of a call over `tokens` tokens a row."""
+    keywords = {
+        "kind": "bounds",
+        "block_size": 128,
+        "budget": 32,
+        "sink": 1,
+        "local": 4,
+        "sm_scale": head_dim**-0.5,
+        "config": None,
+    } | static
+    num_heads, kv_heads = heads
+    pool = (1024, kv_heads, page_size, head_dim)
+    index = (*pool[:2], page_size // keywords["block_size"], INDEX_ROWS[keywords["kind"]], head_dim)
+    arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": (pool, dtype), "v": (pool, dtype), "index": (index, dtype)}
+    arrays |= {"page_table": ((batch, tokens // page_size), "int32"), "lengths": ((batch,), "int32")}
+    return "selected_attention", arrays, keywords
+
+
+QWEN, LLAMA, NARROW = {"heads": (28, 4)}, {"heads": (32, 8)}, {"heads": (32, 8), "head_dim": 64}
+MODELS = {"28/4": QWEN, "32/8": LLAMA, "32/8 of 64": NARROW}
+FORMS = {
+    "budget 8": {"budget": 8},
+    "batch 8": {"batch": 8},
+    "batch 40": {"batch": 40},
+    "means": {"kind": "mean"},
+    "blocks of 16": {"block_size": 16, "budget": 256, "local": 32},
+    "a million tokens": {"tokens": 1 << 20},
+}
+SPILL_FREE = {f"{model}, {form}": production(**sizes, **FORMS[form]) for model, sizes in MODELS.items() for form in FORMS} | {
+    "float16": production(dtype="float16", batch=8),
+    "a million tokens in blocks of 16": production(tokens=1 << 20, block_size=16, budget=64, local=32),
+    "batch 8, a million tokens": production(batch=8, tokens=1 << 20),
+    "two drafts": production(num_queries=2),
+    "16 query rows, means": production(heads=(32, 4), num_queries=2, kind="mean", batch=2),
+    "blocks of 32": production(block_size=32),
+    "pages of 64": production(page_size=64, block_size=64),
+    "pages of 256": production(page_size=256, block_size=128, batch=8),
+    "budget of none": production(budget=0),
+}
+WIDE = {
+    "head dim 256": production(heads=(16, 2), head_dim=256),
+    "head dim 256, means, float16": production(heads=(16, 2), head_dim=256, kind="mean", dtype="float16", batch=8),
+}
+"""Accumulators of 16 x 256 beside the queries take most registers of a warp, so that spilling some is no news."""
+
+
+@pytest.mark.parametrize("case", SPILL_FREE | WIDE)
+def test_lowers(cuda, case):
+    assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
+
+
+def test_compiles_without_spilling(cuda, tmp_path, capsys):
+    found = cuda.compile(SPILL_FREE | WIDE, tmp_path)
+    with capsys.disabled():
+        for case, kernels in found.items():
+            print(f"\n  {case}: {kernels}", end="")
+    assert found.keys() == (SPILL_FREE | WIDE).keys()
+    assert all(len(kernels) == 1 for kernels in found.values()), "one launch"
+    spilling = {case: found[case] for case in SPILL_FREE if any(kernel["spill_stores"] for kernel in found[case])}
+    assert not spilling
+
+
+# Valid input that is none for this kernel: refused when named, passed by when picked.
+
+NOT_HERE = {
+    "float32": (production(dtype="float32"), "bfloat16 or float16, q and index alike; got q float32, index float32"),
+    "head dim 32": (production(head_dim=32), "head dim must be 64, 128 or 256, got 32"),
+    "17 query rows": (production(heads=(17, 1)), r"T \* G must be at most 16 in one launch, got 17"),
+    "blocks of 8": (production(block_size=8), "block_size must be .*16.* got 8"),
+    "too many candidates": (
+        production(batch=40, tokens=1 << 20, block_size=16),
+        r"chooses among at most \d+ blocks; 1048576 tokens in blocks of 16 over 1 CTAs give 65536",
+    ),
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Dispatch believes that it is on a Hopper GPU."""
+    names = lambda op, backend=None: tuple(n for n in dispatch.IMPLEMENTATIONS[op] if n != "mosaic_tpu")  # noqa: E731
+    monkeypatch.setattr(dispatch, "available", names)
+
+
+def _trace(case: tuple, **keywords) -> dict[str, str]:
+    """Trace a call of the public op; the implementations that dispatch chose."""
+    _, arrays, static = case
+    structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
+    with dispatch.listening() as heard:
+        jax.eval_shape(functools.partial(selected_attention, **static, **keywords), **structs)
+    return heard
+
+
+@pytest.mark.parametrize("case", NOT_HERE)
+def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, case):
+    call, reason = NOT_HERE[case]
+    with pytest.raises(NotImplementedError, match=reason):
+        _trace(call, implementation="mosaic_gpu")
+    assert _trace(call)["selected_attention"] == "composed"
+
+
+def test_the_two_ops_are_kernels_where_they_can_be(on_hopper):
+    """17 query rows are too many for one launch, and not too many for two."""
+    kernel = "mosaic_gpu"
+    assert _trace(NOT_HERE["17 query rows"][0]) == {"selected_attention": "composed", "select_blocks": kernel, "gather_attention": kernel}
+
+
+@pytest.mark.parametrize("case", ["28/4, batch 40", "28/4, means", "16 query rows, means", "budget of none"])
+def test_what_it_can_do_is_picked(on_hopper, case):
+    assert _trace(SPILL_FREE[case]) == {"selected_attention": "mosaic_gpu"}
+
+
+def test_it_takes_no_config(on_hopper):
+    with pytest.raises(ValueError, match="'mosaic_gpu' of selected_attention takes no config, got 3"):
+        _trace(production(config=3), implementation="mosaic_gpu")
