@@ -65,7 +65,7 @@ class TransformerDecoder:
         return rope.rotate(q, *rotation), rope.rotate(k, *rotation), v
 
     def _heads(self, layer: Params, name: str, x: Float[Array, "B T E"]) -> Float[Array, "B T heads D"]:
-        y = project(x, layer[name])
+        y = project(_two_rows(x), layer[name])[: x.shape[0]]
         if self.config.qkv_bias:
             y = y + layer[f"{name}_bias"]
         return y.reshape(*y.shape[:2], -1, self.config.head_dim)
@@ -81,6 +81,12 @@ def rms_norm(x: Float[Array, "... E"], weight: Float[Array, "E"], eps: float) ->
 def project(x: Float[Array, "... E"], weight: Float[Array, "E F"]) -> Float[Array, "... F"]:
     """x @ weight; float32 is multiplied as float32 on every device."""
     return jnp.matmul(x, weight, precision=_precision(x))
+
+
+def _two_rows(x: Float[Array, "B T E"]) -> Float[Array, "B* T E"]:
+    """A single row gets one of zeros beside it. XLA for GPUs turns the product of one row and a narrow matrix into an elementwise product
+    and a sum, which writes what it should only add up; with two rows it joins the queries', keys' and values' products to one."""
+    return x if x.shape[0] * x.shape[1] > 1 else jnp.concatenate([x, jnp.zeros_like(x)])
 
 
 def _precision(x: Array) -> jax.lax.Precision:
