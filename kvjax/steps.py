@@ -83,17 +83,16 @@ def decode(
     config = decoder.config
 
     def attend(layer: int, q, k, v, carry):
-        layers, states, reads = carry
+        layers, states, listed = carry
         written = append(layers[layer], k, v, positions, valid, table, indexes)
         ctx = SelectContext(
             table, lengths, layer=layer, num_layers=config.num_layers, page_size=written.k.shape[2], sm_scale=config.sm_scale
         )
         out, blocks, state = policy.attend(q, written, ctx, states[layer])
-        reads = jax.tree.map(jnp.add, reads, _count_reads(blocks, ctx, num_tokens, config.num_kv_heads))
-        return out, (_replace(layers, layer, written), _replace(states, layer, state), reads)
+        return out, (_replace(layers, layer, written), _replace(states, layer, state), (*listed, blocks))
 
-    none = jnp.zeros_like(lengths)
-    hidden, (layers, states, reads) = decoder.hidden(params, tokens, positions, attend, (cache.layers, states, Reads(none, none)))
+    hidden, (layers, states, listed) = decoder.hidden(params, tokens, positions, attend, (cache.layers, states, ()))
+    reads = _count_reads(listed, lengths, cache.layers[0].k.shape[2], num_tokens, config.num_kv_heads)
     after = cache.replace(layers=layers, lengths=jnp.where(active, lengths, cache.lengths))
     return decoder.logits(params, hidden), after, states, reads
 
@@ -120,20 +119,35 @@ def decode_and_sample(
     return chosen, logprobs, cache, states, reads
 
 
-def _count_reads(blocks: Blocks | None, ctx: SelectContext, num_tokens: int, num_kv_heads: int) -> Reads:
-    """Blocks listed and keys attended in this layer, summed over KV heads. With several query tokens: what any of them attends."""
-    lengths = ctx.lengths
-    if blocks is None:
-        return Reads(-(-lengths // ctx.page_size) * num_kv_heads, lengths * num_kv_heads)
-    ids, size = blocks.ids, blocks.block_size
-    start, stop = ids * size, jnp.minimum((ids + 1) * size, lengths[:, None, None])
+def _count_reads(listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], page_size: int, num_tokens: int, num_kv_heads: int) -> Reads:
+    """Blocks listed and keys attended, summed over layers and KV heads. With several query tokens: what any of them attends.
+
+    listed: of each layer, None for every page. Layers with lists of one kind are counted together: a count of its own for each would
+    be a launch for each.
+    """
+    dense = sum(blocks is None for blocks in listed) * num_kv_heads
+    reads = Reads(-(-lengths // page_size) * dense, lengths * dense)
+    kinds: dict[tuple, list[Array]] = {}
+    for blocks in listed:
+        if blocks is not None:
+            kinds.setdefault((blocks.block_size, blocks.window, blocks.ids.shape), []).append(blocks.ids)
+    for (size, window, _), ids in kinds.items():
+        reads = jax.tree.map(jnp.add, reads, _count_listed(jnp.stack(ids, axis=1), size, window, lengths, num_tokens))
+    return reads
+
+
+def _count_listed(
+    ids: Int[Array, "B L K W"], size: int, window: tuple[int, int] | None, lengths: Int[Array, "B"], num_tokens: int
+) -> Reads:
+    lengths = lengths[:, None, None, None]
+    start, stop = ids * size, jnp.minimum((ids + 1) * size, lengths)
     keys = jnp.maximum(stop - start, 0)
-    if blocks.window is not None:
-        sink_tokens, window_tokens = blocks.window
-        oldest = jnp.maximum(lengths - num_tokens - (window_tokens - 1), sink_tokens)[:, None, None]
+    if window is not None:
+        sink_tokens, window_tokens = window
+        oldest = jnp.maximum(lengths - num_tokens - (window_tokens - 1), sink_tokens)
         keys = jnp.maximum(jnp.minimum(stop, sink_tokens) - start, 0) + jnp.maximum(stop - jnp.maximum(start, oldest), 0)
-    listed = ids >= 0
-    return Reads(listed.sum((1, 2), dtype=jnp.int32), jnp.where(listed, keys, 0).sum((1, 2), dtype=jnp.int32))
+    there = ids >= 0
+    return Reads(there.sum((1, 2, 3), dtype=jnp.int32), jnp.where(there, keys, 0).sum((1, 2, 3), dtype=jnp.int32))
 
 
 def _replace(items: tuple, index: int, item) -> tuple:

@@ -1,4 +1,4 @@
-"""What one CUDA thread does, for Mosaic GPU kernels: ballots, asynchronous copies, small matrix products, stores to a cluster's shared memory.
+"""What one CUDA thread does, for Mosaic GPU kernels: ballots, asynchronous copies, small matrix products, stores inside a cluster.
 
 Pallas speaks of whole arrays; a few stages (scoring scattered index rows, selecting by counting, exchanging results inside a cluster) need
 single threads. They run inside `plgpu.inline_mgpu`, on `Scalar`s, and this file is the only one that touches JAX's private MLIR bindings.
@@ -157,7 +157,8 @@ def stage(**scalars: jax.Array) -> Callable:
     def decorate(function):
         def run(arrays, scratch):
             leaves, structure = jax.tree.flatten((arrays, scratch), is_leaf=lambda x: isinstance(x, Swizzled))
-            types = (*(plgpu.RefType(getattr(x, "transforms", ()) if isinstance(x, Swizzled) else ()) for x in leaves), *(plgpu.Layout.WG_SPLAT(()),) * len(names))
+            refs = [plgpu.RefType(x.transforms if isinstance(x, Swizzled) else ()) for x in leaves]
+            types = (*refs, *(plgpu.Layout.WG_SPLAT(()),) * len(names))
 
             @plgpu.inline_mgpu(arg_types=types)
             def inline(_, *args):
@@ -351,7 +352,7 @@ def load_global_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar | Non
 
 
 def copy_async_16_bytes(shared, offset, ref, offset_bytes, *, block: Scalar, block_bytes: int, there: Scalar) -> None:
-    """Start copying 16 bytes of an array in global memory to word `offset` of shared memory, zeros unless `there`; passes by the L1 cache."""
+    """Start copying 16 bytes of an array in global memory to word `offset` of shared memory, zeros unless `there`."""
     target, source = _address(shared, offset * 4), _address(ref, offset_bytes, block, block_bytes)
     size = where(there, i32(16), 0)
     mgpu_utils.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", target, source, size.value)
@@ -539,7 +540,8 @@ def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
 def mma(acc: Sequence[Scalar], a: Sequence[Scalar], b: Sequence[Scalar], dtype: str) -> list[Scalar]:
     """`mma.m16n8k16` of a warp: 4 float32 accumulators, 4 words of A (16 x 16), 2 words of B (16 x 8). dtype: bfloat16 or float16."""
     kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
-    code = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5, $6, $7}}, {{$8, $9}}, {{$10, $11, $12, $13}};"
+    registers = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13}"
+    code = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {registers};"
     return ptx(code, *a, *b, *acc, result=["f32"] * 4, convergent=True)
 
 

@@ -6,4 +6,16 @@ from kvjax.policies.naming import FORMS, parse
 from kvjax.policies.top_blocks import TopBlocks
 from kvjax.policies.window import Window
 
-__all__ = ["FORMS", "Blocks", "DecodePolicy", "Dense", "SelectContext", "StateSpec", "Stateless", "TopBlocks", "Window", "parse", "select_and_attend"]
+__all__ = [
+    "FORMS",
+    "Blocks",
+    "DecodePolicy",
+    "Dense",
+    "SelectContext",
+    "StateSpec",
+    "Stateless",
+    "TopBlocks",
+    "Window",
+    "parse",
+    "select_and_attend",
+]

@@ -83,7 +83,7 @@ class DecodePolicy(Protocol):
     def attend(
         self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: SelectContext, state: State
     ) -> tuple[Float[Array, "B T H D"], Blocks | None, State]:
-        """Select, attend to what was selected, observe. `select_and_attend` says it in three steps; an op that fuses them may stand here."""
+        """Select, attend to what was selected, observe: `select_and_attend`, or an op that does it in one."""
         ...
 
     def describe(self) -> str:

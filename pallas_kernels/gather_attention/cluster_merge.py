@@ -1,7 +1,7 @@
 """Merging the partial attentions of a cluster's warpgroups through distributed shared memory, in order of their numbers.
 
-Each CTA owns some columns of the output. Every warpgroup sends each owner its columns, and its (m, l) to all; after one barrier of the
-cluster each owner merges what it received. The formula is `pallas_kernels.merge`'s.
+Each CTA owns some columns of the output. Every warpgroup sends each owner its columns, and its maximum and sum to all; after one
+barrier of the cluster each owner merges what it received. The formula is `pallas_kernels.merge`'s.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def columns(s: Shape) -> int:
 
 
 def words(s: Shape) -> dict[str, int]:
-    """Words of shared memory for what a CTA receives: its columns of all the cluster's partial outputs, and their (m, l)."""
+    """Words of shared memory for what a CTA receives: its columns of all the cluster's partial outputs, and their maxima and sums."""
     received = s.splits * s.warpgroups * s.rows
     return {"parts_s": received * columns(s), "stats_s": received * 2}
 
 
 def merge_and_store(s: Shape, folded, place, parts_s, stats_s, out_ref, lse_ref) -> None:
-    """By all threads of all CTAs of a cluster: merge their (acc, m, l), write out `[B, T, H, D]` and lse `[B, T, H]`.
+    """By all threads of all CTAs of a cluster: merge what `tiles.fold` gave, write out `[B, T, H, D]` and lse `[B, T, H]`.
 
     place: (row, KV head, CTA in the cluster, warpgroup in the CTA).
     """
@@ -45,7 +45,7 @@ def merge_and_store(s: Shape, folded, place, parts_s, stats_s, out_ref, lse_ref)
 
 
 def _send(s: Shape, folded, worker, parts_s, stats_s) -> None:
-    acc, m, l = (x.registers.reshape(-1) for x in folded)  # per lane: acc by 8 columns, then by row half; pairs of columns
+    acc, m, total = (x.registers.reshape(-1) for x in folded)  # per lane: acc by 8 columns, then by row half; pairs of columns
     lane = lanes.lane()
     g, t = lane >> 2, lane & 3
     for half in range(min(2, s.rows // 8)):
@@ -56,7 +56,7 @@ def _send(s: Shape, folded, worker, parts_s, stats_s) -> None:
                 column = t * 2 + 8 * j
                 at = base * columns(s) + column % columns(s)
                 lanes.store_cluster(column // columns(s), parts_s, at, *lanes.elements(acc[2 * j + half], 2))
-            stats = [lanes.elements(x[half], 1)[0] for x in (m, l)]
+            stats = [lanes.elements(x[half], 1)[0] for x in (m, total)]
             for first in range(0, s.splits, 4):
                 with lanes.when(t + first < s.splits):
                     lanes.store_cluster(t + first, stats_s, base * 2, *stats)

@@ -22,8 +22,10 @@ MOST_ROWS = 16
 """T*G beyond which spans are used: the parts that warpgroups exchange would crowd out the tiles."""
 
 
-def unsupported(q, k) -> str | None:
+def unsupported(q, k, block_size: int) -> str | None:
     """Why this call, of those that `gather_attention.mosaic_gpu` supports, is none for this form, or None."""
+    if block_size not in (16, 32, 64, 128):
+        return f"block_size must be 16, 32, 64 or 128, got {block_size}"
     rows = q.shape[1] * q.shape[2] // k.shape[1]
     return None if rows <= MOST_ROWS else f"T * G must be at most {MOST_ROWS} in one launch, got {rows}"
 

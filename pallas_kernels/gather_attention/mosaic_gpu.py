@@ -60,8 +60,10 @@ def unsupported(q, k, v, page_table, lengths, *, blocks, block_size, window, sm_
         return f"the head dim must be 64, 128 or 256, got {head_dim}"
     if rows > tiles.ROWS:
         return f"T * G must be at most {tiles.ROWS}, got {num_queries} * {num_heads // k.shape[1]}"
-    if block_size not in (16, 32, 64, 128) or k.shape[2] % 64:
-        return f"block_size must be 16, 32, 64 or 128 and the page size a multiple of 64, got {block_size} and {k.shape[2]}"
+    if k.shape[2] % 64:
+        return f"the page size must be a multiple of 64, got {k.shape[2]}"
+    if (blocks is not None or return_block_lse) and block_size not in (16, 32, 64, 128):
+        return f"block_size must be 16, 32, 64 or 128, got {block_size}"
     return None
 
 
@@ -75,7 +77,7 @@ def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window
     reason = unsupported(q, k, v, page_table, lengths, blocks=blocks, **static, config=config)
     if reason:
         raise NotImplementedError(f"gather_attention 'mosaic_gpu': {reason}")
-    if config is None and blocks is not None and not return_block_lse and not listed.unsupported(q, k):
+    if config is None and blocks is not None and not return_block_lse and not listed.unsupported(q, k, block_size):
         s = listed.shape_of(q, k, width=blocks.shape[2], block_size=block_size, window=window, sm_scale=sm_scale)
         return tuple(listed.attend_listed(s, q, k, v, page_table, lengths, blocks))
     return _attend(q, k, v, page_table, lengths, blocks, **static, config=config or Config(), interpret=interpret)
@@ -162,9 +164,9 @@ def _launch(s: tiles.Shape, block_lse_width: int | None, array_code: bool, inter
         told = report if block_lse_ref else None
         folded = tiles.fold(s, 0, (k_ref, v_ref), scratch, head, length, first, count, place, queries, told)
         if array_code:
-            acc, m, l = folded
-            scratch["out_s"][...] = acc / lax.broadcast_in_dim(jnp.where(l == 0, 1.0, l), acc.shape, [0])
-            _store_rows(s, tiles.natural_lse(m, l), scratch["rows_s"], lse_ref.at[row, head, split])
+            acc, m, total = folded
+            scratch["out_s"][...] = acc / lax.broadcast_in_dim(jnp.where(total == 0, 1.0, total), acc.shape, [0])
+            _store_rows(s, tiles.natural_lse(m, total), scratch["rows_s"], lse_ref.at[row, head, split])
             plgpu.copy_smem_to_gmem(scratch["out_s"].at[pl.ds(0, s.rows)], out_ref.at[row, head, split])
             plgpu.wait_smem_to_gmem(0)
         else:

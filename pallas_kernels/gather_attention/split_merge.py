@@ -35,16 +35,16 @@ def store(s: Shape, folded, row, head, split, out_ref, lse_ref) -> None:
     @plgpu.inline_mgpu(arg_types=types)
     def stage(_, folded, row, head, split, out_ref, lse_ref):
         row, head, split = (lanes.of_splat(x) for x in (row, head, split))
-        acc, m, l = (x.registers.reshape(-1) for x in folded)  # per lane: acc by 8 columns, then by row half; pairs of columns
+        acc, m, total = (x.registers.reshape(-1) for x in folded)  # per lane: acc by 8 columns, then by row half; pairs of columns
         lane = lanes.lane()
         g, t = lane >> 2, lane & 3
         for half in range(2):
             r = ((lanes.warp() & 3) << 4) + (g + 8 * half)
             with lanes.when(r < s.num_queries * s.group):
-                (m_r,), (l_r,) = (lanes.elements(x[half], 1) for x in (m, l))
-                nothing = l_r == 0.0
-                scale = lanes.f32(1.0) / lanes.where(nothing, 1.0, l_r)
-                lse = lanes.where(nothing, float("-inf"), (m_r + lanes.log2(lanes.where(nothing, 1.0, l_r))) * (1.0 / LOG2E))
+                (m_r,), (total_r,) = (lanes.elements(x[half], 1) for x in (m, total))
+                nothing = total_r == 0.0
+                scale = lanes.f32(1.0) / lanes.where(nothing, 1.0, total_r)
+                lse = lanes.where(nothing, float("-inf"), (m_r + lanes.log2(lanes.where(nothing, 1.0, total_r))) * (1.0 / LOG2E))
                 if s.splits == 1:
                     at = (row * s.num_queries + r // s.group) * s.num_heads + head * s.group + r % s.group
                 else:

@@ -1,7 +1,7 @@
-"""Folding tiles of keys into an online softmax, by one warpgroup: the form for all pages, for many query rows, and for LSE per block.
+"""Folding tiles of listed keys into an online softmax, by one warpgroup: the stage that all decode kernels for Mosaic GPU share.
 
-TMA brings a tile's K and V into a ring in shared memory; two `wgmma` and an online softmax fold it in. The T*G query rows of a KV head are the
-left operand, padded to 64 rows, which costs matrix work that would idle anyway: bytes decide. Rows do not mix, so what stands in the
+TMA brings a tile's K and V into a ring in shared memory; two `wgmma` and an online softmax fold it in. The T*G query rows of a KV head
+are the left operand, padded to 64 rows, which costs matrix work that would idle anyway: bytes decide. Rows do not mix, so what stands in the
 padding does not matter.
 """
 
@@ -87,7 +87,7 @@ class Shape:
 
 
 def load_queries(s: Shape, row, head, q_ref, q_s) -> None:
-    """By all threads of a CTA: the T*G query rows of a (row, KV head) of `[B, T, H, D]` to shared memory, swizzled as `wgmma` wants them."""
+    """By all threads of a CTA: the T*G query rows of a (row, KV head) of `[B, T, H, D]` to shared memory, swizzled for `wgmma`."""
     scalar, ref = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
 
     @plgpu.inline_mgpu(arg_types=(scalar, scalar, ref, plgpu.RefType(SWIZZLED)))
@@ -156,7 +156,7 @@ def places(s: Shape, block_of, table_ref, row, length, tile):
 
 
 def fold(s: Shape, warpgroup, pools, scratch, head, length, first, count, place, queries, report=None):
-    """Fold `count` tiles from `first` on, in order, into (acc [64, D], m [64] in log2 units, l [64]), all float32.
+    """Fold `count` tiles from `first` on, in order, into (acc [64, D], m [64] in log2 units, total [64]), all float32.
 
     pools: K and V. scratch: `Shape.scratch`. place: tile -> `places`. queries: called once the first tiles are on their way; sees to it
     that the queries are there. report: called with a tile and, per piece, the LSE of its keys.
@@ -180,7 +180,7 @@ def fold(s: Shape, warpgroup, pools, scratch, head, length, first, count, place,
     queries()
 
     def step(i, carry):
-        acc, m, l = carry
+        acc, m, total = carry
         slot = lax.rem(i, jnp.int32(s.stages))
         pieces = place(first + i)
         plgpu.barrier_wait(bars[0].at[warpgroup * s.stages + slot])
@@ -196,7 +196,7 @@ def fold(s: Shape, warpgroup, pools, scratch, head, length, first, count, place,
         new_m = jnp.maximum(m, x.max(axis=1))
         alpha = jnp.exp2(m - new_m)
         p = jnp.exp2(x - lax.broadcast_in_dim(new_m, x.shape, [0]))
-        l = l * alpha + p.sum(axis=1)
+        total = total * alpha + p.sum(axis=1)
         acc = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
         p = p.astype(s.dtype)
         plgpu.barrier_wait(bars[1].at[warpgroup * s.stages + slot])
@@ -211,7 +211,7 @@ def fold(s: Shape, warpgroup, pools, scratch, head, length, first, count, place,
         def _next():
             fetch(i + s.stages)
 
-        return acc, new_m, l
+        return acc, new_m, total
 
     rows = functools.partial(jnp.full, (ROWS,), dtype=jnp.float32)
     start = (
@@ -256,15 +256,15 @@ def _lse_of_pieces(s: Shape, x):
             column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=LAYOUT)
             of_piece = jnp.where((column >= p * s.piece) & (column < (p + 1) * s.piece), x, -jnp.inf)
         m = jnp.maximum(of_piece.max(axis=1), LOWEST)
-        l = jnp.exp2(of_piece - lax.broadcast_in_dim(m, x.shape, [0])).sum(axis=1)
-        found.append(natural_lse(m, l))
+        total = jnp.exp2(of_piece - lax.broadcast_in_dim(m, x.shape, [0])).sum(axis=1)
+        found.append(natural_lse(m, total))
     return found
 
 
-def natural_lse(m, l):
+def natural_lse(m, total):
     """LSE in natural log from a maximum in log2 units and a sum relative to it; -inf where the sum is 0."""
-    nothing = l == 0
-    return jnp.where(nothing, -jnp.inf, (m + jnp.log2(jnp.where(nothing, 1.0, l))) / LOG2E)
+    nothing = total == 0
+    return jnp.where(nothing, -jnp.inf, (m + jnp.log2(jnp.where(nothing, 1.0, total))) / LOG2E)
 
 
 def _forget_unwritten(s: Shape, v_tile, pieces):

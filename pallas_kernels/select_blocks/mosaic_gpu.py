@@ -111,7 +111,7 @@ class Shape:
 
 def unsupported(q, index, page_table, lengths, *, kind, page_size, block_size, k, sink, local) -> str | None:
     """Why this valid input is none for this kernel, or None if it is one."""
-    batch, num_queries, num_heads, head_dim = q.shape
+    _, num_queries, num_heads, head_dim = q.shape
     if q.dtype != index.dtype or q.dtype.name not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 or float16, q and index alike; got q {q.dtype}, index {index.dtype}"
     if head_dim not in (64, 128, 256):
