@@ -260,7 +260,8 @@ class Engine:
         """Compile the steps that `batch` sequences decoded together need before the first real call.
 
         That is prefill and decoding in the batch bucket of `batch`, for every width of page table up to that of a sequence of `tokens`
-        tokens (None: one page's worth). Raises as `prefill` does.
+        tokens (None: one page's worth), for greedy decoding; steps in which a row draws at random are compiled when first used. Raises as
+        `prefill` does.
         """
         longest = self.pages_for(self.page_size if tokens is None else tokens)
         sequences = self.prefill([[0]] * batch)

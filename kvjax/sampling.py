@@ -63,12 +63,17 @@ def _whole(name: str, value: object, least: int, below: int) -> int:
 
 @flax.struct.dataclass
 class SamplingRows:
-    """The sampling of every row of a batch, as arrays."""
+    """The sampling of every row of a batch, as arrays.
+
+    draws: whether any row draws at random, rather than take the largest logit. Static, so that a step of greedy rows is compiled without
+    the sort that drawing needs: a condition on the device would make the host wait for its answer in every step.
+    """
 
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
     seed: Int[Array, "B"]
+    draws: bool = flax.struct.field(pytree_node=False, default=True)
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling | None]) -> SamplingRows:
@@ -79,6 +84,7 @@ class SamplingRows:
             top_k=np.array([s.top_k for s in filled], np.int32),
             top_p=np.array([s.top_p for s in filled], np.float32),
             seed=np.array([s.seed for s in filled], np.uint32),
+            draws=any(s.temperature > 0 for s in filled),
         )
 
 
@@ -89,10 +95,10 @@ def sample(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array
     its company. Order of the cuts: temperature, then top-k, then top-p over what is left; the best token always stays. Greedy
     rows take the largest logit, the lower token id of equals. Memory: a few arrays of `[B, V]` float32.
     """
-    logits = logits.astype(jnp.float32)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    chosen = jax.lax.cond(jnp.any(rows.temperature > 0), lambda: _draw(logits, rows, positions), lambda: greedy)
-    chosen = jnp.where(rows.temperature > 0, chosen, greedy)
+    logits = jax.lax.optimization_barrier(logits.astype(jnp.float32))  # what comes before is the same whoever draws
+    chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if rows.draws:
+        chosen = jnp.where(rows.temperature > 0, _draw(logits, rows, positions), chosen)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     return chosen, jnp.take_along_axis(logprobs, chosen[:, None], axis=1)[:, 0]
 

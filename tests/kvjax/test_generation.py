@@ -334,7 +334,8 @@ def test_stopping_early_gives_the_pages_back(engine):
 
 
 def test_the_step_is_compiled_once_per_shape_bucket(model_factory, speaker):
-    """Compilations are counted by JAX itself: other prompts, lengths and sampling settings in the same bucket add none."""
+    """Compilations are counted by JAX itself: other prompts, lengths and sampling settings in the same bucket add none. Greedy steps and
+    steps in which a row draws are two programs."""
     fresh = model_factory(num_layers=1, rope_theta=12345.0)
     fresh.tokenizer = speaker.tokenizer
     engine = Engine(fresh, "quest:2", pages=64, page_size=128, prefill_chunk=128, batch_buckets=(2, 4))
@@ -347,8 +348,12 @@ def test_the_step_is_compiled_once_per_shape_bucket(model_factory, speaker):
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         generate(engine, ["one", "two"], max_new_tokens=4, slots=2)
+        greedy = len(compiled)
+        generate(engine, ["one", "two"], max_new_tokens=4, slots=2, temperature=1.0)
         first = len(compiled)
-        assert first >= 2, "the listener hears compilations"
+        assert first > greedy >= 2, "the listener hears compilations"
+        generate(engine, ["five", "six", "seven"], max_new_tokens=7, slots=2)
+        assert len(compiled) == first
         generate(engine, ["three" * 30, "four", "five"], max_new_tokens=9, slots=2, temperature=0.5, top_k=3, top_p=0.9, seed=1)
         assert len(compiled) == first
         generate(engine, ["one"] * 3, max_new_tokens=4, slots=4)

@@ -137,7 +137,11 @@ BAD = {
     "window as list": ({}, {"window": [4, 8]}, r"window must be a tuple"),
     "traced scale": ({}, {"sm_scale": jnp.float32(0.1)}, "sm_scale must be a number known when compiling"),
     "another config": ({}, {"config": {"tile_tokens": 8}, "implementation": "xla"}, "takes a pallas_kernels.gather_attention.xla.Config"),
-    "unknown implementation": ({}, {"implementation": "cuda"}, "'cuda' of gather_attention is unknown; there are xla, reference"),
+    "unknown implementation": (
+        {},
+        {"implementation": "cuda"},
+        "'cuda' of gather_attention is unknown; there are mosaic_gpu, mosaic_tpu, xla, reference",
+    ),
 }
 
 

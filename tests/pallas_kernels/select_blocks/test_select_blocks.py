@@ -343,7 +343,11 @@ BAD = {
     "heads no multiple": ({"q": (2, 1, 7, 32)}, {}, "7 query heads are not a multiple of 2 KV heads"),
     "batches differ": ({"lengths": (3,)}, {}, "same batch"),
     "q without heads": ({"q": (2, 1, 32)}, {}, r"takes q \[B,T,H,D\]"),
-    "unknown implementation": ({}, {"implementation": "cub"}, "'cub' of select_blocks is unknown; there are xla, reference"),
+    "unknown implementation": (
+        {},
+        {"implementation": "cub"},
+        "'cub' of select_blocks is unknown; there are mosaic_gpu, mosaic_tpu, xla, reference",
+    ),
 }
 
 
