@@ -1,8 +1,8 @@
 """Folding tiles of listed keys into an online softmax, by one warpgroup: the stage that all decode kernels for Mosaic GPU share.
 
 TMA brings a tile's K and V into a ring in shared memory; two `wgmma` and an online softmax fold it in. The T*G query rows of a KV head
-are the left operand, padded to 64 rows, which costs matrix work that would idle anyway: bytes decide. Rows do not mix, so what stands in the
-padding does not matter.
+are the left operand, padded to 64 rows, which costs matrix work that would idle anyway: bytes decide. Rows do not mix, so what stands
+in the padding does not matter.
 """
 
 from __future__ import annotations

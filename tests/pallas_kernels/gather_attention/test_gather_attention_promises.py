@@ -140,7 +140,7 @@ BAD = {
     "unknown implementation": (
         {},
         {"implementation": "cuda"},
-        "'cuda' of gather_attention is unknown; there are mosaic_gpu, mosaic_tpu, xla, reference",
+        "'cuda' of gather_attention is unknown; there are mosaic_gpu",
     ),
 }
 

@@ -346,7 +346,7 @@ BAD = {
     "unknown implementation": (
         {},
         {"implementation": "cub"},
-        "'cub' of select_blocks is unknown; there are mosaic_gpu, mosaic_tpu, xla, reference",
+        "'cub' of select_blocks is unknown; there are mosaic_gpu",
     ),
 }
 
