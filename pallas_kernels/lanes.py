@@ -224,16 +224,6 @@ def half_unsigned(x: Scalar) -> Scalar:
     return Scalar(arith.shrui(x.value, _constant(1, _i32())))
 
 
-def divide_unsigned(x: Scalar, divisor: int) -> Scalar:
-    """An integer read as unsigned, divided, rounded down."""
-    return Scalar(arith.divui(x.value, _constant(divisor, _i32())))
-
-
-def minimum_unsigned(a: Scalar, b: Scalar) -> Scalar:
-    """The smaller of two integers read as unsigned."""
-    return Scalar(arith.minui(a.value, b.value))
-
-
 def bits(x: Scalar) -> Scalar:
     """The bits of a float32 as an integer, or of an integer as a float32."""
     return Scalar(arith.bitcast(_i32() if x.is_float else ir.F32Type.get(), x.value))
@@ -277,15 +267,6 @@ def when(condition: Scalar):
     """The block runs in the threads for which `condition` holds."""
     with mgpu_utils.when(condition.value):
         yield
-
-
-def choose(condition: Scalar, then: Callable[[], Sequence[Scalar]], otherwise: Callable[[], Sequence[Scalar]], count: int) -> list[Scalar]:
-    """The `count` integers of `then()` or of `otherwise()`; only one of them runs."""
-    op = scf.IfOp(condition.value, [_i32()] * count, has_else=True)
-    for block, function in ((op.then_block, then), (op.else_block, otherwise)):
-        with ir.InsertionPoint(block):
-            scf.yield_([x.value for x in function()])
-    return [Scalar(x) for x in op.results]
 
 
 def loop(stop: Scalar | int, carry: Sequence[Scalar], body: Callable[..., Sequence[Scalar]], start: Scalar | int = 0, step: int = 1):

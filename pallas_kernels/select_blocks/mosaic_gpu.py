@@ -376,21 +376,22 @@ def _send_survivors(s: Shape, mine, first, count, keys_s, survivors_s, counts_s)
         for cta in range(s.ctas):
             lanes.store_cluster(cta, survivors_s, (mine * s.kept + slot) * 2, key, block)
 
+    if s.span <= s.k:  # all survive
+        for start in range(0, s.kept, s.threads):
+            i = lanes.thread() + start
+            with lanes.when(i < s.kept):
+                there = i < count
+                send(i, lanes.where(there, lanes.load_shared(keys_s, i)[0], choose.NO_KEY), lanes.where(there, first + i, -1))
+        return
+
     def keep(i, key, slot):
         send(slot, key, first + i)
 
-    if s.span <= s.k:  # all survive
-        total = lanes.i32(0)
-    else:
-        total = choose.best(s.k, s.threads, keys_s, counts_s, count=count, most=s.span, stride=1, keep=keep)
+    total = choose.best(s.k, s.threads, keys_s, counts_s, count=count, most=s.span, stride=1, keep=keep)
     for start in range(0, s.kept, s.threads):
         slot = lanes.thread() + start
         with lanes.when((slot >= total) & (slot < s.kept)):
-            if s.span <= s.k:
-                there = slot < count
-                send(slot, lanes.where(there, lanes.load_shared(keys_s, slot)[0], choose.NO_KEY), lanes.where(there, first + slot, -1))
-            else:
-                send(slot, lanes.i32(choose.NO_KEY), lanes.i32(-1))
+            send(slot, lanes.i32(choose.NO_KEY), lanes.i32(-1))
 
 
 # 3. Choose among the survivors, and list.

@@ -66,7 +66,9 @@ def test_append_is_a_loop_over_tokens(starts, tokens, first, last, known, seed):
     np.testing.assert_array_equal(np.asarray(got.k), expected_k)
     np.testing.assert_array_equal(np.asarray(got.v), expected_v)
     for name, array in index.items():
-        np.testing.assert_array_equal(np.asarray(got.index[name]), array)
+        # A mean may be summed in another order where sealing is a kernel of its own.
+        tolerance = 1e-6 if name.startswith("mean") else 0
+        np.testing.assert_allclose(np.asarray(got.index[name]), array, rtol=tolerance, atol=tolerance)
 
 
 def test_copy_page_copies_keys_values_and_indexes_and_nothing_else():

@@ -52,8 +52,6 @@ def _integers(x, i):
         lanes.minimum(x, i),
         lanes.maximum(x, 3),
         lanes.half_unsigned(x),
-        lanes.divide_unsigned(x, 7),
-        lanes.minimum_unsigned(x, i),
         lanes.popcount(x),
     ]
 
@@ -79,8 +77,6 @@ def _integers_expected(x, i):
         np.minimum(x, i),
         np.maximum(x, 3),
         (u // 2).view(np.int32),
-        (u // 7).view(np.int32),
-        np.minimum(u, i.view(np.uint32)).view(np.int32),
         np.bitwise_count(u),
     ]
 
@@ -98,7 +94,6 @@ def _warp(x, i):
         lanes.warp_reduce(x, "max"),
         lanes.warp_reduce(x & 1023, "add"),
         lanes.cta_count(x > 0, THREADS),
-        *lanes.choose(x > 0, lambda: [x, i], lambda: [i, x], 2),
         lanes.loop(5, [x], lambda n, total: [total + n])[0],
         lanes.while_loop(lambda n: n < 100, lambda n: [n + 7], [i])[0],
     ]
@@ -119,8 +114,6 @@ def _warp_expected(x, i):
         spread(warps.max(1)),
         spread((warps & 1023).sum(1)),
         np.full_like(i, above.sum()),
-        np.where(x > 0, x, i),
-        np.where(x > 0, i, x),
         x + 10,
         i + 7 * steps,
     ]
