@@ -20,7 +20,6 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 OLDEST_JAX = (0, 11, 2)
-ALL_LANES = 0xFFFFFFFF
 
 
 def check_version() -> None:

@@ -22,24 +22,28 @@ MOST_ROWS = 16
 """T*G beyond which spans are used: the parts that warpgroups exchange would crowd out the tiles."""
 
 
-def unsupported(q, k, block_size: int) -> str | None:
-    """Why this call, of those that `gather_attention.mosaic_gpu` supports, is none for this form, or None."""
+def unsupported(q, k, *, width: int, block_size: int, words: dict[str, int]) -> str | None:
+    """Why this call, of those that `gather_attention.mosaic_gpu` supports, is none for this form, or None. Arguments as in `shape_of`."""
     if block_size not in (16, 32, 64, 128):
         return f"block_size must be 16, 32, 64 or 128, got {block_size}"
     rows = q.shape[1] * q.shape[2] // k.shape[1]
-    return None if rows <= MOST_ROWS else f"T * G must be at most {MOST_ROWS} in one launch, got {rows}"
+    if rows > MOST_ROWS:
+        return f"T * G must be at most {MOST_ROWS} in one launch, got {rows}"
+    if shape_of(q, k, width=width, block_size=block_size, window=None, sm_scale=1.0, words=words).stages == 0:
+        return f"a list of {width} blocks and {sum(words.values())} words of other stages leave no shared memory for a tile of keys"
+    return None
 
 
-def shape_of(q, k, *, width: int, block_size: int, window, sm_scale: float, other_words: int = 0) -> Shape:
-    """The sizes of a call. other_words: shared memory that other stages of the same kernel take."""
+def shape_of(q, k, *, width: int, block_size: int, window, sm_scale: float, words: dict[str, int]) -> Shape:
+    """The sizes of a call; no stages where shared memory cannot hold one. words: of shared memory that other stages of the kernel take."""
     batch, num_queries, num_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k.shape
     ctas = clusters.ctas_per_unit(batch * num_kv_heads)
     sizes = (batch, num_queries, num_heads, num_kv_heads, head_dim, page_size, block_size, width, window, sm_scale, q.dtype, TILE)
     s = Shape(*sizes, 1, WARPGROUPS, ctas)
-    taken = 4 * (other_words + sum(cluster_merge.words(s).values())) + 2 * tiles.ROWS * head_dim
-    room = 4 * lanes.SHARED_WORDS - taken
-    return dataclasses.replace(s, stages=max(1, min(MOST_STAGES, room // (4 * TILE * head_dim * WARPGROUPS))))
+    taken = sum((words | {"ids_s": width + 1} | cluster_merge.words(s)).values())
+    room = 4 * (lanes.SHARED_WORDS - taken) - 2 * tiles.ROWS * head_dim
+    return dataclasses.replace(s, stages=max(0, min(MOST_STAGES, room // (4 * TILE * head_dim * WARPGROUPS))))
 
 
 def scratch(s: Shape, words: dict[str, int]) -> dict:

@@ -77,9 +77,11 @@ def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window
     reason = unsupported(q, k, v, page_table, lengths, blocks=blocks, **static, config=config)
     if reason:
         raise NotImplementedError(f"gather_attention 'mosaic_gpu': {reason}")
-    if config is None and blocks is not None and not return_block_lse and not listed.unsupported(q, k, block_size):
-        s = listed.shape_of(q, k, width=blocks.shape[2], block_size=block_size, window=window, sm_scale=sm_scale)
-        return tuple(listed.attend_listed(s, q, k, v, page_table, lengths, blocks))
+    if config is None and blocks is not None and not return_block_lse:
+        sizes = {"width": blocks.shape[2], "block_size": block_size, "words": {}}
+        if not listed.unsupported(q, k, **sizes):
+            s = listed.shape_of(q, k, **sizes, window=window, sm_scale=sm_scale)
+            return tuple(listed.attend_listed(s, q, k, v, page_table, lengths, blocks))
     return _attend(q, k, v, page_table, lengths, blocks, **static, config=config or Config(), interpret=interpret)
 
 

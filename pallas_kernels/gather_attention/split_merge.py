@@ -73,7 +73,6 @@ def merge(s: Shape, out, lse):
         def run(arrays, sums_s, unit, r):
             out_ref, lse_ref, merged_ref, merged_lse_ref = arrays
             quad, strand = lanes.thread() % quads, lanes.thread() // quads
-            m = lanes.f32(float("-inf"))
             found = [lanes.load_global(lse_ref, (unit * s.splits + n) * rows + r, "f32") for n in range(s.splits)]
             m = functools.reduce(lanes.maximum, found)
             m = lanes.where(m == float("-inf"), 0.0, m)

@@ -125,18 +125,20 @@ def unsupported(q, index, page_table, lengths, *, kind, page_size, block_size, k
             f"a CTA chooses among at most {most} blocks; {page_table.shape[1] * page_size} tokens in blocks of {block_size} over "
             f"{shape.ctas} CTAs give {shape.span}, and the survivors of all are {shape.ctas * shape.kept}"
         )
+    if shape.depth == 0:
+        return f"{sum(shape.scratch_words().values())} words of keys, lists leave no shared memory for index rows of head dim {head_dim}"
     return None
 
 
 def shape_of(q, index, page_table, **sizes) -> Shape:
-    """The sizes of a call; as many turns on their way as shared memory holds, up to 3."""
+    """The sizes of a call; as many turns on their way as shared memory holds, up to 3, none if it cannot hold one."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads = index.shape[1]
     ctas = clusters.ctas_per_unit(batch * num_kv_heads)
     dims = (batch, num_queries, num_heads, num_kv_heads, head_dim, page_table.shape[1])
     s = Shape(*dims, **sizes, dtype=q.dtype.name, ctas=ctas, depth=1)
     room = lanes.SHARED_WORDS - sum(s.scratch_words().values())
-    return dataclasses.replace(s, depth=max(1, min(3, room // (s.threads // 32 * s.slot_words))))
+    return dataclasses.replace(s, depth=max(0, min(3, room // (s.threads // 32 * s.slot_words))))
 
 
 def select_blocks(q, index, page_table, lengths, *, kind, page_size, block_size, k, sink, local):

@@ -25,11 +25,11 @@ def unsupported(q, k, v, index, page_table, lengths, *, kind, block_size, budget
     """Why this valid input is none for this kernel, or None if it is one."""
     sizes = {"kind": kind, "page_size": k.shape[2], "block_size": block_size, "k": budget, "sink": sink, "local": local}
     rest = {"blocks": None, "block_size": block_size, "window": None, "sm_scale": sm_scale, "return_block_lse": False, "config": None}
-    return (
-        select.unsupported(q, index, page_table, lengths, **sizes)
-        or gather.unsupported(q, k, v, page_table, lengths, **rest)
-        or listed.unsupported(q, k, block_size)
-    )
+    reason = select.unsupported(q, index, page_table, lengths, **sizes) or gather.unsupported(q, k, v, page_table, lengths, **rest)
+    if reason:
+        return reason
+    chosen = select.shape_of(q, index, page_table, **sizes)
+    return listed.unsupported(q, k, width=chosen.width, block_size=block_size, words=chosen.scratch_words())
 
 
 def selected_attention(q, k, v, index, page_table, lengths, *, kind, block_size, budget, sink, local, sm_scale, config):
@@ -42,10 +42,10 @@ def selected_attention(q, k, v, index, page_table, lengths, *, kind, block_size,
         raise NotImplementedError(f"selected_attention 'mosaic_gpu': {reason}")
     sizes = {"kind": kind, "page_size": k.shape[2], "block_size": block_size, "k": budget, "sink": sink, "local": local}
     chosen = select.shape_of(q, index, page_table, **sizes)
-    other_words = sum(chosen.scratch_words().values())
-    s = listed.shape_of(q, k, width=chosen.width, block_size=block_size, window=None, sm_scale=sm_scale, other_words=other_words)
-    depth = listed.ring_words(s) // (chosen.threads // 32 * chosen.slot_words)
-    return _attend(dataclasses.replace(chosen, depth=max(1, min(3, depth))), s, q, k, v, index, page_table, lengths)
+    words = chosen.scratch_words()
+    s = listed.shape_of(q, k, width=chosen.width, block_size=block_size, window=None, sm_scale=sm_scale, words=words)
+    depth = listed.ring_words(s) // (chosen.threads // 32 * chosen.slot_words)  # a tile for each warpgroup holds a turn of index rows
+    return _attend(dataclasses.replace(chosen, depth=min(3, depth)), s, q, k, v, index, page_table, lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("chosen", "s"))

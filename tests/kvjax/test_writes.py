@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvjax.cache import FULL, Cache, IndexSpec, append, copy_page, empty_layer
 from kvjax.policies import Dense
 from kvjax.steps import decode_step
+from pallas_kernels import dispatch
 from pallas_kernels.page_index import page_index
 
 N, K, P, D = 12, 2, 4, 2
@@ -66,8 +67,8 @@ def test_append_is_a_loop_over_tokens(starts, tokens, first, last, known, seed):
     np.testing.assert_array_equal(np.asarray(got.k), expected_k)
     np.testing.assert_array_equal(np.asarray(got.v), expected_v)
     for name, array in index.items():
-        # A mean may be summed in another order where sealing is a kernel of its own.
-        tolerance = 1e-6 if name.startswith("mean") else 0
+        # Where appending is a kernel of its own, it may sum a mean in another order.
+        tolerance = 1e-6 if name.startswith("mean") and dispatch.available("append_tokens")[0] == "mosaic_gpu" else 0
         np.testing.assert_allclose(np.asarray(got.index[name]), array, rtol=tolerance, atol=tolerance)
 
 

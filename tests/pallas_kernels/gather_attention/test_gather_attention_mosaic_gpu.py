@@ -178,6 +178,13 @@ def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
 
 
+def test_a_list_too_long_for_shared_memory_takes_spans(cuda):
+    text = cuda.lower(*production(width=60_000, block_size=16))
+    assert "span_kernel" in text
+    assert "listed_kernel" not in text
+    assert "listed_kernel" in cuda.lower(*production(width=592, block_size=16))
+
+
 def test_compiles_without_spilling(cuda, tmp_path, capsys):
     found = cuda.compile(SPILL_FREE | WIDE, tmp_path)
     with capsys.disabled():

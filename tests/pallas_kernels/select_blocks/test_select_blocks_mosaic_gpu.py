@@ -89,6 +89,10 @@ NOT_HERE = {
         production(batch=40, tokens=1 << 20, block_size=16),
         r"chooses among at most \d+ blocks; 1048576 tokens in blocks of 16 over 1 CTAs give 65536",
     ),
+    "no room for index rows": (
+        production(batch=40, heads=(16, 4), head_dim=256, tokens=384 << 10, block_size=16),
+        "leave no shared memory for index rows of head dim 256",
+    ),
 }
 
 
