@@ -39,7 +39,7 @@ _COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_fr
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """One tensor as a file holds it: [out, in] for matrices."""
+    """One tensor as a file holds it."""
 
     file: Path
     shape: tuple[int, ...]
@@ -48,11 +48,10 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """One parameter: its Hugging Face name, the shape it must be stored with, and whether reading transposes it."""
+    """One parameter: its Hugging Face name and its shape, the same in the file and on the device."""
 
     name: str
     shape: tuple[int, ...]
-    transposed: bool
 
 
 EMBEDDED = "needle"
@@ -150,11 +149,7 @@ def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
     """What the parameter pytree of `config` is filled from: its leaves in order, and its structure."""
     names, structure = jax.tree.flatten(FAMILIES[config.family].tensor_names(config))
     shapes = jax.tree.leaves(param_shapes(config), is_leaf=lambda node: isinstance(node, tuple) and isinstance(node[0], int))
-    wanted = []
-    for name, shape in zip(names, shapes, strict=True):
-        transposed = len(shape) == 2 and name != TENSORS["embed"]
-        wanted.append(Wanted(name, shape[::-1] if transposed else shape, transposed))
-    return wanted, structure
+    return [Wanted(name, shape) for name, shape in zip(names, shapes, strict=True)], structure
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, Stored]) -> None:

@@ -1,10 +1,10 @@
 """The one decoder that every family shares: pre-norm transformer, grouped-query attention, RoPE, RMSNorm, gated SiLU MLP.
 
 Families differ in which optional tensors a layer has (q, k, v biases; q, k norms); llama.py, qwen2.py and qwen3.py name them. The
-parameters are a plain pytree, matrices stored [in, out]:
+parameters are a plain pytree, matrices stored [out, in], as checkpoints do and as a decode step reads them best:
 
-    {"embed": [V, E], "final_norm": [E], "layers": (layer, ...), optional "lm_head": [E, V]}
-    layer: attn_norm [E], q [E, H*D], k [E, K*D], v [E, K*D], o [H*D, E], mlp_norm [E], gate [E, F], up [E, F], down [F, E],
+    {"embed": [V, E], "final_norm": [E], "layers": (layer, ...), optional "lm_head": [V, E]}
+    layer: attn_norm [E], q [H*D, E], k [K*D, E], v [K*D, E], o [E, H*D], mlp_norm [E], gate [F, E], up [F, E], down [E, F],
            optional q_bias [H*D], k_bias [K*D], v_bias [K*D], q_norm [D], k_norm [D]
 
 Weights and activations have the dtype of `embed`; norms and RoPE are computed in float32 and rounded once; logits are float32.
@@ -21,6 +21,8 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.model import Attend, ModelConfig, Params
 from kvjax.models import rope
+from pallas_kernels.elementwise import rms_norm, rotate
+from pallas_kernels.project_tokens import project_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,71 +47,56 @@ class TransformerDecoder:
         x = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         rotation = rope.rotation(self.config, positions)
         for number, layer in enumerate(params["layers"]):
-            q, k, v = self._qkv(layer, rms_norm(x, layer["attn_norm"], self.config.norm_eps), rotation)
+            q, k, v = self._qkv(layer, x, rotation)
             out, state = attend(number, q, k, v, state)
-            x = x + project(out.reshape(*out.shape[:2], -1).astype(x.dtype), layer["o"])
-            x = x + _mlp(layer, rms_norm(x, layer["mlp_norm"], self.config.norm_eps))
+            out = out.reshape(*out.shape[:2], -1).astype(x.dtype)
+            (x,) = project(out, layer["o"], residual=x)
+            norm = {"norm": layer["mlp_norm"], "norm_eps": self.config.norm_eps}
+            (inner,) = project(x, layer["gate"], layer["up"], **norm, gated=True)
+            (x,) = project(inner, layer["down"], residual=x)
         return rms_norm(x, params["final_norm"], self.config.norm_eps), state
 
     def logits(self, params: Params, hidden: Float[Array, "... E"]) -> Float32[Array, "... V"]:
         """Next-token logits, float32 whatever the weights' dtype. Tied models read the embedding."""
-        weight, form = (params["embed"], "...e,ve->...v") if self.config.tie_embeddings else (params["lm_head"], "...e,ev->...v")
-        return jnp.einsum(form, hidden, weight, precision=_precision(hidden), preferred_element_type=jnp.float32)
+        return project(hidden, params["embed" if self.config.tie_embeddings else "lm_head"], out_dtype=jnp.float32)[0]
 
     def _qkv(self, layer: Params, x: Float[Array, "B T E"], rotation: tuple[Array, Array]):
         """Queries and keys, normalised where the family does so and rotated, and values: [B, T, heads, D]."""
-        q, k, v = (self._heads(layer, name, x) for name in ("q", "k", "v"))
-        if self.config.qk_norm:
-            q = rms_norm(q, layer["q_norm"], self.config.norm_eps)
-            k = rms_norm(k, layer["k_norm"], self.config.norm_eps)
-        return rope.rotate(q, *rotation), rope.rotate(k, *rotation), v
-
-    def _heads(self, layer: Params, name: str, x: Float[Array, "B T E"]) -> Float[Array, "B T heads D"]:
-        y = project(_two_rows(x), layer[name])[: x.shape[0]]
-        if self.config.qkv_bias:
-            y = y + layer[f"{name}_bias"]
-        return y.reshape(*y.shape[:2], -1, self.config.head_dim)
-
-
-def rms_norm(x: Float[Array, "... E"], weight: Float[Array, "E"], eps: float) -> Float[Array, "... E"]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; computed in float32, returned in x's dtype."""
-    y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * weight.astype(jnp.float32)).astype(x.dtype)
+        config, rows = self.config, x.shape[0] * x.shape[1]
+        options = {"norm": layer["attn_norm"], "norm_eps": config.norm_eps}
+        if config.qkv_bias:
+            options["biases"] = tuple(layer[f"{name}_bias"] for name in ("q", "k", "v"))
+        if not config.qk_norm:
+            options |= {"rotation": tuple(y.reshape(rows, -1) for y in rotation), "rotated": 2}
+        projected = project(x, *(layer[name] for name in ("q", "k", "v")), **options)
+        q, k, v = (y.reshape(*y.shape[:2], -1, config.head_dim) for y in projected)
+        if config.qk_norm:
+            q = rotate(rms_norm(q, layer["q_norm"], config.norm_eps), *rotation)
+            k = rotate(rms_norm(k, layer["k_norm"], config.norm_eps), *rotation)
+        return q, k, v
 
 
-def project(x: Float[Array, "... E"], weight: Float[Array, "E F"]) -> Float[Array, "... F"]:
-    """x @ weight; float32 is multiplied as float32 on every device."""
-    return jnp.matmul(x, weight, precision=_precision(x))
-
-
-def _two_rows(x: Float[Array, "B T E"]) -> Float[Array, "B* T E"]:
-    """A single row gets one of zeros beside it. XLA for GPUs turns the product of one row and a narrow matrix into an elementwise product
-    and a sum, which writes what it should only add up; with two rows it joins the queries', keys' and values' products to one."""
-    return x if x.shape[0] * x.shape[1] > 1 else jnp.concatenate([x, jnp.zeros_like(x)])
-
-
-def _precision(x: Array) -> jax.lax.Precision:
-    """Accelerators multiply float32 with fewer bits unless told; shorter types lose nothing by the default."""
-    return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-
-
-def _mlp(layer: Params, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    return project(jax.nn.silu(project(x, layer["gate"])) * project(x, layer["up"]), layer["down"])
+def project(
+    x: Float[Array, "... E"], *weights: Float[Array, "F E"], residual: Float[Array, "... F"] | None = None, **options: Any
+) -> tuple[Float[Array, "... F"], ...]:
+    """`pallas_kernels.project_tokens` on tokens in any arrangement."""
+    rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    results = project_tokens(x.reshape(-1, x.shape[-1]), weights, residual=rows, **options)
+    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
 
 
 def param_shapes(config: ModelConfig) -> Params:
     """The parameter pytree with each array's shape, a tuple of ints, in its place."""
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * d, config.num_kv_heads * d
-    layer = {"attn_norm": (e,), "q": (e, q), "k": (e, kv), "v": (e, kv), "o": (q, e)}
-    layer |= {"mlp_norm": (e,), "gate": (e, f), "up": (e, f), "down": (f, e)}
+    layer = {"attn_norm": (e,), "q": (q, e), "k": (kv, e), "v": (kv, e), "o": (e, q)}
+    layer |= {"mlp_norm": (e,), "gate": (f, e), "up": (f, e), "down": (e, f)}
     if config.qkv_bias:
         layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
     if config.qk_norm:
         layer |= {"q_norm": (d,), "k_norm": (d,)}
     shapes = {"embed": (config.vocab_size, e), "final_norm": (e,), "layers": tuple(dict(layer) for _ in range(config.num_layers))}
-    return shapes if config.tie_embeddings else shapes | {"lm_head": (e, config.vocab_size)}
+    return shapes if config.tie_embeddings else shapes | {"lm_head": (config.vocab_size, e)}
 
 
 def init_params(config: ModelConfig, key: Array, dtype: Any = jnp.float32, *, std: float = 0.02) -> Params:

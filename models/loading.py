@@ -6,7 +6,6 @@ on the device.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -113,7 +112,7 @@ def _dtype(config: ModelConfig, tensors: dict[str, Stored], dtype: DTypeLike | N
 def _place_all(wanted: list[Wanted], tensors: dict[str, Stored], dtype: np.dtype) -> Iterator[Array]:
     """Every parameter in turn, on the device. Waits for each, so that its host copy is gone before the next is read."""
     for w in wanted:
-        yield _place(_read(tensors[w.name], w.name), dtype, w.transposed).block_until_ready()
+        yield jnp.asarray(_read(tensors[w.name], w.name)).astype(dtype).block_until_ready()
 
 
 def _read(stored: Stored, name: str) -> np.ndarray:
@@ -121,11 +120,6 @@ def _read(stored: Stored, name: str) -> np.ndarray:
 
     with safe_open(stored.file, framework="np") as opened:
         return opened.get_tensor(name)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _place(x: Array, dtype: np.dtype, transposed: bool) -> Array:
-    return (x.T if transposed else x).astype(dtype)
 
 
 def _check_tied(tensors: dict[str, Stored]) -> None:
@@ -202,7 +196,7 @@ def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> str:
         [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))] if len(shards) > 1 else ["model.safetensors"]
     )
     for file, members in zip(files, shards, strict=True):
-        host = {wanted[n].name: _to_host(leaves[n], wanted[n].transposed) for n in members}
+        host = {wanted[n].name: np.asarray(leaves[n]) for n in members}
         save_file(host, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
         weight_map = {wanted[n].name: file for file, members in zip(files, shards, strict=True) for n in members}
@@ -216,9 +210,8 @@ def _leaves(params: Params, wanted: list[Wanted], structure: Any) -> list[Array]
     if given != structure:
         raise ValueError("the parameters do not have the structure that kvjax.models.init_params gives for this configuration")
     for leaf, w in zip(leaves, wanted, strict=True):
-        expected = w.shape[::-1] if w.transposed else w.shape
-        if leaf.shape != expected:
-            raise ValueError(f"{w.name} has shape {leaf.shape}, the configuration needs {expected}")
+        if leaf.shape != w.shape:
+            raise ValueError(f"{w.name} has shape {leaf.shape}, the configuration needs {w.shape}")
     return leaves
 
 
@@ -233,11 +226,6 @@ def _shards(wanted: list[Wanted], sizes: list[int], most: int) -> list[list[int]
         shards[-1].append(n)
         filled += size
     return shards
-
-
-def _to_host(leaf: Array, transposed: bool) -> np.ndarray:
-    host = np.asarray(leaf)
-    return np.ascontiguousarray(host.T if transposed else host)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies as transformers computes them, rotation in float32 from absolute positions.
+"""Rotary position embedding: frequencies as transformers computes them, angles in float32 from absolute positions.
 
 Sources: RoPE (arXiv 2104.09864), in the "rotate half" layout of Llama checkpoints; YaRN (arXiv 2309.00071); the Llama 3.1 release
 for its piecewise scaling. Everything here that depends on the configuration alone is computed on the host with numpy, so that every
@@ -12,7 +12,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32, Int
 
 from kvjax.model import ModelConfig, RopeScaling
 
@@ -67,9 +67,3 @@ def rotation(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[Float32
     angles = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies(config), jnp.float32)
     factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
-
-
-def rotate(x: Float[Array, "B T N D"], cos: Float32[Array, "B T 1 D2"], sin: Float32[Array, "B T 1 D2"]) -> Float[Array, "B T N D"]:
-    """Rotate pair (i, i + D/2) of every head; computed in float32, returned in x's dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

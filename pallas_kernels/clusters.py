@@ -6,6 +6,9 @@ A cluster too many waits for a whole round.
 
 from __future__ import annotations
 
+MULTIPROCESSORS = 132
+"""Of an H200. A launch of as many CTAs fills the chip once; on another chip it still gives the same results."""
+
 RESIDENT = {16: 7, 8: 15, 6: 17, 5: 22, 4: 30, 3: 39, 2: 66}
 """CTAs per cluster -> clusters that run at once, with one CTA per multiprocessor. Counted on an H200 by making each CTA wait and
 timing more and more of them; other chips of the kind may have other multiprocessors switched off."""

@@ -31,6 +31,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "flash_attention": ("xla", "reference"),
     "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "page_index": ("xla", "reference"),
+    "project_tokens": ("mosaic_gpu", "xla", "reference"),
     "select_blocks": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "selected_attention": ("mosaic_gpu", "composed", "reference"),
 }

@@ -218,6 +218,11 @@ def log2(x: Scalar) -> Scalar:
     return Scalar(math.log2(x.value))
 
 
+def rsqrt(x: Scalar) -> Scalar:
+    """1 / sqrt(x), to about 2 ulp."""
+    return ptx("rsqrt.approx.f32 $0, $1;", x, result="f32")
+
+
 def half_unsigned(x: Scalar) -> Scalar:
     """Half of an integer read as unsigned, rounded down."""
     return Scalar(arith.shrui(x.value, _constant(1, _i32())))
@@ -294,9 +299,25 @@ def while_loop(condition: Callable[..., Scalar], body: Callable[..., Sequence[Sc
 # Memory. References are whole arrays (`plgpu.RefType()`); offsets count 32-bit words unless they are called bytes.
 
 
+@dataclasses.dataclass(frozen=True)
+class _OneOf:
+    """An array that is known by its pointer alone."""
+
+    pointer: ir.Value
+
+
+def either(condition: Scalar, a, b) -> _OneOf:
+    """Array a if condition else array b, for the functions below that take an array."""
+    return _OneOf(arith.select(condition.value, _pointer(a), _pointer(b)))
+
+
+def _pointer(ref) -> ir.Value:
+    return ref.pointer if isinstance(ref, _OneOf) else mgpu_utils.memref_ptr(ref)
+
+
 def _address(ref, bytes_offset: Scalar | int, block: Scalar | int = 0, block_bytes: int = 0) -> ir.Value:
     """Pointer `block * block_bytes + bytes_offset` behind the start of an array; only the first product is formed in 64 bits."""
-    pointer = mgpu_utils.memref_ptr(ref)
+    pointer = _pointer(ref)
     byte = ir.IntegerType.get_signless(8)
     i64 = ir.IntegerType.get_signless(64)
     gep = functools.partial(llvm.getelementptr, pointer.type, elem_type=byte, no_wrap_flags=llvm.GEPNoWrapFlags.none)
@@ -498,18 +519,20 @@ def load_matrices(ref, offset: Scalar, *, transposed: bool = False) -> list[Scal
     return [Scalar(x) for x in out]
 
 
-def copy_rows_async(shared, offset: Scalar, ref, place, *, rows: int, row_bytes: int) -> None:
+def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int) -> None:
     """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte pieces exchanged by row.
 
-    place: number of a row, Scalar -> (block, bytes from its start, whether it is there: else zeros). See `swizzled` for where pieces land.
+    place: number of a row, Scalar -> (array, block, bytes of a block, bytes from the block's start, whether it is there: else zeros). See
+    `swizzled` for where pieces land.
     """
     pieces = row_bytes // 16
     for first in range(0, rows * pieces, 32):
         i = lane() + first
         row, piece = i // pieces, i % pieces
-        block, block_bytes, start, there = place(row)
+        ref, block, block_bytes, start, there = place(row)
         target = offset + swizzled(row, piece, row_bytes)
-        copy_async_16_bytes(shared, target, ref, start + piece * 16, block=block, block_bytes=block_bytes, there=there)
+        with when(i < rows * pieces) if first + 32 > rows * pieces else contextlib.nullcontext():
+            copy_async_16_bytes(shared, target, ref, start + piece * 16, block=block, block_bytes=block_bytes, there=there)
 
 
 def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
@@ -529,6 +552,12 @@ def pack(low: Scalar, high: Scalar, dtype: str) -> Scalar:
     """Two float32 rounded to bfloat16 or float16, in one word."""
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
     return ptx(f"cvt.rn.{kind}.f32 $0, $1, $2;", high, low, result="i32")
+
+
+def multiply_pairs(a: Scalar, b: Scalar, dtype: str) -> Scalar:
+    """Products of the two numbers of each word, rounded to bfloat16 or float16."""
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    return ptx(f"mul.rn.{kind} $0, $1, $2;", a, b, result="i32")
 
 
 def unpack(word: Scalar, dtype: str) -> list[Scalar]:

@@ -33,7 +33,7 @@ def _leaf(name: str, shape: tuple[int, ...], key: Array) -> Float[Array, "..."]:
         return jnp.ones(shape)
     if name == "v_bias":
         return jnp.zeros(shape)
-    scale = {"q_bias": 0.5, "k_bias": 0.5, "embed": shape[-1] ** -0.5}.get(name, 1 / math.sqrt(shape[0]))
+    scale = {"q_bias": 0.5, "k_bias": 0.5}.get(name, 1 / math.sqrt(shape[-1]))
     return jax.random.normal(key, shape) * scale * (0.1 if name in ("o", "down") else 1.0)
 
 
@@ -52,6 +52,6 @@ def previous_token_heads(config: ModelConfig, layer: Params) -> Params:
     return layer | {
         "k_bias": layer["k_bias"].at[:d].set(k_bias),
         "q_bias": layer["q_bias"].at[: group * d].set(q_bias.reshape(-1)),
-        "k": layer["k"].at[:, :d].multiply(0.1),
-        "q": layer["q"].at[:, : group * d].multiply(0.1),
+        "k": layer["k"].at[:d].multiply(0.1),
+        "q": layer["q"].at[: group * d].multiply(0.1),
     }

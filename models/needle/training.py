@@ -133,7 +133,10 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     def labels(params: Params) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if getattr(path[-1], "key", "") in MATRICES else "adam", params)
 
-    muon = optax.contrib.muon(schedule(recipe.matrix_rate, recipe))
+    inputs_last = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    muon = optax.contrib.muon(
+        schedule(recipe.matrix_rate, recipe), muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: inputs_last, params)
+    )
     return optax.partition({"muon": muon, "adam": optax.adam(schedule(recipe.other_rate, recipe), b1=0.9, b2=0.95)}, labels)
 
 

@@ -301,9 +301,9 @@ def _score(s: Shape, index_ref, table_ref, row, head, length, first, count, quer
         def row_place(i):
             page = lanes.shuffle(place[0], i)
             at = (lanes.maximum(page, 0) * s.num_kv_heads + head) * s.per_page + (first + base(n) + i) % s.per_page
-            return at, 4 * s.row_words, lanes.i32(0), (page >= 0) & (base(n) + i < count)
+            return index_ref, at, 4 * s.row_words, lanes.i32(0), (page >= 0) & (base(n) + i < count)
 
-        lanes.copy_rows_async(ring_s, slot(n), index_ref, row_place, rows=16, row_bytes=4 * s.row_words)
+        lanes.copy_rows_async(ring_s, slot(n), row_place, rows=16, row_bytes=4 * s.row_words)
 
     def consume(n, place):
         scores = _products(s, ring_s, slot(n), queries_s, lane, columns)

@@ -10,8 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from kvjax.models import decoder as decoder_module
-from kvjax.models import load, rope
+from kvjax.models import load
 from kvjax.models.decoder import TransformerDecoder, causal_attend
+from pallas_kernels import elementwise
 
 TOLERANCE = 1e-4
 GOLDEN = Path(__file__).with_name("golden")
@@ -102,13 +103,15 @@ def interleaved_pairs(model, monkeypatch):
         first, second = x[..., 0::2], x[..., 1::2]
         return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
 
-    monkeypatch.setattr(rope, "rotate", rotate)
+    for module in (elementwise, decoder_module):
+        monkeypatch.setattr(module, "rotate", rotate)
     return model.decoder, model.params, None
 
 
 def norm_adds_one(model, monkeypatch):
-    right = decoder_module.rms_norm
-    monkeypatch.setattr(decoder_module, "rms_norm", lambda x, weight, eps: right(x, weight + 1, eps))
+    right = elementwise.rms_norm
+    for module in (elementwise, decoder_module):
+        monkeypatch.setattr(module, "rms_norm", lambda x, weight, eps: right(x, weight + 1, eps))
     return model.decoder, model.params, None
 
 
@@ -119,11 +122,12 @@ def gelu(model, monkeypatch):
 
 def norm_after_rope(model, monkeypatch):
     def qkv(self, layer, x, rotation):
-        q, k, v = (self._heads(layer, name, x) for name in ("q", "k", "v"))
         eps = self.config.norm_eps
-        q, k = rope.rotate(q, *rotation), rope.rotate(k, *rotation)
-        return decoder_module.rms_norm(q, layer["q_norm"], eps), decoder_module.rms_norm(k, layer["k_norm"], eps), v
+        without = dataclasses.replace(self.config, qk_norm=False)
+        q, k, v = right(TransformerDecoder(without), layer, x, rotation)
+        return elementwise.rms_norm(q, layer["q_norm"], eps), elementwise.rms_norm(k, layer["k_norm"], eps), v
 
+    right = TransformerDecoder._qkv
     monkeypatch.setattr(TransformerDecoder, "_qkv", qkv)
     return model.decoder, model.params, None
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.models import config_json, rope
+from pallas_kernels.elementwise import rotate
 
 CASES = json.loads(Path(__file__).with_name("golden").joinpath("rope.json").read_text())
 
@@ -52,7 +53,7 @@ def test_rotate_turns_pairs_half_a_head_apart():
     c = config(8, {"rope_type": "default", "rope_theta": 1e4})
     x = np.random.default_rng(0).normal(size=(2, 3, 5, 8)).astype(np.float32)
     positions = np.array([[0, 7, 100], [3, 4, 5]], np.int32)
-    out = rope.rotate(jnp.asarray(x), *rope.rotation(c, jnp.asarray(positions)))
+    out = rotate(jnp.asarray(x), *rope.rotation(c, jnp.asarray(positions)))
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[..., None, None] * np.asarray(rope.frequencies(c)))
     np.testing.assert_allclose(out, np.concatenate([turned.real, turned.imag], axis=-1), atol=2e-6)
-    assert rope.rotate(jnp.asarray(x, jnp.bfloat16), *rope.rotation(c, jnp.asarray(positions))).dtype == jnp.bfloat16
+    assert rotate(jnp.asarray(x, jnp.bfloat16), *rope.rotation(c, jnp.asarray(positions))).dtype == jnp.bfloat16

@@ -1,0 +1,87 @@
+"""project_tokens: signature, validation, dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, Float32
+
+from pallas_kernels import dispatch
+
+
+def project_tokens(
+    x: Float[Array, "R E"],
+    weights: tuple[Float[Array, "F E"], ...],
+    *,
+    biases: tuple[Float[Array, "F"], ...] | None = None,
+    norm: Float[Array, "E"] | None = None,
+    norm_eps: float = 0.0,
+    rotation: tuple[Float32[Array, "R D2"], Float32[Array, "R D2"]] | None = None,
+    rotated: int = 0,
+    gated: bool = False,
+    residual: Float[Array, "R F"] | None = None,
+    out_dtype: DTypeLike | None = None,
+    config: Any = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "R F"], ...]:
+    """Tokens times one or several matrices, with what stands around them in a transformer: `norm(x) @ w.T + bias`, for each w.
+
+    x: R tokens of width E. weights: matrices stored [features, inputs], of x's dtype; each may have its own F. biases: one per matrix.
+    norm: weight of an RMSNorm before the products, `x / sqrt(mean(x^2) + norm_eps) * norm`. rotation: cosine and sine, float32, of RoPE's
+    angles for each token; the results of the first `rotated` matrices are heads of D = 2 * D2 features and pair (i, i + D2) of each is
+    turned. gated: two matrices of one shape give one result, `silu(first) * second`. residual: added to the only result, of x's dtype.
+    out_dtype: x's dtype (default) or float32. config: the implementation's own; there is none so far. implementation: see
+    `pallas_kernels.dispatch`.
+
+    Returns a tuple with one array per result. Sums are float32; what is rounded in between (normalised tokens, a product before its bias)
+    is the implementation's affair. A token's result does not depend on the other tokens of the call; but a call of more tokens than an
+    implementation is for goes to another one, which may round otherwise.
+
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+    """
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
+    options = {"biases": biases, "norm": norm, "rotation": rotation, "rotated": rotated, "gated": gated, "residual": residual}
+    _check(x, weights, out_dtype=out_dtype, **options)
+    static = options | {"norm_eps": norm_eps, "out_dtype": out_dtype, "config": config}
+    shapes = ", ".join(str(list(w.shape)) for w in weights)
+    given = " ".join(name for name, option in options.items() if name != "rotated" and option is not None and option is not False)
+    signature = f"{dispatch.signature(x=x)} weights {shapes} {given} -> {out_dtype}"
+    name = dispatch.choose("project_tokens", implementation, signature, (x, weights), static)
+    return dispatch.load("project_tokens", name)(x, weights, **static)
+
+
+def _check(x, weights, *, biases, norm, rotation, rotated: int, gated: bool, residual, out_dtype) -> None:
+    arrays = dispatch.signature(x=x, norm=norm, residual=residual)
+    matrices = ", ".join(f"{w.dtype}{list(w.shape)}" for w in weights)
+    if x.ndim != 2 or 0 in x.shape or not weights:
+        raise ValueError(f"project_tokens takes x [R,E], no axis empty, and at least one matrix [F,E]; got {arrays}, weights {matrices}")
+    if any(w.ndim != 2 or w.shape[1] != x.shape[1] or w.shape[0] == 0 for w in weights):
+        raise ValueError(f"weights must be [F,E], stored [features, inputs], with x's E; got {arrays}, weights {matrices}")
+    others = [*weights, *(biases or ()), *(y for y in (norm, residual) if y is not None)]
+    if not jnp.issubdtype(x.dtype, jnp.floating) or any(y.dtype != x.dtype for y in others):
+        raise ValueError(f"all arrays must have x's floating dtype; got {arrays}, weights {matrices}")
+    if biases is not None and [b.shape for b in biases] != [w.shape[:1] for w in weights]:
+        raise ValueError(f"biases must be one [F] per matrix; got {[list(b.shape) for b in biases]} for weights {matrices}")
+    if norm is not None and norm.shape != x.shape[1:]:
+        raise ValueError(f"norm must be [E]; got {arrays}")
+    if gated and (len(weights) != 2 or weights[0].shape != weights[1].shape):
+        raise ValueError(f"gated takes two matrices of one shape; got weights {matrices}")
+    if rotation is not None:
+        _check_rotation(x, weights, rotation, rotated, gated)
+    results = 1 if gated else len(weights)
+    if residual is not None and (results != 1 or residual.shape != (x.shape[0], weights[0].shape[0])):
+        raise ValueError(f"residual must have the shape of the only result; got {arrays}, {results} results of weights {matrices}")
+    if out_dtype not in (x.dtype, jnp.float32):
+        raise ValueError(f"out_dtype must be x's {x.dtype} or float32, got {out_dtype}")
+
+
+def _check_rotation(x, weights, rotation, rotated: int, gated: bool) -> None:
+    cos, sin = rotation
+    arrays = dispatch.signature(cos=cos, sin=sin)
+    if cos.ndim != 2 or cos.shape != sin.shape or cos.shape[0] != x.shape[0] or cos.dtype != jnp.float32 or sin.dtype != jnp.float32:
+        raise ValueError(f"rotation must be cosine and sine, float32 [R,D/2] with x's R {x.shape[0]}; got {arrays}")
+    if gated or not 0 < rotated <= len(weights):
+        raise ValueError(f"rotation is for the first {rotated} of {len(weights)} results; it needs 1 to {len(weights)}, and no gate")
+    if any(w.shape[0] % (2 * cos.shape[1]) for w in weights[:rotated]):
+        raise ValueError(f"rotated features must be heads of {2 * cos.shape[1]}; got {[w.shape[0] for w in weights[:rotated]]}")

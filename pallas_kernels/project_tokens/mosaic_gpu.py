@@ -1,0 +1,386 @@
+"""project_tokens in Pallas Mosaic GPU (Hopper), for decode: one launch that streams the weights once, whatever is done before and after.
+
+Each CTA owns consecutive features and walks them in tiles. The inputs of a tile are dealt to the warps in chunks of 64; each warp copies
+its chunks of the weights' rows, of the tokens and of the norm's weight ahead into a ring of its own (`cp.async`), and multiplies them
+(`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). At the end of a tile the warps' sums are added in shared memory, in order.
+RMSNorm is split: its weight multiplies the tokens on their way into the product, its scale multiplies the finished sums.
+
+Memory traffic: the weights once; tokens, norm, biases, residual and results are small and come from the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import clusters, lanes
+
+MOST_TOKENS = 8
+CHUNK = 64
+"""Inputs that a warp multiplies at a time: rows of 128 bytes."""
+
+MOST_ROWS = 48
+"""Weights' rows of a tile."""
+
+CHUNK_WORDS = CHUNK // 2
+
+MOST_DEPTH = 8
+"""Chunks on their way per warp; more bring nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What the kernel's code depends on. features: of each matrix. half: half of the head dim where results are rotated, else 0. depth:
+    chunks that a warp has on their way.
+
+    What a CTA counts are units: a feature, or two features that make up results together: those of the two matrices of a gated product,
+    or a pair that RoPE turns. `parts` is how many rows of weights a unit has.
+    """
+
+    tokens: int
+    width: int
+    features: tuple[int, ...]
+    half: int
+    rotated: int
+    gated: bool
+    norm_eps: float | None
+    biased: bool
+    residual: bool
+    dtype: str
+    out_dtype: str
+    ctas: int = clusters.MULTIPROCESSORS
+    warps: int = 8
+    depth: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Rows of weights per unit."""
+        return 2 if self.gated or self.half else 1
+
+    @property
+    def units(self) -> int:
+        """Of all results together."""
+        return sum(self.features) // self.parts
+
+    @property
+    def per_cta(self) -> int:
+        """Units of a CTA at most: even, because results are written two at a time."""
+        return _round_up(-(-self.units // self.ctas), 2)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a CTA."""
+        return -(-self.per_cta * self.parts // MOST_ROWS)
+
+    @property
+    def per_tile(self) -> int:
+        """Units of a tile at most."""
+        return _round_up(-(-self.per_cta // self.tiles), 2)
+
+    @property
+    def stride(self) -> int:
+        """Rows of a tile from the units' first parts to their second."""
+        return _round_up(self.per_tile, 16 // self.parts)
+
+    @property
+    def rows(self) -> int:
+        """Rows of weights in a tile, some of them empty."""
+        return self.stride * self.parts
+
+    @property
+    def turns(self) -> int:
+        """Chunks of a warp per tile."""
+        return -(-(self.width // CHUNK) // self.warps)
+
+    @property
+    def slot_words(self) -> int:
+        """Words of a chunk: the rows of weights, of the tokens and of the norm."""
+        return (self.rows + self.tokens + (self.norm_eps is not None)) * CHUNK_WORDS
+
+    @property
+    def sums_words(self) -> int:
+        """Words of the sums of all warps over a tile."""
+        return self.warps * self.rows * 8
+
+    def scratch_words(self) -> dict[str, int]:
+        """Words of shared memory: the ring, the sums of two tiles, the sums of squares of all warps."""
+        return {"ring_s": self.warps * self.depth * self.slot_words, "sums_s": 2 * self.sums_words, "squares_s": self.warps * self.tokens}
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def unsupported(x, weights, *, biases, norm, norm_eps, rotation, rotated, gated, residual, out_dtype, config) -> str | None:
+    """Why this valid input is none for this kernel, or None if it is one."""
+    if x.shape[0] > MOST_TOKENS:
+        return f"it is for decode steps, at most {MOST_TOKENS} tokens, got {x.shape[0]}"
+    if x.dtype.name not in ("bfloat16", "float16"):
+        return f"it multiplies bfloat16 or float16, got {x.dtype}"
+    if x.shape[1] % CHUNK:
+        return f"the width must be a multiple of {CHUNK}, got {x.shape[1]}"
+    features = [w.shape[0] for w in weights]
+    if any(f % 2 for f in features):
+        return f"features must be even, got {features}"
+    if rotation is not None and (rotation[0].shape[1] % 2 or any(f % (2 * rotation[0].shape[1]) for f in features)):
+        return f"beside rotated results all must be heads of {2 * rotation[0].shape[1]}, a multiple of 4; got {features}"
+    return None
+
+
+def project_tokens(x, weights, *, biases, norm, norm_eps, rotation, rotated, gated, residual, out_dtype, config):
+    """See `pallas_kernels.project_tokens.project_tokens`; takes no config."""
+    if config is not None:
+        raise ValueError(f"implementation 'mosaic_gpu' of project_tokens takes no config, got {config!r}")
+    options = {"biases": biases, "norm": norm, "rotation": rotation, "residual": residual}
+    settings = {"norm_eps": norm_eps, "rotated": rotated, "gated": gated, "out_dtype": out_dtype, "config": config}
+    reason = unsupported(x, weights, **options, **settings)
+    if reason:
+        raise NotImplementedError(f"project_tokens 'mosaic_gpu': {reason}")
+    s = Shape(
+        *x.shape,
+        features=tuple(w.shape[0] for w in weights),
+        half=0 if rotation is None else rotation[0].shape[1],
+        rotated=rotated,
+        gated=gated,
+        norm_eps=None if norm is None else norm_eps,
+        biased=biases is not None,
+        residual=residual is not None,
+        dtype=x.dtype.name,
+        out_dtype=jnp.dtype(out_dtype).name,
+    )
+    rest = lanes.SHARED_WORDS - sum((s.scratch_words() | {"ring_s": 0}).values())
+    s = dataclasses.replace(s, depth=min(MOST_DEPTH, rest // (s.warps * s.slot_words)))
+    return tuple(_project(s, {"x": x, "weights": weights} | options))
+
+
+@functools.partial(jax.jit, static_argnames="s")
+def _project(s: Shape, inputs):
+    lanes.check_version()
+    leaves, structure = jax.tree.flatten(inputs)
+    out_features = s.features[:1] if s.gated else s.features
+    words = s.scratch_words()
+
+    def project_kernel(*refs):
+        inputs = jax.tree.unflatten(structure, refs[: len(leaves)])
+        outs = refs[len(leaves) :][: len(out_features)]
+        scratch = dict(zip(words, refs[len(leaves) + len(out_features) :], strict=True))
+
+        @lanes.stage(cta=lax.axis_index("cta"))
+        def run(arrays, scratch, cta):
+            inputs, outs = arrays
+            _Tiles(s, cta, inputs, outs, scratch).run()
+
+        run((inputs, outs), scratch)
+
+    return plgpu.kernel(
+        project_kernel,
+        out_type=[jax.ShapeDtypeStruct((s.tokens, f), s.out_dtype) for f in out_features],
+        grid=(s.ctas,),
+        grid_names=("cta",),
+        num_threads=s.warps // 4,
+        thread_name="warpgroup",
+        scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in words.values()],
+    )(*leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """The work of a CTA. cta: its number. inputs: by name. outs: the results. scratch: shared memory, by name."""
+
+    s: Shape
+    cta: lanes.Scalar
+    inputs: dict
+    outs: tuple
+    scratch: dict
+
+    @property
+    def threads(self) -> int:
+        return self.s.warps * 32
+
+    def run(self) -> None:
+        s = self.s
+        acc = [lanes.f32(0.0)] * (s.rows // 16 * 4)
+        meanwhile = self._add_squares if s.norm_eps is not None else lambda: None
+        lanes.pipeline(lanes.i32(s.tiles * s.turns), s.depth, lambda n: [], self._fetch, self._consume, acc, meanwhile)
+
+    def _slot(self, n):
+        return (lanes.warp() * self.s.depth + n % self.s.depth) * self.s.slot_words
+
+    def _fetch(self, n, place) -> None:
+        """Start copying chunk number `n` of this warp: weights, tokens, norm."""
+        s = self.s
+        chunk = n % s.turns * s.warps + lanes.warp()
+        inside = chunk < s.width // CHUNK
+        tile = n // s.turns
+        ring_s, slot = self.scratch["ring_s"], self._slot(n)
+
+        def weight_row(part):
+            def place(row):
+                unit, there = self._unit(tile, row)
+                ref, row, _ = self._row(self.inputs["weights"], unit, part)
+                return ref, row, s.width * 2, chunk * (CHUNK * 2), there & inside
+
+            return place
+
+        for part in range(s.parts):
+            lanes.copy_rows_async(ring_s, slot + part * s.stride * CHUNK_WORDS, weight_row(part), rows=s.stride, row_bytes=CHUNK * 2)
+        small = s.tokens + (s.norm_eps is not None)
+
+        def small_row(row):
+            ref = self.inputs["x"]
+            if s.norm_eps is not None:
+                ref, row = lanes.either(row < s.tokens, ref, self.inputs["norm"]), lanes.where(row < s.tokens, row, 0)
+            return ref, row, s.width * 2, chunk * (CHUNK * 2), inside
+
+        lanes.copy_rows_async(ring_s, slot + s.rows * CHUNK_WORDS, small_row, rows=small, row_bytes=CHUNK * 2)
+
+    def _unit(self, tile, row):
+        """Number of the unit in row `row` of a tile's part, and whether there is one."""
+        s = self.s
+        mine = tile * s.per_tile + row
+        unit = self.cta * s.per_cta + mine
+        return unit, (row < s.per_tile) & (mine < s.per_cta) & (unit < s.units)
+
+    def _row(self, refs, unit, part):
+        """Which of several arrays, one per matrix, holds a part of a unit; in which row; and how many rows that array has."""
+        s = self.s
+        if s.gated:
+            return refs[part], unit, lanes.i32(s.features[part])
+        row = unit // s.half * (2 * s.half) + (unit % s.half + part * s.half) if s.half else unit
+        ref, local, count = refs[0], row, lanes.i32(s.features[0])
+        first = 0
+        for before, following, size in zip(s.features, refs[1:], s.features[1:], strict=False):
+            first += before
+            ref = lanes.either(row < first, ref, following)
+            local = lanes.where(row < first, local, row - first)
+            count = lanes.where(row < first, count, size)
+        return ref, local, count
+
+    def _consume(self, n, place, *acc):
+        s, lane = self.s, lanes.lane()
+        ring_s, slot = self.scratch["ring_s"], self._slot(n)
+        tokens = self._tokens(ring_s, slot + s.rows * CHUNK_WORDS, lane)
+        sums = [acc[4 * m : 4 * m + 4] for m in range(s.rows // 16)]
+        for step in range(CHUNK // 16):
+            for m in range(s.rows // 16):
+                at = slot + m * 16 * CHUNK_WORDS + lanes.swizzled(lane & 15, (lane >> 4) + 2 * step, CHUNK * 2)
+                sums[m] = lanes.mma(sums[m], lanes.load_matrices(ring_s, at), tokens[2 * step :][:2], s.dtype)
+        acc = [x for four in sums for x in four]
+        last = n % s.turns == s.turns - 1
+        with lanes.when(last):
+            self._finish(n // s.turns, acc)
+        return [lanes.where(last, 0.0, x) for x in acc]
+
+    def _tokens(self, ring_s, start, lane):
+        """The tokens of a chunk as the other operand: 8 words, each of two inputs of token g; empty columns repeat the last token."""
+        s = self.s
+        words, norm = [], []
+        for half in range(2):
+            piece = (lane >> 3) + 4 * half
+            row = lanes.minimum(lane & 7, s.tokens - 1)
+            words += lanes.load_matrices(ring_s, start + lanes.swizzled(row, piece, CHUNK * 2))
+            if s.norm_eps is not None:
+                norm += lanes.load_matrices(ring_s, start + lanes.swizzled(lanes.i32(s.tokens), piece, CHUNK * 2))
+        return words if s.norm_eps is None else [lanes.multiply_pairs(a, b, s.dtype) for a, b in zip(words, norm, strict=True)]
+
+    def _add_squares(self) -> None:
+        """Sums of squares of the tokens, each warp over its share; `_scale` adds them up."""
+        s = self.s
+        for token in range(s.tokens):
+            total = lanes.f32(0.0)
+            for start in range(0, s.width // 8, self.threads):
+                i = lanes.thread() + start
+                piece = lanes.where(i < s.width // 8, i, 0)
+                words = lanes.load_global_16_bytes(self.inputs["x"], piece * 16 + token * s.width * 2)
+                values = [x for word in words for x in lanes.unpack(word, s.dtype)]
+                squares = functools.reduce(lambda a, b: a + b, [x * x for x in values])
+                total = total + lanes.where(i < s.width // 8, squares, 0.0)
+            for distance in (16, 8, 4, 2, 1):
+                total = total + lanes.shuffle_xor(total, distance)
+            with lanes.when(lanes.lane() == 0):
+                lanes.store_shared(self.scratch["squares_s"], lanes.warp() * s.tokens + token, total)
+
+    def _scale(self, token):
+        s = self.s
+        squares = [lanes.load_shared(self.scratch["squares_s"], token + w * s.tokens, "f32")[0] for w in range(s.warps)]
+        return lanes.rsqrt(functools.reduce(lambda a, b: a + b, squares) * (1.0 / s.width) + s.norm_eps)
+
+    def _finish(self, tile, acc) -> None:
+        """Add up the warps' sums of a tile, and write its features. All threads come here together."""
+        s, lane = self.s, lanes.lane()
+        g, t = lane >> 2, lane & 3
+        # Two tiles' sums alternate: a warp that writes the next finds everyone through with the one before.
+        buffer = tile % 2 * s.sums_words
+        sums_s = self.scratch["sums_s"]
+        with lanes.when(t * 2 < s.tokens):
+            for m in range(s.rows // 16):
+                for half in range(2):
+                    row = lanes.warp() * s.rows + (16 * m + 8 * half) + g
+                    lanes.store_shared(sums_s, buffer + row * 8 + t * 2, *acc[4 * m + 2 * half :][:2])
+        lanes.cta_barrier(self.threads)
+        pairs = s.stride // 2
+        for start in range(0, s.tokens * pairs, self.threads):
+            i = lanes.thread() + start
+            token, row = i // pairs, i % pairs * 2
+            unit, there = self._unit(tile, row)
+            with lanes.when((token < s.tokens) & there):
+                self._write(buffer, token, row, unit)
+
+    def _write(self, buffer, token, row, unit) -> None:
+        """The results of a token's units number `unit` and the next."""
+        s = self.s
+
+        def total(row):
+            parts = [lanes.load_shared(self.scratch["sums_s"], buffer + (row + w * s.rows) * 8 + token, "f32")[0] for w in range(s.warps)]
+            return functools.reduce(lambda a, b: a + b, parts)
+
+        results = [[total(row + (part * s.stride + n)) for n in range(2)] for part in range(s.parts)]
+        if s.norm_eps is not None:
+            scale = self._scale(token)
+            results = [[x * scale for x in two] for two in results]
+        if s.biased:
+            rows = [self._row(self.inputs["biases"], unit, part) for part in range(s.parts)]
+            biases = [lanes.unpack(lanes.load_global(ref, row // 2), s.dtype) for ref, row, _ in rows]
+            results = [_add(*twos) for twos in zip(results, biases, strict=True)]
+        if s.half:
+            results = self._rotate(results, token, unit)
+        if s.gated:
+            results = [[_silu(gate) * up for gate, up in zip(*results, strict=True)]]
+        if s.residual:
+            word = lanes.load_global(self.inputs["residual"], (token * s.units + unit) // 2)
+            results = [_add(results[0], lanes.unpack(word, s.dtype))]
+        for part, two in enumerate(results):
+            self._store(token, unit, part, two)
+
+    def _rotate(self, results, token, unit):
+        s = self.s
+        at = token * s.half + unit % s.half
+        there = unit < sum(s.features[: s.rotated]) // 2
+        turned = []
+        for n, (first, second) in enumerate(zip(*results, strict=True)):
+            cos, sin = (lanes.load_global(ref, at + n, "f32") for ref in self.inputs["rotation"])
+            cos, sin = lanes.where(there, cos, 1.0), lanes.where(there, sin, 0.0)
+            turned.append((first * cos - second * sin, second * cos + first * sin))
+        return list(zip(*turned, strict=True))
+
+    def _store(self, token, unit, part, two) -> None:
+        s = self.s
+        ref, row, count = self._row(self.outs, unit, part)
+        at = token * count + row
+        if s.out_dtype == "float32":
+            lanes.store_global(ref, at, *two)
+        else:
+            lanes.store_global(ref, at // 2, lanes.pack(*two, s.dtype))
+
+
+def _add(a, b):
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def _silu(x):
+    return x / (lanes.exp2(x * -1.4426950408889634) + 1.0)

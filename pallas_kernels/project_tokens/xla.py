@@ -1,0 +1,39 @@
+"""project_tokens in plain JAX: any number of tokens, any backend, differentiable. Each step rounds to the tokens' dtype."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import elementwise
+
+
+def project_tokens(x, weights, *, biases, norm, norm_eps, rotation, rotated, gated, residual, out_dtype, config):
+    """See `pallas_kernels.project_tokens.project_tokens`; takes no config."""
+    if config is not None:
+        raise ValueError(f"implementation 'xla' of project_tokens takes no config, got {config!r}")
+    if norm is not None:
+        x = elementwise.rms_norm(x, norm, norm_eps)
+    results = [_product(x, w, out_dtype) for w in weights]
+    if biases is not None:
+        results = [y + b.astype(y.dtype) for y, b in zip(results, biases, strict=True)]
+    if rotation is not None:
+        results = [_rotate(y, rotation) for y in results[:rotated]] + results[rotated:]
+    if gated:
+        gate, up = results
+        results = [jax.nn.silu(gate) * up]
+    if residual is not None:
+        results = [results[0] + residual.astype(results[0].dtype)]
+    return tuple(results)
+
+
+def _rotate(y, rotation):
+    cos, sin = rotation
+    heads = y.reshape(y.shape[0], -1, 2 * cos.shape[1])
+    return elementwise.rotate(heads, cos[:, None], sin[:, None]).reshape(y.shape)
+
+
+def _product(x, weight, out_dtype):
+    # Accelerators multiply float32 with fewer bits unless told; shorter types lose nothing by the default.
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return jnp.einsum("re,fe->rf", x, weight, precision=precision, preferred_element_type=out_dtype)
