@@ -29,7 +29,7 @@ from kvjax.sampling import SamplingRows
 from kvjax.steps import Reads, decode_and_sample
 from pallas_kernels import dispatch
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages, random_pages
-from pallas_kernels.bench.timing import Timing, kernel_timing, record
+from pallas_kernels.bench.timing import Timing, kernel_timing, record, timeline
 from pallas_kernels.page_index import page_index
 
 PAGE_SIZE = 128
@@ -200,6 +200,7 @@ class _Runner:
     states: tuple[Any, ...]
     seconds: list[float] = dataclasses.field(default_factory=list)
     profile: Timing | None = None
+    timeline: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
     reads: Reads | None = None
 
 
@@ -255,7 +256,11 @@ def _profile(plan: Plan, length: int, runner: _Runner, params: Params, cache: Ca
     del cache
     reads = runner.reads
     kernels = record(lambda: kept.append(_steps(runner, params, kept.pop(), tokens, active, rows, PROFILED_STEPS)[1]))
-    runner.profile, runner.reads = kernel_timing(kernels, calls=1, chain=PROFILED_STEPS), reads
+    runner.profile, runner.timeline, runner.reads = (
+        kernel_timing(kernels, calls=1, chain=PROFILED_STEPS),
+        timeline(kernels, PROFILED_STEPS),
+        reads,
+    )
     return kept.pop()
 
 
@@ -298,6 +303,7 @@ def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) 
         "temp_bytes": runner.temp_bytes,
         "compile_s": runner.compile_s,
         "profile": runner.profile and runner.profile.figures(),
+        "timeline": runner.timeline,
     }
 
 

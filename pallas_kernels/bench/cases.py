@@ -9,6 +9,7 @@ gather     gather_attention over a list that is there already
 select     select_blocks alone
 index      page_index of `tokens` tokens
 append     append_tokens of one token per row, in place; its policy is the index of a page that every op fills, or "open": no page fills
+project    project_tokens of one token per row: qkv, o, gate-up, down or logits, which its policy names; its tokens are 0
 baseline   dense attention over contiguous keys by somebody else's kernel: the policy is its name
 """
 
@@ -23,14 +24,21 @@ PAGE_SIZE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Attention of one layer: query heads H, KV heads K, head dim D."""
+    """One layer: query heads H, KV heads K, head dim D; width E, MLP width F; vocabulary V."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    width: int
+    mlp_width: int
+    vocabulary: int
 
 
-SHAPES = {"qwen2.5-7b": Shape(28, 4, 128), "llama-3.1-8b": Shape(32, 8, 128), "tiny": Shape(4, 2, 64)}
+SHAPES = {
+    "qwen2.5-7b": Shape(28, 4, 128, 3584, 18944, 152_064),
+    "llama-3.1-8b": Shape(32, 8, 128, 4096, 14336, 128_256),
+    "tiny": Shape(4, 2, 64, 256, 512, 1024),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +64,10 @@ BUDGETS = {
 }
 """Names as in `kvjax.policies`. The last two have about the key budgets of the first two, at block 16."""
 
+PROJECTIONS = ("qkv", "o", "gate-up", "down", "logits")
+"""What project_tokens does in a step: norm, queries, keys, values and RoPE; attention's output and residual; norm, gate and up; down and
+residual; logits."""
+
 ATTENDING = ("dense", "sparse", "pair", "gather")
 """Ops that return what attention over all keys would, or their approximation."""
 
@@ -65,8 +77,8 @@ BASELINES = {"gpu": ("cudnn", "torch-flash", "torch-cudnn", "torch-efficient"), 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to measure. policy: a key of `BUDGETS`, "dense", a baseline, or for `index` and `append` "bounds" and the block size
-    (`append` also "open")."""
+    """One thing to measure. policy: a key of `BUDGETS`, "dense", a baseline, for `index` and `append` "bounds" and the block size
+    (`append` also "open"), for `project` one of `PROJECTIONS`."""
 
     op: str
     shape: str
@@ -150,6 +162,7 @@ def _cases() -> Iterator[Case]:
         yield from _place("tiny", tokens, 2, ("top:8", "quest:64"), parts=True)
     yield Case("index", "tiny", 1024, 1, "bounds16")
     yield Case("append", "tiny", 1024, 2, "bounds16")
+    yield from (Case("project", "tiny", 0, 2, policy) for policy in PROJECTIONS)
     for tokens in LENGTHS:
         for batch in (1, 4, 8):
             yield from _place("qwen2.5-7b", tokens, batch, tuple(BUDGETS), parts=batch != 4)
@@ -159,6 +172,9 @@ def _cases() -> Iterator[Case]:
     for tokens, batch in ((131072, 1), (16384, 8)):  # different pages for many calls, more than a cache holds
         for policy in ("open", "bounds128", "bounds16"):
             yield Case("append", "qwen2.5-7b", tokens, batch, policy)
+    for shape in ("qwen2.5-7b", "llama-3.1-8b"):
+        for batch in (1, 8):
+            yield from (Case("project", shape, 0, batch, policy) for policy in PROJECTIONS)
     for tokens in (8192, 131072, 1048576):
         for batch in (1, 8):
             yield from _place("llama-3.1-8b", tokens, batch, ("top:8", "top:32"), parts=False)

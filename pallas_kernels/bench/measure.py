@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from pallas_kernels.bench import checks, inputs, torch_sdpa
+from pallas_kernels.bench import checks, inputs, projections, torch_sdpa
 from pallas_kernels.bench.cases import ATTENDING, PAGE_SIZE, Case
 from pallas_kernels.bench.inputs import Pool
 from pallas_kernels.bench.ops import chained, contiguous_attention, in_place, op_of, poison
@@ -48,7 +48,7 @@ def copy_rate() -> dict[str, Any]:
 def row_of(case: Case, implementation: str | None, copy_bytes_per_s: float) -> dict[str, Any]:
     """The row of a case (see `report` for the fields). Raises Skipped, NotImplementedError, or what the op raises."""
     row = _shape_fields(case)
-    figures = {"index": _index, "append": _append, "baseline": _baseline}.get(case.op, _paged)(case, implementation)
+    figures = {"index": _index, "append": _append, "project": _project, "baseline": _baseline}.get(case.op, _paged)(case, implementation)
     timing: Timing = figures.pop("timing")
     moved = sum(figures["bytes"].values())
     row |= figures | timing.figures()
@@ -219,6 +219,22 @@ def _append(case: Case, implementation: str | None) -> dict[str, Any]:
     return {"copies": 1, "chain": chain, **found, "bytes": moved, **_reads(case, keys), "timing": timing}
 
 
+def _project(case: Case, implementation: str | None) -> dict[str, Any]:
+    """project_tokens, every op with matrices that are not in the cache; and the same by XLA, in whose times the speed-up is given."""
+    moved = projections.weight_bytes(case)
+    copies = inputs.copies_needed(moved)
+    _check_memory(case, copies, held=copies * moved)
+    chain = max(copies, inputs.MIN_OPS)
+    different = [projections.own_arguments(case, seed) for seed in range(copies)]
+    own = tuple((jnp.array(x), arrays) for x, arrays in (different[i % copies] for i in range(chain)))
+    found, second = _run_twice(projections.op_of(case, implementation), None, own[0])
+    ref = projections.op_of(case, "reference")(None, *own[0])
+    found["error"] = max(checks.row_error(a, b) for a, b in zip(second, ref, strict=True))
+    timing, other = (_timed(chained(projections.op_of(case, name)), None, own, chain) for name in (implementation, "xla"))
+    speedup = {"over": "xla", "times": other.median_s / timing.median_s}
+    return {"copies": copies, "chain": chain, **found, "bytes": {"weights": moved}, **_reads(case, 0), "speedup": speedup, "timing": timing}
+
+
 def _baseline(case: Case, implementation: str | None) -> dict[str, Any]:
     """`jax.nn.dot_product_attention` over contiguous keys; the case's policy names its implementation."""
     moved = inputs.bytes_read(case, _all_keys(case))
@@ -248,8 +264,8 @@ def _timed(program: Callable, pool: Any, own: tuple, chain: int) -> Timing:
     return device_time(program, [(pool, own)], calls=calls, chain=chain, warmup=0)
 
 
-def _check_memory(case: Case, copies: int) -> None:
+def _check_memory(case: Case, copies: int, held: int | None = None) -> None:
     gc.collect()
-    needed, there = inputs.bytes_held(case, copies), inputs.memory_bytes()
+    needed, there = inputs.bytes_held(case, copies) if held is None else held, inputs.memory_bytes()
     if needed > MEMORY_SHARE * there:
         raise Skipped(f"needs {needed / 2**30:.1f} GiB; arrays may take {MEMORY_SHARE * there / 2**30:.1f} of {there / 2**30:.1f} GiB")

@@ -116,6 +116,7 @@ STEP_COLUMNS = (
     "p10-p90",
     "device ms",
     "idle ms",
+    "in graphs",
     "GB",
     "TB/s",
     "of copy",
@@ -139,6 +140,7 @@ def step_cells(row: Row) -> tuple[str, ...]:
         f"{milli['p10_s']:.2f}-{milli['p90_s']:.2f}",
         f"{profile['period_s'] * 1e3:.2f}" if profile else "",
         f"{profile['idle_s'] * 1e3:.2f}" if profile else "",
+        f"{profile['in_graphs']:.0%}" if profile else "",
         f"{sum(row['bytes'].values()) / 1e9:.2f}",
         f"{row['bytes_per_s'] / 1e12:.2f}",
         f"{row['fraction_of_copy']:.2f}",
@@ -227,6 +229,34 @@ def plot(rows: Sequence[Row], file: Path, *, scale: float, unit: str) -> None:
     figure.savefig(file, dpi=120, format="png")
 
 
+TIMELINE_PLACE = (2**17, 1)
+"""Tokens and batch of the rows whose timeline is drawn."""
+
+TIMELINE_SECONDS = 300e-6
+"""What is drawn of a step: two layers of a large model."""
+
+
+def plot_timeline(rows: Sequence[Row], file: Path) -> None:
+    """The first kernels of a step as bars, one line per row; every row has a timeline."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 1.2 + 0.6 * len(rows)), layout="constrained")
+    axis = figure.subplots()
+    names = dict.fromkeys(name for row in rows for name, start, _ in row["timeline"] if start * 1e-9 < TIMELINE_SECONDS)
+    for number, name in enumerate(names):
+        for line, row in enumerate(rows):
+            bars = [(start * 1e-3, length * 1e-3) for found, start, length in row["timeline"] if found == name]
+            axis.broken_barh(
+                bars, (line - 0.4, 0.8), color=f"C{number}", edgecolor="white", linewidth=0.5, label=name if not line else None
+            )
+    axis.set(xlim=(0, TIMELINE_SECONDS * 1e6), xlabel="us from the start of the step")
+    axis.set_yticks(range(len(rows)), [f"{row['shape']}, {row['policy']}" for row in rows])
+    axis.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120, format="png")
+
+
 def _micro(row: Row) -> str:
     return f"{row['median_s'] * 1e6:,.1f}" if "median_s" in row else "-"
 
@@ -252,7 +282,12 @@ def write_documents(
         typer.echo("\n\n".join(f"## {name}\n\n{make()}" for name, make in parts(runs).items()))
     for kind, name, scale, unit in (("ops", "decode-op", 1e6, "us"), ("decode", "decode-step", 1e3, "ms")):
         if plots is not None and any(run["bench"] == kind for run in runs):
-            plot(merged([run for run in runs if run["bench"] == kind]), plots / f"{name}.png", scale=scale, unit=unit)
+            rows = merged([run for run in runs if run["bench"] == kind])
+            plot(rows, plots / f"{name}.png", scale=scale, unit=unit)
+            if kind == "decode":
+                shown = [row for row in rows if row.get("timeline") and (row["tokens"], row["batch"]) == TIMELINE_PLACE]
+                if shown:
+                    plot_timeline(shown, plots / "decode-timeline.png")
 
 
 if __name__ == "__main__":

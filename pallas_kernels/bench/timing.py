@@ -28,11 +28,13 @@ PAUSE = 3e-3
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel, copy or memset that ran on the device; times in nanoseconds of the trace."""
+    """One kernel, copy or memset that ran on the device; times in nanoseconds of the trace. graph: number of the CUDA graph that launched
+    it, None for one that was launched by itself."""
 
     name: str
     start: float
     end: float
+    graph: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Timing:
     median_s, p10_s, p90_s: from the start of an op's first kernel to the end of its last, over `ops` of them. period_s: from an op's
     first start to the next op's, the pause between two ops included; less than `median_s` only where ops overlap. idle_s: the part of
     the median op in which no kernel ran. split: whether the ops of a call could be told apart; if not, every figure is a call's divided by
-    the ops in it.
+    the ops in it. in_graphs: share of the kernels that CUDA graphs launched.
     """
 
     clock: str
@@ -63,6 +65,7 @@ class Timing:
     period_s: float
     idle_s: float | None
     split: bool
+    in_graphs: float | None
     kernels: tuple[KernelTime, ...]
 
     def figures(self) -> dict[str, Any]:
@@ -104,9 +107,8 @@ def read_kernels(profile: ProfileData) -> list[Kernel]:
     """The kernels, copies and memsets of the first GPU of a trace, by start. RuntimeError if there are none."""
     planes = {plane.name: list(plane.lines) for plane in profile.planes}
     lines = planes.get("/device:GPU:0", [])
-    kernels = [
-        Kernel(e.name, e.start_ns, e.start_ns + e.duration_ns) for line in lines if line.name.startswith("Stream") for e in line.events
-    ]
+    events = [event for line in lines if line.name.startswith("Stream") for event in line.events]
+    kernels = [Kernel(e.name, e.start_ns, e.start_ns + e.duration_ns, dict(e.stats).get("cuda_graph_id")) for e in events]
     if not kernels:
         found = {name: [line.name for line in lines] for name, lines in planes.items()}
         raise RuntimeError(f"the trace holds no kernel of /device:GPU:0; its planes and lines are {found}")
@@ -127,14 +129,22 @@ def kernel_timing(kernels: Sequence[Kernel], calls: int, chain: int) -> Timing:
     idle = np.median([_span(unit) - _busy(unit) for unit in units]) * 1e-9 / share
     middle, low, high = (float(np.quantile(spans, q)) for q in (0.5, 0.1, 0.9))
     totals = tuple(_kernel_times(units, share))
-    return Timing("trace", len(units) * share, middle, low, high, float(np.median(periods)) * 1e-9, float(idle), split, totals)
+    in_graphs = float(np.mean([kernel.graph is not None for kernel in kernels]))
+    return Timing("trace", len(units) * share, middle, low, high, float(np.median(periods)) * 1e-9, float(idle), split, in_graphs, totals)
+
+
+def timeline(kernels: Sequence[Kernel], chain: int) -> list[tuple[str, int, int]]:
+    """Name, start and duration of each kernel of the last of `chain` ops, in nanoseconds from that op's start; empty where ops cannot be
+    told apart."""
+    op = (_split_ops(list(kernels), chain) or [[]])[-1]
+    return [(plain_name(kernel.name), round(kernel.start - op[0].start), round(kernel.end - kernel.start)) for kernel in op]
 
 
 def wall_timing(seconds: Sequence[float], chain: int) -> Timing:
     """The timing of calls of `chain` ops that took `seconds` by the wall clock."""
     each = np.array(seconds) / chain
     middle, low, high = (float(np.quantile(each, q)) for q in (0.5, 0.1, 0.9))
-    return Timing("wall", len(each) * chain, middle, low, high, middle, None, False, ())
+    return Timing("wall", len(each) * chain, middle, low, high, middle, None, False, None, ())
 
 
 def split_calls(kernels: Sequence[Kernel], calls: int) -> list[list[Kernel]]:

@@ -69,8 +69,8 @@ def test_rows_say_what_was_read(rows):
     assert (dense["keys_read"], dense["blocks_read"], dense["reads_everything"]) == (2048, 16, True)
     assert (top["keys_read"], top["blocks_read"], top["reads_everything"]) == (1664, 13, False)
     inner = {"page_index"}  # called by append_tokens where that is not one kernel
-    assert dense["path"].keys() - inner == {"append_tokens", "gather_attention"}
-    assert top["path"].keys() - inner == {"append_tokens", "gather_attention", "select_blocks", "selected_attention"}
+    assert dense["path"].keys() - inner == {"append_tokens", "gather_attention", "project_tokens"}
+    assert top["path"].keys() - inner == {"append_tokens", "gather_attention", "project_tokens", "select_blocks", "selected_attention"}
     for row in (dense, top):
         assert len(row["rounds_s"]) == 2
         assert 0 < row["p10_s"] <= row["median_s"] <= row["p90_s"]

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pallas_kernels import dispatch
 from pallas_kernels.bench import inputs, measure, ops, session, torch_sdpa
-from pallas_kernels.bench.cases import BUDGETS, Case, all_cases, baselines, matching
+from pallas_kernels.bench.cases import BUDGETS, PROJECTIONS, Case, all_cases, baselines, matching
 
 SPARSE = Case("sparse", "tiny", 2048, 2, "top:8")
 INDEX = Case("index", "tiny", 1024, 1, "bounds16")
@@ -42,7 +42,7 @@ def test_names_are_unique_and_cover_the_reach():
             for what in ("dense/*/dense", "sparse/*/top:8", "sparse/*/top:32", "sparse/*/quest:64", "sparse/*/quest:256"):
                 op, _, policy = what.split("/")
                 assert f"{op}/qwen2.5-7b/{tokens}/b{batch}/{policy}" in names
-    for pattern in ("pair/*", "gather/*", "select/*", "index/*", "append/*/open", "sparse/llama-3.1-8b/*"):
+    for pattern in ("pair/*", "gather/*", "select/*", "index/*", "append/*/open", "project/*/gate-up", "sparse/llama-3.1-8b/*"):
         assert fnmatch.filter(names, pattern)
 
 
@@ -112,6 +112,16 @@ def test_appends_run_in_place_on_a_page_each(policy):
     assert (row["keys_read"], row["blocks_read"]) == ((128, 8) if policy == "bounds16" else (0, 0))
     positions = np.concatenate([tokens[2] for tokens in inputs.new_tokens(case, 8, seed=0)], axis=1)
     assert positions.tolist() == [[page * 128 + (127 if policy == "bounds16" else 64) for page in range(8)]] * 2
+
+
+@pytest.mark.parametrize("policy", PROJECTIONS)
+def test_projections(policy):
+    (row,) = run(Case("project", "tiny", 0, 2, policy))
+    assert row["error"] < (1e-5 if policy == "logits" else 8e-3)
+    assert row["same_bits"]
+    assert row["speedup"]["over"] == "xla"
+    sizes = {"qkv": 256 * 512, "o": 256 * 256, "gate-up": 256 * 1024, "down": 512 * 256, "logits": 256 * 1024}
+    assert row["bytes"] == {"weights": 2 * sizes[policy]}
 
 
 def test_a_run_end_to_end(tmp_path):

@@ -103,9 +103,9 @@ def test_whole_steps():
     assert (dense["blocks"], dense["device ms"]) == ("13.0", "")
     assert (skipped["policy"], skipped["path"], skipped["ms"]) == ("top:8", "too large", "")
     assert report.step_cells(step_row("dense", None) | {"skipped": None, "failed": "broke"})[4] == "FAILED broke"
-    profile = {"period_s": 5.5e-3, "idle_s": 0.3e-3, "kernels": []}
+    profile = {"period_s": 5.5e-3, "idle_s": 0.3e-3, "in_graphs": 1.0, "kernels": []}
     found = dict(zip(report.STEP_COLUMNS, report.step_cells(step_row("dense", 5.7, profile=profile, reads_everything=True)), strict=True))
-    assert (found["device ms"], found["idle ms"], found["blocks"]) == ("5.50", "0.30", "13.0 (all)")
+    assert (found["device ms"], found["idle ms"], found["in graphs"], found["blocks"]) == ("5.50", "0.30", "100%", "13.0 (all)")
 
 
 def test_where_the_time_goes():
@@ -150,6 +150,11 @@ def test_the_command_writes_documents_and_plots(tmp_path):
     assert "| sparse/qwen2.5-7b/top:8 | xla | 13 |" in document.read_text()
     for name in ("decode-op.png", "decode-step.png"):
         assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "plots" / "decode-timeline.png").exists(), "no step has a timeline"
+    timed = step_row("dense", 5.7, timeline=[["project", 0, 1000], ["span", 1000, 2000]])
+    (tmp_path / "steps.json").write_text(json.dumps(STEPS | {"rows": [timed]}))
+    report.write_documents([tmp_path / "steps.json"], plots=tmp_path / "plots")
+    assert (tmp_path / "plots" / "decode-timeline.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no row has a time"):
         report.plot([op_row("dense", "dense", None)], tmp_path / "x.png", scale=1, unit="s")
 

@@ -115,6 +115,27 @@ def test_a_kernel_run_twice_in_an_op_is_counted_twice():
     assert (kernel.runs_per_op, kernel.median_s, kernel.total_s) == pytest.approx((2, 2e-6, 4e-6))
 
 
+def test_the_share_of_kernels_in_graphs():
+    kernels = [Kernel("a", 0, 1000, graph=7), Kernel("b", 1000, 2000, graph=7), Kernel("c", 2000, 3000)]
+    assert kernel_timing(kernels, calls=1, chain=1).in_graphs == pytest.approx(2 / 3)
+
+
+def test_a_kernel_knows_the_graph_that_launched_it():
+    text = (
+        'planes { name: "/device:GPU:0" lines { name: "Stream #13(Kernel)" '
+        "events { metadata_id: 1 offset_ps: 0 duration_ps: 1000 stats { metadata_id: 2 uint64_value: 58 } } "
+        "events { metadata_id: 1 offset_ps: 5000 duration_ps: 1000 } } "
+        'event_metadata { key: 1 value { id: 1 name: "k" } } stat_metadata { key: 2 value { id: 2 name: "cuda_graph_id" } } }'
+    )
+    assert [kernel.graph for kernel in read_kernels(ProfileData.from_text_proto(text))] == [58, None]
+
+
+def test_the_timeline_is_that_of_the_last_op():
+    kernels = calls_of([("a_1", 0, 1000), ("b", 1500, 3000)], [("a_2", 0, 1100), ("b", 1600, 3000)], calls=1, period=5000)
+    assert timing.timeline(kernels, 2) == [("a", 0, 1100), ("b", 1600, 1400)]
+    assert timing.timeline(kernels[:-1], 2) == []
+
+
 def test_calls_must_be_equal_and_apart():
     good = calls_of([("a", 0, 1000)], [("a", 0, 1000)], calls=3, period=2000)
     assert [len(group) for group in split_calls(good, 3)] == [2, 2, 2]
