@@ -223,9 +223,14 @@ def rsqrt(x: Scalar) -> Scalar:
     return ptx("rsqrt.approx.f32 $0, $1;", x, result="f32")
 
 
-def half_unsigned(x: Scalar) -> Scalar:
-    """Half of an integer read as unsigned, rounded down."""
-    return Scalar(arith.shrui(x.value, _constant(1, _i32())))
+def shift_right(x: Scalar, places: Scalar) -> Scalar:
+    """An integer read as unsigned, shifted to the right; 0 from 32 places on."""
+    return ptx("shr.u32 $0, $1, $2;", x, places, result="i32")
+
+
+def leading_zeros(x: Scalar) -> Scalar:
+    """How many of the 32 bits stand before the first that is set."""
+    return ptx("clz.b32 $0, $1;", x, result="i32")
 
 
 def bits(x: Scalar) -> Scalar:
@@ -346,6 +351,11 @@ def load_global(ref, offset: Scalar | int, name: str = "i32") -> Scalar:
     return _load(_address(ref, offset * 4), [name], "global", ".nc")[0]
 
 
+def load_global_now(ref, offset: Scalar | int) -> Scalar:
+    """The same integer, asked for at this place of the program; compilers move other loads to where their value is needed."""
+    return _load(_address(ref, offset * 4), ["i32"], "global")[0]
+
+
 def load_global_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar | None = None, block_bytes: int = 0) -> list[Scalar]:
     """Four words of an array in global memory that nobody writes meanwhile; both offsets multiples of 16 bytes. Passes by the L1 cache."""
     pointer = _address(ref, offset_bytes, block, block_bytes) if block is not None else _address(ref, offset_bytes)
@@ -371,14 +381,23 @@ def wait_for_copies(groups: int) -> None:
 
 
 def pipeline(
-    turns: Scalar, depth: int, locate: Callable, fetch: Callable, consume: Callable, carry: Sequence[Scalar], meanwhile: Callable
+    turns: Scalar,
+    depth: int,
+    locate: Callable,
+    fetch: Callable,
+    consume: Callable,
+    carry: Sequence[Scalar],
+    meanwhile: Callable = lambda: None,
+    prepare: Callable = lambda: None,
 ) -> list[Scalar]:
     """`for n in range(turns): carry = consume(n, place, *carry)`; returns the carry.
 
     place = locate(n), a list; fetch(n, place) starts copies. Fetching runs `depth` turns ahead, and locating one more, so that neither
-    what a place is read from nor what it leads to is waited for. meanwhile: called once the first copies are on their way.
+    what a place is read from nor what it leads to is waited for. prepare: called before the first copies are started, while their
+    places are read. meanwhile: called once these copies are on their way; what it reads arrives after them.
     """
     places = [locate(i32(n)) for n in range(depth + 1)]
+    prepare()
     size = len(places[0])
 
     def start(n, place):
@@ -433,6 +452,12 @@ def _store(pointer, values: Sequence[Scalar], space: str) -> None:
     sources = f"{{{sources}}}" if vector else sources
     kind = "f32" if values[0].is_float else "b32"
     mgpu_utils.inline_ptx(f"st.{space}{vector}.{kind} [$0], {sources};", pointer, *(x.value for x in values))
+
+
+def count_shared(ref, offset: Scalar, condition: Scalar) -> None:
+    """Add 1 to an integer in shared memory, atomically, if the condition holds; the offset need not make sense otherwise."""
+    code = "{.reg .pred p; setp.ne.s32 p, $1, 0; @p red.shared.add.u32 [$0], 1;}"
+    mgpu_utils.inline_ptx(code, _address(ref, offset * 4), where(condition, i32(1), 0).value, has_side_effects=True)
 
 
 def store_cluster(cta: Scalar | int, ref, offset: Scalar | int, *values: Scalar) -> None:
@@ -495,13 +520,6 @@ def publish_to_tensor_cores() -> None:
     ptx("fence.proxy.async.shared::cta;")
 
 
-def cta_count(condition: Scalar, threads: int) -> Scalar:
-    """For how many threads of the CTA the condition holds; a barrier as well."""
-    flag = where(condition, i32(1), i32(0))
-    code = f"{{.reg .pred p; setp.ne.s32 p, $1, 0; barrier.cta.red.popc.aligned.u32 $0, {CTA_BARRIER}, {threads}, p;}}"
-    return ptx(code, flag, result="i32", convergent=True)
-
-
 def cluster_barrier() -> None:
     """Wait for all threads of the cluster; what they wrote to each other's shared memory before is seen after."""
     ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
@@ -529,6 +547,8 @@ def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int)
     for first in range(0, rows * pieces, 32):
         i = lane() + first
         row, piece = i // pieces, i % pieces
+        if pieces % 32 == 0:  # one row for all lanes, which the compiler does not see
+            row, piece = i32(first // pieces), lane() + first % pieces
         ref, block, block_bytes, start, there = place(row)
         target = offset + swizzled(row, piece, row_bytes)
         with when(i < rows * pieces) if first + 32 > rows * pieces else contextlib.nullcontext():

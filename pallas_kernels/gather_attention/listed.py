@@ -41,32 +41,61 @@ def shape_of(q, k, *, width: int, block_size: int, window, sm_scale: float, word
     ctas = clusters.ctas_per_unit(batch * num_kv_heads)
     sizes = (batch, num_queries, num_heads, num_kv_heads, head_dim, page_size, block_size, width, window, sm_scale, q.dtype, TILE)
     s = Shape(*sizes, 1, WARPGROUPS, ctas)
-    taken = sum((words | {"ids_s": width + 1} | cluster_merge.words(s)).values())
+    taken = sum((words | list_words(s) | cluster_merge.words(s)).values())
     room = 4 * (lanes.SHARED_WORDS - taken) - 2 * tiles.ROWS * head_dim
     return dataclasses.replace(s, stages=max(0, min(MOST_STAGES, room // (4 * TILE * head_dim * WARPGROUPS))))
 
 
+def list_words(s: Shape) -> dict[str, int]:
+    """Words of shared memory for the list and its length; for the pages in which its blocks lie and the length of the row."""
+    return {"ids_s": s.width + 1, "pages_s": s.width + 1}
+
+
 def scratch(s: Shape, words: dict[str, int]) -> dict:
-    """Shared memory: what `tiles` and `cluster_merge` need, the list and its length, and other words."""
-    words = words | {"ids_s": s.width + 1}
+    """Shared memory: what `tiles` and `cluster_merge` need, the list, and other words."""
+    words = words | list_words(s)
     floats = {name: plgpu.SMEM((n,), jnp.float32) for name, n in cluster_merge.words(s).items()}
     return s.scratch() | floats | {name: plgpu.SMEM((n,), jnp.int32) for name, n in words.items()}
 
 
-def attend(s: Shape, unit, cta, number, inputs, outputs, scratch) -> None:
-    """By all threads of all CTAs of a cluster: attention over the first `number` entries of the list in `scratch["ids_s"]`.
+def locate(s: Shape, unit, table_width: int, table_ref, lengths_ref, scratch) -> None:
+    """By single threads: to `scratch["pages_s"]` the page of each listed block, -1 where there is none; behind them the row's length.
 
-    inputs: q, k, v, page table, lengths. outputs: out `[B, T, H, D]`, lse `[B, T, H]`.
+    Every tile needs them, and gets them sooner from there than from global memory.
     """
-    q_ref, k_ref, v_ref, table_ref, lengths_ref = inputs
+    row, threads = unit // s.num_kv_heads, s.warpgroups * 128
+    length = lanes.load_global(lengths_ref, row)
+    with lanes.when(lanes.thread() == 0):
+        lanes.store_shared(scratch["pages_s"], s.width, length)
+    for start in range(0, s.width, threads):
+        i = lanes.thread() + start
+        with lanes.when(i < s.width):
+            token = lanes.load_shared(scratch["ids_s"], i)[0] * s.block_size
+            there = (token >= 0) & (token < length)
+            page = lanes.load_global(table_ref, row * table_width + lanes.where(there, token, 0) // s.page_size)
+            lanes.store_shared(scratch["pages_s"], i, lanes.where(there, page, -1))
+    lanes.cta_barrier(threads)
+
+
+def attend(s: Shape, unit, cta, number, inputs, outputs, scratch) -> None:
+    """By all threads of all CTAs of a cluster: attention over the first `number` entries of the list that `locate` found.
+
+    inputs: q, k, v. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. Tiles are dealt out in turn, a CTA's second one when each has one.
+    """
+    q_ref, k_ref, v_ref = inputs
     row, head = lax.div(unit, jnp.int32(s.num_kv_heads)), lax.rem(unit, jnp.int32(s.num_kv_heads))
     warpgroup = lax.axis_index("warpgroup")
-    length, ids_s = lengths_ref[row], scratch["ids_s"]
+    ids_s, pages_s = scratch["ids_s"], scratch["pages_s"]
+    length = pages_s[s.width]
     full = lax.div(number * s.block_size + (s.tile - 1), jnp.int32(s.tile))
-    first, count = tiles.span(s, cta * s.warpgroups + warpgroup, full)
-    place = functools.partial(tiles.places, s, lambda entry: ids_s[entry], table_ref, row, length)
+    workers, first = s.splits * s.warpgroups, warpgroup * s.splits + cta
+    count = lax.div(jnp.maximum(full - first, 0) + (workers - 1), jnp.int32(workers))
+
+    def place(n):
+        return tiles.places(s, lambda entry: ids_s[entry], lambda entry, _: pages_s[entry], length, first + n * workers)
+
     queries = functools.partial(tiles.load_queries, s, row, head, q_ref, scratch["q_s"])
-    folded = tiles.fold(s, warpgroup, (k_ref, v_ref), scratch, head, length, first, count, place, queries)
+    folded = tiles.fold(s, warpgroup, (k_ref, v_ref), scratch, head, length, 0, count, place, queries)
     where = (row, head, cta, warpgroup)
     cluster_merge.merge_and_store(s, folded, where, scratch["parts_s"], scratch["stats_s"], *outputs)
 
@@ -102,17 +131,17 @@ def attend_listed(s: Shape, q, k, v, page_table, lengths, blocks):
         unit, cta = lax.axis_index("unit"), lax.axis_index("cta")
 
         @lanes.stage(unit=unit)
-        def copy_list(blocks_ref, ids_s, unit):
+        def copy_list(inputs, scratch, unit):
             threads = s.warpgroups * 128
             for start in range(0, s.width, threads):
                 i = lanes.thread() + start
                 with lanes.when(i < s.width):
-                    lanes.store_shared(ids_s, i, lanes.load_global(blocks_ref, unit * s.width + i))
+                    lanes.store_shared(scratch["ids_s"], i, lanes.load_global(inputs[0], unit * s.width + i))
             lanes.cta_barrier(threads)
+            locate(s, unit, page_table.shape[1], *inputs[1:], scratch)
 
-        copy_list(blocks_ref, scratch["ids_s"])
-        inputs = (q_ref, k_ref, v_ref, table_ref, lengths_ref)
-        attend(s, unit, cta, jnp.int32(s.width), inputs, (out_ref, lse_ref), scratch)
+        copy_list((blocks_ref, table_ref, lengths_ref), {name: scratch[name] for name in list_words(s)})
+        attend(s, unit, cta, jnp.int32(s.width), (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch)
 
     return launch(s, listed_kernel, outputs(s), {})(q, k, v, page_table, lengths, blocks)
 

@@ -162,7 +162,11 @@ def _launch(s: tiles.Shape, block_lse_width: int | None, array_code: bool, inter
                 _store_rows(s, lse, scratch["rows_s"], block_lse_ref[0].at[row, head, block + p])
 
         first, count = tiles.span(s, split, tiles.number_of_tiles(s, length))
-        place = functools.partial(tiles.places, s, lambda entry: blocks_ref[row, head, entry], table_ref, row, length)
+
+        def page_of(_, start):
+            return table_ref[row, lax.div(start, jnp.int32(s.page_size))]
+
+        place = functools.partial(tiles.places, s, lambda entry: blocks_ref[row, head, entry], page_of, length)
         told = report if block_lse_ref else None
         folded = tiles.fold(s, 0, (k_ref, v_ref), scratch, head, length, first, count, place, queries, told)
         if array_code:

@@ -134,22 +134,23 @@ def number_of_tiles(s: Shape, length):
     return jnp.int32(-(-s.width * s.block_size // s.tile))
 
 
-def places(s: Shape, block_of, table_ref, row, length, tile):
+def places(s: Shape, block_of, page_of, length, tile):
     """Where the pieces of a tile lie: per piece its page, its token there, the position of its first key, how many keys are written.
 
-    block_of: entry of the list -> block; None for dense.
+    block_of: entry of the list -> block; None for dense. page_of: entry (None for dense), first token -> page, -1 where there is none.
     """
     found = []
     for p in range(s.pieces):
         if s.width is None:
-            start = tile * s.tile + p * s.piece
+            start, entry = tile * s.tile + p * s.piece, None
             listed = start < length
         else:
-            entry = lax.div(tile * s.tile, jnp.int32(s.block_size)) + p
-            block = block_of(jnp.minimum(entry, s.width - 1))
+            wanted = lax.div(tile * s.tile, jnp.int32(s.block_size)) + p
+            entry = jnp.minimum(wanted, s.width - 1)
+            block = block_of(entry)
             start = jnp.maximum(block, 0) * s.block_size + lax.rem(tile * s.tile, jnp.int32(s.block_size))
-            listed = (block >= 0) & (entry < s.width) & (start < length)
-        page = table_ref[row, jnp.where(listed, lax.div(start, jnp.int32(s.page_size)), 0)]
+            listed = (block >= 0) & (wanted < s.width) & (start < length)
+        page = page_of(entry, jnp.where(listed, start, 0))
         written = jnp.where(listed & (page >= 0), jnp.minimum(length - start, s.piece), 0)
         found.append((jnp.maximum(page, 0), lax.rem(start, jnp.int32(s.page_size)), start, written))
     return found

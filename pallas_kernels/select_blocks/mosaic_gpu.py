@@ -1,9 +1,9 @@
 """select_blocks in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per sequence and KV head.
 
-1. Score: each CTA takes a span of the candidates, each warp 16 blocks at a time, whose index rows it copies ahead into a ring of its own.
-   They are one operand of `mma.m16n8k16`; the query, split in its positive and negative part, is the other, its heads the 8 columns.
-2. Choose the k best of the span, exactly (`choose`).
-3. Every CTA sends its survivors to all others (distributed shared memory), and all choose among them again, alike.
+1. Score: each warp takes 16 blocks at a time, whose index rows it copies ahead into a ring of its own. They are one operand of
+   `mma.m16n8k16`; the query, split in its positive and negative part, is the other, its heads the 8 columns.
+2. Choose the k best, exactly (`choose`). Of few candidates (`AT_ONCE`), dealt out in turn, every score goes to all CTAs (distributed shared
+   memory), and all choose alike. Of many, each CTA takes a span, chooses its best, and sends these to all others, which choose again.
 
 Memory traffic: each candidate's index rows once (R * D elements), 4 bytes of page table per page, the list. Sources: bounds scoring, Quest
 (ICML 2024); selection by counting needs no sort and is exact and deterministic.
@@ -25,6 +25,9 @@ from pallas_kernels.select_blocks import choose
 from pallas_kernels.select_blocks.api import selection_width
 
 LOWEST = -3.4028234663852886e38
+
+AT_ONCE = 2048
+"""Candidates up to which all CTAs choose among all, once: which spares the choice among their shares. (Faster at 64 and 1024.)"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +90,24 @@ class Shape:
         return -(-self.rows // 8) if self.kind == "bounds" else -(-self.num_queries // 2)
 
     @property
+    def blocks(self) -> int:
+        """Blocks that a page table has room for."""
+        return self.table_width * self.per_page
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all CTAs choose among all candidates, once."""
+        return self.blocks <= AT_ONCE
+
+    @property
     def span(self) -> int:
-        """Candidates of a CTA at most."""
-        return -(-self.table_width * self.per_page // self.ctas)
+        """Keys that a CTA chooses among first, at most."""
+        return self.blocks if self.at_once else -(-self.blocks // self.ctas)
 
     @property
     def kept(self) -> int:
         """Survivors a CTA sends at most."""
-        return min(self.k, self.span)
+        return 0 if self.at_once else min(self.k, self.span)
 
     @property
     def slot_words(self) -> int:
@@ -189,28 +202,22 @@ def select(s: Shape, unit, cta, inputs, scratch) -> None:
     """
     q_ref, index_ref, table_ref, lengths_ref = inputs
     row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
-    length = lanes.load_global(lengths_ref, row)
+    length = lanes.load_global_now(lengths_ref, row)
     current = (length - 1) // s.block_size
     first_written = lanes.maximum(length - s.num_queries, 0) // s.page_size * s.per_page
     first_local = lanes.maximum(lanes.minimum(current - (s.local - 1), first_written), 0)
     local_start = lanes.maximum(first_local, s.sink)
     found = lanes.i32(0)
     if s.k:
-        candidates = lanes.maximum(first_local - s.sink, 0)
-        per_cta = (candidates + (s.ctas - 1)) // s.ctas
-        first = cta * per_cta + s.sink
-        count = lanes.maximum(lanes.minimum(per_cta, candidates - cta * per_cta), 0)
-        queries_s, keys_s, survivors_s, counts_s = (scratch[f"{name}_s"] for name in ("queries", "keys", "survivors", "counts"))
+        queries_s, ring_s = scratch["queries_s"], scratch["ring_s"]
 
         def operand():
             _operand(s, q_ref, row, head, queries_s)
             lanes.cta_barrier(s.threads)
 
-        _score(s, index_ref, table_ref, row, head, length, first, count, queries_s, keys_s, scratch["ring_s"], operand)
-        lanes.cta_barrier(s.threads)
-        _send_survivors(s, cta, first, count, keys_s, survivors_s, counts_s)
-        lanes.cluster_barrier() if s.ctas > 1 else lanes.cta_barrier(s.threads)
-        found = _distant(s, survivors_s, scratch["distant_s"], counts_s)
+        score = functools.partial(_score, s, index_ref, table_ref, row, head, length, queries_s, ring_s, operand)
+        choose_best = _choose_at_once if s.at_once else _choose_twice
+        found = choose_best(s, cta, lanes.maximum(first_local - s.sink, 0), score, scratch)
         lanes.cta_barrier(s.threads)
     _assemble(s, length, current, local_start, found, scratch["distant_s"], scratch["ids_s"])
     lanes.cta_barrier(s.threads)
@@ -276,32 +283,31 @@ def _mean_column(s: Shape, q_ref, row, head, column, d):
     return words
 
 
-def _score(s: Shape, index_ref, table_ref, row, head, length, first, count, queries_s, keys_s, ring_s, operand) -> None:
-    """Keys of the CTA's candidates: order-preserving integers of their scores, NO_KEY where the page does not exist.
+def _score(s: Shape, index_ref, table_ref, row, head, length, queries_s, ring_s, operand, first, stride, end, put) -> None:
+    """Scores of candidates: in turn n a warp takes 16 blocks from `first + n * stride` on, those below `end`.
 
-    operand: fills `queries_s`, by all threads; called once the first index rows are on their way.
+    operand: fills `queries_s`, by all threads. put: called with a block and its key, an order-preserving integer of its score or NO_KEY
+    where its page does not exist, in four lanes with different `lane % 4`.
     """
-    stride = s.threads // 2  # 16 blocks per warp and turn
     lane = lanes.lane()
     g, t = lane >> 2, lane & 3
     columns = _written_columns(s, length, t)
-    begin = lanes.warp() * 16
-
-    def base(n):
-        return n * stride + begin
 
     def locate(n):  # the pages of the 16 blocks, in as many lanes
-        block = first + lanes.minimum(base(n) + (lane & 15), count - 1)
-        return [lanes.load_global(table_ref, row * s.table_width + lanes.maximum(block, 0) // s.per_page)]
+        block = lanes.minimum(first + n * stride + (lane & 15), s.blocks - 1)
+        return [lanes.load_global_now(table_ref, row * s.table_width + block // s.per_page)]
 
     def slot(n):
         return (lanes.warp() * s.depth + n % s.depth) * s.slot_words
 
     def fetch(n, place):
+        page, block = place[0], first + n * stride + (lane & 15)
+        mine = (page * s.num_kv_heads + head) * s.per_page + block % s.per_page
+        mine = lanes.where((page >= 0) & (block < end), mine, -1)
+
         def row_place(i):
-            page = lanes.shuffle(place[0], i)
-            at = (lanes.maximum(page, 0) * s.num_kv_heads + head) * s.per_page + (first + base(n) + i) % s.per_page
-            return index_ref, at, 4 * s.row_words, lanes.i32(0), (page >= 0) & (base(n) + i < count)
+            at = lanes.shuffle(mine, i)
+            return index_ref, lanes.maximum(at, 0), 4 * s.row_words, lanes.i32(0), at >= 0
 
         lanes.copy_rows_async(ring_s, slot(n), row_place, rows=16, row_bytes=4 * s.row_words)
 
@@ -309,13 +315,14 @@ def _score(s: Shape, index_ref, table_ref, row, head, length, first, count, quer
         scores = _products(s, ring_s, slot(n), queries_s, lane, columns)
         for half, score in enumerate(scores):
             page = lanes.shuffle(place[0], g + 8 * half)
-            i = base(n) + (g + 8 * half)
-            with lanes.when((t == 0) & (i < count)):
-                lanes.store_shared(keys_s, i, lanes.where(page >= 0, _key(score), choose.NO_KEY))
+            block = first + n * stride + (g + 8 * half)
+            with lanes.when(block < end):
+                put(block, lanes.where(page >= 0, _key(score), choose.NO_KEY))
         return []
 
-    turns = lanes.maximum((count - begin + (stride - 1)) // stride, 0)
-    lanes.pipeline(turns, s.depth, locate, fetch, consume, [], operand)
+    turns = lanes.maximum((end - first + (stride - 1)) // stride, 0)
+    # The operand first: queries asked for after the index rows arrive after them, and all turns wait.
+    lanes.pipeline(turns, s.depth, locate, fetch, consume, [], prepare=operand)
 
 
 def _written_columns(s: Shape, length, t):
@@ -371,20 +378,59 @@ def _key(score):
 # 2. Choose.
 
 
+def _meet(s: Shape) -> None:
+    """Wait for the other CTAs of the cluster; what they sent is there."""
+    lanes.cluster_barrier() if s.ctas > 1 else lanes.cta_barrier(s.threads)
+
+
+def _choose_at_once(s: Shape, cta, candidates, score, scratch):
+    """The k best blocks, ascending, to `scratch["distant_s"]`; returns how many there are. Every CTA gets the keys of all candidates."""
+    keys_s, distant_s = scratch["keys_s"], scratch["distant_s"]
+
+    def send(block, key):
+        t = lanes.lane() & 3
+        for start in range(0, s.ctas, 4):
+            with lanes.when(t + start < s.ctas):
+                lanes.store_cluster(t + start, keys_s, block - s.sink, key)
+
+    score((lanes.warp() * s.ctas + cta) * 16 + s.sink, s.threads // 2 * s.ctas, candidates + s.sink, send)
+    _meet(s)
+
+    def keep(i, key, slot):
+        lanes.store_shared(distant_s, slot, i + s.sink)
+
+    return choose.best(s.k, s.threads, keys_s, scratch["counts_s"], count=candidates, most=s.blocks, stride=1, keep=keep)
+
+
+def _choose_twice(s: Shape, cta, candidates, score, scratch):
+    """The same, by choosing the k best of a span, and again among those of all spans."""
+    keys_s, survivors_s, distant_s, counts_s = (scratch[f"{name}_s"] for name in ("keys", "survivors", "distant", "counts"))
+    per_cta = (candidates + (s.ctas - 1)) // s.ctas
+    first = cta * per_cta + s.sink
+    count = lanes.maximum(lanes.minimum(per_cta, candidates - cta * per_cta), 0)
+
+    def hold(block, key):
+        with lanes.when((lanes.lane() & 3) == 0):
+            lanes.store_shared(keys_s, block - first, key)
+
+    score(first + lanes.warp() * 16, s.threads // 2, first + count, hold)
+    lanes.cta_barrier(s.threads)
+    _send_survivors(s, cta, first, count, keys_s, survivors_s, counts_s)
+    _meet(s)
+    most = s.ctas * s.kept
+
+    def keep(i, key, slot):
+        lanes.store_shared(distant_s, slot, lanes.load_shared(survivors_s, i * 2 + 1)[0])
+
+    return choose.best(s.k, s.threads, survivors_s, counts_s, count=lanes.i32(most), most=most, stride=2, keep=keep)
+
+
 def _send_survivors(s: Shape, mine, first, count, keys_s, survivors_s, counts_s) -> None:
-    """The best of this CTA's span, as (key, block), to every CTA of the cluster."""
+    """The best of this CTA's span, as (key, block), to every CTA of the cluster; NO_KEY where there are fewer than `s.kept`."""
 
     def send(slot, key, block):
         for cta in range(s.ctas):
             lanes.store_cluster(cta, survivors_s, (mine * s.kept + slot) * 2, key, block)
-
-    if s.span <= s.k:  # all survive
-        for start in range(0, s.kept, s.threads):
-            i = lanes.thread() + start
-            with lanes.when(i < s.kept):
-                there = i < count
-                send(i, lanes.where(there, lanes.load_shared(keys_s, i)[0], choose.NO_KEY), lanes.where(there, first + i, -1))
-        return
 
     def keep(i, key, slot):
         send(slot, key, first + i)
@@ -396,17 +442,7 @@ def _send_survivors(s: Shape, mine, first, count, keys_s, survivors_s, counts_s)
             send(slot, lanes.i32(choose.NO_KEY), lanes.i32(-1))
 
 
-# 3. Choose among the survivors, and list.
-
-
-def _distant(s: Shape, survivors_s, distant_s, counts_s):
-    """The k best blocks of the row, ascending, to shared memory; returns how many there are."""
-    most = s.ctas * s.kept
-
-    def keep(i, key, slot):
-        lanes.store_shared(distant_s, slot, lanes.load_shared(survivors_s, i * 2 + 1)[0])
-
-    return choose.best(s.k, s.threads, survivors_s, counts_s, count=lanes.i32(most), most=most, stride=2, keep=keep)
+# 3. List.
 
 
 def _assemble(s: Shape, length, current, local_start, found, distant_s, ids_s) -> None:

@@ -59,12 +59,12 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, k, v, index, page_table, l
             select.select(chosen, unit, cta, inputs, words)
             select.store_list(chosen, unit, cta, ids_ref, words["ids_s"])
             lanes.publish_to_tensor_cores()  # the ring held index rows; TMA writes to it next
-            lanes.cta_barrier(chosen.threads)
+            listed.locate(s, unit, chosen.table_width, *inputs[2:], words)
 
-        words = {name: scratch[name] for name in chosen.scratch_words()} | {"ring_s": lanes.Swizzled(scratch["kv_s"], tiles.SWIZZLED)}
+        names = chosen.scratch_words() | listed.list_words(s)
+        words = {name: scratch[name] for name in names} | {"ring_s": lanes.Swizzled(scratch["kv_s"], tiles.SWIZZLED)}
         choose(((q_ref, index_ref, table_ref, lengths_ref), ids_ref), words)
-        inputs = (q_ref, k_ref, v_ref, table_ref, lengths_ref)
-        listed.attend(s, unit, cta, scratch["ids_s"][s.width], inputs, (out_ref, lse_ref), scratch)
+        listed.attend(s, unit, cta, scratch["ids_s"][s.width], (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch)
 
     out_type = [*listed.outputs(s), *select.outputs(chosen)]
     kernel = listed.launch(s, selected_kernel, out_type, chosen.scratch_words())

@@ -51,7 +51,8 @@ def _integers(x, i):
         lanes.where((x <= i) & (x != i), lanes.i32(1), 0),
         lanes.minimum(x, i),
         lanes.maximum(x, 3),
-        lanes.half_unsigned(x),
+        lanes.shift_right(x, i & 63),
+        lanes.leading_zeros(x),
         lanes.popcount(x),
     ]
 
@@ -76,7 +77,8 @@ def _integers_expected(x, i):
         x < i,
         np.minimum(x, i),
         np.maximum(x, 3),
-        (u // 2).view(np.int32),
+        np.where(i & 63 < 32, u >> (i & 31).astype(np.uint32), 0).astype(np.uint32).view(np.int32),
+        32 - np.ceil(np.log2(u.astype(np.float64) + 1)).astype(np.int32),
         np.bitwise_count(u),
     ]
 
@@ -93,7 +95,6 @@ def _warp(x, i):
         lanes.warp_reduce(x, "min"),
         lanes.warp_reduce(x, "max"),
         lanes.warp_reduce(x & 1023, "add"),
-        lanes.cta_count(x > 0, THREADS),
         lanes.loop(5, [x], lambda n, total: [total + n])[0],
         lanes.while_loop(lambda n: n < 100, lambda n: [n + 7], [i])[0],
     ]
@@ -113,7 +114,6 @@ def _warp_expected(x, i):
         spread(warps.min(1)),
         spread(warps.max(1)),
         spread((warps & 1023).sum(1)),
-        np.full_like(i, above.sum()),
         x + 10,
         i + 7 * steps,
     ]
