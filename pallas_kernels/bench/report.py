@@ -158,6 +158,19 @@ def step_table(rows: Sequence[Row]) -> Table:
     return shown
 
 
+def step_short(rows: Sequence[Row]) -> str:
+    """Milliseconds of a step by shape, batch and length: dense, and each policy with its speed-up over that."""
+    timed = [row for row in rows if "median_s" in row]
+    policies = [name for name in dict.fromkeys(row["policy"] for row in timed) if name != "dense"]
+    lines = []
+    for place in dict.fromkeys((row["shape"], row["batch"], row["tokens"]) for row in timed):
+        here = {row["policy"]: row["median_s"] * 1e3 for row in timed if (row["shape"], row["batch"], row["tokens"]) == place}
+        dense = here.get("dense")
+        others = [f"{here[name]:.2f}" + (f" ({dense / here[name]:.2f}x)" if dense else "") if name in here else "-" for name in policies]
+        lines.append((place[0], str(place[1]), _tokens(place[2]), f"{dense:.2f}" if dense else "-", *others))
+    return markdown(("shape", "batch", "tokens", "dense", *(f"`{name}`" for name in policies)), lines)
+
+
 # Documents
 
 
@@ -175,6 +188,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "op-rows": of(ops, row_table),
         "op-kernels": of(ops, lambda rows: kernel_table([row for row in rows if row["op"] in ("dense", "sparse")])),
         "decode-step": of(steps, lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
+        "decode-step-short": of(steps, step_short),
         "step-kernels": of(steps, kernel_table),
     }
 
@@ -238,6 +252,7 @@ TIMELINE_SECONDS = 300e-6
 
 def plot_timeline(rows: Sequence[Row], file: Path) -> None:
     """The first kernels of a step as bars, one line per row; every row has a timeline."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 1.2 + 0.6 * len(rows)), layout="constrained")
@@ -247,7 +262,12 @@ def plot_timeline(rows: Sequence[Row], file: Path) -> None:
         for line, row in enumerate(rows):
             bars = [(start * 1e-3, length * 1e-3) for found, start, length in row["timeline"] if found == name]
             axis.broken_barh(
-                bars, (line - 0.4, 0.8), color=f"C{number}", edgecolor="white", linewidth=0.5, label=name if not line else None
+                bars,
+                (line - 0.4, 0.8),
+                color=colormaps["tab20"](number % 20),
+                edgecolor="white",
+                linewidth=0.5,
+                label=name if not line else None,
             )
     axis.set(xlim=(0, TIMELINE_SECONDS * 1e6), xlabel="us from the start of the step")
     axis.set_yticks(range(len(rows)), [f"{row['shape']}, {row['policy']}" for row in rows])

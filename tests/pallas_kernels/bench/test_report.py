@@ -108,6 +108,14 @@ def test_whole_steps():
     assert (found["device ms"], found["idle ms"], found["in graphs"], found["blocks"]) == ("5.50", "0.30", "100%", "13.0 (all)")
 
 
+def test_whole_steps_in_short():
+    rows = [step_row("dense", 6.0), step_row("top:8", 4.0), step_row("top:32", None), step_row("top:8", 3.0, tokens=8192)]
+    assert report.step_short(rows).splitlines()[2:] == [
+        "| qwen2.5-7b | 1 | 128K | 6.00 | 4.00 (1.50x) |",
+        "| qwen2.5-7b | 1 | 8K | - | 3.00 |",
+    ]
+
+
 def test_where_the_time_goes():
     profile = {"kernels": [{"name": "gemm", "median_s": 10e-6, "runs_per_op": 7, "total_s": 80e-6}]}
     lines = report.kernel_table([OPS["rows"][3], step_row("dense", 5, profile=profile), op_row("sparse", "x", None)]).splitlines()[2:]
