@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.serving.bench_cli import bench_app
+from kvjax.serving.fidelity_cli import fidelity_command
+from kvjax.serving.regime_cli import bill_app, regime_map_command
 
 if TYPE_CHECKING:
     from kvjax.engine import Engine
     from kvjax.model import Model
 
-POLICIES = "dense, window:SINK+WINDOW (tokens, as window:64+4544), top:K, mean:K (blocks of 128 tokens) or quest:K (blocks of 16)"
+POLICIES = (
+    "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (128 of them sinks), top:K, mean:K (blocks of 128 tokens), "
+    "quest:K (blocks of 16) or auto"
+)
 
 app = typer.Typer(
     name="kvjax",
@@ -30,6 +35,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(bill_app, name="bill")
+app.command("regime-map")(regime_map_command)
+app.command("fidelity")(fidelity_command)
 _traceback = contextvars.ContextVar("traceback", default=False)
 
 
@@ -392,6 +400,7 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
             f"{completion.prompt_tokens:,} prompt tokens in {times[0] - started:.1f} s",
             f"{len(times):,} generated ({completion.finish_reason}) at {rate:.1f} tokens/s",
             f"{completion.blocks_per_step:,.1f} blocks and {completion.keys_per_step:,.0f} keys read per step",
+            *([] if engine.last_choice is None else [f"{engine.policy} chose {engine.last_choice}"]),
         )
         typer.echo("\n".join(lines), err=True)
 
