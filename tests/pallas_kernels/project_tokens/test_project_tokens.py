@@ -52,8 +52,9 @@ CASES = {
     "heads of 128": Case(features=(896, 128, 128), **QKV, half=64, rotated=2, width=448),
     "all results turn": Case(features=(64, 64), half=8, rotated=2, tokens=8),
     "one of two results turns": Case(features=(64, 128), half=32, rotated=1, tokens=2, dtype="float16"),
-    "float16": Case(features=(90, 6), **QKV, dtype="float16", tokens=6),
-    "float16 to float32": Case(dtype="float16", out_dtype="float32", norm=True),
+    "float16": Case(features=(90, 6), biased=True, dtype="float16", tokens=6),
+    "float16 to float32": Case(dtype="float16", out_dtype="float32"),
+    "a norm in float16": Case(dtype="float16", **QKV, offset=300.0, tokens=2),
     "few inputs": Case(width=64, features=(10,), norm=True, tokens=7),
     "more inputs than a turn": Case(width=1088, features=(24,), norm=True, tokens=2),
     "several tiles": Case(width=576, features=(132 * 100 + 34,), residual=True, norm=True),
@@ -349,7 +350,7 @@ PRODUCTION = {
     "qwen2.5-7b down": production(1, 18944, (3584,), summed=True),
     "qwen2.5-7b logits": production(1, 3584, (152064,), out_dtype=jnp.dtype("float32")),
     "llama-3.1-8b q, k, v, 4 tokens": production(4, 4096, (4096, 1024, 1024), **QKV_7B),
-    "llama-3.1-8b gate and up, float16": production(2, 4096, (14336, 14336), "float16", normed=True, gated=True),
+    "llama-3.1-8b gate and up, float16": production(2, 4096, (14336, 14336), "float16", gated=True),
     "narrow": production(3, 64, (64, 32, 32), normed=True, half=16, rotated=2, biased=True),
 }
 
@@ -374,6 +375,7 @@ def test_gpu_form_compiles_without_spilling(cuda, tmp_path, capsys):
         (production(8, 64, (8,)), None),
         (production(9, 64, (8,)), "at most 8 tokens, got 9"),
         (production(1, 64, (8,), "float32"), "bfloat16 or float16, got float32"),
+        (production(1, 64, (8,), "float16", normed=True), "more than float16 holds"),
         (production(1, 96, (8,)), "multiple of 64, got 96"),
         (production(1, 64, (8, 7)), r"features must be even, got \[8, 7\]"),
         (production(1, 64, (16, 8), half=8, rotated=1), r"all must be heads of 16, a multiple of 4; got \[16, 8\]"),
