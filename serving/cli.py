@@ -241,10 +241,14 @@ def plan_command(
 
     from kvjax.memory import memory_plan
     from kvjax.models.loading import expected_dtype, read_config
-    from kvjax.policies import parse
+    from kvjax.policies import Auto, parse
 
     available = None if memory is None else int(memory * 2**30)
     chosen = parse(policy)
+    if isinstance(chosen, Auto):
+        raise typer.BadParameter(
+            f"{policy!r} builds the indexes of what it may choose, which depends on the weights; name those", param_hint="--policy"
+        )
     config = read_config(model)
     stored = expected_dtype(model) if dtype is None else jnp.dtype(dtype.value)
     plan = memory_plan(config, dtype=stored, page_size=page_size, indexes=chosen.indexes(), available_bytes=available)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvjax.fidelity.panel import Panel
 
 RECORDS = "records.jsonl"
+TEXT_HASH = "text with SHA-256"
 
 
 class Records(Journal):
@@ -126,7 +127,9 @@ def fidelity_command(
         raise
     names = [path.name for path in text or ()] or ["pydoc_data.topics"]
     run = describe(panel)
-    write_report(panel, records, out, {"model": model, "fingerprint": run["model"], "dtype": run["dtype"], "text": names})
+    write_report(
+        panel, records, out, {"model": model, "fingerprint": run["model"], "dtype": run["dtype"], "text": names, TEXT_HASH: run[TEXT_HASH]}
+    )
 
 
 def run_units(panel: Panel, path: Path, job: dict[str, Any], console: Console) -> list[dict[str, Any]]:
@@ -157,12 +160,14 @@ def describe(panel: Panel) -> dict[str, Any]:
     import jax
 
     from kvjax.model import fingerprint
+    from pallas_kernels.results import versions
 
     job = {
         "model": fingerprint(panel.model),
         "dtype": str(jax.tree.leaves(panel.model.params)[0].dtype),
         "device": jax.local_devices()[0].device_kind,
-        "text with SHA-256": hashlib.sha256(panel.text_ids.tobytes()).hexdigest(),
+        "versions": versions(),
+        TEXT_HASH: hashlib.sha256(panel.text_ids.tobytes()).hexdigest(),
     }
     return json.loads(json.dumps(job | dataclasses.asdict(panel.plan)))
 

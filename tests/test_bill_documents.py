@@ -9,6 +9,7 @@ import pytest
 from kvjax.serving.decode_bench import config_of
 from kvjax.traffic import known_bills, recorded_evidence
 from kvjax.traffic.bill import to_json
+from kvjax.traffic.evidence import with_panel
 from kvjax.traffic.fitting import fit, merged, read_cells
 from kvjax.traffic.report import TABLES, rendered
 
@@ -44,8 +45,13 @@ def test_the_page_is_what_the_bills_make():
     assert f"    {file['provenance']['command']}\n" in text
 
 
-def test_recorded_evidence_names_files_that_are_there():
-    assert all((ROOT / row.source).is_file() for row in recorded_evidence())
+def test_recorded_evidence_is_what_the_committed_panels_make():
+    """After new measurements: kvjax bill evidence PANEL.json --into kvjax/traffic/evidence.json."""
+    rows = ()
+    for source in sorted({row.source for row in recorded_evidence()}):
+        rows = with_panel(rows, json.loads((ROOT / source).read_text()), source)
+    assert rows
+    assert set(rows) == set(recorded_evidence())
 
 
 def test_rows_that_count_other_bytes_are_refused():

@@ -26,7 +26,7 @@ from kvjax.fidelity.retrieval import ANSWER_ROOM, Answer, ask, forked, prefilled
 from kvjax.fidelity.tasks import HAYSTACKS, TASKS, answers_of, make_trials
 from kvjax.memory import memory_plan
 from kvjax.model import Model
-from kvjax.policies import Dense, parse
+from kvjax.policies import Auto, Dense, parse
 
 TIMED_STEPS, TIMED_ROUNDS = 16, 3
 
@@ -66,7 +66,8 @@ class Plan:
             if unknown := [value for value in getattr(self, name) if value not in known]:
                 raise ValueError(f"{name}: {unknown[0]!r} is not known; there are {', '.join(known)}")
         for policy in self.policies:
-            parse(policy)
+            if isinstance(parse(policy), Auto):
+                raise ValueError(f"policies: {policy!r} chooses one of the others at every step; measure those")
         # With a single trial or window, "alone" would be the same as "in the batch", and there would be no noise floor.
         for name, least in (("trials", 2), ("windows", 2), ("batch", 2), ("steps", 1), ("free_steps", 1), ("distractors", 0), ("seed", 0)):
             if getattr(self, name) < least:

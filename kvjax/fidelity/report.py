@@ -12,7 +12,16 @@ from rich.table import Table
 
 from kvjax.fidelity.forcing import ALONE
 from kvjax.fidelity.panel import Plan
-from kvjax.fidelity.statistics import BLOCK_STEPS, block_means, lower_bound, mean_over_blocks, paired, proportion, ratio_of_perplexities
+from kvjax.fidelity.statistics import (
+    BLOCK_STEPS,
+    block_means,
+    lower_bound,
+    mean_over_blocks,
+    over_windows,
+    paired,
+    proportion,
+    ratio_of_perplexities,
+)
 from kvjax.policies import Dense, parse
 
 CONFIDENT_MARGIN = 1.0
@@ -44,7 +53,8 @@ RULES = {
     "look at the spread over windows ('rates') beside it.",
     "equal budget": f"Policies whose keys differ by at most {EQUAL_BUDGET:.0%} are compared with each other as well, on the trials "
     "that count and on the forced steps: second against first, as they stand in the list.",
-    "bootstrap": f"KL and perplexity: 95% BCa bootstrap over blocks of {BLOCK_STEPS} steps, perplexities resampled in pairs.",
+    "intervals": "KL and perplexity: 95% t interval over windows, one figure each, perplexities in pairs. "
+    f"'..._within': 95% BCa bootstrap over blocks of {BLOCK_STEPS} steps of these very windows, which says nothing about others.",
 }
 
 
@@ -116,11 +126,11 @@ def _retrieval_rows(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]
         row |= {"invalid_trials": int((~valid).sum()), "hits": int(hits[valid].sum()), "trials": int(valid.sum())}
         if valid.any():
             row["exact_match"] = dataclasses.asdict(proportion(row["hits"], row["trials"]))
-            row["lower_bound_97_5"] = lower_bound(row["hits"], row["trials"])
+            row["lower_bound_95"] = lower_bound(row["hits"], row["trials"], 0.95)
             row["share_found"] = float(found[valid].mean())
             row["against_dense"] = dataclasses.asdict(paired(dense[valid], hits[valid]))
         else:
-            row |= dict.fromkeys(("exact_match", "lower_bound_97_5", "share_found", "against_dense"))
+            row |= dict.fromkeys(("exact_match", "lower_bound_95", "share_found", "against_dense"))
         rows.append(row)
     return rows
 
@@ -153,12 +163,14 @@ def _forced_rows(plan: Plan, length: int, records: Sequence[dict]) -> list[dict[
             ],
             "largest_margin_of_a_disagreement": float(margin[wrong].max()) if wrong.any() else None,
             "blocks": block_means(kl).size,
-            "kl": dataclasses.asdict(mean_over_blocks(block_means(kl))),
+            "kl": dataclasses.asdict(over_windows(kl.mean(axis=1))),
+            "kl_within": dataclasses.asdict(mean_over_blocks(block_means(kl))),
             "kl_of_windows": kl.mean(axis=1).tolist(),
             "kl_of_parts": [float(part.mean()) for part in np.array_split(kl, min(PARTS, kl.shape[1]), axis=1)],
-            "total_variation": dataclasses.asdict(mean_over_blocks(block_means(tv))),
+            "total_variation": dataclasses.asdict(over_windows(tv.mean(axis=1))),
             "perplexity": float(np.exp(own.mean())),
-            "perplexity_ratio": dataclasses.asdict(ratio_of_perplexities(block_means(nll), block_means(own))),
+            "perplexity_ratio": dataclasses.asdict(over_windows((own - nll).mean(axis=1), np.exp)),
+            "perplexity_ratio_within": dataclasses.asdict(ratio_of_perplexities(block_means(nll), block_means(own))),
             "exact_prefix": {"of": plan.free_steps, "tokens": prefixes, "median": float(np.median(prefixes))},
             "by_margin": [
                 {"from": low, "to": None if high == float("inf") else high, "steps": int(w.sum()), "disagreements": int((w & wrong).sum())}
@@ -184,9 +196,9 @@ def _contrasts(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]:
             (name, field): np.concatenate([r["beside"][name][field] for r in forced]) for name in (first, second) for field in ("kl", "nll")
         }
         row = {"length": length, "first": first, "second": second, "keys": [keys[first], keys[second]], "retrieval": []}
-        row["kl_difference"] = dataclasses.asdict(mean_over_blocks(block_means(steps[second, "kl"] - steps[first, "kl"])))
-        ratio = ratio_of_perplexities(block_means(steps[first, "nll"]), block_means(steps[second, "nll"]))
-        row["perplexity_ratio"] = dataclasses.asdict(ratio)
+        difference = {field: (steps[second, field] - steps[first, field]).mean(axis=1) for field in ("kl", "nll")}
+        row["kl_difference"] = dataclasses.asdict(over_windows(difference["kl"]))
+        row["perplexity_ratio"] = dataclasses.asdict(over_windows(difference["nll"], np.exp))
         for task, haystack in itertools.product(plan.tasks, plan.haystacks):
             some = [r for r in _of(records, "retrieval", length) if (r["task"], r["haystack"]) == (task, haystack)]
             shares, _, valid = _trials(some, ("dense", first, second))
@@ -238,7 +250,7 @@ def csv_rows(figures: dict[str, Any]) -> list[dict[str, Any]]:
         pairs = row["against_dense"] or {}
         flat = {field: row[field] for field in ("length", "task", "haystack", "policy")}
         flat |= {"describe": described.get(row["policy"], RULES["noise floor"]), "keys_per_step": row["keys_per_step"]}
-        flat |= {field: row[field] for field in ("hits", "trials", "invalid_trials", "lower_bound_97_5", "share_found")}
+        flat |= {field: row[field] for field in ("hits", "trials", "invalid_trials", "lower_bound_95", "share_found")}
         flat |= _spread("exact_match", row["exact_match"])
         flat |= {field: pairs.get(field) for field in ("lost", "gained", "p_value", "p_loss")} | _spread(
             "difference", pairs.get("difference")
@@ -252,7 +264,7 @@ def csv_rows(figures: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 COLUMNS = ("policy (keys)", "read", "found", "95%", "lost/gained", "p", "agree", "margin>1", "KL", "95%")
-COLUMNS += ("perplexity", "ratio 95%", "prefix", "ms/step", "speed")
+COLUMNS += ("perplexity", "ratio 95%", "prefix", "ms/step")
 
 
 def panel_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[int, list[str]]]]:
@@ -307,12 +319,11 @@ def remarks(figures: dict[str, Any]) -> list[str]:
         lines.append(f"{pair}: {'; '.join(said)}")
     for pool in figures["pooled"]:
         if pool["steps"]:
+            lengths = ", ".join(f"{length:,}" for length in dict.fromkeys(member["length"] for member in pool["members"]))
             spread = f"windows from {pool['rates']['least']:.3f} to {pool['rates']['most']:.3f}"
             ends = f"[{pool['agreement']['low']:.4f}, {pool['agreement']['high']:.4f}]"
-            lines.append(
-                f"{pool['policy']}: {pool['hits']:,}/{pool['steps']:,} = {pool['agreement']['value']:.4f} {ends} of confident steps agree "
-                f"({len(pool['members'])} windows, {spread})"
-            )
+            agree = f"{pool['hits']:,}/{pool['steps']:,} = {pool['agreement']['value']:.4f} {ends} of confident steps agree"
+            lines.append(f"{pool['policy']} at {lengths} tokens: {agree} ({len(pool['members'])} windows, {spread})")
     return lines
 
 
@@ -333,7 +344,7 @@ def _cells(figures: dict[str, Any], row: dict[str, Any]) -> list[str]:
         cells += [f"{forced['agreement']['value']:.4f}", f"{hits / steps:.4f}" if steps else "", f"{kl['value']:.2g}"]
         cells += [f"{kl['low']:.2g}-{kl['high']:.2g}", f"{forced['perplexity']:.3f}", f"{ratio['low']:.4f}-{ratio['high']:.4f}"]
         cells.append(f"{forced['exact_prefix']['median']:.0f}/{forced['exact_prefix']['of']}")
-    return cells + ([f"{speed['ms_per_step']:.2f}", f"{speed['speed']:.2f}x"] if speed else ["", ""])
+    return [*cells, "{:.2f}-{:.2f}".format(*speed["ms_of_rounds"]) if speed else ""]
 
 
 def policy_and_keys(name: str) -> str:

@@ -1,8 +1,9 @@
 """What a difference between two policies is worth: intervals, paired tests and bootstraps, all by scipy and statsmodels.
 
 Rates get Wilson intervals. Two policies that answered the same trials are compared pair by pair: only trials that one answered and the
-other did not tell them apart (McNemar). Teacher-forced steps are compared step by step; neighbouring steps are alike, so means over
-them are bootstrapped over blocks of BLOCK_STEPS steps of one window, which are nearly independent, and not over steps, which are not.
+other did not tell them apart (McNemar). Teacher-forced steps are compared step by step; neighbouring steps are alike, and so are all
+steps of one window of text. What is said about text in general therefore rests on the windows, one figure each (`over_windows`); a
+bootstrap over blocks of BLOCK_STEPS steps says how well the figure of these very windows is known, and no more.
 """
 
 from __future__ import annotations
@@ -77,8 +78,21 @@ def paired(reference: Sequence[bool], policy: Sequence[bool]) -> Paired:
     return Paired(both, lost, gained, neither, _newcombe(both, lost, gained, neither), float(p_value), float(p_loss))
 
 
+def over_windows(figures: Float[np.ndarray, " n"], transform: Callable = float) -> Interval:
+    """The mean of one figure per window and its t interval, both through `transform`: what holds for other windows of such text.
+
+    ValueError for fewer than two windows.
+    """
+    figures = np.asarray(figures, np.float64)
+    if figures.ndim != 1 or figures.size < 2:
+        raise ValueError(f"an interval over windows needs a row of at least two windows, got shape {figures.shape}")
+    mean, spread = float(figures.mean()), float(stats.sem(figures))
+    low, high = stats.t.interval(CONFIDENCE, figures.size - 1, loc=mean, scale=spread) if spread else (mean, mean)
+    return Interval(*map(float, map(transform, (mean, low, high))))
+
+
 def mean_over_blocks(blocks: Float[np.ndarray, " n"]) -> Interval:
-    """A mean over blocks of steps and its bootstrap interval."""
+    """A mean over blocks of steps and its bootstrap interval, within the windows they come from."""
     return _bootstrapped(blocks, lambda values, axis=-1: np.mean(values, axis=axis))
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROJECTED_GAIN = 0.1
+"""Where the bill's prediction is a projection, a gain must exceed this; elsewhere, the bill's own held-out error."""
+
 _calibrated: dict[tuple[str, tuple[str, ...], int], Bill] = {}
 """Bills of this process by fingerprint, policies and page size: engines come and go, the device stays."""
 
@@ -77,7 +80,8 @@ class Auto(Stateless):
         return parse_level(self.level)
 
     def bind(self, model: Model, *, page_size: int, dtype: str) -> Auto:
-        """This policy for a model: evidence by its fingerprint and, if there is any, the built-in bill of this device, else a calibration.
+        """This policy for a model: evidence by its fingerprint and, if there is any, the built-in bill of this model and device, else a
+        calibration.
 
         A calibration runs steps for about 20 seconds, once in a process for a model and its candidates. Already bound, it is returned as
         it is.
@@ -86,8 +90,9 @@ class Auto(Stateless):
             return self
         import jax
 
+        from kvjax.cache import OutOfPages
         from kvjax.model import fingerprint
-        from kvjax.traffic.bill import known_bill
+        from kvjax.traffic.bill import known_bill, sizes_of
         from kvjax.traffic.calibration import calibrate
         from kvjax.traffic.evidence import recorded_evidence
 
@@ -96,12 +101,13 @@ class Auto(Stateless):
         found = dataclasses.replace(self, bound=bound)
         if names := found.candidates:
             bill, lacking = known_bill(jax.local_devices()[0].device_kind, model.config, dtype), ""
-            if bill is None:
+            if bill is None or (bill.sizes, bill.dtype) != (sizes_of(model.config), dtype):  # another model's would be a guess
+                bill = None
                 try:
                     bill = _calibrated.get((mark, names, page_size)) or calibrate(model, names, page_size=page_size)
                     _calibrated[mark, names, page_size] = bill
-                except ValueError as error:  # times that make no bill, on a busy machine say, are no reason not to run
-                    lacking = f"this device has no built-in bill and cannot be calibrated: {error}"
+                except (ValueError, OutOfPages) as error:  # times that make no bill, on a busy machine say, are no reason not to run
+                    lacking = f"there is no built-in bill of this model on this device, and none can be measured: {error}"
                     logger.warning("%s: %s; every step is dense", self, lacking)
             found = dataclasses.replace(self, bound=dataclasses.replace(bound, bill=bill, lacking=lacking))
         return found
@@ -169,7 +175,6 @@ class Auto(Stateless):
 
 def _choose(auto: Auto, mean: int, longest: int, batch: int) -> Choice:
     from kvjax.policies.naming import parse
-    from kvjax.traffic.bill import worthwhile
     from kvjax.traffic.evidence import qualified
 
     bound, level = auto.bound, auto.level
@@ -192,13 +197,15 @@ def _choose(auto: Auto, mean: int, longest: int, batch: int) -> Choice:
     sizes = {"dtype": bound.dtype, "page_size": bound.page_size}
     found = {name: bound.bill.predict(bound.config, name, mean, batch, **sizes) for name in ("dense", *priced)}
     seconds = {name: each.seconds for name, each in found.items()}
-    best, chosen = min(priced, key=seconds.__getitem__), worthwhile(seconds, bound.bill.error)
+    gains = {name: max(bound.bill.error, PROJECTED_GAIN if found[name].projection else 0) for name in priced}
+    best, worth = min(priced, key=seconds.__getitem__), [n for n in priced if seconds["dense"] / seconds[n] > 1 + gains[n]]
+    chosen = min(worth, key=seconds.__getitem__, default="dense")
     times = (
         f"the bill of {bound.bill.device} gives {best}, the fastest on record as {level}, {seconds[best] * 1e3:.3f} ms against "
         f"{seconds['dense'] * 1e3:.3f} dense ({seconds['dense'] / seconds[best]:.3f}x) at {mean:,} tokens, batch {batch}"
     )
     if chosen == "dense":
-        why = f"{times}, no gain beyond its error of {bound.bill.error:.1%}"
+        why = f"{times}, no gain above the {gains[best]:.1%} that is asked for"
     else:
         why = f"{times}; evidence: {', '.join(sorted({row.source for row in bound.evidence if row.policy == best}))}"
     return Choice(parse(chosen), why, seconds[chosen], seconds["dense"], found[chosen].projection)

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvjax.engine import CachedSequence, Engine
 from kvjax.model import Model
+from kvjax.policies.auto import Auto
 from kvjax.policies.naming import parse
 from kvjax.sampling import SamplingRows
 from kvjax.traffic.bill import Bill
@@ -33,6 +34,8 @@ def calibrate(
     Allocates pages for the longest sequences that fit in half of the free memory. ValueError if that leaves no two lengths, or if time does
     not grow with bytes.
     """
+    if any(isinstance(parse(name), Auto) for name in policies):
+        raise ValueError("a calibration times single policies, and auto chooses among several: name those")
     if not policies:
         raise ValueError("a calibration needs at least one policy besides dense, as top:32")
     started = time.perf_counter()

@@ -3,11 +3,11 @@
 The table is `evidence.json` in this folder, written by `kvjax bill evidence` from the panel.json of `kvjax fidelity`. Its format:
 
     {"rows": [{"model": "needle", "fingerprint": "0123456789abcdef", "policy": "top:32", "length": 8192, "kl": 0.0123,
-               "task": "needle", "haystack": "codes", "valid": 200, "lost": 1, "source": "benchmarks/results/h200/fidelity/panel.json"}]}
+               "task": "needle", "haystack": "codes", "valid": 200, "lost": 1, "source": "benchmarks/results/h200/fidelity-8192.json"}]}
 
-fingerprint: `kvjax.model.fingerprint`, so other weights or another dtype have no evidence. length: tokens. kl: mean KL divergence of dense
-from the policy per forced step, in nats. valid: trials of the task that dense answered; lost: those of them that the policy did not. Both
-are null where dense itself fails.
+fingerprint: `kvjax.model.fingerprint`, so other weights or another dtype have no evidence. length: tokens. kl: upper end of the 95%
+interval, over windows of text, of the mean KL divergence of dense from the policy per forced step, in nats. valid: trials of the task that
+dense answered; lost: those of them that the policy did not. Both are null where dense itself fails at any depth.
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.policies.auto import Auto
 from kvjax.policies.naming import parse
+
+LEAST_WINDOWS, LEAST_STEPS = 5, 256
+"""Of forced text, for a panel to be evidence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
-    """A level to be met. kl: most mean KL to dense, in nats. loss: most share of what dense finds (needles and other recorded tasks) that
-    a policy may lose, at the upper end of the one-sided 97.5% Wilson interval; 1 asks for no such test."""
+    """A level to be met.
+
+    kl: most mean KL to dense, in nats, at the upper end of its interval. loss: most share of what dense finds (needles and other recorded
+    tasks) that a policy may lose, at the upper end of the one-sided 97.5% Wilson interval; 1 asks for no such test.
+    """
 
     kl: float
     loss: float
@@ -74,7 +81,8 @@ class Evidence:
     source: str
 
     def __post_init__(self):
-        parse(self.policy)
+        if isinstance(parse(self.policy), Auto):
+            raise ValueError(f"evidence is about one policy, and {self.policy!r} chooses among several: record those")
         if self.length < 1 or not self.kl >= 0:
             raise ValueError(f"evidence needs length >= 1 and kl >= 0, got {self.length} and {self.kl}")
         if (self.valid is None) != (self.lost is None) or (self.valid is not None and not 0 <= self.lost <= self.valid > 0):
@@ -139,21 +147,25 @@ def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, 
     """The table with what a panel measured, which replaces rows of the same fingerprint, policy and length.
 
     panel: the JSON of `kvjax fidelity` (kvjax.fidelity.report.summarize and its settings). source: the panel's file. fingerprint: of the
-    model, where the panel's settings have none. A task that dense fails at a length is left out there, unless it fails them all. ValueError
-    that names a field which is missing.
+    model, where the panel's settings have none. A task that dense fails at a length, at whatever depth, is left out there, unless it fails
+    them all. ValueError for a panel of too little forced text, and one that names a field which is missing.
     """
     try:
         settings, added = panel["settings"], []
         mark = settings.get("fingerprint", fingerprint)
         if mark is None:
             raise ValueError(f"{source} does not say which weights it ran: its settings have no fingerprint; name the model (--model)")
+        if settings["windows"] < LEAST_WINDOWS or settings["steps"] < LEAST_STEPS:
+            few = f"{settings['windows']} windows of {settings['steps']} steps"
+            raise ValueError(f"{source}: {few} are too little to trust a budget; it takes {LEAST_WINDOWS} of {LEAST_STEPS}")
         names = {entry["policy"] for entry in panel["policies"]} - {"dense"}
-        kl = {(row["length"], row["policy"]): row["kl"]["value"] for row in panel["forced"] if row["policy"] in names}
+        kl = {(row["length"], row["policy"]): row["kl"]["high"] for row in panel["forced"] if row["policy"] in names}
         places = [(row["length"], row["task"], row["haystack"]) for row in panel["retrieval"]]
         cells = {(*place, row["policy"]): row for place, row in zip(places, panel["retrieval"], strict=True)}
-        tested = {length for (length, *_, policy), row in cells.items() if policy == "dense" and row["hits"]}
+        tested = {length for (length, *_, policy), row in cells.items() if policy == "dense" and _is_whole(row)}
         for (length, task, haystack, policy), row in cells.items():
-            valid = cells[length, task, haystack, "dense"]["hits"] or None
+            dense = cells[length, task, haystack, "dense"]
+            valid = dense["hits"] if _is_whole(dense) else None
             if policy not in names or (valid is None and length in tested):
                 continue
             lost = None if valid is None else row["against_dense"]["lost"]
@@ -164,6 +176,11 @@ def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, 
     replaced = {(row.fingerprint, row.policy, row.length) for row in added}
     kept = [row for row in rows if (row.fingerprint, row.policy, row.length) not in replaced]
     return tuple(sorted((*kept, *added), key=lambda row: (row.model, row.fingerprint, row.policy, row.length, row.task, row.haystack)))
+
+
+def _is_whole(dense: Mapping[str, Any]) -> bool:
+    """Whether dense answers a task at every depth."""
+    return dense["hits"] > 0 and not dense["invalid_trials"]
 
 
 def write_evidence(rows: Iterable[Evidence], file: Path) -> None:

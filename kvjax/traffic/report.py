@@ -70,9 +70,9 @@ def regret_table(file: dict[str, Any]) -> Rows:
     for bill, checked in zip(file["bills"], file["held_out"], strict=True):
         for allowed, groups in checked["regret"].items():
             for by, found in groups.items():
-                shares = (f"{found[name]:+.2%}" for name in ("mean", "worst", "worst_against_dense"))
+                shares = (f"{found[name]:+.2%}" for name in ("mean", "worst", "worst_against_dense", "always_dense"))
                 rows.append((bill["model"], allowed, f"a {by}", str(found["cells"]), *shares))
-    return ("model", "allowed", "held out together", "cells", "mean regret", "worst regret", "worst against dense"), rows
+    return ("model", "allowed", "held out together", "cells", "mean regret", "worst regret", "worst against dense", "always dense"), rows
 
 
 TABLES = {"parameters": parameter_table, "errors": error_table, "regret": regret_table}

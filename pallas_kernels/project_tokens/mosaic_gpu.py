@@ -124,6 +124,8 @@ def unsupported(x, weights, *, biases, norm, norm_eps, rotation, rotated, gated,
         return f"it multiplies bfloat16 or float16, got {x.dtype}"
     if norm is not None and x.dtype == jnp.float16:
         return "tokens are multiplied by the norm's weight before they are scaled, which may be more than float16 holds"
+    if rotation is not None and residual is not None:
+        return "it either turns results or adds to them"
     if x.shape[1] % CHUNK:
         return f"the width must be a multiple of {CHUNK}, got {x.shape[1]}"
     features = [w.shape[0] for w in weights]
@@ -366,8 +368,8 @@ class _Tiles:
         turned = []
         for n, (first, second) in enumerate(zip(*results, strict=True)):
             cos, sin = (lanes.load_global(ref, at + n, "f32") for ref in self.inputs["rotation"])
-            cos, sin = lanes.where(there, cos, 1.0), lanes.where(there, sin, 0.0)
-            turned.append((first * cos - second * sin, second * cos + first * sin))
+            both = first * cos - second * sin, second * cos + first * sin
+            turned.append([lanes.where(there, a, b) for a, b in zip(both, (first, second), strict=True)])
         return list(zip(*turned, strict=True))
 
     def _store(self, token, unit, part, two) -> None:

@@ -346,6 +346,7 @@ def test_regret_is_zero_where_the_bill_is_right():
         "mean": 0.0,
         "worst": 0.0,
         "worst_against_dense": pytest.approx(max(e.against_dense for e in found)),
+        "always_dense": pytest.approx(sum(e.dense_seconds / e.best_seconds - 1 for e in found) / 12),
     }
     assert all(each.against_dense <= 0 for each in found)
 

@@ -130,6 +130,7 @@ def panel(**settings):
     interval = {"value": 0.011, "low": 0.01, "high": 0.02}
     rows = [
         {"length": 8192, "task": task, "haystack": "codes", "policy": policy, "hits": hits, "trials": trials, "against_dense": pairs}
+        | {"invalid_trials": 200 - trials}
         for task, trials, dense, lost in (("needle", 200, 199, 3), ("variables", 0, 0, None))
         for policy, hits, pairs in (
             ("dense", dense, None),
@@ -142,14 +143,19 @@ def panel(**settings):
         *({"length": 8192, "policy": name, "kl": interval} for name in ("top:8", "dense, alone")),
     ]
     policies = [{"policy": "dense"}, {"policy": "top:8"}]
-    return {"settings": {"model": "needle", "fingerprint": "f"} | settings, "policies": policies, "retrieval": rows, "forced": forced}
+    return {
+        "settings": {"model": "needle", "fingerprint": "f", "windows": 5, "steps": 1024} | settings,
+        "policies": policies,
+        "retrieval": rows,
+        "forced": forced,
+    }
 
 
 def test_a_table_is_filled_from_a_panel(tmp_path):
     before = [row(kl=0.9), row(length=32_768), row(fingerprint="other")]
     rows = with_panel(before, panel(), "panel.json")
     (added,) = [each for each in rows if each.source == "panel.json"]
-    assert added == row(model="needle", kl=0.011, valid=199, lost=3, source="panel.json"), "of the task that dense fails nothing is said"
+    assert added == row(model="needle", kl=0.02, valid=199, lost=3, source="panel.json"), "of the task that dense fails nothing is said"
     assert set(rows) == {added, *before[1:]}
     write_evidence(rows, tmp_path / "evidence.json")
     assert read_evidence((tmp_path / "evidence.json").read_text()) == rows
@@ -159,6 +165,25 @@ def test_a_panel_in_which_dense_fails_everything_is_on_record_as_saying_nothing(
     only = panel() | {"retrieval": [each for each in panel()["retrieval"] if each["task"] == "variables"]}
     ((found),) = with_panel((), only, "panel.json")
     assert (found.task, found.valid, found.lost) == ("variables", None, None)
+
+
+def test_a_task_that_dense_fails_at_some_depth_is_left_out():
+    made = panel()
+    for each in made["retrieval"]:
+        if each["task"] == "needle":
+            each["invalid_trials"] = 40
+    assert {each.valid for each in with_panel((), made, "panel.json")} == {None}
+
+
+@pytest.mark.parametrize("settings", [{"windows": 4}, {"steps": 255}])
+def test_too_little_forced_text_is_no_evidence(settings):
+    with pytest.raises(ValueError, match="too little to trust a budget"):
+        with_panel((), panel(**settings), "panel.json")
+
+
+def test_nothing_is_recorded_about_auto():
+    with pytest.raises(ValueError, match="'auto:fast' chooses among several"):
+        row(policy="auto:fast")
 
 
 def test_panels_and_tables_that_lack_something():
@@ -246,7 +271,7 @@ def test_it_says_why():
     assert "PROJECTION" not in str(choice)
     assert "PROJECTION: batch 100 lies outside" in str(auto().choose([8000] * 100))
     small = auto().choose([1000])
-    assert "no gain beyond its error of 1.0%" in small.why
+    assert "no gain above the 1.0% that is asked for" in small.why
 
 
 def test_the_longest_sequence_decides_what_is_kept_and_the_mean_what_it_costs():
@@ -366,7 +391,7 @@ def test_times_that_make_no_bill_leave_it_dense(model, monkeypatch, caplog):
     bound = Auto().bind(model, page_size=PAGE, dtype="float32")
     assert bound.choose([1000]).policy == Dense()
     for text in (bound.choose([1000]).why, bound.describe(), caplog.text):
-        assert "cannot be calibrated: no bandwidth to fit" in text
+        assert "none can be measured: no bandwidth to fit" in text
 
 
 # Calibration

@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from rich.table import Table
 
 from kvjax.serving import cli, fidelity_cli
 from kvjax.serving.progress import WorkProgress
@@ -92,7 +93,7 @@ def test_a_panel_from_end_to_end(whole):
         rows = list(csv.DictReader(file))
     assert len(rows) == len(figures["retrieval"])
     assert rows[1]["describe"].startswith("window:128+12 (140 keys")
-    assert [table.title.split(":")[0] for table in printed if hasattr(table, "title")][:2] == ["256 tokens", "320 tokens"]
+    assert [table.title.split(":")[0] for table in printed if isinstance(table, Table)][:2] == ["256 tokens", "320 tokens"]
 
 
 def test_a_finished_panel_is_only_drawn_again(whole, arguments, kvjax, monkeypatch):

@@ -127,8 +127,9 @@ def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folde
 
     interval = {"value": 0.01, "low": 0.0, "high": 0.02}
     cells = [{"policy": "dense", "hits": 200, "against_dense": None}, {"policy": "window:4+8", "hits": 200, "against_dense": {"lost": 0}}]
+    cells = [cell | {"invalid_trials": 0} for cell in cells]
     panel = {
-        "settings": {"model": "tiny"},
+        "settings": {"model": "tiny", "windows": 5, "steps": 1024},
         "policies": [{"policy": "dense"}, {"policy": "window:4+8"}],
         "retrieval": [{"length": 512, "task": "needle", "haystack": "codes"} | cell for cell in cells],
         "forced": [{"length": 512, "policy": "dense"}, {"length": 512, "policy": "window:4+8", "kl": interval}],
