@@ -368,8 +368,8 @@ class _Tiles:
         turned = []
         for n, (first, second) in enumerate(zip(*results, strict=True)):
             cos, sin = (lanes.load_global(ref, at + n, "f32") for ref in self.inputs["rotation"])
-            both = first * cos - second * sin, second * cos + first * sin
-            turned.append([lanes.where(there, a, b) for a, b in zip(both, (first, second), strict=True)])
+            cos, sin = lanes.where(there, cos, 1.0), lanes.where(there, sin, 0.0)
+            turned.append((first * cos - second * sin, second * cos + first * sin))
         return list(zip(*turned, strict=True))
 
     def _store(self, token, unit, part, two) -> None:
