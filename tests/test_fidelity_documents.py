@@ -26,3 +26,4 @@ def test_every_cell_has_at_least_200_paired_trials_and_five_windows():
     for panel in PANELS:
         assert panel["settings"]["windows"] >= 5
         assert all(row["trials"] + row["invalid_trials"] >= 200 for row in panel["retrieval"])
+        assert not any(row["invalid_trials"] for row in panel["retrieval"])

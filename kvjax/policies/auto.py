@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROJECTED_GAIN = 0.1
-"""Where the bill's prediction is a projection, a gain must exceed this; elsewhere, the bill's own held-out error."""
-
 _calibrated: dict[tuple[str, tuple[str, ...], int], Bill] = {}
 """Bills of this process by fingerprint, policies and page size: engines come and go, the device stays."""
 
@@ -175,6 +172,7 @@ class Auto(Stateless):
 
 def _choose(auto: Auto, mean: int, longest: int, batch: int) -> Choice:
     from kvjax.policies.naming import parse
+    from kvjax.traffic.bill import PROJECTED_GAIN, worthwhile
     from kvjax.traffic.evidence import qualified
 
     bound, level = auto.bound, auto.level
@@ -197,15 +195,15 @@ def _choose(auto: Auto, mean: int, longest: int, batch: int) -> Choice:
     sizes = {"dtype": bound.dtype, "page_size": bound.page_size}
     found = {name: bound.bill.predict(bound.config, name, mean, batch, **sizes) for name in ("dense", *priced)}
     seconds = {name: each.seconds for name, each in found.items()}
-    gains = {name: max(bound.bill.error, PROJECTED_GAIN if found[name].projection else 0) for name in priced}
-    best, worth = min(priced, key=seconds.__getitem__), [n for n in priced if seconds["dense"] / seconds[n] > 1 + gains[n]]
-    chosen = min(worth, key=seconds.__getitem__, default="dense")
+    projected = [name for name in priced if found[name].projection]
+    best, chosen = min(priced, key=seconds.__getitem__), worthwhile(seconds, bound.bill.error, projected)
     times = (
         f"the bill of {bound.bill.device} gives {best}, the fastest on record as {level}, {seconds[best] * 1e3:.3f} ms against "
         f"{seconds['dense'] * 1e3:.3f} dense ({seconds['dense'] / seconds[best]:.3f}x) at {mean:,} tokens, batch {batch}"
     )
     if chosen == "dense":
-        why = f"{times}, no gain above the {gains[best]:.1%} that is asked for"
+        asked = max(bound.bill.error, PROJECTED_GAIN if best in projected else 0)
+        why = f"{times}, no gain above the {asked:.1%} that is asked for"
     else:
         why = f"{times}; evidence: {', '.join(sorted({row.source for row in bound.evidence if row.policy == best}))}"
     return Choice(parse(chosen), why, seconds[chosen], seconds["dense"], found[chosen].projection)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import importlib.resources
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,10 +187,18 @@ def interpolated(policy: DecodePolicy, prices: Mapping[str, Price]) -> Price | N
     return Price(*(one + (other - one) * share for one, other in zip(first, last, strict=True)))
 
 
-def worthwhile(seconds: Mapping[str, float], error: float) -> str:
-    """The fastest policy of those timed, by name, but dense where the gain over it is within the bill's own error: that is no gain."""
-    best = min(seconds, key=seconds.__getitem__)
-    return best if seconds["dense"] / seconds[best] > 1 + error else "dense"
+PROJECTED_GAIN = 0.1
+"""Where a prediction is a projection, a gain must exceed this; elsewhere, the bill's own error."""
+
+
+def worthwhile(seconds: Mapping[str, float], error: float, projected: Collection[str] = ()) -> str:
+    """The fastest policy of those timed, by name, whose gain over dense exceeds the bill's error: within that there is no gain. Else dense.
+
+    projected: policies whose time is a projection; they must gain PROJECTED_GAIN.
+    """
+    asked = {name: max(error, PROJECTED_GAIN) if name in projected else error for name in seconds}
+    worth = [name for name in seconds if seconds["dense"] / seconds[name] > 1 + asked[name]]
+    return min(worth, key=seconds.__getitem__, default="dense")
 
 
 def sizes_of(config: ModelConfig) -> tuple[int, ...]:

@@ -41,6 +41,8 @@ def project_tokens(
     implementation is for goes to another one, which may round otherwise.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+
+    Sources: RMSNorm (arXiv 1910.07467); RoPE (arXiv 2104.09864), in the "rotate half" layout; the gated unit, SwiGLU (arXiv 2002.05202).
     """
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     options = {"biases": biases, "norm": norm, "rotation": rotation, "rotated": rotated, "gated": gated, "residual": residual}

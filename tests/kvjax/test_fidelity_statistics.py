@@ -10,6 +10,7 @@ from kvjax.fidelity.statistics import (
     block_means,
     lower_bound,
     mean_over_blocks,
+    over_windows,
     paired,
     proportion,
     ratio_of_perplexities,
@@ -151,3 +152,26 @@ def test_rows_that_do_not_match_are_refused():
         mean_over_blocks(np.array([]))
     with pytest.raises(ValueError, match="of one length"):
         ratio_of_perplexities(np.ones(3), np.ones(4))
+
+
+def test_an_interval_over_windows():
+    found = over_windows(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))
+    half = 2.7764451 * math.sqrt(2.5 / 5)  # Student's t, 4 degrees of freedom
+    assert (found.value, found.low, found.high) == pytest.approx((3.0, 3.0 - half, 3.0 + half), rel=1e-6)
+    ratio = over_windows(np.array([0.1, 0.3]), math.exp)
+    assert ratio.value == pytest.approx(math.exp(0.2))
+    assert ratio.low < ratio.value < ratio.high
+    assert over_windows(np.array([0.5, 0.5, 0.5])) == Interval(0.5, 0.5, 0.5)
+    with pytest.raises(ValueError, match="at least two windows"):
+        over_windows(np.array([0.5]))
+
+
+def test_windows_that_differ_are_covered_and_blocks_of_them_are_not():
+    """Five windows, each with a level of its own: what holds for other windows is what the interval over windows says."""
+    rng, held = np.random.default_rng(0), {"windows": 0, "blocks": 0}
+    for _ in range(100):
+        steps = 1.0 + rng.normal(0, 0.3, (5, 1)) + rng.normal(0, 0.3, (5, 32))
+        held["windows"] += 1.0 in over_windows(steps.mean(axis=1))
+        held["blocks"] += 1.0 in mean_over_blocks(steps.ravel())
+    assert held["windows"] >= 88
+    assert held["blocks"] < 70

@@ -339,6 +339,13 @@ def test_a_gain_within_the_error_is_none():
     assert worthwhile({"dense": 1.0, "top:8": 1.5}, 0.0) == "dense"
 
 
+def test_a_projected_gain_must_be_a_tenth():
+    assert worthwhile({"dense": 1.0, "top:8": 0.95}, 0.01, ["top:8"]) == "dense"
+    assert worthwhile({"dense": 1.0, "top:8": 0.90}, 0.01, ["top:8"]) == "top:8"
+    assert worthwhile({"dense": 1.0, "top:8": 0.80}, 0.30, ["top:8"]) == "dense"
+    assert worthwhile({"dense": 1.0, "top:8": 0.95, "top:32": 0.97}, 0.01, ["top:8"]) == "top:32", "the next one, if that is measured"
+
+
 def test_regret_is_zero_where_the_bill_is_right():
     found = regrets(planted(), ["top:8", "top:32"], form="scan")
     assert summary(found) == {
