@@ -430,10 +430,13 @@ def _check_fits(model: Model, policy: str, tokens: int, pages: int, page_size: i
     import jax
 
     from kvjax.memory import memory_plan
-    from kvjax.policies import parse
+    from kvjax.policies import Auto, parse
 
     dtype = jax.tree.leaves(model.params)[0].dtype
-    plan = memory_plan(model.config, dtype=dtype, page_size=page_size, indexes=parse(policy).indexes(), weights_bytes=0)
+    chosen = parse(policy)
+    if isinstance(chosen, Auto):  # its candidates, and so its indexes, are those on record for this model
+        chosen = chosen.bind(model, page_size=page_size, dtype=dtype.name)
+    plan = memory_plan(model.config, dtype=dtype, page_size=page_size, indexes=chosen.indexes(), weights_bytes=0)
     if pages > plan.pages_that_fit:
         raise ValueError(
             f"{tokens:,} tokens take {pages:,} pages, and memory has room for {plan.pages_that_fit:,} beside the weights: "

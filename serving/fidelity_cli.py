@@ -26,7 +26,7 @@ TEXT_HASH = "text with SHA-256"
 class Records(Journal):
     """The units of a panel that are done: each with its record."""
 
-    FORMAT = "kvjax fidelity 1"
+    FORMAT = "kvjax fidelity 2"
     WHAT = "the records of a kvjax fidelity panel"
     KEYS = frozenset(("unit", "record"))
 

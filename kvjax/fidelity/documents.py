@@ -15,20 +15,26 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.fidelity.report import panel_rows, remarks
+from kvjax.fidelity.report import kinds_rows, panel_rows, remarks
 from pallas_kernels.bench.report import markdown, source
 
 MARK = re.compile(r"(<!-- fidelity:evidence -->\n).*?(<!-- /fidelity -->)", re.DOTALL)
 
 
 def evidence(panels: Sequence[dict[str, Any]]) -> str:
-    """Tables of all panels' lengths under one another, what must be read with them, and where they come from."""
-    made = [panel_rows(figures) for figures in panels]
-    columns = made[0][0]
-    rows = [(f"{length:,}", *cells) for _, rows in made for length, cells in rows]
-    lines = [f"* {line}" for figures in panels for line in remarks(figures)]
-    sources = dict.fromkeys(map(source, panels))
-    return "\n".join((markdown(("tokens", *columns), rows), "", *lines, "", *sources))
+    """Of each panel under one another: its table, what must be read with it, and where it comes from."""
+    return "\n\n".join(map(_panel, panels))
+
+
+def _panel(figures: dict[str, Any]) -> str:
+    settings = figures["settings"]
+    columns, rows = panel_rows(figures)
+    title = f"**{settings['tasks'][0]} in {settings['haystacks'][0]}, {settings['trials']} trials; {settings['steps']:,} forced steps**"
+    parts = [title, markdown(("tokens", *columns), [(f"{length:,}", *cells) for length, cells in rows])]
+    columns, rows = kinds_rows(figures)
+    if rows:
+        parts.append(markdown(columns, rows))
+    return "\n\n".join((*parts, "\n".join(f"* {line}" for line in remarks(figures)), source(figures)))
 
 
 def rendered(text: str, panels: Sequence[dict[str, Any]]) -> str:
@@ -39,8 +45,13 @@ def rendered(text: str, panels: Sequence[dict[str, Any]]) -> str:
 
 
 def load(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """Panels by file, the shortest contexts first."""
-    return sorted((json.loads(file.read_text(encoding="utf-8")) for file in files), key=lambda panel: panel["settings"]["lengths"])
+    """Panels, those with the most lengths first, then those with the fewest tasks and haystacks."""
+    panels = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(files)]
+    return sorted(panels, key=lambda panel: (-len(panel["settings"]["lengths"]), len({_kind(row) for row in panel["retrieval"]})))
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, str]:
+    return row["task"], row["haystack"]
 
 
 def write_document(

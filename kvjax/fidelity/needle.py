@@ -58,8 +58,8 @@ class Trial:
 
     @property
     def turns(self) -> tuple[tuple[list[int], int], ...]:
-        """Tokens to feed and how many to decode then: one question."""
-        return ((self.question_ids, len(self.answer_ids)),)
+        """Tokens to feed and how many to decode then: one question, and a token more than the answer, which must not be a digit."""
+        return ((self.question_ids, len(self.answer_ids) + 1),)
 
     def judge(self, texts: Sequence[str]) -> float:
         """1.0 if what was said to the one question is a hit, else 0.0."""

@@ -4,8 +4,8 @@
     records = [panel.measure(unit) for unit in panel.units()]
     figures = kvjax.fidelity.report.summarize(panel.plan, records)
 
-A record is plain JSON. It depends on its unit, the plan, the text and the model alone, so a run that was killed goes on with the units
-it lacks.
+A record is plain JSON. Timings apart, it depends on its unit, the plan, the text and the model alone, so a run that was killed goes on
+with the units it lacks.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -140,10 +141,14 @@ class Panel:
         return found
 
     def measure(self, unit: Unit, advance: Advance | None = None) -> dict[str, Any]:
-        """Do a unit and return its record. advance: called with work done, in tokens of prefill."""
-        advance = advance or (lambda tokens: None)
+        """Do a unit and return its record. advance: called with work done, in tokens of prefill.
+
+        `took` in the record is the wall-clock time of the unit in seconds, compilation and the making of an engine included.
+        """
+        advance, start = advance or (lambda tokens: None), time.perf_counter()
         engine = self._engine_for(unit.length)
-        return (self._forced if unit.kind == "forced" else self._retrieval)(engine, unit, advance)
+        record = (self._forced if unit.kind == "forced" else self._retrieval)(engine, unit, advance)
+        return record | {"took": time.perf_counter() - start}
 
     def release(self) -> None:
         """Give the engine's memory back; another unit makes a new one."""
@@ -186,7 +191,8 @@ class Panel:
                 with forked(engine, [haystack]) as forks:
                     alone = [*ask(engine, forks, [trial], tokenizer, policy="dense")[0], *alone]
             answers[ALONE] = alone
-            seconds = step_seconds(engine, haystacks, names, steps=TIMED_STEPS, rounds=TIMED_ROUNDS) if self._is_timed(unit) else None
+            twice = {name: name for name in names} | {ALONE: "dense"}  # how far two timings of one thing lie apart
+            seconds = step_seconds(engine, haystacks, twice, steps=TIMED_STEPS, rounds=TIMED_ROUNDS) if self._is_timed(unit) else None
         return {
             "kind": "retrieval",
             "length": unit.length,

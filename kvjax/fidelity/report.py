@@ -36,6 +36,9 @@ VALID_SHARE = 0.9
 EQUAL_BUDGET = 0.1
 """Two policies have an equal budget if the keys they keep differ by at most this share of the larger (quest:64 and top:8: 7%)."""
 
+KEPT_KL = 0.02
+"""Nats of mean KL to dense up to which a policy is said to hold (the level `assured` of policy `auto` asks it of the interval's end)."""
+
 DEPTH_BINS = 5
 MARGIN_EDGES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, float("inf"))
 PARTS = 4
@@ -53,6 +56,8 @@ RULES = {
     "look at the spread over windows ('rates') beside it.",
     "equal budget": f"Policies whose keys differ by at most {EQUAL_BUDGET:.0%} are compared with each other as well, on the trials "
     "that count and on the forced steps: second against first, as they stand in the list.",
+    "hold": "A policy holds where the paired interval of what it finds includes 0 or lies above, and its mean KL to dense is at most "
+    f"{KEPT_KL} nats.",
     "intervals": "KL and perplexity: 95% t interval over windows, one figure each, perplexities in pairs. "
     f"'..._within': 95% BCa bootstrap over blocks of {BLOCK_STEPS} steps of these very windows, which says nothing about others.",
 }
@@ -62,7 +67,8 @@ def summarize(plan: Plan, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """All figures of a panel, ready for JSON, from records of all its units in any order.
 
     Keys: rules, policies (name, describe), retrieval (per length, task, haystack and policy), forced and speed (per length and policy),
-    equal_budget (per length and pair of policies) and pooled (per policy). ValueError where records lack trials or windows of the plan.
+    equal_budget (per length and pair of policies), pooled (per policy) and took (wall-clock seconds per length). ValueError where records
+    lack trials or windows of the plan.
     """
     records = list(records)
     names = ("dense", *plan.others)
@@ -81,6 +87,7 @@ def summarize(plan: Plan, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "speed": [row for record in _of(records, "retrieval") if record["seconds"] for row in _speed_rows(record)],
         "equal_budget": _contrasts(plan, records),
         "pooled": [_pool(name, forced) for name in (*plan.others, ALONE)],
+        "took": {f"{length}": sum(record["took"] for record in records if record["length"] == length) for length in plan.lengths},
     }
 
 
@@ -284,19 +291,31 @@ def tables(figures: dict[str, Any]) -> list[Table]:
         for number, cells in enumerate(cells for at, cells in rows if at == length):
             table.add_row(*cells, end_section=not number)  # dense stands first
         made.append(table)
-    kinds = list(dict.fromkeys((row["task"], row["haystack"]) for row in figures["retrieval"]))
-    if len(kinds) > 1:
-        table = _table("found, of valid trials (lost/gained)", ("policy", "length", *(f"{task} in {haystack}" for task, haystack in kinds)))
-        for length, name in dict.fromkeys((row["length"], row["policy"]) for row in figures["retrieval"]):
-            mine = [row for row in figures["retrieval"] if (row["length"], row["policy"]) == (length, name)]
-            table.add_row(name, f"{length:,}", *(_found(row) + ("" if name == "dense" else f" ({_pairs(row)})") for row in mine))
+    columns, rows = kinds_rows(figures)
+    if rows:
+        table = _table("found, of valid trials (lost/gained)", columns)
+        for row in rows:
+            table.add_row(*row)
         made.append(table)
     return made
 
 
+def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Columns, and a row per length and policy with what was found in every task and haystack; no rows where there is but one."""
+    kinds = list(dict.fromkeys((row["task"], row["haystack"]) for row in figures["retrieval"]))
+    columns, rows = ("policy", "tokens", *(f"{task} in {haystack}" for task, haystack in kinds)), []
+    if len(kinds) > 1:
+        for length, name in dict.fromkeys((row["length"], row["policy"]) for row in figures["retrieval"]):
+            mine = [row for row in figures["retrieval"] if (row["length"], row["policy"]) == (length, name)]
+            found = [_found(row) + ("" if name == "dense" or not row["trials"] else f" ({_pairs(row)})") for row in mine]
+            rows.append([policy_and_keys(name), f"{length:,}", *found])
+    return columns, rows
+
+
 def remarks(figures: dict[str, Any]) -> list[str]:
-    """What must be read with the tables: cells that do not count, bootstraps of too little, equal budgets, pools of confident steps."""
-    lines = []
+    """What must be read with the tables: which policies hold, cells that do not count, bootstraps of too little, equal budgets, pools of
+    confident steps, and how long it took."""
+    lines = verdicts(figures)
     for row in figures["retrieval"]:
         bad = [cell for cell in row["by_depth"] if not cell["valid"]]
         if row["policy"] == "dense" and bad:
@@ -316,6 +335,7 @@ def remarks(figures: dict[str, Any]) -> list[str]:
             found = cell["difference"]
             spread = f"{found['value']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}], p {cell['p_value']:.2g}"
             said.append(f"{cell['task']} in {cell['haystack']} -{cell['lost']}/+{cell['gained']}: {spread}")
+        said.append(f"noise: KL {_find(figures['forced'], {'length': row['length'], 'policy': ALONE})['kl']['value']:.2g}")
         lines.append(f"{pair}: {'; '.join(said)}")
     for pool in figures["pooled"]:
         if pool["steps"]:
@@ -324,6 +344,30 @@ def remarks(figures: dict[str, Any]) -> list[str]:
             ends = f"[{pool['agreement']['low']:.4f}, {pool['agreement']['high']:.4f}]"
             agree = f"{pool['hits']:,}/{pool['steps']:,} = {pool['agreement']['value']:.4f} {ends} of confident steps agree"
             lines.append(f"{pool['policy']} at {lengths} tokens: {agree} ({len(pool['members'])} windows, {spread})")
+    took = ", ".join(f"{seconds:.0f} s at {int(length):,} tokens" for length, seconds in figures["took"].items())
+    return [*lines, f"wall-clock time, compilation included: {took}"]
+
+
+def verdicts(figures: dict[str, Any]) -> list[str]:
+    """Per length, task and haystack: which policies hold and which fail, by keys read.
+
+    A policy holds if the interval of its paired difference from dense includes 0 or lies above, and its mean KL is at most `KEPT_KL`.
+    """
+    lines = []
+    kinds = dict.fromkeys((row["length"], row["task"], row["haystack"]) for row in figures["retrieval"])
+    for length, task, haystack in kinds:
+        rows = [row for row in figures["retrieval"] if (row["length"], row["task"], row["haystack"]) == (length, task, haystack)]
+        holds, fails = [], []
+        for row in sorted(rows, key=lambda row: row["keys_per_step"]):
+            pairs, kl = row["against_dense"], _find(figures["forced"], row).get("kl")
+            if row["policy"] in ("dense", ALONE) or pairs is None or kl is None:
+                continue
+            short = [f"{pairs['lost']} of {pairs['both'] + pairs['lost']} lost"] if pairs["difference"]["high"] < 0 else []
+            short += [f"KL {kl['value']:.2g}"] if kl["value"] > KEPT_KL else []
+            (fails if short else holds).append(policy_and_keys(row["policy"]) + (f": {', '.join(short)}" if short else ""))
+        if holds or fails:
+            said = f"hold: {', '.join(holds) or 'none'}; fail: {'; '.join(fails) or 'none'}"
+            lines.append(f"{task} in {haystack} at {length:,} tokens: {said}")
     return lines
 
 

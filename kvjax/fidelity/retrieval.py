@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -184,15 +184,16 @@ def speak(
 
 
 def step_seconds(
-    engine: Engine, sequences: Sequence[CachedSequence], policies: Sequence[str], *, steps: int, rounds: int
+    engine: Engine, sequences: Sequence[CachedSequence], policies: Mapping[str, str], *, steps: int, rounds: int
 ) -> dict[str, list[float]]:
     """Seconds per decode step under each policy, one figure per round; policies take turns, and the host waits at a round's end only.
 
+    policies: by the name that the result gives them.
     The steps are those that forcing takes, logits given back and the host's own work included; a round before the first compiles.
     """
-    found: dict[str, list[float]] = {policy: [] for policy in policies}
+    found: dict[str, list[float]] = {name: [] for name in policies}
     for number in range(rounds + 1):
-        for policy in policies:
+        for name, policy in policies.items():
             with forked(engine, sequences) as forks:
                 jax.block_until_ready(engine.decode(forks, [0] * len(forks), policy))
                 start = time.perf_counter()
@@ -200,7 +201,7 @@ def step_seconds(
                     logits = engine.decode(forks, [0] * len(forks), policy)
                 jax.block_until_ready(logits)
                 if number:
-                    found[policy].append((time.perf_counter() - start) / steps)
+                    found[name].append((time.perf_counter() - start) / steps)
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvjax.fidelity.forcing import ALONE
 from kvjax.fidelity.panel import Panel, Plan, Unit
 from kvjax.fidelity.plots import draw
-from kvjax.fidelity.report import csv_rows, policy_and_keys, remarks, summarize, tables
+from kvjax.fidelity.report import csv_rows, policy_and_keys, remarks, summarize, tables, verdicts
 
 PLAN = Plan(policies=("dense", "top:8", "mean:8", "window:640"), lengths=(2048,), trials=20, windows=2, steps=64, free_steps=8, batch=10)
 NAMES = ("dense", *PLAN.others, ALONE)
@@ -19,13 +19,14 @@ def retrieval(first, *, wrong, haystack="codes"):
     """Ten trials from `first` on; wrong: by policy, the trials (of all twenty) that it does not answer."""
     rows = range(first, first + 10)
     shares = {name: [0.0 if row in wrong.get(name, ()) else 1.0 for row in rows] for name in NAMES}
-    seconds = {name: [0.002, 0.001, 0.004] if name == "dense" else [0.001] * 3 for name in NAMES[:-1]} if not first else None
+    seconds = {name: [0.002, 0.001, 0.004] if name in ("dense", ALONE) else [0.001] * 3 for name in NAMES} if not first else None
     keys = {"dense": 2000.0, "top:8": 1600.0, "mean:8": 1600.0, "window:640": 640.0}
     return {"kind": "retrieval", "length": 2048, "task": "needle", "haystack": haystack, "rows": [first, first + 10]} | {
         "depths": [(row + 0.5) / 20 for row in rows],
         "shares": shares,
         "keys": keys,
         "seconds": seconds,
+        "took": 2.5,
     }
 
 
@@ -48,7 +49,8 @@ def forced():
     }
     keys = {"dense": 2000.0, "top:8": 1600.0, "mean:8": 1600.0, "window:640": 640.0}
     return {"kind": "forced", "length": 2048, "rows": [0, 2], "margin": margin.tolist(), "nll": (2 * flat).tolist(), "keys": keys} | {
-        "beside": figures
+        "beside": figures,
+        "took": 4.0,
     }
 
 
@@ -78,7 +80,7 @@ def test_a_cell_where_dense_fails_enters_no_average(figures):
     assert top["exact_match"]["low"] < 15 / 16 < top["exact_match"]["high"]
     mean = row_of(figures, "retrieval", "mean:8")
     assert mean["against_dense"]["p_value"] == pytest.approx(2 * 0.5**5)
-    assert "depth 0.2-0.4 (2/4) found by dense" in remarks(figures)[0]
+    assert any("depth 0.2-0.4 (2/4) found by dense" in line for line in remarks(figures))
 
 
 def test_a_task_that_dense_cannot_do_is_invalid_and_has_no_figures():
@@ -128,6 +130,28 @@ def test_kl_perplexity_prefix_and_speed(figures):
     }
 
 
+def test_dense_is_timed_twice_and_the_wall_clock_is_added_up(figures):
+    assert row_of(figures, "speed", ALONE)["speed"] == 1.0
+    assert figures["took"] == {"2048": 9.0}
+    assert "9 s at 2,048 tokens" in remarks(figures)[-1]
+
+
+def test_a_policy_holds_where_neither_facts_nor_kl_are_lost(figures):
+    """top:8 loses 1 of 16, which is no evidence; mean:8 loses 5 and its KL is 0.05; the window loses all."""
+    (line,) = verdicts(figures)
+    held, failed = line.split("; fail: ")
+    assert held == "needle in codes at 2,048 tokens: hold: top:8 (1,664)"
+    assert failed == "window:640 (640): 16 of 16 lost; mean:8 (1,664): 5 of 16 lost, KL 0.05"
+
+
+def test_a_small_loss_and_a_large_kl_are_told_apart():
+    far = forced()
+    far["beside"]["top:8"]["kl"] = np.full((2, 64), 0.03).tolist()
+    (line,) = verdicts(summarize(PLAN, [retrieval(0, wrong=WRONG), retrieval(10, wrong=WRONG), far]))
+    assert "hold: none; fail: " in line
+    assert "top:8 (1,664): KL 0.03" in line
+
+
 def test_policies_of_equal_budget_are_compared_in_pairs(figures):
     (contrast,) = figures["equal_budget"]  # the window keeps far fewer keys
     assert (contrast["first"], contrast["second"], contrast["keys"]) == ("top:8", "mean:8", [1664, 1664])
@@ -135,7 +159,7 @@ def test_policies_of_equal_budget_are_compared_in_pairs(figures):
     assert contrast["perplexity_ratio"]["value"] == pytest.approx(np.exp(0.1))
     (cell,) = contrast["retrieval"]
     assert (cell["both"], cell["lost"], cell["gained"], cell["neither"]) == (11, 4, 0, 1)
-    assert any("mean:8 (1,664) against top:8 (1,664)" in line for line in remarks(figures))
+    assert any(line.startswith("mean:8 (1,664) against top:8 (1,664)") and "noise: KL 1e-09" in line for line in remarks(figures))
 
 
 def test_tables_show_keys_and_the_noise_floor_beside_every_policy(figures):

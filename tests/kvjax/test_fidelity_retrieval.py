@@ -83,6 +83,8 @@ class ScriptedEngine:
                 if policy == "wrong" and said == len(trial.answer_ids) - 1:
                     answer = self.digits[(self.digits.index(answer) + 1) % 10]
                 logits[row, answer] = 1
+            elif policy == "longer":
+                logits[row, self.digits[7]] = 1
         blocks = np.full(len(sequences), LAYERS * KV_HEADS * (1 if policy == "wrong" else 2))
         self.last_reads = SimpleNamespace(blocks=blocks, keys=10 * blocks)
         return logits
@@ -98,13 +100,13 @@ def test_ask_feeds_the_question_and_then_what_the_engine_says(engine, trials, em
     assert len({len(trial.question_ids) for trial in trials}) > 1  # the batch keeps going until the longest is through
     sequences = engine.prefill([trial.haystack_ids for trial in trials])
     answers, blocks, keys = ask(engine, sequences, trials, embedded.tokenizer, policy="right")
-    assert [answer.text.strip() for answer in answers] == [trial.answer for trial in trials]
+    assert [answer.text.strip() for answer in answers] == [trial.answer + embedded.tokenizer.decode([0]) for trial in trials]
     assert [answer.depth for answer in answers] == [trial.depth for trial in trials]
     for sequence, trial in zip(sequences, trials, strict=True):
         right = [*trial.question_ids, *trial.answer_ids]
-        # The last token of an answer is said, and need not be fed.
-        assert sequence.tokens[: len(right) - 1] == right[:-1]
-    steps = max(len(trial.question_ids) + len(trial.answer_ids) for trial in trials) - 1
+        assert sequence.tokens[: len(right)] == right
+    # The token after an answer, which must be no digit, is said and need not be fed.
+    steps = max(len(trial.question_ids) + len(trial.answer_ids) for trial in trials)
     assert blocks.tolist() == [2.0] * steps
     assert keys.tolist() == [20.0] * steps
 
@@ -124,6 +126,12 @@ def test_right_and_wrong_answers_are_told_apart(engine, trials, embedded):
     assert set(engine.batches) == {2, 1}
     assert engine.batches[0] == 2
     assert engine.live == 0
+
+
+def test_an_answer_that_goes_on_with_a_digit_is_wrong(engine, trials, embedded):
+    right, longer = needle_exact_match(engine, trials, ("right", "longer"), embedded.tokenizer, batch=2)
+    assert (right.exact_match, longer.exact_match) == (1.0, 0.0)
+    assert [answer.text.strip() for answer in longer.answers] == [f"{trial.answer}7" for trial in trials]
 
 
 def test_figures_of_a_result():

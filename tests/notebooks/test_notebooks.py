@@ -1,11 +1,17 @@
 """Every notebook runs from top to bottom and says what its text says."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent.parent / "notebooks").glob("*.ipynb"))
+
+
+CPU_SECONDS = 60
+"""Of processor time on one core, for one notebook; what else the machine does is not counted."""
 
 
 def run(path):
@@ -23,7 +29,9 @@ def test_there_are_notebooks():
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path):
+    begun = time.process_time()
     names = run(path)
+    assert time.process_time() - begun < CPU_SECONDS * min(2, os.cpu_count())
     if path.stem == "first_steps":
         assert "48213" in names["answer"]
         assert "48213" in names["found"]["dense"]
