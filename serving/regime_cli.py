@@ -49,16 +49,17 @@ def fit_command(
     from kvjax.serving.decode_bench import config_of
     from kvjax.traffic.bill import to_json
     from kvjax.traffic.fitting import fit
-    from kvjax.traffic.report import TABLES, checks, rendered
+    from kvjax.traffic.report import TABLES, checks, projections, rendered
     from pallas_kernels.results import provenance, write_result
 
     figures: dict[str, Any] = {"form": form, "bills": [], "held_out": []}
     source = " ".join(map(_in_repository, results))
     for (device, shape, layers, dtype), cells in _cells(results).items():
-        bill = fit(cells, config_of(shape, layers), device=device, model=shape, dtype=dtype, source=source, form=form)
+        config = config_of(shape, layers)
+        bill = fit(cells, config, device=device, model=shape, dtype=dtype, source=source, form=form)
         typer.echo(str(bill))
         figures["bills"].append(to_json(bill))
-        figures["held_out"].append(checks(cells, form))
+        figures["held_out"].append(checks(cells, form) | {"projections": projections(bill, config)})
     console = Console(width=None if Console().is_terminal else 160)
     for name, make in TABLES.items():
         columns, rows = make(figures)

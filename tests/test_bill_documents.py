@@ -6,8 +6,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from kvjax.policies import parse
 from kvjax.serving.decode_bench import config_of
-from kvjax.traffic import known_bills, recorded_evidence
+from kvjax.traffic import known_bills, recorded_evidence, step_bytes
 from kvjax.traffic.bill import to_json
 from kvjax.traffic.evidence import with_panel
 from kvjax.traffic.fitting import fit, merged, read_cells
@@ -45,8 +46,20 @@ def test_the_page_is_what_the_bills_make():
     assert f"    {file['provenance']['command']}\n" in text
 
 
+def test_projections_without_overhead_are_the_bills():
+    file = json.loads((ROOT / "kvjax/traffic/bills/nvidia-h200.json").read_text())
+    for made, checked in zip(known_bills(), file["held_out"], strict=True):
+        config = config_of(made.model)
+        for row in checked["projections"]:
+            for policy, (fitted, free) in row["seconds"].items():
+                moved = step_bytes(config, parse(policy), row["tokens"], row["batch"], dtype="bfloat16").total
+                assert fitted == pytest.approx(made.predict(config, policy, row["tokens"], row["batch"]).seconds)
+                assert fitted - free == pytest.approx(made.c0)
+                assert free >= moved / made.bytes_per_s
+
+
 def test_recorded_evidence_is_what_the_committed_panels_make():
-    """After new measurements: kvjax bill evidence PANEL.json --into kvjax/traffic/evidence.json."""
+    """After new measurements: the command under "Evidence" in docs/the-bill.md."""
     rows = ()
     for source in sorted({row.source for row in recorded_evidence()}):
         rows = with_panel(rows, json.loads((ROOT / source).read_text()), source)

@@ -22,8 +22,20 @@ def test_a_page_without_the_marks_is_refused():
         rendered("nothing", PANELS)
 
 
-def test_every_cell_has_at_least_200_paired_trials_and_five_windows():
-    for panel in PANELS:
-        assert panel["settings"]["windows"] >= 5
-        assert all(row["trials"] + row["invalid_trials"] >= 200 for row in panel["retrieval"])
-        assert not any(row["invalid_trials"] for row in panel["retrieval"])
+def test_the_evidence_has_200_paired_trials_a_cell_and_five_windows_at_three_lengths():
+    panel, budgets, *others = PANELS
+    assert len(others) == 3
+    for evidence in (panel, budgets):
+        assert {row["length"] for row in evidence["retrieval"]} == {8192, 16384, 32768}
+        assert evidence["settings"]["windows"] >= 5
+        assert all(row["trials"] >= 200 and not row["invalid_trials"] for row in evidence["retrieval"])
+    assert {row["policy"] for row in panel["retrieval"]} >= {"dense", "window:4736", "top:8", "top:32", "mean:8", "quest:64"}
+    assert panel["took"]["8192"] < 180
+
+
+@pytest.mark.parametrize("length", [8192, 16384, 32768])
+def test_32_blocks_keep_what_dense_says(length):
+    (kept,) = (row for row in PANELS[0]["retrieval"] if (row["policy"], row["length"]) == ("top:32", length))
+    assert kept["against_dense"]["difference"]["low"] <= 0 <= kept["against_dense"]["difference"]["high"]
+    (forced,) = (row for row in PANELS[0]["forced"] if (row["policy"], row["length"]) == ("top:32", length))
+    assert forced["kl"]["high"] <= 0.02

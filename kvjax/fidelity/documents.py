@@ -1,8 +1,8 @@
 """The marked part of docs/fidelity.md, made from committed panels.
 
-    python -m kvjax.fidelity.documents benchmarks/results/h200/fidelity-*.json --into docs/fidelity.md
+    python -m kvjax.fidelity.documents benchmarks/results/h200/fidelity-*.json --into docs/fidelity.md --plots docs/fidelity
 
-replaces what stands between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`.
+replaces what stands between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, and draws the pictures of the first panel.
 """
 
 from __future__ import annotations
@@ -45,21 +45,29 @@ def rendered(text: str, panels: Sequence[dict[str, Any]]) -> str:
 
 
 def load(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """Panels, those with the most lengths first, then those with the fewest tasks and haystacks."""
+    """Panels, those with the most lengths first, then those with the fewest tasks and haystacks, then the longest forced runs."""
     panels = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(files)]
-    return sorted(panels, key=lambda panel: (-len(panel["settings"]["lengths"]), len({_kind(row) for row in panel["retrieval"]})))
+    return sorted(panels, key=_place)
 
 
-def _kind(row: dict[str, Any]) -> tuple[str, str]:
-    return row["task"], row["haystack"]
+def _place(panel: dict[str, Any]) -> tuple[int, int, int]:
+    settings = panel["settings"]
+    return -len(settings["lengths"]), len(settings["tasks"]) * len(settings["haystacks"]), -settings["steps"]
 
 
 def write_document(
     files: Annotated[list[Path], typer.Argument(metavar="PANEL.json...", help="Panels of kvjax fidelity.")],
     into: Annotated[Path, typer.Option(help="Document whose marked part is replaced.")],
+    plots: Annotated[Path | None, typer.Option(help="Folder for the pictures of the panel that stands first.")] = None,
 ) -> None:
-    """Make the tables of a document from panels."""
-    into.write_text(rendered(into.read_text(encoding="utf-8"), load(files)), encoding="utf-8")
+    """Make the tables and pictures of a document from panels."""
+    panels = load(files)
+    into.write_text(rendered(into.read_text(encoding="utf-8"), panels), encoding="utf-8")
+    if plots is not None:
+        from kvjax.fidelity.plots import draw
+
+        plots.mkdir(parents=True, exist_ok=True)
+        draw(panels[0], plots)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def divergence(figures: dict[str, Any], length: int, axis: Axes) -> None:
     _by_budget(axis, [row for row in rows if row["policy"] != ALONE and row["kl"]["value"] > 0], "kl", None, "")
     floor = next(row["kl"]["value"] for row in rows if row["policy"] == ALONE)
     axis.plot([], [], " ", label=f"noise floor {floor:.1g}")
-    axis.set(ylabel="mean KL(dense || policy), nats (bootstrap 95%)", yscale="log")
+    axis.set(ylabel="mean KL(dense || policy), nats (95%)", yscale="log")
     axis.legend(fontsize=8)
 
 

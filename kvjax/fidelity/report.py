@@ -39,6 +39,9 @@ EQUAL_BUDGET = 0.1
 KEPT_KL = 0.02
 """Nats of mean KL to dense up to which a policy is said to hold (the level `assured` of policy `auto` asks it of the interval's end)."""
 
+FEW_TRIALS = 50
+"""With fewer that count, nothing is said about holding: the interval of a difference is too wide to show a loss."""
+
 DEPTH_BINS = 5
 MARGIN_EDGES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, float("inf"))
 PARTS = 4
@@ -57,7 +60,7 @@ RULES = {
     "equal budget": f"Policies whose keys differ by at most {EQUAL_BUDGET:.0%} are compared with each other as well, on the trials "
     "that count and on the forced steps: second against first, as they stand in the list.",
     "hold": "A policy holds where the paired interval of what it finds includes 0 or lies above, and its mean KL to dense is at most "
-    f"{KEPT_KL} nats.",
+    f"{KEPT_KL} nats; said of at least {FEW_TRIALS} trials.",
     "intervals": "KL and perplexity: 95% t interval over windows, one figure each, perplexities in pairs. "
     f"'..._within': 95% BCa bootstrap over blocks of {BLOCK_STEPS} steps of these very windows, which says nothing about others.",
 }
@@ -360,7 +363,7 @@ def verdicts(figures: dict[str, Any]) -> list[str]:
         holds, fails = [], []
         for row in sorted(rows, key=lambda row: row["keys_per_step"]):
             pairs, kl = row["against_dense"], _find(figures["forced"], row).get("kl")
-            if row["policy"] in ("dense", ALONE) or pairs is None or kl is None:
+            if row["policy"] in ("dense", ALONE) or row["trials"] < FEW_TRIALS or kl is None:
                 continue
             short = [f"{pairs['lost']} of {pairs['both'] + pairs['lost']} lost"] if pairs["difference"]["high"] < 0 else []
             short += [f"KL {kl['value']:.2g}"] if kl["value"] > KEPT_KL else []

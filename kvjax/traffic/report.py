@@ -7,13 +7,18 @@ Between `<!-- bill:NAME -->` and `<!-- /bill -->` stands what `kvjax bill fit --
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvjax.traffic.fitting import FORMS, GROUPS, Cell, errors, forecasts
 from kvjax.traffic.regret import regrets, summary
 from pallas_kernels.bench.report import markdown
+
+if TYPE_CHECKING:
+    from kvjax.model import ModelConfig
+    from kvjax.traffic.bill import Bill
 
 MARK = re.compile(r"(<!-- bill:([\w-]+) -->\n).*?(<!-- /bill -->)", re.DOTALL)
 IN_SAMPLE = "nothing"
@@ -75,7 +80,40 @@ def regret_table(file: dict[str, Any]) -> Rows:
     return ("model", "allowed", "held out together", "cells", "mean regret", "worst regret", "worst against dense", "always dense"), rows
 
 
-TABLES = {"parameters": parameter_table, "errors": error_table, "regret": regret_table}
+PROJECTED = (2**13, 2**15, 2**17, 2**19, 2**20)
+"""Tokens of the projections' rows."""
+
+
+def projections(bill: Bill, config: ModelConfig, lengths: Sequence[int] = PROJECTED, batches: Sequence[int] = (1, 8)) -> list[dict]:
+    """Predicted seconds of dense and of the bill's policies, as fitted and with c0 = 0 (a runtime that costs nothing; a projection)."""
+    rows, without = [], bill.without_overhead()
+    for batch, length in itertools.product(batches, lengths):
+        seconds = {
+            name: [each.predict(config, name, length, batch).seconds for each in (bill, without)]
+            for name in ("dense", *(name for name, _ in bill.c1))
+        }
+        rows.append({"tokens": length, "batch": batch, "seconds": seconds})
+    return rows
+
+
+def projection_table(file: dict[str, Any]) -> Rows:
+    """Columns and rows: milliseconds and speed-ups over dense, as fitted and with c0 = 0."""
+    names = list(dict.fromkeys(name for checked in file["held_out"] for row in checked["projections"] for name in row["seconds"]))
+    rows = []
+    for bill, checked in zip(file["bills"], file["held_out"], strict=True):
+        for row in checked["projections"]:
+            dense = row["seconds"]["dense"]
+            cells = [f"{dense[0] * 1e3:.2f}, {dense[1] * 1e3:.2f}"]
+            for name in names[1:]:
+                pair = row["seconds"].get(name)
+                cells.append(
+                    "" if pair is None else ", ".join(f"{ours * 1e3:.2f} ({d / ours:.2f}x)" for d, ours in zip(dense, pair, strict=True))
+                )
+            rows.append((bill["model"], str(row["batch"]), f"{row['tokens']:,}", *cells))
+    return ("model", "batch", "tokens", *(f"{name}: as fitted, c0 = 0" for name in names)), rows
+
+
+TABLES = {"parameters": parameter_table, "errors": error_table, "regret": regret_table, "projections": projection_table}
 
 
 def rendered(text: str, file: dict[str, Any]) -> str:

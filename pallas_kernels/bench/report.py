@@ -163,7 +163,9 @@ def step_short(rows: Sequence[Row]) -> str:
     timed = [row for row in rows if "median_s" in row]
     policies = [name for name in dict.fromkeys(row["policy"] for row in timed) if name != "dense"]
     lines = []
-    for place in dict.fromkeys((row["shape"], row["batch"], row["tokens"]) for row in timed):
+    shapes = list(dict.fromkeys(row["shape"] for row in timed))
+    places = {(row["shape"], row["batch"], row["tokens"]) for row in timed}
+    for place in sorted(places, key=lambda place: (shapes.index(place[0]), *place[1:])):
         here = {row["policy"]: row["median_s"] * 1e3 for row in timed if (row["shape"], row["batch"], row["tokens"]) == place}
         dense = here.get("dense")
         others = [f"{here[name]:.2f}" + (f" ({dense / here[name]:.2f}x)" if dense else "") if name in here else "-" for name in policies]

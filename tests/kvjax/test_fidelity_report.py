@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from kvjax.fidelity import report
 from kvjax.fidelity.forcing import ALONE
 from kvjax.fidelity.panel import Panel, Plan, Unit
 from kvjax.fidelity.plots import draw
@@ -136,7 +137,16 @@ def test_dense_is_timed_twice_and_the_wall_clock_is_added_up(figures):
     assert "9 s at 2,048 tokens" in remarks(figures)[-1]
 
 
-def test_a_policy_holds_where_neither_facts_nor_kl_are_lost(figures):
+@pytest.fixture
+def few_trials(monkeypatch):
+    monkeypatch.setattr(report, "FEW_TRIALS", 16)
+
+
+def test_nothing_is_said_of_few_trials(figures):
+    assert verdicts(figures) == []
+
+
+def test_a_policy_holds_where_neither_facts_nor_kl_are_lost(figures, few_trials):
     """top:8 loses 1 of 16, which is no evidence; mean:8 loses 5 and its KL is 0.05; the window loses all."""
     (line,) = verdicts(figures)
     held, failed = line.split("; fail: ")
@@ -144,7 +154,7 @@ def test_a_policy_holds_where_neither_facts_nor_kl_are_lost(figures):
     assert failed == "window:640 (640): 16 of 16 lost; mean:8 (1,664): 5 of 16 lost, KL 0.05"
 
 
-def test_a_small_loss_and_a_large_kl_are_told_apart():
+def test_a_small_loss_and_a_large_kl_are_told_apart(few_trials):
     far = forced()
     far["beside"]["top:8"]["kl"] = np.full((2, 64), 0.03).tolist()
     (line,) = verdicts(summarize(PLAN, [retrieval(0, wrong=WRONG), retrieval(10, wrong=WRONG), far]))

@@ -111,8 +111,8 @@ def test_whole_steps():
 def test_whole_steps_in_short():
     rows = [step_row("dense", 6.0), step_row("top:8", 4.0), step_row("top:32", None), step_row("top:8", 3.0, tokens=8192)]
     assert report.step_short(rows).splitlines()[2:] == [
-        "| qwen2.5-7b | 1 | 128K | 6.00 | 4.00 (1.50x) |",
         "| qwen2.5-7b | 1 | 8K | - | 3.00 |",
+        "| qwen2.5-7b | 1 | 128K | 6.00 | 4.00 (1.50x) |",
     ]
 
 
