@@ -1,0 +1,45 @@
+"""union_blocks: signature, validation, dispatch."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch
+
+
+def union_blocks(
+    ids: Int[Array, "B R H k"],
+    scores: Float[Array, "B R H k"],
+    *,
+    rows: int,
+    k_trim: int,
+    implementation: str | None = None,
+) -> Int[Array, "B U H W"]:
+    """Per tile of `rows` consecutive rows: the blocks that any of them chose, of these the k_trim best by mean score.
+
+    ids: int32, the blocks each row chose, in any order, each at most once a row, -1 where there is none (`query_sparse_attention`
+    gives them so). scores: float32, of each of these; beside -1 they are not looked at. rows: rows a tile, chi / gamma in the paper; the
+    last tile may have fewer, U = ceil(R / rows). k_trim: W, blocks a tile may keep; rows * k keeps the whole union.
+
+    A block's score is the mean, in float32, over the rows that chose it: summed in the order of the rows, then divided by their number. Of
+    equal means the lower block is kept. NaN and -inf count as the lowest finite float32: they rank last, but still before nothing.
+
+    Returns blocks `[B, U, H, W]` int32: ascending, each once, -1 at the end. The same bits every time, whatever the order of a row's
+    list. Memory: a few times that of the arguments.
+
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+
+    Source: "Measure Once, Mask Once", section 3 (block mask union and trimming) and Algorithm 2.
+    """
+    arrays = dispatch.signature(ids=ids, scores=scores)
+    if ids.ndim != 4 or ids.shape != scores.shape or 0 in ids.shape:
+        raise ValueError(f"union_blocks takes ids and scores [B,R,H,k] of one shape, no axis empty; got {arrays}")
+    if ids.dtype != jnp.int32 or scores.dtype != jnp.float32:
+        raise ValueError(f"ids must be int32 and scores float32; got {arrays}")
+    for name, value in (("rows", rows), ("k_trim", k_trim)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}")
+    static = {"rows": rows, "k_trim": k_trim}
+    name = dispatch.choose("union_blocks", implementation, f"{arrays} {static}", (ids, scores), static)
+    return dispatch.load("union_blocks", name)(ids, scores, **static)
