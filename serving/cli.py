@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvjax.model import Model
 
 POLICIES = "dense, window:SINK+WINDOW (tokens, as window:64+4544), top:K, mean:K (blocks of 128 tokens) or quest:K (blocks of 16)"
+PREFILLS = (
+    "dense, momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly), window:SINK+WINDOW (tokens, as window:64+1024), "
+    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS"
+)
 
 app = typer.Typer(
     name="kvjax",
@@ -45,6 +49,7 @@ ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle', the small model inside this package.")
 ]
 PolicyOption = Annotated[str, typer.Option("--policy", "-p", help=f"What each decode step reads: {POLICIES}.")]
+PrefillOption = Annotated[str, typer.Option(help=f"How the prompt attends to itself: {PREFILLS}.")]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False)
 ]
@@ -96,6 +101,7 @@ def batch_command(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the answers go, one line per record, in the input's order.")],
     model: ModelOption,
     policy: PolicyOption = "dense",
+    prefill: PrefillOption = "dense",
     max_batch: Annotated[int, typer.Option(help="Sequences decoded together.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for records that do not say.")] = 128,
     temperature: Annotated[
@@ -126,8 +132,10 @@ def batch_command(
     _at_least_one("--max-new-tokens", max_new_tokens)
     check_paths(source, out, overwrite)
     loaded = _load(model, dtype)
-    engine = Engine(loaded, policy, pages=pages, page_size=page_size, prefill_chunk=prefill_chunk, batch_buckets=(max_batch,))
-    typer.echo(f"{model}, {engine.policy.describe()}, {engine.allocator.total:,} pages of {page_size} tokens", err=True)
+    sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes)
+    policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
+    typer.echo(f"{model}, {policies}, {engine.allocator.total:,} pages of {page_size} tokens", err=True)
     defaults = Defaults(max_new_tokens, temperature, seed)
     try:
         summary = run_file(source, out, engine, slots=max_batch, defaults=defaults, overwrite=overwrite, console=Console(stderr=True))
@@ -145,6 +153,7 @@ def generate_command(
     chat: Annotated[bool, typer.Option("--chat", help="Give the prompt as a user's message, through the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message; needs --chat.", show_default=False)] = None,
     policy: PolicyOption = "dense",
+    prefill: PrefillOption = "dense",
     max_new_tokens: TokensOption = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw from this many best tokens; 0 is all.")] = 0,
@@ -172,7 +181,7 @@ def generate_command(
     loaded = _load(model, dtype)
     messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
     ids = list(chat_ids(messages, loaded.tokenizer)) if chat else encode(loaded.tokenizer, text)
-    engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk)
+    engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk, prefill)
     _stream(engine, ids, sampling, stats)
 
 
@@ -402,14 +411,17 @@ def _load(model: str, dtype: Dtype | None) -> Model:
     return load(model, dtype=None if dtype is None else dtype.value)
 
 
-def _engine(model: Model, policy: str, tokens: int, pages: int | None, page_size: int, prefill_chunk: int) -> Engine:
+def _engine(
+    model: Model, policy: str, tokens: int, pages: int | None, page_size: int, prefill_chunk: int, prefill: str = "dense"
+) -> Engine:
     """An engine for one sequence of up to `tokens` tokens."""
     from kvjax.engine import Engine
 
     if pages is None and page_size > 0:
         pages = max(1, -(-tokens // page_size))
         _check_fits(model, policy, tokens, pages, page_size)
-    return Engine(model, policy, pages=pages, page_size=page_size, prefill_chunk=prefill_chunk, batch_buckets=(1,))
+    sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    return Engine(model, policy, prefill=prefill, batch_buckets=(1,), **sizes)
 
 
 def _check_fits(model: Model, policy: str, tokens: int, pages: int, page_size: int) -> None:

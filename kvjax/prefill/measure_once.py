@@ -1,0 +1,99 @@
+"""Measure once, mask once: exact attention of a few queries chooses the blocks for all and corrects them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvjax.prefill.delta import delta_correction
+from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens
+from pallas_kernels.query_sparse_attention import query_sparse_attention
+from pallas_kernels.union_blocks import union_blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasureOnceMaskOnce(TileLists):
+    """Every `gamma`-th query attends to all keys and on the way lists the `k` distant blocks with the largest log-sum-exp of logits, per
+    query head: `k_exact` exactly, the others by an estimated threshold. The lists of the `chi / gamma` such queries of a tile are united,
+    the `k_trim` best blocks kept (None: all), and the tile attends to them, to its sinks and its window; then equation 3 corrects.
+
+    Blocks that sinks or window hold anyway take no place in a list. dense_below: sequences up to this many tokens are dense although
+    lists would not hold everything, because that is faster there (0: none). delta: whether to correct.
+
+    Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention", Algorithms 1 and 2.
+    """
+
+    gamma: int = 16
+    chi: int = 128
+    k: int = 128
+    k_exact: int = 8
+    k_trim: int | None = 128
+    key_block: int = 64
+    sink_tokens: int = 64
+    window_tokens: int = 1024
+    dense_below: int = 0
+    delta: bool = True
+
+    def __post_init__(self):
+        check_sizes(self, gamma=1, chi=1, k=1, k_exact=0, key_block=1, sink_tokens=0, window_tokens=1, dense_below=0)
+        if self.k_trim is not None:
+            check_sizes(self, k_trim=1)
+        if self.chi % self.gamma:
+            raise ValueError(f"chi {self.chi} must be a multiple of gamma {self.gamma}: a tile unites the lists of whole rows")
+        if self.k_exact > self.k:
+            raise ValueError(f"k_exact {self.k_exact} exceeds k {self.k}, of which it is a part")
+
+    @property
+    def row_window(self) -> int:
+        """The window, in tokens, that the rows' lists leave out: what even the last of the gamma queries after a row has in its own."""
+        return max(1, self.window_tokens - self.gamma + 1)
+
+    @property
+    def dense_tokens(self) -> int:
+        """Up to here the lists would hold everything, or dense attention was declared faster."""
+        kept = self.k if self.k_trim is None else min(self.k, self.k_trim)
+        return max(self.dense_below, covered_tokens(kept, self.key_block, self.sink_tokens, self.row_window))
+
+    def sparsity(self, tokens: int) -> float:
+        """The share of a context of `tokens` tokens that a query does not read (equation 9); K is `k_trim`, without trimming at most
+        the union."""
+        kept = self.k * self.chi // self.gamma if self.k_trim is None else self.k_trim
+        read = self.key_block * kept + self.sink_tokens + self.window_tokens + tokens / self.gamma
+        return 1 - min(1, read / tokens)
+
+    def measure(self, query, layer, ctx):
+        """Exact output of every gamma-th query, `[B, R, H, D]`, and the united lists of the tiles, `[B, C, H, W]`."""
+        exact, _, ids, scores = query_sparse_attention(
+            *(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths),
+            gamma=self.gamma,
+            block_size=self.key_block,
+            k_blocks=self.k,
+            k_exact=self.k_exact,
+            window=(self.sink_tokens, self.row_window),
+            sm_scale=ctx.sm_scale,
+        )
+        rows = self.chi // self.gamma
+        return exact, union_blocks(ids, scores, rows=rows, k_trim=rows * self.k if self.k_trim is None else self.k_trim)
+
+    def lists(self, query, layer, ctx):
+        """The united lists of every tile and query head, `[B, C, H, W]`."""
+        return self.measure(query, layer, ctx)[1]
+
+    def attend_sparse(self, query, layer, ctx):
+        """The four steps of Algorithm 1."""
+        exact, blocks = self.measure(query, layer, ctx)
+        sparse = self.attend_listed(blocks, query, layer, ctx)
+        return delta_correction(sparse, exact, self.gamma) if self.delta else sparse
+
+    def __str__(self) -> str:
+        short = MeasureOnceMaskOnce(k=self.k, k_exact=self.k_exact, k_trim=self.k)
+        return f"momo:{self.k}/{self.k_exact}" if self == short else repr(self)
+
+    def describe(self) -> str:
+        """For reports."""
+        trimmed = "untrimmed" if self.k_trim is None else f"trimmed to {self.k_trim}"
+        corrected = "delta correction" if self.delta else "no delta correction"
+        return (
+            f"{self} prefill (every {self.gamma}th query lists {self.k} blocks of {self.key_block}, {self.k_exact} of them exactly; per "
+            f"{self.chi} queries {trimmed}, {self.sink_tokens} sink + {self.window_tokens} latest keys; {corrected}; dense up to "
+            f"{self.dense_tokens:,} tokens)"
+        )
