@@ -158,6 +158,16 @@ def test_falls_back_to_dense_and_says_so(caplog):
     assert "dense, since no sequence of this table (128 tokens) exceeds 132" in caplog.text
 
 
+@pytest.mark.parametrize("name", COVERING)
+def test_covering_everything_is_dense_in_bfloat16(name):
+    query, layer, ctx = chunk()
+    layer = PagedKV(layer.k.astype(jnp.bfloat16), layer.v.astype(jnp.bfloat16), {})
+    arguments = (query.astype(jnp.bfloat16), layer, ctx)
+    sparse = COVERING[name].attend_sparse(*arguments)
+    assert sparse.dtype == jnp.bfloat16
+    close(sparse.astype(jnp.float32), DensePrefill().attend(*arguments).astype(jnp.float32), tolerance=2e-2)
+
+
 # Each policy's rule.
 
 
