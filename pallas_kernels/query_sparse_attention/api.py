@@ -48,12 +48,12 @@ def query_sparse_attention(
        block that loses its slot. Of equal scores the lower block therefore stays, and a filled list is the exact top k_exact.
        tournament=False looks for the worst slot among all (O(k_exact) an update), True keeps it in a winner tree (O(log k_exact)); both
        give the same slots.
-    2. Slots k_exact to k_blocks - 1 are filled one after another and never replaced. It sees the blocks that stage 1 passed on, one score s
-       after another, and first counts it in: n += 1, d = s - m, m += d / n, squares += d * (s - m) (Welford). It takes the block where
+    2. Slots k_exact to k_blocks - 1 are filled one after another and never replaced. Each score S of the walk is first counted in:
+       n += 1, d = S - m, m += d / n, squares += d * (S - m) (Welford). Then a block that stage 1 passed on, of score s, is taken where
        s - m >= z * sqrt(squares / n), with Pr(X > z) = slots left / candidates left for a standard normal X (equations 6 and 7;
-       candidates from the present position to the last), always where as many slots as candidates are left; O(1) an update. Each
-       operation on m rounds to float32, so the left side is the same everywhere and among equal scores the lower blocks are
-       taken; the right side may differ in its last bits between implementations unless it is 0.
+       candidates from the present position of the walk to the last), always where as many slots as candidates are left; O(1) an
+       update. Each operation on m rounds to float32, so the left side is the same everywhere and among equal scores the lower
+       blocks are taken; the right side may differ in its last bits between implementations unless it is 0.
 
     Named as in the paper: k_exact = k_blocks is the exact (or tournament tree) selector, k_exact = 0 the estimated one, else the hybrid.
 

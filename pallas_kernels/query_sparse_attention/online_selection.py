@@ -49,10 +49,13 @@ def offer(
     """Offer one block to every row; candidates of a row are first to end - 1. Blocks come in ascending order."""
     offered = (block >= first) & (block < end) & (scores > -jnp.inf)
     ids = jnp.broadcast_to(block, scores.shape)
+    estimates = selection.ids.shape[-1] > k_exact
+    if estimates:
+        selection = _count(selection, scores, offered)
     if k_exact:
         selection, scores, ids = _replace(selection, scores, ids, offered, k_exact)
         offered &= ids >= 0
-    if selection.ids.shape[-1] > k_exact:
+    if estimates:
         selection = _estimate(selection, scores, ids, offered, end - block, k_exact)
     return selection
 
@@ -97,26 +100,28 @@ def _replay(tree: Tree, leaf: Int[Array, "*rows"], selection: Selection, k_exact
     return Tree(nodes)
 
 
-def _estimate(selection: Selection, scores: Array, ids: Array, offered: Bool[Array, "*rows"], left: Array, k_exact: int) -> Selection:
-    """Stage 2: Welford's update, then the next free slot if the score reaches the quantile. left: candidates, the present one included."""
+def _count(selection: Selection, scores: Array, offered: Bool[Array, "*rows"]) -> Selection:
+    """Welford's update of stage 2's statistics."""
     seen = selection.seen + offered
     before = scores - selection.mean
     mean = selection.mean + before / jnp.maximum(seen, 1)
     squares = selection.squares + before * (scores - mean)
     mean, squares = jnp.where(offered, mean, selection.mean), jnp.where(offered, squares, selection.squares)
+    return selection._replace(seen=seen, mean=mean, squares=squares)
+
+
+def _estimate(selection: Selection, scores: Array, ids: Array, offered: Bool[Array, "*rows"], left: Array, k_exact: int) -> Selection:
+    """Stage 2: the next free slot, if the score reaches the quantile. left: candidates, the present one included."""
     slots = selection.ids.shape[-1] - k_exact - selection.filled
     share = jnp.clip(slots.astype(jnp.float32) / jnp.maximum(left, 1), 0.0, 1.0)
     z = -jax.scipy.special.ndtri(share)
-    sigma = jnp.sqrt(jnp.maximum(squares, 0) / jnp.maximum(seen, 1))
-    take = offered & (slots > 0) & ((slots >= left) | (scores - mean >= z * sigma))
+    sigma = jnp.sqrt(jnp.maximum(selection.squares, 0) / jnp.maximum(selection.seen, 1))
+    take = offered & (slots > 0) & ((slots >= left) | (scores - selection.mean >= z * sigma))
     here = take[..., None] & (jnp.arange(selection.ids.shape[-1]) == (k_exact + selection.filled)[..., None])
     return selection._replace(
         scores=jnp.where(here, scores[..., None], selection.scores),
         ids=jnp.where(here, ids[..., None], selection.ids),
         filled=selection.filled + take,
-        seen=seen,
-        mean=mean,
-        squares=squares,
     )
 
 

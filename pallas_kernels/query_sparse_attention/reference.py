@@ -75,12 +75,15 @@ class Estimated:
     def __init__(self, k: int):
         self.k, self.slots, self.seen, self.mean, self.squares = k, [], 0, np.float32(0), 0.0
 
-    def offer(self, score: float, block: int, candidates_left: int) -> None:
-        """candidates_left: from the present position to the last, both included."""
+    def count(self, score: float) -> None:
+        """Welford's update."""
         self.seen += 1
         before = np.float32(score) - self.mean
         self.mean += before / np.float32(self.seen)
         self.squares += float(before) * float(np.float32(score) - self.mean)
+
+    def offer(self, score: float, block: int, candidates_left: int) -> None:
+        """candidates_left: from the present position of the walk to the last, both included."""
         slots_left = self.k - len(self.slots)
         if slots_left == 0:
             return
@@ -99,6 +102,7 @@ def select(scores: np.ndarray, first: int, end: int, *, k_blocks: int, k_exact: 
         score = float(scores[block])
         if not score > -math.inf:
             continue
+        estimated.count(score)
         lost = exact.offer(score, block) if exact else (score, block)
         if lost != EMPTY:
             estimated.offer(*lost, end - block)

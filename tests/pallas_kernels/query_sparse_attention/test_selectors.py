@@ -149,23 +149,31 @@ class _TreeNotReplayed(reference.Tournament):
 
 
 class _PresentNotCounted(reference.Estimated):
+    later = None
+
+    def count(self, score):
+        if self.seen == 0:  # without any there is no threshold
+            return super().count(score)
+        if self.later is not None:
+            super().count(self.later)
+        self.later = score
+
+
+class _OnlyWhatIsPassedOn(reference.Estimated):
+    def count(self, score):
+        pass
+
     def offer(self, score, block, candidates_left):
-        before = self.seen, self.mean, self.squares
-        deviation = math.sqrt(self.squares / max(self.seen, 1))
-        slots_left = self.k - len(self.slots)
-        super().offer(score, block, 2**30 if slots_left else candidates_left)  # counts it in
-        del self.slots[self.k - slots_left :]
-        share = min(slots_left / candidates_left, 1)
-        if share == 1 or (share and score - before[1] >= -scipy.special.ndtri(share) * deviation):
-            self.slots.append((score, block))
+        super().count(score)
+        super().offer(score, block, candidates_left)
 
 
 class _SampleVariance(reference.Estimated):
     def offer(self, score, block, candidates_left):
-        grown = (self.seen + 1) / max(self.seen, 1)
-        self.squares *= grown
+        kept = self.squares
+        self.squares *= self.seen / max(self.seen - 1, 1)
         super().offer(score, block, candidates_left)
-        self.squares /= grown
+        self.squares = kept
 
 
 class _CandidatesOneShort(reference.Estimated):
@@ -180,10 +188,8 @@ class _FirstSlots(reference.Estimated):
 
 class _StrictlyMore(reference.Estimated):
     def offer(self, score, block, candidates_left):
-        if self.seen and np.float32(score) == self.mean and self.squares == 0 and self.k - len(self.slots) < candidates_left:
-            self.seen += 1
-            return
-        super().offer(score, block, candidates_left)
+        if np.float32(score) > self.mean or self.k - len(self.slots) >= candidates_left:
+            super().offer(score, block, candidates_left)
 
 
 MUTANTS = {
@@ -191,6 +197,7 @@ MUTANTS = {
     "what is displaced is forgotten": ("Replacement", _ForgetsTheLoser),
     "the tree is not replayed": ("Tournament", _TreeNotReplayed),
     "the present block is not counted": ("Estimated", _PresentNotCounted),
+    "only what is passed on is counted": ("Estimated", _OnlyWhatIsPassedOn),
     "variance over n - 1": ("Estimated", _SampleVariance),
     "candidates left one short": ("Estimated", _CandidatesOneShort),
     "the first blocks": ("Estimated", _FirstSlots),
