@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,10 +21,12 @@ from kvjax.cache import FULL, Cache, OutOfPages, PageAllocator, PagedKV, copy_pa
 from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.memory import MemoryPlan, memory_plan
 from kvjax.model import Model, fingerprint
-from kvjax.policies import DecodePolicy, StateSpec, parse
+from kvjax.policies import Auto, Choice, DecodePolicy, StateSpec, parse
 from kvjax.prefill import DensePrefill, PrefillPolicy, parse_prefill
 from kvjax.sampling import SamplingRows, sample_step
 from kvjax.steps import Reads, decode_and_sample, decode_step, prefill_step
+
+logger = logging.getLogger(__name__)
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 MIN_TABLE_PAGES = 16
@@ -53,7 +56,8 @@ class Engine:
     pages are sealed. pages: size of the pool; None fits it to free memory. page_size and prefill_chunk are in tokens; the chunk is a
     multiple of the page. prefill: the prefill policy, or its name (`kvjax.prefill.parse_prefill`). batch_buckets: decode batches are
     padded to the next of these sizes, and a sequence's bits are the same in every batch of one bucket. sequences: those not freed yet.
-    last_reads: what the latest decode step read, summed over layers and KV heads (None before the first).
+    last_reads: what the latest decode step read, summed over layers and KV heads (None before the first). last_choice: what `auto` chose
+    for it and why (None under other policies).
     """
 
     def __init__(
@@ -69,21 +73,23 @@ class Engine:
         batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
     ):
         self.model, self.config = model, model.config
-        self.policy = parse(policy)
-        self.policies = tuple(dict.fromkeys((self.policy, *(parse(each) for each in policies))))
-        self.indexes = tuple(dict.fromkeys(spec for each in self.policies for spec in each.indexes()))
         if page_size <= 0 or prefill_chunk <= 0 or prefill_chunk % page_size:
             raise ValueError(f"prefill_chunk {prefill_chunk} must be a positive multiple of page_size {page_size}")
         if not batch_buckets or sorted(set(batch_buckets)) != list(batch_buckets) or batch_buckets[0] < 1:
             raise ValueError(f"batch_buckets must be ascending positive sizes, got {batch_buckets}")
         self.page_size, self.prefill_chunk, self.batch_buckets = page_size, prefill_chunk, tuple(batch_buckets)
-        self.prefill_policy = parse_prefill(prefill)
         self.dtype = jax.tree.leaves(model.params)[0].dtype
+        self._autos: dict[Auto, Auto] = {}
+        self.policy = self._bound(policy)
+        self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, policies))))
+        self.indexes = tuple(dict.fromkeys(spec for each in self.policies for spec in each.indexes()))
+        self.prefill_policy = parse_prefill(prefill)
         self.allocator = PageAllocator(self._default_pages() if pages is None else pages)
         shape = (self.allocator.total, self.config.num_kv_heads, page_size, self.config.head_dim)
         self._layers = tuple(empty_layer(*shape, self.dtype, self.indexes) for _ in range(self.config.num_layers))
         self.sequences: set[CachedSequence] = set()
         self.last_reads: Reads | None = None
+        self.last_choice: Choice | None = None
 
     # What there is room for
 
@@ -106,7 +112,7 @@ class Engine:
 
     def declared(self, policy: str | DecodePolicy | None) -> DecodePolicy:
         """The policy of a call, None being the engine's own; ValueError if it scans an index that this engine's pages do not have."""
-        chosen = self.policy if policy is None else parse(policy)
+        chosen = self.policy if policy is None else self._bound(policy)
         missing = [spec.name for spec in chosen.indexes() if spec not in self.indexes]
         if missing:
             raise ValueError(
@@ -274,7 +280,8 @@ class Engine:
             while True:
                 self.reserve(sequences[:1], min(width, longest) * self.page_size - sequences[0].length)
                 self.extend(sequences[0], [0])
-                jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, policy))
+                for each in self._steps_of(policy, longest * self.page_size, batch):
+                    jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, each))
                 if width >= longest:
                     return
                 width *= 2
@@ -351,6 +358,7 @@ class Engine:
         for sequence in live:
             self.check_length(sequence.length + 1)
         self.reserve(live, 1)
+        policy = self._chosen(policy, live)
         active = np.array([slot is not None for slot in slots])
         lengths = np.array([slot.length if slot else 0 for slot in slots], np.int32)
         cache = Cache(self._layers, {FULL: self._table(slots)}, lengths)
@@ -364,6 +372,28 @@ class Engine:
                 if jax.tree.leaves(states):
                     sequence.states[policy] = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states)
         return results
+
+    def _bound(self, policy: str | DecodePolicy) -> DecodePolicy:
+        """The policy of a name; `auto` bound to this model, once."""
+        policy = parse(policy)
+        if not isinstance(policy, Auto) or policy.bound is not None:
+            return policy
+        if policy not in self._autos:
+            self._autos[policy] = policy.bind(self.model, page_size=self.page_size, dtype=self.dtype.name)
+        return self._autos[policy]
+
+    def _steps_of(self, policy: str | DecodePolicy | None, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
+        """What a policy may run for `batch` sequences of up to `longest` tokens."""
+        policy = self.declared(policy)
+        return policy.possible(longest, batch) if isinstance(policy, Auto) else (policy,)
+
+    def _chosen(self, policy: DecodePolicy, live: Sequence[CachedSequence]) -> DecodePolicy:
+        """What runs this step: the policy itself, or what `auto` chooses for these lengths; a choice that is new is logged."""
+        choice = policy.choose([sequence.length + 1 for sequence in live]) if isinstance(policy, Auto) else None
+        if choice is not None and (self.last_choice is None or choice.policy != self.last_choice.policy):
+            logger.info("%s: %s", policy, choice)
+        self.last_choice = choice
+        return policy if choice is None else choice.policy
 
     def _batch_states(self, policy: DecodePolicy, slots: Sequence[CachedSequence | None]) -> tuple[Any, ...]:
         """Per layer, the policy's state of all slots; sequences it has not seen start afresh."""

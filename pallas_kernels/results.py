@@ -14,6 +14,11 @@ from pathlib import Path
 PACKAGES = ("kvjax", "jax", "jaxlib", "numpy", "transformers")
 
 
+def versions() -> dict[str, str]:
+    """Of Python and the packages that decide what a figure is."""
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
 def provenance() -> dict:
     """Command line, date (UTC), versions and device of this process. Initialises the device."""
     import jax
@@ -22,7 +27,7 @@ def provenance() -> dict:
     return {
         "command": _command(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": versions(),
         "platform": " ".join(device.client.platform_version.split()),
         "device": device.device_kind,
         "device_count": jax.local_device_count(),

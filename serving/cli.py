@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.serving.bench_cli import bench_app
+from kvjax.serving.fidelity_cli import fidelity_command
+from kvjax.serving.regime_cli import bill_app, regime_map_command
 
 if TYPE_CHECKING:
     from kvjax.engine import Engine
     from kvjax.model import Model
 
-POLICIES = "dense, window:SINK+WINDOW (tokens, as window:64+4544), top:K, mean:K (blocks of 128 tokens) or quest:K (blocks of 16)"
+POLICIES = (
+    "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (128 of them sinks), top:K, mean:K (blocks of 128 tokens), "
+    "quest:K (blocks of 16) or auto"
+)
 PREFILLS = (
     "dense, momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly), window:SINK+WINDOW (tokens, as window:64+1024), "
     "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS"
@@ -34,6 +39,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(bill_app, name="bill")
+app.command("regime-map")(regime_map_command)
+app.command("fidelity")(fidelity_command)
 _traceback = contextvars.ContextVar("traceback", default=False)
 
 
@@ -242,10 +250,14 @@ def plan_command(
 
     from kvjax.memory import memory_plan
     from kvjax.models.loading import expected_dtype, read_config
-    from kvjax.policies import parse
+    from kvjax.policies import Auto, parse
 
     available = None if memory is None else int(memory * 2**30)
     chosen = parse(policy)
+    if isinstance(chosen, Auto):
+        raise typer.BadParameter(
+            f"{policy!r} builds the indexes of what it may choose, which depends on the weights; name those", param_hint="--policy"
+        )
     config = read_config(model)
     stored = expected_dtype(model) if dtype is None else jnp.dtype(dtype.value)
     plan = memory_plan(config, dtype=stored, page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
@@ -401,6 +413,7 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
             f"{completion.prompt_tokens:,} prompt tokens in {times[0] - started:.1f} s",
             f"{len(times):,} generated ({completion.finish_reason}) at {rate:.1f} tokens/s",
             f"{completion.blocks_per_step:,.1f} blocks and {completion.keys_per_step:,.0f} keys read per step",
+            *([] if engine.last_choice is None else [f"{engine.policy} chose {engine.last_choice}"]),
         )
         typer.echo("\n".join(lines), err=True)
 

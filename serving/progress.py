@@ -1,11 +1,11 @@
-"""How far a batch job is: a bar with rates on a terminal, a line now and then in a log."""
+"""How far a job is: a bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
 from kvjax.serving.results import Result
@@ -70,3 +70,56 @@ class JobProgress:
         if not self._console.is_terminal and now - self._logged > LOG_SECONDS:
             self._logged = now
             self._console.print(f"{self._done:,}/{self._total:,} records, {self.text}", highlight=False)
+
+
+class WorkProgress:
+    """How much of some work is done, what is being done, and the time left; a context manager.
+
+    total: the work, in any unit. done: what an earlier run did of it.
+    """
+
+    def __init__(self, total: int, done: int, console: Console):
+        self._total, self._done, self._earlier, self._console = total, done, done, console
+        self._started = self._logged = time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        # Units differ in what a piece of their work takes, and the first is compiled: a long memory evens that out.
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True, speed_estimate_period=600)
+        self._task = self._bar.add_task("", total=total, completed=done)
+        self._what = ""
+
+    def __enter__(self) -> WorkProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def begin(self, what: str) -> None:
+        """Something new is being done."""
+        self._what = what
+        self._show()
+
+    def advance(self, work: int) -> None:
+        """So much more is done."""
+        self._done += work
+        self._show()
+
+    def reach(self, done: int) -> None:
+        """So much is done in all: a unit is through, however its parts were counted."""
+        self._done = done
+        self._show()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At this run's rate; None before there is one."""
+        worked = self._done - self._earlier
+        return (time.monotonic() - self._started) * (self._total - self._done) / worked if worked > 0 else None
+
+    def _show(self) -> None:
+        self._bar.update(self._task, completed=self._done, description=self._what)
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._logged > LOG_SECONDS:
+            self._logged = now
+            left = self.seconds_left
+            rest = "" if left is None else f", about {max(left, 0) / 60:.1f} min left"
+            self._console.print(f"{self._done / self._total:.0%} done{rest}: {self._what}", highlight=False)

@@ -56,6 +56,15 @@ class Trial:
         """Tokens of haystack and question."""
         return len(self.haystack_ids) + len(self.question_ids)
 
+    @property
+    def turns(self) -> tuple[tuple[list[int], int], ...]:
+        """Tokens to feed and how many to decode then: one question."""
+        return ((self.question_ids, len(self.answer_ids)),)
+
+    def judge(self, texts: Sequence[str]) -> float:
+        """1.0 if what was said to the one question is a hit, else 0.0."""
+        return float(self.is_hit(texts[0]))
+
     def is_hit(self, text: str) -> bool:
         """Whether generated text begins with exactly the answer: every digit right, and no further digit at once."""
         text = text.strip()
@@ -69,6 +78,7 @@ class NeedleTask:
     tokenizer: a `transformers` tokenizer or a `tokenizers.Tokenizer`. text_ids: int[...], the text the needles hide in, already tokens
     (`encode_text`). words: what keys are made of, two to a key (`vocabulary_words`). held_out: draw keys from the eighth of all keys
     that training never uses. digits, distractors: of every trial. prefix_ids: tokens that every prompt starts with (a BOS token).
+    near_miss: the distractors' keys share a word with the target's, and their values differ from its value in one digit.
     """
 
     tokenizer: Any
@@ -79,6 +89,7 @@ class NeedleTask:
     digits: int = 5
     distractors: int = 16
     prefix_ids: tuple[int, ...] = ()
+    near_miss: bool = False
 
     def __post_init__(self):
         if len(set(self.words)) < MIN_WORDS:
@@ -95,16 +106,12 @@ class NeedleTask:
         if not 0 <= depth <= 1:
             raise ValueError(f"depth must be in [0, 1], got {depth}")
         number = int(rng.integers(len(self.templates))) if template is None else template
-        form, (key, *others) = self.templates[number], self._keys(rng)
-        values = ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in range(1 + self.distractors)]
+        form, (key, *others) = self.templates[number], self.keys(rng)
+        values = self.values(rng)
         needles = [self._ids(form.needle.format(key=k, value=v)) for k, v in zip((key, *others), values, strict=True)]
         question = self._ids(form.question.format(key=key))
         fill = length - len(self.prefix_ids) - len(question) - sum(map(len, needles))
-        if fill < 0:
-            raise ValueError(f"{len(needles)} needles and the question take {length - fill} tokens: more than the length {length}")
-        if fill > len(self.text_ids):
-            raise ValueError(f"the text has {len(self.text_ids)} tokens, a trial of length {length} needs {fill}: pass a longer text")
-        start = int(rng.integers(0, len(self.text_ids) - fill + 1))
+        start = self.start_of_text(fill, length, rng, f"{len(needles)} needles and the question")
         places = [round(depth * fill), *rng.integers(0, fill + 1, self.distractors)]
         haystack = [*self.prefix_ids, *insert(self.text_ids[start : start + fill], places, needles)]
         return Trial(haystack, question, self._ids(" " + values[0]), values[0], depth, number)
@@ -114,16 +121,50 @@ class NeedleTask:
         rng = np.random.default_rng((seed, length))
         return [self.trial(length, rng, depth=(i + 0.5) / count, template=i % len(self.templates)) for i in range(count)]
 
-    def _keys(self, rng: np.random.Generator) -> list[str]:
+    def start_of_text(self, fill: int, length: int, rng: np.random.Generator, rest: str) -> int:
+        """Where to begin `fill` tokens of the text; ValueError if `rest` leaves less than none, or the text is shorter."""
+        if fill < 0:
+            raise ValueError(f"{rest} take {length - fill} tokens: more than the length {length}")
+        if fill > len(self.text_ids):
+            raise ValueError(f"the text has {len(self.text_ids)} tokens, a trial of length {length} needs {fill}: pass a longer text")
+        return int(rng.integers(0, len(self.text_ids) - fill + 1))
+
+    def keys(self, rng: np.random.Generator) -> list[str]:
         """Different keys, the target's first."""
         found: dict[str, None] = {}
         for _ in range(1000 * (1 + self.distractors)):
             first, second = (self.words[i] for i in rng.integers(0, len(self.words), 2))
             if is_held_out(first, second) == self.held_out:
                 found[f"{first} {second}"] = None
+            if found and self.near_miss:
+                return self._near_keys(*found, rng)
             if len(found) > self.distractors:
                 return list(found)
         raise ValueError(f"{len(self.words)} words do not give {1 + self.distractors} different keys: pass more `words`")
+
+    def values(self, rng: np.random.Generator) -> list[str]:
+        """A number for each key, the target's first."""
+        if not self.near_miss:
+            return ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in range(1 + self.distractors)]
+        digits = rng.integers(0, 10, self.digits)
+        if self.distractors > 9 * self.digits:
+            raise ValueError(f"{self.digits} digits have {9 * self.digits} near misses, not {self.distractors}: use fewer distractors")
+        found = ["".join(map(str, digits))]
+        for change in rng.permutation(9 * self.digits)[: self.distractors]:
+            place, shift = divmod(int(change), 9)
+            other = digits.copy()
+            other[place] = (other[place] + 1 + shift) % 10
+            found.append("".join(map(str, other)))
+        return found
+
+    def _near_keys(self, key: str, rng: np.random.Generator) -> list[str]:
+        """The key, and others on the same side of the split that share its first or its second word."""
+        first, second = key.split()
+        pairs = {(first, word) for word in self.words} | {(word, second) for word in self.words}
+        near = sorted(" ".join(pair) for pair in pairs - {(first, second)} if is_held_out(*pair) == self.held_out)
+        if len(near) < self.distractors:
+            raise ValueError(f"{len(self.words)} words give {key!r} {len(near)} near misses, not {self.distractors}: pass more `words`")
+        return [key, *(near[i] for i in rng.permutation(len(near))[: self.distractors])]
 
     def _ids(self, text: str) -> list[int]:
         return encode(self.tokenizer, text)

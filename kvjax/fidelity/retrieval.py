@@ -1,32 +1,39 @@
-"""Needle retrieval through the engine: the same haystacks, prefilled once, under every policy."""
+"""Retrieval through the engine: the same haystacks, prefilled once, under every policy."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.engine import CachedSequence, Engine
 from kvjax.fidelity.needle import NeedleTask, Trial, encode_text, exact_match_by_depth, vocabulary_words
 from kvjax.model import Model
-from kvjax.policies import parse
+from kvjax.policies import DecodePolicy, parse
 
 ANSWER_ROOM = 32
-"""Tokens at the end of a context kept for the answer, and for questions of different lengths in one batch."""
+"""Tokens at the end of a context kept for each answer, and for questions of different lengths in one batch."""
+
+Turn = tuple[Sequence[int], int]
+"""Tokens that are given, and how many the model then says."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a model said to one trial: its text, whether that is the needle's value, and the trial's depth."""
+    """What a model said to one trial: its text, whether all that was asked for is in it, the trial's depth, the share of it found."""
 
     text: str
     hit: bool
     depth: float
+    share: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +93,7 @@ def needle_panel(
     tokenizer = model.tokenizer
     batch = min(batch, trials)
     words = vocabulary_words(tokenizer)
-    prefix = tuple(tokenizer.encode(""))  # what every prompt of this model starts with
-    task = NeedleTask(tokenizer, encode_text(tokenizer, text), words, distractors=distractors, prefix_ids=prefix)
+    task = NeedleTask(tokenizer, encode_text(tokenizer, text), words, distractors=distractors, prefix_ids=prompt_start(tokenizer))
     drawn = task.trials(length - ANSWER_ROOM, trials, seed=seed)
     # Every context once; for the one policy that runs, a copied open page and one more for question and answer; and `_compile`'s copy.
     pages = batch * (-(-length // page_size) + 3)
@@ -95,31 +101,9 @@ def needle_panel(
     return needle_exact_match(engine, drawn, policies, tokenizer, batch=batch, on_tokens=on_tokens)
 
 
-def ask(
-    engine: Engine, sequences: list[CachedSequence], trials: Sequence[Trial], tokenizer: Any, *, policy: Any
-) -> tuple[list[Answer], np.ndarray, np.ndarray]:
-    """Feed each trial's question, token by token, and greedily decode an answer as long as the right one, all under `policy`.
-
-    sequences: one per trial, holding its haystack; they grow by question and answer (and, where questions differ in length, by a few
-    tokens more, so that the batch keeps its shape). Returns the answers, and for every step the blocks and the keys that one KV head of one
-    layer read on average.
-    """
-    heads = engine.config.num_layers * engine.config.num_kv_heads * len(trials)
-    reads = []
-    steps = max(len(t.question_ids) + len(t.answer_ids) for t in trials)
-    said: list[list[int]] = [[] for _ in trials]
-    tokens = [t.question_ids[0] for t in trials]
-    for step in range(1, steps):
-        greedy = np.asarray(engine.decode(sequences, tokens, policy=policy)).argmax(-1)
-        reads.append([float(np.sum(count)) / heads for count in (engine.last_reads.blocks, engine.last_reads.keys)])
-        for i, trial in enumerate(trials):
-            asked = step < len(trial.question_ids)
-            tokens[i] = trial.question_ids[step] if asked else int(greedy[i])
-            if not asked:
-                said[i].append(tokens[i])
-    texts = [tokenizer.decode(ids[: len(t.answer_ids)]) for ids, t in zip(said, trials, strict=True)]
-    blocks, keys = np.array(reads).T
-    return [Answer(text, t.is_hit(text), t.depth) for text, t in zip(texts, trials, strict=True)], blocks, keys
+def prompt_start(tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that every prompt of the model starts with (a BOS token, or none)."""
+    return tuple(tokenizer.encode(""))
 
 
 def needle_exact_match(
@@ -139,26 +123,113 @@ def needle_exact_match(
     seconds = dict.fromkeys(policies, 0.0)
     reads: dict[str, list[np.ndarray]] = {policy: [] for policy in policies}
     for some in itertools.batched(trials, batch):
-        haystacks = engine.prefill([t.haystack_ids for t in some], on_tokens=on_tokens)
-        for policy in policies:
-            forks = [engine.fork(s) for s in haystacks]
-            _compile(engine, forks, policy)
-            start = time.perf_counter()
-            said, *read = ask(engine, forks, some, tokenizer, policy=policy)
-            seconds[policy] += time.perf_counter() - start
-            answers[policy] += said
-            reads[policy].append(np.array(read))
-            for sequence in forks:
-                engine.free(sequence)
-        for sequence in haystacks:
-            engine.free(sequence)
+        with prefilled(engine, [t.haystack_ids for t in some], on_tokens) as haystacks:
+            for policy in policies:
+                with forked(engine, haystacks) as throwaway:
+                    # A step is compiled per batch: what is timed afterwards holds no compilation.
+                    engine.decode(throwaway, [0] * len(throwaway), policy)
+                with forked(engine, haystacks) as forks:
+                    start = time.perf_counter()
+                    said, *read = ask(engine, forks, some, tokenizer, policy=policy)
+                    seconds[policy] += time.perf_counter() - start
+                answers[policy] += said
+                reads[policy].append(np.array(read))
     means = {policy: np.concatenate(reads[policy], axis=1).mean(axis=1) for policy in policies}
     return [NeedleResult(policy, answers[policy], seconds[policy], *means[policy].tolist()) for policy in policies]
 
 
-def _compile(engine: Engine, sequences: list[CachedSequence], policy: str) -> None:
-    """Run one step on throwaway forks (as many: a step is compiled per batch), so that what is timed afterwards holds no compilation."""
-    forks = [engine.fork(sequence) for sequence in sequences]
-    engine.decode(forks, [0] * len(forks), policy)
-    for fork in forks:
-        engine.free(fork)
+def ask(
+    engine: Engine, sequences: Sequence[CachedSequence], trials: Sequence[Any], tokenizer: Any, *, policy: str | DecodePolicy
+) -> tuple[list[Answer], np.ndarray, np.ndarray]:
+    """Feed each trial's questions, token by token, and greedily decode answers as long as the right ones, all under `policy`.
+
+    sequences: one per trial, holding its haystack; they grow by questions and answers (and, where those differ in length, by a few
+    tokens more, so that the batch keeps its shape). Returns the answers, and for every step the blocks and the keys that one KV head of one
+    layer read on average.
+    """
+    said, blocks, keys = speak(engine, sequences, [trial.turns for trial in trials], policy=policy)
+    answers = []
+    for trial, turns in zip(trials, said, strict=True):
+        texts = [tokenizer.decode(ids) for ids in turns]
+        share = trial.judge(texts)
+        answers.append(Answer("\n".join(texts), share == 1.0, trial.depth, share))
+    return answers, blocks, keys
+
+
+def speak(
+    engine: Engine, sequences: Sequence[CachedSequence], scripts: Sequence[Sequence[Turn]], *, policy: str | DecodePolicy
+) -> tuple[list[list[list[int]]], np.ndarray, np.ndarray]:
+    """Decode every sequence along its script, greedily where the model speaks: token ids of each turn of each sequence.
+
+    A row that is through while others are not goes on with its own tokens. Also returns, for every step, the blocks and the keys that one
+    KV head of one layer read on average. The host waits for the device only where the next token is the model's own.
+    """
+    # One entry per token of a row's script: the token given, or None where it is the model's own.
+    plans = [[token for ids, count in turns for token in (*ids, *[None] * count)] for turns in scripts]
+    reads, said = [], [[] for _ in plans]
+    tokens = [plan[0] for plan in plans]
+    for step in range(1, max(map(len, plans))):
+        greedy = _greedy(engine.decode(sequences, tokens, policy=policy))
+        reads.append((engine.last_reads.blocks, engine.last_reads.keys))
+        given = [plan[step] if step < len(plan) else None for plan in plans]
+        own = np.asarray(greedy).tolist() if None in given else given
+        tokens = [mine if token is None else token for token, mine in zip(given, own, strict=True)]
+        for row, plan in enumerate(plans):
+            if step < len(plan) and plan[step] is None:
+                said[row].append(tokens[row])
+    heads = engine.config.num_layers * engine.config.num_kv_heads * len(plans)
+    blocks, keys = np.array([[np.sum(count) / heads for count in read] for read in jax.device_get(reads)]).T
+    cut = [np.split(ids, np.cumsum([count for _, count in turns])[:-1]) for ids, turns in zip(said, scripts, strict=True)]
+    return [[turn.tolist() for turn in row] for row in cut], blocks, keys
+
+
+def step_seconds(
+    engine: Engine, sequences: Sequence[CachedSequence], policies: Sequence[str], *, steps: int, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds per decode step under each policy, one figure per round; policies take turns, and the host waits at a round's end only.
+
+    The steps are those that forcing takes, logits given back and the host's own work included; a round before the first compiles.
+    """
+    found: dict[str, list[float]] = {policy: [] for policy in policies}
+    for number in range(rounds + 1):
+        for policy in policies:
+            with forked(engine, sequences) as forks:
+                jax.block_until_ready(engine.decode(forks, [0] * len(forks), policy))
+                start = time.perf_counter()
+                for _ in range(steps):
+                    logits = engine.decode(forks, [0] * len(forks), policy)
+                jax.block_until_ready(logits)
+                if number:
+                    found[policy].append((time.perf_counter() - start) / steps)
+    return found
+
+
+@contextlib.contextmanager
+def prefilled(
+    engine: Engine, prompts: Sequence[Sequence[int]], on_tokens: Callable[[int], None] | None = None
+) -> Iterator[list[CachedSequence]]:
+    """New sequences of these prompts, freed at the end of the block."""
+    sequences = engine.prefill(prompts, on_tokens=on_tokens)
+    try:
+        yield sequences
+    finally:
+        for sequence in sequences:
+            engine.free(sequence)
+
+
+@contextlib.contextmanager
+def forked(engine: Engine, sequences: Sequence[CachedSequence]) -> Iterator[list[CachedSequence]]:
+    """A fork of each sequence, freed at the end of the block."""
+    forks: list[CachedSequence] = []
+    try:
+        for sequence in sequences:
+            forks.append(engine.fork(sequence))
+        yield forks
+    finally:
+        for fork in forks:
+            engine.free(fork)
+
+
+@jax.jit
+def _greedy(logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1)

@@ -1,5 +1,6 @@
 """Decode policies: which blocks a step reads. `parse("top:8")` names them; a new one is a new class with `select`."""
 
+from kvjax.policies.auto import Auto, Bound, Choice
 from kvjax.policies.base import Blocks, DecodePolicy, SelectContext, Stateless, StateSpec, select_and_attend
 from kvjax.policies.dense import Dense
 from kvjax.policies.naming import FORMS, parse
@@ -8,7 +9,10 @@ from kvjax.policies.window import Window
 
 __all__ = [
     "FORMS",
+    "Auto",
     "Blocks",
+    "Bound",
+    "Choice",
     "DecodePolicy",
     "Dense",
     "SelectContext",

@@ -15,6 +15,10 @@ class Dense(Stateless):
         """No list: every block."""
         return None, state
 
+    def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
+        """Every key."""
+        return None
+
     def __str__(self) -> str:
         return "dense"
 

@@ -79,6 +79,16 @@ class TopBlocks(Stateless):
         )
         return out, Blocks(ids, self.block_size), state
 
+    def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
+        """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included; None where no list is made."""
+        if layer < self.dense_layers:
+            return None
+        newest = (length - 1) // self.block_size
+        first_local = max(0, min(newest - self.local + 1, (length - 1) // page_size * page_size // self.block_size))
+        sinks = min(self.sink, first_local)
+        blocks = sinks + min(self.k, first_local - sinks) + newest - first_local + 1
+        return blocks * self.block_size - ((newest + 1) * self.block_size - length)
+
     def __str__(self) -> str:
         """The short name that `parse` understands where there is one, else every field that differs from the default."""
         short = {("bounds", 128, 1, 4): "top", ("mean", 128, 1, 4): "mean", ("bounds", 16, 1, 32): "quest"}

@@ -25,6 +25,11 @@ class Window(Stateless):
         if self.window_tokens < 1:
             raise ValueError(f"window_tokens must be at least 1 (the current token), got {self.window_tokens}")
 
+    @property
+    def keys(self) -> int:
+        """Most keys a step reads."""
+        return self.sink_tokens + self.window_tokens
+
     def select(self, query, layer, ctx, state):
         """Sink pages, and the pages from the oldest token any current query may see to the newest."""
         batch, num_tokens = query.shape[:2]
@@ -42,9 +47,13 @@ class Window(Stateless):
         blocks = jnp.broadcast_to(ids[:, None], (batch, num_kv_heads, ids.shape[1]))
         return Blocks(blocks, size, (self.sink_tokens, self.window_tokens)), state
 
+    def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
+        """Keys a KV head attends to in one step of a sequence of `length` tokens."""
+        return min(length, self.sink_tokens + self.window_tokens)
+
     def __str__(self) -> str:
         return f"window:{self.sink_tokens}+{self.window_tokens}"
 
     def describe(self) -> str:
         """For reports."""
-        return f"{self} ({self.sink_tokens + self.window_tokens:,} keys: {self.sink_tokens} sink + {self.window_tokens} latest)"
+        return f"{self} ({self.keys:,} keys: {self.sink_tokens} sink + {self.window_tokens} latest)"

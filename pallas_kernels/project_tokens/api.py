@@ -34,11 +34,15 @@ def project_tokens(
     out_dtype: x's dtype (default) or float32. config: the implementation's own; there is none so far. implementation: see
     `pallas_kernels.dispatch`.
 
+    Only `xla` can be differentiated; name it where a gradient of a few tokens is wanted on a GPU.
+
     Returns a tuple with one array per result. Sums are float32; what is rounded in between (normalised tokens, a product before its bias)
     is the implementation's affair. A token's result does not depend on the other tokens of the call; but a call of more tokens than an
     implementation is for goes to another one, which may round otherwise.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+
+    Sources: RMSNorm (arXiv 1910.07467); RoPE (arXiv 2104.09864), in the "rotate half" layout; the gated unit, SwiGLU (arXiv 2002.05202).
     """
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     options = {"biases": biases, "norm": norm, "rotation": rotation, "rotated": rotated, "gated": gated, "residual": residual}
@@ -67,6 +71,8 @@ def _check(x, weights, *, biases, norm, rotation, rotated: int, gated: bool, res
         raise ValueError(f"norm must be [E]; got {arrays}")
     if gated and (len(weights) != 2 or weights[0].shape != weights[1].shape):
         raise ValueError(f"gated takes two matrices of one shape; got weights {matrices}")
+    if rotation is None and rotated:
+        raise ValueError(f"{rotated} results are to be rotated, and there is no rotation")
     if rotation is not None:
         _check_rotation(x, weights, rotation, rotated, gated)
     results = 1 if gated else len(weights)
@@ -79,7 +85,14 @@ def _check(x, weights, *, biases, norm, rotation, rotated: int, gated: bool, res
 def _check_rotation(x, weights, rotation, rotated: int, gated: bool) -> None:
     cos, sin = rotation
     arrays = dispatch.signature(cos=cos, sin=sin)
-    if cos.ndim != 2 or cos.shape != sin.shape or cos.shape[0] != x.shape[0] or cos.dtype != jnp.float32 or sin.dtype != jnp.float32:
+    if (
+        cos.ndim != 2
+        or 0 in cos.shape
+        or cos.shape != sin.shape
+        or cos.shape[0] != x.shape[0]
+        or cos.dtype != jnp.float32
+        or sin.dtype != jnp.float32
+    ):
         raise ValueError(f"rotation must be cosine and sine, float32 [R,D/2] with x's R {x.shape[0]}; got {arrays}")
     if gated or not 0 < rotated <= len(weights):
         raise ValueError(f"rotation is for the first {rotated} of {len(weights)} results; it needs 1 to {len(weights)}, and no gate")

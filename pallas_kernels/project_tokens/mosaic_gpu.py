@@ -122,6 +122,10 @@ def unsupported(x, weights, *, biases, norm, norm_eps, rotation, rotated, gated,
         return f"it is for decode steps, at most {MOST_TOKENS} tokens, got {x.shape[0]}"
     if x.dtype.name not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 or float16, got {x.dtype}"
+    if norm is not None and x.dtype == jnp.float16:
+        return "tokens are multiplied by the norm's weight before they are scaled, which may be more than float16 holds"
+    if rotation is not None and residual is not None:
+        return "it either turns results or adds to them"
     if x.shape[1] % CHUNK:
         return f"the width must be a multiple of {CHUNK}, got {x.shape[1]}"
     features = [w.shape[0] for w in weights]

@@ -14,7 +14,8 @@ def project_tokens(x, weights, *, biases, norm, norm_eps, rotation, rotated, gat
         raise ValueError(f"implementation 'xla' of project_tokens takes no config, got {config!r}")
     if norm is not None:
         x = elementwise.rms_norm(x, norm, norm_eps)
-    results = [_product(x, w, out_dtype) for w in weights]
+    several = len(weights) > 1 and not gated
+    results = [_product(_two_rows(x) if several else x, w, out_dtype)[: x.shape[0]] for w in weights]
     if biases is not None:
         results = [y + b.astype(y.dtype) for y, b in zip(results, biases, strict=True)]
     if rotation is not None:
@@ -25,6 +26,12 @@ def project_tokens(x, weights, *, biases, norm, norm_eps, rotation, rotated, gat
     if residual is not None:
         results = [results[0] + residual.astype(results[0].dtype)]
     return tuple(results)
+
+
+def _two_rows(x):
+    """A single token gets one of zeros beside it. XLA for GPUs turns the product of one row and a narrow matrix into an elementwise product
+    and a sum, which writes what it should only add up; with two rows it joins the products of several matrices to one."""
+    return x if x.shape[0] > 1 else jnp.concatenate([x, jnp.zeros_like(x)])
 
 
 def _rotate(y, rotation):

@@ -10,6 +10,8 @@ import pytest
 
 from kvjax.model import ModelConfig
 from kvjax.models.decoder import TransformerDecoder, causal_attend, init_params
+from kvjax.policies import Blocks
+from kvjax.policies.base import Stateless
 
 VOCAB = 97
 
@@ -96,3 +98,27 @@ def speaker():
     model = make_model(eos_token_ids=(95,))
     model.tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
     return model
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedPages(Stateless):
+    """Every page but those of `without`, by an explicit list: sound, if there are none."""
+
+    without: tuple[int, ...] = ()
+
+    def select(self, query, layer, ctx, state):
+        pages = jnp.arange(ctx.page_table.shape[1])
+        there = (pages < -(-ctx.lengths[:, None] // ctx.page_size)) & ~jnp.isin(pages, jnp.array(self.without, jnp.int32))
+        last = pages.size
+        ids = jnp.sort(jnp.where(there, pages, last), axis=1)
+        ids = jnp.where(ids < last, ids, -1)[:, None].astype(jnp.int32)
+        return Blocks(jnp.broadcast_to(ids, (ids.shape[0], layer.k.shape[1], last)), ctx.page_size), state
+
+    def describe(self):
+        return f"every page but {self.without}"
+
+
+@pytest.fixture(scope="session")
+def listed_pages():
+    """A policy in which the defect of dropped pages can be planted."""
+    return ListedPages

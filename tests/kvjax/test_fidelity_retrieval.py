@@ -11,6 +11,7 @@ import pytest
 from kvjax.fidelity import needle
 from kvjax.fidelity.needle import NeedleTask
 from kvjax.fidelity.retrieval import Answer, NeedleResult, ask, needle_exact_match, needle_panel
+from kvjax.fidelity.statistics import paired
 from kvjax.models import load
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.models.needle import path
@@ -141,14 +142,18 @@ def test_figures_of_a_result():
     }
 
 
-def test_embedded_model_finds_needles_unless_its_window_leaves_them_out(embedded, text):
+def test_embedded_model_finds_needles_unless_they_are_left_out(embedded, text, listed_pages):
+    """By a window, or by a defect planted in a policy: the pages of the first needle, at a quarter of the text, are not in the list."""
     length, done = 1024, []
-    policies = ("dense", "window:64+1024", "window:64+128")
-    dense, wide, narrow = needle_panel(
+    policies = ("dense", "window:64+1024", "window:64+128", listed_pages((1, 2)))
+    dense, wide, narrow, dropped = needle_panel(
         embedded, text, policies, length=length, trials=2, distractors=3, prefill_chunk=256, on_tokens=done.append
     )
     assert dense.exact_match == wide.exact_match == 1.0
     assert [a.text for a in wide.answers] == [a.text for a in dense.answers]
+    assert [a.hit for a in dropped.answers] == [False, True]
+    pairs = paired([a.hit for a in dense.answers], [a.hit for a in dropped.answers])
+    assert (pairs.lost, pairs.gained) == (1, 0)
     # Both needles lie before the last 128 tokens.
     assert narrow.exact_match == 0.0
     assert [answer.depth for answer in narrow.answers] == [0.25, 0.75]

@@ -29,3 +29,16 @@ def test_it_runs(path):
         assert "48213" in names["found"]["dense"]
         assert "48213" in names["found"]["top:8"]
         assert "48213" not in names["found"]["window:64+1000"]
+    if path.stem == "choosing_a_budget":
+        assert names["found"]["dense"] == names["found"]["dense again"] == 6
+        assert names["found"]["window:640"] < names["found"]["top:2"]
+        assert names["kl"]["dense again"] < 1e-6 < names["kl"]["top:2"] < names["kl"]["window:640"]
+    if path.stem == "inside_a_step":
+        assert names["answer"] == "4"
+        assert names["mass"][:, names["where"]].max() > 0.5
+        assert names["where"] in names["selected"]
+        assert 0 <= names["kept"].min() < names["kept"].mean() < 1
+    if path.stem == "the_bill":
+        chosen = {length: str(choice.policy) for length, choice in names["choices"].items()}
+        assert (chosen[131_072], chosen[2**20], chosen[2**21]) == ("top:32", "top:32", "dense")
+        assert (names["maps"][1].speedup[0, [0, -1]] > 1).tolist() == [False, True]

@@ -128,6 +128,8 @@ def _floats(x, i):
     low16, high16 = lanes.unpack(lanes.pack(f, g, "float16"), "float16")
     values = [f, g, f / g, 1.0 - g, lanes.exp2(f), lanes.log2(f * f + 1.0), lanes.maximum(f, g), lanes.maximum(f, nan)]
     values += [lanes.where(f == f, lanes.maximum_or_nan(f, g), nan), lanes.maximum_or_nan(f, nan), low, high, low16, high16]
+    pairs = lanes.multiply_pairs(lanes.pack(f, g, "bfloat16"), lanes.pack(g, g, "bfloat16"), "bfloat16")
+    values += [lanes.rsqrt(f * f + 1.0), *lanes.unpack(pairs, "bfloat16")]
     return [lanes.bits(value) for value in values]
 
 
@@ -137,7 +139,8 @@ def _floats_expected(x, i):
     nan = np.full_like(f, np.nan)
     bf16, f16 = (lambda y, to=to: np.asarray(y.astype(to), np.float32) for to in (jnp.bfloat16, np.float16))
     values = [f, g, f / g, 1 - g, np.exp2(f), np.log2(f * f + 1), np.maximum(f, g), f, np.maximum(f, g), nan]
-    return [y.astype(np.float32) for y in (*values, bf16(f), bf16(g), f16(f), f16(g))]
+    products = [bf16(bf16(f) * bf16(g)), bf16(bf16(g) * bf16(g))]
+    return [y.astype(np.float32) for y in (*values, bf16(f), bf16(g), f16(f), f16(g), 1 / np.sqrt(f * f + 1), *products)]
 
 
 STAGES = {"integers": (_integers, _integers_expected), "warps": (_warp, _warp_expected), "floats": (_floats, _floats_expected)}

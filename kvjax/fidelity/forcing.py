@@ -1,0 +1,159 @@
+"""Teacher forcing: every policy is fed the same true text through the engine, after one prefill, beside dense.
+
+All policies take each step together, so that a step's logits are compared on the device and dropped: of `[windows, V]` logits per policy
+only five figures per window are kept (after "Attention Pays Its Bill", sections 4 and 8.2).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.engine import CachedSequence, Engine
+from kvjax.fidelity.retrieval import forked, speak
+from kvjax.policies import DecodePolicy, Dense
+
+SYNC_STEPS = 16
+"""Steps the host may run ahead of the device: each holds logits of every policy until it is done."""
+
+ALONE = "dense again"
+"""The noise floor: dense once more, each row decoded alone and in reverse order, against dense in the batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What one policy said at every step, next to dense; float arrays `[windows, steps]`, in nats.
+
+    agrees: 1.0 where both have the same most likely token. kl: KL(dense || policy). tv: total variation. nll: of the true next token.
+    """
+
+    agrees: np.ndarray
+    kl: np.ndarray
+    tv: np.ndarray
+    nll: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Forced:
+    """One forced run. margin: dense's most likely logit minus its second, nll: dense's of the true next token; float32 `[windows, steps]`.
+
+    beside: by the policy's name, ALONE last. keys: what one KV head of one layer read per step, on average, by name; "dense" among them.
+    """
+
+    margin: np.ndarray
+    nll: np.ndarray
+    beside: dict[str, Beside]
+    keys: dict[str, float]
+
+
+def text_windows(text_ids: Int[np.ndarray, " n"], length: int, count: int, prefix_ids: Sequence[int] = ()) -> list[list[int]]:
+    """`count` disjoint pieces of a text, evenly spread over it, each of `length` tokens with `prefix_ids` before it.
+
+    ValueError if the text is too short for that.
+    """
+    own, room = length - len(prefix_ids), len(text_ids) // max(count, 1)
+    if count < 1 or own < 1:
+        raise ValueError(f"windows need a count and a length of at least 1, got {count} of {length} tokens")
+    if room < own:
+        raise ValueError(
+            f"{count} disjoint windows of {length:,} tokens need {count * own:,} tokens of text, and there are {len(text_ids):,}: "
+            "pass a longer text, or use fewer or shorter windows"
+        )
+    return [[*prefix_ids, *np.asarray(text_ids[start : start + own]).tolist()] for start in range(0, room * count, room)]
+
+
+def force(
+    engine: Engine,
+    sequences: Sequence[CachedSequence],
+    continuations: Sequence[Sequence[int]],
+    policies: Mapping[str, str | DecodePolicy],
+    *,
+    on_step: Callable[[], None] | None = None,
+) -> Forced:
+    """Feed each sequence's continuation under dense, under every policy, and under dense with each row alone.
+
+    sequences: prefilled, all freed by the caller; what is decoded goes to forks of them. continuations: one per sequence, all of one
+    length n + 1: tokens 0 to n-1 are fed, and 1 to n are what the n steps should have said. policies: by the name that results carry.
+    Device memory beside the cache: logits of SYNC_STEPS steps. ValueError for continuations that do not fit together; OutOfPages where the
+    pool does not hold (policies + 2) forks of each sequence.
+    """
+    text = np.asarray(continuations, np.int32) if len({len(each) for each in continuations}) == 1 else np.empty((0, 0), np.int32)
+    if text.shape[0] != len(sequences) or text.shape[1] < 2:
+        raise ValueError(f"forcing needs a continuation of one length, at least 2 tokens, for each of {len(sequences)} sequences")
+    heads = engine.config.num_layers * engine.config.num_kv_heads * len(sequences)
+    found: list = []
+    with contextlib.ExitStack() as stack:
+        reference, alone, *others = (stack.enter_context(forked(engine, sequences)) for _ in range(2 + len(policies)))
+        running = dict(zip(policies, others, strict=True))
+        for step in range(text.shape[1] - 1):
+            given, true = text[:, step].tolist(), jnp.asarray(text[:, step + 1])
+            logits = engine.decode(reference, given, Dense())
+            row, reads = {"dense": _alone(logits, true)}, {"dense": engine.last_reads.keys}
+            for name, policy in policies.items():
+                row[name] = _beside(logits, engine.decode(running[name], given, policy), true)
+                reads[name] = engine.last_reads.keys
+            one_by_one = [engine.decode([alone[i]], given[i : i + 1], Dense()) for i in reversed(range(len(given)))]
+            row[ALONE] = _beside(logits, jnp.concatenate(one_by_one[::-1]), true)
+            found.append((row, reads))
+            if (step + 1) % SYNC_STEPS == 0:
+                found[-SYNC_STEPS:] = jax.device_get(found[-SYNC_STEPS:])
+            if on_step:
+                on_step()
+        found = jax.device_get(found)
+    steps = {name: np.stack([row[name] for row, _ in found], axis=-1) for name in ("dense", *policies, ALONE)}
+    keys = {name: float(np.mean([np.sum(reads[name]) for _, reads in found])) / heads for name in ("dense", *policies)}
+    margin, nll = steps.pop("dense")
+    return Forced(margin, nll, {name: Beside(*figures) for name, figures in steps.items()}, keys)
+
+
+def exact_prefixes(
+    engine: Engine,
+    sequences: Sequence[CachedSequence],
+    tokens: Sequence[int],
+    policies: Mapping[str, str | DecodePolicy],
+    count: int,
+) -> dict[str, list[int]]:
+    """How many greedy tokens each policy writes as dense writes them before the first that differs, at most `count`; one per sequence.
+
+    tokens: what is fed first. ALONE is dense again, each row alone. One flip of a near-tie ends the prefix: report it, judge by nothing.
+    """
+    scripts = [(([token], count),) for token in tokens]
+
+    def written(rows: Sequence[int], policy: str | DecodePolicy) -> np.ndarray:
+        with forked(engine, [sequences[row] for row in rows]) as forks:
+            said, *_ = speak(engine, forks, [scripts[row] for row in rows], policy=policy)
+        return np.array([turn for (turn,) in said])
+
+    everyone = range(len(sequences))
+    reference = written(everyone, Dense())
+    texts = {name: written(everyone, policy) for name, policy in policies.items()}
+    texts[ALONE] = np.concatenate([written([row], Dense()) for row in reversed(everyone)][::-1])
+    return {name: np.cumprod(text == reference, axis=1).sum(axis=1).tolist() for name, text in texts.items()}
+
+
+@jax.jit
+def _alone(logits: Float[Array, "n V"], true: Int[Array, " n"]) -> Float[Array, "2 n"]:
+    """Margin of the two most likely tokens, and the true token's negative log-likelihood."""
+    best, _ = jax.lax.top_k(logits, 2)
+    return jnp.stack([best[:, 0] - best[:, 1], _nll(jax.nn.log_softmax(logits), true)])
+
+
+@jax.jit
+def _beside(reference: Float[Array, "n V"], logits: Float[Array, "n V"], true: Int[Array, " n"]) -> Float[Array, "4 n"]:
+    """Agreement, KL(reference || policy), total variation, and the policy's negative log-likelihood."""
+    log_p, log_q = jax.nn.log_softmax(reference), jax.nn.log_softmax(logits)
+    p, q, difference = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
+    # Each term is p times something not negative: sum p log(p/q) alone is lost in rounding where the policies nearly agree.
+    terms = jnp.where(jnp.abs(difference) < 0.5, p * (jnp.expm1(difference) - difference), q - p - p * difference)
+    agrees = jnp.argmax(reference, axis=-1) == jnp.argmax(logits, axis=-1)
+    return jnp.stack([agrees.astype(jnp.float32), terms.sum(-1), 0.5 * jnp.abs(p - q).sum(-1), _nll(log_q, true)])
+
+
+def _nll(logprobs: Float[Array, "n V"], true: Int[Array, " n"]) -> Float[Array, " n"]:
+    return -jnp.take_along_axis(logprobs, true[:, None], axis=-1)[:, 0]

@@ -1,0 +1,276 @@
+"""The panel: every policy inside one engine, on the same prefilled texts, in units of work that can be kept and never done twice.
+
+    panel = Panel(model, text, Plan(policies=("dense", "top:8"), lengths=(8192,)))
+    records = [panel.measure(unit) for unit in panel.units()]
+    figures = kvjax.fidelity.report.summarize(panel.plan, records)
+
+A record is plain JSON. It depends on its unit, the plan, the text and the model alone, so a run that was killed goes on with the units
+it lacks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.engine import Engine
+from kvjax.fidelity.forcing import ALONE, exact_prefixes, force, text_windows
+from kvjax.fidelity.needle import encode_text, vocabulary_words
+from kvjax.fidelity.retrieval import ANSWER_ROOM, Answer, ask, forked, prefilled, prompt_start, step_seconds
+from kvjax.fidelity.tasks import HAYSTACKS, TASKS, answers_of, make_trials
+from kvjax.memory import memory_plan
+from kvjax.model import Model
+from kvjax.policies import Auto, Dense, parse
+
+TIMED_STEPS, TIMED_ROUNDS = 16, 3
+
+Advance = Callable[[int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a panel measures.
+
+    policies: names of `kvjax.policies.parse`; dense is run, named or not. lengths: tokens of whole contexts, answers and forced text
+    included. tasks, haystacks: of `kvjax.fidelity.tasks`. trials: of each task in each haystack at each length. distractors: further
+    facts in the haystacks that have them. windows: disjoint pieces of text for teacher forcing. steps: forced tokens of each. free_steps:
+    tokens written freely, for the exact prefix. batch: contexts held and decoded together.
+    """
+
+    policies: tuple[str, ...]
+    lengths: tuple[int, ...]
+    tasks: tuple[str, ...] = ("needle",)
+    haystacks: tuple[str, ...] = ("codes",)
+    trials: int = 200
+    distractors: int = 16
+    windows: int = 5
+    steps: int = 1024
+    free_steps: int = 128
+    batch: int = 32
+    seed: int = 0
+    page_size: int = 128
+    prefill_chunk: int = 512
+
+    def __post_init__(self):
+        for name in ("policies", "lengths", "tasks", "haystacks"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} must be at least one, each once, got {', '.join(map(str, values)) or 'none'}")
+        for name, known in (("tasks", TASKS), ("haystacks", HAYSTACKS)):
+            if unknown := [value for value in getattr(self, name) if value not in known]:
+                raise ValueError(f"{name}: {unknown[0]!r} is not known; there are {', '.join(known)}")
+        for policy in self.policies:
+            if isinstance(parse(policy), Auto):
+                raise ValueError(f"policies: {policy!r} chooses one of the others at every step; measure those")
+        # With a single trial or window, "alone" would be the same as "in the batch", and there would be no noise floor.
+        for name, least in (("trials", 2), ("windows", 2), ("batch", 2), ("steps", 1), ("free_steps", 1), ("distractors", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.free_steps > self.steps:
+            raise ValueError(f"free_steps {self.free_steps} are more than the {self.steps} forced steps whose place they take")
+        if min(self.lengths) < self.steps + 2:
+            raise ValueError(
+                f"a length of {min(self.lengths):,} tokens leaves no history before {self.steps:,} forced steps: use fewer steps"
+            )
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The policies that are compared with dense."""
+        return tuple(name for name in self.policies if not isinstance(parse(name), Dense))
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A piece of work. kind: "retrieval" (a batch of trials) or "forced" (a batch of windows). rows: the trials or windows [first, last).
+
+    work: about how much there is to do, in tokens of prefill.
+    """
+
+    kind: str
+    length: int
+    rows: tuple[int, int]
+    task: str = ""
+    haystack: str = ""
+    work: int = 0
+
+    @property
+    def key(self) -> str:
+        """Its name in a file of records."""
+        return "/".join(map(str, (self.kind, self.length, self.task, self.haystack, *self.rows)))
+
+
+class Panel:
+    """Does the units of a plan. One engine at a time, made when a unit of a new length begins.
+
+    model: with a tokenizer. text: what haystacks and windows are cut from; its tokens must suffice for `plan.windows` disjoint windows.
+    """
+
+    def __init__(self, model: Model, text: str, plan: Plan):
+        self.model, self.plan = model, plan
+        longest = max(plan.lengths)
+        if longest > model.config.max_positions:
+            raise ValueError(f"a length of {longest:,} tokens is more than the model's {model.config.max_positions:,} positions")
+        self.text_ids = encode_text(model.tokenizer, text)
+        self._engine: tuple[int, Engine] | None = None
+        self._trials = functools.lru_cache(maxsize=2)(self._draw)
+        text_windows(self.text_ids, longest, plan.windows, self._prefix)
+
+    def units(self) -> list[Unit]:
+        """Everything there is to do, in order: length by length, forced text first."""
+        plan, found = self.plan, []
+        call = plan.prefill_chunk // 2  # a decode step takes about as long as half a chunk of prefill
+        arms = 1 + len(plan.others)
+        for length in plan.lengths:
+            for rows in _batches(plan.windows, plan.batch):
+                count = rows[1] - rows[0]
+                calls = plan.steps * (arms + count) + plan.free_steps * (arms + count)
+                found.append(Unit("forced", length, rows, work=count * (length - plan.steps) + calls * call))
+            for task in plan.tasks:
+                for haystack in plan.haystacks:
+                    for rows in _batches(plan.trials, plan.batch):
+                        count = rows[1] - rows[0]
+                        calls = (arms + count) * ANSWER_ROOM * answers_of(task)
+                        found.append(Unit("retrieval", length, rows, task, haystack, count * length + calls * call))
+        return found
+
+    def measure(self, unit: Unit, advance: Advance | None = None) -> dict[str, Any]:
+        """Do a unit and return its record. advance: called with work done, in tokens of prefill."""
+        advance = advance or (lambda tokens: None)
+        engine = self._engine_for(unit.length)
+        return (self._forced if unit.kind == "forced" else self._retrieval)(engine, unit, advance)
+
+    def release(self) -> None:
+        """Give the engine's memory back; another unit makes a new one."""
+        self._engine = None
+        self._trials.cache_clear()
+
+    def _forced(self, engine: Engine, unit: Unit, advance: Advance) -> dict[str, Any]:
+        plan = self.plan
+        windows = text_windows(self.text_ids, unit.length, plan.windows, self._prefix)[slice(*unit.rows)]
+        policies = {name: name for name in plan.others}
+        cut = unit.length - plan.steps - 1
+        per_step = (1 + len(policies) + len(windows)) * plan.prefill_chunk // 2
+        with prefilled(engine, [window[:cut] for window in windows], advance) as sequences:
+            forced = force(engine, sequences, [window[cut:] for window in windows], policies, on_step=lambda: advance(per_step))
+            prefixes = exact_prefixes(engine, sequences, [window[cut] for window in windows], policies, plan.free_steps)
+        return {
+            "kind": "forced",
+            "length": unit.length,
+            "rows": list(unit.rows),
+            "margin": _listed(forced.margin),
+            "nll": _listed(forced.nll),
+            "keys": forced.keys,
+            "beside": {
+                name: {field: _listed(steps) for field, steps in vars(beside).items()} | {"prefix": prefixes[name]}
+                for name, beside in forced.beside.items()
+            },
+        }
+
+    def _retrieval(self, engine: Engine, unit: Unit, advance: Advance) -> dict[str, Any]:
+        trials = self._trials(unit.length, unit.task, unit.haystack)[slice(*unit.rows)]
+        tokenizer, answers, keys = self.model.tokenizer, {}, {}
+        names = ("dense", *self.plan.others)
+        with prefilled(engine, [trial.haystack_ids for trial in trials], advance) as haystacks:
+            for name in names:
+                with forked(engine, haystacks) as forks:
+                    answers[name], _, read = ask(engine, forks, trials, tokenizer, policy=name)
+                keys[name] = float(read.mean())
+            alone: list[Answer] = []
+            for haystack, trial in zip(reversed(haystacks), reversed(trials), strict=True):
+                with forked(engine, [haystack]) as forks:
+                    alone = [*ask(engine, forks, [trial], tokenizer, policy="dense")[0], *alone]
+            answers[ALONE] = alone
+            seconds = step_seconds(engine, haystacks, names, steps=TIMED_STEPS, rounds=TIMED_ROUNDS) if self._is_timed(unit) else None
+        return {
+            "kind": "retrieval",
+            "length": unit.length,
+            "task": unit.task,
+            "haystack": unit.haystack,
+            "rows": list(unit.rows),
+            "depths": [trial.depth for trial in trials],
+            "shares": {name: [answer.share for answer in said] for name, said in answers.items()},
+            "texts": {name: [answer.text for answer in said] for name, said in answers.items()},
+            "keys": keys,
+            "seconds": seconds,
+        }
+
+    def _is_timed(self, unit: Unit) -> bool:
+        """The first batch of trials of each length is timed as well."""
+        return (unit.task, unit.haystack, unit.rows[0]) == (self.plan.tasks[0], self.plan.haystacks[0], 0)
+
+    def _engine_for(self, length: int) -> Engine:
+        if self._engine is None or self._engine[0] != length:
+            self._engine = None  # before the new pool is made
+            self._engine = (length, self._new_engine(length))
+        return self._engine[1]
+
+    def _new_engine(self, length: int) -> Engine:
+        plan = self.plan
+        batch = max(last - first for count in (plan.trials, plan.windows) for first, last in _batches(count, plan.batch))
+        options = {"policies": plan.policies, "page_size": plan.page_size, "prefill_chunk": plan.prefill_chunk, "batch_buckets": (1, batch)}
+        pages = self._pages(length)
+        indexes = tuple(dict.fromkeys(spec for name in plan.policies for spec in parse(name).indexes()))
+        dtype = jax.tree.leaves(self.model.params)[0].dtype
+        room = memory_plan(self.model.config, dtype=dtype, page_size=plan.page_size, indexes=indexes, weights_bytes=0)
+        fits = room.pages_that_fit
+        if pages > fits:
+            raise ValueError(
+                f"{plan.batch} contexts of {length:,} tokens take {pages:,} pages, and memory has room for {fits:,}: "
+                "use a smaller batch, or a shorter length"
+            )
+        return Engine(self.model, pages=pages, **options)
+
+    def _pages(self, length: int) -> int:
+        """Pages for the largest unit of a length: its contexts once, and all forks that live at the same time."""
+        plan, whole = self.plan, -(-length // self.plan.page_size)
+
+        def own(kept: int) -> int:
+            """Pages that a fork of `kept` tokens does not share once it has grown to the whole length."""
+            return whole - kept // plan.page_size
+
+        windows = max(last - first for first, last in _batches(plan.windows, plan.batch))
+        forced = windows * (whole + (2 + len(plan.others)) * own(length - plan.steps - 1))
+        trials = max(last - first for first, last in _batches(plan.trials, plan.batch))
+        shortest = min(
+            len(trial.haystack_ids) for task in plan.tasks for haystack in plan.haystacks for trial in self._trials(length, task, haystack)
+        )
+        return max(forced, trials * (whole + own(shortest)))
+
+    def _draw(self, length: int, task: str, haystack: str) -> list[Any]:
+        return make_trials(
+            self.model.tokenizer,
+            self.text_ids,
+            self._words,
+            task=task,
+            haystack=haystack,
+            length=length - ANSWER_ROOM * answers_of(task),
+            count=self.plan.trials,
+            seed=self.plan.seed,
+            distractors=self.plan.distractors,
+            prefix_ids=self._prefix,
+        )
+
+    @functools.cached_property
+    def _words(self) -> tuple[str, ...]:
+        return vocabulary_words(self.model.tokenizer)
+
+    @functools.cached_property
+    def _prefix(self) -> tuple[int, ...]:
+        return prompt_start(self.model.tokenizer)
+
+
+def _batches(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """`count` rows in as few batches of at most `most` as there can be, of nearly one size: so none of a single row, if most is above 2."""
+    ends = np.linspace(0, count, -(-count // most) + 1).round().astype(int).tolist()
+    yield from itertools.pairwise(ends)
+
+
+def _listed(figures: np.ndarray) -> list[list[float]]:
+    """For JSON, to the six digits that float32 has."""
+    return [[float(f"{figure:.6g}") for figure in row] for row in np.asarray(figures, float).tolist()]

@@ -1,0 +1,388 @@
+"""From a panel's records to its figures: one JSON value, rows for a CSV file, and a table for the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from kvjax.fidelity.forcing import ALONE
+from kvjax.fidelity.panel import Plan
+from kvjax.fidelity.statistics import (
+    BLOCK_STEPS,
+    block_means,
+    lower_bound,
+    mean_over_blocks,
+    over_windows,
+    paired,
+    proportion,
+    ratio_of_perplexities,
+)
+from kvjax.policies import Dense, parse
+
+CONFIDENT_MARGIN = 1.0
+"""Nats between dense's two most likely tokens above which a step counts as confident."""
+
+FEW_BLOCKS = 20
+"""A bootstrap over fewer blocks of steps gives intervals that are too narrow, and is remarked on."""
+
+VALID_SHARE = 0.9
+"""Share of a cell's trials that dense must answer for the cell to say anything about other policies."""
+
+EQUAL_BUDGET = 0.1
+"""Two policies have an equal budget if the keys they keep differ by at most this share of the larger (quest:64 and top:8: 7%)."""
+
+DEPTH_BINS = 5
+MARGIN_EDGES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, float("inf"))
+PARTS = 4
+"""A forced run is cut into so many parts to show whether the policies drift apart as generated text leaves the local window."""
+
+RULES = {
+    "valid cells": f"A cell (length, task, haystack, fifth of depth) counts where dense answers at least {VALID_SHARE:.0%} of its trials; "
+    "others are listed as invalid and enter no average.",
+    "pairs": "Every policy answers the same trials from the same cache as dense. lost: dense only; gained: the policy only. "
+    "p_value: exact McNemar, two-sided; p_loss: one-sided exact binomial; difference: Newcombe's interval for paired proportions.",
+    "noise floor": f"'{ALONE}' is dense with each row decoded alone and in reverse order, against dense in the batch.",
+    "confident": f"A step is confident where dense's two most likely tokens are more than {CONFIDENT_MARGIN} nats apart. The pool of a "
+    "policy is every window of every length of this run, none left out; 'members' lists them.",
+    "autocorrelation": "The Wilson interval of an agreement takes steps as independent. Steps of one window are not, so it is too narrow: "
+    "look at the spread over windows ('rates') beside it.",
+    "equal budget": f"Policies whose keys differ by at most {EQUAL_BUDGET:.0%} are compared with each other as well, on the trials "
+    "that count and on the forced steps: second against first, as they stand in the list.",
+    "intervals": "KL and perplexity: 95% t interval over windows, one figure each, perplexities in pairs. "
+    f"'..._within': 95% BCa bootstrap over blocks of {BLOCK_STEPS} steps of these very windows, which says nothing about others.",
+}
+
+
+def summarize(plan: Plan, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """All figures of a panel, ready for JSON, from records of all its units in any order.
+
+    Keys: rules, policies (name, describe), retrieval (per length, task, haystack and policy), forced and speed (per length and policy),
+    equal_budget (per length and pair of policies) and pooled (per policy). ValueError where records lack trials or windows of the plan.
+    """
+    records = list(records)
+    names = ("dense", *plan.others)
+    forced = [row for length in plan.lengths for row in _forced_rows(plan, length, _of(records, "forced", length))]
+    retrieval = []
+    for length in plan.lengths:
+        for task in plan.tasks:
+            for haystack in plan.haystacks:
+                some = [r for r in _of(records, "retrieval", length) if (r["task"], r["haystack"]) == (task, haystack)]
+                retrieval += _retrieval_rows(plan, some)
+    return {
+        "rules": RULES,
+        "policies": [{"policy": name, "describe": parse(name).describe()} for name in names],
+        "retrieval": retrieval,
+        "forced": forced,
+        "speed": [row for record in _of(records, "retrieval") if record["seconds"] for row in _speed_rows(record)],
+        "equal_budget": _contrasts(plan, records),
+        "pooled": [_pool(name, forced) for name in (*plan.others, ALONE)],
+    }
+
+
+def _of(records: Sequence[dict], kind: str, length: int | None = None) -> list[dict]:
+    found = [record for record in records if record["kind"] == kind and length in (None, record["length"])]
+    return sorted(found, key=lambda record: record["rows"])
+
+
+def _check_whole(what: str, wanted: int, records: Sequence[dict]) -> None:
+    rows = [row for record in records for row in range(*record["rows"])]
+    if rows != list(range(wanted)):
+        raise ValueError(f"records hold {len(rows)} of {wanted} {what}: run the panel to its end first")
+
+
+def _valid(dense: np.ndarray, bins: np.ndarray) -> np.ndarray:
+    """Which trials stand in cells that count."""
+    share = np.array([dense[bins == number].mean() if (bins == number).any() else 0.0 for number in range(DEPTH_BINS)])
+    return (share >= VALID_SHARE)[bins]
+
+
+def _trials(records: Sequence[dict], names: Sequence[str]) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Of a (length, task, haystack): the share of answers found in each trial by policy, its fifth of depth, and whether it counts."""
+    bins = np.minimum((np.concatenate([r["depths"] for r in records]) * DEPTH_BINS).astype(int), DEPTH_BINS - 1)
+    shares = {name: np.concatenate([r["shares"][name] for r in records]) for name in names}
+    return shares, bins, _valid(shares["dense"] == 1.0, bins)
+
+
+def _retrieval_rows(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]:
+    """One row per policy of a (length, task, haystack)."""
+    _check_whole("trials", plan.trials, records)
+    shares, bins, valid = _trials(records, ("dense", *plan.others, ALONE))
+    dense, cells = shares["dense"] == 1.0, [number for number in range(DEPTH_BINS) if (bins == number).any()]
+    rows = []
+    for name, found in shares.items():
+        hits = found == 1.0
+        keys = sum(r["keys"].get(name, r["keys"]["dense"]) * len(r["depths"]) for r in records) / len(hits)
+        row = {field: records[0][field] for field in ("length", "task", "haystack")} | {"policy": name, "keys_per_step": keys}
+        row["by_depth"] = [
+            {"from": number / DEPTH_BINS, "to": (number + 1) / DEPTH_BINS}
+            | {"hits": int(hits[bins == number].sum()), "trials": int((bins == number).sum()), "valid": bool(valid[bins == number].all())}
+            for number in cells
+        ]
+        row |= {"invalid_trials": int((~valid).sum()), "hits": int(hits[valid].sum()), "trials": int(valid.sum())}
+        if valid.any():
+            row["exact_match"] = dataclasses.asdict(proportion(row["hits"], row["trials"]))
+            row["lower_bound_95"] = lower_bound(row["hits"], row["trials"], 0.95)
+            row["share_found"] = float(found[valid].mean())
+            row["against_dense"] = dataclasses.asdict(paired(dense[valid], hits[valid]))
+        else:
+            row |= dict.fromkeys(("exact_match", "lower_bound_95", "share_found", "against_dense"))
+        rows.append(row)
+    return rows
+
+
+def _forced_rows(plan: Plan, length: int, records: Sequence[dict]) -> list[dict[str, Any]]:
+    """One row per policy of a length."""
+    _check_whole("windows", plan.windows, records)
+    margin, nll = (np.concatenate([r[field] for r in records]) for field in ("margin", "nll"))
+    confident = margin > CONFIDENT_MARGIN
+    keys = {name: float(np.mean([r["keys"][name] for r in records])) for name in ("dense", *plan.others)}
+    rows = [{"length": length, "policy": "dense", "keys_per_step": keys["dense"], "perplexity": float(np.exp(nll.mean()))}]
+    for name in (*plan.others, ALONE):
+        agrees, kl, tv, own = (
+            np.concatenate([r["beside"][name][field] for r in records]).astype(float) for field in ("agrees", "kl", "tv", "nll")
+        )
+        wrong = agrees == 0.0
+        edges = list(itertools.pairwise(MARGIN_EDGES))
+        within = [(margin >= low) & (margin < high) for low, high in edges]
+        prefixes = [prefix for r in records for prefix in r["beside"][name]["prefix"]]
+        row = {
+            "length": length,
+            "policy": name,
+            "keys_per_step": keys.get(name, keys["dense"]),
+            "windows": len(kl),
+            "steps": kl.shape[1],
+            "agreement": dataclasses.asdict(proportion(int(agrees.sum()), agrees.size)),
+            "confident": [
+                {"length": length, "window": i, "hits": int(agrees[i][confident[i]].sum()), "steps": int(confident[i].sum())}
+                for i in range(len(kl))
+            ],
+            "largest_margin_of_a_disagreement": float(margin[wrong].max()) if wrong.any() else None,
+            "blocks": block_means(kl).size,
+            "kl": dataclasses.asdict(over_windows(kl.mean(axis=1))),
+            "kl_within": dataclasses.asdict(mean_over_blocks(block_means(kl))),
+            "kl_of_windows": kl.mean(axis=1).tolist(),
+            "kl_of_parts": [float(part.mean()) for part in np.array_split(kl, min(PARTS, kl.shape[1]), axis=1)],
+            "total_variation": dataclasses.asdict(over_windows(tv.mean(axis=1))),
+            "perplexity": float(np.exp(own.mean())),
+            "perplexity_ratio": dataclasses.asdict(over_windows((own - nll).mean(axis=1), np.exp)),
+            "perplexity_ratio_within": dataclasses.asdict(ratio_of_perplexities(block_means(nll), block_means(own))),
+            "exact_prefix": {"of": plan.free_steps, "tokens": prefixes, "median": float(np.median(prefixes))},
+            "by_margin": [
+                {"from": low, "to": None if high == float("inf") else high, "steps": int(w.sum()), "disagreements": int((w & wrong).sum())}
+                for (low, high), w in zip(edges, within, strict=True)
+            ],
+        }
+        rows.append(row)
+    return rows
+
+
+def _contrasts(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]:
+    """Policies of equal budget against each other: trials found, KL to dense, perplexity."""
+    keys = {name: keys for name in plan.others if (keys := _nominal_keys(name)) is not None}
+    pairs = [
+        (first, second)
+        for first, second in itertools.combinations(keys, 2)
+        if abs(keys[first] - keys[second]) <= EQUAL_BUDGET * max(keys[first], keys[second])
+    ]
+    rows = []
+    for length, (first, second) in itertools.product(plan.lengths, pairs):
+        forced = _of(records, "forced", length)
+        steps = {
+            (name, field): np.concatenate([r["beside"][name][field] for r in forced]) for name in (first, second) for field in ("kl", "nll")
+        }
+        row = {"length": length, "first": first, "second": second, "keys": [keys[first], keys[second]], "retrieval": []}
+        difference = {field: (steps[second, field] - steps[first, field]).mean(axis=1) for field in ("kl", "nll")}
+        row["kl_difference"] = dataclasses.asdict(over_windows(difference["kl"]))
+        row["perplexity_ratio"] = dataclasses.asdict(over_windows(difference["nll"], np.exp))
+        for task, haystack in itertools.product(plan.tasks, plan.haystacks):
+            some = [r for r in _of(records, "retrieval", length) if (r["task"], r["haystack"]) == (task, haystack)]
+            shares, _, valid = _trials(some, ("dense", first, second))
+            if valid.any():
+                pair = paired(shares[first][valid] == 1.0, shares[second][valid] == 1.0)
+                row["retrieval"].append({"task": task, "haystack": haystack, **dataclasses.asdict(pair)})
+        rows.append(row)
+    return rows
+
+
+def _speed_rows(record: dict) -> list[dict[str, Any]]:
+    """Milliseconds per step: median of the rounds, and the rounds' ends; speed against dense, of the medians."""
+    dense = np.median(record["seconds"]["dense"])
+    return [
+        {
+            "length": record["length"],
+            "policy": name,
+            "batch": len(record["depths"]),
+            "ms_per_step": 1e3 * float(np.median(rounds)),
+            "ms_of_rounds": [1e3 * min(rounds), 1e3 * max(rounds)],
+            "speed": float(dense / np.median(rounds)),
+        }
+        for name, rounds in record["seconds"].items()
+    ]
+
+
+def _pool(name: str, forced: Sequence[dict]) -> dict[str, Any]:
+    """Agreement on confident steps over every window of every length."""
+    members = [member for row in forced if row["policy"] == name for member in row["confident"]]
+    hits, steps = (sum(member[field] for member in members) for field in ("hits", "steps"))
+    rates = sorted(member["hits"] / member["steps"] for member in members if member["steps"])
+    return {
+        "policy": name,
+        "hits": hits,
+        "steps": steps,
+        "agreement": dataclasses.asdict(proportion(hits, steps)) if steps else None,
+        "rates": {"least": rates[0], "median": float(np.median(rates)), "most": rates[-1]} if rates else None,
+        "members": members,
+    }
+
+
+def csv_rows(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """One flat row per length, task, haystack and policy, what has no task and haystack repeated; None where there is nothing."""
+    described = {entry["policy"]: entry["describe"] for entry in figures["policies"]}
+    rows = []
+    for row in figures["retrieval"]:
+        forced = _find(figures["forced"], row)
+        speed = _find(figures["speed"], row)
+        pairs = row["against_dense"] or {}
+        flat = {field: row[field] for field in ("length", "task", "haystack", "policy")}
+        flat |= {"describe": described.get(row["policy"], RULES["noise floor"]), "keys_per_step": row["keys_per_step"]}
+        flat |= {field: row[field] for field in ("hits", "trials", "invalid_trials", "lower_bound_95", "share_found")}
+        flat |= _spread("exact_match", row["exact_match"])
+        flat |= {field: pairs.get(field) for field in ("lost", "gained", "p_value", "p_loss")} | _spread(
+            "difference", pairs.get("difference")
+        )
+        for field in ("agreement", "kl", "total_variation", "perplexity_ratio"):
+            flat |= _spread(field, forced.get(field))
+        flat |= {"perplexity": forced.get("perplexity"), "exact_prefix": forced.get("exact_prefix", {}).get("median")}
+        flat |= {field: speed.get(field) for field in ("batch", "ms_per_step", "speed")}
+        rows.append(flat)
+    return rows
+
+
+COLUMNS = ("policy (keys)", "read", "found", "95%", "lost/gained", "p", "agree", "margin>1", "KL", "95%")
+COLUMNS += ("perplexity", "ratio 95%", "prefix", "ms/step")
+
+
+def panel_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[int, list[str]]]]:
+    """Columns, and for every length and policy of the first task and haystack the length and the cells."""
+    first = figures["retrieval"][0]
+    rows = [row for row in figures["retrieval"] if (row["task"], row["haystack"]) == (first["task"], first["haystack"])]
+    return COLUMNS, [(row["length"], _cells(figures, row)) for row in rows]
+
+
+def tables(figures: dict[str, Any]) -> list[Table]:
+    """A table per length: every policy beside the noise floor; and, where there are several, one of all tasks and haystacks."""
+    first = figures["retrieval"][0]
+    columns, rows = panel_rows(figures)
+    made = []
+    for length in dict.fromkeys(length for length, _ in rows):
+        table = _table(f"{length:,} tokens: {first['task']} in {first['haystack']}, forced text, speed", columns)
+        for number, cells in enumerate(cells for at, cells in rows if at == length):
+            table.add_row(*cells, end_section=not number)  # dense stands first
+        made.append(table)
+    kinds = list(dict.fromkeys((row["task"], row["haystack"]) for row in figures["retrieval"]))
+    if len(kinds) > 1:
+        table = _table("found, of valid trials (lost/gained)", ("policy", "length", *(f"{task} in {haystack}" for task, haystack in kinds)))
+        for length, name in dict.fromkeys((row["length"], row["policy"]) for row in figures["retrieval"]):
+            mine = [row for row in figures["retrieval"] if (row["length"], row["policy"]) == (length, name)]
+            table.add_row(name, f"{length:,}", *(_found(row) + ("" if name == "dense" else f" ({_pairs(row)})") for row in mine))
+        made.append(table)
+    return made
+
+
+def remarks(figures: dict[str, Any]) -> list[str]:
+    """What must be read with the tables: cells that do not count, bootstraps of too little, equal budgets, pools of confident steps."""
+    lines = []
+    for row in figures["retrieval"]:
+        bad = [cell for cell in row["by_depth"] if not cell["valid"]]
+        if row["policy"] == "dense" and bad:
+            cells = ", ".join(f"{cell['from']:.1f}-{cell['to']:.1f} ({cell['hits']}/{cell['trials']})" for cell in bad)
+            lines.append(
+                f"invalid, not counted: {row['task']} in {row['haystack']} at {row['length']:,} tokens, depth {cells} found by dense"
+            )
+    for length, blocks in {row["length"]: row["blocks"] for row in figures["forced"] if "blocks" in row}.items():
+        if blocks < FEW_BLOCKS:
+            lines.append(f"{length:,} tokens: {blocks} blocks of forced steps are too few; intervals of KL and perplexity are too narrow")
+    for row in figures["equal_budget"]:
+        kl, ratio = row["kl_difference"], row["perplexity_ratio"]
+        pair = f"{policy_and_keys(row['second'])} against {policy_and_keys(row['first'])} at {row['length']:,} tokens"
+        said = [f"KL {kl['value']:+.2g} [{kl['low']:+.2g}, {kl['high']:+.2g}]"]
+        said.append(f"perplexity x{ratio['value']:.4f} [{ratio['low']:.4f}, {ratio['high']:.4f}]")
+        for cell in row["retrieval"]:
+            found = cell["difference"]
+            spread = f"{found['value']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}], p {cell['p_value']:.2g}"
+            said.append(f"{cell['task']} in {cell['haystack']} -{cell['lost']}/+{cell['gained']}: {spread}")
+        lines.append(f"{pair}: {'; '.join(said)}")
+    for pool in figures["pooled"]:
+        if pool["steps"]:
+            lengths = ", ".join(f"{length:,}" for length in dict.fromkeys(member["length"] for member in pool["members"]))
+            spread = f"windows from {pool['rates']['least']:.3f} to {pool['rates']['most']:.3f}"
+            ends = f"[{pool['agreement']['low']:.4f}, {pool['agreement']['high']:.4f}]"
+            agree = f"{pool['hits']:,}/{pool['steps']:,} = {pool['agreement']['value']:.4f} {ends} of confident steps agree"
+            lines.append(f"{pool['policy']} at {lengths} tokens: {agree} ({len(pool['members'])} windows, {spread})")
+    return lines
+
+
+def _cells(figures: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """A table's row: retrieval, forced text and speed of one policy at one length."""
+    name = row["policy"]
+    forced, speed = _find(figures["forced"], row), _find(figures["speed"], row)
+    matched = row["exact_match"]
+    cells = [policy_and_keys(name), f"{row['keys_per_step']:,.0f}", _found(row)]
+    cells.append(f"{matched['low']:.3f}-{matched['high']:.3f}" if matched else "")
+    pairs = row["against_dense"]
+    cells += ["", ""] if name == "dense" or not pairs else [_pairs(row), f"{pairs['p_value']:.2g}"]
+    if name == "dense":
+        cells += ["", "", "", "", f"{forced['perplexity']:.3f}", "", ""]
+    else:
+        hits, steps = (sum(member[field] for member in forced["confident"]) for field in ("hits", "steps"))
+        kl, ratio = forced["kl"], forced["perplexity_ratio"]
+        cells += [f"{forced['agreement']['value']:.4f}", f"{hits / steps:.4f}" if steps else "", f"{kl['value']:.2g}"]
+        cells += [f"{kl['low']:.2g}-{kl['high']:.2g}", f"{forced['perplexity']:.3f}", f"{ratio['low']:.4f}-{ratio['high']:.4f}"]
+        cells.append(f"{forced['exact_prefix']['median']:.0f}/{forced['exact_prefix']['of']}")
+    return [*cells, "{:.2f}-{:.2f}".format(*speed["ms_of_rounds"]) if speed else ""]
+
+
+def policy_and_keys(name: str) -> str:
+    """A policy's name with the keys that it keeps: "top:8 (1,664)"."""
+    if name == ALONE:
+        return f"{ALONE} (noise)"
+    policy = parse(name)
+    keys = _nominal_keys(name)
+    return f"{name} ({'all' if isinstance(policy, Dense) else 'varies' if keys is None else f'{keys:,}'})"
+
+
+def _nominal_keys(name: str) -> int | None:
+    """Keys that a policy keeps whatever the sequence; None where that is no fixed number."""
+    keys = getattr(parse(name), "keys", None)
+    return keys if isinstance(keys, int) else None
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
+    return table
+
+
+def _found(row: dict[str, Any]) -> str:
+    return f"{row['hits']}/{row['trials']}" if row["trials"] else "invalid"
+
+
+def _pairs(row: dict[str, Any]) -> str:
+    pairs = row["against_dense"]
+    return f"-{pairs['lost']}/+{pairs['gained']}" if pairs else "-"
+
+
+def _find(rows: Sequence[dict], like: dict[str, Any]) -> dict[str, Any]:
+    """The row of the same length and policy, or an empty one."""
+    return next((row for row in rows if (row["length"], row["policy"]) == (like["length"], like["policy"])), {})
+
+
+def _spread(name: str, interval: dict[str, float] | None) -> dict[str, float | None]:
+    interval = interval or dict.fromkeys(("value", "low", "high"))
+    return {name: interval["value"], f"{name}_low": interval["low"], f"{name}_high": interval["high"]}

@@ -1,0 +1,181 @@
+"""Retrieval tasks in RULER's sense (Hsieh et al., COLM 2024, section 3) and the haystacks they stand in.
+
+    needle         one fact, one question (`kvjax.fidelity.needle`)
+    multi-needle   one key with several values: all of them are asked for at once (RULER: multi-value)
+    multi-query    several keys with a value each, asked for one after the other (RULER: multi-query)
+    tracking       a chain of assignments `VAR b = VAR a`: every name that holds the value (RULER: variable tracking)
+
+A haystack is more or less competitive: `loop` is one paragraph over and over, `prose` a running text, `codes` that text with facts of
+the same form under other keys, `near-miss` the same where each such key shares a word with the target's and each value differs from
+its value in one digit. Works with any tokenizer; numpy and strings only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.fidelity.needle import NeedleTask, Trial, encode, encode_text, insert
+
+TASKS = ("needle", "multi-needle", "multi-query", "tracking")
+HAYSTACKS = ("loop", "prose", "codes", "near-miss")
+PIECES = 4
+"""Values of multi-needle, questions of multi-query, names of a tracking chain."""
+
+LOOP = (
+    "The kettle stood on the stove and the window was open. A cart went by in the lane, and after it another. "
+    "Nobody spoke for a while. Then the rain began, and the lane was empty again.\n"
+)
+
+VALUES_NEEDLE = "\nOne of the pass keys for {key} is {value}.\n"
+VALUES_QUESTION = "\nQuestion: what are all the pass keys for {key}? Answer: The pass keys for {key} are"
+TRACKING_FACT = "\nVAR {name} = {value}\n"
+TRACKING_QUESTION = (
+    "\nQuestion: which variables hold the value {value}, directly or through another one? Answer: The variables that hold {value} are VAR"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ManyTrial:
+    """One haystack with several things to find.
+
+    turns: token ids to feed, and how many to decode then, one after the other. expected: for each turn, what must stand in its text, in any
+    order. depth: where the first of the facts stands, 0 first, 1 last.
+    """
+
+    haystack_ids: list[int]
+    turns: tuple[tuple[list[int], int], ...]
+    expected: tuple[tuple[str, ...], ...]
+    depth: float
+
+    @property
+    def length(self) -> int:
+        """Tokens of haystack, questions and answers, the last question's answer apart."""
+        return len(self.haystack_ids) + sum(len(ids) for ids, _ in self.turns) + sum(count for _, count in self.turns[:-1])
+
+    def judge(self, texts: Sequence[str]) -> float:
+        """Share of the expected strings that stand in their turn's text as whole words (RULER: string match, all)."""
+        right = [value in _words(text) for text, values in zip(texts, self.expected, strict=True) for value in values]
+        return sum(right) / len(right)
+
+
+def make_trials(
+    tokenizer: Any,
+    text_ids: np.ndarray,
+    words: tuple[str, ...],
+    *,
+    task: str,
+    haystack: str,
+    length: int,
+    count: int,
+    seed: int = 0,
+    distractors: int = 16,
+    prefix_ids: tuple[int, ...] = (),
+) -> list[Trial] | list[ManyTrial]:
+    """`count` trials of `length` tokens, answers not counted; depths evenly spread over [0, 1], the rest drawn from `seed`.
+
+    text_ids: int[...], the running text. words: what keys and names are made of. distractors: facts beside the ones asked for, in the
+    haystacks `codes` and `near-miss`. Raises ValueError for a task or haystack that is none of TASKS and HAYSTACKS, and as `NeedleTask`.
+    """
+    for kind, value, known in (("task", task, TASKS), ("haystack", haystack, HAYSTACKS)):
+        if value not in known:
+            raise ValueError(f"{kind} {value!r} is not known; there are {', '.join(known)}")
+    if haystack == "loop":
+        text_ids = np.resize(encode_text(tokenizer, LOOP), length)
+    source = NeedleTask(
+        tokenizer,
+        text_ids,
+        words,
+        distractors=distractors if haystack in ("codes", "near-miss") else 0,
+        prefix_ids=prefix_ids,
+        near_miss=haystack == "near-miss",
+    )
+    if task == "needle":
+        return source.trials(length, count, seed=seed)
+    rng = np.random.default_rng((seed, length, TASKS.index(task)))
+    make = {"multi-needle": _multi_needle, "multi-query": _multi_query, "tracking": _tracking}[task]
+    return [make(source, length, rng, (i + 0.5) / count) for i in range(count)]
+
+
+def answers_of(task: str) -> int:
+    """Turns of a task's trials: each keeps its own room for an answer at the end of the context."""
+    return PIECES if task in ("multi-query", "multi-needle", "tracking") else 1
+
+
+def _multi_needle(task: NeedleTask, length: int, rng: np.random.Generator, depth: float) -> ManyTrial:
+    """One key with PIECES values."""
+    key, *others = task.keys(rng)
+    values = _more(task, PIECES - 1).values(rng)
+    facts = [VALUES_NEEDLE.format(key=k, value=v) for k, v in zip((*[key] * PIECES, *others), values, strict=True)]
+    question = VALUES_QUESTION.format(key=key)
+    listed = f" {', '.join(values[: PIECES - 1])} and {values[PIECES - 1]}"
+    return _planted(task, length, rng, depth, facts, PIECES, [(question, listed)], [values[:PIECES]])
+
+
+def _multi_query(task: NeedleTask, length: int, rng: np.random.Generator, depth: float) -> ManyTrial:
+    """PIECES keys of one template, asked for in the order in which they are drawn; the model's own answers stay in the context."""
+    form = task.templates[int(rng.integers(len(task.templates)))]
+    wider = _more(task, PIECES - 1)
+    keys, values = wider.keys(rng), wider.values(rng)
+    facts = [form.needle.format(key=k, value=v) for k, v in zip(keys, values, strict=True)]
+    turns = [(form.question.format(key=key), f" {value}") for key, value in zip(keys[:PIECES], values, strict=False)]
+    return _planted(task, length, rng, depth, facts, PIECES, turns, [[value] for value in values[:PIECES]])
+
+
+def _tracking(task: NeedleTask, length: int, rng: np.random.Generator, depth: float) -> ManyTrial:
+    """A chain of PIECES names, each assigned from the one before; distractors are further chains, the last cut short."""
+    count = PIECES * (1 + -(-task.distractors // PIECES))
+    names = [word.upper() for word in rng.permutation(task.words)[:count]]
+    if len(names) < count:
+        raise ValueError(f"{len(task.words)} words do not name {count} variables: pass more `words`, or fewer distractors")
+    chains = [names[start : start + PIECES] for start in range(0, count, PIECES)]
+    values = dataclasses.replace(task, distractors=len(chains) - 1).values(rng)
+    facts = []
+    for chain, value in zip(chains, values, strict=True):
+        facts += [TRACKING_FACT.format(name=name, value=v) for name, v in zip(chain, (value, *(f"VAR {n}" for n in chain)), strict=False)]
+    facts = facts[: PIECES + task.distractors]
+    listed = " " + ", VAR ".join(chains[0])
+    question = TRACKING_QUESTION.format(value=values[0])
+    return _planted(task, length, rng, depth, facts, PIECES, [(question, listed)], [chains[0]], in_order=True)
+
+
+def _more(task: NeedleTask, facts: int) -> NeedleTask:
+    """The task with so many facts more to name and number."""
+    return dataclasses.replace(task, distractors=task.distractors + facts)
+
+
+def _planted(
+    task: NeedleTask,
+    length: int,
+    rng: np.random.Generator,
+    depth: float,
+    facts: Sequence[str],
+    targets: int,
+    turns: Sequence[tuple[str, str]],
+    expected: Sequence[Sequence[str]],
+    *,
+    in_order: bool = False,
+) -> ManyTrial:
+    """A trial whose first `targets` facts are spread evenly from `depth` on (round the end, or to the end if they must stay in order);
+    the others stand anywhere. turns: question, and an answer that is as long as the right one."""
+    pieces = [encode(task.tokenizer, fact) for fact in facts]
+    # A model lists things in its own words: half as much again as the shortest right answer.
+    room = [len(encode(task.tokenizer, answer)) for _, answer in turns]
+    scripted = tuple(
+        (encode(task.tokenizer, question), size if len(turns) > 1 else size * 3 // 2)
+        for (question, _), size in zip(turns, room, strict=True)
+    )
+    asked = sum(len(ids) for ids, _ in scripted) + sum(size for _, size in scripted[:-1])
+    fill = length - len(task.prefix_ids) - asked - sum(map(len, pieces))
+    start = task.start_of_text(fill, length, rng, f"{len(pieces)} facts and the questions")
+    spread = [depth + (1 - depth) * i / targets if in_order else (depth + i / targets) % 1 for i in range(targets)]
+    places = [*(round(share * fill) for share in spread), *rng.integers(0, fill + 1, len(pieces) - targets)]
+    haystack = [*task.prefix_ids, *insert(task.text_ids[start : start + fill], places, pieces)]
+    return ManyTrial(haystack, scripted, tuple(map(tuple, expected)), depth)
+
+
+def _words(text: str) -> list[str]:
+    return "".join(letter if letter.isalnum() else " " for letter in text).split()

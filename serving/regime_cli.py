@@ -1,0 +1,272 @@
+"""`kvjax bill ...` and `kvjax regime-map`: what steps cost, fitted and predicted. JAX is imported inside the commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvjax.model import ModelConfig
+    from kvjax.traffic import Bill
+    from kvjax.traffic.fitting import Cell
+
+bill_app = typer.Typer(
+    help="What a decode step costs: fit it to measurements, predict it, and record what budgets keep.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+RunsArgument = Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Results of kvjax bench decode.")]
+ShapeOption = Annotated[
+    str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id, of which only config.json is read.")
+]
+FormOption = Annotated[str, typer.Option(help="Form of c1: none, fixed (a constant per policy) or scan (and seconds per byte of index).")]
+FitOption = Annotated[
+    Path | None, typer.Option("--fit", help="A bill that kvjax bill fit wrote. [default: the built-in one of --device]", show_default=False)
+]
+DeviceOption = Annotated[str, typer.Option(help="Device whose built-in bill is used, as JAX names it.")]
+BandwidthOption = Annotated[float | None, typer.Option(help="TB/s of another chip; makes every figure a projection.", show_default=False)]
+NoOverheadOption = Annotated[bool, typer.Option("--no-overhead", help="Set c0 to 0; makes every figure a projection.")]
+
+
+@bill_app.command("fit")
+def fit_command(
+    results: RunsArgument,
+    form: FormOption = "scan",
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the bills here.", show_default=False)] = None,
+    into: Annotated[list[Path] | None, typer.Option(help="Document whose marked parts are replaced; may be given several times.")] = None,
+) -> None:
+    """Fit the bill to measured steps and print how wrong it is on cells it has not seen, and what choosing by it would lose.
+
+    Bandwidth and c0 come from dense rows only. One bill for each device, model and dtype in the results.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvjax.serving.decode_bench import config_of
+    from kvjax.traffic.bill import to_json
+    from kvjax.traffic.fitting import fit
+    from kvjax.traffic.report import TABLES, checks, rendered
+    from pallas_kernels.results import provenance, write_result
+
+    figures: dict[str, Any] = {"form": form, "bills": [], "held_out": []}
+    source = " ".join(map(_in_repository, results))
+    for (device, shape, layers, dtype), cells in _cells(results).items():
+        bill = fit(cells, config_of(shape, layers), device=device, model=shape, dtype=dtype, source=source, form=form)
+        typer.echo(str(bill))
+        figures["bills"].append(to_json(bill))
+        figures["held_out"].append(checks(cells, form))
+    console = Console(width=None if Console().is_terminal else 160)
+    for name, make in TABLES.items():
+        columns, rows = make(figures)
+        shown = Table(*columns, title=name)
+        for row in rows:
+            shown.add_row(*row)
+        console.print(shown)
+    if json_out is not None:
+        write_result(json_out, figures)
+    for document in into or ():
+        text = rendered(document.read_text(encoding="utf-8"), {"provenance": provenance(), **figures})
+        document.write_text(text, encoding="utf-8")
+
+
+@bill_app.command("predict")
+def predict_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between them.")] = "8k,32k,128k,512k,1m",
+    batches: Annotated[str, typer.Option(help="Sequences decoded together, with commas between them.")] = "1,8",
+    policies: Annotated[str, typer.Option(help="Decode policies, with commas between them.")] = "dense,top:8,top:32",
+    fit: FitOption = None,
+    device: DeviceOption = "NVIDIA H200",
+    dtype: Annotated[str | None, typer.Option(help="Of weights. [default: the bill's]", show_default=False)] = None,
+    cache_dtype: Annotated[str | None, typer.Option(help="Of keys and values. [default: that of the weights]", show_default=False)] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
+    tier: Annotated[str, typer.Option(help="Where keys and values lie: device, host or disk.")] = "device",
+    link: Annotated[float | None, typer.Option(help="GB/s at which they come from host or disk.", show_default=False)] = None,
+    bandwidth: BandwidthOption = None,
+    no_overhead: NoOverheadOption = False,
+) -> None:
+    """Print bytes and seconds of a step. What the measurements do not cover is marked as a projection, with the reasons below."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvjax.serving.decode_bench import config_of, parse_lengths, policies_of
+
+    bill = _bill(fit, device, shape, bandwidth, no_overhead)
+    if link is not None:
+        bill = bill.projected(f"a {tier} link of {link:g} GB/s", links=((tier, link * 1e9),))
+    config, options = config_of(shape), {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size, "tier": tier}
+    shown = Table("tokens", "batch", "policy", "GB weights", "GB K and V", "GB index", "ms", "x dense", "")
+    reasons: dict[str, None] = {}
+    for length in parse_lengths(lengths):
+        for batch in _numbers(batches, "--batches"):
+            dense = bill.predict(config, "dense", length, batch, **options)
+            for policy in policies_of(policies):
+                found = bill.predict(config, policy, length, batch, **options)
+                reasons |= dict.fromkeys(found.projection)
+                gigabytes = (f"{count / 1e9:.3f}" for count in (found.bytes.weights, found.bytes.kv, found.bytes.index))
+                figures = f"{found.seconds * 1e3:.3f}", f"{dense.seconds / found.seconds:.2f}", "projection" if found.projection else ""
+                shown.add_row(f"{length:,}", str(batch), str(policy), *gigabytes, *figures)
+    typer.echo(str(bill))
+    Console(width=None if Console().is_terminal else 160).print(shown)
+    for reason in reasons:
+        typer.echo(f"projection: {reason}")
+
+
+@bill_app.command("calibrate")
+def calibrate_command(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle'.")],
+    policies: Annotated[str, typer.Option(help="Policies to price besides dense, with commas between them.")] = "top:8,top:32",
+    seconds: Annotated[float, typer.Option(help="How long it may take.")] = 20.0,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the bill here.", show_default=False)] = None,
+) -> None:
+    """Fit a bill to this device in a few seconds of a model's own steps: what `auto` does by itself where there is no built-in bill."""
+    from kvjax.models.loading import load
+    from kvjax.traffic.bill import to_json
+    from kvjax.traffic.calibration import calibrate
+    from pallas_kernels.results import write_result
+
+    bill = calibrate(load(model), policies.split(","), seconds=seconds)
+    typer.echo(f"{bill}; mean held-out error {bill.error:.1%}")
+    if json_out is not None:
+        write_result(json_out, {"bills": [to_json(bill)]})
+
+
+@bill_app.command("choose")
+def choose_command(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle'.")],
+    level: Annotated[str, typer.Option(help="What must be kept: assured, fast, or numbers as kl=0.02,loss=0.05.")] = "assured",
+    lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between them.")] = "8k,16k,32k",
+    batches: Annotated[str, typer.Option(help="Sequences decoded together, with commas between them.")] = "1,8",
+) -> None:
+    """Print what the policy `auto` would run on this device, and why. A device without a built-in bill is calibrated."""
+    import jax
+
+    from kvjax.models.loading import load
+    from kvjax.policies import Auto
+    from kvjax.serving.decode_bench import parse_lengths
+
+    loaded = load(model)
+    auto = Auto(level).bind(loaded, page_size=128, dtype=jax.tree.leaves(loaded.params)[0].dtype.name)
+    typer.echo(auto.describe())
+    for length in parse_lengths(lengths):
+        for batch in _numbers(batches, "--batches"):
+            typer.echo(f"{length:,} tokens, batch {batch}: {auto.choose([length] * batch)}")
+
+
+@bill_app.command("evidence")
+def evidence_command(
+    panels: Annotated[list[Path], typer.Argument(metavar="PANEL.json...", help="The panel.json of kvjax fidelity.")],
+    into: Annotated[Path, typer.Option(help="The table: kvjax/traffic/evidence.json in a checkout. Made if it is not there.")],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="The model that was run, for panels without its fingerprint.", show_default=False)
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="In which it was run. [default: as kvjax fidelity]", show_default=False)] = None,
+) -> None:
+    """Record what budgets keep of a model, for `auto`: rows of the same model, policy and length are replaced."""
+    from kvjax.traffic.evidence import read_evidence, with_panel, write_evidence
+
+    mark = None
+    if model is not None:
+        from kvjax.model import fingerprint
+        from kvjax.models.loading import load
+
+        mark = fingerprint(load(model, dtype=dtype))
+    rows = read_evidence(into.read_text(encoding="utf-8")) if into.is_file() else ()
+    for panel in panels:
+        rows = with_panel(rows, json.loads(panel.read_text(encoding="utf-8")), _in_repository(panel), mark)
+    write_evidence(rows, into)
+    typer.echo(f"{into}: {len(rows)} rows of {len({row.fingerprint for row in rows})} models")
+
+
+def regime_map_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    policies: Annotated[str, typer.Option(help="Policies, with commas between them; a panel each.")] = "top:8,top:32",
+    lengths: Annotated[str, typer.Option(help="Shortest and longest, in tokens.")] = "4k,1m",
+    batches: Annotated[str, typer.Option(help="Smallest and largest.")] = "1,64",
+    fit: FitOption = None,
+    device: DeviceOption = "NVIDIA H200",
+    memory: Annotated[float | None, typer.Option(help="GiB for weights and cache; what is beyond stays blank.", show_default=False)] = None,
+    measured: Annotated[
+        list[Path] | None, typer.Option(help="Results of kvjax bench decode whose cells are marked; may be given several times.")
+    ] = None,
+    bandwidth: BandwidthOption = None,
+    no_overhead: NoOverheadOption = False,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture (PNG) goes.")] = Path("regime-map.png"),
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the speed-ups here as well.", show_default=False)] = None,
+) -> None:
+    """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill; what is a projection is hatched."""
+    import numpy as np
+
+    from kvjax.serving.decode_bench import config_of, parse_lengths
+    from kvjax.traffic.regimes import crossover, regime_map, save
+    from pallas_kernels.results import write_result
+
+    ends, sizes = parse_lengths(lengths), _numbers(batches, "--batches")
+    for option, pair in (("--lengths", ends), ("--batches", sizes)):
+        if len(pair) != 2 or not 1 <= pair[0] < pair[1]:
+            raise typer.BadParameter(f"wants the smallest and the largest, as 4,64; got {pair}", param_hint=option)
+    bill, config = _bill(fit, device, shape, bandwidth, no_overhead), config_of(shape)
+    grid, rows = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
+    held = None if memory is None else int(memory * 2**30)
+    maps = [regime_map(bill, config, policy, grid, rows, memory_bytes=held) for policy in policies.split(",")]
+    dots = {(cell.length, cell.batch) for cells in _cells(measured or []).values() for cell in cells}
+    save(maps, out, sorted(dots))
+    typer.echo(str(bill))
+    for found in maps:
+        for batch in (n for n in (1, 2, 4, 8, 16, 32, 64) if sizes[0] <= n <= sizes[1]):
+            start = crossover(bill, config, found.policy, batch)
+            reasons = () if start is None else bill.predict(config, found.policy, start, batch).projection
+            words = "never faster than dense" if start is None else f"faster from {start:,} tokens"
+            typer.echo(f"{found.policy}, batch {batch}: {words}" + "".join(f"; projection: {reason}" for reason in reasons))
+    if json_out is not None:
+        write_result(json_out, {"maps": [found.figures() for found in maps]})
+
+
+def _cells(files: list[Path]) -> dict[tuple[str, str, int, str], list[Cell]]:
+    """The cells of several results, the older first, by (device, shape, layers, dtype)."""
+    from kvjax.serving.decode_bench import config_of
+    from kvjax.traffic.fitting import merged, read_cells
+
+    found: dict[tuple[str, str, int, str], list[Cell]] = {}
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    for run in sorted(runs, key=lambda run: run["provenance"]["date"]):
+        for key, cells in read_cells(run, config_of).items():
+            found.setdefault(key, []).extend(cells)
+    return {key: merged(cells) for key, cells in found.items()}
+
+
+def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no_overhead: bool) -> Bill:
+    """The bill of a file or a device, changed as asked."""
+    from kvjax.serving.decode_bench import config_of
+    from kvjax.traffic import known_bill, known_bills, load_bills
+    from kvjax.traffic.bill import sizes_of
+
+    config: ModelConfig = config_of(shape)
+    if fit is not None:
+        bills = load_bills(fit)
+        bill = next((bill for bill in bills if bill.sizes == sizes_of(config)), bills[0])
+    else:
+        bill = known_bill(device, config, "bfloat16")
+    if bill is None:
+        there = ", ".join(sorted({each.device for each in known_bills()}))
+        raise typer.BadParameter(f"there is no built-in bill of {device!r}, only of {there}; give --fit", param_hint="--device")
+    if bandwidth is not None:
+        bill = bill.projected(f"bandwidth set to {bandwidth:g} TB/s", bytes_per_s=bandwidth * 1e12)
+    return bill.without_overhead() if no_overhead else bill
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"wants whole numbers with commas between them, got {text!r}", param_hint=option) from None
+
+
+def _in_repository(file: Path) -> str:
+    """A file as the report names it: without what lies above the current folder, or only its name."""
+    path = file.resolve()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name

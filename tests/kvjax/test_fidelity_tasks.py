@@ -1,0 +1,151 @@
+"""Tasks and haystacks: what is hidden, what is asked, what counts."""
+
+import collections
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from kvjax.fidelity import needle
+from kvjax.fidelity.needle import is_held_out
+from kvjax.fidelity.tasks import HAYSTACKS, LOOP, PIECES, TASKS, ManyTrial, make_trials
+from kvjax.models import load
+from kvjax.models.needle import path
+
+LENGTH = 1200
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load(path()).tokenizer
+
+
+@pytest.fixture(scope="module")
+def draw(tokenizer):
+    """make_trials on a text without digits."""
+    text = needle.encode_text(tokenizer, re.sub(r"\d", "", needle.documentation_text()[:100_000]))[:5_000]
+    words = needle.vocabulary_words(tokenizer)
+
+    def drawn(task, haystack="codes", length=LENGTH, count=6, **options):
+        return make_trials(tokenizer, text, words, task=task, haystack=haystack, length=length, count=count, **options)
+
+    return drawn
+
+
+def told(tokenizer, trial):
+    """{key: [values]} of every fact of the single-needle forms in a haystack."""
+    found = collections.defaultdict(list)
+    text = tokenizer.decode(trial.haystack_ids)
+    for form in needle.TEMPLATES:
+        pattern = re.escape(form.needle).replace(re.escape("{key}"), "([a-z]+ [a-z]+)").replace(re.escape("{value}"), r"(\d+)")
+        for key, value in re.findall(pattern, text):
+            found[key].append(value)
+    return found
+
+
+@pytest.mark.parametrize(("task", "haystack"), list(itertools.product(TASKS, HAYSTACKS)))
+def test_every_trial_has_its_length_and_is_drawn_from_its_seed(draw, task, haystack):
+    trials = draw(task, haystack)
+    assert [trial.length for trial in trials] == [LENGTH] * 6
+    assert [trial.depth for trial in trials] == pytest.approx([(i + 0.5) / 6 for i in range(6)])
+    assert trials == draw(task, haystack)
+    assert trials != draw(task, haystack, seed=1)
+    assert all(trial.haystack_ids[:2] == [5, 6] for trial in draw(task, haystack, prefix_ids=(5, 6)))
+
+
+def test_a_loop_is_one_paragraph_with_one_fact(draw, tokenizer):
+    trial = draw("needle", "loop")[1]
+    assert len(told(tokenizer, trial)) == 1
+    assert tokenizer.decode(trial.haystack_ids).count(LOOP) > 10
+    assert len(told(tokenizer, draw("needle", "prose")[1])) == 1
+    assert len(told(tokenizer, draw("needle", "codes", distractors=7)[1])) == 8
+
+
+def test_near_misses_share_a_word_and_all_digits_but_one(draw, tokenizer):
+    for trial in draw("needle", "near-miss", distractors=9):
+        facts = told(tokenizer, trial)
+        (key,) = (key for key, values in facts.items() if values == [trial.answer])
+        others = set(facts) - {key}
+        assert len(others) == 9
+        for other in others:
+            (value,) = facts[other]
+            assert sum(a == b for a, b in zip(key.split(), other.split(), strict=True)) == 1
+            assert sum(a != b for a, b in zip(trial.answer, value, strict=True)) == 1
+            assert is_held_out(*other.split())
+
+
+def test_multi_needle_asks_for_all_values_of_one_key(draw, tokenizer):
+    for trial in draw("multi-needle", distractors=3):
+        ((question, _),) = trial.turns
+        key = re.search(r"pass keys for (\w+ \w+)\?", tokenizer.decode(question))[1]
+        facts = re.findall(r"One of the pass keys for (\w+ \w+) is (\d+)\.", tokenizer.decode(trial.haystack_ids))
+        assert len(facts) == PIECES + 3
+        assert {value for k, value in facts if k == key} == set(trial.expected[0])
+        assert len(trial.expected[0]) == PIECES
+
+
+def test_multi_query_asks_for_one_key_after_the_other(draw, tokenizer):
+    for trial in draw("multi-query", distractors=3):
+        facts = told(tokenizer, trial)
+        assert len(facts) == PIECES + 3
+        assert len(trial.turns) == PIECES
+        for (question, count), (value,) in zip(trial.turns, trial.expected, strict=True):
+            (key,) = (key for key in facts if f" {key}" in tokenizer.decode(question))
+            assert facts[key] == [value]
+            assert count == len(needle.encode(tokenizer, f" {value}"))
+
+
+def test_tracking_asks_for_a_chain_told_in_order(draw, tokenizer):
+    for trial in draw("tracking", distractors=6):
+        facts = dict(re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)\n", tokenizer.decode(trial.haystack_ids)))
+        value = re.search(r"the value (\d+)", tokenizer.decode(trial.turns[0][0]))[1]
+        chain, holds = [], value
+        while holds is not None:
+            holds = next((name for name, what in facts.items() if what == holds), None)
+            chain += [holds] if holds else []
+        assert tuple(chain) == trial.expected[0]
+        assert len(facts) == PIECES + 6
+        order = [list(facts).index(name) for name in chain]
+        assert order == sorted(order)
+
+
+def test_facts_stand_at_their_depths(draw, tokenizer):
+    first, *_, last = draw("multi-needle", "prose", count=20)
+    values = [value for trial in (first, last) for value in trial.expected[0]]
+    text = tokenizer.decode(first.haystack_ids)
+    shares = [text.index(value) / len(text) for value in first.expected[0]]
+    assert shares == pytest.approx([0.025, 0.275, 0.525, 0.775], abs=0.06)
+    text = tokenizer.decode(last.haystack_ids)
+    assert text.index(values[PIECES]) > 0.9 * len(text)
+    assert text.index(values[PIECES + 1]) < 0.35 * len(text)
+
+
+def test_every_value_counts_once_and_only_whole(draw):
+    trial = ManyTrial([1], (([2], 3), ([4], 5)), (("12", "34"), ("56",)), 0.5)
+    assert trial.judge([" 34, 12 and 99", " 56."]) == 1.0
+    assert trial.judge([" 34 and 34", " 56"]) == pytest.approx(2 / 3)
+    assert trial.judge([" 56", " 12 34"]) == 0.0
+    assert trial.judge([" 123, 341", "567"]) == 0.0
+    single = draw("needle")[0]
+    assert (single.judge([f" {single.answer}."]), single.judge([f" {single.answer}1"])) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"task": "haiku"}, "task 'haiku' is not known; there are needle, multi-needle"),
+        ({"task": "needle", "haystack": "hay"}, "haystack 'hay' is not known; there are loop"),
+        ({"task": "multi-query", "length": 90}, r"20 facts and the questions take \d+ tokens: more than the length 90"),
+        ({"task": "needle", "haystack": "near-miss", "distractors": 46, "length": 3000}, "45 near misses, not 46: use fewer distractors"),
+    ],
+)
+def test_impossible_tasks_are_refused(draw, call, message):
+    with pytest.raises(ValueError, match=message):
+        draw(**call)
+
+
+def test_a_loop_needs_no_text(tokenizer):
+    words = needle.vocabulary_words(tokenizer)
+    (trial,) = make_trials(tokenizer, np.zeros(0, np.int32), words, task="needle", haystack="loop", length=3000, count=1)
+    assert trial.length == 3000

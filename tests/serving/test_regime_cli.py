@@ -1,0 +1,183 @@
+"""`kvjax bill ...` and `kvjax regime-map`: what they print is the library's, and input that cannot be is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvjax.policies import parse
+from kvjax.serving import cli
+from kvjax.serving.decode_bench import SHAPES
+from kvjax.traffic import load_bills, step_bytes
+from kvjax.traffic.evidence import read_evidence
+from kvjax.traffic.report import rendered
+
+QWEN = SHAPES["qwen2.5-7b"]
+
+
+@pytest.fixture
+def kvjax(monkeypatch, capsys, tmp_path):
+    """Run the command line in this process, in an empty folder; returns exit status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["kvjax", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = capsys.readouterr()
+        return stopped.value.code or 0, out, err
+
+    return call
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Results of two batches as `kvjax bench decode` writes them, with times of a planted bill; one row is skipped."""
+    files = []
+    for batch in (1, 4):
+        rows = [{"op": "decode", "shape": "qwen2.5-7b", "tokens": 2**22, "batch": batch, "policy": "dense", "skipped": "too large"}]
+        for policy in ("dense", "top:8", "top:32"):
+            for tokens in (8192, 32_768, 131_072):
+                moved = step_bytes(QWEN, parse(policy), tokens, batch)
+                seconds = moved.total / 4e12 + 1e-3 + (policy != "dense") * 2e-4
+                row = {"op": "decode", "shape": "qwen2.5-7b", "layers": 28, "tokens": tokens, "batch": batch, "policy": policy}
+                row |= {"dtype": "bfloat16", "median_s": seconds}
+                rows.append(row | {"bytes": {"weights": moved.weights, "kv": moved.kv, "index": moved.index}})
+        provenance = {"device": "Planted 9000", "date": f"2026-01-0{batch}"}
+        files.append(tmp_path / f"grid-b{batch}.json")
+        files[-1].write_text(json.dumps({"provenance": provenance, "bench": "decode", "rows": rows}))
+    return files
+
+
+def test_fit_writes_the_bill_and_prints_how_wrong_it_is(kvjax, runs):
+    status, out, _ = kvjax("bill", "fit", *runs, "--form", "fixed", "--json", "bill.json")
+    assert status == 0
+    (bill,) = load_bills(Path("bill.json"))
+    assert (bill.device, bill.model, bill.source) == ("Planted 9000", "qwen2.5-7b", "grid-b1.json grid-b4.json")
+    assert bill.bytes_per_s == pytest.approx(4e12)
+    assert (bill.c0, dict(bill.c1)["top:8"].fixed) == pytest.approx((1e-3, 2e-4))
+    assert bill.measured == ((1, 8192, 131_072), (4, 8192, 131_072))
+    for text in ("4.000 TB/s, c0 1.000 ms", "c1 = 0: no free sparse parameter", "a constant per policy", "a batch", "dense, top:32, top:8"):
+        assert text in out
+    (checks,) = json.loads(Path("bill.json").read_text())["held_out"]
+    assert checks["errors"]["cell"]["fixed"]["worst"] < 1e-9 < 0.01 < checks["errors"]["cell"]["none"]["worst"]
+    assert checks["regret"]["dense, top:32"]["cell"]["worst"] == 0.0
+    assert set(checks["errors"]) == {"nothing", "cell", "length", "batch"}
+    assert set(checks["impossible"]) == {"budget"}, "two are too few to hold one out"
+
+
+def test_a_document_is_filled_from_the_fit(kvjax, runs):
+    Path("page.md").write_text("# T\n<!-- bill:parameters -->\nold\n<!-- /bill -->\nkept\n<!-- bill:regret -->\n<!-- /bill -->\n")
+    status, _, err = kvjax("bill", "fit", *runs, "--form", "fixed", "--into", "page.md", "--json", "bill.json")
+    assert status == 0, err
+    text = Path("page.md").read_text()
+    assert "| Planted 9000 | qwen2.5-7b | 4.000 | 1.000 | top:32 | 0.200 | 0.000 |" in text
+    assert "| qwen2.5-7b | dense, top:8 | a cell |" in text
+    assert "old" not in text
+    assert "kept" in text
+    assert rendered(text, json.loads(Path("bill.json").read_text())) == text
+    for wrong, words in (("<!-- bill:poem -->\n<!-- /bill -->", "no part is called 'poem'"), ("<!-- bill:regret -->\n", "not followed")):
+        Path("page.md").write_text(wrong)
+        status, _, err = kvjax("bill", "fit", *runs, "--into", "page.md")
+        assert (status, words in err) == (2, True)
+
+
+def test_a_fitted_bill_predicts_and_draws(kvjax, runs):
+    kvjax("bill", "fit", *runs, "--form", "fixed", "--json", "bill.json")
+    arguments = ("--fit", "bill.json", "--lengths", "128k", "--batches", "4", "--policies", "dense,top:8,top:16")
+    status, out, _ = kvjax("bill", "predict", *arguments)
+    seconds = step_bytes(QWEN, parse("top:8"), 131_072, 4).total / 4e12 + 1.2e-3
+    assert status == 0
+    assert f"{seconds * 1e3:.3f}" in out
+    assert out.count("projection") == 2, "top:16 is interpolated; the reason stands below"
+    for option, reason in (
+        (("--no-overhead",), "c0 set to 0"),
+        (("--bandwidth", 8), "bandwidth set to 8 TB/s"),
+        (("--tier", "host", "--link", 52), "a host link of 52 GB/s"),
+        (("--shape", "llama-3.1-8b"), "measured on qwen2.5-7b"),
+        (("--cache-dtype", "int8"), "not in int8"),
+    ):
+        assert f"projection: {reason}" in kvjax("bill", "predict", *arguments, *option)[1].replace(
+            "projection: measured in bfloat16, ", "projection: "
+        )
+    drawn = ("--fit", "bill.json", "--policies", "top:32", "--measured", runs[0], "--memory", 139, "--json", "map.json", "-o", "map.png")
+    status, out, _ = kvjax("regime-map", *drawn)
+    assert status == 0
+    assert "top:32, batch 1: faster from " in out
+    assert Path("map.png").stat().st_size > 10_000
+    (found,) = json.loads(Path("map.json").read_text())["maps"]
+    assert len(found["speedup"]) == len(found["batches"])
+
+
+def test_the_built_in_bill_is_the_default(kvjax):
+    status, out, _ = kvjax("bill", "predict", "--lengths", "128k", "--batches", "1")
+    assert status == 0
+    assert out.startswith("NVIDIA H200, qwen2.5-7b, bfloat16: ")
+
+
+def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folder, tmp_path, monkeypatch):
+    from kvjax.model import fingerprint
+    from kvjax.models.loading import load
+    from kvjax.policies import auto
+    from kvjax.traffic import calibration, evidence
+    from kvjax.traffic.bill import Bill, Price, sizes_of
+
+    interval = {"value": 0.01, "low": 0.0, "high": 0.02}
+    cells = [{"policy": "dense", "hits": 200, "against_dense": None}, {"policy": "window:4+8", "hits": 200, "against_dense": {"lost": 0}}]
+    cells = [cell | {"invalid_trials": 0} for cell in cells]
+    panel = {
+        "settings": {"model": "tiny", "windows": 5, "steps": 1024},
+        "policies": [{"policy": "dense"}, {"policy": "window:4+8"}],
+        "retrieval": [{"length": 512, "task": "needle", "haystack": "codes"} | cell for cell in cells],
+        "forced": [{"length": 512, "policy": "dense"}, {"length": 512, "policy": "window:4+8", "kl": interval}],
+    }
+    Path("panel.json").write_text(json.dumps(panel))
+    status, _, err = kvjax("bill", "evidence", "panel.json", "--into", "evidence.json")
+    assert (status, "name the model (--model)" in err) == (2, True)
+    status, out, _ = kvjax("bill", "evidence", "panel.json", "--into", "evidence.json", "--model", model_folder)
+    assert (status, out) == (0, "evidence.json: 1 rows of 1 models\n")
+    rows = read_evidence(Path("evidence.json").read_text())
+    assert (rows[0].fingerprint, rows[0].source) == (fingerprint(load(model_folder)), "panel.json")
+
+    status, out, _ = kvjax("bill", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1")
+    assert (status, "no evidence is recorded for this model" in out) == (0, True)
+    monkeypatch.setattr(evidence, "recorded_evidence", lambda: rows)
+    made = Bill("chip", "it", sizes_of(model.config), "float32", 1e6, 0.0, (("window:4+8", Price(0.0)),), ((1, 1, 512),), 0.0, "planted")
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: made)
+    monkeypatch.setattr(auto, "_calibrated", {})
+    status, out, _ = kvjax("bill", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1", "--level", "fast")
+    assert status == 0
+    assert "512 tokens, batch 1: window:4+8: the bill of chip gives window:4+8, the fastest on record as fast" in out
+
+
+def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
+    from kvjax.traffic import Bill, calibration
+
+    made = Bill("chip", "it", (1,) * 8, "float32", 1e9, 1e-3, (), ((1, 1, 2),), 0.02, "a calibration of 3 s")
+    monkeypatch.setattr(calibration, "calibrate", lambda model, names, seconds: made)
+    status, out, _ = kvjax("bill", "calibrate", "--model", model_folder, "--json", "bill.json")
+    assert (status, "mean held-out error 2.0%" in out) == (0, True)
+    assert load_bills(Path("bill.json")) == (made,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("bill", "predict", "--device", "an abacus"), "no built-in bill of 'an abacus', only of NVIDIA H200"),
+        (("bill", "predict", "--batches", "many"), "whole numbers with commas between them, got 'many'"),
+        (("bill", "predict", "--policies", "dense,mean:3"), "has no c1 for mean:3"),
+        (("bill", "predict", "--tier", "host"), "no bandwidth for the tier 'host'"),
+        (("regime-map", "--batches", "4"), "the smallest and the largest"),
+        (("regime-map", "--lengths", "1m,4k"), "the smallest and the largest"),
+        (("bill", "fit", "ops.json"), "no result of kvjax bench decode"),
+        (("bill", "choose", "--model", "needle", "--level", "sure"), "fidelity level 'sure'"),
+    ],
+)
+def test_wrong_usage_is_named(kvjax, arguments, words):
+    Path("ops.json").write_text(json.dumps({"bench": "ops", "provenance": {"date": "2026"}}))
+    status, _, err = kvjax(*arguments)
+    assert status == 2
+    assert words in " ".join(err.replace("│", " ").split())

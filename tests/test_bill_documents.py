@@ -1,0 +1,61 @@
+"""Bills, evidence and docs/the-bill.md are what the committed measurements make."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from kvjax.serving.decode_bench import config_of
+from kvjax.traffic import known_bills, recorded_evidence
+from kvjax.traffic.bill import to_json
+from kvjax.traffic.evidence import with_panel
+from kvjax.traffic.fitting import fit, merged, read_cells
+from kvjax.traffic.report import TABLES, rendered
+
+ROOT = Path(__file__).parent.parent
+
+
+def committed(made):
+    """The cells that a built-in bill says it was fitted to."""
+    runs = sorted((json.loads((ROOT / name).read_text()) for name in made.source.split()), key=lambda run: run["provenance"]["date"])
+    groups = [(key, cells) for run in runs for key, cells in read_cells(run, config_of).items()]
+    return merged(cell for key, cells in groups if (key[0], key[1], key[3]) == (made.device, made.model, made.dtype) for cell in cells)
+
+
+@pytest.mark.parametrize("made", known_bills(), ids=lambda made: f"{made.device}, {made.model}")
+def test_built_in_bills_are_the_fit_of_committed_rows(made):
+    """After new measurements: the command at the top of docs/the-bill.md."""
+    form = "scan" if any(price.per_byte for _, price in made.c1) else "fixed"
+    again = fit(
+        committed(made), config_of(made.model), device=made.device, model=made.model, dtype=made.dtype, source=made.source, form=form
+    )
+    for one, other in zip(jax.tree.leaves(to_json(again)), jax.tree.leaves(to_json(made)), strict=True):
+        assert one == (pytest.approx(other, rel=1e-6, abs=1e-15) if isinstance(other, float) else other)
+    assert made.error <= 0.03
+
+
+def test_the_page_is_what_the_bills_make():
+    """After new measurements: the command at the top of docs/the-bill.md."""
+    text = (ROOT / "docs/the-bill.md").read_text(encoding="utf-8")
+    file = json.loads((ROOT / "kvjax/traffic/bills/nvidia-h200.json").read_text())
+    assert all(f"<!-- bill:{name} -->" in text for name in TABLES)
+    assert rendered(text, file) == text
+    assert rendered(text.replace("qwen2.5-7b | dense", "qwen2.5-7b | sparse"), file) == text
+    assert f"    {file['provenance']['command']}\n" in text
+
+
+def test_recorded_evidence_is_what_the_committed_panels_make():
+    """After new measurements: kvjax bill evidence PANEL.json --into kvjax/traffic/evidence.json."""
+    rows = ()
+    for source in sorted({row.source for row in recorded_evidence()}):
+        rows = with_panel(rows, json.loads((ROOT / source).read_text()), source)
+    assert rows
+    assert set(rows) == set(recorded_evidence())
+
+
+def test_rows_that_count_other_bytes_are_refused():
+    run = json.loads((ROOT / "benchmarks/results/h200/decode.json").read_text())
+    run["rows"][0]["bytes"]["kv"] += 1
+    with pytest.raises(ValueError, match=r"8,192 tokens, batch 1, dense: the row counts .* bytes, kvjax.traffic"):
+        read_cells(run, config_of)
