@@ -10,7 +10,6 @@ share. Source: FlashAttention-3 (arXiv 2407.08608); StreamingLLM (arXiv 2309.174
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
