@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,9 @@ ROWS = 64
 
 FOLDERS = 2
 """Warpgroups that fold tiles of keys; one more fetches them."""
+
+TILE_ROWS = FOLDERS * ROWS
+"""Query rows of a tile, one CTA's."""
 
 FOLDER_REGISTERS, FETCHER_REGISTERS = 232, 40
 """Of 65536 registers, per thread: 2 x 128 x 232 + 128 x 40 is what they share out."""
@@ -70,7 +74,7 @@ class Shape:
     @property
     def query_tiles(self) -> int:
         """Tiles of queries per sequence and head."""
-        return -(-self.num_rows // (FOLDERS * ROWS))
+        return -(-self.num_rows // TILE_ROWS)
 
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers."""
@@ -85,6 +89,7 @@ class Shape:
             "v_bar": plgpu.Barrier(num_arrivals=self.pieces, num_barriers=self.stages),
             "k_free": plgpu.Barrier(num_arrivals=FOLDERS, num_barriers=self.stages),
             "v_free": plgpu.Barrier(num_arrivals=FOLDERS, num_barriers=self.stages),
+            "partial_bar": plgpu.Barrier(num_arrivals=self.pieces),
             "turn": plgpu.Barrier(num_arrivals=FOLDERS),
         }
 
@@ -125,8 +130,8 @@ class Walk:
 
     steps: tiles of keys, traced. starts: step -> position of the first key of each of a tile's pieces; negative: the piece has none.
     page_of: position -> its page, -1 where there is none. plain_end: positions before it are written and have pages. length: tokens
-    written. unmasked: (starts, first position, last position) of 64 query rows -> whether each of them sees all keys of the tile that are
-    at or before it. seen: (key positions, query positions), arrays -> whether a query sees a key at or before it. Both None: all.
+    written. unmasked: (step, starts, first position, last position) of 64 query rows -> whether each of them sees all keys of the tile that
+    are at or before it. seen: (step, key positions, query positions), arrays -> whether a query sees a key at or before it. Both None: all.
     """
 
     steps: Any
@@ -142,10 +147,10 @@ def window_masks(s: Shape, window: tuple[int, int]) -> dict[str, Callable]:
     """`unmasked` and `seen` of a walk whose rows see sinks and window only."""
     sink_tokens, window_tokens = window
 
-    def unmasked(starts, first, last):
+    def unmasked(_, starts, first, last):
         return functools.reduce(jnp.logical_and, [(start + s.piece <= sink_tokens) | (start > last - window_tokens) for start in starts])
 
-    def seen(pos, query_pos):
+    def seen(_, pos, query_pos):
         return (pos < sink_tokens) | (pos > query_pos - window_tokens)
 
     return {"unmasked": unmasked, "seen": seen}
@@ -154,37 +159,68 @@ def window_masks(s: Shape, window: tuple[int, int]) -> dict[str, Callable]:
 def fetch(s: Shape, walk: Walk, pools, head, scratch) -> None:
     """By the third warpgroup: every tile of the walk into the ring, K and V, as soon as there is room.
 
-    A piece without keys is read from behind the pool, which TMA answers with zeros: values must be finite, and keys there are masked.
+    A piece without keys is read from behind the pool, which TMA answers with zeros, and values that were never written are zeroed: they
+    may be NaN, and 0 * NaN is NaN. Keys may be anything where they are masked.
     """
 
     def places(step):
         found = []
         for start in walk.starts(step):
-            page = jnp.where((start >= 0) & (start < walk.length), walk.page_of(jnp.maximum(start, 0)), -1)
-            found.append((jnp.where(page < 0, s.num_pages, page), lax.rem(jnp.maximum(start, 0), jnp.int32(s.page_size))))
+            there = (start >= 0) & (start < walk.length)
+            page = jnp.where(there, walk.page_of(jnp.where(there, start, 0)), -1)
+            token = lax.rem(jnp.maximum(start, 0), jnp.int32(s.page_size))
+            found.append((jnp.where(page < 0, s.num_pages, page), token, jnp.where(there, walk.length - start, s.piece)))
         return tuple(found)
 
-    def copy(n, slot, of_step):
-        ring, bars = (scratch["k_s"], scratch["v_s"])[n], (scratch["k_bar"], scratch["v_bar"])[n]
-        for p, (page, token) in enumerate(of_step):
-            source = pools[n].at[page, head, pl.ds(pl.multiple_of(token, s.piece), s.piece)]
-            plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(p * s.piece, s.piece)], bars.at[slot])
+    def copy(pool, target, bar, here):
+        for p, (page, token, _) in enumerate(here):
+            source = pool.at[page, head, pl.ds(pl.multiple_of(token, s.piece), s.piece)]
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(p * s.piece, s.piece)], bar)
 
     def step(n, here):
         slot = lax.rem(n, jnp.int32(s.stages))
+        k_bar, v_bar, v_tile = scratch["k_bar"].at[slot], scratch["v_bar"].at[slot], scratch["v_s"].at[slot]
         after = places(jnp.minimum(n + 1, walk.steps - 1))  # ahead of the waits below, which hide what it reads
-        for which, free in enumerate(("k_free", "v_free")):
+        written = [count for *_, count in here]
+        partial = functools.reduce(jnp.logical_or, [count < s.piece for count in written])
 
-            @pl.when(n >= s.stages)
-            def _(free=free):
-                plgpu.barrier_wait(scratch[free].at[slot])
+        @pl.when(n >= s.stages)
+        def _():
+            plgpu.barrier_wait(scratch["k_free"].at[slot])
 
-            copy(which, slot, here)
+        copy(pools[0], scratch["k_s"].at[slot], k_bar, here)
+
+        @pl.when(n >= s.stages)
+        def _():
+            plgpu.barrier_wait(scratch["v_free"].at[slot])
+
+        @pl.when(jnp.logical_not(partial))
+        def _():
+            copy(pools[1], v_tile, v_bar, here)
+
+        @pl.when(partial)
+        def _():
+            copy(pools[1], v_tile, scratch["partial_bar"], here)
+            plgpu.barrier_wait(scratch["partial_bar"])
+            _forget_unwritten(s, v_tile, written)
+            for _ in range(s.pieces):
+                plgpu.barrier_arrive(v_bar)
+
         return after
 
     @pl.when(walk.steps > 0)
     def _():
         lax.fori_loop(0, walk.steps, step, places(jnp.int32(0)))
+
+
+def _forget_unwritten(s: Shape, v_tile, written) -> None:
+    """Zero the values of a tile that lie behind the `written` ones of each piece; a corner at a time, for want of registers."""
+    for token, column in itertools.product(range(0, s.tile, 64), range(0, s.head_dim, 64)):
+        corner = v_tile.at[pl.ds(token, 64), pl.ds(column, 64)]
+        row = token + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=LAYOUT)
+        kept = row < _of_piece(s, row, [p * s.piece + count for p, count in enumerate(written)])
+        corner[...] = jnp.where(kept, corner[...], jnp.zeros_like(corner[...]))
+    plgpu.commit_smem()
 
 
 def fold(s: Shape, walk: Walk, warpgroup, first, scratch, told: Callable | None = None):
@@ -193,7 +229,6 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, told: Callable | None 
     first: position of its first row; the rows of `q_s` must have arrived. told: called per tile with (step, starts, x, m, p): logits
     `[64, tile]` before scaling, -inf where masked, the running maximum (of logits times sm_scale * LOG2E), and exp2 of their difference.
     """
-    last = first + (ROWS - 1) * s.row_stride
     factor = s.sm_scale * LOG2E
     q_s, k_s, v_s = scratch["q_s"].at[warpgroup], scratch["k_s"], scratch["v_s"]
 
@@ -213,13 +248,7 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, told: Callable | None 
 
         x = pl.run_scoped(scores, plgpu.ACC((ROWS, s.tile), jnp.float32))
         plgpu.barrier_arrive(scratch["k_free"].at[slot])
-        whole = _whole(s, walk, starts)
-        plain = whole & (starts[-1] + (s.piece - 1) <= first)
-        for start in starts[:-1]:
-            plain &= start + (s.piece - 1) <= first
-        if walk.unmasked is not None:
-            plain &= walk.unmasked(starts, first, last)
-        x = lax.cond(plain, lambda x: x, functools.partial(_masked, s, walk, starts, first), x)
+        x = lax.cond(_plain(s, walk, n, starts, first), lambda x: x, functools.partial(_masked, s, walk, n, starts, first), x)
 
         new_m = jnp.maximum(m, x.max(axis=1) * factor)
         alpha = jnp.exp2(m - new_m)
@@ -233,7 +262,6 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, told: Callable | None 
         acc, total, new_m, p16 = lax.optimization_barrier((acc, total, new_m, p16))
         plgpu.barrier_arrive(scratch["turn"])
         plgpu.barrier_wait(scratch["v_bar"].at[slot])
-        pl.when(jnp.logical_not(whole))(functools.partial(_forget_unwritten, s, walk, starts, v_s.at[slot]))
         plgpu.barrier_wait(scratch["turn"])
 
         def values(acc_ref):
@@ -262,9 +290,12 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, told: Callable | None 
     return acc, m, total
 
 
-def _whole(s: Shape, walk: Walk, starts):
-    """Whether all keys of a tile are written and have pages."""
-    return functools.reduce(jnp.logical_and, [(start >= 0) & (start + s.piece <= walk.plain_end) for start in starts])
+def _plain(s: Shape, walk: Walk, step, starts, first):
+    """Whether 64 rows from position `first` on see every key of a tile."""
+    plain = True if walk.unmasked is None else walk.unmasked(step, starts, first, first + (ROWS - 1) * s.row_stride)
+    for start in starts:
+        plain &= (start >= 0) & (start + s.piece <= walk.plain_end) & (start + (s.piece - 1) <= first)
+    return plain
 
 
 def _of_piece(s: Shape, column, values):
@@ -285,7 +316,7 @@ def _written(s: Shape, walk: Walk, starts):
     return counts
 
 
-def _masked(s: Shape, walk: Walk, starts, first, x):
+def _masked(s: Shape, walk: Walk, step, starts, first, x):
     """Logits of a tile with -inf where a row does not see a key."""
     column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=LAYOUT)
     row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT)
@@ -294,24 +325,12 @@ def _masked(s: Shape, walk: Walk, starts, first, x):
     pos = column + _of_piece(s, column, [start - p * s.piece for p, start in enumerate(starts)])
     seen = (column < _of_piece(s, column, [p * s.piece + count for p, count in enumerate(written)])) & (pos <= query_pos)
     if walk.seen is not None:
-        seen &= walk.seen(pos, query_pos)
+        seen &= walk.seen(step, pos, query_pos)
     return jnp.where(seen, x, -jnp.inf)
 
 
-def _forget_unwritten(s: Shape, walk: Walk, starts, v_tile) -> None:
-    """Zero the values of a tile that were never written: they may be NaN, and 0 * NaN is NaN.
-
-    Each folding warpgroup does it for itself: the others write the same.
-    """
-    written = _written(s, walk, starts)
-    token = plgpu.broadcasted_iota(jnp.int32, (s.tile, s.head_dim), 0, layout=LAYOUT)
-    end = _of_piece(s, token, [p * s.piece + count for p, count in enumerate(written)])
-    v_tile[...] = jnp.where(token < end, v_tile[...], jnp.zeros_like(v_tile[...]))
-    plgpu.commit_smem()
-
-
 def store(s: Shape, folded, warpgroup, first_row, row, head, scratch, out_ref, lse_ref) -> None:
-    """By a folding warpgroup: its result to rows first_row, ... of out `[B, R, H, D]` and lse `[B, H, R padded to whole tiles]`."""
+    """By a folding warpgroup: its result to rows first_row, ... of `outputs`."""
     acc, m, total = folded
     q_s, lse_s = scratch["q_s"].at[warpgroup], scratch["lse_s"].at[warpgroup]
     share = 1.0 / jnp.where(total == 0, 1.0, total)
@@ -324,16 +343,25 @@ def store(s: Shape, folded, warpgroup, first_row, row, head, scratch, out_ref, l
 
 
 def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
-    """Out `[B, R, H, D]` and lse `[B, H, R padded to whole tiles]`."""
-    padded = s.query_tiles * FOLDERS * ROWS
+    """Out `[B, R padded to 8, H, D]` and lse `[B, H, R padded to whole tiles]`, as TMA wants them."""
     return [
-        jax.ShapeDtypeStruct((s.batch, s.num_rows, s.num_heads, s.head_dim), s.dtype),
-        jax.ShapeDtypeStruct((s.batch, s.num_heads, padded), jnp.float32),
+        jax.ShapeDtypeStruct((s.batch, -(-s.num_rows // 8) * 8, s.num_heads, s.head_dim), s.dtype),
+        jax.ShapeDtypeStruct((s.batch, s.num_heads, s.query_tiles * TILE_ROWS), jnp.float32),
     ]
 
 
-def launch(s: Shape, walk_of: Callable):
-    """A kernel that folds every tile of queries, as a function of (q `[B, R, H, D]`, k, v, *others) -> `outputs`.
+def padded(q):
+    """Queries `[B, R, H, D]` with R padded to 8, as TMA wants them."""
+    return jnp.pad(q, ((0, 0), (0, -q.shape[1] % 8), (0, 0), (0, 0)))
+
+
+def cut(s: Shape, out, lse):
+    """`outputs` as `[B, R, H, D]` and `[B, R, H]`."""
+    return out[:, : s.num_rows], lse[:, :, : s.num_rows].swapaxes(1, 2)
+
+
+def launch(s: Shape, walk_of: Callable, interpret=None):
+    """A kernel that folds every tile of queries, as a function of (`padded` queries, k, v, *others) -> `outputs`.
 
     walk_of: (references of the others, row of the batch, head, tile) -> (`Walk`, position of the tile's first query).
     """
@@ -368,4 +396,5 @@ def launch(s: Shape, walk_of: Callable):
         thread_name="warpgroup",
         scratch_types=s.scratch(),
         compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
     )

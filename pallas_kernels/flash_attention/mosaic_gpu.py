@@ -37,16 +37,17 @@ def flash_attention(q, k, v, page_table, starts, lengths, *, window, sm_scale, c
 def _attend(q, k, v, page_table, starts, lengths, *, window, sm_scale):
     s = query_tiles.shape_of(q, k, sm_scale=sm_scale)
     plain_end = query_tiles.plain_ends(page_table, lengths, s.page_size)
-    out, lse = query_tiles.launch(s, functools.partial(_walk, s, window))(q, k, v, page_table, starts, lengths, plain_end)
-    return out, lse[:, :, : s.num_rows].swapaxes(1, 2)
+    out, lse = query_tiles.launch(s, functools.partial(_walk, s, window))(
+        query_tiles.padded(q), k, v, page_table, starts, lengths, plain_end
+    )
+    return query_tiles.cut(s, out, lse)
 
 
 def _walk(s: query_tiles.Shape, window, refs, row, head, tile):
     """Every tile of keys up to the last query, or those that sinks and window touch."""
     table_ref, starts_ref, lengths_ref, plain_ref = refs
-    size = query_tiles.FOLDERS * query_tiles.ROWS
-    first, length = starts_ref[row] + tile * size, lengths_ref[row]
-    end = lax.div(jnp.minimum(first + size, length) + (s.tile - 1), jnp.int32(s.tile))
+    first, length = starts_ref[row] + tile * query_tiles.TILE_ROWS, lengths_ref[row]
+    end = lax.div(jnp.minimum(first + query_tiles.TILE_ROWS, length) + (s.tile - 1), jnp.int32(s.tile))
     end = jnp.where(first < length, end, 0)  # padding
     steps, sinks, resume, of_window = end, 0, 0, {}
     if window is not None:
