@@ -28,8 +28,8 @@ BACKENDS: dict[str, tuple[str, ...] | None] = {
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "append_tokens": ("mosaic_gpu", "xla", "reference"),
-    "block_sparse_attention": ("xla", "reference"),
-    "flash_attention": ("xla", "reference"),
+    "block_sparse_attention": ("mosaic_gpu", "xla", "reference"),
+    "flash_attention": ("mosaic_gpu", "xla", "reference"),
     "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "page_index": ("xla", "reference"),
     "project_tokens": ("mosaic_gpu", "xla", "reference"),
