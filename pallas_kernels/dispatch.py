@@ -33,7 +33,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "page_index": ("xla", "reference"),
     "project_tokens": ("mosaic_gpu", "xla", "reference"),
-    "query_sparse_attention": ("xla", "reference"),
+    "query_sparse_attention": ("mosaic_gpu", "xla", "reference"),
     "select_blocks": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "selected_attention": ("mosaic_gpu", "composed", "reference"),
     "union_blocks": ("xla", "reference"),

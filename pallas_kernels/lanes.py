@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, math, scf, vector
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -171,6 +173,24 @@ def stage(**scalars: jax.Array) -> Callable:
     return decorate
 
 
+def held(array) -> list[Scalar]:
+    """The numbers that this thread holds of an array with one number a register: `Layout.WGMMA.reduce(1)`, `per_thread`."""
+    return [elements(register, 1)[0] for register in array.registers.flat]
+
+
+def per_thread(count: int, dtype: Any) -> plgpu.ShapeDtypeStruct:
+    """Type of an array of which each thread of a warpgroup holds `count` numbers, for `inline_mgpu` to return; see `holding`."""
+    return plgpu.ShapeDtypeStruct((128 * count,), dtype, plgpu.Layout.WG_STRIDED((128 * count,), 1))
+
+
+def holding(values: Sequence[Scalar]) -> mgpu.FragmentedArray:
+    """The array of which this thread holds these numbers."""
+    registers = [vector.broadcast(ir.VectorType.get((1,), x.value.type), x.value) for x in values]
+    layout = mgpu.WGStridedFragLayout((128 * len(values),), 1)
+    signed = None if values[0].is_float else True
+    return mgpu.FragmentedArray(_registers=np.array(registers, dtype=object), _layout=layout, _is_signed=signed)
+
+
 def of_splat(array) -> Scalar:
     """The scalar that `inline_mgpu` hands to its function for a scalar array."""
     return Scalar(array.registers.item())
@@ -216,6 +236,44 @@ def exp2(x: Scalar) -> Scalar:
 def log2(x: Scalar) -> Scalar:
     """Binary logarithm."""
     return Scalar(math.log2(x.value))
+
+
+def log2_approx(x: Scalar) -> Scalar:
+    """Binary logarithm to about 2^-22, -inf of 0."""
+    return ptx("lg2.approx.ftz.f32 $0, $1;", x, result="f32")
+
+
+def reciprocal(x: Scalar) -> Scalar:
+    """1 / x, to about 1 ulp."""
+    return ptx("rcp.approx.ftz.f32 $0, $1;", x, result="f32")
+
+
+def sqrt(x: Scalar) -> Scalar:
+    """Square root, to about 2 ulp."""
+    return ptx("sqrt.approx.f32 $0, $1;", x, result="f32")
+
+
+def fma(a: Scalar, b: Scalar, c: Scalar | float) -> Scalar:
+    """a * b + c, rounded once."""
+    return Scalar(math.fma(a.value, b.value, a._other(c)))
+
+
+def multiply(a: Scalar, b: Scalar | float) -> Scalar:
+    """a * b, rounded by itself: compilers make one rounding of a product and a sum that they see both."""
+    return ptx("mul.rn.f32 $0, $1, $2;", a, b if isinstance(b, Scalar) else f32(b), result="f32")
+
+
+def divide(a: Scalar, b: Scalar) -> Scalar:
+    """a / b, correctly rounded where b is a whole number below 2^24 and neither overflow nor denormals come in (Markstein)."""
+    guess = reciprocal(b)
+    inverse = fma(fma(f32(0.0) - b, guess, 1.0), guess, guess)
+    quotient = multiply(a, inverse)
+    return fma(fma(f32(0.0) - quotient, b, a), inverse, quotient)
+
+
+def number(x: Scalar) -> Scalar:
+    """An integer as a float32."""
+    return Scalar(arith.sitofp(ir.F32Type.get(), x.value))
 
 
 def rsqrt(x: Scalar) -> Scalar:
@@ -424,6 +482,24 @@ def pipeline(
 def store_global(ref, offset: Scalar | int, *values: Scalar) -> None:
     """1, 2 or 4 consecutive words to an array in global memory."""
     _store(_address(ref, offset * 4), values, "global")
+
+
+def store_global_if(condition: Scalar, ref, offset_bytes: Scalar | int, word: Scalar, *, block: Scalar, block_bytes: int) -> None:
+    """A word to an array in global memory if the condition holds, without a branch; the place need not make sense otherwise."""
+    code = "{.reg .pred p; setp.ne.s32 p, $1, 0; @p st.global.b32 [$0], $2;}"
+    word = bits(word) if word.is_float else word
+    flag = where(condition, i32(1), 0).value
+    mgpu_utils.inline_ptx(code, _address(ref, offset_bytes, block, block_bytes), flag, word.value, has_side_effects=True)
+
+
+def load_written(ref, offset_bytes: Scalar | int, name: str, *, block: Scalar, block_bytes: int) -> Scalar:
+    """One word of an array in global memory, as this warp left it before its last barrier."""
+    return _load(_address(ref, offset_bytes, block, block_bytes), [name], "global")[0]
+
+
+def warp_barrier() -> None:
+    """Wait for the other lanes of the warp; what they wrote before is seen after."""
+    ptx("bar.warp.sync 0xffffffff;", convergent=True)
 
 
 def load_written_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar, block_bytes: int) -> list[Scalar]:

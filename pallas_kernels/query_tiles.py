@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -223,13 +223,27 @@ def _forget_unwritten(s: Shape, v_tile, written) -> None:
     plgpu.commit_smem()
 
 
-def fold(s: Shape, walk: Walk, warpgroup, first, scratch, told: Callable | None = None):
+@dataclasses.dataclass(frozen=True)
+class Aside:
+    """What an op does with a tile of keys besides folding it in.
+
+    weigh: in place of `weigh_plainly`. beside: (step, report of `weigh`, state) -> state, called for every tile in order, while the q.k of
+    the next is multiplied; first with step -1 and `report`. report, state: to begin with. finish: takes the last state.
+    """
+
+    weigh: Callable
+    beside: Callable
+    report: Any
+    state: Any
+    finish: Callable
+
+
+def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = None):
     """By a folding warpgroup: its 64 rows over every tile of the walk: (acc [64, D], m [64] in log2 units, total [64]), all float32.
 
-    first: position of its first row; the rows of `q_s` must have arrived. told: called per tile with (step, starts, x, m, p): logits
-    `[64, tile]` before scaling, -inf where masked, the running maximum (of logits times sm_scale * LOG2E), and exp2 of their difference.
+    first: position of its first row; the rows of `q_s` must have arrived.
     """
-    factor = s.sm_scale * LOG2E
+    weigh = aside.weigh if aside else functools.partial(weigh_plainly, s)
     q_s, k_s, v_s = scratch["q_s"].at[warpgroup], scratch["k_s"], scratch["v_s"]
 
     def take_turns():
@@ -237,35 +251,32 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, told: Callable | None 
         plgpu.barrier_wait(scratch["turn"])
 
     def step(n, carry):
-        acc, m, total, starts = carry
+        acc, m, total, starts, report, state = carry
         slot = lax.rem(n, jnp.int32(s.stages))
         after = walk.starts(jnp.minimum(n + 1, walk.steps - 1))
 
         def scores(acc_ref):
             plgpu.wgmma(acc_ref, q_s, k_s.at[slot].transpose((1, 0)))
             take_turns()
-            return acc_ref[...]
+            after_last = aside.beside(n - 1, report, state) if aside else state
+            return acc_ref[...], after_last
 
-        x = pl.run_scoped(scores, plgpu.ACC((ROWS, s.tile), jnp.float32))
+        x, state = pl.run_scoped(scores, plgpu.ACC((ROWS, s.tile), jnp.float32))
         plgpu.barrier_arrive(scratch["k_free"].at[slot])
         x = lax.cond(_plain(s, walk, n, starts, first), lambda x: x, functools.partial(_masked, s, walk, n, starts, first), x)
 
-        new_m = jnp.maximum(m, x.max(axis=1) * factor)
+        new_m, of_tile, weights, report = weigh(x, m)
         alpha = jnp.exp2(m - new_m)
-        p = jnp.exp2(x * factor - lax.broadcast_in_dim(new_m, x.shape, [0]))
-        if told is not None:
-            told(n, starts, x, new_m, p)
         acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
-        total *= alpha
-        p16 = p.astype(s.dtype)
-        total += p.sum(axis=1)
-        acc, total, new_m, p16 = lax.optimization_barrier((acc, total, new_m, p16))
+        total = total * alpha + of_tile
+        acc, total, new_m, weights = lax.optimization_barrier((acc, total, new_m, weights))
         plgpu.barrier_arrive(scratch["turn"])
         plgpu.barrier_wait(scratch["v_bar"].at[slot])
         plgpu.barrier_wait(scratch["turn"])
 
         def values(acc_ref):
-            plgpu.wgmma(acc_ref, p16, v_s.at[slot])
+            for part, p16 in enumerate(weights):
+                plgpu.wgmma(acc_ref, p16, v_s.at[slot, pl.ds(part * p16.shape[1], p16.shape[1])])
 
             @pl.when(n + 1 < walk.steps)
             def _():
@@ -273,10 +284,7 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, told: Callable | None 
 
         acc = pl.run_state(values)(plgpu.ACC.init(acc))
         plgpu.barrier_arrive(scratch["v_free"].at[slot])
-        return acc, new_m, total, after
-
-    def rows(value):
-        return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), LAYOUT.reduce(1))
+        return acc, new_m, total, after, report, state
 
     empty = plgpu.layout_cast(jnp.zeros((ROWS, s.head_dim), jnp.float32), LAYOUT)
 
@@ -285,9 +293,28 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, told: Callable | None 
         plgpu.barrier_wait(scratch["k_bar"].at[0])
 
     pl.when(warpgroup == 1)(take_turns)
-    acc, m, total, _ = lax.fori_loop(0, walk.steps, step, (empty, rows(LOWEST), rows(0.0), walk.starts(jnp.int32(0))))
+    first_aside = (aside.report, aside.state) if aside else ((), ())
+    begin = (empty, all_rows(LOWEST), all_rows(0.0), walk.starts(jnp.int32(0)), *first_aside)
+    acc, m, total, _, report, state = lax.fori_loop(0, walk.steps, step, begin)
     pl.when(warpgroup == 0)(take_turns)
+    if aside:
+        aside.finish(aside.beside(walk.steps - 1, report, state))
     return acc, m, total
+
+
+def all_rows(value: float):
+    """The same number for each of a warpgroup's rows."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), LAYOUT.reduce(1))
+
+
+def weigh_plainly(s: Shape, x, m):
+    """A tile's weights from its logits (before scaling, -inf where masked) and the maximum so far, in log2 units.
+
+    Returns the new maximum, the sum of weights relative to it, the weights themselves in parts of consecutive keys, and a report.
+    """
+    new_m = jnp.maximum(m, x.max(axis=1) * (s.sm_scale * LOG2E))
+    p = jnp.exp2(x * (s.sm_scale * LOG2E) - lax.broadcast_in_dim(new_m, x.shape, [0]))
+    return new_m, p.sum(axis=1), (p.astype(s.dtype),), ()
 
 
 def _plain(s: Shape, walk: Walk, step, starts, first):
@@ -360,14 +387,16 @@ def cut(s: Shape, out, lse):
     return out[:, : s.num_rows], lse[:, :, : s.num_rows].swapaxes(1, 2)
 
 
-def launch(s: Shape, walk_of: Callable, interpret=None):
-    """A kernel that folds every tile of queries, as a function of (`padded` queries, k, v, *others) -> `outputs`.
+def launch(s: Shape, walk_of: Callable, aside_of: Callable | None = None, more_outputs: Sequence = (), interpret=None):
+    """A kernel that folds every tile of queries, as a function of (`padded` queries, k, v, *others) -> (*`outputs`, *more_outputs).
 
-    walk_of: (references of the others, row of the batch, head, tile) -> (`Walk`, position of the tile's first query).
+    walk_of: (references of the others, row of the batch, head, tile) -> (`Walk`, position of the tile's first query). aside_of: (`Walk`,
+    row of the batch, head, first of 64 query rows, its position, references of more_outputs) -> `Aside`. more_outputs: shapes and dtypes.
     """
 
     def kernel(q_ref, k_ref, v_ref, *refs, **scratch):
-        others, (out_ref, lse_ref) = refs[:-2], refs[-2:]
+        ends = len(refs) - 2 - len(more_outputs)
+        others, (out_ref, lse_ref, *more_refs) = refs[:ends], refs[ends:]
         head, row, warpgroup = (lax.axis_index(name) for name in ("head", "row", "warpgroup"))
         tile = s.query_tiles - 1 - lax.axis_index("tile")  # the longest walks first
         walk, position = walk_of(others, row, head, tile)
@@ -379,7 +408,9 @@ def launch(s: Shape, walk_of: Callable, interpret=None):
             q_bar = scratch["q_bar"].at[warpgroup]
             plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(first_row, ROWS), head], scratch["q_s"].at[warpgroup], q_bar)
             plgpu.barrier_wait(q_bar)
-            folded = fold(s, walk, warpgroup, position + warpgroup * (ROWS * s.row_stride), scratch)
+            first = position + warpgroup * (ROWS * s.row_stride)
+            aside = aside_of(walk, row, head, first_row, first, more_refs) if aside_of else None
+            folded = fold(s, walk, warpgroup, first, scratch, aside)
             store(s, folded, warpgroup, first_row, row, head, scratch, out_ref, lse_ref)
 
         @pl.when(warpgroup == FOLDERS)
@@ -389,7 +420,7 @@ def launch(s: Shape, walk_of: Callable, interpret=None):
 
     return plgpu.kernel(
         kernel,
-        out_type=outputs(s),
+        out_type=[*outputs(s), *more_outputs],
         grid=(s.num_heads, s.query_tiles, s.batch),
         grid_names=("head", "tile", "row"),
         num_threads=FOLDERS + 1,
