@@ -35,8 +35,8 @@ FOLDERS = 2
 TILE_ROWS = FOLDERS * ROWS
 """Query rows of a tile, one CTA's."""
 
-FOLDER_REGISTERS, FETCHER_REGISTERS = 232, 40
-"""Of 65536 registers, per thread: 2 x 128 x 232 + 128 x 40 is what they share out."""
+FOLDER_REGISTERS, FETCHER_REGISTERS = 224, 56
+"""Of 65536 registers, per thread: 2 x 128 x 224 + 128 x 56 is what they share out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,11 +399,11 @@ def launch(s: Shape, walk_of: Callable, aside_of: Callable | None = None, more_o
         others, (out_ref, lse_ref, *more_refs) = refs[:ends], refs[ends:]
         head, row, warpgroup = (lax.axis_index(name) for name in ("head", "row", "warpgroup"))
         tile = s.query_tiles - 1 - lax.axis_index("tile")  # the longest walks first
-        walk, position = walk_of(others, row, head, tile)
 
         @pl.when(warpgroup < FOLDERS)
         def _():
             plgpu.set_max_registers(FOLDER_REGISTERS, action="increase")
+            walk, position = walk_of(others, row, head, tile)
             first_row = (tile * FOLDERS + warpgroup) * ROWS
             q_bar = scratch["q_bar"].at[warpgroup]
             plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(first_row, ROWS), head], scratch["q_s"].at[warpgroup], q_bar)
@@ -416,6 +416,7 @@ def launch(s: Shape, walk_of: Callable, aside_of: Callable | None = None, more_o
         @pl.when(warpgroup == FOLDERS)
         def _():
             plgpu.set_max_registers(FETCHER_REGISTERS, action="decrease")
+            walk, _ = walk_of(others, row, head, tile)
             fetch(s, walk, (k_ref, v_ref), lax.div(head, jnp.int32(s.group)), scratch)
 
     return plgpu.kernel(
