@@ -387,11 +387,12 @@ def cut(s: Shape, out, lse):
     return out[:, : s.num_rows], lse[:, :, : s.num_rows].swapaxes(1, 2)
 
 
-def launch(s: Shape, walk_of: Callable, aside_of: Callable | None = None, more_outputs: Sequence = (), interpret=None):
+def launch(s: Shape, name: str, walk_of: Callable, aside_of: Callable | None = None, more_outputs: Sequence = (), interpret=None):
     """A kernel that folds every tile of queries, as a function of (`padded` queries, k, v, *others) -> (*`outputs`, *more_outputs).
 
     walk_of: (references of the others, row of the batch, head, tile) -> (`Walk`, position of the tile's first query). aside_of: (`Walk`,
     row of the batch, head, first of 64 query rows, its position, references of more_outputs) -> `Aside`. more_outputs: shapes and dtypes.
+    name: of the kernel, in profiles.
     """
 
     def kernel(q_ref, k_ref, v_ref, *refs, **scratch):
@@ -419,6 +420,7 @@ def launch(s: Shape, walk_of: Callable, aside_of: Callable | None = None, more_o
             walk, _ = walk_of(others, row, head, tile)
             fetch(s, walk, (k_ref, v_ref), lax.div(head, jnp.int32(s.group)), scratch)
 
+    kernel.__name__ = name
     return plgpu.kernel(
         kernel,
         out_type=[*outputs(s), *more_outputs],

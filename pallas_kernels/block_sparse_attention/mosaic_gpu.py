@@ -46,7 +46,9 @@ def _attend(q, k, v, page_table, starts, lengths, blocks, *, block_size, query_t
     plain_end = query_tiles.plain_ends(page_table, lengths, s.page_size)
     counts = jnp.max(jnp.where(blocks >= 0, jnp.arange(1, blocks.shape[3] + 1, dtype=jnp.int32), 0), axis=3)
     walk = functools.partial(_walk, s, block_size, query_tile, window)
-    out, lse = query_tiles.launch(s, walk)(query_tiles.padded(q), k, v, page_table, starts, lengths, plain_end, blocks, counts)
+    out, lse = query_tiles.launch(s, "block_sparse_attention_kernel", walk)(
+        query_tiles.padded(q), k, v, page_table, starts, lengths, plain_end, blocks, counts
+    )
     return query_tiles.cut(s, out, lse)
 
 

@@ -37,7 +37,7 @@ def flash_attention(q, k, v, page_table, starts, lengths, *, window, sm_scale, c
 def _attend(q, k, v, page_table, starts, lengths, *, window, sm_scale):
     s = query_tiles.shape_of(q, k, sm_scale=sm_scale)
     plain_end = query_tiles.plain_ends(page_table, lengths, s.page_size)
-    out, lse = query_tiles.launch(s, functools.partial(_walk, s, window))(
+    out, lse = query_tiles.launch(s, "flash_attention_kernel", functools.partial(_walk, s, window))(
         query_tiles.padded(q), k, v, page_table, starts, lengths, plain_end
     )
     return query_tiles.cut(s, out, lse)

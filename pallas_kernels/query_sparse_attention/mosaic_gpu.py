@@ -60,6 +60,7 @@ def _measure(q, k, v, page_table, starts, lengths, *, gamma, block_size, k_block
     plain_end = query_tiles.plain_ends(page_table, lengths, s.page_size)
     kernel = query_tiles.launch(
         s,
+        "query_sparse_attention_kernel",
         functools.partial(_walk, s),
         functools.partial(_aside, s, selector),
         [jax.ShapeDtypeStruct(lists, jnp.int32), jax.ShapeDtypeStruct(lists, jnp.float32)],
