@@ -151,7 +151,11 @@ BAD = {
         r"takes a pallas_kernels\.query_sparse_attention\.xla\.Config, got 512",
     ),
     "config of the reference": ({}, {"config": SMALL_TILES, "implementation": "reference"}, "takes no config"),
-    "unknown implementation": ({}, {"implementation": "cudnn"}, "'cudnn' of query_sparse_attention is unknown; there are xla, reference"),
+    "unknown implementation": (
+        {},
+        {"implementation": "cudnn"},
+        "'cudnn' of query_sparse_attention is unknown; there are mosaic_gpu, xla, reference",
+    ),
 }
 
 
