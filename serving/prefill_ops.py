@@ -154,12 +154,14 @@ def _sparse(p: MeasureOnceMaskOnce, prompt: Prompt, on_progress: Callable) -> It
     window = (p.sink_tokens, p.row_window)
     listing = {"gamma": p.gamma, "block_size": p.key_block, "k_blocks": p.k, "k_exact": p.k_exact, "window": window}
     measure = functools.partial(query_sparse_attention, **listing, sm_scale=ctx.sm_scale)
-    row, (exact, _, ids, scores) = _timed(prompt, "query-sparse", name, measure, prompt.q, *pages)
+    row, (exact, lse, ids, scores) = _timed(prompt, "query-sparse", name, measure, prompt.q, *pages)
     ends = np.arange(0, prompt.tokens, p.gamma) + 1
     checked = {"error": _dense_error(prompt, exact, samples, p.gamma), **_list_errors(prompt, p, ids, scores, samples)}
     yield row | checked | {"flops": per_key * float(ends.sum()), "lists_full": float((ids[:, -1] >= 0).mean())}
 
-    unite = functools.partial(union_blocks, rows=rows, k_trim=trim)
+    unite = functools.partial(union_blocks, rows=rows, k_trim=trim, rank="sum" if p.rank == "mass" else "mean")
+    if p.rank == "mass":
+        scores = jnp.exp(scores - lse[..., None])
     row, blocks = _timed(prompt, "union", name, unite, ids, scores)
     moved = ids.nbytes + scores.nbytes + blocks.nbytes
     yield row | {"bytes": moved, "same_as_reference": _union_is_right(unite, ids, scores, blocks, rows)}
@@ -181,13 +183,14 @@ def _sparse(p: MeasureOnceMaskOnce, prompt: Prompt, on_progress: Callable) -> It
     }
     yield row | filled | {"error": _sparse_error(prompt, p, sparse, blocks, samples)}
 
-    row, _ = _timed(prompt, "delta", name, lambda sparse, exact: delta_correction(sparse, exact, p.gamma), sparse, exact)
+    correct = functools.partial(delta_correction, gamma=p.gamma, damping_rows=rows if p.delta == "damped" else None)
+    row, _ = _timed(prompt, "delta", name, correct, sparse, exact)
     yield row | {"bytes": 2 * sparse.nbytes + exact.nbytes}
     del sparse, exact, ids, scores, blocks
 
     on_progress(f"{prompt.tokens:,} tokens: {name}")
     row, out = _timed(prompt, "sparse", name, lambda q, layer, ctx: p.attend_sparse(q, layer, ctx), prompt.q, prompt.layer, ctx)
-    error = _dense_error(prompt, out, samples) if p.delta else None
+    error = _dense_error(prompt, out, samples) if p.delta != "off" else None
     yield row | {"flops": None, "sparsity": p.sparsity(prompt.tokens)} | ({} if error is None else {"error": error})
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from kvjax.prefill.delta import delta_correction
 from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens
 from pallas_kernels.query_sparse_attention import query_sparse_attention
@@ -14,10 +16,14 @@ from pallas_kernels.union_blocks import union_blocks
 class MeasureOnceMaskOnce(TileLists):
     """Every `gamma`-th query attends to all keys and on the way lists the `k` distant blocks with the largest log-sum-exp of logits, per
     query head: `k_exact` exactly, the others by an estimated threshold. The lists of the `chi / gamma` such queries of a tile are united,
-    the `k_trim` best blocks kept (None: all), and the tile attends to them, to its sinks and its window; then equation 3 corrects.
+    the `k_trim` best blocks kept (None: all), and the tile attends to them, to its sinks and its window; then what the exact queries show
+    to be lacking corrects the others.
+
+    rank: by what blocks are trimmed; "mass", the attention that the tile's exact queries pay, summed; or "score", the mean of their
+    log-sum-exps, as published (Algorithm 2). delta: "damped" (`delta_correction`), "plain" (equation 3 as published) or "off".
 
     Blocks that sinks or window hold anyway take no place in a list. dense_below: sequences up to this many tokens are dense although
-    lists would not hold everything, because that is faster there (0: none). delta: whether to correct.
+    lists would not hold everything, because that is faster there (0: none).
 
     Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention", Algorithms 1 and 2.
     """
@@ -31,7 +37,8 @@ class MeasureOnceMaskOnce(TileLists):
     sink_tokens: int = 64
     window_tokens: int = 1024
     dense_below: int = 0
-    delta: bool = True
+    rank: str = "mass"
+    delta: str = "damped"
 
     def __post_init__(self):
         check_sizes(self, gamma=1, chi=1, k=1, k_exact=0, key_block=1, sink_tokens=0, window_tokens=1, dense_below=0)
@@ -39,6 +46,9 @@ class MeasureOnceMaskOnce(TileLists):
             check_sizes(self, k_trim=1)
         if self.chi % self.gamma:
             raise ValueError(f"chi {self.chi} must be a multiple of gamma {self.gamma}: a tile unites the lists of whole rows")
+        for name, choices in (("rank", ("mass", "score")), ("delta", ("damped", "plain", "off"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.k_exact > self.k:
             raise ValueError(f"k_exact {self.k_exact} exceeds k {self.k}, of which it is a part")
 
@@ -62,7 +72,7 @@ class MeasureOnceMaskOnce(TileLists):
 
     def measure(self, query, layer, ctx):
         """Exact output of every gamma-th query, `[B, R, H, D]`, and the united lists of the tiles, `[B, C, H, W]`."""
-        exact, _, ids, scores = query_sparse_attention(
+        exact, lse, ids, scores = query_sparse_attention(
             *(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths),
             gamma=self.gamma,
             block_size=self.key_block,
@@ -71,8 +81,10 @@ class MeasureOnceMaskOnce(TileLists):
             window=(self.sink_tokens, self.row_window),
             sm_scale=ctx.sm_scale,
         )
-        rows = self.chi // self.gamma
-        return exact, union_blocks(ids, scores, rows=rows, k_trim=rows * self.k if self.k_trim is None else self.k_trim)
+        rows, rank = self.chi // self.gamma, "mean"
+        if self.rank == "mass":
+            scores, rank = jnp.exp(scores - lse[..., None]), "sum"
+        return exact, union_blocks(ids, scores, rows=rows, k_trim=rows * self.k if self.k_trim is None else self.k_trim, rank=rank)
 
     def lists(self, query, layer, ctx):
         """The united lists of every tile and query head, `[B, C, H, W]`."""
@@ -82,7 +94,9 @@ class MeasureOnceMaskOnce(TileLists):
         """The four steps of Algorithm 1."""
         exact, blocks = self.measure(query, layer, ctx)
         sparse = self.attend_listed(blocks, query, layer, ctx)
-        return delta_correction(sparse, exact, self.gamma) if self.delta else sparse
+        if self.delta == "off":
+            return sparse
+        return delta_correction(sparse, exact, self.gamma, damping_rows=self.chi // self.gamma if self.delta == "damped" else None)
 
     def __str__(self) -> str:
         short = MeasureOnceMaskOnce(k=self.k, k_exact=self.k_exact, k_trim=self.k)
@@ -91,9 +105,9 @@ class MeasureOnceMaskOnce(TileLists):
     def describe(self) -> str:
         """For reports."""
         trimmed = "untrimmed" if self.k_trim is None else f"trimmed to {self.k_trim}"
-        corrected = "delta correction" if self.delta else "no delta correction"
+        corrected = "no delta correction" if self.delta == "off" else f"{self.delta} delta correction"
         return (
             f"{self} prefill (every {self.gamma}th query lists {self.k} blocks of {self.key_block}, {self.k_exact} of them exactly; per "
-            f"{self.chi} queries {trimmed}, {self.sink_tokens} sink + {self.window_tokens} latest keys; {corrected}; dense up to "
-            f"{self.dense_tokens:,} tokens)"
+            f"{self.chi} queries {trimmed} by {self.rank}, {self.sink_tokens} sink + {self.window_tokens} latest keys; {corrected}; "
+            f"dense up to {self.dense_tokens:,} tokens)"
         )

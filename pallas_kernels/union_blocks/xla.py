@@ -14,8 +14,8 @@ import jax.numpy as jnp
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "k_trim"))
-def union_blocks(ids, scores, *, rows, k_trim):
+@functools.partial(jax.jit, static_argnames=("rows", "k_trim", "rank"))
+def union_blocks(ids, scores, *, rows, k_trim, rank):
     """See `pallas_kernels.union_blocks.union_blocks`."""
     batch, num_rows, num_heads, _ = ids.shape
     pad = ((0, 0), (0, -num_rows % rows), (0, 0), (0, 0))
@@ -33,12 +33,12 @@ def union_blocks(ids, scores, *, rows, k_trim):
         total = jnp.where(same, total + jnp.pad(scores[..., step:], ahead), total)
         count += same
     lowest = jnp.finfo(jnp.float32).min
-    mean = total / count
-    mean = jnp.where(mean >= lowest, mean, lowest)  # NaN and -inf
-    mean = jnp.where(mean == 0, 0.0, mean)  # -0.0 and 0.0 are a tie
+    worth = total / count if rank == "mean" else total
+    worth = jnp.where(worth >= lowest, worth, lowest)  # NaN and -inf
+    worth = jnp.where(worth == 0, 0.0, worth)  # -0.0 and 0.0 are a tie
 
     kept = min(k_trim, ids.shape[-1])
-    best, place = jax.lax.top_k(jnp.where(begins & (ids < _NONE), mean, -jnp.inf), kept)  # of equal means the first, the lower block
+    best, place = jax.lax.top_k(jnp.where(begins & (ids < _NONE), worth, -jnp.inf), kept)  # of equal ones the first, the lower block
     blocks = jnp.where(best == -jnp.inf, _NONE, jnp.take_along_axis(ids, place, axis=-1))
     blocks = jnp.sort(blocks, axis=-1)
     blocks = jnp.where(blocks == _NONE, -1, blocks)

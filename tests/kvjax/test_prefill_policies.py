@@ -29,7 +29,7 @@ MOMO = {"gamma": 4, "k": 5, "k_exact": 2, "k_trim": 4}
 COVERING = {
     "momo": MeasureOnceMaskOnce(**SIZES, gamma=4, k=16, k_exact=3, k_trim=16),
     "momo, exact, untrimmed": MeasureOnceMaskOnce(**SIZES, gamma=2, k=16, k_exact=16, k_trim=None),
-    "momo, all estimated, no delta": MeasureOnceMaskOnce(**SIZES, gamma=4, k=16, k_exact=0, k_trim=16, delta=False),
+    "momo, all estimated, no delta": MeasureOnceMaskOnce(**SIZES, gamma=4, k=16, k_exact=0, k_trim=16, delta="off"),
     "mean": MeanPooled(**SIZES, k=16),
     "oracle": OracleBlocks(**SIZES, k=16),
     "vertical": VerticalSlash(**SIZES, vertical=16, slash=1, last_queries=6),
@@ -39,7 +39,7 @@ COVERING = {
 }
 SPARSE = {
     "momo": MeasureOnceMaskOnce(**SIZES, **MOMO),
-    "momo, no delta": MeasureOnceMaskOnce(**SIZES, **MOMO, delta=False),
+    "momo, no delta": MeasureOnceMaskOnce(**SIZES, **MOMO, delta="off"),
     "mean": MeanPooled(**SIZES, k=3),
     "oracle": OracleBlocks(**SIZES, k=3),
     "vertical-slash": VerticalSlash(**SIZES, vertical=2, slash=1, last_queries=6),
@@ -198,6 +198,45 @@ def test_delta_correction_is_equation_3():
         delta_correction(jnp.asarray(sparse), jnp.asarray(exact), 5)
 
 
+def test_damped_delta_is_scaled_by_what_neighbours_of_the_tile_share():
+    rng = np.random.default_rng(2)
+    sparse, exact = rng.standard_normal((2, 18, 3, 4)), rng.standard_normal((2, 5, 3, 4))
+    exact[:, 1] = sparse[:, 4] + 0.5 * (exact[:, 0] - sparse[:, 0])  # row 1 lacks half of what row 0 lacks
+    found = np.asarray(delta_correction(jnp.asarray(sparse, jnp.float32), jnp.asarray(exact, jnp.float32), 4, damping_rows=3))
+    lack = exact - sparse[:, ::4]
+    shares = []
+    for row in range(5):
+        pairs = range(row // 3 * 3 + 1, row + 1)
+        told, own = (sum(((lack[:, i - 1] * lack[:, i - d]).sum(-1) for i in pairs), np.zeros((2, 3))) for d in (0, 1))
+        shares.append(np.clip(told / np.where(own > 0, own, 1), 0, 1)[..., None])
+    assert shares[0].max() == shares[3].max() == 0
+    np.testing.assert_allclose(shares[1], 0.5)
+    assert ((shares[2] > 0) & (shares[2] < 1)).any()
+    for i in range(18):
+        expected = sparse[:, i] + (shares[i // 4] if i % 4 else 1) * lack[:, i // 4]
+        np.testing.assert_allclose(found[:, i], expected, atol=1e-5)
+
+
+def test_damped_delta_is_plain_where_neighbours_lack_the_same_and_nothing_where_they_do_not():
+    sparse, constant = jnp.zeros((1, 64, 1, 8)), jnp.ones((1, 16, 1, 8))
+    found = delta_correction(sparse, constant, 4, damping_rows=16)
+    np.testing.assert_allclose(found[:, 4:], delta_correction(sparse, constant, 4)[:, 4:])
+    opposed = constant * jnp.where(jnp.arange(16) % 2, -1.0, 1.0)[:, None, None]
+    found = delta_correction(sparse, opposed, 4, damping_rows=16)
+    assert jnp.abs(found[:, ::4]).min() == 1
+    assert jnp.abs(found[:, np.arange(64) % 4 != 0]).max() == 0
+    with pytest.raises(ValueError, match="damping_rows must be at least 1 row"):
+        delta_correction(sparse, constant, 4, damping_rows=0)
+
+
+def test_damped_delta_does_not_look_ahead():
+    rng = np.random.default_rng(3)
+    sparse, exact = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((1, 32, 2, 4), (1, 8, 2, 4)))
+    found = delta_correction(sparse, exact, 4, damping_rows=8)
+    other = delta_correction(sparse.at[:, 16:].multiply(3.0), exact.at[:, 4:].set(7.0), 4, damping_rows=8)
+    assert np.asarray(found[:, :16]).tobytes() == np.asarray(other[:, :16]).tobytes()
+
+
 @pytest.mark.parametrize("name", ["momo", "window with delta"])
 def test_every_gamma_th_query_is_exact(name):
     arguments = chunk()
@@ -276,10 +315,12 @@ def test_vertical_slash_follows_the_last_queries():
             assert listed(lists[0, tile, head]) == expected
 
 
-def test_measure_once_unites_and_trims():
-    """Algorithm 2 over the exact selector: mean of a block's log-sum-exp over the rows that chose it, the best k_trim."""
+@pytest.mark.parametrize("rank", ["score", "mass"])
+def test_measure_once_unites_and_trims(rank):
+    """Over the exact selector: by the mean of a block's log-sum-exp over the rows that chose it (Algorithm 2), or by the attention that
+    they pay it; the best k_trim."""
     query, layer, ctx = chunk()
-    policy = MeasureOnceMaskOnce(**SIZES, gamma=4, k=3, k_exact=3, k_trim=4)
+    policy = MeasureOnceMaskOnce(**SIZES, gamma=4, k=3, k_exact=3, k_trim=4, rank=rank)
     lists = find_lists(policy, query, layer, ctx)
     q, keys, positions, _ = laid_out(query, layer, ctx)
     logits = np.einsum("thd,shd->hts", q, keys) * SCALE
@@ -293,8 +334,10 @@ def test_measure_once_unites_and_trims():
                     if block * 8 + 8 > 8 and block * 8 <= position - 12 + 3:
                         scores[block] = np.logaddexp.reduce(logits[head, row, block * 8 : min(block * 8 + 8, position + 1)])
                 for block in sorted(scores, key=lambda block: -scores[block])[:3]:
-                    chosen.setdefault(block, []).append(scores[block])
-            best = sorted(chosen, key=lambda block: -np.mean(chosen[block]))[:4]
+                    whole = np.logaddexp.reduce(logits[head, row, : position + 1])
+                    chosen.setdefault(block, []).append(scores[block] if rank == "score" else np.exp(scores[block] - whole))
+            worth = np.mean if rank == "score" else np.sum
+            best = sorted(chosen, key=lambda block: -worth(chosen[block]))[:4]
             assert listed(lists[0, tile, head]) == sorted(best)
 
 
@@ -423,6 +466,8 @@ def test_what_is_no_policy_is_refused():
         (lambda: MeasureOnceMaskOnce(chi=24), "chi 24 must be a multiple of gamma 16"),
         (lambda: MeasureOnceMaskOnce(k=4), "k_exact 8 exceeds k 4"),
         (lambda: MeasureOnceMaskOnce(k_trim=0), "k_trim must be an int of at least 1, got 0"),
+        (lambda: MeasureOnceMaskOnce(delta=True), "delta must be one of damped, plain, off; got True"),
+        (lambda: MeasureOnceMaskOnce(rank="mean"), "rank must be one of mass, score; got 'mean'"),
         (lambda: MeanPooled(k=0), "k must be an int of at least 1"),
         (lambda: OracleBlocks(key_block=0), "key_block"),
         (lambda: VerticalSlash(slash=0), "slash"),

@@ -33,6 +33,7 @@ class Case:
     k_trim: int = 6
     num_blocks: int = 16
     empty: float = 0.2
+    rank: str = "mean"
 
 
 CASES = {
@@ -49,6 +50,9 @@ CASES = {
     "more room than choices": Case(k_trim=40),
     "one slot": Case(k=1, k_trim=1, num_blocks=3),
     "empty lists": Case(empty=1.0),
+    "sums": Case(rank="sum"),
+    "sums that tie": Case("integers", num_rows=9, k=5, k_trim=5, rank="sum"),
+    "sums of -inf and NaN": Case("nowhere", k=7, k_trim=9, rank="sum"),
     "few blocks, full lists": Case("integers", num_blocks=6, empty=0.0, k_trim=3),
     "as in the paper": Case(num_rows=16, rows=8, k=128, k_trim=128, num_blocks=400, heads=2, empty=0.05),
 }
@@ -76,12 +80,12 @@ def arguments(name: str) -> tuple[jax.Array, jax.Array]:
 @functools.cache
 def expected(name: str) -> np.ndarray:
     case = CASES[name]
-    return np.asarray(union_blocks(*arguments(name), rows=case.rows, k_trim=case.k_trim, implementation="reference"))
+    return np.asarray(union_blocks(*arguments(name), rows=case.rows, k_trim=case.k_trim, rank=case.rank, implementation="reference"))
 
 
 def check(op, name: str) -> None:
     case = CASES[name]
-    blocks = op(*arguments(name), rows=case.rows, k_trim=case.k_trim)
+    blocks = op(*arguments(name), rows=case.rows, k_trim=case.k_trim, rank=case.rank)
     assert blocks.dtype == jnp.int32
     np.testing.assert_array_equal(np.asarray(blocks), expected(name))
 
@@ -92,15 +96,15 @@ def test_matches_reference(name, case):
     check(IMPLEMENTATIONS[name], case)
 
 
-@pytest.mark.parametrize("name", ["floats", "last tile is short", "as in the paper", "few blocks, full lists"])
+@pytest.mark.parametrize("name", ["floats", "last tile is short", "as in the paper", "few blocks, full lists", "sums"])
 def test_reference_is_a_masked_mean_and_a_sort(name):
-    """Against numpy's masked mean over a dense (row, block) matrix and its stable sort."""
+    """Against numpy's masked mean or sum over a dense (row, block) matrix and its stable sort."""
     case, (ids, scores) = CASES[name], map(np.asarray, arguments(name))
     dense = np.full((*ids.shape[:3], case.num_blocks + 1), np.nan)
     np.put_along_axis(dense, ids, scores, axis=-1)  # -1 lands in the last column
     for tile in range(-(-case.num_rows // case.rows)):
         rows = np.ma.masked_invalid(dense[:, tile * case.rows : (tile + 1) * case.rows, :, :-1])
-        mean = np.asarray(rows.mean(axis=1).filled(-np.inf), np.float32)
+        mean = np.asarray(getattr(rows, case.rank)(axis=1).filled(-np.inf), np.float32)
         order = np.argsort(-mean, axis=-1, kind="stable")[..., : case.k_trim]
         for where in np.ndindex(*mean.shape[:2]):
             best = sorted(j for j in order[where] if mean[where][j] > -np.inf)
@@ -167,8 +171,8 @@ def _greatest(ids, scores, sizes):
     return jnp.where(chose, scores[:, None, :, :, None, :], -jnp.inf).max((2, 5))
 
 
-def _higher_of_equal(ids, scores, *, rows, k_trim):
-    mirrored = XLA(jnp.where(ids < 0, -1, 999 - ids), scores, rows=rows, k_trim=k_trim)
+def _higher_of_equal(ids, scores, **sizes):
+    mirrored = XLA(jnp.where(ids < 0, -1, 999 - ids), scores, **sizes)
     blocks = jnp.sort(jnp.where(mirrored < 0, 10**6, 999 - mirrored), axis=-1)
     return jnp.where(blocks == 10**6, -1, blocks)
 
@@ -179,15 +183,16 @@ MUTANTS = {
     "list of the first head": _results(lambda blocks: jnp.broadcast_to(blocks[:, :, :1], blocks.shape)),
     "tiles reversed": _results(lambda blocks: blocks[:, ::-1]),
     "the worst dropped": _results(lambda blocks: blocks.at[..., -1].set(-1)),
-    "not trimmed": lambda ids, scores, *, rows, k_trim: XLA(ids, scores, rows=rows, k_trim=10**3)[..., :k_trim],
+    "not trimmed": lambda ids, scores, **sizes: XLA(ids, scores, **(sizes | {"k_trim": 10**3}))[..., : sizes["k_trim"]],
     "sums, not means": _scores(_summed),
+    "means, not sums": lambda ids, scores, **sizes: XLA(ids, scores, **(sizes | {"rank": "mean"})),
     "maxima, not means": _scores(_greatest),
     "the worst kept": _scores(lambda ids, scores, sizes: -scores),
     "scores ignored": _scores(lambda ids, scores, sizes: jnp.zeros_like(scores)),
     "higher of equal blocks": _higher_of_equal,
     "-1 is a block": lambda ids, scores, **sizes: XLA(jnp.maximum(ids, 0), scores, **sizes),
     "-inf is nothing": lambda ids, scores, **sizes: XLA(jnp.where(scores > -jnp.inf, ids, -1), scores, **sizes),
-    "only the first row": lambda ids, scores, *, rows, k_trim: XLA(ids[:, ::rows], scores[:, ::rows], rows=1, k_trim=k_trim),
+    "only the first row": lambda ids, scores, **sizes: XLA(ids[:, :: sizes["rows"]], scores[:, :: sizes["rows"]], **(sizes | {"rows": 1})),
 }
 
 
@@ -202,6 +207,7 @@ BAD = {
     "shapes differ": ({"scores": (2, 8, 3, 5)}, {}, "of one shape"),
     "nothing listed": ({"ids": (2, 8, 3, 0), "scores": (2, 8, 3, 0)}, {}, "no axis empty"),
     "no rows": ({}, {"rows": 0}, "rows must be a positive int, got 0"),
+    "unknown rank": ({}, {"rank": "max"}, "rank must be 'mean' or 'sum', got 'max'"),
     "k_trim no int": ({}, {"k_trim": 2.5}, "k_trim must be a positive int, got 2.5"),
     "unknown implementation": ({}, {"implementation": "cub"}, "'cub' of union_blocks is unknown; there are xla, reference"),
 }
