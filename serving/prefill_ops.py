@@ -174,11 +174,8 @@ def _sparse(p: MeasureOnceMaskOnce, prompt: Prompt, on_progress: Callable) -> It
     row, (sparse, _) = _timed(prompt, "block-sparse", name, lambda *a, blocks: attend(*a, blocks=blocks), prompt.q, *pages, blocks=blocks)
     listed = float((blocks >= 0).sum(dtype=jnp.float32)) * p.key_block * p.chi / sizes.num_heads
     near = float(np.minimum(np.arange(prompt.tokens) + 1, p.sink_tokens + p.window_tokens).sum())
-    filled = {
-        "flops": per_key * (listed + near),
-        "lists_full": float((blocks[:, -1] >= 0).mean()),
-        "keys_read": (listed + near) / prompt.tokens,
-    }
+    full = float((blocks[:, -1] >= 0).mean())
+    filled = {"flops": per_key * (listed + near), "lists_full": full, "keys_read": (listed + near) / prompt.tokens}
     yield row | filled | {"error": _sparse_error(prompt, p, sparse, blocks, samples)}
 
     row, _ = _timed(prompt, "delta", name, lambda sparse, exact: delta_correction(sparse, exact, p.gamma), sparse, exact)
