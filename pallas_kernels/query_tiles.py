@@ -35,8 +35,8 @@ FOLDERS = 2
 TILE_ROWS = FOLDERS * ROWS
 """Query rows of a tile, one CTA's."""
 
-FOLDER_REGISTERS, FETCHER_REGISTERS = 224, 56
-"""Of 65536 registers, per thread: 2 x 128 x 224 + 128 x 56 is what they share out."""
+FOLDER_REGISTERS, FETCHER_REGISTERS = 232, 40
+"""Of 65536 registers, per thread: 2 x 128 x 232 + 128 x 40 is what they share out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,6 +211,12 @@ def fetch(s: Shape, walk: Walk, pools, head, scratch) -> None:
     @pl.when(walk.steps > 0)
     def _():
         lax.fori_loop(0, walk.steps, step, places(jnp.int32(0)))
+        for slot in range(s.stages):  # no barrier may be left with a phase that nobody saw
+
+            @pl.when(slot < walk.steps)
+            def _(slot=slot):
+                plgpu.barrier_wait(scratch["k_free"].at[slot])
+                plgpu.barrier_wait(scratch["v_free"].at[slot])
 
 
 def _forget_unwritten(s: Shape, v_tile, written) -> None:
