@@ -25,6 +25,7 @@ CASES = {
     "a page is missing": {"lengths": (0, 384), "starts": (0, 300), "hole": True},
     "a window": {"lengths": (384,), "starts": (300,), "window": (5, 70)},
     "two tiles of queries, two heads": {"lengths": (170,), "starts": (10,), "num_queries": 160, "group": 2, "dtype": "float16"},
+    "head dim 128": {"lengths": (200,), "starts": (128,), "head_dim": 128},
     "lists, sinks and window": {"lengths": (300,), "starts": (228,), "window": (5, 40), "lists": (5, 64)},
     "lists of pages of 128": {"lengths": (600,), "starts": (528,), "page_size": 128, "lists": (5, 128)},
 }
