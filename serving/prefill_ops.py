@@ -159,7 +159,7 @@ def _sparse(p: MeasureOnceMaskOnce, prompt: Prompt, on_progress: Callable) -> It
     checked = {"error": _dense_error(prompt, exact, samples, p.gamma), **_list_errors(prompt, p, ids, scores, samples)}
     yield row | checked | {"flops": per_key * float(ends.sum()), "lists_full": float((ids[:, -1] >= 0).mean())}
 
-    unite = functools.partial(union_blocks, rows=rows, k_trim=trim)
+    unite = functools.partial(union_blocks, rows=rows, k_trim=trim, num_blocks=prompt.tokens // p.key_block)
     row, blocks = _timed(prompt, "union", name, unite, ids, scores)
     moved = ids.nbytes + scores.nbytes + blocks.nbytes
     yield row | {"bytes": moved, "same_as_reference": _union_is_right(unite, ids, scores, blocks, rows)}

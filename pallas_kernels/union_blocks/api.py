@@ -14,13 +14,15 @@ def union_blocks(
     *,
     rows: int,
     k_trim: int,
+    num_blocks: int | None = None,
     implementation: str | None = None,
 ) -> Int[Array, "B U H W"]:
     """Per tile of `rows` consecutive rows: the blocks that any of them chose, of these the k_trim best by mean score.
 
     ids: int32, the blocks each row chose, in any order, each at most once a row, -1 where there is none (`query_sparse_attention`
     gives them so). scores: float32, of each of these; beside -1 they are not looked at. rows: rows a tile, chi / gamma in the paper; the
-    last tile may have fewer, U = ceil(R / rows). k_trim: W, blocks a tile may keep; rows * k keeps the whole union.
+    last tile may have fewer, U = ceil(R / rows). k_trim: W, blocks a tile may keep; rows * k keeps the whole union. num_blocks: a number
+    that no block reaches, which the kernel for GPUs needs to know; None: unknown.
 
     A block's score is the mean, in float32, over the rows that chose it: summed in the order of the rows, then divided by their number. Of
     equal means the lower block is kept. NaN and -inf count as the lowest finite float32: they rank last, but still before nothing.
@@ -37,9 +39,9 @@ def union_blocks(
         raise ValueError(f"union_blocks takes ids and scores [B,R,H,k] of one shape, no axis empty; got {arrays}")
     if ids.dtype != jnp.int32 or scores.dtype != jnp.float32:
         raise ValueError(f"ids must be int32 and scores float32; got {arrays}")
-    for name, value in (("rows", rows), ("k_trim", k_trim)):
+    for name, value in (("rows", rows), ("k_trim", k_trim), ("num_blocks", 1 if num_blocks is None else num_blocks)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive int, got {value!r}")
-    static = {"rows": rows, "k_trim": k_trim}
+    static = {"rows": rows, "k_trim": k_trim, "num_blocks": num_blocks}
     name = dispatch.choose("union_blocks", implementation, f"{arrays} {static}", (ids, scores), static)
     return dispatch.load("union_blocks", name)(ids, scores, **static)
