@@ -36,7 +36,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "query_sparse_attention": ("mosaic_gpu", "xla", "reference"),
     "select_blocks": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "selected_attention": ("mosaic_gpu", "composed", "reference"),
-    "union_blocks": ("xla", "reference"),
+    "union_blocks": ("mosaic_gpu", "xla", "reference"),
 }
 """What each op has, the preferred first. `reference` is a definition to test against: it runs only when named."""
 

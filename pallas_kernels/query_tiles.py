@@ -35,8 +35,8 @@ FOLDERS = 2
 TILE_ROWS = FOLDERS * ROWS
 """Query rows of a tile, one CTA's."""
 
-FOLDER_REGISTERS, FETCHER_REGISTERS = 224, 56
-"""Of 65536 registers, per thread: 2 x 128 x 224 + 128 x 56 is what they share out."""
+FOLDER_REGISTERS, FETCHER_REGISTERS = 232, 40
+"""Of 65536 registers, per thread: 2 x 128 x 232 + 128 x 40 is what they share out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,11 @@ class Shape:
     def pieces(self) -> int:
         """Copies per tile of keys."""
         return self.tile // self.piece
+
+    @property
+    def turns(self) -> bool:
+        """Whether the folding warpgroups take turns at the tensor cores. With head dim 64 softmax takes longer than they do."""
+        return self.head_dim > 64
 
     @property
     def query_tiles(self) -> int:
@@ -211,6 +216,12 @@ def fetch(s: Shape, walk: Walk, pools, head, scratch) -> None:
     @pl.when(walk.steps > 0)
     def _():
         lax.fori_loop(0, walk.steps, step, places(jnp.int32(0)))
+        for slot in range(s.stages):  # no barrier may be left with a phase that nobody saw
+
+            @pl.when(slot < walk.steps)
+            def _(slot=slot):
+                plgpu.barrier_wait(scratch["k_free"].at[slot])
+                plgpu.barrier_wait(scratch["v_free"].at[slot])
 
 
 def _forget_unwritten(s: Shape, v_tile, written) -> None:
@@ -246,9 +257,17 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = 
     weigh = aside.weigh if aside else functools.partial(weigh_plainly, s)
     q_s, k_s, v_s = scratch["q_s"].at[warpgroup], scratch["k_s"], scratch["v_s"]
 
+    def offer_turn():
+        if s.turns:
+            plgpu.barrier_arrive(scratch["turn"])
+
+    def await_turn():
+        if s.turns:
+            plgpu.barrier_wait(scratch["turn"])
+
     def take_turns():
-        plgpu.barrier_arrive(scratch["turn"])
-        plgpu.barrier_wait(scratch["turn"])
+        offer_turn()
+        await_turn()
 
     def step(n, carry):
         acc, m, total, starts, report, state = carry
@@ -270,9 +289,9 @@ def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = 
         acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
         total = total * alpha + of_tile
         acc, total, new_m, weights = lax.optimization_barrier((acc, total, new_m, weights))
-        plgpu.barrier_arrive(scratch["turn"])
+        offer_turn()
         plgpu.barrier_wait(scratch["v_bar"].at[slot])
-        plgpu.barrier_wait(scratch["turn"])
+        await_turn()
 
         def values(acc_ref):
             for part, p16 in enumerate(weights):

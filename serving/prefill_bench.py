@@ -127,9 +127,8 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
         seconds.append(time.perf_counter() - started)
     if not np.isfinite(logits).all():
         raise RuntimeError("logits are not finite, so something reads what it must not")
-    profiled = [
-        chunks[(2 * i + 1) * len(chunks) // (2 * min(PROFILED_CHUNKS, len(chunks)))] for i in range(min(PROFILED_CHUNKS, len(chunks)))
-    ]
+    count = min(PROFILED_CHUNKS, len(chunks))
+    profiled = [chunks[(2 * i + 1) * len(chunks) // (2 * count)] for i in range(count)]
     profile = None
     if jax.default_backend() == "gpu":
         of_chunks = [split(record(lambda chunk=chunk: run([chunk]))) for chunk in profiled]

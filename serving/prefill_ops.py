@@ -159,7 +159,8 @@ def _sparse(p: MeasureOnceMaskOnce, prompt: Prompt, on_progress: Callable) -> It
     checked = {"error": _dense_error(prompt, exact, samples, p.gamma), **_list_errors(prompt, p, ids, scores, samples)}
     yield row | checked | {"flops": per_key * float(ends.sum()), "lists_full": float((ids[:, -1] >= 0).mean())}
 
-    unite = functools.partial(union_blocks, rows=rows, k_trim=trim, rank="sum" if p.rank == "mass" else "mean")
+    rank = "sum" if p.rank == "mass" else "mean"
+    unite = functools.partial(union_blocks, rows=rows, k_trim=trim, rank=rank, num_blocks=prompt.tokens // p.key_block)
     if p.rank == "mass":
         scores = jnp.exp(scores - lse[..., None])
     row, blocks = _timed(prompt, "union", name, unite, ids, scores)
@@ -176,11 +177,8 @@ def _sparse(p: MeasureOnceMaskOnce, prompt: Prompt, on_progress: Callable) -> It
     row, (sparse, _) = _timed(prompt, "block-sparse", name, lambda *a, blocks: attend(*a, blocks=blocks), prompt.q, *pages, blocks=blocks)
     listed = float((blocks >= 0).sum(dtype=jnp.float32)) * p.key_block * p.chi / sizes.num_heads
     near = float(np.minimum(np.arange(prompt.tokens) + 1, p.sink_tokens + p.window_tokens).sum())
-    filled = {
-        "flops": per_key * (listed + near),
-        "lists_full": float((blocks[:, -1] >= 0).mean()),
-        "keys_read": (listed + near) / prompt.tokens,
-    }
+    full = float((blocks[:, -1] >= 0).mean())
+    filled = {"flops": per_key * (listed + near), "lists_full": full, "keys_read": (listed + near) / prompt.tokens}
     yield row | filled | {"error": _sparse_error(prompt, p, sparse, blocks, samples)}
 
     correct = functools.partial(delta_correction, gamma=p.gamma, damping_rows=rows if p.delta == "damped" else None)

@@ -84,7 +84,9 @@ class MeasureOnceMaskOnce(TileLists):
         rows, rank = self.chi // self.gamma, "mean"
         if self.rank == "mass":
             scores, rank = jnp.exp(scores - lse[..., None]), "sum"
-        return exact, union_blocks(ids, scores, rows=rows, k_trim=rows * self.k if self.k_trim is None else self.k_trim, rank=rank)
+        num_blocks = ctx.page_table.shape[1] * layer.k.shape[2] // self.key_block
+        k_trim = rows * self.k if self.k_trim is None else self.k_trim
+        return exact, union_blocks(ids, scores, rows=rows, k_trim=k_trim, rank=rank, num_blocks=num_blocks)
 
     def lists(self, query, layer, ctx):
         """The united lists of every tile and query head, `[B, C, H, W]`."""

@@ -24,8 +24,6 @@ from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.select_blocks.api import selection_width
 
-LOWEST = -3.4028234663852886e38
-
 AT_ONCE = 2048
 """Candidates up to which all CTAs choose among all, once: which spares the choice among their shares. (Faster at 64 and 1024.)"""
 
@@ -317,7 +315,7 @@ def _score(s: Shape, index_ref, table_ref, row, head, length, queries_s, ring_s,
             page = lanes.shuffle(place[0], g + 8 * half)
             block = first + n * stride + (g + 8 * half)
             with lanes.when(block < end):
-                put(block, lanes.where(page >= 0, _key(score), choose.NO_KEY))
+                put(block, lanes.where(page >= 0, choose.key_of(score), choose.NO_KEY))
         return []
 
     turns = lanes.maximum((end - first + (stride - 1)) // stride, 0)
@@ -367,12 +365,6 @@ def _products(s: Shape, ring_s, slot, queries_s, lane, columns):
     for distance in (1, 2):
         best = [lanes.maximum_or_nan(x, lanes.shuffle_xor(x, distance)) for x in best]
     return best
-
-
-def _key(score):
-    """An integer that orders as the scores do: NaN and -inf as the lowest finite number, -0 as 0."""
-    b = lanes.bits(lanes.maximum(score + 0.0, LOWEST))
-    return b ^ ((b >> 31) & 0x7FFFFFFF)
 
 
 # 2. Choose.

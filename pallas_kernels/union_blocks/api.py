@@ -15,13 +15,15 @@ def union_blocks(
     rows: int,
     k_trim: int,
     rank: str = "mean",
+    num_blocks: int | None = None,
     implementation: str | None = None,
 ) -> Int[Array, "B U H W"]:
     """Per tile of `rows` consecutive rows: the blocks that any of them chose, of these the k_trim best by mean score or by sum.
 
     ids: int32, the blocks each row chose, in any order, each at most once a row, -1 where there is none (`query_sparse_attention`
     gives them so). scores: float32, of each of these; beside -1 they are not looked at. rows: rows a tile, chi / gamma in the paper; the
-    last tile may have fewer, U = ceil(R / rows). k_trim: W, blocks a tile may keep; rows * k keeps the whole union.
+    last tile may have fewer, U = ceil(R / rows). k_trim: W, blocks a tile may keep; rows * k keeps the whole union. num_blocks: a number
+    that no block reaches, which the kernel for GPUs needs to know; None: unknown.
 
     rank: "mean" (Algorithm 2) or "sum". A block's score, in float32, is summed over the rows that chose it in the order of the rows, and
     under "mean" divided by their number. A mean of logarithms does not know how many rows want a block, nor how much; the sum of
@@ -42,9 +44,9 @@ def union_blocks(
         raise ValueError(f"ids must be int32 and scores float32; got {arrays}")
     if rank not in ("mean", "sum"):
         raise ValueError(f"rank must be 'mean' or 'sum', got {rank!r}")
-    for name, value in (("rows", rows), ("k_trim", k_trim)):
+    for name, value in (("rows", rows), ("k_trim", k_trim), ("num_blocks", 1 if num_blocks is None else num_blocks)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive int, got {value!r}")
-    static = {"rows": rows, "k_trim": k_trim, "rank": rank}
+    static = {"rows": rows, "k_trim": k_trim, "rank": rank, "num_blocks": num_blocks}
     name = dispatch.choose("union_blocks", implementation, f"{arrays} {static}", (ids, scores), static)
     return dispatch.load("union_blocks", name)(ids, scores, **static)

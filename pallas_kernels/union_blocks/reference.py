@@ -30,8 +30,8 @@ def union(rows: list[list[tuple[int, np.float32]]], k_trim: int, rank: str) -> l
     return sorted(best[:k_trim])
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "k_trim", "rank"))
-def union_blocks(ids, scores, *, rows, k_trim, rank):
+@functools.partial(jax.jit, static_argnames=("rows", "k_trim", "rank", "num_blocks"))
+def union_blocks(ids, scores, *, rows, k_trim, rank, num_blocks):
     """See `pallas_kernels.union_blocks.union_blocks`."""
     batch, num_rows, num_heads, _ = ids.shape
     tiles = -(-num_rows // rows)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "k_trim", "rank"))
-def union_blocks(ids, scores, *, rows, k_trim, rank):
+@functools.partial(jax.jit, static_argnames=("rows", "k_trim", "rank", "num_blocks"))
+def union_blocks(ids, scores, *, rows, k_trim, rank, num_blocks):
     """See `pallas_kernels.union_blocks.union_blocks`."""
     batch, num_rows, num_heads, _ = ids.shape
     pad = ((0, 0), (0, -num_rows % rows), (0, 0), (0, 0))

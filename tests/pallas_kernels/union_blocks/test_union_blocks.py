@@ -13,11 +13,17 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.union_blocks import union_blocks
 
+REFERENCE = functools.partial(union_blocks, implementation="reference")
 XLA = functools.partial(union_blocks, implementation="xla")
 """The base of the mutants."""
 
+KNOWN = {"mosaic_gpu": {"num_blocks": 1000}}
+"""What implementations need to know."""
+
 IMPLEMENTATIONS = {
-    name: functools.partial(union_blocks, implementation=name) for name in dispatch.available("union_blocks") if name != "reference"
+    name: functools.partial(union_blocks, implementation=name, **KNOWN.get(name, {}))
+    for name in dispatch.available("union_blocks")
+    if name != "reference"
 }
 
 
@@ -117,10 +123,9 @@ def test_by_hand():
     """Tile of two rows: block 5 has mean 2, block 1 has 1, block 7 has 3, block 2 ties with 1."""
     ids = jnp.array([[5, 1], [7, 5], [2, -1], [1, -1]], jnp.int32).reshape(1, 4, 1, 2)
     scores = jnp.array([[1.0, 1.0], [3.0, 3.0], [1.0, 9.0], [1.0, 9.0]]).reshape(1, 4, 1, 2)
-    for name in ("reference", *IMPLEMENTATIONS):
-        blocks = union_blocks(ids, scores, rows=2, k_trim=2, implementation=name)
-        assert blocks.tolist() == [[[[5, 7]], [[1, 2]]]]
-        assert union_blocks(ids, scores, rows=4, k_trim=3, implementation=name).tolist() == [[[[1, 5, 7]]]]
+    for op in (REFERENCE, *IMPLEMENTATIONS.values()):
+        assert op(ids, scores, rows=2, k_trim=2).tolist() == [[[[5, 7]], [[1, 2]]]]
+        assert op(ids, scores, rows=4, k_trim=3).tolist() == [[[[1, 5, 7]]]]
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -139,8 +144,8 @@ def test_sums_run_in_the_order_of_the_rows():
     """1e8 + 1 - 1e8 is 0 in this order and 1 in others; block 3 then loses to block 9's mean of 0.1."""
     ids = jnp.array([[3, 9]] * 3, jnp.int32).reshape(1, 3, 1, 2)
     scores = jnp.array([[1e8, 0.1], [1.0, 0.1], [-1e8, 0.1]]).reshape(1, 3, 1, 2)
-    for name in ("reference", *IMPLEMENTATIONS):
-        assert union_blocks(ids, scores, rows=3, k_trim=1, implementation=name).tolist() == [[[[9]]]]
+    for op in (REFERENCE, *IMPLEMENTATIONS.values()):
+        assert op(ids, scores, rows=3, k_trim=1).tolist() == [[[[9]]]]
 
 
 # Mutants: what an implementation gets wrong.
@@ -209,7 +214,8 @@ BAD = {
     "no rows": ({}, {"rows": 0}, "rows must be a positive int, got 0"),
     "unknown rank": ({}, {"rank": "max"}, "rank must be 'mean' or 'sum', got 'max'"),
     "k_trim no int": ({}, {"k_trim": 2.5}, "k_trim must be a positive int, got 2.5"),
-    "unknown implementation": ({}, {"implementation": "cub"}, "'cub' of union_blocks is unknown; there are xla, reference"),
+    "no block": ({}, {"num_blocks": 0}, "num_blocks must be a positive int, got 0"),
+    "unknown implementation": ({}, {"implementation": "cub"}, "'cub' of union_blocks is unknown; there are mosaic_gpu, xla, reference"),
 }
 
 
@@ -242,3 +248,56 @@ def test_memory_is_a_few_times_that_of_the_lists():
         jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     )
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 8 * 32 * 2**20
+
+
+# For Hopper.
+
+
+def production(num_blocks: int = 2048, rows: int = 8, k: int = 128, k_trim: int = 128, rank: str = "mean") -> tuple:
+    """(op, arrays, keywords) for a chunk of 8192 queries of which 512 are measured."""
+    lists = (1, 512, 28, k)
+    arrays = {"ids": (lists, "int32"), "scores": (lists, "float32")}
+    return "union_blocks", arrays, {"rows": rows, "k_trim": k_trim, "rank": rank, "num_blocks": num_blocks}
+
+
+def test_compiles_without_spilling(cuda, tmp_path):
+    cases = {
+        "128K": production(),
+        "1M": production(16384, rank="sum"),
+        "untrimmed": production(k_trim=1024),
+        "32 slots": production(k=32, rows=16),
+    }
+    found = cuda.compile(cases, tmp_path)
+    assert not {case: kernels for case, kernels in found.items() if any(kernel["spill_stores"] for kernel in kernels)}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({}, "it needs num_blocks"),
+        ({"num_blocks": 10**6}, "num_blocks must be at most"),
+        ({"num_blocks": 100, "rows": 100}, "it holds at most 64"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_passed_by(monkeypatch, sizes, reason):
+    monkeypatch.setattr(dispatch, "available", lambda op, backend=None: ("mosaic_gpu", "xla", "reference"))
+    lists = jnp.zeros((1, 100, 1, 6), jnp.int32), jnp.zeros((1, 100, 1, 6))
+    sizes = {"rows": 4, "k_trim": 6} | sizes
+    with pytest.raises(NotImplementedError, match=reason):
+        union_blocks(*lists, **sizes, implementation="mosaic_gpu")
+    with dispatch.listening() as heard:
+        union_blocks(*lists, **sizes)
+    assert heard["union_blocks"] == "xla"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("num_blocks", [1, 130, 4097, 16384, 24576])
+def test_lists_of_any_width_on_hopper(num_blocks):
+    """Against XLA, bit for bit."""
+    rng = np.random.default_rng(num_blocks)
+    k = min(128, num_blocks)
+    ids = np.stack([rng.choice(num_blocks, k, replace=False) for _ in range(40)]).reshape(1, 20, 2, k).astype(np.int32)
+    lists = jnp.asarray(ids), jnp.asarray(rng.integers(-9, 9, ids.shape) / 7, jnp.float32)
+    found = union_blocks(*lists, rows=8, k_trim=100, num_blocks=num_blocks, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(XLA(*lists, rows=8, k_trim=100)))
