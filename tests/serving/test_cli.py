@@ -257,6 +257,23 @@ def test_needle_counts_hits_under_each_policy(kvjax, model_folder):
     assert re.search(r"window:4\+8 .* 12 .* of 3 ", out), "keys per step"
 
 
+def test_needle_sets_prefill_policies_side_by_side(kvjax, model_folder, tmp_path):
+    arguments = ("--model", model_folder, "--length", 300, "--trials", 3, "--distractors", 2, "--max-batch", 2, *PAGES, "--policy", "dense")
+    prefills = ("--prefill", "dense", "--prefill", "window:4+8", "--json", tmp_path / "needle.json")
+    status, out, err = kvjax("needle", *arguments, *prefills)
+    assert status == 0, err
+    assert "dense prefill" in out
+    assert re.search(r"window:4\+8 prefill, dense decode: -\d/\+\d beside dense, [+-]", out)
+    figures = json.loads((tmp_path / "needle.json").read_text())
+    (pair,), (other,) = figures["pairs"], figures["other_prefills"]
+    assert (pair["prefill"], pair["beside"], other["prefill"]) == ("window:4+8", "dense", "window:4+8")
+    assert pair["both"] + pair["lost"] + pair["gained"] + pair["neither"] == 3
+    assert pair["both"] + pair["gained"] == other["results"][0]["hits"]
+    status, _, err = kvjax("needle", *arguments, "--prefill", "nothing:4")
+    assert status == 2
+    assert "nothing:4" in err
+
+
 def test_needle_reads_a_text_of_ones_own(kvjax, model_folder, tmp_path):
     (tmp_path / "text.txt").write_text("short")
     arguments = ("--model", model_folder, "--length", 300, "--trials", 1, "--distractors", 2, *PAGES)
