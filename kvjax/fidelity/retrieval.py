@@ -87,7 +87,8 @@ def needle_panel(
 ) -> list[NeedleResult]:
     """Needles found by a model in pieces of `text` under each policy (names of `kvjax.policies.parse`).
 
-    prefill: the prefill policy that haystacks are written with (`kvjax.prefill.parse_prefill`); the same trials whatever it is. length: tokens of a whole context, of which ANSWER_ROOM are kept for the answer. trials: needles, depths evenly spread. batch: contexts
+    prefill: the prefill policy that haystacks are written with (`kvjax.prefill.parse_prefill`); the same trials whatever it is.
+    length: tokens of a whole context, of which ANSWER_ROOM are kept for the answer. trials: needles, depths evenly spread. batch: contexts
     held and decoded together. on_tokens: called with the number of haystack tokens done. Raises ValueError if a context does not fit the
     model or the text is too short, OutOfPages if memory does not hold `batch` contexts.
     """
