@@ -95,7 +95,10 @@ class MeasureOnceMaskOnce(TileLists):
     def attend_sparse(self, query, layer, ctx):
         """The four steps of Algorithm 1."""
         exact, blocks = self.measure(query, layer, ctx)
-        sparse = self.attend_listed(blocks, query, layer, ctx)
+        return self.corrected(self.attend_listed(blocks, query, layer, ctx), exact)
+
+    def corrected(self, sparse, exact):
+        """Sparse output `[B, T, H, D]` with what the exact output of every gamma-th query, `[B, R, H, D]`, says that it lacks."""
         if self.delta == "off":
             return sparse
         return delta_correction(sparse, exact, self.gamma, damping_rows=self.chi // self.gamma if self.delta == "damped" else None)

@@ -19,7 +19,6 @@ from kvjax.cache.types import PagedKV
 from kvjax.engine import Engine
 from kvjax.model import Model
 from kvjax.prefill.base import PrefillContext, PrefillPolicy
-from kvjax.prefill.delta import delta_correction
 from kvjax.prefill.dense import DensePrefill
 from kvjax.prefill.lists import TileLists
 from kvjax.prefill.measure_once import MeasureOnceMaskOnce
@@ -102,12 +101,12 @@ def measure_prefill(
     sums: dict[tuple[int, PrefillPolicy], np.ndarray] = {}
     compared = {policy: _compare(policy) for policy in policies}
 
-    def hear(number, query, k, v, table, starts, lengths):
-        ctx = PrefillContext(*map(jnp.asarray, (table, starts, lengths)), layer=0, sm_scale=model.config.sm_scale)
-        arrays = jnp.asarray(query), PagedKV(jnp.asarray(k), jnp.asarray(v), {}), ctx
-        for policy in policies:
-            found = np.asarray(compared[policy](*arrays), np.float64)
-            sums[int(number), policy] = sums.get((int(number), policy), 0) + found
+    pools: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    chunks: list[tuple[int, np.ndarray, tuple[np.ndarray, ...]]] = []
+
+    def hear(number, query, k, v, *place):
+        pools[int(number)] = np.asarray(k), np.asarray(v)  # the last chunk's holds the keys of all
+        chunks.append((int(number), np.asarray(query), tuple(map(np.asarray, place))))
 
     engine = Engine(
         model,
@@ -119,6 +118,12 @@ def measure_prefill(
     )
     engine.prefill([tokens])
     jax.effects_barrier()
+    for number, query, place in chunks:
+        ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=model.config.sm_scale)
+        layer = PagedKV(*map(jnp.asarray, pools[number]), {})
+        for policy in policies:
+            found = np.asarray(compared[policy](jnp.asarray(query), layer, ctx), np.float64)
+            sums[number, policy] = sums.get((number, policy), 0) + found
     return [_row(layer, policy, len(tokens), found) for (layer, policy), found in sorted(sums.items(), key=lambda item: item[0][0])]
 
 
@@ -139,7 +144,7 @@ def _compare(policy: PrefillPolicy):
         counts = (position < ctx.lengths[:, None]) & (position >= oracle.dense_tokens)
         corrected = sparse
         if isinstance(policy, MeasureOnceMaskOnce):
-            corrected = delta_correction(sparse, policy.measure(query, layer, ctx)[0], policy.gamma)
+            corrected = policy.corrected(sparse, policy.measure(query, layer, ctx)[0])
         figures = (jnp.ones_like(lse), jnp.exp(sparse_lse - lse), best, output_error(sparse, dense), output_error(corrected, dense))
         return jnp.stack([jnp.where(counts[..., None], x, 0).sum() for x in figures])
 
