@@ -109,24 +109,26 @@ class Selector:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *(t.layout for t in self.types)))
         def inline(_, ids_ref, scores_ref, *arrays):
-            (_, at, filled, *integers), (_, _, _, *floats) = map(lanes.held, arrays)
-            refs = (ids_ref, scores_ref)
-            if self.slots:
-                self.slots.finish(refs, at, integers, floats)
-            odd = (lanes.lane() & 1) == 1
-            nothing = lanes.where(odd, lanes.bits(lanes.f32(-math.inf)), -1)
-
-            def clear(slot):
-                lanes.store_global_if(at >= 0, lanes.either(odd, scores_ref, ids_ref), slot * 4, nothing, **self.row_at(at))
-                return [slot + 1]
-
-            lanes.while_loop(lambda slot: slot < self.k_blocks, clear, [filled + self.k_exact])
+            self._finish((ids_ref, scores_ref), *map(lanes.held, arrays))
 
         inline(*refs, *state)
 
     def row_at(self, at) -> dict[str, Any]:
         """Where a row's list begins, for the functions of `lanes`."""
         return {"block": at, "block_bytes": 4 * self.k_blocks}
+
+    def _finish(self, refs, integers, floats) -> None:
+        _, at, filled, *integers = integers
+        if self.slots:
+            self.slots.finish(refs, at, integers, floats[3:])
+        odd = (lanes.lane() & 1) == 1
+        nothing = lanes.where(odd, lanes.bits(lanes.f32(-math.inf)), -1)
+
+        def clear(slot):
+            lanes.store_global_if(at >= 0, lanes.either(odd, refs[1], refs[0]), slot * 4, nothing, **self.row_at(at))
+            return [slot + 1]
+
+        lanes.while_loop(lambda slot: slot < self.k_blocks, clear, [filled + self.k_exact])
 
     def _offer_one(self, refs, block, score, integers, floats):
         (end, at, filled, *slot_integers), (seen, mean, squares, *slot_floats) = integers, floats
