@@ -16,11 +16,12 @@ def delta_correction(
     r * gamma get their exact output. Memory: that of the inputs in float32.
 
     damping_rows: None corrects in full, as published. A number of rows makes tiles of so many consecutive rows, and scales what the queries
-    after an exact one get by how far what one exact query of the tile lacked has so far told what the next one lacks: with
-    lack[r] = exact[r] - sparse[r * gamma], per head, the sum of lack[i - 1] . lack[i] over the rows i <= r of the tile by that of
-    |lack[i - 1]|^2, cut to [0, 1], and 0 for a tile's first row. It is the best factor, in least squares, for a query gamma tokens on.
-    Where neighbours lack the same it is equation 3; where what they lack has nothing in common, as with lists that miss little, adding
-    the whole of it would add error.
+    after an exact one get by how far what one exact query of the tile lacked has so far told what the next one lacks. With
+    lack[r] = exact[r] - sparse[r * gamma] and told[r] = lack[r - 1] . lack[r], per head, over the rows i <= r of the tile that have one
+    before them: the sum of told[i] less its standard error, the root of the sum of told[i]^2, by the sum of |lack[i - 1]|^2, cut to
+    [0, 1]. Without the standard error it is the best factor, in least squares, for a query gamma tokens on. Where neighbours lack the
+    same it grows towards equation 3; where what they lack has nothing in common, as with lists that miss little, adding it would only
+    add error.
 
     Raises ValueError when gamma or damping_rows is not positive or shapes do not fit.
 
@@ -44,10 +45,11 @@ def delta_correction(
 
 
 def _carried_over(lack: Float[Array, "B R H D"], rows: int) -> Float[Array, "B R H"]:
-    """For every row, the share of a row's lack that the next row's had, over its tile so far."""
+    """For every row, the share of a row's lack that the next row's had for certain, over its tile so far."""
     batch, num_rows, num_heads, head_dim = lack.shape
     tiles = jnp.pad(lack, ((0, 0), (0, -num_rows % rows), (0, 0), (0, 0))).reshape(batch, -1, rows, num_heads, head_dim)
     before = jnp.pad(tiles[:, :, :-1], ((0, 0), (0, 0), (1, 0), (0, 0), (0, 0)))
-    told, own = (jnp.cumsum(x.sum(axis=-1), axis=2) for x in (before * tiles, before * before))
-    share = jnp.clip(told / jnp.where(own > 0, own, 1.0), 0.0, 1.0)
+    told, own = ((before * x).sum(axis=-1) for x in (tiles, before))
+    told, squares, own = (jnp.cumsum(x, axis=2) for x in (told, told * told, own))
+    share = jnp.clip((told - jnp.sqrt(squares)) / jnp.where(own > 0, own, 1.0), 0.0, 1.0)
     return share.reshape(batch, -1, num_heads)[:, :num_rows]

@@ -200,27 +200,28 @@ def test_delta_correction_is_equation_3():
 
 def test_damped_delta_is_scaled_by_what_neighbours_of_the_tile_share():
     rng = np.random.default_rng(2)
-    sparse, exact = rng.standard_normal((2, 18, 3, 4)), rng.standard_normal((2, 5, 3, 4))
-    exact[:, 1] = sparse[:, 4] + 0.5 * (exact[:, 0] - sparse[:, 0])  # row 1 lacks half of what row 0 lacks
-    found = np.asarray(delta_correction(jnp.asarray(sparse, jnp.float32), jnp.asarray(exact, jnp.float32), 4, damping_rows=3))
-    lack = exact - sparse[:, ::4]
-    shares = []
-    for row in range(5):
-        pairs = range(row // 3 * 3 + 1, row + 1)
-        told, own = (sum(((lack[:, i - 1] * lack[:, i - d]).sum(-1) for i in pairs), np.zeros((2, 3))) for d in (0, 1))
-        shares.append(np.clip(told / np.where(own > 0, own, 1), 0, 1)[..., None])
-    assert shares[0].max() == shares[3].max() == 0
-    np.testing.assert_allclose(shares[1], 0.5)
-    assert ((shares[2] > 0) & (shares[2] < 1)).any()
-    for i in range(18):
+    sparse, noise = rng.standard_normal((2, 34, 3, 4)), 0.3 * rng.standard_normal((2, 9, 3, 4))
+    lack = noise + rng.standard_normal((2, 1, 3, 4))  # what all rows lack, and a little of their own
+    exact = sparse[:, ::4] + lack
+    found = np.asarray(delta_correction(jnp.asarray(sparse, jnp.float32), jnp.asarray(exact, jnp.float32), 4, damping_rows=5))
+    shares = np.zeros((9, 2, 3, 1))
+    for row in range(9):
+        if pairs := range(row // 5 * 5 + 1, row + 1):
+            told = np.stack([(lack[:, i - 1] * lack[:, i]).sum(-1) for i in pairs])
+            own = sum((lack[:, i - 1] ** 2).sum(-1) for i in pairs)
+            shares[row] = np.clip((told.sum(0) - np.sqrt((told**2).sum(0))) / own, 0, 1)[..., None]
+    assert shares[0].max() == shares[5].max() == 0
+    assert 0.2 < shares[4].mean() < 0.8
+    for i in range(34):
         expected = sparse[:, i] + (shares[i // 4] if i % 4 else 1) * lack[:, i // 4]
         np.testing.assert_allclose(found[:, i], expected, atol=1e-5)
 
 
-def test_damped_delta_is_plain_where_neighbours_lack_the_same_and_nothing_where_they_do_not():
+def test_damped_delta_grows_where_neighbours_lack_the_same_and_is_nothing_where_they_do_not():
     sparse, constant = jnp.zeros((1, 64, 1, 8)), jnp.ones((1, 16, 1, 8))
-    found = delta_correction(sparse, constant, 4, damping_rows=16)
-    np.testing.assert_allclose(found[:, 4:], delta_correction(sparse, constant, 4)[:, 4:])
+    found = np.asarray(delta_correction(sparse, constant, 4, damping_rows=16))
+    pairs = np.arange(16)
+    np.testing.assert_allclose(found[0, 1::4, 0, 0], (pairs - np.sqrt(pairs)) / np.maximum(pairs, 1), atol=1e-6)
     opposed = constant * jnp.where(jnp.arange(16) % 2, -1.0, 1.0)[:, None, None]
     found = delta_correction(sparse, opposed, 4, damping_rows=16)
     assert jnp.abs(found[:, ::4]).min() == 1
