@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import clusters, lanes
+from pallas_kernels import clusters, lane_copies, lanes
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.select_blocks.api import selection_width
@@ -307,7 +307,7 @@ def _score(s: Shape, index_ref, table_ref, row, head, length, queries_s, ring_s,
             at = lanes.shuffle(mine, i)
             return index_ref, lanes.maximum(at, 0), 4 * s.row_words, lanes.i32(0), at >= 0
 
-        lanes.copy_rows_async(ring_s, slot(n), row_place, rows=16, row_bytes=4 * s.row_words)
+        lane_copies.copy_rows_async(ring_s, slot(n), row_place, rows=16, row_bytes=4 * s.row_words)
 
     def consume(n, place):
         scores = _products(s, ring_s, slot(n), queries_s, lane, columns)
@@ -320,7 +320,7 @@ def _score(s: Shape, index_ref, table_ref, row, head, length, queries_s, ring_s,
 
     turns = lanes.maximum((end - first + (stride - 1)) // stride, 0)
     # The operand first: queries asked for after the index rows arrive after them, and all turns wait.
-    lanes.pipeline(turns, s.depth, locate, fetch, consume, [], prepare=operand)
+    lane_copies.pipeline(turns, s.depth, locate, fetch, consume, [], prepare=operand)
 
 
 def _written_columns(s: Shape, length, t):
@@ -343,7 +343,7 @@ def _written_columns(s: Shape, length, t):
 def _products(s: Shape, ring_s, slot, queries_s, lane, columns):
     """Scores of the index rows g and g + 8 of the slot, in each of the four lanes (g, t)."""
     rows = [
-        lanes.load_matrices(ring_s, slot + lanes.swizzled(lane & 15, (lane >> 4) + 2 * step, 4 * s.row_words))
+        lanes.load_matrices(ring_s, slot + lane_copies.swizzled(lane & 15, (lane >> 4) + 2 * step, 4 * s.row_words))
         for step in range(2 * s.chunks)
     ]
     best = [lanes.f32(float("-inf"))] * 2
