@@ -22,7 +22,7 @@ from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.memory import MemoryPlan, memory_plan
 from kvjax.model import Model, fingerprint
 from kvjax.policies import Auto, Choice, DecodePolicy, StateSpec, parse
-from kvjax.prefill import DensePrefill, PrefillPolicy
+from kvjax.prefill import DensePrefill, PrefillPolicy, parse_prefill
 from kvjax.sampling import SamplingRows, sample_step
 from kvjax.steps import Reads, decode_and_sample, decode_step, prefill_step
 
@@ -54,9 +54,10 @@ class Engine:
 
     policy: the decode policy, or its name (`kvjax.policies.parse`). policies: others that calls may name; the indexes of all are built as
     pages are sealed. pages: size of the pool; None fits it to free memory. page_size and prefill_chunk are in tokens; the chunk is a
-    multiple of the page. batch_buckets: decode batches are padded to the next of these sizes, and a sequence's bits are the same in every
-    batch of one bucket. sequences: those not freed yet. last_reads: what the latest decode step read, summed over layers and KV heads (None
-    before the first). last_choice: what `auto` chose for it and why (None under other policies).
+    multiple of the page. prefill: the prefill policy, or its name (`kvjax.prefill.parse_prefill`). batch_buckets: decode batches are
+    padded to the next of these sizes, and a sequence's bits are the same in every batch of one bucket. sequences: those not freed yet.
+    last_reads: what the latest decode step read, summed over layers and KV heads (None before the first). last_choice: what `auto` chose
+    for it and why (None under other policies).
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Engine:
         pages: int | None = None,
         page_size: int = 128,
         prefill_chunk: int = 512,
-        prefill: PrefillPolicy | None = None,
+        prefill: str | PrefillPolicy = "dense",
         batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
     ):
         self.model, self.config = model, model.config
@@ -82,7 +83,7 @@ class Engine:
         self.policy = self._bound(policy)
         self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, policies))))
         self.indexes = tuple(dict.fromkeys(spec for each in self.policies for spec in each.indexes()))
-        self.prefill_policy = prefill or DensePrefill()
+        self.prefill_policy = parse_prefill(prefill)
         self.allocator = PageAllocator(self._default_pages() if pages is None else pages)
         shape = (self.allocator.total, self.config.num_kv_heads, page_size, self.config.head_dim)
         self._layers = tuple(empty_layer(*shape, self.dtype, self.indexes) for _ in range(self.config.num_layers))
@@ -149,7 +150,9 @@ class Engine:
     def extend(self, sequence: CachedSequence, tokens: Sequence[int], *, all_logits: bool = False) -> Float[Array, "*T V"]:
         """Append tokens by prefill and return the logits after the last one, `[V]`, or after each, `[T, V]`; float32.
 
-        The bits equal those of one prefill of the whole. Raises as `prefill` does.
+        The bits equal those of one prefill of the whole, unless the prefill policy looks at several queries of a chunk at once
+        (`queries_stand_alone` is False): what then is appended to a chunk begun by an earlier call is prefilled densely. Raises as
+        `prefill` does.
         """
         self._check_live([sequence])
         tokens = self._check_tokens(tokens)
@@ -319,13 +322,14 @@ class Engine:
         sequence.logits = None
         for start in range(fresh // self.prefill_chunk * self.prefill_chunk, end, self.prefill_chunk):
             first, last = max(start, fresh), min(start + self.prefill_chunk, end)
+            whole = first == start or self.prefill_policy.queries_stand_alone
             chunk = np.zeros((1, self.prefill_chunk), np.int32)
             chunk[0, first - start : last - start] = tokens[first - fresh : last - fresh]
             cache = Cache(self._layers, {FULL: table}, np.array([last], np.int32))
             logits, _ = self._run(
                 prefill_step,
                 self.model.decoder,
-                self.prefill_policy,
+                self.prefill_policy if whole else DensePrefill(),
                 self.indexes,
                 self.model.params,
                 cache,

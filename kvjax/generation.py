@@ -17,6 +17,7 @@ from kvjax.cache import OutOfPages
 from kvjax.engine import MIN_TABLE_PAGES, CachedSequence, Engine
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy
+from kvjax.prefill import PrefillPolicy
 from kvjax.sampling import Sampling, SamplingRows, sample_step
 from kvjax.steps import Reads
 from kvjax.text import TextStream
@@ -105,6 +106,7 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     *,
     policy: str | DecodePolicy | None = None,
+    prefill: str | PrefillPolicy | None = None,
     stream: Callable[[int, str], None] | None = None,
     details: bool = False,
     slots: int | None = None,
@@ -113,15 +115,18 @@ def generate(
     """Continue one prompt (text gives text) or several (a list gives a list).
 
     model: a model, for which a pool is made that fits these prompts, or an engine. policy: the decode policy; None is the engine's own,
-    dense for a model. sampling: fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on. stream: called
-    with the prompt's number and each new piece of text. details: return `Completion` objects instead of text. Prompts may be lists of
+    dense for a model. prefill: the prefill policy, for a model; None is dense. An engine has its own, so with one a prefill policy is a
+    ValueError. sampling: fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on. stream: called with the
+    prompt's number and each new piece of text. details: return `Completion` objects instead of text. Prompts may be lists of
     token ids. Raises what `Completion.error` would hold.
     """
     single = is_single(prompts)
     listed = [prompts] if single else list(prompts)
     settings = Sampling(**sampling)
+    if isinstance(model, Engine) and prefill is not None:
+        raise ValueError(f"prefill {prefill} was given with an engine, which prefills by its own policy: name it in Engine(prefill=...)")
     wanted = max(1, min(len(listed), DEFAULT_SLOTS)) if slots is None else slots
-    engine = model if isinstance(model, Engine) else engine_for(model, listed, settings.max_new_tokens, policy, wanted)
+    engine = model if isinstance(model, Engine) else engine_for(model, listed, settings.max_new_tokens, policy, wanted, prefill)
     if slots is None:
         wanted = min(wanted, engine.batch_buckets[-1])
     requests = []
@@ -142,11 +147,19 @@ def generate(
     return answers[0] if single else answers
 
 
-def engine_for(model: Model, prompts: Sequence[Prompt], new_tokens: int, policy: str | DecodePolicy | None, slots: int) -> Engine:
+def engine_for(
+    model: Model,
+    prompts: Sequence[Prompt],
+    new_tokens: int,
+    policy: str | DecodePolicy | None,
+    slots: int,
+    prefill: str | PrefillPolicy | None = None,
+) -> Engine:
     """An engine whose pool holds the `slots` longest of these prompts at once, rounded up so that later calls find the steps compiled."""
     lengths = sorted((len(encode(model.tokenizer, prompt)) + new_tokens for prompt in prompts), reverse=True)
     pages = sum(-(-length // 128) for length in lengths[:slots])
-    return Engine(model, "dense" if policy is None else policy, pages=max(MIN_TABLE_PAGES, 1 << (max(pages, 1) - 1).bit_length()))
+    pages = max(MIN_TABLE_PAGES, 1 << (max(pages, 1) - 1).bit_length())
+    return Engine(model, "dense" if policy is None else policy, pages=pages, prefill="dense" if prefill is None else prefill)
 
 
 @dataclasses.dataclass(eq=False)

@@ -28,12 +28,15 @@ BACKENDS: dict[str, tuple[str, ...] | None] = {
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "append_tokens": ("mosaic_gpu", "xla", "reference"),
-    "flash_attention": ("xla", "reference"),
+    "block_sparse_attention": ("mosaic_gpu", "xla", "reference"),
+    "flash_attention": ("mosaic_gpu", "xla", "reference"),
     "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "page_index": ("xla", "reference"),
     "project_tokens": ("mosaic_gpu", "xla", "reference"),
+    "query_sparse_attention": ("mosaic_gpu", "xla", "reference"),
     "select_blocks": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "selected_attention": ("mosaic_gpu", "composed", "reference"),
+    "union_blocks": ("mosaic_gpu", "xla", "reference"),
 }
 """What each op has, the preferred first. `reference` is a definition to test against: it runs only when named."""
 

@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, math, scf, vector
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -171,6 +173,24 @@ def stage(**scalars: jax.Array) -> Callable:
     return decorate
 
 
+def held(array) -> list[Scalar]:
+    """The numbers that this thread holds of an array with one number a register: `Layout.WGMMA.reduce(1)`, `per_thread`."""
+    return [elements(register, 1)[0] for register in array.registers.flat]
+
+
+def per_thread(count: int, dtype: Any) -> plgpu.ShapeDtypeStruct:
+    """Type of an array of which each thread of a warpgroup holds `count` numbers, for `inline_mgpu` to return; see `holding`."""
+    return plgpu.ShapeDtypeStruct((128 * count,), dtype, plgpu.Layout.WG_STRIDED((128 * count,), 1))
+
+
+def holding(values: Sequence[Scalar]) -> mgpu.FragmentedArray:
+    """The array of which this thread holds these numbers."""
+    registers = [vector.broadcast(ir.VectorType.get((1,), x.value.type), x.value) for x in values]
+    layout = mgpu.WGStridedFragLayout((128 * len(values),), 1)
+    signed = None if values[0].is_float else True
+    return mgpu.FragmentedArray(_registers=np.array(registers, dtype=object), _layout=layout, _is_signed=signed)
+
+
 def of_splat(array) -> Scalar:
     """The scalar that `inline_mgpu` hands to its function for a scalar array."""
     return Scalar(array.registers.item())
@@ -216,6 +236,44 @@ def exp2(x: Scalar) -> Scalar:
 def log2(x: Scalar) -> Scalar:
     """Binary logarithm."""
     return Scalar(math.log2(x.value))
+
+
+def log2_approx(x: Scalar) -> Scalar:
+    """Binary logarithm to about 2^-22, -inf of 0."""
+    return ptx("lg2.approx.ftz.f32 $0, $1;", x, result="f32")
+
+
+def reciprocal(x: Scalar) -> Scalar:
+    """1 / x, to about 1 ulp."""
+    return ptx("rcp.approx.ftz.f32 $0, $1;", x, result="f32")
+
+
+def sqrt(x: Scalar) -> Scalar:
+    """Square root, to about 2 ulp."""
+    return ptx("sqrt.approx.f32 $0, $1;", x, result="f32")
+
+
+def fma(a: Scalar, b: Scalar, c: Scalar | float) -> Scalar:
+    """a * b + c, rounded once."""
+    return Scalar(math.fma(a.value, b.value, a._other(c)))
+
+
+def multiply(a: Scalar, b: Scalar | float) -> Scalar:
+    """a * b, rounded by itself: compilers make one rounding of a product and a sum that they see both."""
+    return ptx("mul.rn.f32 $0, $1, $2;", a, b if isinstance(b, Scalar) else f32(b), result="f32")
+
+
+def divide(a: Scalar, b: Scalar) -> Scalar:
+    """a / b, correctly rounded where b is a whole number below 2^24 and neither overflow nor denormals come in (Markstein)."""
+    guess = reciprocal(b)
+    inverse = fma(fma(f32(0.0) - b, guess, 1.0), guess, guess)
+    quotient = multiply(a, inverse)
+    return fma(fma(f32(0.0) - quotient, b, a), inverse, quotient)
+
+
+def number(x: Scalar) -> Scalar:
+    """An integer as a float32."""
+    return Scalar(arith.sitofp(ir.F32Type.get(), x.value))
 
 
 def rsqrt(x: Scalar) -> Scalar:
@@ -380,50 +438,27 @@ def wait_for_copies(groups: int) -> None:
     ptx("bar.warp.sync 0xffffffff;", convergent=True)
 
 
-def pipeline(
-    turns: Scalar,
-    depth: int,
-    locate: Callable,
-    fetch: Callable,
-    consume: Callable,
-    carry: Sequence[Scalar],
-    meanwhile: Callable = lambda: None,
-    prepare: Callable = lambda: None,
-) -> list[Scalar]:
-    """`for n in range(turns): carry = consume(n, place, *carry)`; returns the carry.
-
-    place = locate(n), a list; fetch(n, place) starts copies. Fetching runs `depth` turns ahead, and locating one more, so that neither
-    what a place is read from nor what it leads to is waited for. prepare: called before the first copies are started, while their
-    places are read. meanwhile: called once these copies are on their way; what it reads arrives after them.
-    """
-    places = [locate(i32(n)) for n in range(depth + 1)]
-    prepare()
-    size = len(places[0])
-
-    def start(n, place):
-        with when(n < turns):
-            fetch(n, place)
-        commit_copies()
-
-    for n in range(depth):
-        start(i32(n), places[n])
-    meanwhile()
-
-    def turn(n, *carry):
-        after_next = locate(n + (depth + 1))
-        wait_for_copies(depth - 1)
-        after = consume(n, carry[:size], *carry[(depth + 1) * size :])
-        start(n + depth, carry[depth * size :][:size])
-        return [*carry[size : (depth + 1) * size], *after_next, *after]
-
-    carry = loop(turns, [*(x for place in places for x in place), *carry], turn)
-    wait_for_copies(0)
-    return carry[(depth + 1) * size :]
-
-
 def store_global(ref, offset: Scalar | int, *values: Scalar) -> None:
     """1, 2 or 4 consecutive words to an array in global memory."""
     _store(_address(ref, offset * 4), values, "global")
+
+
+def store_global_if(condition: Scalar, ref, offset_bytes: Scalar | int, word: Scalar, *, block: Scalar, block_bytes: int) -> None:
+    """A word to an array in global memory if the condition holds, without a branch; the place need not make sense otherwise."""
+    code = "{.reg .pred p; setp.ne.s32 p, $1, 0; @p st.global.b32 [$0], $2;}"
+    word = bits(word) if word.is_float else word
+    flag = where(condition, i32(1), 0).value
+    mgpu_utils.inline_ptx(code, _address(ref, offset_bytes, block, block_bytes), flag, word.value, has_side_effects=True)
+
+
+def load_written(ref, offset_bytes: Scalar | int, name: str, *, block: Scalar, block_bytes: int) -> Scalar:
+    """One word of an array in global memory, as this warp left it before its last barrier."""
+    return _load(_address(ref, offset_bytes, block, block_bytes), [name], "global")[0]
+
+
+def warp_barrier() -> None:
+    """Wait for the other lanes of the warp; what they wrote before is seen after."""
+    ptx("bar.warp.sync 0xffffffff;", convergent=True)
 
 
 def load_written_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar, block_bytes: int) -> list[Scalar]:
@@ -535,29 +570,6 @@ def load_matrices(ref, offset: Scalar, *, transposed: bool = False) -> list[Scal
     code = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
     out = mgpu_utils.inline_ptx(code, _address(ref, offset * 4), result_types=[_i32()] * 4, has_side_effects=True, convergent=True)
     return [Scalar(x) for x in out]
-
-
-def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int) -> None:
-    """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte pieces exchanged by row.
-
-    place: number of a row, Scalar -> (array, block, bytes of a block, bytes from the block's start, whether it is there: else zeros). See
-    `swizzled` for where pieces land.
-    """
-    pieces = row_bytes // 16
-    for first in range(0, rows * pieces, 32):
-        i = lane() + first
-        row, piece = i // pieces, i % pieces
-        if pieces % 32 == 0:  # one row for all lanes, which the compiler does not see
-            row, piece = i32(first // pieces), lane() + first % pieces
-        ref, block, block_bytes, start, there = place(row)
-        target = offset + swizzled(row, piece, row_bytes)
-        with when(i < rows * pieces) if first + 32 > rows * pieces else contextlib.nullcontext():
-            copy_async_16_bytes(shared, target, ref, start + piece * 16, block=block, block_bytes=block_bytes, there=there)
-
-
-def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
-    """Word at which a 16-byte piece of a row stands: the pieces of 8 consecutive rows with the same number lie in different banks."""
-    return row * (row_bytes // 4) + (piece ^ (row & 7)) * 4
 
 
 def mma(acc: Sequence[Scalar], a: Sequence[Scalar], b: Sequence[Scalar], dtype: str) -> list[Scalar]:

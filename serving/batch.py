@@ -67,9 +67,9 @@ def run_file(
     """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing figures.
 
     Answers are kept in `out` + ".partial" as they complete. Run again after it was killed, the job does only what is missing; it
-    refuses with ValueError where model, tokenizer, policy, page size, prefill chunk, dtype, defaults or input are not those it was begun
-    with. `out` appears at the end, whole; one that exists already is a ValueError unless overwrite. console: where progress goes; None
-    shows none.
+    refuses with ValueError where model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, defaults or input are
+    not those it was begun with. `out` appears at the end, whole; one that exists already is a ValueError unless overwrite. console: where
+    progress goes; None shows none.
     """
     source, out = Path(source), Path(out)
     check_paths(source, out, overwrite)
@@ -123,6 +123,7 @@ def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path
         "model": fingerprint(engine.model),
         "tokenizer": _tokenizer_digest(engine.model.tokenizer),
         "policy": repr(engine.policy if policy is None else parse(policy)),
+        "prefill": repr(engine.prefill_policy),
         "page size": engine.page_size,
         "prefill chunk": engine.prefill_chunk,
         "dtype": str(engine.dtype),

@@ -55,6 +55,43 @@ def decode_command(
         raise typer.Exit(1)
 
 
+@bench_app.command("prefill")
+def prefill_command(
+    shape: Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id.")] = "qwen2.5-7b",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, with commas between them.")] = "32k,128k,512k,1m",
+    policies: Annotated[str, typer.Option(help="Prefill policies, with commas between them.")] = "dense,momo:128/8",
+    chunk: Annotated[int, typer.Option(help="Tokens per prefill step, a multiple of 128.")] = 8192,
+    rounds: Annotated[int, typer.Option(help="Timed runs of every prompt.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    layers: Annotated[int | None, typer.Option(help="Only so many layers. [default: the shape's]", show_default=False)] = None,
+    ops: Annotated[
+        bool, typer.Option("--ops", help="Time the attention of one layer and its steps instead, beside other people's dense kernels.")
+    ] = False,
+    measures: Annotated[
+        bool, typer.Option("--measures", help="Measure instead what lists capture and how far outputs are off; needs a real model.")
+    ] = False,
+    ablate: Annotated[bool, typer.Option("--ablate", help="With --measures: vary gamma, chi, k, k_exact and trimming.")] = False,
+    text: Annotated[list[Path] | None, typer.Option(help="With --measures: prose to prefill. [default: Python's documentation]")] = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each.")] = None,
+) -> None:
+    """Time to first token of whole prompts, with random weights; or (--ops, --measures) a closer look at their attention."""
+    from kvjax.serving import prefill_cli
+
+    if ops and measures:
+        raise typer.BadParameter("--ops and --measures exclude each other", param_hint="--measures")
+    try:
+        if measures:
+            run = prefill_cli.measures_run(shape, lengths, policies, ablate=ablate, files=text or ())
+        elif ops:
+            run = prefill_cli.ops_run(shape, lengths, policies, dtype)
+        else:
+            run = prefill_cli.time_run(shape, lengths, policies, dtype, chunk=chunk, rounds=rounds, layers=layers)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if any("failed" in row for row in prefill_cli.show(run, json_out)):
+        raise typer.Exit(1)
+
+
 def _measured(plan: Any, json_out: Path | None, console: Any) -> list[dict[str, Any]]:
     """Run the plan with a line that says what is being done, and write rows as they come."""
     from kvjax.serving.decode_bench import run_plan

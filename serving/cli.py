@@ -18,11 +18,16 @@ from kvjax.serving.regime_cli import bill_app, regime_map_command
 
 if TYPE_CHECKING:
     from kvjax.engine import Engine
+    from kvjax.fidelity.retrieval import NeedleResult
     from kvjax.model import Model
 
 POLICIES = (
     "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (128 of them sinks), top:K, mean:K (blocks of 128 tokens), "
     "quest:K (blocks of 16) or auto"
+)
+PREFILLS = (
+    "dense, momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly), window:SINK+WINDOW (tokens, as window:64+1024), "
+    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS"
 )
 
 app = typer.Typer(
@@ -53,6 +58,7 @@ ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle', the small model inside this package.")
 ]
 PolicyOption = Annotated[str, typer.Option("--policy", "-p", help=f"What each decode step reads: {POLICIES}.")]
+PrefillOption = Annotated[str, typer.Option(help=f"How the prompt attends to itself: {PREFILLS}.")]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False)
 ]
@@ -104,6 +110,7 @@ def batch_command(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the answers go, one line per record, in the input's order.")],
     model: ModelOption,
     policy: PolicyOption = "dense",
+    prefill: PrefillOption = "dense",
     max_batch: Annotated[int, typer.Option(help="Sequences decoded together.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for records that do not say.")] = 128,
     temperature: Annotated[
@@ -134,8 +141,10 @@ def batch_command(
     _at_least_one("--max-new-tokens", max_new_tokens)
     check_paths(source, out, overwrite)
     loaded = _load(model, dtype)
-    engine = Engine(loaded, policy, pages=pages, page_size=page_size, prefill_chunk=prefill_chunk, batch_buckets=(max_batch,))
-    typer.echo(f"{model}, {engine.policy.describe()}, {engine.allocator.total:,} pages of {page_size} tokens", err=True)
+    sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes)
+    policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
+    typer.echo(f"{model}, {policies}, {engine.allocator.total:,} pages of {page_size} tokens", err=True)
     defaults = Defaults(max_new_tokens, temperature, seed)
     try:
         summary = run_file(source, out, engine, slots=max_batch, defaults=defaults, overwrite=overwrite, console=Console(stderr=True))
@@ -153,6 +162,7 @@ def generate_command(
     chat: Annotated[bool, typer.Option("--chat", help="Give the prompt as a user's message, through the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message; needs --chat.", show_default=False)] = None,
     policy: PolicyOption = "dense",
+    prefill: PrefillOption = "dense",
     max_new_tokens: TokensOption = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw from this many best tokens; 0 is all.")] = 0,
@@ -180,7 +190,7 @@ def generate_command(
     loaded = _load(model, dtype)
     messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
     ids = list(chat_ids(messages, loaded.tokenizer)) if chat else encode(loaded.tokenizer, text)
-    engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk)
+    engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk, prefill)
     _stream(engine, ids, sampling, stats)
 
 
@@ -262,6 +272,14 @@ def needle_command(
         list[str] | None,
         typer.Option("--policy", "-p", help=f"May be given several times: {POLICIES}. [default: dense, top:8]", show_default=False),
     ] = None,
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Prefill policies to write haystacks with, each beside the first on the same trials; may be given several times: "
+            f"{PREFILLS}. [default: dense]",
+            show_default=False,
+        ),
+    ] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -278,7 +296,10 @@ def needle_command(
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
 ) -> None:
-    """Count the needles a model finds in a long text under each policy: haystacks are prefilled once, questions decoded by the policy."""
+    """Count the needles a model finds in a long text under each policy: haystacks are prefilled once, questions decoded by the policy.
+
+    With several prefill policies the whole is run once for each, and paired differences from the first are printed.
+    """
     for name, value in (("--trials", trials), ("--max-batch", max_batch), ("--length", length)):
         _at_least_one(name, value)
 
@@ -291,35 +312,62 @@ def needle_command(
     from kvjax.fidelity.needle import documentation_text
     from kvjax.fidelity.retrieval import needle_panel
     from kvjax.policies import parse
+    from kvjax.prefill import parse_prefill
     from kvjax.serving.demo import table
     from pallas_kernels.results import write_result
 
+    prefills = list(dict.fromkeys(prefill or ["dense"]))
     for name in policies:
         parse(name)
+    for name in prefills:
+        parse_prefill(name)
     loaded = _load(model, dtype)
+    sizes = {"length": length, "trials": trials, "distractors": distractors, "seed": seed}
+    found = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("prefill", total=trials * length)
-        results = needle_panel(
-            loaded,
-            haystack or documentation_text(),
-            policies,
-            length=length,
-            trials=trials,
-            distractors=distractors,
-            batch=max_batch,
-            seed=seed,
-            page_size=page_size,
-            prefill_chunk=prefill_chunk,
-            on_tokens=lambda count: progress.advance(bar, count),
-        )
+        bar = progress.add_task("prefill", total=trials * length * len(prefills))
+        for name in prefills:
+            found[name] = needle_panel(
+                loaded,
+                haystack or documentation_text(),
+                policies,
+                **sizes,
+                batch=max_batch,
+                page_size=page_size,
+                prefill_chunk=prefill_chunk,
+                prefill=name,
+                on_tokens=lambda count: progress.advance(bar, count),
+            )
     typer.echo(f"{trials} needles in {length:,} tokens, {distractors} distractors each")
-    Console().print(table(results))
+    for name, results in found.items():
+        if prefill:
+            typer.echo(f"{parse_prefill(name).describe()}:")
+        Console().print(table(results))
+        for result in results:
+            typer.echo(f"{result.policy}: found by third of depth " + ", ".join(f"{share:.0%}" for share in result.by_depth()))
+    pairs = [_beside(prefills[0], name, *both) for name in prefills[1:] for both in zip(found[prefills[0]], found[name], strict=True)]
+    for pair in pairs:
+        difference = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**pair["difference"])
+        typer.echo(
+            f"{pair['prefill']} prefill, {pair['policy']} decode: -{pair['lost']}/+{pair['gained']} beside {prefills[0]}, {difference}"
+        )
     if json_out is not None:
         source = [path.name for path in text or ()] or "pydoc_data.topics"
-        settings = {"model": model, "length": length, "trials": trials, "distractors": distractors, "text": source, "seed": seed}
-        write_result(json_out, settings | {"results": [result.figures() for result in results]})
-    for result in results:
-        typer.echo(f"{result.policy}: found by third of depth " + ", ".join(f"{share:.0%}" for share in result.by_depth()))
+        figures = {"results": [result.figures() for result in found[prefills[0]]]}
+        if prefill:
+            others = [{"prefill": name, "results": [result.figures() for result in found[name]]} for name in prefills[1:]]
+            figures |= {"prefill": prefills[0], "prefill_chunk": prefill_chunk, "other_prefills": others, "pairs": pairs}
+        write_result(json_out, {"model": model, **sizes, "text": source} | figures)
+
+
+def _beside(first: str, other: str, reference: NeedleResult, result: NeedleResult) -> dict[str, Any]:
+    """The needles found after one prefill policy beside those after another, trial by trial, under one decode policy."""
+    import dataclasses
+
+    from kvjax.fidelity.statistics import paired
+
+    pair = paired(*([answer.hit for answer in each.answers] for each in (reference, result)))
+    return {"prefill": other, "beside": first, "policy": result.policy, **dataclasses.asdict(pair)}
 
 
 @app.command("demo")
@@ -415,14 +463,17 @@ def _load(model: str, dtype: Dtype | None) -> Model:
     return load(model, dtype=None if dtype is None else dtype.value)
 
 
-def _engine(model: Model, policy: str, tokens: int, pages: int | None, page_size: int, prefill_chunk: int) -> Engine:
+def _engine(
+    model: Model, policy: str, tokens: int, pages: int | None, page_size: int, prefill_chunk: int, prefill: str = "dense"
+) -> Engine:
     """An engine for one sequence of up to `tokens` tokens."""
     from kvjax.engine import Engine
 
     if pages is None and page_size > 0:
         pages = max(1, -(-tokens // page_size))
         _check_fits(model, policy, tokens, pages, page_size)
-    return Engine(model, policy, pages=pages, page_size=page_size, prefill_chunk=prefill_chunk, batch_buckets=(1,))
+    sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    return Engine(model, policy, prefill=prefill, batch_buckets=(1,), **sizes)
 
 
 def _check_fits(model: Model, policy: str, tokens: int, pages: int, page_size: int) -> None:

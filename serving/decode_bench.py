@@ -133,10 +133,10 @@ def random_params(config: ModelConfig, dtype: str) -> Params:
 
 def random_cache(plan: Plan, length: int) -> Cache:
     """`batch` sequences with `length - steps` tokens written and room for the rest, in a pool of just that size."""
-    config, pages = plan.config, _pages(length)
+    config, pages = plan.config, pages_of(length)
     total = pool_pages(plan.batch * pages)
     shape = (total, config.num_kv_heads, PAGE_SIZE, config.head_dim)
-    table = np.full((plan.batch, _table_width(length)), -1, np.int32)
+    table = np.full((plan.batch, table_width(length)), -1, np.int32)
     order = np.random.default_rng(length).permutation(np.arange(1, plan.batch * pages + 1, dtype=np.int32))
     table[:, :pages] = order.reshape(plan.batch, pages)
 
@@ -170,7 +170,7 @@ def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], N
 
 def cache_bytes(plan: Plan, length: int) -> int:
     """Bytes of pool and indexes."""
-    config, total = plan.config, pool_pages(plan.batch * _pages(length))
+    config, total = plan.config, pool_pages(plan.batch * pages_of(length))
     pages = (total, config.num_kv_heads, PAGE_SIZE, config.head_dim)
     elements = 2 * np.prod(pages, dtype=np.int64) + sum(np.prod(spec.shape(*pages), dtype=np.int64) for spec in plan.indexes)
     return int(elements) * config.num_layers * jnp.dtype(plan.dtype).itemsize
@@ -183,7 +183,7 @@ def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params:
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if not config.tie_embeddings:
         weights -= params["embed"].nbytes - plan.batch * config.hidden_size * item
-    rows = sum(np.prod(spec.shape(_pages(length), config.num_kv_heads, PAGE_SIZE, config.head_dim)) for spec in policy.indexes())
+    rows = sum(np.prod(spec.shape(pages_of(length), config.num_kv_heads, PAGE_SIZE, config.head_dim)) for spec in policy.indexes())
     index = int(rows) * plan.batch * config.num_layers * item
     return {"weights": int(weights), "kv": 2 * keys * config.head_dim * item, "index": index}
 
@@ -321,10 +321,10 @@ def _start(plan: Plan, length: int) -> Int[Array, "B"]:
     return jnp.full(plan.batch, length - plan.steps, jnp.int32)
 
 
-def _pages(length: int) -> int:
+def pages_of(length: int) -> int:
     return -(-length // PAGE_SIZE)
 
 
-def _table_width(length: int) -> int:
+def table_width(length: int) -> int:
     """As wide as the engine's."""
-    return max(MIN_TABLE_PAGES, 1 << (_pages(length) - 1).bit_length())
+    return max(MIN_TABLE_PAGES, 1 << (pages_of(length) - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Every measured figure in README.md and docs/benchmarks.md is in the committed JSON."""
+"""Every measured figure in README.md, docs/benchmarks.md and docs/prefill.md is in the committed JSON."""
 
 from pathlib import Path
 
@@ -18,6 +18,15 @@ def test_tables_are_what_the_results_make(name):
     assert "<!-- bench:decode-op -->" in text
     assert "<!-- bench:decode-step" in text
     assert report.rendered(text, RUNS) == text
+
+
+def test_tables_of_prefill_are_what_the_results_make():
+    """After new measurements: the command at the top of docs/prefill.md."""
+    runs = report.load(RESULTS.glob("prefill*.json"))
+    text = (ROOT / "docs" / "prefill.md").read_text(encoding="utf-8")
+    assert "<!-- bench:prefill-steps -->" in text
+    assert report.rendered(text, runs) == text
+    assert report.rendered(text.replace("| 128K |", "| 129K |"), runs) == text
 
 
 @pytest.mark.skipif(not RUNS, reason="nothing is measured yet")

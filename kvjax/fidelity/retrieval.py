@@ -82,10 +82,12 @@ def needle_panel(
     seed: int = 0,
     page_size: int = 128,
     prefill_chunk: int = 512,
+    prefill: str = "dense",
     on_tokens: Callable[[int], None] | None = None,
 ) -> list[NeedleResult]:
     """Needles found by a model in pieces of `text` under each policy (names of `kvjax.policies.parse`).
 
+    prefill: the prefill policy that haystacks are written with (`kvjax.prefill.parse_prefill`); the same trials whatever it is.
     length: tokens of a whole context, of which ANSWER_ROOM are kept for the answer. trials: needles, depths evenly spread. batch: contexts
     held and decoded together. on_tokens: called with the number of haystack tokens done. Raises ValueError if a context does not fit the
     model or the text is too short, OutOfPages if memory does not hold `batch` contexts.
@@ -97,7 +99,8 @@ def needle_panel(
     drawn = task.trials(length - ANSWER_ROOM, trials, seed=seed)
     # Every context once; for the one policy that runs, a copied open page and one more for question and answer; and `_compile`'s copy.
     pages = batch * (-(-length // page_size) + 3)
-    engine = Engine(model, policies=policies, pages=pages, page_size=page_size, prefill_chunk=prefill_chunk, batch_buckets=(batch,))
+    sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk, "batch_buckets": (batch,)}
+    engine = Engine(model, policies=policies, prefill=prefill, **sizes)
     return needle_exact_match(engine, drawn, policies, tokenizer, batch=batch, on_tokens=on_tokens)
 
 

@@ -1,6 +1,26 @@
-"""Prefill policies: how the queries of a prompt attend to it."""
+"""Prefill policies: how the queries of a prompt attend to it. `parse_prefill("momo:128/8")` names them."""
 
 from kvjax.prefill.base import PrefillContext, PrefillPolicy
+from kvjax.prefill.delta import delta_correction
 from kvjax.prefill.dense import DensePrefill
+from kvjax.prefill.mean_pooled import MeanPooled
+from kvjax.prefill.measure_once import MeasureOnceMaskOnce
+from kvjax.prefill.naming import FORMS, parse_prefill
+from kvjax.prefill.oracle_blocks import OracleBlocks, attention_mass
+from kvjax.prefill.sink_window import SinkWindow
+from kvjax.prefill.vertical_slash import VerticalSlash
 
-__all__ = ["DensePrefill", "PrefillContext", "PrefillPolicy"]
+__all__ = [
+    "FORMS",
+    "DensePrefill",
+    "MeanPooled",
+    "MeasureOnceMaskOnce",
+    "OracleBlocks",
+    "PrefillContext",
+    "PrefillPolicy",
+    "SinkWindow",
+    "VerticalSlash",
+    "attention_mass",
+    "delta_correction",
+    "parse_prefill",
+]

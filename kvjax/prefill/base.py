@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import flax.struct
 from jaxtyping import Array, Float, Int
@@ -12,7 +12,10 @@ from kvjax.cache.types import PagedKV
 
 @flax.struct.dataclass
 class PrefillContext:
-    """Where the chunk stands: query t of row b is token starts[b] + t; lengths count the chunk's tokens. sm_scale multiplies logits."""
+    """Where the chunk stands: query t of row b is token starts[b] + t; lengths count the chunk's tokens. sm_scale multiplies logits.
+
+    Queries at or past lengths are padding: what they give is not looked at, and they must not influence the others.
+    """
 
     page_table: Int[Array, "B M"]
     starts: Int[Array, "B"]
@@ -21,9 +24,20 @@ class PrefillContext:
     sm_scale: float = flax.struct.field(pytree_node=False)
 
 
+@runtime_checkable
 class PrefillPolicy(Protocol):
     """A frozen dataclass: static, hashable, holds no arrays."""
 
+    @property
+    def queries_stand_alone(self) -> bool:
+        """Whether what a query gets depends on no other query of the chunk. Where it does, calls that begin in the middle of a chunk,
+        whose first queries are not there any more, prefill that chunk densely."""
+        ...
+
     def attend(self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext) -> Float[Array, "B T H D"]:
         """Attention of a chunk of queries over the pages, the chunk's own included."""
+        ...
+
+    def describe(self) -> str:
+        """The policy and what it reads, for reports."""
         ...

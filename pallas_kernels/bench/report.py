@@ -16,6 +16,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from pallas_kernels.bench import prefill_report
+from pallas_kernels.bench.formats import markdown, tokens_text
+
 Row = dict[str, Any]
 MARK = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 COLUMNS = ("case", "path", "blocks", "keys", "us", "p10-p90", "idle us", "MB", "TB/s", "of copy", "error", "same bits", "x best dense")
@@ -54,12 +57,6 @@ def table(rows: Sequence[Row]) -> Table:
     return shown
 
 
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, the first column to the left and the others to the right."""
-    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def source(run: dict[str, Any]) -> str:
     """One line on where the figures come from."""
     made = run["provenance"]
@@ -79,7 +76,7 @@ def decode_table(rows: Sequence[Row], shape: str) -> str:
         best = min((row for row in here if row["op"] == "baseline" and "median_s" in row), key=lambda row: row["median_s"], default=None)
         ours = [next((row for row in here if row["op"] != "baseline" and row["policy"] == name), {}) for name in ("dense", *policies)]
         first = "-" if best is None else f"{_micro(best)} ({best['policy']})"
-        lines.append((str(batch), _tokens(tokens), first, *(_micro(row) + _times(row) for row in ours)))
+        lines.append((str(batch), tokens_text(tokens), first, *(_micro(row) + _times(row) for row in ours)))
     columns = ("batch", "tokens", "best dense of others", "dense, paged", *(f"`{name}`" for name in policies))
     return markdown(columns, lines)
 
@@ -94,7 +91,7 @@ def kernel_table(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         profile = row.get("profile") or row
-        name = row.get("case") or f"{row['shape']}/{_tokens(row['tokens'])}/b{row['batch']}/{row['policy']}"
+        name = row.get("case") or f"{row['shape']}/{tokens_text(row['tokens'])}/b{row['batch']}/{row['policy']}"
         for kernel in profile.get("kernels", ()):
             each, together = (f"{kernel[key] * 1e6:.2f}" for key in ("median_s", "total_s"))
             lines.append((name, f"`{kernel['name'][:80]}`", f"{kernel['runs_per_op']:g}", each, together))
@@ -126,7 +123,7 @@ STEP_COLUMNS += ("temp MB",)
 
 def step_cells(row: Row) -> tuple[str, ...]:
     """The cells of `STEP_COLUMNS`."""
-    first = row["shape"], _tokens(row["tokens"]), str(row["batch"]), row["policy"]
+    first = row["shape"], tokens_text(row["tokens"]), str(row["batch"]), row["policy"]
     if "median_s" not in row:
         return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(STEP_COLUMNS) - 5)
     profile = row["profile"]
@@ -169,7 +166,7 @@ def step_short(rows: Sequence[Row]) -> str:
         here = {row["policy"]: row["median_s"] * 1e3 for row in timed if (row["shape"], row["batch"], row["tokens"]) == place}
         dense = here.get("dense")
         others = [f"{here[name]:.2f}" + (f" ({dense / here[name]:.2f}x)" if dense else "") if name in here else "-" for name in policies]
-        lines.append((place[0], str(place[1]), _tokens(place[2]), f"{dense:.2f}" if dense else "-", *others))
+        lines.append((place[0], str(place[1]), tokens_text(place[2]), f"{dense:.2f}" if dense else "-", *others))
     return markdown(("shape", "batch", "tokens", "dense", *(f"`{name}`" for name in policies)), lines)
 
 
@@ -178,7 +175,8 @@ def step_short(rows: Sequence[Row]) -> str:
 
 def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     """What can stand between marks. A part without a run says so."""
-    ops, steps = ([run for run in runs if run["bench"] == kind] for kind in ("ops", "decode"))
+    kinds = ("ops", "decode", "prefill-ops", "prefill", "prefill-measures")
+    ops, steps, prefill_ops, prefills, measures = ([run for run in runs if run["bench"] == kind] for kind in kinds)
 
     def of(kind: Sequence[dict[str, Any]], make: Callable[[list[Row]], str]) -> Callable[[], str]:
         text = "*Not measured yet.*"
@@ -192,13 +190,18 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "decode-step": of(steps, lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
         "decode-step-short": of(steps, step_short),
         "step-kernels": of(steps, kernel_table),
+        "prefill-ops": of(prefill_ops, prefill_report.op_table),
+        "prefill-steps": of(prefill_ops, prefill_report.steps_table),
+        "prefill-time": of(prefills, prefill_report.time_table),
+        "prefill-split": of(prefills, prefill_report.split_table),
+        "prefill-measures": of(measures, prefill_report.measures_table),
     }
 
 
 def merged(runs: Sequence[dict[str, Any]]) -> list[Row]:
     """The rows of several runs; of rows for the same thing the last."""
-    key = ("op", "shape", "tokens", "batch", "policy")
-    return list({tuple(row[name] for name in key): row for run in runs for row in run["rows"]}.values())
+    key = ("op", "shape", "tokens", "batch", "policy", "layer")
+    return list({tuple(row.get(name) for name in key): row for run in runs for row in run["rows"]}.values())
 
 
 def rendered(text: str, runs: Sequence[dict[str, Any]]) -> str:
@@ -237,7 +240,7 @@ def plot(rows: Sequence[Row], file: Path, *, scale: float, unit: str) -> None:
             axis.plot(*zip(*line, strict=True), style, marker="o", markersize=3, label=name)
         axis.set(xscale="log", yscale="log", title=f"{shape}, batch {batch}", xlabel="tokens", ylabel=unit)
         ticks = sorted({row["tokens"] for row in here})
-        axis.set_xticks(ticks, [_tokens(n) for n in ticks])
+        axis.set_xticks(ticks, [tokens_text(n) for n in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(fontsize="small")
@@ -285,10 +288,6 @@ def _micro(row: Row) -> str:
 
 def _times(row: Row) -> str:
     return f" ({row['speedup']['times']:.2f}x)" if "speedup" in row else ""
-
-
-def _tokens(n: int) -> str:
-    return f"{n // 2**20}M" if n % 2**20 == 0 else f"{n // 2**10}K" if n % 2**10 == 0 else f"{n:,}"
 
 
 def write_documents(

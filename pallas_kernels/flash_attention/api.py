@@ -43,6 +43,7 @@ def flash_attention(
     Source: FlashAttention-2 (arXiv 2307.08691); StreamingLLM (arXiv 2309.17453) for sinks and window.
     """
     paged.check(q, k, v, page_table, sm_scale, window, starts=starts, lengths=lengths)
-    name = dispatch.choose("flash_attention", implementation, f"{dispatch.signature(q=q, k=k, page_table=page_table)} window {window}")
-    static = {"window": window, "sm_scale": sm_scale, "config": config}
-    return dispatch.load("flash_attention", name)(q, k, v, page_table, starts, lengths, **static)
+    signature = f"{dispatch.signature(q=q, k=k, page_table=page_table)} window {window}"
+    operands, static = (q, k, v, page_table, starts, lengths), {"window": window, "sm_scale": sm_scale, "config": config}
+    name = dispatch.choose("flash_attention", implementation, signature, operands, static)
+    return dispatch.load("flash_attention", name)(*operands, **static)

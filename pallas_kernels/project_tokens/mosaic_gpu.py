@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import clusters, lanes
+from pallas_kernels import clusters, lane_copies, lanes
 
 MOST_TOKENS = 8
 CHUNK = 64
@@ -210,7 +210,7 @@ class _Tiles:
         s = self.s
         acc = [lanes.f32(0.0)] * (s.rows // 16 * 4)
         meanwhile = self._add_squares if s.norm_eps is not None else lambda: None
-        lanes.pipeline(lanes.i32(s.tiles * s.turns), s.depth, lambda n: [], self._fetch, self._consume, acc, meanwhile)
+        lane_copies.pipeline(lanes.i32(s.tiles * s.turns), s.depth, lambda n: [], self._fetch, self._consume, acc, meanwhile)
 
     def _slot(self, n):
         return (lanes.warp() * self.s.depth + n % self.s.depth) * self.s.slot_words
@@ -232,7 +232,7 @@ class _Tiles:
             return place
 
         for part in range(s.parts):
-            lanes.copy_rows_async(ring_s, slot + part * s.stride * CHUNK_WORDS, weight_row(part), rows=s.stride, row_bytes=CHUNK * 2)
+            lane_copies.copy_rows_async(ring_s, slot + part * s.stride * CHUNK_WORDS, weight_row(part), rows=s.stride, row_bytes=CHUNK * 2)
         small = s.tokens + (s.norm_eps is not None)
 
         def small_row(row):
@@ -241,7 +241,7 @@ class _Tiles:
                 ref, row = lanes.either(row < s.tokens, ref, self.inputs["norm"]), lanes.where(row < s.tokens, row, 0)
             return ref, row, s.width * 2, chunk * (CHUNK * 2), inside
 
-        lanes.copy_rows_async(ring_s, slot + s.rows * CHUNK_WORDS, small_row, rows=small, row_bytes=CHUNK * 2)
+        lane_copies.copy_rows_async(ring_s, slot + s.rows * CHUNK_WORDS, small_row, rows=small, row_bytes=CHUNK * 2)
 
     def _unit(self, tile, row):
         """Number of the unit in row `row` of a tile's part, and whether there is one."""
@@ -272,7 +272,7 @@ class _Tiles:
         sums = [acc[4 * m : 4 * m + 4] for m in range(s.rows // 16)]
         for step in range(CHUNK // 16):
             for m in range(s.rows // 16):
-                at = slot + m * 16 * CHUNK_WORDS + lanes.swizzled(lane & 15, (lane >> 4) + 2 * step, CHUNK * 2)
+                at = slot + m * 16 * CHUNK_WORDS + lane_copies.swizzled(lane & 15, (lane >> 4) + 2 * step, CHUNK * 2)
                 sums[m] = lanes.mma(sums[m], lanes.load_matrices(ring_s, at), tokens[2 * step :][:2], s.dtype)
         acc = [x for four in sums for x in four]
         last = n % s.turns == s.turns - 1
@@ -287,9 +287,9 @@ class _Tiles:
         for half in range(2):
             piece = (lane >> 3) + 4 * half
             row = lanes.minimum(lane & 7, s.tokens - 1)
-            words += lanes.load_matrices(ring_s, start + lanes.swizzled(row, piece, CHUNK * 2))
+            words += lanes.load_matrices(ring_s, start + lane_copies.swizzled(row, piece, CHUNK * 2))
             if s.norm_eps is not None:
-                norm += lanes.load_matrices(ring_s, start + lanes.swizzled(lanes.i32(s.tokens), piece, CHUNK * 2))
+                norm += lanes.load_matrices(ring_s, start + lane_copies.swizzled(lanes.i32(s.tokens), piece, CHUNK * 2))
         return words if s.norm_eps is None else [lanes.multiply_pairs(a, b, s.dtype) for a, b in zip(words, norm, strict=True)]
 
     def _add_squares(self) -> None:

@@ -13,16 +13,26 @@ import functools
 import itertools
 from collections.abc import Callable
 
+import numpy as np
+
 from pallas_kernels import lanes
 
 NO_KEY = -(2**31)
 """Key of what is no candidate."""
+
+LOWEST = float(np.finfo(np.float32).min)
 
 BINS = 256
 """Intervals of a round. Three sets of counters take turns: one counts, one is read by slow warps, one becomes zeros."""
 
 SCRATCH_WORDS = 3 * BINS + 64
 MOST_PER_THREAD = 96
+
+
+def key_of(score):
+    """An integer that orders as scores do: NaN and -inf as the lowest finite number, -0 as 0."""
+    b = lanes.bits(lanes.maximum(score + 0.0, LOWEST))
+    return b ^ ((b >> 31) & 0x7FFFFFFF)
 
 
 def best(k: int, threads: int, keys_s, counts_s, *, count, most: int, stride: int, keep: Callable):

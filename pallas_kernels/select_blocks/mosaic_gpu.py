@@ -19,12 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import clusters, lanes
+from pallas_kernels import clusters, lane_copies, lanes
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.select_blocks.api import selection_width
-
-LOWEST = -3.4028234663852886e38
 
 AT_ONCE = 2048
 """Candidates up to which all CTAs choose among all, once: which spares the choice among their shares. (Faster at 64 and 1024.)"""
@@ -309,7 +307,7 @@ def _score(s: Shape, index_ref, table_ref, row, head, length, queries_s, ring_s,
             at = lanes.shuffle(mine, i)
             return index_ref, lanes.maximum(at, 0), 4 * s.row_words, lanes.i32(0), at >= 0
 
-        lanes.copy_rows_async(ring_s, slot(n), row_place, rows=16, row_bytes=4 * s.row_words)
+        lane_copies.copy_rows_async(ring_s, slot(n), row_place, rows=16, row_bytes=4 * s.row_words)
 
     def consume(n, place):
         scores = _products(s, ring_s, slot(n), queries_s, lane, columns)
@@ -317,12 +315,12 @@ def _score(s: Shape, index_ref, table_ref, row, head, length, queries_s, ring_s,
             page = lanes.shuffle(place[0], g + 8 * half)
             block = first + n * stride + (g + 8 * half)
             with lanes.when(block < end):
-                put(block, lanes.where(page >= 0, _key(score), choose.NO_KEY))
+                put(block, lanes.where(page >= 0, choose.key_of(score), choose.NO_KEY))
         return []
 
     turns = lanes.maximum((end - first + (stride - 1)) // stride, 0)
     # The operand first: queries asked for after the index rows arrive after them, and all turns wait.
-    lanes.pipeline(turns, s.depth, locate, fetch, consume, [], prepare=operand)
+    lane_copies.pipeline(turns, s.depth, locate, fetch, consume, [], prepare=operand)
 
 
 def _written_columns(s: Shape, length, t):
@@ -345,7 +343,7 @@ def _written_columns(s: Shape, length, t):
 def _products(s: Shape, ring_s, slot, queries_s, lane, columns):
     """Scores of the index rows g and g + 8 of the slot, in each of the four lanes (g, t)."""
     rows = [
-        lanes.load_matrices(ring_s, slot + lanes.swizzled(lane & 15, (lane >> 4) + 2 * step, 4 * s.row_words))
+        lanes.load_matrices(ring_s, slot + lane_copies.swizzled(lane & 15, (lane >> 4) + 2 * step, 4 * s.row_words))
         for step in range(2 * s.chunks)
     ]
     best = [lanes.f32(float("-inf"))] * 2
@@ -367,12 +365,6 @@ def _products(s: Shape, ring_s, slot, queries_s, lane, columns):
     for distance in (1, 2):
         best = [lanes.maximum_or_nan(x, lanes.shuffle_xor(x, distance)) for x in best]
     return best
-
-
-def _key(score):
-    """An integer that orders as the scores do: NaN and -inf as the lowest finite number, -0 as 0."""
-    b = lanes.bits(lanes.maximum(score + 0.0, LOWEST))
-    return b ^ ((b >> 31) & 0x7FFFFFFF)
 
 
 # 2. Choose.

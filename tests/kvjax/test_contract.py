@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kvjax import Engine
 from kvjax.cache import FULL, Cache
 from kvjax.policies import parse
-from kvjax.prefill import DensePrefill
 from kvjax.steps import decode_step, prefill_step
 
 PAGE = 16
@@ -164,12 +163,13 @@ def test_decode_holds_no_second_copy_of_the_cache(model, policy, batch):
     assert compiled.memory_analysis().temp_size_in_bytes < size / 20
 
 
-def test_prefill_holds_no_second_copy_of_the_cache(model):
-    engine = Engine(model, "top:8", pages=2048, page_size=128)
+@pytest.mark.parametrize("prefill", ["dense", "momo:16/4", "delta:64+1024/16", "mean:16", "vertical-slash:8+4", "oracle:16"])
+def test_prefill_holds_no_second_copy_of_the_cache(model, prefill):
+    engine = Engine(model, "top:8", pages=2048, page_size=128, prefill=prefill)
     cache, size = empty_cache(engine, 1)
     zero = jnp.zeros(1, jnp.int32)
     tokens = jnp.zeros((1, 128), jnp.int32)
-    compiled = prefill_step.lower(model.decoder, DensePrefill(), engine.indexes, model.params, cache, tokens, zero, zero).compile()
+    compiled = prefill_step.lower(model.decoder, engine.prefill_policy, engine.indexes, model.params, cache, tokens, zero, zero).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < size / 20
 
 

@@ -98,6 +98,8 @@ def test_version(kvjax):
         (["batch", "{in}", "--out", "{out}", "--model", "{none}"], "none"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--policy", "best"], "policy 'best' is not understood"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--page-size", "100"], "prefill_chunk 512"),
+        (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--prefill", "top:8"], "prefill policy 'top:8' is not understood"),
+        (["generate", "x", "--model", "{model}", "--prefill", "momo:4/8"], "k_exact 8 exceeds k 4"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--max-batch", "0"], "--max-batch"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--pages", "0"], "at least one page"),
         (["generate", "--model", "{model}"], "PROMPT"),
@@ -177,6 +179,23 @@ def test_generate_passes_its_options_on(kvjax, model_folder, loaded):
     assert "(stop)" in err
 
 
+def test_generate_prefills_as_it_is_told(kvjax, model_folder, loaded):
+    """Under a window of 4 keys the first token already differs from what dense prefill gives."""
+    prompt = "delta ember " * 20
+    window = generate(loaded, prompt, prefill="window:1+4", max_new_tokens=15)
+    assert window != generate(loaded, prompt, max_new_tokens=15)
+    status, out, _ = kvjax("generate", prompt, "--model", model_folder, "--prefill", "window:1+4", "--max-new-tokens", 15)
+    assert (status, out) == (0, window + "\n")
+
+
+def test_prefill_policies_are_named_in_the_help_as_the_parser_knows_them():
+    """The command line does not import the library to say so."""
+    from kvjax.prefill import FORMS
+    from kvjax.serving.cli import PREFILLS
+
+    assert PREFILLS == FORMS
+
+
 @pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.2}, {"seed": 1}])
 def test_generate_draws_from_what_it_is_told(kvjax, model_folder, loaded, cut):
     sampling = {"max_new_tokens": 15, "temperature": 2.0}
@@ -238,6 +257,23 @@ def test_needle_counts_hits_under_each_policy(kvjax, model_folder):
     assert re.search(r"window:4\+8 .* 12 .* of 3 ", out), "keys per step"
 
 
+def test_needle_sets_prefill_policies_side_by_side(kvjax, model_folder, tmp_path):
+    arguments = ("--model", model_folder, "--length", 300, "--trials", 3, "--distractors", 2, "--max-batch", 2, *PAGES, "--policy", "dense")
+    prefills = ("--prefill", "dense", "--prefill", "window:4+8", "--json", tmp_path / "needle.json")
+    status, out, err = kvjax("needle", *arguments, *prefills)
+    assert status == 0, err
+    assert "dense prefill" in out
+    assert re.search(r"window:4\+8 prefill, dense decode: -\d/\+\d beside dense, [+-]", out)
+    figures = json.loads((tmp_path / "needle.json").read_text())
+    (pair,), (other,) = figures["pairs"], figures["other_prefills"]
+    assert (pair["prefill"], pair["beside"], other["prefill"]) == ("window:4+8", "dense", "window:4+8")
+    assert pair["both"] + pair["lost"] + pair["gained"] + pair["neither"] == 3
+    assert pair["both"] + pair["gained"] == other["results"][0]["hits"]
+    status, _, err = kvjax("needle", *arguments, "--prefill", "nothing:4")
+    assert status == 2
+    assert "nothing:4" in err
+
+
 def test_needle_reads_a_text_of_ones_own(kvjax, model_folder, tmp_path):
     (tmp_path / "text.txt").write_text("short")
     arguments = ("--model", model_folder, "--length", 300, "--trials", 1, "--distractors", 2, *PAGES)
@@ -278,9 +314,11 @@ def test_batch_hands_over_its_options(kvjax, model_folder, tmp_path):
     sampling = ("--max-new-tokens", 7, "--temperature", 0.7, "--seed", 3, "--dtype", "bfloat16")
     pool = ("--pages", 20, "--max-batch", 2, *PAGES)
     arguments = ("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--policy", "window:4+8", *sampling, *pool)
+    arguments += ("--prefill", "window:1+4")
     status, out, err = kvjax(*arguments)
     assert status == 0, err
-    engine = Engine(load(model_folder, dtype="bfloat16"), "window:4+8", pages=20, page_size=16, prefill_chunk=64, batch_buckets=(2,))
+    sizes = {"pages": 20, "page_size": 16, "prefill_chunk": 64, "batch_buckets": (2,)}
+    engine = Engine(load(model_folder, dtype="bfloat16"), "window:4+8", prefill="window:1+4", **sizes)
     defaults = Defaults(max_new_tokens=7, temperature=0.7, seed=3)
     expected = {answer.get("id"): answer for answer in run_batch(records, engine, defaults=defaults)}
     plain, openai = lines(tmp_path / "out.jsonl")
@@ -288,6 +326,7 @@ def test_batch_hands_over_its_options(kvjax, model_folder, tmp_path):
     assert openai["response"]["body"]["choices"] == expected[openai["id"]]["response"]["body"]["choices"]
     assert openai["response"]["body"]["model"] == str(model_folder)
     assert re.search(r"generated tokens +14\n", out)
+    assert "window:1+4 prefill" in err
     assert "20 pages of 16 tokens" in err
     other = [answer["text"] for answer in run_batch(records[:1], engine, defaults=Defaults(max_new_tokens=7, temperature=0.7, seed=4))]
     assert other != [plain["text"]]

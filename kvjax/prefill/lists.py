@@ -1,0 +1,101 @@
+"""What the policies share that give every tile of queries its own list of key blocks."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.types import PagedKV
+from kvjax.prefill.base import PrefillContext
+from kvjax.prefill.dense import DensePrefill
+from pallas_kernels.block_sparse_attention import block_sparse_attention
+
+logger = logging.getLogger(__name__)
+
+_NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
+
+
+class DenseWhereCovered:
+    """Policies that attend sparsely (`attend_sparse`) to sequences of more than `dense_tokens` tokens, and densely to others.
+
+    Up to there their lists would hold everything, or they were told so. The length is that at the chunk's end, the longest of the batch.
+    """
+
+    queries_stand_alone = False
+
+    def attend(self, query, layer, ctx):
+        """Dense or sparse, by the length at the end of the chunk."""
+        capacity = ctx.page_table.shape[1] * layer.k.shape[2]
+        dense = DensePrefill()
+        if capacity <= self.dense_tokens:
+            if ctx.layer == 0:
+                logger.info("%s: dense, since no sequence of this table (%d tokens) exceeds %d", self, capacity, self.dense_tokens)
+            return dense.attend(query, layer, ctx)
+        few = jnp.max(ctx.lengths) <= self.dense_tokens
+        return jax.lax.cond(few, lambda: dense.attend(query, layer, ctx), lambda: self.attend_sparse(query, layer, ctx))
+
+
+class TileLists(DenseWhereCovered):
+    """Policies whose attention is their lists, sinks and window: they define `lists`, `chi`, `key_block`, `window` and `dense_tokens`."""
+
+    def attend_sparse(self, query, layer, ctx):
+        """Attention over sinks, window and lists, whatever the length."""
+        return self.attend_listed(self.lists(query, layer, ctx), query, layer, ctx)
+
+    def attend_listed(self, blocks: Int[Array, "B C H W"], query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext):
+        """Attention over sinks, window and the given lists."""
+        out, _ = block_sparse_attention(
+            *(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths),
+            blocks=blocks,
+            block_size=self.key_block,
+            query_tile=self.chi,
+            window=(self.sink_tokens, self.window_tokens),
+            sm_scale=ctx.sm_scale,
+        )
+        return out
+
+
+def covered_tokens(k: int, key_block: int, sink_tokens: int, window_tokens: int) -> int:
+    """The longest sequence, in tokens, of which `k` distant blocks, sinks and window hold every key."""
+    return (k + sink_tokens // key_block) * key_block + window_tokens
+
+
+def last_positions(ctx: PrefillContext, num_queries: int, chi: int) -> Int[Array, "B C"]:
+    """Position of the last query of each tile; of tiles that padding cuts short, of the last one before it."""
+    ends = jnp.minimum(jnp.arange(chi, num_queries + chi, chi, dtype=jnp.int32), num_queries)
+    return jnp.minimum(ctx.starts[:, None] + ends, ctx.lengths[:, None]) - 1
+
+
+def distant_blocks(
+    ctx: PrefillContext, page_size: int, num_queries: int, *, chi: int, key_block: int, sink_tokens: int, window_tokens: int
+) -> Bool[Array, "B C S"]:
+    """Which blocks of the tables hold a key that the last query of a tile may see and neither its sinks nor its window hold."""
+    there = jnp.repeat(ctx.page_table >= 0, page_size // key_block, axis=1)[:, None]
+    first = jnp.arange(there.shape[2], dtype=jnp.int32) * key_block
+    return there & (first + key_block > sink_tokens) & (first <= last_positions(ctx, num_queries, chi)[..., None] - window_tokens)
+
+
+def best_blocks(scores: Float[Array, "*tiles S"], candidates: Bool[Array, "*tiles S"], k: int) -> Int[Array, "*tiles W"]:
+    """The k candidates of each row that score highest, of equal ones the lower; ascending, -1 at the end. W = min(k, S)."""
+    scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 and 0.0 are a tie
+    best, ids = jax.lax.top_k(jnp.where(candidates, scores, -jnp.inf), min(k, scores.shape[-1]))
+    return sorted_lists(jnp.where(best == -jnp.inf, -1, ids))
+
+
+def sorted_lists(ids: Int[Array, "*tiles W"]) -> Int[Array, "*tiles W"]:
+    """Each block once, ascending, -1 at the end."""
+    ids = jnp.sort(jnp.where(ids < 0, _NONE, ids), axis=-1)
+    again = jnp.concatenate([jnp.zeros_like(ids[..., :1], bool), ids[..., 1:] == ids[..., :-1]], axis=-1)
+    ids = jnp.sort(jnp.where(again, _NONE, ids), axis=-1)
+    return jnp.where(ids == _NONE, -1, ids).astype(jnp.int32)
+
+
+def check_sizes(policy, **least: int) -> None:
+    """ValueError unless the named fields of a policy are ints of at least the given size."""
+    for name, smallest in least.items():
+        value = getattr(policy, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            raise ValueError(f"{name} must be an int of at least {smallest}, got {value!r}")

@@ -1,0 +1,180 @@
+"""How good a sparse prefill is, layer by layer: attention captured against the oracle's, error of the output, sparsity.
+
+The prompt is prefilled densely, so that every policy is asked about the same queries and keys; each chunk's attention is then worked out
+again under every policy (`measure_prefill`), which costs dense attention several times over: for models of a notebook's size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax.cache.types import PagedKV
+from kvjax.engine import Engine
+from kvjax.model import Model
+from kvjax.prefill.base import PrefillContext, PrefillPolicy
+from kvjax.prefill.dense import DensePrefill
+from kvjax.prefill.lists import TileLists
+from kvjax.prefill.measure_once import MeasureOnceMaskOnce
+from kvjax.prefill.oracle_blocks import OracleBlocks
+from pallas_kernels.block_sparse_attention import block_sparse_attention
+from pallas_kernels.flash_attention import flash_attention
+
+
+def captured_mass(
+    policy: TileLists, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext, dense_lse: Float[Array, "B T H"] | None = None
+) -> Float[Array, "B T H"]:
+    """The share of its dense attention that each query pays to what the policy's lists, sinks and window let it read, float32, 0 to 1.
+
+    exp of the difference of the two log-sum-exps; nothing T x S is formed. Padding gives values that mean nothing.
+    """
+    pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+    if dense_lse is None:
+        dense_lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)[1]
+    return jnp.exp(_attend_lists(policy, query, layer, ctx)[1] - dense_lse)
+
+
+def output_error(out: Float[Array, "B T H D"], dense: Float[Array, "B T H D"]) -> Float[Array, "B T H"]:
+    """||out - dense|| / ||dense|| of every query and head, float32."""
+    out, dense = out.astype(jnp.float32), dense.astype(jnp.float32)
+    return jnp.linalg.norm(out - dense, axis=-1) / jnp.linalg.norm(dense, axis=-1)
+
+
+def ablation(
+    base: MeasureOnceMaskOnce,
+    *,
+    gammas: Sequence[int] = (8, 16, 32),
+    chis: Sequence[int] = (64, 128, 256),
+    ks: Sequence[int] = (32, 64, 128),
+    exacts: Sequence[int] = (0, 4, 8),
+) -> tuple[MeasureOnceMaskOnce, ...]:
+    """Variants of a policy, one thing changed at a time: gamma x chi; k (and k_trim) x k_exact, all exact too; without trimming."""
+    changes: list[dict[str, Any]] = [{"gamma": gamma, "chi": chi} for gamma in gammas for chi in chis if chi % gamma == 0]
+    changes += [{"k": k, "k_trim": k, "k_exact": exact} for k in ks for exact in dict.fromkeys((*exacts, k)) if exact <= k]
+    changes += [{"k_trim": None}]
+    return tuple(dict.fromkeys((base, *(dataclasses.replace(base, **change) for change in changes))))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Listening:
+    """Prefills densely, and gives each chunk to `hear` with its layer's pages."""
+
+    hear: Any
+    queries_stand_alone = True
+
+    def attend(self, query, layer, ctx):
+        out = DensePrefill().attend(query, layer, ctx)
+        jax.debug.callback(self.hear, ctx.layer, query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+        return out
+
+    def describe(self) -> str:
+        return "dense prefill, listened to"
+
+
+def measure_prefill(
+    model: Model,
+    tokens: Sequence[int],
+    policies: Iterable[TileLists],
+    *,
+    chunk: int = 2048,
+    page_size: int = 128,
+) -> list[dict[str, Any]]:
+    """Rows, one per layer and policy, of a prompt of `tokens`.
+
+    captured: mean share of the attention that lists, sinks and window hold, over the queries whose candidates do not all fit into a list
+    (the others capture all of it under any policy). of_oracle: that, as a share of what `OracleBlocks` captures with as many blocks.
+    error: mean ||out - dense|| / ||dense|| over the same queries, as the policy attends but without delta correction; error_with_delta:
+    with it, None where a policy has none. queries: how many of them. sparsity: equation 9's.
+
+    Raises ValueError for policies without lists, and where a prompt has no such query: it must be longer than their `dense_tokens`.
+    """
+    policies = tuple(policies)
+    for policy in policies:
+        if not isinstance(policy, TileLists):
+            raise ValueError(f"{policy} gives tiles of queries no lists, so there is nothing to measure")
+    sums: dict[tuple[int, PrefillPolicy], np.ndarray] = {}
+    compared = {policy: _compare(policy) for policy in policies}
+
+    pools: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    chunks: list[tuple[int, np.ndarray, tuple[np.ndarray, ...]]] = []
+
+    def hear(number, query, k, v, *place):
+        pools[int(number)] = np.asarray(k), np.asarray(v)  # the last chunk's holds the keys of all
+        chunks.append((int(number), np.asarray(query), tuple(map(np.asarray, place))))
+
+    engine = Engine(
+        model,
+        pages=-(-len(tokens) // page_size),
+        page_size=page_size,
+        prefill_chunk=chunk,
+        batch_buckets=(1,),
+        prefill=_Listening(hear),
+    )
+    engine.prefill([tokens])
+    jax.effects_barrier()
+    for number, query, place in chunks:
+        ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=model.config.sm_scale)
+        layer = PagedKV(*map(jnp.asarray, pools[number]), {})
+        for policy in policies:
+            found = np.asarray(compared[policy](jnp.asarray(query), layer, ctx), np.float64)
+            sums[number, policy] = sums.get((number, policy), 0) + found
+    return [_row(layer, policy, len(tokens), found) for (layer, policy), found in sorted(sums.items(), key=lambda item: item[0][0])]
+
+
+def _compare(policy: PrefillPolicy):
+    """(query, layer, ctx) -> sums over the queries that count, jitted: count, captured, the oracle's, error, error with delta."""
+
+    @jax.jit
+    def compare(query, layer, ctx):
+        pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+        dense, lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)
+        blocks = policy.lists(query, layer, ctx)
+        sparse, sparse_lse = _attend_lists(policy, query, layer, ctx, blocks)
+        kept = min(policy.k, blocks.shape[3]) if hasattr(policy, "k") else blocks.shape[3]
+        window = {"sink_tokens": policy.sink_tokens, "window_tokens": policy.window_tokens}
+        oracle = OracleBlocks(kept, policy.chi, policy.key_block, **window)
+        best = captured_mass(oracle, query, layer, ctx, lse)
+        position = ctx.starts[:, None] + jnp.arange(query.shape[1])
+        counts = (position < ctx.lengths[:, None]) & (position >= oracle.dense_tokens)
+        corrected = sparse
+        if isinstance(policy, MeasureOnceMaskOnce):
+            corrected = policy.corrected(sparse, policy.measure(query, layer, ctx)[0])
+        figures = (jnp.ones_like(lse), jnp.exp(sparse_lse - lse), best, output_error(sparse, dense), output_error(corrected, dense))
+        return jnp.stack([jnp.where(counts[..., None], x, 0).sum() for x in figures])
+
+    return compare
+
+
+def _attend_lists(policy: TileLists, query, layer, ctx, blocks: Array | None = None):
+    """Out and LSE of attention over sinks, window and the policy's lists."""
+    return block_sparse_attention(
+        *(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths),
+        blocks=policy.lists(query, layer, ctx) if blocks is None else blocks,
+        block_size=policy.key_block,
+        query_tile=policy.chi,
+        window=(policy.sink_tokens, policy.window_tokens),
+        sm_scale=ctx.sm_scale,
+    )
+
+
+def _row(layer: int, policy: PrefillPolicy, tokens: int, found: np.ndarray) -> dict[str, Any]:
+    count, captured, best, error, corrected = map(float, found)
+    if count == 0:
+        raise ValueError(f"no query of {tokens:,} tokens has more candidates than {policy} lists: the prompt is too short to measure it")
+    return {
+        "layer": layer,
+        "policy": str(policy),
+        "tokens": tokens,
+        "queries": int(count),
+        "captured": captured / count,
+        "of_oracle": captured / best,
+        "error": error / count,
+        "error_with_delta": corrected / count if isinstance(policy, MeasureOnceMaskOnce) else None,
+        "sparsity": policy.sparsity(tokens) if hasattr(policy, "sparsity") else None,
+    }

@@ -1,0 +1,106 @@
+"""Tables of prefill: the attention of one layer and its steps, time to first token, and what lists capture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pallas_kernels.bench.formats import markdown, tokens_text
+
+Row = dict[str, Any]
+OP_COLUMNS = ("op", "shape", "tokens", "policy", "path", "ms", "TFLOP/s", "of peak", "TB/s")
+OP_COLUMNS += ("error", "same bits", "lists full", "x best dense")
+TIME_COLUMNS = ("shape", "tokens", "policy", "chunk", "path", "s", "tokens/s", "x dense", "temp GB", "peak GB beyond weights and cache")
+STEPS = ("query-sparse", "union", "block-sparse", "delta", "sparse")
+
+
+def op_cells(row: Row) -> tuple[str, ...]:
+    """The cells of `OP_COLUMNS`."""
+    first = row["op"], row["shape"], tokens_text(row["tokens"]), row["policy"]
+    if "median_s" not in row:
+        return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(OP_COLUMNS) - 5)
+    path = ", ".join(sorted(set(row["path"].values())))
+    return (
+        *first,
+        path if row["clock"] == "trace" else f"{path} ({row['clock']})",
+        f"{row['median_s'] * 1e3:,.3f}",
+        f"{row['flops_per_s'] / 1e12:,.0f}" if "flops_per_s" in row else "",
+        f"{row['fraction_of_peak']:.2f}" if "fraction_of_peak" in row else "",
+        f"{row['bytes_per_s'] / 1e12:.2f}" if "bytes_per_s" in row else "",
+        f"{row['error']:.1e}" if "error" in row else "",
+        {True: "yes", False: "NO"}.get(row.get("same_bits"), ""),
+        f"{row['lists_full']:.3f}" if "lists_full" in row else "",
+        f"{row['speedup']['times']:.2f}" if "speedup" in row else "",
+    )
+
+
+def op_table(rows: Sequence[Row]) -> str:
+    """Every row."""
+    return markdown(OP_COLUMNS, map(op_cells, rows))
+
+
+def steps_table(rows: Sequence[Row]) -> str:
+    """Milliseconds of the fastest dense attention, of each step and of the whole sparse attention, by shape and length."""
+    lines = []
+    timed = [row for row in rows if "median_s" in row]
+    for shape, tokens, policy in dict.fromkeys((row["shape"], row["tokens"], row["policy"]) for row in timed if row["op"] == "sparse"):
+        here = [row for row in timed if (row["shape"], row["tokens"]) == (shape, tokens)]
+        dense = min((row for row in here if row["op"] in ("baseline", "dense")), key=lambda row: row["median_s"])
+        steps = {row["op"]: row["median_s"] for row in here if row["policy"] == policy}
+        times = (f"{steps[name] * 1e3:,.2f}" if name in steps else "-" for name in STEPS)
+        fastest = f"{dense['median_s'] * 1e3:,.2f} ({dense['policy']})"
+        lines.append((shape, tokens_text(tokens), policy, fastest, *times, f"{dense['median_s'] / steps['sparse']:.2f}"))
+    return markdown(("shape", "tokens", "policy", "fastest dense, ms", *STEPS, "x dense"), lines)
+
+
+def time_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+    """The cells of `TIME_COLUMNS`; rows: for the dense one of the same prompt."""
+    first = row["shape"], tokens_text(row["tokens"]), row["policy"], f"{row['chunk']:,}"
+    if "median_s" not in row:
+        return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(TIME_COLUMNS) - 5)
+    place = ("shape", "tokens", "layers", "chunk")
+    dense = next((r for r in rows if r["policy"] == "dense" and "median_s" in r and all(r[k] == row[k] for k in place)), None)
+    return (
+        *first,
+        ", ".join(sorted(set(row["path"].values()))),
+        f"{row['median_s']:.2f}",
+        f"{row['tokens_per_s']:,.0f}",
+        f"{dense['median_s'] / row['median_s']:.2f}" if dense else "",
+        f"{row['temp_bytes'] / 1e9:.2f}",
+        f"{(row['peak_bytes'] - row['held_bytes']) / 1e9:.2f}" if row["peak_bytes"] else "",
+    )
+
+
+def time_table(rows: Sequence[Row]) -> str:
+    """Time to first token."""
+    return markdown(TIME_COLUMNS, (time_cells(row, rows) for row in rows))
+
+
+def split_table(rows: Sequence[Row]) -> str:
+    """Where the time of the profiled chunks goes."""
+    profiled = [row for row in rows if row.get("profile")]
+    lines = []
+    for row in profiled:
+        parts = row["profile"]["parts_s"]
+        together = {name: sum(of[name] for of in parts) / len(parts) for name in parts[0]}
+        total = sum(together.values())
+        shares = (f"{seconds * 1e3:,.1f} ({seconds / total:.0%})" for seconds in together.values())
+        lines.append((row["shape"], tokens_text(row["tokens"]), row["policy"], f"{total * 1e3:,.1f}", *shares))
+    names = list(profiled[0]["profile"]["parts_s"][0]) if profiled else []
+    return markdown(("shape", "tokens", "policy", "ms a chunk", *names), lines)
+
+
+def measures_table(rows: Sequence[Row]) -> str:
+    """Captured attention and output errors of each policy: the mean over the layers (the worst layer)."""
+    lines = []
+    rows = [row for row in rows if "captured" in row]
+    for shape, tokens, policy in dict.fromkeys((row["shape"], row["tokens"], row["policy"]) for row in rows):
+        here = [row for row in rows if (row["shape"], row["tokens"], row["policy"]) == (shape, tokens, policy)]
+        figures = (("captured", min), ("of_oracle", min), ("error", max), ("error_with_delta", max))
+        cells = (_mean_and_worst([row[name] for row in here if row.get(name) is not None], worst) for name, worst in figures)
+        lines.append((shape, tokens_text(tokens), policy, *cells, f"{here[0]['sparsity']:.3f}" if here[0]["sparsity"] is not None else ""))
+    return markdown(("model", "tokens", "policy", "captured", "of the oracle's", "error", "error with delta", "sparsity"), lines)
+
+
+def _mean_and_worst(values: list[float], worst) -> str:
+    return f"{sum(values) / len(values):.4f} ({worst(values):.4f})" if values else ""

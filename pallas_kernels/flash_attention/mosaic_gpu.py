@@ -1,0 +1,67 @@
+"""flash_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.query_tiles` over every tile of keys, or those of sinks and window.
+
+Key tiles are fixed spans of absolute positions, walked in ascending order, so a row's bits depend neither on where its chunk starts nor on
+the width of the page table nor on the other rows.
+
+Memory traffic: q and out once; keys and values of a sequence once per 128 queries and head, of which L2 serves those that neighbours
+share. Source: FlashAttention-3 (arXiv 2407.08608); StreamingLLM (arXiv 2309.17453) for sinks and window.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import query_tiles
+
+
+def unsupported(q, k, v, page_table, starts, lengths, *, window, sm_scale, config) -> str | None:
+    """Why this valid input is none for this kernel, or None if it is one."""
+    return query_tiles.unsupported(q, k, sm_scale)
+
+
+def flash_attention(q, k, v, page_table, starts, lengths, *, window, sm_scale, config):
+    """See `pallas_kernels.flash_attention.flash_attention`; takes no config."""
+    if config is not None:
+        raise ValueError(f"implementation 'mosaic_gpu' of flash_attention takes no config, got {config!r}")
+    reason = unsupported(q, k, v, page_table, starts, lengths, window=window, sm_scale=sm_scale, config=config)
+    if reason:
+        raise NotImplementedError(f"flash_attention 'mosaic_gpu': {reason}")
+    return _attend(q, k, v, page_table, starts, lengths, window=window, sm_scale=sm_scale)
+
+
+@functools.partial(jax.jit, static_argnames=("window", "sm_scale"))
+def _attend(q, k, v, page_table, starts, lengths, *, window, sm_scale):
+    s = query_tiles.shape_of(q, k, sm_scale=sm_scale)
+    plain_end = query_tiles.plain_ends(page_table, lengths, s.page_size)
+    out, lse = query_tiles.launch(s, "flash_attention_kernel", functools.partial(_walk, s, window))(
+        query_tiles.padded(q), k, v, page_table, starts, lengths, plain_end
+    )
+    return query_tiles.cut(s, out, lse)
+
+
+def _walk(s: query_tiles.Shape, window, refs, row, head, tile):
+    """Every tile of keys up to the last query, or those that sinks and window touch."""
+    table_ref, starts_ref, lengths_ref, plain_ref = refs
+    first, length = starts_ref[row] + tile * query_tiles.TILE_ROWS, lengths_ref[row]
+    end = lax.div(jnp.minimum(first + query_tiles.TILE_ROWS, length) + (s.tile - 1), jnp.int32(s.tile))
+    end = jnp.where(first < length, end, 0)  # padding
+    steps, sinks, resume, of_window = end, 0, 0, {}
+    if window is not None:
+        sinks = jnp.minimum(-(-window[0] // s.tile), end)
+        resume = jnp.clip(lax.div(jnp.maximum(first - window[1] + 1, 0), jnp.int32(s.tile)), sinks, end)
+        steps = sinks + end - resume
+        of_window = query_tiles.window_masks(s, window)
+
+    def starts(step):
+        if window is not None:
+            step = jnp.where(step < sinks, step, step - sinks + resume)
+        return tuple(step * s.tile + p * s.piece for p in range(s.pieces))
+
+    def page_of(position):
+        return table_ref[row, lax.div(position, jnp.int32(s.page_size))]
+
+    return query_tiles.Walk(steps, starts, page_of, plain_ref[row], length, **of_window), first

@@ -1,0 +1,90 @@
+"""query_sparse_attention: signature, validation, dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch, paged
+
+
+def query_sparse_attention(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "N K P D"],
+    v: Float[Array, "N K P D"],
+    page_table: Int[Array, "B M"],
+    starts: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    *,
+    gamma: int,
+    block_size: int,
+    k_blocks: int,
+    k_exact: int,
+    window: tuple[int, int] | None = None,
+    tournament: bool = False,
+    sm_scale: float,
+    config: Any = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B R H D"], Float[Array, "B R H"], Int[Array, "B R H k"], Float[Array, "B R H k"]]:
+    """Exact causal attention of every gamma-th query of a chunk, and in the same pass, per query head, the key blocks that score best.
+
+    q, k, v, page_table, starts, lengths, sm_scale: as `flash_attention` takes them (chunk written, query t of row b at position
+    starts[b] + t, int32, -1 = no page). gamma: queries per measured one. R = ceil(T / gamma) rows: row r is query t = r * gamma of the
+    chunk, so query t belongs to row t // gamma; this is the paper's grid where starts are multiples of gamma. block_size: tokens,
+    divides P. k_blocks: slots of a list, at least 1. config: the implementation's own; "xla" takes
+    `pallas_kernels.query_sparse_attention.xla.Config`. implementation: see `pallas_kernels.dispatch`.
+
+    Score of block j, float32: S(j) = log sum exp(sm_scale * q.k) over the keys of j that the row attends to (natural log). Candidates are
+    the blocks up to and with the one the row stands in. window: (sink_tokens, window_tokens) that whoever reads the lists reads anyway; a
+    block that lies in the sink, or begins in the row's window, (j + 1) * block_size <= sink_tokens or j * block_size > position -
+    window_tokens, is then no candidate. It does not touch out, lse or scores.
+
+    Selection walks the candidates in ascending order, once, in float32; a block that scores -inf (nothing there to attend to) or NaN is
+    passed by. Two stages, each of which may have no slot:
+
+    1. Slots 0 to k_exact - 1 hold the best so far. The worst slot is the one of lowest score; of equal scores an empty one (the first),
+       else the one with the higher block. A block that scores more than the worst slot takes its place, else it is passed on; so is a
+       block that loses its slot. Of equal scores the lower block therefore stays, and a filled list is the exact top k_exact.
+       tournament=False looks for the worst slot among all (O(k_exact) an update), True keeps it in a winner tree (O(log k_exact)); both
+       give the same slots.
+    2. Slots k_exact to k_blocks - 1 are filled one after another and never replaced. Each score S of the walk is first counted in:
+       n += 1, d = S - m, m += d / n, squares += d * (S - m) (Welford). Then a block that stage 1 passed on, of score s, is taken where
+       s - m >= z * sqrt(squares / n), with Pr(X > z) = slots left / candidates left for a standard normal X (equations 6 and 7;
+       candidates from the present position of the walk to the last), always where as many slots as candidates are left; O(1) an
+       update. Each operation on m rounds to float32, so the left side is the same everywhere and among equal scores the lower
+       blocks are taken; the right side may differ in its last bits between implementations unless it is 0.
+
+    Named as in the paper: k_exact = k_blocks is the exact (or tournament tree) selector, k_exact = 0 the estimated one, else the hybrid.
+
+    Returns out `[B, R, H, D]` in q's dtype; lse `[B, R, H]` float32, natural log; ids `[B, R, H, k_blocks]` int32, logical blocks, each
+    once, in the order of slots (not ascending), -1 in empty slots; scores `[B, R, H, k_blocks]` float32, -inf in empty slots. A row at or
+    past its length (padding) gives 0, -inf, -1, -inf, like one with nothing to read. Memory: that of the results and a tile; neither the
+    R x S logits nor the R x S / block_size scores are written.
+
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+
+    Source: "Measure Once, Mask Once", section 3, equations 4 to 8 and appendix A. Unlike its Algorithm 1, scores are scaled and the
+    block on the diagonal is attended to (and is a candidate).
+    """
+    paged.check(q, k, v, page_table, sm_scale, window, starts=starts, lengths=lengths)
+    check_selection(k.shape[2], gamma=gamma, block_size=block_size, k_blocks=k_blocks, k_exact=k_exact, tournament=tournament)
+    arrays = (q, k, v, page_table, starts, lengths)
+    selection = {"gamma": gamma, "block_size": block_size, "k_blocks": k_blocks, "k_exact": k_exact, "window": window}
+    signature = f"{dispatch.signature(q=q, k=k, page_table=page_table)} {selection} tournament {tournament}"
+    static = selection | {"tournament": tournament, "sm_scale": sm_scale, "config": config}
+    name = dispatch.choose("query_sparse_attention", implementation, signature, arrays, static)
+    return dispatch.load("query_sparse_attention", name)(*arrays, **static)
+
+
+def check_selection(page_size: int, *, gamma: int, block_size: int, k_blocks: int, k_exact: int, tournament: bool) -> None:
+    """Raise ValueError unless the sizes of a selection fit together."""
+    for name, value, least in (("gamma", gamma, 1), ("block_size", block_size, 1), ("k_blocks", k_blocks, 1), ("k_exact", k_exact, 0)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an int, at least {least}; got {value!r}")
+    if page_size % block_size:
+        raise ValueError(f"block_size {block_size} does not divide page_size {page_size}")
+    if k_exact > k_blocks:
+        raise ValueError(f"k_exact {k_exact} is more than k_blocks {k_blocks}: exact slots are part of the list")
+    if not isinstance(tournament, bool):
+        raise ValueError(f"tournament must be True or False, got {tournament!r}")

@@ -1,0 +1,123 @@
+"""query_sparse_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.query_tiles` over all keys, the selectors beside it.
+
+Softmax takes each block of keys by itself: its weights are relative to its own greatest logit, and become relative to the row's by a
+product. So a block's score is a by-product that depends on the block and the row alone (of equal blocks equal to the bit, however far
+below the row's maximum), and costs no second exponential. The warpgroup selects (`lane_selection`)
+while the tensor cores multiply its next tile. What is written of the scores is what the lists hold: neither R x S logits nor R x S /
+block_size scores.
+
+Up to 16 exact slots stand in registers, more in the results, where the worst is looked for again at every replacement: slower, and that
+of the tournament too, whose slots are the same. The quantile of stage 2 is Giles's approximation, so its threshold may differ from other
+implementations' in the last bits, as the interface allows.
+
+Memory traffic: the measured rows of q, out and the lists once; keys and values of a sequence once per 128 rows and head, of which L2
+serves those that neighbours share. Source: "Measure Once, Mask Once", appendix A; FlashAttention-3 (arXiv 2407.08608).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import query_tiles
+from pallas_kernels.gather_attention.tiles import LOG2E, LOWEST
+from pallas_kernels.query_sparse_attention import lane_selection
+
+
+def unsupported(
+    q, k, v, page_table, starts, lengths, *, gamma, block_size, k_blocks, k_exact, window, tournament, sm_scale, config
+) -> str | None:
+    """Why this valid input is none for this kernel, or None if it is one."""
+    reason = query_tiles.unsupported(q, k, sm_scale)
+    if reason:
+        return reason
+    tile = query_tiles.shape_of(q, k, sm_scale=sm_scale).tile
+    if block_size not in (64, tile):
+        return f"block_size must be 64 or {tile} at head dim {q.shape[3]}, got {block_size}"
+    return None
+
+
+def query_sparse_attention(q, k, v, page_table, starts, lengths, *, config, **static):
+    """See `pallas_kernels.query_sparse_attention.query_sparse_attention`; takes no config."""
+    if config is not None:
+        raise ValueError(f"implementation 'mosaic_gpu' of query_sparse_attention takes no config, got {config!r}")
+    reason = unsupported(q, k, v, page_table, starts, lengths, config=config, **static)
+    if reason:
+        raise NotImplementedError(f"query_sparse_attention 'mosaic_gpu': {reason}")
+    return _measure(q, k, v, page_table, starts, lengths, **static)
+
+
+@functools.partial(jax.jit, static_argnames=("gamma", "block_size", "k_blocks", "k_exact", "window", "tournament", "sm_scale"))
+def _measure(q, k, v, page_table, starts, lengths, *, gamma, block_size, k_blocks, k_exact, window, tournament, sm_scale):
+    del tournament  # the same slots
+    q = q[:, ::gamma]
+    s = query_tiles.shape_of(q, k, sm_scale=sm_scale, row_stride=gamma)
+    selector = lane_selection.Selector(block_size, k_blocks, k_exact, gamma, s.num_rows, s.num_heads, window)
+    lists = (*q.shape[:3], k_blocks)
+    plain_end = query_tiles.plain_ends(page_table, lengths, s.page_size)
+    kernel = query_tiles.launch(
+        s,
+        "query_sparse_attention_kernel",
+        functools.partial(_walk, s),
+        functools.partial(_aside, s, selector),
+        [jax.ShapeDtypeStruct(lists, jnp.int32), jax.ShapeDtypeStruct(lists, jnp.float32)],
+    )
+    out, lse, ids, scores = kernel(query_tiles.padded(q), k, v, page_table, starts, lengths, plain_end)
+    return *query_tiles.cut(s, out, lse), ids, scores
+
+
+def _walk(s: query_tiles.Shape, refs, row, head, tile):
+    """Every tile of keys up to the last row's position; rows in the padding see nothing."""
+    table_ref, starts_ref, lengths_ref, plain_ref = refs
+    span = query_tiles.TILE_ROWS * s.row_stride
+    first, length = starts_ref[row] + tile * span, lengths_ref[row]
+    end = lax.div(jnp.minimum(first + (span - s.row_stride + 1), length) + (s.tile - 1), jnp.int32(s.tile))
+    end = jnp.where(first < length, end, 0)
+
+    def starts(step):
+        return tuple(step * s.tile + p * s.piece for p in range(s.pieces))
+
+    def page_of(position):
+        return table_ref[row, lax.div(position, jnp.int32(s.page_size))]
+
+    def unmasked(_, starts, first, last):
+        return last < length
+
+    def seen(_, pos, query_pos):
+        return query_pos < length
+
+    return query_tiles.Walk(end, starts, page_of, plain_ref[row], length, unmasked, seen), first
+
+
+def _aside(s: query_tiles.Shape, selector: lane_selection.Selector, walk, row, head, first_row, position, refs):
+    """Selection from the scores of every tile."""
+    blocks = s.tile // selector.block_size
+
+    def beside(step, report, state):
+        return selector.offer(refs, step * blocks, *report, state)
+
+    nothing = [query_tiles.all_rows(LOWEST)] * blocks, [query_tiles.all_rows(0.0)] * blocks
+    state = selector.empty(refs, row, head, first_row, position, walk.length)
+    weigh = functools.partial(_weigh, s, selector.block_size)
+    return query_tiles.Aside(weigh, beside, nothing, state, functools.partial(selector.finish, refs))
+
+
+def _weigh(s: query_tiles.Shape, block_size: int, x, m):
+    """As `query_tiles.weigh_plainly`, a block at a time; reports per block its maximum and its sum of weights relative to it."""
+    factor = s.sm_scale * LOG2E
+    parts = [lax.slice(x, (0, i), (query_tiles.ROWS, i + block_size)) for i in range(0, s.tile, block_size)]
+    tops = [jnp.maximum(part.max(axis=1) * factor, LOWEST) for part in parts]
+    weights = [jnp.exp2(part * factor - _across(top, part)) for part, top in zip(parts, tops, strict=True)]
+    sums = [p.sum(axis=1) for p in weights]
+    new_m = functools.reduce(jnp.maximum, tops, m)
+    shares = [jnp.exp2(top - new_m) for top in tops]
+    of_tile = sum(total * share for total, share in zip(sums, shares, strict=True))
+    weights = [(p * _across(share, p)).astype(s.dtype) for p, share in zip(weights, shares, strict=True)]
+    return new_m, of_tile, tuple(weights), (tops, sums)
+
+
+def _across(of_rows, x):
+    return lax.broadcast_in_dim(of_rows, x.shape, [0])

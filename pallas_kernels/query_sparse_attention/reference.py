@@ -1,0 +1,159 @@
+"""query_sparse_attention by definition: every logit of every measured query, then plain-Python selectors over the scores of a row.
+
+As wasteful as it reads: keep it to tests and debugging. Scores and the mean are float32, the quantile is Python's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+EMPTY = (-math.inf, -1)
+"""A slot that holds nothing; slots are (score, block)."""
+
+
+def worse(a: tuple[float, int], b: tuple[float, int]) -> bool:
+    """Whether slot a is replaced before slot b: lower score, of equal scores an empty one, else the higher block."""
+    if a[0] != b[0]:
+        return a[0] < b[0]
+    return b != EMPTY and (a == EMPTY or a[1] > b[1])
+
+
+class Replacement:
+    """The best k so far in k slots; the worst slot is looked for among all."""
+
+    def __init__(self, k: int):
+        self.slots = [EMPTY] * k
+
+    def offer(self, score: float, block: int) -> tuple[float, int]:
+        """Take the block or not; returns what is left outside: the block, what it displaced, or EMPTY."""
+        worst = 0
+        for i, slot in enumerate(self.slots):
+            if worse(slot, self.slots[worst]):
+                worst = i
+        if not score > self.slots[worst][0]:
+            return score, block
+        lost, self.slots[worst] = self.slots[worst], (score, block)
+        return lost
+
+
+class Tournament:
+    """The same in a winner tree (Knuth, volume 3): node 1 is the root, a node holds the number of the worse slot of its two."""
+
+    def __init__(self, k: int):
+        self.leaves = 1 << (k - 1).bit_length()
+        self.slots = [EMPTY] * k + [(math.inf, -2)] * (self.leaves - k)  # what fills up to a power of two never wins
+        self.tree = [0] * self.leaves + list(range(self.leaves))
+        for node in range(self.leaves - 1, 0, -1):
+            self._play(node)
+
+    def _play(self, node: int) -> None:
+        left, right = self.tree[2 * node], self.tree[2 * node + 1]
+        self.tree[node] = right if worse(self.slots[right], self.slots[left]) else left
+
+    def offer(self, score: float, block: int) -> tuple[float, int]:
+        """As `Replacement.offer`."""
+        worst = self.tree[1]
+        if not score > self.slots[worst][0]:
+            return score, block
+        lost, self.slots[worst] = self.slots[worst], (score, block)
+        node = (self.leaves + worst) // 2
+        while node:
+            self._play(node)
+            node //= 2
+        return lost
+
+
+class Estimated:
+    """k slots filled in order by whatever exceeds the quantile that the slots and candidates left ask for."""
+
+    def __init__(self, k: int):
+        self.k, self.slots, self.seen, self.mean, self.squares = k, [], 0, np.float32(0), 0.0
+
+    def count(self, score: float) -> None:
+        """Welford's update."""
+        self.seen += 1
+        before = np.float32(score) - self.mean
+        self.mean += before / np.float32(self.seen)
+        self.squares += float(before) * float(np.float32(score) - self.mean)
+
+    def offer(self, score: float, block: int, candidates_left: int) -> None:
+        """candidates_left: from the present position of the walk to the last, both included."""
+        slots_left = self.k - len(self.slots)
+        if slots_left == 0:
+            return
+        if slots_left < candidates_left:
+            z = statistics.NormalDist().inv_cdf(1 - slots_left / candidates_left)
+            if not np.float32(score) - self.mean >= z * math.sqrt(self.squares / self.seen):
+                return
+        self.slots.append((score, block))
+
+
+def select(scores: np.ndarray, first: int, end: int, *, k_blocks: int, k_exact: int, tournament: bool) -> list[tuple[float, int]]:
+    """Slots of a row: scores `[blocks]` float32, of which first to end - 1 are candidates."""
+    exact = (Tournament if tournament else Replacement)(k_exact) if k_exact else None
+    estimated = Estimated(k_blocks - k_exact)
+    for block in range(first, end):
+        score = float(scores[block])
+        if not score > -math.inf:
+            continue
+        estimated.count(score)
+        lost = exact.offer(score, block) if exact else (score, block)
+        if lost != EMPTY:
+            estimated.offer(*lost, end - block)
+    slots = (exact.slots[:k_exact] if exact else []) + estimated.slots
+    return slots + [EMPTY] * (k_blocks - len(slots))
+
+
+def candidates(position: int, block_size: int, window: tuple[int, int] | None) -> tuple[int, int]:
+    """First candidate of a row at this position, and the one after the last."""
+    blocks = range(position // block_size + 1)
+    if window is not None:
+        blocks = [j for j in blocks if (j + 1) * block_size > window[0] and j * block_size <= position - window[1]]
+    return (blocks[0], blocks[-1] + 1) if blocks else (0, 0)
+
+
+@functools.partial(jax.jit, static_argnames=("gamma", "block_size", "k_blocks", "k_exact", "window", "tournament", "sm_scale", "config"))
+def query_sparse_attention(
+    q, k, v, page_table, starts, lengths, *, gamma, block_size, k_blocks, k_exact, window, tournament, sm_scale, config
+):
+    """See `pallas_kernels.query_sparse_attention.query_sparse_attention`; takes no config."""
+    if config is not None:
+        raise ValueError(f"implementation 'reference' of query_sparse_attention takes no config, got {config!r}")
+    num_kv_heads, page_size, head_dim = k.shape[1:]
+    q = q[:, ::gamma]
+    positions = starts[:, None] + gamma * jnp.arange(q.shape[1])
+
+    def of_row(q, table, position, length):  # q [R, H, D]
+        pos = jnp.arange(table.size * page_size)
+        there = (jnp.repeat(table, page_size) >= 0) & (pos < length)
+        seen = there & (pos <= position[:, None]) & (position < length)[:, None]
+        keys, values = (pool[table].swapaxes(1, 2).reshape(-1, num_kv_heads, head_dim) for pool in (k, v))
+        keys, values = (jnp.where(there[:, None, None], x, 0).astype(jnp.float32) for x in (keys, values))
+        keys, values = (jnp.repeat(x, q.shape[1] // num_kv_heads, axis=1) for x in (keys, values))
+        logits = jnp.einsum("rhd,shd->rhs", q.astype(jnp.float32), keys, precision="highest") * sm_scale
+        logits = jnp.where(seen[:, None], logits, -jnp.inf)
+        scores = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], -1, block_size), axis=-1)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        weights = jnp.where(lse[..., None] == -jnp.inf, 0, jax.nn.softmax(logits, axis=-1))
+        return jnp.einsum("rhs,shd->rhd", weights, values, precision="highest").astype(q.dtype), lse, scores
+
+    out, lse, scores = jax.vmap(of_row)(q, page_table, positions, lengths)
+
+    def select_rows(scores, positions, lengths):
+        ids, kept = np.full((*lse.shape, k_blocks), -1, np.int32), np.full((*lse.shape, k_blocks), -np.inf, np.float32)
+        for b, r, h in np.ndindex(*lse.shape):
+            if positions[b, r] < lengths[b]:
+                first, end = candidates(int(positions[b, r]), block_size, window)
+                slots = select(np.asarray(scores[b, r, h]), first, end, k_blocks=k_blocks, k_exact=k_exact, tournament=tournament)
+                kept[b, r, h], ids[b, r, h] = zip(*slots, strict=True)
+        return ids, kept
+
+    shape = (*lse.shape, k_blocks)
+    results = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
+    return out, lse, *jax.pure_callback(select_rows, results, scores, positions, lengths)

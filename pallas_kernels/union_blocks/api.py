@@ -1,0 +1,52 @@
+"""union_blocks: signature, validation, dispatch."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch
+
+
+def union_blocks(
+    ids: Int[Array, "B R H k"],
+    scores: Float[Array, "B R H k"],
+    *,
+    rows: int,
+    k_trim: int,
+    rank: str = "mean",
+    num_blocks: int | None = None,
+    implementation: str | None = None,
+) -> Int[Array, "B U H W"]:
+    """Per tile of `rows` consecutive rows: the blocks that any of them chose, of these the k_trim best by mean score or by sum.
+
+    ids: int32, the blocks each row chose, in any order, each at most once a row, -1 where there is none (`query_sparse_attention`
+    gives them so). scores: float32, of each of these; beside -1 they are not looked at. rows: rows a tile, chi / gamma in the paper; the
+    last tile may have fewer, U = ceil(R / rows). k_trim: W, blocks a tile may keep; rows * k keeps the whole union. num_blocks: a number
+    that no block reaches, which the kernel for GPUs needs to know; None: unknown.
+
+    rank: "mean" (Algorithm 2) or "sum". A block's score, in float32, is summed over the rows that chose it in the order of the rows, and
+    under "mean" divided by their number. A mean of logarithms does not know how many rows want a block, nor how much; the sum of
+    exp(score - lse), the shares of attention that the rows pay it, does. Of equal ones the lower block is kept. NaN and -inf count as the
+    lowest finite float32: they rank last, but still before nothing.
+
+    Returns blocks `[B, U, H, W]` int32: ascending, each once, -1 at the end. The same bits every time, whatever the order of a row's
+    list. Memory: a few times that of the arguments.
+
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+
+    Source: "Measure Once, Mask Once", section 3 (block mask union and trimming) and Algorithm 2.
+    """
+    arrays = dispatch.signature(ids=ids, scores=scores)
+    if ids.ndim != 4 or ids.shape != scores.shape or 0 in ids.shape:
+        raise ValueError(f"union_blocks takes ids and scores [B,R,H,k] of one shape, no axis empty; got {arrays}")
+    if ids.dtype != jnp.int32 or scores.dtype != jnp.float32:
+        raise ValueError(f"ids must be int32 and scores float32; got {arrays}")
+    if rank not in ("mean", "sum"):
+        raise ValueError(f"rank must be 'mean' or 'sum', got {rank!r}")
+    for name, value in (("rows", rows), ("k_trim", k_trim), ("num_blocks", 1 if num_blocks is None else num_blocks)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}")
+    static = {"rows": rows, "k_trim": k_trim, "rank": rank, "num_blocks": num_blocks}
+    name = dispatch.choose("union_blocks", implementation, f"{arrays} {static}", (ids, scores), static)
+    return dispatch.load("union_blocks", name)(ids, scores, **static)

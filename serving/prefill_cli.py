@@ -1,0 +1,134 @@
+"""What `kvjax bench prefill` does, in its three forms: a run yields rows, `show` writes them and prints a table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from kvjax.serving.decode_bench import config_of, parse_lengths
+from kvjax.serving.prefill_bench import PrefillPlan, policies_of, run_prefill_plan
+from pallas_kernels.bench import prefill_report
+from pallas_kernels.bench.cases import SHAPES
+from pallas_kernels.results import write_result
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One form of the command.
+
+    kind: the `bench` field of the JSON. begin: (say what is being done) -> more fields of it. rows: (say, those fields) -> rows. table:
+    rows -> Markdown.
+    """
+
+    kind: str
+    begin: Callable[[Callable], dict[str, Any]]
+    rows: Callable[[Callable, dict[str, Any]], Iterator[dict[str, Any]]]
+    table: Callable[[Sequence[dict[str, Any]]], str]
+
+
+def time_run(shape: str, lengths: str, policies: str, dtype: str, *, chunk: int, rounds: int, layers: int | None) -> Run:
+    """Time to first token. ValueError for what makes no plan."""
+    if layers is not None and layers < 1:
+        raise ValueError(f"layers must be at least 1, got {layers}")
+    config = config_of(shape, layers)
+    plan = PrefillPlan(shape, config, _dtype(dtype), parse_lengths(lengths), policies_of(policies), chunk, rounds)
+
+    def table(rows: Sequence[dict[str, Any]]) -> str:
+        return f"{prefill_report.time_table(rows)}\n\n{prefill_report.split_table(rows)}"
+
+    return Run("prefill", lambda say: {}, lambda say, _: run_prefill_plan(plan, say), table)
+
+
+def ops_run(shape: str, lengths: str, policies: str, dtype: str) -> Run:
+    """The attention of one layer. ValueError for shapes and policies that it cannot take apart."""
+    from kvjax.prefill import DensePrefill, MeasureOnceMaskOnce
+    from kvjax.serving.prefill_ops import op_rows, peak_flops
+
+    if shape not in SHAPES:
+        raise ValueError(f"--ops takes the shapes {', '.join(SHAPES)}, got {shape!r}")
+    sparse = [policy for policy in policies_of(policies) if policy != DensePrefill()]
+    if len(sparse) != 1 or not isinstance(sparse[0], MeasureOnceMaskOnce):
+        raise ValueError(f"--ops takes the steps of one momo policy apart, got {policies!r}")
+    tokens = parse_lengths(lengths)
+    _dtype(dtype)
+
+    def begin(say: Callable) -> dict[str, Any]:
+        say("peak of a matrix product")
+        return {"peak": peak_flops(dtype)}
+
+    def rows(say: Callable, begun: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for length in tokens:
+            try:
+                yield from op_rows(shape, length, sparse[0], begun["peak"]["flops_per_s"], dtype=dtype, on_progress=say)
+            except Exception as error:  # no reason to lose the other lengths
+                named = {
+                    "case": f"prompt/{shape}/{length}",
+                    "op": "prompt",
+                    "shape": shape,
+                    "tokens": length,
+                    "batch": 1,
+                    "policy": policies,
+                }
+                yield named | {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
+
+    def table(rows: Sequence[dict[str, Any]]) -> str:
+        return f"{prefill_report.op_table(rows)}\n\n{prefill_report.steps_table(rows)}"
+
+    return Run("prefill-ops", begin, rows, table)
+
+
+def measures_run(model: str, lengths: str, policies: str, *, ablate: bool, files: Sequence[Path]) -> Run:
+    """What lists capture. ValueError for policies without lists, or texts that are too short."""
+    import kvjax
+    from kvjax.fidelity.needle import documentation_text, encode_text
+    from kvjax.prefill import DensePrefill, MeasureOnceMaskOnce
+    from kvjax.prefill.measures import ablation, measure_prefill
+
+    chosen = [policy for policy in policies_of(policies) if policy != DensePrefill()]
+    if ablate:
+        chosen = [v for policy in chosen for v in (ablation(policy) if isinstance(policy, MeasureOnceMaskOnce) else (policy,))]
+    tokens = parse_lengths(lengths)
+    loaded = kvjax.load(model)
+    prose = "\n\n".join(file.read_text(encoding="utf-8") for file in files) or documentation_text()
+    ids = encode_text(loaded.tokenizer, prose).tolist()
+    if len(ids) < max(tokens):
+        raise ValueError(f"the text has {len(ids):,} tokens, the longest prompt {max(tokens):,}: give more with --text")
+
+    def rows(say: Callable, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for length in tokens:
+            for policy in chosen:
+                say(f"{length:,} tokens: {policy}")
+                for row in measure_prefill(loaded, ids[:length], [policy]):
+                    yield {"op": "prefill-measures", "shape": model, "batch": 1} | row
+
+    return Run("prefill-measures", lambda say: {}, rows, prefill_report.measures_table)
+
+
+def show(run: Run, json_out: Path | None) -> list[dict[str, Any]]:
+    """Run with a line that says what is being done, write rows as they come, print the table; returns the rows."""
+    console, rows = Console(stderr=True), []
+    with console.status("") as status:
+        begun = run.begin(status.update)
+        for row in run.rows(status.update, begun):
+            rows.append(row)
+            if json_out is not None:
+                write_result(json_out, {"bench": run.kind, **begun, "rows": rows})
+    print(run.table(rows))
+    for row in rows:
+        if "failed" in row:
+            console.print(f"{row['op']} {row['tokens']:,} {row['policy']} failed: {row['failed']}")
+    jax.clear_caches()
+    return rows
+
+
+def _dtype(name: str) -> str:
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is none of {', '.join(DTYPES)}")
+    return name

@@ -1,0 +1,494 @@
+"""Prefill policies: what covers everything is dense; each policy's rule against a plain one; chunks, padding, extending, names."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import Engine
+from kvjax.cache import PagedKV
+from kvjax.prefill import (
+    DensePrefill,
+    MeanPooled,
+    MeasureOnceMaskOnce,
+    OracleBlocks,
+    PrefillContext,
+    SinkWindow,
+    VerticalSlash,
+    attention_mass,
+    delta_correction,
+    parse_prefill,
+)
+
+SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
+MOMO = {"gamma": 4, "k": 5, "k_exact": 2, "k_trim": 4}
+COVERING = {
+    "momo": MeasureOnceMaskOnce(**SIZES, gamma=4, k=16, k_exact=3, k_trim=16),
+    "momo, exact, untrimmed": MeasureOnceMaskOnce(**SIZES, gamma=2, k=16, k_exact=16, k_trim=None),
+    "momo, all estimated, no delta": MeasureOnceMaskOnce(**SIZES, gamma=4, k=16, k_exact=0, k_trim=16, delta="off"),
+    "mean": MeanPooled(**SIZES, k=16),
+    "oracle": OracleBlocks(**SIZES, k=16),
+    "vertical": VerticalSlash(**SIZES, vertical=16, slash=1, last_queries=6),
+    "slash": VerticalSlash(**SIZES, vertical=1, slash=16, last_queries=6),
+    "window": SinkWindow(8, 120),
+    "window with delta": SinkWindow(8, 120, gamma=4),
+}
+SPARSE = {
+    "momo": MeasureOnceMaskOnce(**SIZES, **MOMO),
+    "momo, no delta": MeasureOnceMaskOnce(**SIZES, **MOMO, delta="off"),
+    "mean": MeanPooled(**SIZES, k=3),
+    "oracle": OracleBlocks(**SIZES, k=3),
+    "vertical-slash": VerticalSlash(**SIZES, vertical=2, slash=1, last_queries=6),
+    "window": SinkWindow(8, 12),
+    "window with delta": SinkWindow(8, 12, gamma=4),
+}
+LISTING = ("momo", "mean", "oracle", "vertical-slash")
+SCALE = 0.35
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def attend(policy, query, layer, ctx):
+    """Compiled once per policy and shapes, whatever number of tests ask."""
+    return policy.attend(query, layer, ctx)
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def attend_sparse(policy, query, layer, ctx):
+    return policy.attend_sparse(query, layer, ctx)
+
+
+@functools.partial(jax.jit, static_argnames="policy")
+def find_lists(policy, query, layer, ctx):
+    return policy.lists(query, layer, ctx)
+
+
+@functools.cache
+def chunk(seed=0, start=64, length=120, num_queries=64, page_size=16, capacity=128):
+    """(query, layer, context): a chunk at the end of one sequence on permuted pages; padding after it and NaN wherever nothing is."""
+    rng = np.random.default_rng(seed)
+    pages = capacity // page_size
+    table = rng.permutation(pages + 3)[:pages]
+    pool = np.full((2, pages + 3, 2, page_size, 8), np.nan, np.float32)
+    for position in range(length):
+        pool[:, table[position // page_size], :, position % page_size] = rng.standard_normal((2, 2, 8))
+    query = 2 * rng.standard_normal((1, num_queries, 6, 8))
+    used = -(-length // page_size)
+    table = np.where(np.arange(pages) < used, table, -1)[None].astype(np.int32)
+    layer = PagedKV(jnp.asarray(pool[0]), jnp.asarray(pool[1]), {})
+    positions = (jnp.asarray(table), jnp.array([start], jnp.int32), jnp.array([length], jnp.int32))
+    return jnp.asarray(query, jnp.float32), layer, PrefillContext(*positions, layer=0, sm_scale=SCALE)
+
+
+def laid_out(query, layer, ctx):
+    """(q, keys, positions of the written queries, length) of the one sequence as numpy, keys per query head: [T H D], [S H D]."""
+    length, start = int(ctx.lengths[0]), int(ctx.starts[0])
+    keys = np.asarray(layer.k)[np.asarray(ctx.page_table[0])].swapaxes(1, 2).reshape(-1, 2, 8)[:length].repeat(3, axis=1)
+    positions = np.arange(start, min(start + query.shape[1], length))
+    return np.asarray(query[0], np.float64)[: len(positions)], keys.astype(np.float64), positions, length
+
+
+def paid(query, layer, ctx):
+    """The attention of every written query of the chunk to every key, float64, `[H T S]`."""
+    q, keys, positions, length = laid_out(query, layer, ctx)
+    logits = np.where(np.arange(length) <= positions[:, None], np.einsum("thd,shd->hts", q, keys) * SCALE, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def distant(first, last):
+    """Blocks of 8 with a key before `last`'s window of 12 and after the sink of 8."""
+    return [block for block in range(16) if block * 8 + 8 > 8 and block * 8 <= last - 12]
+
+
+def tiles(positions):
+    """(tile, indices of its queries, first and last position)."""
+    for number, start in enumerate(range(0, len(positions), 8)):
+        of_tile = range(start, min(start + 8, len(positions)))
+        yield number, list(of_tile), positions[of_tile[0]], positions[of_tile[-1]]
+
+
+def listed(ids):
+    return [block for block in np.asarray(ids).tolist() if block >= 0]
+
+
+def close(a, b, rows=56, tolerance=1e-5):
+    np.testing.assert_allclose(np.asarray(a)[:, :rows], np.asarray(b)[:, :rows], rtol=0, atol=tolerance)
+
+
+# A policy that covers everything is dense.
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_covering_everything_is_dense(name):
+    arguments = chunk()
+    sparse = attend_sparse(COVERING[name], *arguments)
+    assert jnp.isfinite(sparse).all()
+    close(sparse, attend(DensePrefill(), *arguments))
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_dropping_keys_is_not_dense(name):
+    """The comparison above would notice missing keys."""
+    arguments = chunk()
+    difference = attend(SPARSE[name], *arguments) - attend(DensePrefill(), *arguments)
+    assert jnp.abs(difference[:, :56]).max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["momo", "mean", "vertical", "window with delta"])
+def test_logits_of_a_model_under_a_covering_policy(model, text, name):
+    """Two layers, chunks of 32 over pages of 16, sparse whatever the length."""
+    policy = COVERING[name]
+    engine = Engine(model, pages=16, page_size=16, prefill_chunk=32, batch_buckets=(1,), prefill=policy)
+    (sequence,) = engine.prefill([text[:119]])
+    oracle = model.full_forward(text[:128])[118]
+    np.testing.assert_allclose(np.asarray(sequence.logits), oracle, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LISTING)
+@pytest.mark.parametrize("start", [40, 64])
+def test_dense_tokens_is_where_lists_hold_everything(name, start):
+    """At that length lists, sinks and window hold every key, so that falling back to dense changes nothing."""
+    policy = SPARSE[name]
+    start = start if start < policy.dense_tokens else policy.dense_tokens - 16
+    arguments, written = chunk(start=start, length=policy.dense_tokens), policy.dense_tokens - start
+    close(attend_sparse(policy, *arguments), attend(DensePrefill(), *arguments), rows=written)
+
+
+def test_falls_back_to_dense_and_says_so(caplog):
+    policy = MeanPooled(**SIZES, k=3)
+    assert policy.dense_tokens == 3 * 8 + 8 + 12
+    for length in (44, 45):
+        arguments = chunk(start=length - 24, length=length)
+        dense = np.asarray(attend(DensePrefill(), *arguments))[:, :24]
+        assert (np.asarray(attend(policy, *arguments))[:, :24] == dense).all() == (length == 44)
+    assert "dense up to 44 tokens" in policy.describe()
+    with caplog.at_level("INFO", logger="kvjax.prefill.lists"):
+        jax.eval_shape(MeanPooled(**SIZES, k=14).attend, *chunk())
+    assert "dense, since no sequence of this table (128 tokens) exceeds 132" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["momo", "oracle", "window with delta"])
+def test_covering_everything_is_dense_in_bfloat16(name):
+    query, layer, ctx = chunk()
+    layer = PagedKV(layer.k.astype(jnp.bfloat16), layer.v.astype(jnp.bfloat16), {})
+    arguments = (query.astype(jnp.bfloat16), layer, ctx)
+    sparse = attend_sparse(COVERING[name], *arguments)
+    assert sparse.dtype == jnp.bfloat16
+    close(sparse.astype(jnp.float32), attend(DensePrefill(), *arguments).astype(jnp.float32), tolerance=2e-2)
+
+
+# Each policy's rule.
+
+
+def test_delta_correction_is_equation_3():
+    rng = np.random.default_rng(1)
+    sparse, exact = rng.standard_normal((2, 10, 3, 4)), rng.standard_normal((2, 3, 3, 4))
+    found = np.asarray(delta_correction(jnp.asarray(sparse, jnp.float32), jnp.asarray(exact, jnp.float32), 4))
+    for i in range(10):
+        expected = sparse[:, i] + exact[:, i // 4] - sparse[:, i // 4 * 4]
+        np.testing.assert_allclose(found[:, i], expected, atol=1e-6)
+    assert delta_correction(jnp.ones((1, 4, 1, 2), jnp.bfloat16), jnp.ones((1, 2, 1, 2), jnp.bfloat16), 2).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="gamma must be at least 1"):
+        delta_correction(jnp.asarray(sparse), jnp.asarray(exact), 0)
+    with pytest.raises(ValueError, match="are ceil"):
+        delta_correction(jnp.asarray(sparse), jnp.asarray(exact), 5)
+
+
+def test_damped_delta_is_scaled_by_what_neighbours_of_the_tile_share():
+    rng = np.random.default_rng(2)
+    sparse, noise = rng.standard_normal((2, 34, 3, 4)), 0.3 * rng.standard_normal((2, 9, 3, 4))
+    lack = noise + rng.standard_normal((2, 1, 3, 4))  # what all rows lack, and a little of their own
+    exact = sparse[:, ::4] + lack
+    found = np.asarray(delta_correction(jnp.asarray(sparse, jnp.float32), jnp.asarray(exact, jnp.float32), 4, damping_rows=5))
+    shares = np.zeros((9, 2, 3, 1))
+    for row in range(9):
+        if pairs := range(row // 5 * 5 + 1, row + 1):
+            told = np.stack([(lack[:, i - 1] * lack[:, i]).sum(-1) for i in pairs])
+            own = sum((lack[:, i - 1] ** 2).sum(-1) for i in pairs)
+            shares[row] = np.clip((told.sum(0) - np.sqrt((told**2).sum(0))) / own, 0, 1)[..., None]
+    assert shares[0].max() == shares[5].max() == 0
+    assert 0.2 < shares[4].mean() < 0.8
+    for i in range(34):
+        expected = sparse[:, i] + (shares[i // 4] if i % 4 else 1) * lack[:, i // 4]
+        np.testing.assert_allclose(found[:, i], expected, atol=1e-5)
+
+
+def test_damped_delta_grows_where_neighbours_lack_the_same_and_is_nothing_where_they_do_not():
+    sparse, constant = jnp.zeros((1, 64, 1, 8)), jnp.ones((1, 16, 1, 8))
+    found = np.asarray(delta_correction(sparse, constant, 4, damping_rows=16))
+    pairs = np.arange(16)
+    np.testing.assert_allclose(found[0, 1::4, 0, 0], (pairs - np.sqrt(pairs)) / np.maximum(pairs, 1), atol=1e-6)
+    opposed = constant * jnp.where(jnp.arange(16) % 2, -1.0, 1.0)[:, None, None]
+    found = delta_correction(sparse, opposed, 4, damping_rows=16)
+    assert jnp.abs(found[:, ::4]).min() == 1
+    assert jnp.abs(found[:, np.arange(64) % 4 != 0]).max() == 0
+    with pytest.raises(ValueError, match="damping_rows must be at least 1 row"):
+        delta_correction(sparse, constant, 4, damping_rows=0)
+
+
+def test_damped_delta_does_not_look_ahead():
+    rng = np.random.default_rng(3)
+    sparse, exact = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((1, 32, 2, 4), (1, 8, 2, 4)))
+    found = delta_correction(sparse, exact, 4, damping_rows=8)
+    other = delta_correction(sparse.at[:, 16:].multiply(3.0), exact.at[:, 4:].set(7.0), 4, damping_rows=8)
+    assert np.asarray(found[:, :16]).tobytes() == np.asarray(other[:, :16]).tobytes()
+
+
+@pytest.mark.parametrize("name", ["momo", "window with delta"])
+def test_every_gamma_th_query_is_exact(name):
+    arguments = chunk()
+    found, dense = attend(SPARSE[name], *arguments), attend(DensePrefill(), *arguments)
+    close(found[:, ::4], dense[:, ::4], rows=14)
+    assert jnp.abs(found - dense)[:, 1:56:4].max() > 1e-2
+
+
+def test_mean_pooled_takes_the_best_means():
+    query, layer, ctx = chunk()
+    lists = find_lists(MeanPooled(**SIZES, k=3), query, layer, ctx)
+    q, keys, positions, length = laid_out(query, layer, ctx)
+    for tile, queries, first, last in tiles(positions):
+        for head in range(6):
+            scores = {}
+            for block in distant(first, last):
+                mean_key = keys[block * 8 : min(block * 8 + 8, length), head].mean(0)
+                scores[block] = float(q[queries, head].mean(0) @ mean_key)
+            best = sorted(sorted(scores, key=lambda block: (-scores[block], block))[:3])
+            assert listed(lists[0, tile, head]) == best
+
+
+def test_oracle_takes_the_most_attention():
+    query, layer, ctx = chunk()
+    lists, weights = find_lists(OracleBlocks(**SIZES, k=3), query, layer, ctx), paid(query, layer, ctx)
+    mass = attention_mass(query, layer, ctx, 8, 8)
+    np.testing.assert_allclose(np.asarray(mass[0].sum(-1))[:7], 8, rtol=1e-5)
+    assert not np.asarray(mass[0, 7:]).any(), "padding counts nothing"
+    for tile, queries, first, last in tiles(range(64, 120)):
+        for head in range(6):
+            of_blocks = [weights[head, queries, block * 8 : block * 8 + 8].sum() for block in range(16)]
+            np.testing.assert_allclose(np.asarray(mass[0, tile, head]), of_blocks, atol=1e-5)
+            best = sorted(sorted(distant(first, last), key=lambda block: (-of_blocks[block], block))[:3])
+            assert listed(lists[0, tile, head]) == best
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_no_lists_hold_more_attention_than_the_oracle(alike):
+    """Per tile and head, the attention to distant blocks that a list holds. Where all queries of a tile are alike, any of them measures
+    what the oracle knows, but mean keys still do not."""
+    query, layer, ctx = chunk()
+    query = jnp.repeat(query[:, ::8], 8, axis=1) if alike else query
+    mass = np.asarray(attention_mass(query, layer, ctx, 8, 8))[0]
+
+    def captured(policy):
+        lists = np.asarray(find_lists(policy, query, layer, ctx))[0]
+        return np.array([[mass[tile, head, listed(lists[tile, head])].sum() for head in range(6)] for tile in range(7)])
+
+    oracle = captured(OracleBlocks(**SIZES, k=4))
+    measured = captured(MeasureOnceMaskOnce(**SIZES, gamma=4, k=4, k_exact=4, k_trim=4))
+    means = captured(MeanPooled(**SIZES, k=4))
+    assert (measured <= oracle + 1e-5).all()
+    assert (means <= oracle + 1e-5).all()
+    assert means.sum() < 0.95 * oracle.sum()
+    assert (measured.sum() > 0.999 * oracle.sum()) == alike
+
+
+def test_vertical_slash_follows_the_last_queries():
+    query, layer, ctx = chunk()
+    policy = VerticalSlash(**SIZES, vertical=2, slash=1, last_queries=6)
+    lists, weights = find_lists(policy, query, layer, ctx), paid(query, layer, ctx)
+    positions = range(64, 120)
+    for head in range(6):
+        of_blocks = [weights[head, -6:, block * 8 : block * 8 + 8].sum() for block in range(15)]
+        of_bands = np.zeros(16)
+        for row, key in itertools.product(range(6), range(120)):
+            if key <= 114 + row:
+                of_bands[(114 + row - key) // 8] += weights[head, 50 + row, key]
+        candidates = distant(114, 119)
+        vertical = sorted(candidates, key=lambda block: (-of_blocks[block], block))[:2]
+        (band,) = sorted(range(1, 16), key=lambda number: (-of_bands[number], number))[:1]  # band 0 lies in the window
+        for tile, _, first, last in tiles(positions):
+            full_last = first + 7
+            crossed = {(p - d) // 8 for p in range(first, full_last + 1) for d in range(band * 8, band * 8 + 8) if p >= d}
+            expected = sorted((crossed | set(vertical)) & set(distant(first, last)))
+            assert listed(lists[0, tile, head]) == expected
+
+
+@pytest.mark.parametrize("rank", ["score", "mass"])
+def test_measure_once_unites_and_trims(rank):
+    """Over the exact selector: by the mean of a block's log-sum-exp over the rows that chose it (Algorithm 2), or by the attention that
+    they pay it; the best k_trim."""
+    query, layer, ctx = chunk()
+    policy = MeasureOnceMaskOnce(**SIZES, gamma=4, k=3, k_exact=3, k_trim=4, rank=rank)
+    lists = find_lists(policy, query, layer, ctx)
+    q, keys, positions, _ = laid_out(query, layer, ctx)
+    logits = np.einsum("thd,shd->hts", q, keys) * SCALE
+    for tile, queries, _, _ in tiles(positions):
+        for head in range(6):
+            chosen = {}
+            for row in queries[::4]:
+                position = positions[row]
+                scores = {}
+                for block in range(position // 8 + 1):
+                    if block * 8 + 8 > 8 and block * 8 <= position - 12 + 3:
+                        scores[block] = np.logaddexp.reduce(logits[head, row, block * 8 : min(block * 8 + 8, position + 1)])
+                for block in sorted(scores, key=lambda block: -scores[block])[:3]:
+                    whole = np.logaddexp.reduce(logits[head, row, : position + 1])
+                    chosen.setdefault(block, []).append(scores[block] if rank == "score" else np.exp(scores[block] - whole))
+            worth = np.mean if rank == "score" else np.sum
+            best = sorted(chosen, key=lambda block: -worth(chosen[block]))[:4]
+            assert listed(lists[0, tile, head]) == sorted(best)
+
+
+def test_measure_once_sparsity_is_equation_9():
+    policy = MeasureOnceMaskOnce()
+    assert policy.sparsity(2**20) == pytest.approx(1 - (64 * 128 + 64 + 1024 + 2**16) / 2**20)
+    assert policy.sparsity(8192) == 0
+    assert policy.dense_tokens == (128 + 1) * 64 + 1024 - 15
+    assert MeasureOnceMaskOnce(dense_below=2**15).dense_tokens == 2**15
+
+
+# Chunks, padding, extending, composing.
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_padding_changes_nothing(name):
+    query, layer, ctx = chunk()
+    found = attend(SPARSE[name], query, layer, ctx)
+    other = attend(SPARSE[name], jnp.where((jnp.arange(64) < 56)[None, :, None, None], query, 9 * query[:, ::-1]), layer, ctx)
+    assert np.asarray(found[:, :56]).tobytes() == np.asarray(other[:, :56]).tobytes()
+
+
+@pytest.mark.parametrize("name", ["momo", "mean", "oracle", "window", "window with delta"])
+def test_chunks_are_slices_of_the_whole(name):
+    """Earlier chunks' keys are read from pages; tiles and gammas are cut at the same positions."""
+    query, layer, ctx = chunk(start=0, length=128, num_queries=128)
+    whole = attend_sparse(SPARSE[name], query, layer, ctx)
+    for start, stop in ((0, 64), (64, 128)):
+        here = ctx.replace(starts=jnp.array([start], jnp.int32), lengths=jnp.array([stop], jnp.int32))
+        close(attend_sparse(SPARSE[name], query[:, start:stop], layer, here), whole[:, start:stop], rows=64)
+
+
+@functools.cache
+def logits_of_dense(model, decode, page_size, tokens):
+    engine = Engine(model, decode, pages=24, page_size=page_size, prefill_chunk=2 * page_size, batch_buckets=(1,))
+    return np.asarray(engine.prefill([list(tokens)])[0].logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "decode", "page_size"),
+    [("momo", "top:2", 128), ("mean", "top:2", 128), ("window with delta", "top:2", 128), ("momo", "dense", 16)],
+)
+def test_prefill_and_decode_policies_compose(model, text, name, decode, page_size):
+    sizes = {"pages": 24, "page_size": page_size, "prefill_chunk": 2 * page_size, "batch_buckets": (1,)}
+    engine = Engine(model, decode, prefill=SPARSE[name], **sizes)
+    (ours,) = engine.prefill([text[:200]])
+    assert np.isfinite(np.asarray(ours.logits)).all()
+    assert np.abs(np.asarray(ours.logits) - logits_of_dense(model, decode, page_size, tuple(text[:200]))).max() > 1e-3
+    assert np.isfinite(np.asarray(engine.decode([ours], [3]))).all()
+
+
+@pytest.mark.parametrize("name", ["momo", "window"])
+def test_extending(model, text, name):
+    """At a chunk's end it goes on as one prefill would; within a chunk by queries that stand alone too, else that chunk is dense."""
+    policy = SPARSE[name]
+    engine = Engine(model, pages=48, page_size=16, prefill_chunk=32, batch_buckets=(1,), prefill=policy)
+    whole = np.asarray(engine.prefill([text[:150]])[0].logits)
+    for cut in (96, 100):
+        (sequence,) = engine.prefill([text[:cut]])
+        engine.extend(sequence, text[cut:150])
+        assert (np.asarray(sequence.logits) == whole).all() == (cut == 96 or name == "window")
+    chunk_of_100 = Engine(model, pages=48, page_size=16, prefill_chunk=32, batch_buckets=(1,))
+    chunk_of_100.prefill_policy = policy
+    (sequence,) = chunk_of_100.prefill([text[:97]])
+    chunk_of_100.prefill_policy = DensePrefill()
+    chunk_of_100.extend(sequence, text[97:120])
+    (again,) = engine.prefill([text[:97]])
+    engine.extend(again, text[97:120])
+    assert (np.asarray(again.logits) == np.asarray(sequence.logits)).all() == (name == "momo")
+
+
+@pytest.mark.parametrize("name", ["momo", "mean", "oracle", "vertical-slash"])
+def test_memory_is_bounded(name):
+    """512 queries of 8 heads over 128K keys: their logits would be 2 GiB, a copy of the keys 64 MiB."""
+    policy = {
+        "momo": MeasureOnceMaskOnce(),
+        "mean": MeanPooled(),
+        "oracle": OracleBlocks(),
+        "vertical-slash": VerticalSlash(),
+    }[name]
+    shape = jax.ShapeDtypeStruct
+    pool, position = shape((1024, 2, 128, 64), jnp.float32), shape((1,), jnp.int32)
+    context = PrefillContext(shape((1, 1024), jnp.int32), position, position, layer=1, sm_scale=0.1)
+    compiled = jax.jit(policy.attend).lower(shape((1, 512, 8, 64), jnp.float32), PagedKV(pool, pool, {}), context).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 60 * 2**20
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("dense", DensePrefill()),
+        ("momo:128/8", MeasureOnceMaskOnce()),
+        ("momo:64/64", MeasureOnceMaskOnce(k=64, k_exact=64, k_trim=64)),
+        ("window:64+1024", SinkWindow()),
+        ("delta:4+100/16", SinkWindow(4, 100, gamma=16)),
+        ("mean:32", MeanPooled(32)),
+        ("oracle:32", OracleBlocks(32)),
+        ("vertical-slash:10+7", VerticalSlash(10, 7)),
+    ],
+)
+def test_names(name, policy):
+    assert parse_prefill(name) == policy
+    assert parse_prefill(policy) is policy
+    assert str(policy) == name
+    assert name in policy.describe()
+    hash(policy)
+
+
+@pytest.mark.parametrize("name", ["momo", "momo:8", "mean:x", "window:5", "top:8"])
+def test_wrong_names_are_refused(name):
+    with pytest.raises(ValueError, match="is not understood; there are dense, momo:K/EXACT"):
+        parse_prefill(name)
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(ValueError, match="neither a prefill policy nor"):
+        parse_prefill(8)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: MeasureOnceMaskOnce(chi=24), "chi 24 must be a multiple of gamma 16"),
+        (lambda: MeasureOnceMaskOnce(k=4), "k_exact 8 exceeds k 4"),
+        (lambda: MeasureOnceMaskOnce(k_trim=0), "k_trim must be an int of at least 1, got 0"),
+        (lambda: MeasureOnceMaskOnce(delta=True), "delta must be one of damped, plain, off; got True"),
+        (lambda: MeasureOnceMaskOnce(rank="mean"), "rank must be one of mass, score; got 'mean'"),
+        (lambda: MeanPooled(k=0), "k must be an int of at least 1"),
+        (lambda: OracleBlocks(key_block=0), "key_block"),
+        (lambda: VerticalSlash(slash=0), "slash"),
+        (lambda: SinkWindow(-1), "sink_tokens must be an int of at least 0, got -1"),
+        (lambda: SinkWindow(gamma=0), "gamma"),
+        (lambda: parse_prefill("momo:4/8"), "k_exact 8 exceeds k 4"),
+    ],
+)
+def test_wrong_sizes_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_generate_takes_a_prefill_policy(speaker):
+    prompt = "the quick brown fox jumps over the lazy dog " * 8
+    dense = kvjax.generate(speaker, prompt, max_new_tokens=4, details=True)
+    covered = kvjax.generate(speaker, prompt, max_new_tokens=4, details=True, prefill="momo:128/8")
+    assert covered.text == dense.text
+    policy = MeasureOnceMaskOnce(**SIZES, **MOMO)
+    engine = Engine(speaker, pages=8, prefill=policy)
+    assert len(kvjax.generate(engine, prompt, max_new_tokens=4)) == 4
+    with pytest.raises(ValueError, match="name it in Engine"):
+        kvjax.generate(engine, prompt, prefill="dense")

@@ -1,0 +1,263 @@
+"""flash_attention in Mosaic GPU on a Hopper GPU: against the reference, mutants against the suite, bits, company, large pools."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import merge
+from pallas_kernels.flash_attention import flash_attention
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+
+KERNEL = functools.partial(flash_attention, implementation="mosaic_gpu")
+REFERENCE = functools.partial(flash_attention, implementation="reference")
+
+# Inputs of `make_paged` over these, then: window, starts.
+BASE = {
+    "lengths": (0, 1, 127, 128, 129, 500, 700, 768),
+    "starts": (0, 0, 3, 50, 9, 200, 468, 468),
+    "num_queries": 300,
+    "kv_heads": 2,
+    "group": 7,
+    "head_dim": 128,
+    "page_size": 128,
+    "width": 6,
+    "dtype": "bfloat16",
+}
+CASES = {
+    "chunks": {},
+    "float16, groups of 4": {"dtype": "float16", "group": 4},
+    "head dim 64": {"head_dim": 64},
+    "head dim 256": {"head_dim": 256, "kv_heads": 1, "group": 8},
+    "head dim 256, window, float16": {"head_dim": 256, "window": (5, 200), "dtype": "float16"},
+    "pages of 64": {"page_size": 64, "width": 12, "group": 1},
+    "pages of 192": {"page_size": 192, "width": 4, "head_dim": 64},
+    "pages of 256": {"page_size": 256, "width": 3, "window": (130, 140)},
+    "window": {"window": (5, 200)},
+    "window that skips tiles": {"window": (1, 70)},
+    "window of one token": {"window": (0, 1)},
+    "window as wide as everything": {"window": (0, 2**30)},
+    "sinks of several tiles": {"window": (300, 20)},
+    "a page is missing": {"hole": True},
+    "a page is missing in a window": {"hole": True, "window": (64, 300), "head_dim": 64},
+    "one token": {"num_queries": 1, "starts": (0, 0, 14, 127, 128, 39, 94, 767)},
+    "8 tokens": {"num_queries": 8},
+    "129 tokens": {"num_queries": 129, "lengths": (700,), "starts": (571,)},
+    "keys after the chunk": {"num_queries": 100},
+    "huge logits": {"keys": "huge"},
+    "equal scores": {"keys": "equal"},
+    "denormal keys": {"keys": "denormal"},
+    "long": {"lengths": (9000, 3), "width": 71, "kv_heads": 1, "num_queries": 200, "starts": (8800, 0)},
+}
+FOR_MUTANTS = ("chunks", "window", "a page is missing", "huge logits")
+
+
+@pytest.fixture(scope="module")
+def arguments(tools):
+    """case -> (positional arguments, keywords) of the op."""
+
+    @functools.cache
+    def build(case: str):
+        spec = BASE | CASES[case]
+        window, starts = spec.pop("window", None), jnp.asarray(spec.pop("starts"), jnp.int32)
+        paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
+        return (*paged.arrays[:4], starts, paged.lengths), {"sm_scale": paged.sm_scale, "window": window}
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def check(tools, arguments):
+    """The checker that the kernel and the mutants face."""
+
+    @functools.cache
+    def expected(case: str):
+        arrays, keywords = arguments(case)
+        return REFERENCE(*arrays, **keywords)
+
+    def run(op, case: str) -> None:
+        arrays, keywords = arguments(case)
+        (out, lse), (ref_out, ref_lse) = op(*arrays, **keywords), expected(case)
+        *_, starts, lengths = arrays
+        meant = (starts[:, None] + jnp.arange(out.shape[1]) < lengths[:, None]) | (lengths[:, None] == 0)
+        assert out.shape == ref_out.shape
+        assert jnp.isfinite(out).all(), "padding gave infinite or NaN values"
+        out, ref_out = (jnp.where(meant[..., None, None], x, 0) for x in (out, ref_out))
+        lse, ref_lse = (jnp.where(meant[..., None], x, 0) for x in (lse, ref_lse))
+        tools.assert_rows_close(out, ref_out, 2 * tools.row_error[arrays[0].dtype.name])  # weights are rounded, too
+        tools.assert_lse_close(lse, ref_lse)
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matches_reference(check, case):
+    check(KERNEL, case)
+
+
+def test_is_causal_attention_of_jax(tools):
+    """Against jax.nn.dot_product_attention on contiguous keys."""
+    paged = tools.make_paged(**{name: x for name, x in BASE.items() if name != "starts"} | {"lengths": (768, 768), "num_queries": 768})
+    k, v = (x[paged.page_table].swapaxes(2, 3).reshape(2, 768, 2, 128).astype(jnp.float32) for x in (paged.k, paged.v))
+    out, _ = KERNEL(*paged.arrays[:4], jnp.zeros(2, jnp.int32), paged.lengths, sm_scale=paged.sm_scale)
+    with jax.default_matmul_precision("highest"):
+        theirs = jax.nn.dot_product_attention(paged.q.astype(jnp.float32), k, v, is_causal=True, scale=paged.sm_scale)
+    tools.assert_rows_close(out.astype(jnp.float32), theirs, 8e-3)
+
+
+# Mutants: what a kernel gets wrong, expressed on its arguments or its results.
+
+
+def _with(change=None, result=None, **keyword_changes):
+    """A mutant: arguments by name changed by `change`, keywords by functions of the same name, results by `result`."""
+
+    def op(*arrays, **keywords):
+        given = dict(zip(("q", "k", "v", "page_table", "starts", "lengths"), arrays, strict=True)) | keywords
+        given |= change(given) if change else {}
+        given |= {name: function(given[name]) for name, function in keyword_changes.items()}
+        out = KERNEL(**given)
+        return result(*out) if result else out
+
+    return op
+
+
+def _page_doubled(q, k, v, table, *positions, **keywords):
+    parts = [KERNEL(q, k, v, x, *positions, **keywords) for x in (table, table.at[:, 1:].set(-1))]
+    out, lse = merge.merge_attention(*zip(*parts, strict=True))
+    return out.astype(q.dtype), lse
+
+
+def _heads_interleaved(given):
+    q, kv_heads = given["q"], given["k"].shape[1]
+    return {"q": q.reshape(*q.shape[:2], -1, kv_heads, q.shape[3]).swapaxes(2, 3).reshape(q.shape)}
+
+
+MUTANTS = {
+    "zeros": _with(result=lambda out, lse: (jnp.zeros_like(out), jnp.zeros_like(lse))),
+    "V read from K": _with(lambda given: {"v": given["k"]}),
+    "K read from V": _with(lambda given: {"k": given["v"]}),
+    "one page dropped": _with(page_table=lambda table: table.at[:, -1].set(-1)),
+    "one page read for another": _with(page_table=lambda table: table.at[:, 1].set(table[:, 0])),
+    "the neighbour's table": _with(page_table=lambda table: jnp.roll(table, 1, axis=0)),
+    "-1 in the table wraps": _with(lambda given: {"page_table": given["page_table"] % given["k"].shape[0]}),
+    "one page doubled": _page_doubled,
+    "scale times sqrt(D)": _with(lambda given: {"sm_scale": given["sm_scale"] * given["q"].shape[3] ** 0.5}),
+    "scale a hundredth larger": _with(sm_scale=lambda scale: scale * 1.01),
+    "length one short": _with(lengths=lambda lengths: jnp.maximum(lengths - 1, 0)),
+    "length and chunk one late": _with(lengths=lambda lengths: lengths + 1, starts=lambda starts: starts + 1),
+    "causal mask one late": _with(starts=lambda starts: starts + 1),
+    "causal mask one early": _with(starts=lambda starts: starts - 1),
+    "not causal": _with(lambda given: {"starts": given["lengths"]}),
+    "one sink token more": _with(window=lambda window: window and (window[0] + 1, window[1])),
+    "window one token wider": _with(window=lambda window: window and (window[0], window[1] + 1)),
+    "heads interleaved": _with(_heads_interleaved),
+    "LSE in base 2": _with(result=lambda out, lse: (out, lse / np.log(2))),
+    "last tile of queries lost": _with(result=lambda out, lse: (out.at[:, -44:].set(0), lse)),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_fails(tools, check, mutant):
+    tools.must_fail(check, MUTANTS[mutant], FOR_MUTANTS)
+
+
+# Bits.
+
+
+@pytest.fixture(scope="module", params=[None, (64, 200)], ids=["dense", "window"])
+def bits(request, tools):
+    """(arrays, op): 8 chunks of 300 queries."""
+    paged = tools.make_paged(seed=5, **{name: value for name, value in BASE.items() if name != "starts"})
+    starts = jnp.asarray(BASE["starts"], jnp.int32)
+    return (*paged.arrays[:4], starts, paged.lengths), functools.partial(KERNEL, sm_scale=paged.sm_scale, window=request.param)
+
+
+def _same(tools, some, others, rows=slice(None)):
+    for a, b in zip(some, others, strict=True):
+        tools.assert_same_bits(a[rows], b[rows])
+
+
+def test_many_times_the_same_bits(tools, bits):
+    arrays, op = bits
+    once = op(*arrays)
+    for _ in range(20):
+        _same(tools, once, op(*arrays))
+
+
+def test_bits_do_not_depend_on_the_width_of_the_table(tools, bits):
+    (q, k, v, table, *positions), op = bits
+    wide = jnp.pad(table, ((0, 0), (0, 7)), constant_values=-1)
+    _same(tools, op(q, k, v, table, *positions), op(q, k, v, wide, *positions))
+
+
+def test_bits_do_not_depend_on_company(tools, bits):
+    """A row among others that change, and alone among empty ones."""
+    (q, k, v, table, starts, lengths), op = bits
+    together = op(q, k, v, table, starts, lengths)
+    for kept in (5, 6):
+        others = jnp.arange(8) != kept
+        for length in (0, 768):
+            changed = op(
+                jnp.where(others[:, None, None, None], -q, q),
+                *(k, v, jnp.where(others[:, None], table[-1], table)),
+                *(jnp.where(others, max(length - 300, 0), starts), jnp.where(others, length, lengths)),
+            )
+            _same(tools, together, changed, kept)
+
+
+def test_bits_do_not_depend_on_which_pages_hold_the_tokens(tools, bits):
+    (q, k, v, table, *positions), op = bits
+    order = np.random.default_rng(9).permutation(k.shape[0])
+    moved = jnp.where(table >= 0, jnp.asarray(np.argsort(order), jnp.int32)[table], -1)
+    _same(tools, op(q, k, v, table, *positions), op(q, k[order], v[order], moved, *positions))
+
+
+@pytest.mark.parametrize("cuts", [(128, 256, 512), (1, 65, 66, 300, 700), (37,)], ids=["at tiles", "anywhere", "once"])
+def test_chunks_have_the_bits_of_the_whole(tools, bits, cuts):
+    """A prompt prefilled in one go, and in chunks that are cut anywhere, each before the later keys are written."""
+    (q, k, v, table, *_), op = bits
+    whole_q = jnp.concatenate([q[-1:, :256], -q[-1:, :256], q[-2:-1, :256]], axis=1)
+    table, start = table[-1:], 0
+    whole = op(whole_q, k, v, table, jnp.zeros(1, jnp.int32), jnp.array([768], jnp.int32))
+    for stop in (*cuts, 768):
+        part = op(whole_q[:, start:stop], k, v, table, jnp.array([start], jnp.int32), jnp.array([stop], jnp.int32))
+        _same(tools, [x[:, start:stop] for x in whole], part)
+        start = stop
+
+
+@functools.partial(jax.jit, static_argnames="num_pages")
+def _pool(numbers, contents, *, num_pages: int):
+    """NaN but for a few pages."""
+    pool = jnp.full((num_pages, *contents.shape[1:]), jnp.nan, contents.dtype)
+    for i in range(contents.shape[0]):
+        pool = jax.lax.dynamic_update_index_in_dim(pool, contents[i], numbers[i], axis=0)
+    return pool
+
+
+def test_pool_past_2_to_the_31_elements(tools):
+    """The last pages of a pool of 2^31 + 2^16 elements read as in a pool of four pages, to the bit."""
+    num_pages = 2**16 + 2
+    numbers = jnp.array([num_pages - 1, 1, num_pages - 2, 2**15], jnp.int32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    near = [jax.random.normal(key, (4, 2, 128, 128), jnp.bfloat16) for key in keys[:2]]
+    far = [_pool(numbers, content, num_pages=num_pages) for content in near]
+    assert far[0].size > 2**31
+    q = 4 * jax.random.normal(keys[2], (1, 40, 14, 128), jnp.bfloat16)
+    op = functools.partial(KERNEL, starts=jnp.array([460], jnp.int32), lengths=jnp.array([500], jnp.int32), sm_scale=128**-0.5)
+    _same(tools, op(q, *far, numbers[None]), op(q, *near, jnp.arange(4, dtype=jnp.int32)[None]))
+
+
+def test_it_is_what_runs_here(tools, arguments):
+    """Named or picked, the kernel runs; what it cannot do is refused by name, with the values, and done by another."""
+    arrays, keywords = arguments("chunks")
+    _same(tools, flash_attention(*arrays, **keywords), KERNEL(*arrays, **keywords))
+    narrow = tools.make_paged(lengths=(40, 96), num_queries=5)
+    arrays, keywords = (*narrow.arrays[:4], narrow.lengths - 5, narrow.lengths), {"sm_scale": narrow.sm_scale}
+    with pytest.raises(NotImplementedError, match="got q float32, k float32"):
+        KERNEL(*arrays, **keywords)
+    tools.assert_rows_close(flash_attention(*arrays, **keywords)[0], REFERENCE(*arrays, **keywords)[0], 1e-5)

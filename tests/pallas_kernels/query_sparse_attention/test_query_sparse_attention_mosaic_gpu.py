@@ -1,0 +1,93 @@
+"""query_sparse_attention for Hopper without one: lowered, compiled to machine code; who is passed by."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.query_sparse_attention import query_sparse_attention, xla
+
+
+def production(heads: tuple[int, int] = (28, 4), head_dim: int = 128, page_size: int = 128, dtype: str = "bfloat16", **static) -> tuple:
+    """(op, arrays, keywords) of a chunk of 8192 queries over 128K tokens."""
+    num_heads, kv_heads = heads
+    pool = ((1024, kv_heads, page_size, head_dim), dtype)
+    arrays = {"q": ((1, 8192, num_heads, head_dim), dtype), "k": pool, "v": pool, "page_table": ((1, (128 << 10) // page_size), "int32")}
+    arrays |= {"starts": ((1,), "int32"), "lengths": ((1,), "int32")}
+    sizes = {"gamma": 16, "block_size": 64, "k_blocks": 128, "k_exact": 8, "window": (64, 1009), "tournament": False}
+    return "query_sparse_attention", arrays, sizes | {"sm_scale": head_dim**-0.5, "config": None} | static
+
+
+SPILL_FREE = {
+    "28/4, 128/8": production(),
+    "32/8, 128/8": production(heads=(32, 8)),
+    "64 slots, float16": production(k_blocks=64, dtype="float16"),
+    "estimated": production(k_exact=0),
+    "exact 16": production(k_blocks=16, k_exact=16),
+    "tournament of 128, in memory": production(k_exact=128, tournament=True),
+    "no window": production(window=None),
+    "head dim 64": production(heads=(32, 8), head_dim=64),
+    "blocks of 128, pages of 256": production(block_size=128, page_size=256),
+}
+TIGHT = {
+    "head dim 256": production(heads=(16, 2), head_dim=256),
+    "exact 17, in memory": production(k_blocks=17, k_exact=17),
+}
+"""Accumulators of 64 x 256, or code that is never hot, fill the registers of a warpgroup, so that spilling a few is no news."""
+
+
+@pytest.mark.parametrize("case", SPILL_FREE | TIGHT)
+def test_lowers(cuda, case):
+    assert "query_sparse_attention_kernel" in cuda.lower(*(SPILL_FREE | TIGHT)[case])
+
+
+def test_compiles_without_spilling(cuda, tmp_path):
+    found = cuda.compile(SPILL_FREE | TIGHT, tmp_path)
+    assert found.keys() == (SPILL_FREE | TIGHT).keys()
+    assert not {case: found[case] for case in SPILL_FREE if any(kernel["spill_stores"] for kernel in found[case])}
+    assert all(kernel["spill_stores"] < 64 for case in TIGHT for kernel in found[case])
+
+
+NOT_HERE = {
+    "float32": (production(dtype="float32"), "bfloat16 or float16, q and k alike; got q float32, k float32"),
+    "head dim 32": (production(head_dim=32), "head dim must be 64, 128 or 256, got 32"),
+    "pages of 16": (production(page_size=16, block_size=16), "page size must be a multiple of 64, got 16"),
+    "blocks of 32": (production(block_size=32), "block_size must be 64 or 128 at head dim 128, got 32"),
+    "blocks of 128 of head dim 256": (production(head_dim=256, block_size=128), "block_size must be 64 or 64 at head dim 256, got 128"),
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Dispatch believes that it is on a Hopper GPU."""
+    monkeypatch.setattr(dispatch, "available", lambda op, backend=None: ("mosaic_gpu", "xla", "reference"))
+
+
+def _trace(case: tuple, **keywords) -> str:
+    """Trace a call of the public op; the name of the implementation that dispatch chose."""
+    op, arrays, static = case
+    structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
+    with dispatch.listening() as heard:
+        jax.eval_shape(functools.partial(query_sparse_attention, **static, **keywords), **structs)
+    return heard[op]
+
+
+@pytest.mark.parametrize("case", NOT_HERE)
+def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, case):
+    call, reason = NOT_HERE[case]
+    with pytest.raises(NotImplementedError, match=reason):
+        _trace(call, implementation="mosaic_gpu")
+    assert _trace(call) == "xla"
+
+
+def test_what_it_can_do_is_picked(on_hopper):
+    assert _trace(SPILL_FREE["28/4, 128/8"]) == "mosaic_gpu"
+
+
+def test_config_of_another_is_refused(on_hopper):
+    with pytest.raises(ValueError, match="'mosaic_gpu' of query_sparse_attention takes no config"):
+        _trace(production(config=xla.Config()), implementation="mosaic_gpu")

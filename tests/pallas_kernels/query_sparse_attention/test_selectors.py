@@ -1,0 +1,215 @@
+"""The selectors by themselves: JAX against plain Python slot by slot, plain Python against sorting and against equations 6 and 7."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+
+from pallas_kernels.query_sparse_attention import online_selection, reference
+
+BLOCKS, ROWS = 64, 240
+SIZES = {
+    "exact": (6, 6, False),
+    "exact, one slot": (1, 1, False),
+    "tournament of 8": (8, 8, True),
+    "tournament of 11": (11, 11, True),
+    "tournament of one": (1, 1, True),
+    "estimated": (7, 0, False),
+    "estimated, one slot": (1, 0, False),
+    "hybrid": (11, 3, False),
+    "hybrid, tournament": (11, 5, True),
+    "more slots than blocks": (70, 4, False),
+}
+
+
+@functools.cache
+def rows() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """scores [ROWS, BLOCKS], first, end: few values, floats, equal, rising, falling; every other row with -inf and NaN strewn in."""
+    rng = np.random.default_rng(5)
+    part = (ROWS // 6, BLOCKS)
+    kinds = [rng.integers(0, 3, part), rng.integers(-9, 9, part), rng.standard_normal(part), np.full(part, 0.1)]
+    slope = np.arange(BLOCKS) / 8 + rng.standard_normal(part)
+    scores = np.concatenate([*kinds, slope, -slope]).astype(np.float32)
+    nowhere = np.where(rng.random(scores[::2].shape) < 0.5, np.nan, -np.inf)
+    scores[::2] = np.where(rng.random(scores[::2].shape) < 0.3, nowhere, scores[::2])
+    first, end = rng.integers(0, 3, ROWS), rng.integers(0, BLOCKS + 1, ROWS)
+    end[:9] = range(9)
+    return scores, first.astype(np.int32), end.astype(np.int32)
+
+
+def by_definition(k_blocks: int, k_exact: int, tournament: bool) -> tuple[np.ndarray, np.ndarray]:
+    """ids and scores of every row, [ROWS, k_blocks], by the plain-Python selectors."""
+    sizes = {"k_blocks": k_blocks, "k_exact": k_exact, "tournament": tournament}
+    slots = np.array([reference.select(s, int(a), int(b), **sizes) for s, a, b in zip(*rows(), strict=True)])
+    return slots[..., 1].astype(np.int32), slots[..., 0].astype(np.float32)
+
+
+expected = functools.cache(by_definition)
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_jax_selectors_are_the_plain_ones(tools, case):
+    k_blocks, k_exact, tournament = SIZES[case]
+
+    @jax.jit
+    def select(scores, first, end):
+        state = online_selection.empty((ROWS,), k_blocks=k_blocks, k_exact=k_exact, tournament=tournament)
+        one = functools.partial(online_selection.offer, k_exact=k_exact)
+        return jax.lax.fori_loop(0, BLOCKS, lambda j, state: one(state, scores[:, j], j, first, end), state)
+
+    selection = select(*map(jnp.asarray, rows()))
+    ids, scores = expected(k_blocks, k_exact, tournament)
+    np.testing.assert_array_equal(np.asarray(selection.ids), ids)
+    tools.assert_same_bits(selection.scores, scores)
+
+
+@pytest.mark.parametrize("k", [1, 5, 8, 13])
+def test_exact_is_a_sort_and_the_tournament_is_exact(k):
+    ids, scores = expected(k, k, False)
+    for tree in expected(k, k, True), (ids, scores):
+        np.testing.assert_array_equal(tree[0], ids)
+    for values, first, end, kept in zip(*rows(), ids, strict=True):
+        able = [j for j in range(first, end) if values[j] > -np.inf]
+        best = sorted(able, key=lambda j: (-values[j], j))[:k]  # of equal scores the lower block
+        assert sorted(j for j in kept if j >= 0) == sorted(best)
+
+
+def test_which_slot_is_replaced():
+    """By hand. Of equal scores the higher block goes; an empty slot goes first; a newcomer of equal score does not get in."""
+    values = np.array([2, 1, 1, 1, 3, 1.5, 1.5], np.float32)
+    ids = [[j for _, j in reference.select(values, 0, end, k_blocks=3, k_exact=3, tournament=False)] for end in range(1, 8)]
+    assert ids == [[0, -1, -1], [0, 1, -1], [0, 1, 2], [0, 1, 2], [0, 1, 4], [0, 5, 4], [0, 5, 4]]
+
+
+def test_estimated_is_equations_6_and_7():
+    """Every decision against scipy's erfinv and numpy's mean and deviation of all that was seen so far."""
+    rng = np.random.default_rng(2)
+    taken = passed = 0
+    for _ in range(40):
+        values = rng.normal(rng.normal(), rng.uniform(0.5, 3), 64).astype(np.float32)
+        ids = [j for _, j in reference.select(values, 0, 64, k_blocks=9, k_exact=0, tournament=False)]
+        for j in range(64):
+            left = 9 - sum(i < j for i in ids)
+            p = 1 - left / (64 - j)
+            seen = values[: j + 1].astype(np.float64)
+            threshold = math.sqrt(2) * seen.std() * scipy.special.erfinv(2 * p - 1) + seen.mean() if p > 0 else -math.inf
+            if j == 0 or abs(values[j] - threshold) < 1e-5:
+                continue
+            assert (j in ids) == (left > 0 and values[j] > threshold)
+            taken, passed = taken + (j in ids), passed + (j not in ids)
+    assert taken > 200
+    assert passed > 1000
+
+
+def test_what_stage_1_loses_stage_2_is_offered():
+    """Rising scores: each block displaces the one before, and the list ends up full all the same."""
+    ids = [j for _, j in reference.select(np.arange(20, dtype=np.float32), 0, 20, k_blocks=5, k_exact=2, tournament=False)]
+    assert sorted(ids[:2]) == [18, 19]
+    assert all(0 <= j < 18 for j in ids[2:])
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_lists_are_as_full_as_can_be(case):
+    """Without holes in the candidates every list has min(k, candidates) blocks, each once."""
+    k_blocks, k_exact, tournament = SIZES[case]
+    ids, _ = expected(k_blocks, k_exact, tournament)
+    for kept, first, end in list(zip(ids, *rows()[1:], strict=True))[1::2]:
+        kept = kept[kept >= 0]
+        assert len(kept) == len(set(kept)) == min(k_blocks, max(end - first, 0))
+
+
+# Mutants of the selectors: each must change a list of the rows above.
+
+
+class _NewcomerWins(reference.Replacement):
+    def offer(self, score, block):
+        return (
+            super().offer(np.nextafter(np.float32(score), np.float32(np.inf)).item(), block)
+            if score in dict(self.slots)
+            else super().offer(score, block)
+        )
+
+
+class _ForgetsTheLoser(reference.Replacement):
+    def offer(self, score, block):
+        lost = super().offer(score, block)
+        return lost if lost == (score, block) else reference.EMPTY
+
+
+class _TreeNotReplayed(reference.Tournament):
+    def _play(self, node):
+        if node != 2 or reference.EMPTY in self.slots:
+            super()._play(node)
+
+
+class _PresentNotCounted(reference.Estimated):
+    later = None
+
+    def count(self, score):
+        if self.seen == 0:  # without any there is no threshold
+            return super().count(score)
+        if self.later is not None:
+            super().count(self.later)
+        self.later = score
+
+
+class _OnlyWhatIsPassedOn(reference.Estimated):
+    def count(self, score):
+        pass
+
+    def offer(self, score, block, candidates_left):
+        super().count(score)
+        super().offer(score, block, candidates_left)
+
+
+class _SampleVariance(reference.Estimated):
+    def offer(self, score, block, candidates_left):
+        kept = self.squares
+        self.squares *= self.seen / max(self.seen - 1, 1)
+        super().offer(score, block, candidates_left)
+        self.squares = kept
+
+
+class _CandidatesOneShort(reference.Estimated):
+    def offer(self, score, block, candidates_left):
+        super().offer(score, block, candidates_left - 1)
+
+
+class _FirstSlots(reference.Estimated):
+    def offer(self, score, block, candidates_left):
+        super().offer(score, block, 0)
+
+
+class _StrictlyMore(reference.Estimated):
+    def offer(self, score, block, candidates_left):
+        if np.float32(score) > self.mean or self.k - len(self.slots) >= candidates_left:
+            super().offer(score, block, candidates_left)
+
+
+MUTANTS = {
+    "the newcomer wins a tie": ("Replacement", _NewcomerWins),
+    "what is displaced is forgotten": ("Replacement", _ForgetsTheLoser),
+    "the tree is not replayed": ("Tournament", _TreeNotReplayed),
+    "the present block is not counted": ("Estimated", _PresentNotCounted),
+    "only what is passed on is counted": ("Estimated", _OnlyWhatIsPassedOn),
+    "variance over n - 1": ("Estimated", _SampleVariance),
+    "candidates left one short": ("Estimated", _CandidatesOneShort),
+    "the first blocks": ("Estimated", _FirstSlots),
+    "a tie with the mean is passed by": ("Estimated", _StrictlyMore),
+    "the lower block is replaced": ("worse", lambda a, b: a < b),
+    "the last empty slot is filled first": ("worse", lambda a, b: a[0] < b[0] or (a[0] == b[0] and (a == b or a[1] > b[1]))),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_changes_a_list(monkeypatch, mutant):
+    for sizes in SIZES.values():
+        expected(*sizes)
+    monkeypatch.setattr(reference, *MUTANTS[mutant])
+    assert any((by_definition(*sizes)[0] != expected(*sizes)[0]).any() for sizes in SIZES.values()), "the rows accept this mutant"

@@ -1,0 +1,125 @@
+"""The prefill kernels for Hopper without one: interpreted, compiled to machine code; who is passed by.
+
+What only a GPU can tell is in `test_flash_attention_on_hopper.py` and `test_block_sparse_attention_on_hopper.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.block_sparse_attention import block_sparse_attention
+from pallas_kernels.flash_attention import flash_attention
+
+
+@pytest.mark.timeout(600)
+def test_interpreted():
+    """Values, races and planted bugs: `query_tiles_interpreted.py`, with threads enough for its warpgroups."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__).parent / "query_tiles_interpreted.py"]
+    done = subprocess.run(command, env=os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+
+
+def production(heads=(28, 4), head_dim: int = 128, page_size: int = 128, batch: int = 1, tokens: int = 8192, dtype="bfloat16", **static):
+    """(op, arrays, keywords) of a prefill of a chunk over 128K tokens; over lists where a block size is given."""
+    num_heads, kv_heads = heads
+    pool, width = ((1024, kv_heads, page_size, head_dim), dtype), (128 << 10) // page_size
+    arrays = {"q": ((batch, tokens, num_heads, head_dim), dtype), "k": pool, "v": pool, "page_table": ((batch, width), "int32")}
+    arrays |= dict.fromkeys(("starts", "lengths"), ((batch,), "int32"))
+    static = {"window": None, "sm_scale": head_dim**-0.5, "config": None} | static
+    if "block_size" not in static:
+        return "flash_attention", arrays, static
+    static = {"query_tile": 128} | static
+    blocks = (batch, -(-tokens // static["query_tile"]), num_heads, 128)
+    return "block_sparse_attention", arrays | {"blocks": (blocks, "int32")}, static
+
+
+SPILL_FREE = {
+    "dense": production(),
+    "dense 32/8": production(heads=(32, 8)),
+    "dense float16, batch of 8, odd chunk": production(dtype="float16", batch=8, tokens=1001),
+    "dense head dim 64": production(head_dim=64),
+    "dense head dim 256": production(head_dim=256, heads=(16, 2)),
+    "dense window": production(window=(64, 1024)),
+    "dense pages of 64": production(page_size=64),
+    "lists": production(block_size=64, window=(64, 1024)),
+    "lists 32/8": production(heads=(32, 8), block_size=64, window=(64, 1024)),
+    "lists head dim 64": production(head_dim=64, block_size=64, window=(64, 1024)),
+    "lists of 128": production(block_size=128),
+}
+WIDE = {
+    "lists head dim 256": production(head_dim=256, heads=(16, 2), block_size=64, window=(64, 1024)),
+    "lists of 16": production(block_size=16, window=(64, 1024)),
+}
+"""Too many values at once; a few of them wait in memory."""
+
+
+def test_compiles_without_spilling(cuda, tmp_path, capsys):
+    found = cuda.compile(SPILL_FREE | WIDE, tmp_path)
+    with capsys.disabled():
+        for case, kernels in found.items():
+            print(f"\n  {case}: {kernels}", end="")
+    assert found.keys() == (SPILL_FREE | WIDE).keys()
+    assert not {case: found[case] for case in SPILL_FREE if any(kernel["spill_stores"] for kernel in found[case])}
+
+
+@pytest.mark.parametrize("case", SPILL_FREE | WIDE)
+def test_lowers(cuda, case):
+    assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
+
+
+# Valid input that is none for these kernels: refused when named, passed by when picked.
+
+OPS = {"flash_attention": flash_attention, "block_sparse_attention": block_sparse_attention}
+NOT_HERE = {
+    "float32": (production(dtype="float32"), "bfloat16 or float16, q and k alike; got q float32, k float32"),
+    "head dim 32": (production(head_dim=32), "head dim must be 64, 128 or 256, got 32"),
+    "pages of 16": (production(page_size=16), "page size must be a multiple of 64, got 16"),
+    "negative scale": (production(sm_scale=-0.1), r"sm_scale must be positive, got -0\.1"),
+    "lists, float32": (production(dtype="float32", block_size=64), "bfloat16 or float16, q and k alike; got q float32, k float32"),
+    "lists for 64 queries": (production(block_size=64, query_tile=64), "query_tile must be a multiple of 128, got 64"),
+    "lists of 8": (production(block_size=8), "block_size must be a multiple of 16, got 8"),
+}
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Dispatch believes that it is on a Hopper GPU."""
+    monkeypatch.setattr(dispatch, "available", lambda op, backend=None: ("mosaic_gpu", "xla", "reference"))
+
+
+def _trace(case: tuple, **keywords) -> str:
+    """Trace a call of the public op; the name of the implementation that dispatch chose."""
+    op, arrays, static = case
+    structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
+    with dispatch.listening() as heard:
+        jax.eval_shape(functools.partial(OPS[op], **static, **keywords), **structs)
+    return heard[op]
+
+
+@pytest.mark.parametrize("case", NOT_HERE)
+def test_what_it_cannot_do_goes_to_another(on_hopper, case):
+    call, reason = NOT_HERE[case]
+    assert _trace(call) == "xla"
+    with pytest.raises(NotImplementedError, match=reason):
+        _trace(call, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("case", ["dense", "lists"])
+def test_it_is_preferred_on_hopper(on_hopper, case):
+    assert _trace(SPILL_FREE[case]) == "mosaic_gpu"
+
+
+@pytest.mark.parametrize("case", ["dense", "lists"])
+def test_it_takes_no_config(on_hopper, case):
+    op, arrays, static = SPILL_FREE[case]
+    with pytest.raises(ValueError, match=f"'mosaic_gpu' of {op} takes no config, got 3"):
+        _trace((op, arrays, static | {"config": 3}), implementation="mosaic_gpu")

@@ -1,0 +1,153 @@
+"""`kvjax bench prefill` on tiny shapes: rows and tables say what was run; parts of a profile; measures against dense attention."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import typer
+
+from kvjax.prefill import MeasureOnceMaskOnce, parse_prefill
+from kvjax.serving import bench_cli, prefill_bench, prefill_cli, prefill_ops
+from kvjax.serving.decode_bench import SHAPES, config_of
+from kvjax.serving.prefill_bench import PrefillPlan, policies_of, run_prefill_plan, split
+from pallas_kernels.bench import prefill_report, report
+from pallas_kernels.bench.timing import Kernel
+
+SMALL = MeasureOnceMaskOnce(k=4, k_exact=2, k_trim=4, chi=64, window_tokens=64)
+OPS = ["baseline", "dense", "dense", "query-sparse", "union", "block-sparse", "delta", "sparse"]
+
+
+@pytest.fixture(scope="module")
+def op_rows():
+    return list(prefill_ops.op_rows("tiny", 1024, SMALL, 1e12))
+
+
+@pytest.fixture(scope="module")
+def time_rows():
+    plan = PrefillPlan("tiny", SHAPES["tiny"], "float32", (300, 2**40), policies_of("dense,window:64+128"), 128, 2)
+    return list(run_prefill_plan(plan))
+
+
+def test_ops_are_right_and_counted(op_rows):
+    assert [row["op"] for row in op_rows] == OPS
+    assert all(row["same_bits"] and row["median_s"] > 0 for row in op_rows)
+    assert all(row["error"] < 5e-3 for row in op_rows if "error" in row)
+    dense, listed, union, sparse = op_rows[1], op_rows[3], op_rows[4], op_rows[5]
+    assert dense["flops"] == 4 * 4 * 64 * 1024 * 1025 / 2
+    assert listed["flops"] == 4 * 4 * 64 * sum(16 * r + 1 for r in range(64))
+    assert (listed["lists_full"], listed["exact_slots_right"], union["same_as_reference"], sparse["lists_full"]) == (1, 1, True, 1)
+    assert listed["score_error"] < 1e-4
+    assert sparse["keys_read"] <= 4 * 64 + 128
+    assert op_rows[-1]["speedup"]["times"] > 0
+    assert all("error" in row for row in op_rows if row["op"] not in ("union", "delta"))
+
+
+def test_a_wrong_result_has_a_large_error(op_rows, monkeypatch):
+    right = prefill_ops.flash_attention
+    monkeypatch.setattr(prefill_ops, "flash_attention", lambda q, k, v, *rest, **named: right(q, k, v[::-1], *rest, **named))
+    prompt = prefill_ops.make_prompt("tiny", 512)
+    row = next(prefill_ops._dense(prompt, lambda what: None))
+    assert not row["error"] < 0.1
+
+
+def test_time_to_first_token(time_rows):
+    dense, window, *skipped = time_rows
+    assert [row["policy"] for row in time_rows] == ["dense", "window:64+128"] * 2
+    for row in (dense, window):
+        assert len(row["rounds_s"]) == 2
+        assert row["tokens_per_s"] == pytest.approx(300 / row["median_s"])
+        assert row["path"]["flash_attention"] == ("xla" if jax.default_backend() == "cpu" else row["path"]["flash_attention"])
+        assert row["temp_bytes"] < row["held_bytes"] * 8
+    assert all("weights and cache need" in row["skipped"] for row in skipped)
+
+
+def test_the_steps_are_the_engines(model):
+    """Logits of the benchmark's chunks are those of an engine's prefill."""
+    plan = PrefillPlan("", model.config, "float32", (300,), policies_of("dense"), 128, 1)
+    chunks = prefill_bench._chunks(plan, 300)
+    assert [chunk[0] for chunk in chunks] == [128, 256, 300]
+    from kvjax import Engine
+    from kvjax.models.decoder import TransformerDecoder
+    from kvjax.steps import prefill_step
+
+    tokens = np.concatenate([chunk[1][0] for chunk in chunks])[:300].tolist()
+    (sequence,) = Engine(model, pages=4, prefill_chunk=128).prefill([tokens])
+    cache = prefill_bench.empty_cache(plan, 300)
+    for last, *operands in chunks:
+        cache = cache.replace(lengths=np.array([last], np.int32))
+        logits, cache = prefill_step(TransformerDecoder(model.config), plan.policies[0], (), model.params, cache, *operands)
+    np.testing.assert_array_equal(np.asarray(logits[0]), np.asarray(sequence.logits))
+
+
+def test_a_profile_falls_into_parts():
+    names = {
+        "flash_attention_kernel_mosaic_gpu_kernel": "dense attention",
+        "query_sparse_attention_kernel_mosaic_gpu_kernel": "query-sparse attention",
+        "block_sparse_attention_kernel_mosaic_gpu_kernel": "block-sparse attention",
+        "sort_3": "union",
+        "nvjet_sm90_tst_128x256": "projections",
+        "gemm_fusion_dot_12": "projections",
+        "loop_multiply_fusion_2": "overhead",
+    }
+    kernels = [Kernel(name, 1e9 * i, 1e9 * i + 5e8) for i, name in enumerate(names)]
+    found = split(kernels)
+    for name in set(names.values()):
+        assert found[name] == pytest.approx(0.5 * list(names.values()).count(name))
+    assert found["idle"] == pytest.approx(3.0)
+    assert sum(found.values()) == pytest.approx(6.5)
+
+
+def test_tables(op_rows, time_rows):
+    runs = [{"bench": "prefill-ops", "rows": op_rows}, {"bench": "prefill", "rows": time_rows}]
+    for run in runs:
+        run["provenance"] = {"device": "here", "versions": {"jax": "0"}, "date": "2026-01-01", "command": "kvjax"}
+    marks = [f"<!-- bench:{name} -->\n<!-- /bench -->" for name in ("prefill-ops", "prefill-steps", "prefill-time", "prefill-measures")]
+    text = report.rendered("\n".join(marks), runs)
+    assert "| query-sparse | tiny | 1K |" in text
+    assert "window:64+128" in text
+    assert text.count("Not measured yet") == 1
+    assert len(prefill_report.op_table(op_rows).splitlines()) == len(OPS) + 2
+
+
+def test_command_writes_json(tmp_path, capsys):
+    file = tmp_path / "prefill.json"
+    bench_cli.prefill_command("tiny", "256", "dense", 128, 1, "float32", 1, False, False, False, None, file)
+    written = json.loads(file.read_text())
+    assert (written["bench"], written["rows"][0]["tokens"], written["rows"][0]["layers"]) == ("prefill", 256, 1)
+    assert "| tiny | 256 | dense | 128 |" in capsys.readouterr().out
+    bench_cli.prefill_command("tiny", "512", "momo:4/2", 128, 1, "bfloat16", None, True, False, False, None, file)
+    written = json.loads(file.read_text())
+    assert (written["bench"], [row["op"] for row in written["rows"]]) == ("prefill-ops", OPS)
+    assert written["peak"]["flops_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda: prefill_cli.ops_run("no-shape", "1k", "momo:4/2", "bfloat16"), "takes the shapes"),
+        (lambda: prefill_cli.ops_run("tiny", "1k", "dense", "bfloat16"), "one momo policy"),
+        (lambda: prefill_cli.ops_run("tiny", "1k", "momo:4/2", "int8"), "dtype 'int8' is none of"),
+        (lambda: prefill_cli.time_run("tiny", "1k", "dense", "float32", chunk=100, rounds=1, layers=1), "multiple of the page size"),
+        (lambda: prefill_cli.time_run("tiny", "1k", "dense", "float32", chunk=128, rounds=0, layers=1), "rounds must be at least 1"),
+        (lambda: prefill_cli.time_run("tiny", "1k", "dense", "float32", chunk=128, rounds=1, layers=0), "layers must be at least 1"),
+        (lambda: prefill_cli.time_run("tiny", "1x", "dense", "float32", chunk=128, rounds=1, layers=1), "not understood"),
+        (lambda: prefill_ops.make_prompt("tiny", 100), "multiple of 128"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(run, message):
+    with pytest.raises(ValueError, match=message):
+        run()
+
+
+def test_ops_and_measures_exclude_each_other():
+    with pytest.raises(typer.BadParameter, match="exclude each other"):
+        bench_cli.prefill_command("tiny", "1k", "dense", 128, 1, "float32", None, True, True, False, None, None)
+
+
+def test_one_failure_loses_no_other_row(monkeypatch):
+    monkeypatch.setattr(prefill_bench, "_measure", lambda *_: 1 / 0)
+    plan = PrefillPlan("tiny", config_of("tiny"), "float32", (128, 256), (parse_prefill("dense"),), 128, 1)
+    assert [row["failed"] for row in run_prefill_plan(plan)] == ["ZeroDivisionError: division by zero"] * 2
