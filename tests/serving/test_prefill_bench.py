@@ -112,12 +112,15 @@ def test_tables(op_rows, time_rows):
     assert len(prefill_report.op_table(op_rows).splitlines()) == len(OPS) + 2
 
 
-def test_command_writes_json(tmp_path, capsys):
+def test_command_writes_json(tmp_path, capsys, monkeypatch, op_rows):
     file = tmp_path / "prefill.json"
     bench_cli.prefill_command("tiny", "256", "dense", 128, 1, "float32", 1, False, False, False, None, file)
     written = json.loads(file.read_text())
     assert (written["bench"], written["rows"][0]["tokens"], written["rows"][0]["layers"]) == ("prefill", 256, 1)
     assert "| tiny | 256 | dense | 128 |" in capsys.readouterr().out
+    monkeypatch.setattr(
+        prefill_ops, "op_rows", lambda shape, tokens, policy, peak, **_: iter(op_rows if (tokens, policy.k) == (512, 4) else ())
+    )
     bench_cli.prefill_command("tiny", "512", "momo:4/2", 128, 1, "bfloat16", None, True, False, False, None, file)
     written = json.loads(file.read_text())
     assert (written["bench"], [row["op"] for row in written["rows"]]) == ("prefill-ops", OPS)
