@@ -1,5 +1,6 @@
 """Every measured figure in README.md, docs/benchmarks.md and docs/prefill.md is in the committed JSON."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,22 @@ def test_tables_are_what_the_results_make(name):
 
 def test_tables_of_prefill_are_what_the_results_make():
     """After new measurements: the command at the top of docs/prefill.md."""
-    runs = report.load(RESULTS.glob("prefill*.json"))
+    runs = report.load(RESULTS.parent.glob("*/prefill*.json"))
     text = (ROOT / "docs" / "prefill.md").read_text(encoding="utf-8")
     assert "<!-- bench:prefill-steps -->" in text
     assert report.rendered(text, runs) == text
     assert report.rendered(text.replace("| 128K |", "| 129K |"), runs) == text
+
+
+@pytest.mark.parametrize("length", [16384, 32768])
+def test_needles_after_a_sparse_prefill_are_what_the_results_say(length):
+    text = (ROOT / "docs" / "prefill.md").read_text(encoding="utf-8")
+    found = json.loads((RESULTS / f"sparse-prefill-needles-{length}.json").read_text())
+    (pair,), (dense,), (other,) = found["pairs"], found["results"], found["other_prefills"]
+    hits = f"{dense['hits']}/400 | {other['results'][0]['hits']}/400 | -{pair['lost']}/+{pair['gained']}"
+    spread = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**pair["difference"])
+    assert f"| {length:,} | {other['prefill']} | {hits} | {spread} |" in text
+    assert pair["difference"]["low"] > -0.03
 
 
 @pytest.mark.skipif(not RUNS, reason="nothing is measured yet")
