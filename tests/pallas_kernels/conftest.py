@@ -125,6 +125,16 @@ def assert_lse_close(lse, ref) -> None:
     np.testing.assert_allclose(np.asarray(lse, np.float64), np.asarray(ref, np.float64), rtol=1e-5, atol=2e-5)
 
 
+def assert_chunk_close(found, ref, starts, lengths, tolerance: float) -> None:
+    """(out, lse) of a chunk: close where a query is one of the sequence, finite everywhere. A sequence of length 0 has no padding."""
+    position = starts[:, None] + jnp.arange(ref[0].shape[1])
+    meant = (position < lengths[:, None]) | (lengths[:, None] == 0)
+    assert [x.shape for x in found] == [x.shape for x in ref]
+    assert jnp.isfinite(found[0]).all(), "padding gave infinite or NaN values"
+    assert_rows_close(*(jnp.where(meant[..., None, None], x, 0) for x in (found[0], ref[0])), tolerance)
+    assert_lse_close(*(jnp.where(meant[..., None], x, 0) for x in (found[1], ref[1])))
+
+
 def assert_same_bits(a, b) -> None:
     """Equal bit for bit, NaN and signed zero included."""
     a, b = np.asarray(a), np.asarray(b)
@@ -168,6 +178,7 @@ def tools():
         random_blocks = staticmethod(random_blocks)
         assert_rows_close = staticmethod(assert_rows_close)
         assert_lse_close = staticmethod(assert_lse_close)
+        assert_chunk_close = staticmethod(assert_chunk_close)
         assert_same_bits = staticmethod(assert_same_bits)
         must_fail = staticmethod(must_fail)
 
