@@ -31,10 +31,11 @@ from jaxtyping import Array, Bool, Float
 from kvjax.cache import PagedKV
 from kvjax.prefill import MeasureOnceMaskOnce, PrefillContext, delta_correction
 from pallas_kernels import dispatch
+from pallas_kernels.bench import torch_sdpa
 from pallas_kernels.bench.cases import PAGE_SIZE, SHAPES, Shape
 from pallas_kernels.bench.checks import row_error
 from pallas_kernels.bench.inputs import QUERY_SCALE, pool_pages, random_pages
-from pallas_kernels.bench.timing import Timing, device_time, kernel_timing, record
+from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timing, record
 from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.query_sparse_attention import query_sparse_attention
@@ -47,6 +48,10 @@ SHORT_SECONDS, TIMED_SECONDS, MOST_CALLS = 1.0, 0.5, 20
 PEAK_SIZES = {"gpu": 8192, "cpu": 512}
 BASELINES = {"gpu": ("cudnn",), "cpu": ("xla",)}
 """Implementations of `jax.nn.dot_product_attention`."""
+TORCH = {"gpu": ("flash", "cudnn")}
+"""Backends of PyTorch's attention."""
+TORCH_TOKENS = 2**17
+"""PyTorch runs an op five times before it is timed, which takes minutes beyond this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +111,7 @@ def op_rows(
     """Rows of one prompt: baselines, dense, the steps of the policy, the whole of it; with the speed-up over the fastest dense one."""
     prompt = make_prompt(shape, tokens, dtype)
     rows = []
-    for measured in (*((_baselines,) if baselines else ()), _dense, functools.partial(_sparse, policy)):
+    for measured in (*((_baselines, _torch_baselines) if baselines else ()), _dense, functools.partial(_sparse, policy)):
         for row in measured(prompt, on_progress):
             row |= _rates(row, peak)
             rows.append(row)
@@ -132,6 +137,26 @@ def _baselines(prompt: Prompt, on_progress: Callable) -> Iterator[dict[str, Any]
             yield _fields(prompt, "baseline", name) | {"skipped": " ".join(str(error).split())[:300]}
             continue
         yield row | {"path": {"jax": name}, "error": _dense_error(prompt, out, _samples(prompt, 1)), "flops": _dense_flops(prompt)}
+
+
+def _torch_baselines(prompt: Prompt, on_progress: Callable) -> Iterator[dict[str, Any]]:
+    backends = TORCH.get(jax.default_backend(), ()) if prompt.tokens <= TORCH_TOKENS else ()
+    sizes = {"heads": prompt.sizes.num_heads, "kv_heads": prompt.sizes.num_kv_heads, "head_dim": prompt.sizes.head_dim}
+    counts = {"batch": 1, "queries": prompt.tokens, "tokens": prompt.tokens, "copies": 1, "chain": 1, "calls": 5}
+    for backend in backends:
+        on_progress(f"{prompt.tokens:,} tokens: PyTorch, {backend}")
+        row = _fields(prompt, "baseline", f"torch-{backend}")
+        request = {"name": row["case"], "backend": backend, **counts, **sizes}
+        try:
+            answer = torch_sdpa.ask([request])[row["case"]] if torch_sdpa.installed() else {"skipped": "PyTorch is not installed"}
+            if "skipped" in answer:
+                yield row | {"skipped": answer["skipped"]}
+                continue
+            timing = kernel_timing([Kernel(*kernel) for kernel in answer["kernels"]], request["calls"], request["chain"])
+        except RuntimeError as error:
+            yield row | {"failed": str(error)}
+            continue
+        yield row | {"path": {f"torch {answer['torch']}": backend}, "flops": _dense_flops(prompt)} | timing.figures()
 
 
 def _dense(prompt: Prompt, on_progress: Callable) -> Iterator[dict[str, Any]]:

@@ -254,6 +254,7 @@ def _torch_request(case: Case) -> dict[str, Any]:
     copies = inputs.copies_needed(sum(inputs.bytes_read(case, _all_keys(case)).values()))
     sizes = {"heads": case.sizes.num_heads, "kv_heads": case.sizes.num_kv_heads, "head_dim": case.sizes.head_dim}
     request = {"name": case.name, "backend": case.policy.removeprefix("torch-"), "batch": case.batch, "tokens": case.tokens} | sizes
+    request["queries"] = 1
     return request | {"copies": copies, "chain": max(copies, inputs.MIN_OPS), "calls": 2 * LEAST_CALLS}
 
 

@@ -2,8 +2,9 @@
 
     python -m pallas_kernels.bench.torch_sdpa < requests.json > answers.json
 
-A request is {"name", "backend", "batch", "tokens", "heads", "kv_heads", "head_dim", "copies", "chain", "calls"}; an answer has the name
-and the kernels that ran (name, start, end in nanoseconds), or why there are none. `chain` calls are captured as one CUDA graph, each on
+A request is {"name", "backend", "batch", "queries", "tokens", "heads", "kv_heads", "head_dim", "copies", "chain", "calls"}: 1 query that
+sees all tokens, or as many queries as tokens, causal; an answer has the name and the kernels that ran (name, start, end in nanoseconds), or
+why there are none. `chain` calls are captured as one CUDA graph, each on
 the next of `copies` key and value tensors `[B, K, S, D]`, bfloat16.
 """
 
@@ -66,10 +67,11 @@ def _run(request: dict[str, Any]) -> tuple[list[tuple[str, float, float]], float
     made = {"device": "cuda", "dtype": torch.bfloat16}
     kv_shape = (batch, request["kv_heads"], request["tokens"], head_dim)
     pairs = [(torch.randn(kv_shape, **made), torch.randn(kv_shape, **made)) for _ in range(request["copies"])]
-    queries = [4 * torch.randn((batch, heads, 1, head_dim), **made) for _ in range(request["chain"])]
+    causal = request["queries"] > 1
+    queries = [4 * torch.randn((batch, heads, request["queries"], head_dim), **made) for _ in range(request["chain"])]
 
     def attend(i):
-        return scaled_dot_product_attention(queries[i], *pairs[i % len(pairs)], enable_gqa=True)
+        return scaled_dot_product_attention(queries[i], *pairs[i % len(pairs)], is_causal=causal, enable_gqa=True)
 
     with sdpa_kernel(backend), torch.no_grad():
         side = torch.cuda.Stream()

@@ -53,6 +53,27 @@ def test_a_wrong_result_has_a_large_error(op_rows, monkeypatch):
     assert not row["error"] < 0.1
 
 
+def test_pytorch_is_asked_for_causal_attention_of_the_same_shape(monkeypatch):
+    asked = []
+
+    def ask(requests):
+        asked.extend(requests)
+        return {request["name"]: {"torch": "2", "kernels": [("flash", 4e6 * i, 4e6 * i + 3e5) for i in range(5)]} for request in requests}
+
+    monkeypatch.setattr(prefill_ops, "TORCH", {"cpu": ("flash",)})
+    monkeypatch.setattr(prefill_ops.torch_sdpa, "ask", ask)
+    monkeypatch.setattr(prefill_ops.torch_sdpa, "installed", lambda: True)
+    prompt = prefill_ops.make_prompt("tiny", 256)
+    (row,) = prefill_ops._torch_baselines(prompt, lambda what: None)
+    assert (asked[0]["queries"], asked[0]["tokens"], asked[0]["heads"], asked[0]["kv_heads"]) == (256, 256, 4, 2)
+    assert (row["policy"], row["op"], row["path"]) == ("torch-flash", "baseline", {"torch 2": "flash"})
+    assert row["median_s"] == pytest.approx(3e-4)
+    assert row["flops"] == 4 * 4 * 64 * 256 * 257 / 2
+    monkeypatch.setattr(prefill_ops.torch_sdpa, "installed", lambda: False)
+    (row,) = prefill_ops._torch_baselines(prompt, lambda what: None)
+    assert "not installed" in row["skipped"]
+
+
 def test_time_to_first_token(time_rows):
     dense, window, *skipped = time_rows
     assert [row["policy"] for row in time_rows] == ["dense", "window:64+128"] * 2
