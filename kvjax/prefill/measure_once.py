@@ -11,6 +11,14 @@ from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 from pallas_kernels.union_blocks import union_blocks
 
+CHANGES: dict[str, dict[str, str | None]] = {
+    "score": {"rank": "score"},
+    "plain": {"delta": "plain"},
+    "uncorrected": {"delta": "off"},
+    "untrimmed": {"k_trim": None},
+}
+"""What can stand behind a short name: "momo:128/8+score+plain" is the policy as published."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MeasureOnceMaskOnce(TileLists):
@@ -105,7 +113,10 @@ class MeasureOnceMaskOnce(TileLists):
 
     def __str__(self) -> str:
         short = MeasureOnceMaskOnce(k=self.k, k_exact=self.k_exact, k_trim=self.k)
-        return f"momo:{self.k}/{self.k_exact}" if self == short else repr(self)
+        changes = [name for name, change in CHANGES.items() if all(getattr(self, field) == value for field, value in change.items())]
+        for name in changes:
+            short = dataclasses.replace(short, **CHANGES[name])
+        return "+".join((f"momo:{self.k}/{self.k_exact}", *changes)) if self == short else repr(self)
 
     def describe(self) -> str:
         """For reports."""

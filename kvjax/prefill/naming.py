@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from kvjax.prefill.base import PrefillPolicy
 from kvjax.prefill.dense import DensePrefill
 from kvjax.prefill.mean_pooled import MeanPooled
-from kvjax.prefill.measure_once import MeasureOnceMaskOnce
+from kvjax.prefill.measure_once import CHANGES, MeasureOnceMaskOnce
 from kvjax.prefill.oracle_blocks import OracleBlocks
 from kvjax.prefill.sink_window import SinkWindow
 from kvjax.prefill.vertical_slash import VerticalSlash
 
 FORMS = (
-    "dense, momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly), window:SINK+WINDOW (tokens, as window:64+1024), "
+    "dense, momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; with +score or +untrimmed behind it lists are trimmed "
+    "otherwise, with +plain or +uncorrected outputs are corrected otherwise), window:SINK+WINDOW (tokens, as window:64+1024), "
     "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS"
 )
 
@@ -27,9 +29,12 @@ def parse_prefill(name: str | PrefillPolicy) -> PrefillPolicy:
     text = name.strip()
     if text == "dense":
         return DensePrefill()
-    if match := re.fullmatch(r"momo:(\d+)/(\d+)", text):
-        k, k_exact = map(int, match.groups())
-        return MeasureOnceMaskOnce(k=k, k_exact=k_exact, k_trim=k)
+    if match := re.fullmatch(r"momo:(\d+)/(\d+)((?:\+(?:score|plain|uncorrected|untrimmed))*)", text):
+        k, k_exact, changes = int(match[1]), int(match[2]), match[3].split("+")[1:]
+        policy = MeasureOnceMaskOnce(k=k, k_exact=k_exact, k_trim=k)
+        for change in changes:
+            policy = dataclasses.replace(policy, **CHANGES[change])
+        return policy
     if match := re.fullmatch(r"window:(\d+)\+(\d+)", text):
         return SinkWindow(*map(int, match.groups()))
     if match := re.fullmatch(r"delta:(\d+)\+(\d+)/(\d+)", text):

@@ -435,6 +435,8 @@ def test_memory_is_bounded(name):
         ("dense", DensePrefill()),
         ("momo:128/8", MeasureOnceMaskOnce()),
         ("momo:64/64", MeasureOnceMaskOnce(k=64, k_exact=64, k_trim=64)),
+        ("momo:128/8+score+plain", MeasureOnceMaskOnce(rank="score", delta="plain")),
+        ("momo:16/8+uncorrected+untrimmed", MeasureOnceMaskOnce(k=16, k_trim=None, delta="off")),
         ("window:64+1024", SinkWindow()),
         ("delta:4+100/16", SinkWindow(4, 100, gamma=16)),
         ("mean:32", MeanPooled(32)),
