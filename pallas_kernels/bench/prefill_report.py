@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pallas_kernels.bench.formats import markdown, tokens_text
@@ -94,12 +95,26 @@ def measures_table(rows: Sequence[Row]) -> str:
     """Captured attention and output errors of each policy: the mean over the layers (the worst layer)."""
     lines = []
     rows = [row for row in rows if "captured" in row]
+    names = _short_names(dict.fromkeys(row["policy"] for row in rows))
     for shape, tokens, policy in dict.fromkeys((row["shape"], row["tokens"], row["policy"]) for row in rows):
         here = [row for row in rows if (row["shape"], row["tokens"], row["policy"]) == (shape, tokens, policy)]
         figures = (("captured", min), ("of_oracle", min), ("error", max), ("error_with_delta", max))
         cells = (_mean_and_worst([row[name] for row in here if row.get(name) is not None], worst) for name, worst in figures)
-        lines.append((shape, tokens_text(tokens), policy, *cells, f"{here[0]['sparsity']:.3f}" if here[0]["sparsity"] is not None else ""))
+        lines.append(
+            (shape, tokens_text(tokens), names[policy], *cells, f"{here[0]['sparsity']:.3f}" if here[0]["sparsity"] is not None else "")
+        )
     return markdown(("model", "tokens", "policy", "captured", "of the oracle's", "error", "error with delta", "sparsity"), lines)
+
+
+def _short_names(policies: Iterable[str]) -> dict[str, str]:
+    """Of policies written out as `Name(field=value, ...)`, only the fields in which they differ from each other; others as they are."""
+    fields = {policy: dict(re.findall(r"(\w+)=([^,)]+)", policy)) for policy in policies}
+    written_out = [found for found in fields.values() if found]
+    differ = {name for found in written_out for name in found if len({other.get(name) for other in written_out}) > 1}
+    return {
+        policy: f"{policy.split('(')[0]}({', '.join(f'{name}={found[name]}' for name in found if name in differ)})" if found else policy
+        for policy, found in fields.items()
+    }
 
 
 def _mean_and_worst(values: list[float], worst) -> str:

@@ -133,6 +133,14 @@ def test_tables(op_rows, time_rows):
     assert len(prefill_report.op_table(op_rows).splitlines()) == len(OPS) + 2
 
 
+def test_policies_written_out_are_told_apart_by_what_differs():
+    written_out = [f"MeasureOnceMaskOnce(gamma={gamma}, chi=64, k_trim=None)" for gamma in (8, 16)]
+    figures = dict.fromkeys(("captured", "of_oracle", "error", "sparsity"), 0.5)
+    rows = [{"shape": "m", "tokens": 2048, "policy": policy} | figures for policy in (*written_out, "momo:8/8")]
+    names = [line.split(" | ")[2] for line in prefill_report.measures_table(rows).splitlines()[2:]]
+    assert names == ["MeasureOnceMaskOnce(gamma=8)", "MeasureOnceMaskOnce(gamma=16)", "momo:8/8"]
+
+
 def test_command_writes_json(tmp_path, capsys, monkeypatch, op_rows):
     file = tmp_path / "prefill.json"
     bench_cli.prefill_command("tiny", "256", "dense", 128, 1, "float32", 1, False, False, False, None, file)
