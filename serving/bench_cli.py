@@ -60,8 +60,8 @@ def prefill_command(
     shape: Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id.")] = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens of the prompt, with commas between them.")] = "32k,128k,512k,1m",
     policies: Annotated[str, typer.Option(help="Prefill policies, with commas between them.")] = "dense,momo:128/8",
-    chunk: Annotated[int, typer.Option(help="Tokens per prefill step, a multiple of 128.")] = 8192,
-    rounds: Annotated[int, typer.Option(help="Timed runs of every prompt.")] = 1,
+    chunk: Annotated[int, typer.Option(help="Tokens per prefill step, a multiple of 128 (not with --ops, --measures).")] = 8192,
+    rounds: Annotated[int, typer.Option(help="Timed runs of every prompt (not with --ops, --measures).")] = 1,
     dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
     layers: Annotated[int | None, typer.Option(help="Only so many layers. [default: the shape's]", show_default=False)] = None,
     ops: Annotated[
@@ -70,7 +70,9 @@ def prefill_command(
     measures: Annotated[
         bool, typer.Option("--measures", help="Measure instead what lists capture and how far outputs are off; needs a real model.")
     ] = False,
-    ablate: Annotated[bool, typer.Option("--ablate", help="With --measures: vary gamma, chi, k, k_exact and trimming.")] = False,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="With --measures: vary gamma, chi, k, k_exact, trimming and correction.")
+    ] = False,
     text: Annotated[list[Path] | None, typer.Option(help="With --measures: prose to prefill. [default: Python's documentation]")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each.")] = None,
 ) -> None:
@@ -79,6 +81,8 @@ def prefill_command(
 
     if ops and measures:
         raise typer.BadParameter("--ops and --measures exclude each other", param_hint="--measures")
+    if (ablate or text) and not measures:
+        raise typer.BadParameter("belongs to --measures", param_hint="--ablate" if ablate else "--text")
     try:
         if measures:
             run = prefill_cli.measures_run(shape, lengths, policies, ablate=ablate, files=text or ())

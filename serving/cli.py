@@ -356,7 +356,10 @@ def needle_command(
         source = [path.name for path in text or ()] or "pydoc_data.topics"
         figures = {"results": [result.figures() for result in found[prefills[0]]]}
         if prefill:
-            others = [{"prefill": name, "results": [result.figures() for result in found[name]]} for name in prefills[1:]]
+            others = [
+                {"prefill": name, "describe": parse_prefill(name).describe(), "results": [result.figures() for result in found[name]]}
+                for name in prefills[1:]
+            ]
             figures |= {"prefill": prefills[0], "prefill_chunk": prefill_chunk, "other_prefills": others, "pairs": pairs}
         write_result(json_out, {"model": model, **sizes, "text": source} | figures)
 

@@ -89,11 +89,16 @@ def measures_run(model: str, lengths: str, policies: str, *, ablate: bool, files
     import kvjax
     from kvjax.fidelity.needle import documentation_text, encode_text
     from kvjax.prefill import DensePrefill, MeasureOnceMaskOnce
+    from kvjax.prefill.lists import TileLists
     from kvjax.prefill.measures import ablation, measure_prefill
 
     chosen = [policy for policy in policies_of(policies) if policy != DensePrefill()]
     if ablate:
         chosen = [v for policy in chosen for v in (ablation(policy) if isinstance(policy, MeasureOnceMaskOnce) else (policy,))]
+    if without := [policy for policy in chosen if not isinstance(policy, TileLists)]:
+        raise ValueError(f"{without[0]} gives tiles of queries no lists, so there is nothing to measure")
+    if not chosen:
+        raise ValueError(f"--measures takes policies that list blocks, got {policies!r}")
     tokens = parse_lengths(lengths)
     loaded = kvjax.load(model)
     prose = "\n\n".join(file.read_text(encoding="utf-8") for file in files) or documentation_text()

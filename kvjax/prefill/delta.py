@@ -19,9 +19,9 @@ def delta_correction(
     after an exact one get by how far what one exact query of the tile lacked has so far told what the next one lacks. With
     lack[r] = exact[r] - sparse[r * gamma] and told[r] = lack[r - 1] . lack[r], per head, over the rows i <= r of the tile that have one
     before them: the sum of told[i] less its standard error, the root of the sum of told[i]^2, by the sum of |lack[i - 1]|^2, cut to
-    [0, 1]. Without the standard error it is the best factor, in least squares, for a query gamma tokens on. Where neighbours lack the
-    same it grows towards equation 3; where what they lack has nothing in common, as with lists that miss little, adding it would only
-    add error.
+    [0, 1]; always 0 in the first two rows of a tile. Without the standard error it is the best factor, in least squares, for a query
+    gamma tokens on. Where neighbours lack the same it grows towards equation 3; where what they lack has nothing in common, as with
+    lists that miss little, adding it would only add error.
 
     Raises ValueError when gamma or damping_rows is not positive or shapes do not fit.
 

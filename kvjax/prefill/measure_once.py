@@ -120,10 +120,10 @@ class MeasureOnceMaskOnce(TileLists):
 
     def describe(self) -> str:
         """For reports."""
-        trimmed = "untrimmed" if self.k_trim is None else f"trimmed to {self.k_trim}"
+        trimmed = "untrimmed" if self.k_trim is None else f"trimmed to {self.k_trim} by {self.rank}"
         corrected = "no delta correction" if self.delta == "off" else f"{self.delta} delta correction"
         return (
             f"{self} prefill (every {self.gamma}th query lists {self.k} blocks of {self.key_block}, {self.k_exact} of them exactly; per "
-            f"{self.chi} queries {trimmed} by {self.rank}, {self.sink_tokens} sink + {self.window_tokens} latest keys; {corrected}; "
+            f"{self.chi} queries {trimmed}, {self.sink_tokens} sink + {self.window_tokens} latest keys; {corrected}; "
             f"dense up to {self.dense_tokens:,} tokens)"
         )

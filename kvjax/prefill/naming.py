@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 from kvjax.prefill.base import PrefillPolicy
@@ -29,12 +28,14 @@ def parse_prefill(name: str | PrefillPolicy) -> PrefillPolicy:
     text = name.strip()
     if text == "dense":
         return DensePrefill()
-    if match := re.fullmatch(r"momo:(\d+)/(\d+)((?:\+(?:score|plain|uncorrected|untrimmed))*)", text):
+    if match := re.fullmatch(rf"momo:(\d+)/(\d+)((?:\+(?:{'|'.join(CHANGES)}))*)", text):
         k, k_exact, changes = int(match[1]), int(match[2]), match[3].split("+")[1:]
-        policy = MeasureOnceMaskOnce(k=k, k_exact=k_exact, k_trim=k)
-        for change in changes:
-            policy = dataclasses.replace(policy, **CHANGES[change])
-        return policy
+        fields = [field for change in changes for field in CHANGES[change]]
+        if len(set(fields)) < len(fields):
+            raise ValueError(f"prefill policy {name!r} says twice how one thing is done; say it once")
+        return MeasureOnceMaskOnce(
+            k=k, k_exact=k_exact, **({"k_trim": k} | {f: v for change in changes for f, v in CHANGES[change].items()})
+        )
     if match := re.fullmatch(r"window:(\d+)\+(\d+)", text):
         return SinkWindow(*map(int, match.groups()))
     if match := re.fullmatch(r"delta:(\d+)\+(\d+)/(\d+)", text):

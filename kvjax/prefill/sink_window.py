@@ -53,5 +53,5 @@ class SinkWindow(DenseWhereCovered):
 
     def describe(self) -> str:
         """For reports."""
-        corrected = "" if self.gamma is None else f", delta correction from every {self.gamma}th query"
+        corrected = "" if self.gamma is None else f", corrected in full from every {self.gamma}th query"
         return f"{self} prefill ({self.dense_tokens:,} keys: {self.sink_tokens} sink + {self.window_tokens} latest{corrected})"

@@ -452,7 +452,7 @@ def test_names(name, policy):
     hash(policy)
 
 
-@pytest.mark.parametrize("name", ["momo", "momo:8", "mean:x", "window:5", "top:8"])
+@pytest.mark.parametrize("name", ["momo", "momo:8", "momo:8/8+all", "mean:x", "window:5", "top:8"])
 def test_wrong_names_are_refused(name):
     with pytest.raises(ValueError, match="is not understood; there are dense, momo:K/EXACT"):
         parse_prefill(name)
@@ -477,6 +477,7 @@ def test_what_is_no_policy_is_refused():
         (lambda: SinkWindow(-1), "sink_tokens must be an int of at least 0, got -1"),
         (lambda: SinkWindow(gamma=0), "gamma"),
         (lambda: parse_prefill("momo:4/8"), "k_exact 8 exceeds k 4"),
+        (lambda: parse_prefill("momo:8/8+plain+uncorrected"), "says twice how one thing is done"),
     ],
 )
 def test_wrong_sizes_are_refused(build, message):
