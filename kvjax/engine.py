@@ -323,6 +323,8 @@ class Engine:
         for start in range(fresh // self.prefill_chunk * self.prefill_chunk, end, self.prefill_chunk):
             first, last = max(start, fresh), min(start + self.prefill_chunk, end)
             whole = first == start or self.prefill_policy.queries_stand_alone
+            if not whole:
+                logger.info("positions %d to %d go into a chunk begun earlier: dense, not %s", first, last - 1, self.prefill_policy)
             chunk = np.zeros((1, self.prefill_chunk), np.int32)
             chunk[0, first - start : last - start] = tokens[first - fresh : last - fresh]
             cache = Cache(self._layers, {FULL: table}, np.array([last], np.int32))

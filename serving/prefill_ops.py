@@ -104,14 +104,13 @@ def op_rows(
     policy: MeasureOnceMaskOnce,
     peak: float,
     *,
-    baselines: bool = True,
     dtype: str = "bfloat16",
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[dict[str, Any]]:
     """Rows of one prompt: baselines, dense, the steps of the policy, the whole of it; with the speed-up over the fastest dense one."""
     prompt = make_prompt(shape, tokens, dtype)
     rows = []
-    for measured in (*((_baselines, _torch_baselines) if baselines else ()), _dense, functools.partial(_sparse, policy)):
+    for measured in (_baselines, _torch_baselines, _dense, functools.partial(_sparse, policy)):
         for row in measured(prompt, on_progress):
             row |= _rates(row, peak)
             rows.append(row)
