@@ -347,6 +347,14 @@ class Machine:
             memory.on_the_way[places] = True
             self.copies.append((memory, threads, places, content[threads], self.committed[threads]))
 
+    def prefetch(self, source: Pointer, size: Value) -> None:
+        """Bytes, multiples of 16, that must lie in the array."""
+        count = self.known(size, "prefetches")
+        self.refuse((count <= 0) | (count % 16 != 0), Undefined, "prefetches no positive multiple of 16 bytes")
+        for end in (source, source.moved(count.astype(np.int64) - 16)):
+            for memory, _, _ in self.places(end, 4):
+                self._refuse_space(memory, "global", source)
+
     def commit(self) -> None:
         self.committed[self.mask.threads] += 1
 

@@ -229,6 +229,11 @@ def _wait_all(machine):
     machine.wait(0)
 
 
+@code(r"cp\.async\.bulk\.prefetch\.L2\.global \[\$0\], \$1;", effects=True)
+def _prefetch(machine, source, size):
+    machine.prefetch(source, size)
+
+
 @code(r"prefetch\.global\.L[12](?:::evict_last)? \[\$0\];", r"fence\.proxy\.async\.shared::cta;", effects=True)
 def _nothing_to_see(machine, *pointer):
     pass
