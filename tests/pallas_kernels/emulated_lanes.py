@@ -227,7 +227,7 @@ class Machine:
                 cta = (self.cta if part.cta is None else np.broadcast_to(part.cta, self.size))[threads]
                 place = place + cta * (memory.size_bytes // 4)
                 if part.cta is not None and (cta != self.cta[threads]).any():
-                    self.clock.last_remote = self.clock.tick + 1
+                    self.clock.last_remote = self.clock.tick
             yield memory, threads, place[:, None] + np.arange(words)
 
     def _refuse_access(self, memory: Memory, threads, places, what: str, before: str, log, *, reads: bool = False) -> None:
