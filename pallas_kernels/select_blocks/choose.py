@@ -36,21 +36,19 @@ def key_of(score):
     return b ^ ((b >> 31) & 0x7FFFFFFF)
 
 
-def best(
-    k: int, threads: int, keys_s, counts_s, *, count, most: int, stride: int, keep: Callable, key: Callable = lambda word: word, even=False
-):
+def best(k: int, threads: int, keys_s, counts_s, *, count, most: int, stride: int, keep: Callable, even: bool = False):
     """Call `keep(place, key, slot)`, in the thread that holds it, for each of the k best of the first `count` keys (at most `most`).
 
-    slot: 0, 1, ... in order of place. keys_s: one word every `stride` words, of which `key(word)` is the key. even: deal out `count` keys
-    evenly, where that is mostly far less than `most`. Returns how many are kept, fewer than k only if there are no more candidates, and
+    slot: 0, 1, ... in order of place. keys_s: one key every `stride` words. even: deal out `count` keys evenly, where that is mostly
+    far less than `most`. Returns how many are kept, fewer than k only if there are no more candidates, and
     the rounds of counting. All threads of the CTA call this; counts_s: SCRATCH_WORDS words.
     """
     m = -(-most // threads)
     each = (count + (threads - 1)) // threads if even else lanes.i32(m)
     places = [(lanes.warp() * each + j) * 32 + lanes.lane() for j in range(m)]  # a warp's places are consecutive
     there = [(i < count) & (each > j) for j, i in enumerate(places)] if even else [i < count for i in places]
-    words = [lanes.load_shared(keys_s, lanes.minimum(i, most - 1) * stride)[0] for i in places]
-    keys = [lanes.where(here, key(word), NO_KEY) for here, word in zip(there, words, strict=True)]
+    keys = [lanes.load_shared(keys_s, lanes.minimum(i, most - 1) * stride)[0] for i in places]
+    keys = [lanes.where(here, key, NO_KEY) for here, key in zip(there, keys, strict=True)]
     descend = functools.partial(_descend, threads, counts_s)
     low, bits, _ = key_range(threads, keys, counts_s)
     nothing = lanes.i32(0)

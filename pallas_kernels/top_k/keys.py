@@ -1,2 +1,5 @@
 import jax, jax.numpy as jnp
-def key_of(x): return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def key_of(x):
+    return jax.lax.bitcast_convert_type(x, jnp.int32)

@@ -13,6 +13,7 @@ the cluster, the sample and the bound on passes are ours.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import lanes
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.top_k import search
-from pallas_kernels.top_k.plan import MOST_K, Config, Shape, shape_of
+from pallas_kernels.top_k.keys import key_of
+from pallas_kernels.top_k.plan import MOST_K, UNROLLED, Config, Shape, shape_of
 
 COUNTS = ("passes", "candidates", "refinement rounds", "guess cycles", "verify cycles", "collect cycles", "refine cycles")
 """What `return_counts` adds, of the cluster's first CTA: a column each."""
@@ -98,8 +100,6 @@ def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
 
 def _best_first(values, indices):
     """The k results of each row again, by score; those that are equal stay in order of place."""
-    from pallas_kernels.top_k.keys import key_of
-
     keys = jnp.where(indices < 0, -(2**31), key_of(values))
     _, _, values, indices = lax.sort((~keys, jnp.broadcast_to(jnp.arange(keys.shape[1]), keys.shape), values, indices), num_keys=2)
     return values, indices
@@ -119,24 +119,19 @@ def rank(s: Shape, row, cta, arrays, scratch) -> None:
         total, passes = length, lanes.i32(1)
         stamps += [_clock(s)] * 3
     else:
-        search.fetch(share)
-        guess = search.guess_from_hint(share, hint_ref) if s.start == "hint" else search.guess_from_sample(share)
-        search.arrive(share)
+        guess = _guess(share, hint_ref)
         stamps.append(_clock(s))
-        start, total, passes = search.search(share, guess)
+        start, mine, total, passes = search.search(share, guess)
         stamps.append(_clock(s))
-        search.collect(share, start)
+        search.collect(share, start, mine)
         stamps.append(_clock(s))
-    with lanes.when(cta == 0):
-        if not s.staged and not s.whole:
-            _fetch_candidates(share, total)
-        rounds = _refine(share, total, others)
-        if s.counted:
-            stamps.append(_clock(s))
-            with lanes.when(lanes.thread() == 0):
-                cycles = [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
-                for n, number in enumerate((passes, total, rounds, *cycles)):
-                    lanes.store_global(others[2], row * len(COUNTS) + n, number)
+    least = -1
+    for most in s.most_candidates:
+        with lanes.when((cta == 0) & (total > least) & (total <= most)):
+            rounds = _refine(share, total, most, others)
+            if s.counted:
+                _count(s, row, (passes, total, rounds), [*stamps, _clock(s)], others[2])
+        least = most
 
 
 def _clock(s: Shape):
@@ -144,50 +139,58 @@ def _clock(s: Shape):
     return lanes.ptx("mov.u32 $0, %clock;", result="i32", convergent=True) if s.counted else None
 
 
+def _count(s: Shape, row, numbers, stamps, counts_ref) -> None:
+    """The columns of `COUNTS`."""
+    cycles = [after - before for before, after in itertools.pairwise(stamps)]
+    with lanes.when(lanes.thread() == 0):
+        for n, number in enumerate((*numbers, *cycles)):
+            lanes.store_global(counts_ref, row * len(COUNTS) + n, number)
+
+
+def _guess(share: search.Share, hint_ref):
+    """The first threshold and the keys it lies between, while the row is on its way."""
+    if share.s.start == "hint":
+        search.fetch(share)
+        guess = search.guess_from_hint(share, hint_ref)
+    else:
+        sampled = search.sample(share)  # first: what is asked for after the row arrives after it
+        search.fetch(share)
+        guess = search.guess_from_sample(share, *sampled)
+    search.arrive(share)
+    return guess
+
+
 def _take_all(share: search.Share) -> None:
     """The whole row as candidates."""
     s = share.s
-    for start in range(0, s.row, s.threads * search.UNROLLED):
-        places = [lanes.thread() + i for i in range(start, min(start + s.threads * search.UNROLLED, s.row), s.threads)]
+    for start in range(0, s.row, s.threads * UNROLLED):
+        places = [lanes.thread() + i for i in range(start, min(start + s.threads * UNROLLED, s.row), s.threads)]
         words = [lanes.load_written(share.scores_ref, lanes.minimum(i, s.row - 1) * 4, "i32", **share.place) for i in places]
         for i, word in zip(places, words, strict=True):
             with lanes.when(i < s.row):
-                lanes.store_shared(share.scratch["candidates_s"], i * 2, word, i)
+                lanes.store_shared(share.scratch["candidates_s"], i * 2, search.key_of(word), i)
     lanes.cta_barrier(s.threads)
 
 
-def _fetch_candidates(share: search.Share, total) -> None:
-    """The scores at the collected places."""
-    s, candidates_s = share.s, share.scratch["candidates_s"]
-
-    def fetch(n):
-        slots = [n + lanes.thread() + start for start in range(0, search.UNROLLED * s.threads, s.threads)]
-        places = [lanes.load_shared(candidates_s, lanes.minimum(slot, total - 1) * 2 + 1)[0] for slot in slots]
-        words = [lanes.load_written(share.scores_ref, place * 4, "i32", **share.place) for place in places]
-        for slot, word in zip(slots, words, strict=True):
-            with lanes.when(slot < total):
-                lanes.store_shared(candidates_s, slot * 2, word)
-        return []
-
-    lanes.loop(total, [], fetch, step=search.UNROLLED * s.threads)
-    lanes.cta_barrier(s.threads)
-
-
-def _refine(share: search.Share, total, outs):
-    """The k best candidates to global memory, then -inf and -1; returns the rounds it took."""
+def _refine(share: search.Share, total, most: int, outs):
+    """The k best of at most `most` candidates to global memory, then -inf and -1; returns the rounds it took."""
     s, candidates_s = share.s, share.scratch["candidates_s"]
     values_ref, indices_ref = outs[:2]
     place = {"block": share.row, "block_bytes": 4 * s.k}
 
-    def keep(i, _, slot):
-        word, index = lanes.load_shared(candidates_s, i * 2, count=2)
-        store(slot, word, index, slot < s.k)
+    def keep(i, key, slot):
+        index = lanes.load_shared(candidates_s, i * 2 + 1)[0]
+        unknown = (key == 0) | (key < search.MINUS_INFINITY_KEY)  # a key has no sign of zero, and no NaN's bits
+        store(slot, lanes.bits(search.score_of(key)), index, (slot < s.k))
+        with lanes.when(unknown & (slot < s.k)):
+            word = lanes.load_written(share.scores_ref, index * 4, "i32", **share.place)
+            lanes.store_global_if(slot < s.k, values_ref, slot * 4, word, **place)
 
     def store(slot, word, index, there):
         lanes.store_global_if(there, values_ref, slot * 4, word, **place)
         lanes.store_global_if(there, indices_ref, slot * 4, index, **place)
 
-    sizes = {"count": total, "most": s.capacity, "stride": 2, "keep": keep, "key": search.key_of, "even": True}
+    sizes = {"count": total, "most": most, "stride": 2, "keep": keep, "even": True}
     kept, rounds = choose.best(s.k, s.threads, candidates_s, share.scratch["counts_s"], **sizes)
     minus_infinity, none = lanes.i32(-(2**23)), lanes.i32(-1)
 

@@ -22,9 +22,6 @@ from pallas_kernels.top_k.plan import GROUP, MOST_SECANTS, Shape
 
 NAN_KEY = -(2**31) + 1
 MINUS_INFINITY_KEY = -(2**31) + 0x007FFFFF
-UNROLLED = 8
-"""Groups that a warp has on their way."""
-
 GO_ON, FOUND, GIVE_UP = 0, 1, 2
 
 
@@ -67,26 +64,30 @@ def share_of(s: Shape, scores_ref, scratch: dict, row: Scalar, cta: Scalar, leng
 
 
 def fetch(share: Share) -> None:
-    """Start bringing the share: to shared memory if it fits, else to the L2 cache, while the threshold is looked for."""
-    s, start = share.s, share.first * GROUP
+    """Start bringing the share, to shared memory as far as it fits, else to the L2 cache, while the threshold is looked for."""
+    s, start, words = share.s, share.first * GROUP, _staged_words(share)
     end = lanes.minimum(start + share.groups * GROUP, s.row)
-    if not s.staged:
-        size, first = 8192, start * 4 + lanes.thread() * 8192
+    if s.staged < s.groups:
+        size, first = 8192, (start + s.staged * GROUP) * 4 + lanes.thread() * 8192
         with lanes.when(first < end * 4):
             lane_copies.prefetch_to_l2(share.scores_ref, first, lanes.minimum(end * 4 - first, size), **share.place)
-        return
-    data_s = share.scratch["data_s"]
 
     def copy(n):
         at = (n + lanes.thread()) * 4
-        with lanes.when(at < share.groups * GROUP):
+        with lanes.when(at < words):
             there = start + at < end
             offset = lanes.where(there, start + at, 0) * 4
-            lanes.copy_async_16_bytes(data_s, at, share.scores_ref, offset, there=there, **share.place)
+            lanes.copy_async_16_bytes(share.scratch["data_s"], at, share.scores_ref, offset, there=there, **share.place)
         return []
 
-    lanes.loop((share.groups * (GROUP // 4) + (s.threads - 1)) // s.threads * s.threads, [], copy, step=s.threads)
-    lanes.commit_copies()
+    if s.staged:
+        lanes.loop(words // 4, [], copy, step=s.threads)
+        lanes.commit_copies()
+
+
+def _staged_words(share: Share) -> Scalar:
+    """Words of the share that are kept in shared memory."""
+    return lanes.minimum(share.groups, share.s.staged) * GROUP
 
 
 def arrive(share: Share) -> None:
@@ -99,28 +100,36 @@ def arrive(share: Share) -> None:
 # Guess.
 
 
-def guess_from_sample(share: Share) -> tuple[Scalar, Scalar, Scalar]:
-    """A threshold that about as many scores reach as make k unlikely to be missed; the lowest and the highest key seen.
+def sample(share: Share) -> tuple[Scalar, list[tuple[Scalar, Scalar]]]:
+    """Ask for scores from all over the row. Returns how many, and this thread's (there, word) pairs.
 
-    The row is cut into as many cells as there are samples, and a score is taken from a scattered place of each. If c of them lie among the
-    k best on average, the one of rank c + 4 sqrt(c) + 4 is taken, or one up to an eighth further.
+    The row is cut into as many cells as there are samples, and a score is taken from a scattered place of each.
     """
     s = share.s
     size = lanes.minimum(share.length, s.sample)
     width, rest = share.length // lanes.maximum(size, 1), share.length % lanes.maximum(size, 1)
-    words, theres = [], []
+    places = []
     for start in range(0, s.sample, s.threads):
         i = lanes.thread() + start
         there = i < size
         i = lanes.where(there, i, 0)
         scattered = ((i * -1640531527 >> 16) & 0xFFFF) * (width + lanes.where(i < rest, lanes.i32(1), 0)) >> 16
-        at = i * width + lanes.minimum(i, rest) + scattered
-        words.append(lanes.load_written(share.scores_ref, at * 4, "i32", **share.place))
-        theres.append(there)
+        places.append((there, i * width + lanes.minimum(i, rest) + scattered))
+    return size, [(there, lanes.load_written(share.scores_ref, at * 4, "i32", **share.place)) for there, at in places]
+
+
+def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, Scalar]]) -> tuple[Scalar, Scalar, Scalar]:
+    """A threshold that about as many scores reach as make k unlikely to be missed; the lowest and the highest key seen.
+
+    If c samples lie among the k best on average, the one of rank r = c + 3 sqrt(c) + 4 is taken, or one up to an eighth further. Only
+    each thread's best sample is looked at: of T threads, about T r / (T + r / 2) hold the r best samples.
+    """
+    s = share.s
     yet = lanes.minimum(share.length, s.k) * size // lanes.maximum(share.length, 1)
-    need = yet + 4 * _square_root(yet) + 4
-    keys = [lanes.where(there, key_of(word), choose.NO_KEY) for word, there in zip(words, theres, strict=True)]
-    return choose.quantile(need, need >> 3, s.threads, keys, share.scratch["counts_s"])
+    need = yet + 3 * _square_root(yet) + 4
+    need = need * (2 * s.threads) // (need + 2 * s.threads)
+    best = functools.reduce(lanes.maximum, [lanes.where(there, key_of(word), choose.NO_KEY) for there, word in sampled])
+    return choose.quantile(need, need >> 3, s.threads, [best], share.scratch["counts_s"])
 
 
 def _square_root(n: Scalar) -> Scalar:
@@ -166,24 +175,30 @@ def _words(ref, first: int, count: int) -> list[Scalar]:
 
 
 def _each_group(share: Share, use: Callable) -> None:
-    """Call `use(group, words, limits)` of a warp's groups: this lane's four consecutive words, and whether each is one of the row."""
+    """Call `use(group, words, there)` of a warp's groups: this lane's four consecutive words, and whether each is one of the row."""
     s = share.s
-    turn = min(UNROLLED, -(-s.groups // s.warps)) * s.warps
 
-    def step(n):
-        groups = [n + lanes.warp() + start for start in range(0, turn, s.warps)]
-        at = [lanes.minimum(group, share.groups - 1) * GROUP + lanes.lane() * 4 for group in groups]
-        if s.staged:
-            words = [lanes.load_shared(share.scratch["data_s"], i, count=4) for i in at]
-        else:
-            starts = [lanes.minimum(share.first * GROUP + i, s.row - 4) * 4 for i in at]
-            words = [lanes.load_global_16_bytes(share.scores_ref, i, **share.place) for i in starts]
+    def in_shared(at):
+        return lanes.load_shared(share.scratch["data_s"], at, count=4)
+
+    def in_global(at):
+        start = lanes.minimum(share.first * GROUP + at, s.row - 4) * 4
+        return lanes.load_global_16_bytes(share.scores_ref, start, **share.place)
+
+    def step(load, end, n):
+        groups = [n + lanes.warp() + start for start in range(0, s.turn, s.warps)]
+        at = [lanes.minimum(group, end - 1) * GROUP + lanes.lane() * 4 for group in groups]
+        words = [load(i) for i in at]
         for group, i, of_group in zip(groups, at, words, strict=True):
-            left = lanes.where(group < share.groups, share.length - share.first * GROUP - i, 0)
+            left = lanes.where(group < end, share.length - share.first * GROUP - i, 0)
             use(group, of_group, [left > j for j in range(4)])
         return []
 
-    lanes.loop(lanes.where(share.groups > 0, share.groups, 0), [], step, step=turn)
+    end = lanes.minimum(share.groups, s.staged)
+    if s.staged:
+        lanes.loop(end, [], functools.partial(step, in_shared, end), step=s.turn)
+    if s.staged < s.groups:
+        lanes.loop(share.groups, [], functools.partial(step, in_global, share.groups), start=s.staged, step=s.turn)
 
 
 def _mark(share: Share, reaches: Callable, more: bool = False) -> None:
@@ -201,8 +216,9 @@ def _mark(share: Share, reaches: Callable, more: bool = False) -> None:
     lanes.cta_barrier(share.s.threads)
 
 
-def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar]:
-    """Count the marks: to `before_s`, how many this CTA has before each of its groups. Returns how many the CTAs before it have, and all.
+def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+    """Count the marks: to `before_s`, how many this CTA has before each of its groups. Returns how many the CTAs before it have, how many
+    it has, and all.
 
     turn: of passes, any number that differs from the last one by one.
     """
@@ -221,6 +237,7 @@ def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar]:
         lanes.store_shared(scratch["notes_s"], lanes.warp(), upto)
     lanes.cta_barrier(s.threads)
     of_warps = _words(scratch["notes_s"], 0, s.warps)
+    mine = functools.reduce(lambda a, b: a + b, of_warps)
     before = upto - own
     for w, count in enumerate(of_warps):
         before = before + lanes.where(lanes.warp() > w, count, 0)
@@ -230,11 +247,11 @@ def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar]:
         before = before + count
     totals = (turn & 1) * 16
     with lanes.when(lanes.thread() < s.ctas):
-        put(s, lanes.thread(), scratch["totals_s"], totals + share.cta, functools.reduce(lambda a, b: a + b, of_warps))
+        put(s, lanes.thread(), scratch["totals_s"], totals + share.cta, mine)
     meet(s)
     of_ctas = [lanes.load_shared(scratch["totals_s"], totals + c)[0] for c in range(s.ctas)]
     start = functools.reduce(lambda a, b: a + b, [lanes.where(share.cta > c, count, 0) for c, count in enumerate(of_ctas)])
-    return start, functools.reduce(lambda a, b: a + b, of_ctas)
+    return start, mine, functools.reduce(lambda a, b: a + b, of_ctas)
 
 
 def put(s: Shape, cta: Scalar | int, ref, offset: Scalar, *words: Scalar) -> None:
@@ -248,31 +265,32 @@ def meet(s: Shape) -> None:
 
 
 def search(share: Share, guess: tuple[Scalar, Scalar, Scalar]) -> list[Scalar]:
-    """Mark at least k scores (or all) and at most `capacity`. Returns how many CTAs before this one have, all, and the passes so far."""
+    """Mark at least k scores (or all) and at most `capacity`. Returns how many of them the CTAs before this one have, how many this one
+    has, all, and the passes over the row."""
     s = share.s
     everything = lanes.where(share.length <= s.capacity, lanes.i32(1), 0)
 
-    def verify(t, low, at_low, high, at_high, _, __, passes, ___):
+    def verify(t, low, at_low, high, at_high, _, __, ___, passes, ____):
         threshold = score_of(t)
         _mark(share, lambda word: (lanes.bits(word) >= threshold) | (everything == 1))
-        start, total = _tally(share, passes)
+        start, mine, total = _tally(share, passes)
         few, many = (total < s.k) & (everything == 0), total > s.capacity
         low, at_low = lanes.where(many, t, low), lanes.where(many, total, at_low)
         high, at_high = lanes.where(few, t, high), lanes.where(few, total, at_high)
         t, stuck = _secant(s, low, at_low, high, at_high)
         stuck = stuck | (passes >= MOST_SECANTS - 1)
         state = lanes.where(few | many, lanes.where(stuck, lanes.i32(GIVE_UP), GO_ON), FOUND)
-        return t, low, at_low, high, at_high, start, total, passes + 1, state
+        return t, low, at_low, high, at_high, start, mine, total, passes + 1, state
 
     nothing = lanes.i32(0)
     t, low, high = guess
-    carry = [t, low, share.length, high, nothing, nothing, nothing, nothing, lanes.i32(GO_ON)]
-    *_, start, total, passes, state = lanes.while_loop(lambda *carry: carry[-1] == GO_ON, verify, carry)
+    carry = [t, low, share.length, high, *[nothing] * 5, lanes.i32(GO_ON)]
+    found = lanes.while_loop(lambda *carry: carry[-1] == GO_ON, verify, carry)[5:]
 
-    def by_digits(_, __, passes, ___):
+    def by_digits(_, __, ___, passes, ____):
         return *_search_digits(share, passes), lanes.i32(FOUND)
 
-    return lanes.while_loop(lambda *carry: carry[-1] == GIVE_UP, by_digits, [start, total, passes, state])[:3]
+    return lanes.while_loop(lambda *carry: carry[-1] == GIVE_UP, by_digits, found)[:4]
 
 
 def _secant(s: Shape, low, at_low, high, at_high) -> tuple[Scalar, Scalar]:
@@ -288,7 +306,7 @@ def _secant(s: Shape, low, at_low, high, at_high) -> tuple[Scalar, Scalar]:
 # The way that always ends.
 
 
-def _search_digits(share: Share, passes: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+def _search_digits(share: Share, passes: Scalar) -> tuple[Scalar, ...]:
     """Narrow the keys among which the k-th best is, 8 bits a pass, until few enough reach the lowest of them. Returns as `search`."""
     s = share.s
     nothing = lanes.i32(0)
@@ -306,7 +324,7 @@ def _search_digits(share: Share, passes: Scalar) -> tuple[Scalar, Scalar, Scalar
         _mark(share, lambda word: key_of(word) >= low)
     with lanes.when(equal):
         _mark(share, lambda word: key_of(word) == low)
-        start, _ = _tally(share, passes)
+        start, _, _ = _tally(share, passes)
         _keep_first(share, s.k - above - start)
         _mark(share, lambda word: key_of(word) > low, more=True)
     passes = passes + lanes.where(equal, lanes.i32(2), 1)
@@ -365,36 +383,58 @@ def _keep_first(share: Share, left: Scalar) -> None:
             lanes.store_shared(masks_s, group * 4, *kept)
         return []
 
-    lanes.loop((share.groups + (share.s.threads - 1)) // share.s.threads * share.s.threads, [], of_group, step=share.s.threads)
+    lanes.loop(share.groups, [], of_group, step=share.s.threads)
     lanes.cta_barrier(share.s.threads)
 
 
 # Collect.
 
 
-def collect(share: Share, start: Scalar) -> None:
-    """Send the marked scores, in order of place, to the cluster's first CTA: bits, if they are at hand, and place."""
+def collect(share: Share, start: Scalar, mine: Scalar) -> None:
+    """Send the marked scores, in order of place, to the cluster's first CTA: (key, place)."""
+    s, scratch = share.s, share.scratch
+    _list_marks(share)
+
+    def send(n):
+        i = n + lanes.thread()
+        with lanes.when(i < mine):
+            at = lanes.load_shared(scratch["list_s"], i)[0]
+
+            def put_word(word):
+                put(s, 0, scratch["candidates_s"], (start + i) * 2, key_of(word), share.first * GROUP + at)
+
+            with lanes.when(at < s.staged * GROUP):
+                put_word(lanes.load_shared(scratch["data_s"], at)[0])
+            if s.staged < s.groups:
+                with lanes.when(at >= s.staged * GROUP):
+                    put_word(lanes.load_written(share.scores_ref, (share.first * GROUP + at) * 4, "i32", **share.place))
+        return []
+
+    lanes.loop(mine, [], send, step=s.threads)
+    meet(s)
+
+
+def _list_marks(share: Share) -> None:
+    """The places of this CTA's marked scores in its share, in order, to `list_s`."""
     s, scratch = share.s, share.scratch
 
     def of_word(n):
         i = n + lanes.thread()
-        group, j = lanes.minimum(i // 4, lanes.maximum(share.groups - 1, 0)), i & 3
+        group, j = lanes.minimum(i // 4, share.groups - 1), i & 3
         masks = lanes.load_shared(scratch["masks_s"], group * 4, count=4)
-        before = lanes.load_shared(scratch["before_s"], group)[0] + start
+        before = lanes.load_shared(scratch["before_s"], group)[0]
         mine = functools.reduce(lambda a, b: a | b, [lanes.where(j == m, mask, 0) for m, mask in enumerate(masks)])
 
         def next_bit(word):
             bit = word & (0 - word)
             lane = 31 - lanes.leading_zeros(bit)
             earlier = [lanes.popcount(mask & lanes.where(j > m, bit + bit - 1, bit - 1)) for m, mask in enumerate(masks)]
-            at = group * GROUP + lane * 4 + j
-            score = lanes.load_shared(scratch["data_s"], at)[0] if s.staged else lanes.i32(0)
             slot = before + functools.reduce(lambda a, b: a + b, earlier)
-            put(s, 0, scratch["candidates_s"], slot * 2, score, share.first * GROUP + at)
+            lanes.store_shared(scratch["list_s"], slot, group * GROUP + lane * 4 + j)
             return [word & (word - 1)]
 
         lanes.while_loop(lambda word: word != 0, next_bit, [lanes.where(i < share.groups * 4, mine, 0)])
         return []
 
-    lanes.loop((share.groups * 4 + (s.threads - 1)) // s.threads * s.threads, [], of_word, step=s.threads)
-    meet(s)
+    lanes.loop(share.groups * 4, [], of_word, step=s.threads)
+    lanes.cta_barrier(s.threads)
