@@ -1,4 +1,4 @@
-"""How the Mosaic GPU kernel of `top_k` shares out a row, and what it keeps in shared memory: numbers only, used by the kernel and its replay."""
+"""How the Mosaic GPU kernel of `top_k` shares out a row, and what it keeps in shared memory: sizes, used by the kernel and its replay."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Shape:
     @property
     def groups(self) -> int:
         """Groups of `GROUP` scores of a CTA, at most."""
-        return -(-(-(-self.row // GROUP)) // self.ctas)
+        return -(-self.row // (GROUP * self.ctas))
 
     @property
     def groups_per_thread(self) -> int:

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from pallas_kernels.top_k.plan import GROUP, MOST_SECANTS, Shape
+from pallas_kernels.top_k.plan import MOST_SECANTS, Shape
 
 NO_KEY, NAN_KEY = -(2**31), -(2**31) + 1
 MINUS_INFINITY_KEY = -(2**31) + 0x007FFFFF
@@ -100,8 +100,8 @@ def _square_root(n: int) -> int:
 
 
 def _narrow(keys: np.ndarray, low: int, bits: int, need: int) -> tuple[int, int, int, int]:
-    """One round of counting the keys in [low, low + 2^bits) by 256 intervals: the start and bits of the one in which the `need`-th from above
-    lies, how many lie in it, how many above it."""
+    """One round of counting the keys in [low, low + 2^bits) by 256 intervals: of the one in which the `need`-th from above lies, the start,
+    the bits, how many lie in it, and how many above."""
     shift = max(bits - 8, 0)
     offset = keys[(keys >= low) & (keys - low < 1 << bits)] - low
     counts = np.bincount(offset >> shift, minlength=BINS)
