@@ -36,6 +36,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "query_sparse_attention": ("mosaic_gpu", "xla", "reference"),
     "select_blocks": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "selected_attention": ("mosaic_gpu", "composed", "reference"),
+    "top_k": ("mosaic_gpu", "xla", "reference"),
     "union_blocks": ("mosaic_gpu", "xla", "reference"),
 }
 """What each op has, the preferred first. `reference` is a definition to test against: it runs only when named."""
@@ -65,7 +66,7 @@ def choose(op: str, implementation: str | None, signature: str, arrays: tuple = 
     refused, never replaced. signature: shapes and dtypes of the call, for the log and for `chosen`. arrays, static: the arguments of the
     implementation's function, for `unsupported`.
 
-    Raises ValueError for a name that does not exist and NotImplementedError for one that cannot run `op` here.
+    Raises ValueError for a name that does not exist and NotImplementedError for one that cannot run `op` here, or if none can.
     """
     if implementation is not None and implementation not in BACKENDS:
         raise ValueError(
@@ -77,7 +78,7 @@ def choose(op: str, implementation: str | None, signature: str, arrays: tuple = 
             f"{op} has no implementation {implementation!r} on backend {jax.default_backend()!r} for {signature}; "
             f"there are {', '.join(names)}, or None to pick"
         )
-    name, passed_by = (implementation, []) if implementation else _pick(op, names, arrays, static or {})
+    name, passed_by = (implementation, []) if implementation else _pick(op, names, signature, arrays, static or {})
     for heard in _listening:
         heard[op] = name
     if _chosen.get((op, signature)) != name:
@@ -87,7 +88,7 @@ def choose(op: str, implementation: str | None, signature: str, arrays: tuple = 
     return name
 
 
-def _pick(op: str, names: tuple[str, ...], arrays: tuple, static: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+def _pick(op: str, names: tuple[str, ...], signature: str, arrays: tuple, static: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
     """The first of `names` that supports the call, and why those before it do not."""
     passed_by: list[tuple[str, str]] = []
     if not arrays:
@@ -98,7 +99,8 @@ def _pick(op: str, names: tuple[str, ...], arrays: tuple, static: dict[str, Any]
         if reason is None:
             return name, passed_by
         passed_by.append((name, reason))
-    raise AssertionError(f"{op} has no implementation that does everything; it must")
+    reasons = "; ".join(f"not {other}: {reason}" for other, reason in passed_by)
+    raise NotImplementedError(f"{op} has no implementation here for {signature}: {reasons}")
 
 
 def load(op: str, name: str) -> Callable[..., Any]:

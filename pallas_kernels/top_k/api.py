@@ -1,0 +1,65 @@
+"""top_k: signature, validation, dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch
+
+
+def top_k(
+    scores: Float[Array, "B N"],
+    k: int,
+    *,
+    hint: Int[Array, "B k"] | None = None,
+    lengths: Int[Array, "B"] | None = None,
+    sort: bool = False,
+    return_counts: bool = False,
+    config: Any = None,
+    implementation: str | None = None,
+) -> tuple[Array, ...]:
+    """The k best of the first lengths[b] scores of each row b: by value, of equal values the lower index. Exact for every input.
+
+    scores: float32, bfloat16 or float16; what stands at or past a row's length is not looked at. k: at least 1, may exceed N. lengths:
+    int32, each from 0 to N (None: all of N). Other lengths are the caller's error: a compiled program cannot raise it, and the row's
+    results then mean nothing; it is raised where lengths come as a numpy array.
+
+    NaN ranks below every number, -inf included, and NaNs are equal among themselves; -0 equals +0.
+
+    hint: int32, places that may be good, as the indices of the step before. Nothing is asked of them: they may be stale, random, repeated,
+    -1 or out of range. They change how long it takes, never the answer. sort: False returns each row in ascending order of index, which
+    is what a gather wants; True the best first, of equal values the lower index first. return_counts: return the third result, which
+    only "mosaic_gpu" has. config: "mosaic_gpu" takes a `pallas_kernels.top_k.Config`, the others take none. implementation: see
+    `pallas_kernels.dispatch`.
+
+    Returns values `[B, k]` in the dtype of scores, with the bits that the row holds (a NaN is the NaN that stood there, -0 is -0), and
+    indices `[B, k]` int32. Where a row has fewer than k entries the last ones are value -inf, index -1, in either order. counts
+    `[B, 3]` int32: passes over the row, candidates, refinement steps. The same bits every time.
+    Memory: "xla" and "reference" take a few times that of scores, int32.
+
+    Raises ValueError for arguments that do not fit together; NotImplementedError for what an implementation cannot do.
+
+    Source: "Guess-Verify-Refine: Data-Aware Top-K for Sparse-Attention Decoding"; its set, with ties that are not left to chance.
+    """
+    arrays = dispatch.signature(scores=scores, hint=hint, lengths=lengths)
+    if scores.ndim != 2 or 0 in scores.shape:
+        raise ValueError(f"top_k takes scores [B, N], no axis empty; got {arrays}")
+    if scores.dtype.name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"scores must be float32, bfloat16 or float16; got {arrays}")
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"k must be a positive int, got {k!r}")
+    batch, row = scores.shape
+    if hint is not None and (hint.shape != (batch, k) or hint.dtype != jnp.int32):
+        raise ValueError(f"hint must be int32 [{batch}, {k}], a place for each of the k results; got {arrays}")
+    if lengths is not None and (lengths.shape != (batch,) or lengths.dtype != jnp.int32):
+        raise ValueError(f"lengths must be int32 [{batch}], one per row of scores; got {arrays}")
+    if isinstance(lengths, np.ndarray) and (lengths.min() < 0 or lengths.max() > row):
+        raise ValueError(f"lengths must lie between 0 and {row}, the scores of a row; got {lengths.min()} to {lengths.max()}")
+    static = {"k": k, "sort": sort, "return_counts": return_counts, "config": config}
+    signature = f"{arrays} {static}"
+    name = dispatch.choose("top_k", implementation, signature, (scores, hint, lengths), static)
+    return dispatch.load("top_k", name)(scores, hint, lengths, **static)

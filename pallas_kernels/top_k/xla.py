@@ -1,0 +1,43 @@
+"""top_k for any backend: `jax.lax.top_k` of integers that order as the scores do, which leaves ties to the lower index.
+
+Memory traffic: the scores are read, their keys written and sorted (XLA sorts a whole row, but for a few k and dtypes).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.top_k import keys
+
+_NONE = jnp.iinfo(jnp.int32).max  # sorts behind every index
+
+
+def unsupported(scores, hint, lengths, *, k, sort, return_counts, config) -> str | None:
+    """Why this valid input is none for this implementation, or None if it is one."""
+    return "it has no counts to return" if return_counts else None
+
+
+def top_k(scores, hint, lengths, *, k, sort, return_counts, config):
+    """See `pallas_kernels.top_k.top_k`; takes no config."""
+    if config is not None:
+        raise ValueError(f"implementation 'xla' of top_k takes no config, got {config!r}")
+    reason = unsupported(scores, hint, lengths, k=k, sort=sort, return_counts=return_counts, config=config)
+    if reason:
+        raise NotImplementedError(f"top_k 'xla': {reason}")
+    return _best(scores, lengths, k=k, sort=sort)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "sort"))
+def _best(scores, lengths, *, k, sort):
+    key, kept = keys.key_of(scores), min(k, scores.shape[1])
+    if lengths is not None:
+        key = jnp.where(jnp.arange(scores.shape[1]) < lengths[:, None], key, keys.NO_KEY)
+    best, indices = jax.lax.top_k(key, kept)
+    indices = jnp.where(best == keys.NO_KEY, _NONE, indices)
+    indices = indices if sort else jnp.sort(indices, axis=1)
+    indices = jnp.pad(indices, ((0, 0), (0, k - kept)), constant_values=_NONE)
+    indices = jnp.where(indices == _NONE, -1, indices)
+    return keys.values_at(scores, indices), indices
