@@ -71,3 +71,8 @@ def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int)
 def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
     """Word at which a 16-byte piece of a row stands: the pieces of 8 consecutive rows with the same number lie in different banks."""
     return row * (row_bytes // 4) + (piece ^ (row & 7)) * 4
+
+
+def prefetch_to_l2(ref, offset_bytes: Scalar, size_bytes: Scalar, *, block: Scalar, block_bytes: int) -> None:
+    """Start bringing bytes of an array in global memory to the L2 cache, by one thread; all numbers multiples of 16."""
+    lanes.ptx("cp.async.bulk.prefetch.L2.global [$0], $1;", lanes.address(ref, offset_bytes, block, block_bytes), size_bytes)

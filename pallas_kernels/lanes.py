@@ -378,7 +378,7 @@ def _pointer(ref) -> ir.Value:
     return ref.pointer if isinstance(ref, _OneOf) else mgpu_utils.memref_ptr(ref)
 
 
-def _address(ref, bytes_offset: Scalar | int, block: Scalar | int = 0, block_bytes: int = 0) -> ir.Value:
+def address(ref, bytes_offset: Scalar | int, block: Scalar | int = 0, block_bytes: int = 0) -> ir.Value:
     """Pointer `block * block_bytes + bytes_offset` behind the start of an array; only the first product is formed in 64 bits."""
     pointer = _pointer(ref)
     byte = ir.IntegerType.get_signless(8)
@@ -406,23 +406,23 @@ def _load(pointer, names: Sequence[str], space: str, hint: str = "") -> list[Sca
 
 def load_global(ref, offset: Scalar | int, name: str = "i32") -> Scalar:
     """One 32-bit word of an array in global memory that nobody writes meanwhile."""
-    return _load(_address(ref, offset * 4), [name], "global", ".nc")[0]
+    return _load(address(ref, offset * 4), [name], "global", ".nc")[0]
 
 
 def load_global_now(ref, offset: Scalar | int) -> Scalar:
     """The same integer, asked for at this place of the program; compilers move other loads to where their value is needed."""
-    return _load(_address(ref, offset * 4), ["i32"], "global")[0]
+    return _load(address(ref, offset * 4), ["i32"], "global")[0]
 
 
 def load_global_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar | None = None, block_bytes: int = 0) -> list[Scalar]:
     """Four words of an array in global memory that nobody writes meanwhile; both offsets multiples of 16 bytes. Passes by the L1 cache."""
-    pointer = _address(ref, offset_bytes, block, block_bytes) if block is not None else _address(ref, offset_bytes)
+    pointer = address(ref, offset_bytes, block, block_bytes) if block is not None else address(ref, offset_bytes)
     return _load(pointer, ["i32"] * 4, "global", ".nc.L1::no_allocate")
 
 
 def copy_async_16_bytes(shared, offset, ref, offset_bytes, *, block: Scalar, block_bytes: int, there: Scalar) -> None:
     """Start copying 16 bytes of an array in global memory to word `offset` of shared memory, zeros unless `there`."""
-    target, source = _address(shared, offset * 4), _address(ref, offset_bytes, block, block_bytes)
+    target, source = address(shared, offset * 4), address(ref, offset_bytes, block, block_bytes)
     size = where(there, i32(16), 0)
     mgpu_utils.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", target, source, size.value)
 
@@ -440,7 +440,7 @@ def wait_for_copies(groups: int) -> None:
 
 def store_global(ref, offset: Scalar | int, *values: Scalar) -> None:
     """1, 2 or 4 consecutive words to an array in global memory."""
-    _store(_address(ref, offset * 4), values, "global")
+    _store(address(ref, offset * 4), values, "global")
 
 
 def store_global_if(condition: Scalar, ref, offset_bytes: Scalar | int, word: Scalar, *, block: Scalar, block_bytes: int) -> None:
@@ -448,12 +448,12 @@ def store_global_if(condition: Scalar, ref, offset_bytes: Scalar | int, word: Sc
     code = "{.reg .pred p; setp.ne.s32 p, $1, 0; @p st.global.b32 [$0], $2;}"
     word = bits(word) if word.is_float else word
     flag = where(condition, i32(1), 0).value
-    mgpu_utils.inline_ptx(code, _address(ref, offset_bytes, block, block_bytes), flag, word.value, has_side_effects=True)
+    mgpu_utils.inline_ptx(code, address(ref, offset_bytes, block, block_bytes), flag, word.value, has_side_effects=True)
 
 
 def load_written(ref, offset_bytes: Scalar | int, name: str, *, block: Scalar, block_bytes: int) -> Scalar:
     """One word of an array in global memory, as this warp left it before its last barrier."""
-    return _load(_address(ref, offset_bytes, block, block_bytes), [name], "global")[0]
+    return _load(address(ref, offset_bytes, block, block_bytes), [name], "global")[0]
 
 
 def warp_barrier() -> None:
@@ -463,22 +463,22 @@ def warp_barrier() -> None:
 
 def load_written_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar, block_bytes: int) -> list[Scalar]:
     """Four words of an array in global memory, as this CTA left them before its last barrier; both offsets multiples of 16 bytes."""
-    return _load(_address(ref, offset_bytes, block, block_bytes), ["i32"] * 4, "global")
+    return _load(address(ref, offset_bytes, block, block_bytes), ["i32"] * 4, "global")
 
 
 def store_global_16_bytes(ref, offset_bytes: Scalar | int, *words: Scalar, block: Scalar, block_bytes: int) -> None:
     """Four words to an array in global memory; both offsets multiples of 16 bytes."""
-    _store(_address(ref, offset_bytes, block, block_bytes), words, "global")
+    _store(address(ref, offset_bytes, block, block_bytes), words, "global")
 
 
 def load_shared(ref, offset: Scalar | int, name: str = "i32", count: int = 1) -> list[Scalar]:
     """1, 2 or 4 consecutive words of shared memory."""
-    return _load(_address(ref, offset * 4), [name] * count, "shared")
+    return _load(address(ref, offset * 4), [name] * count, "shared")
 
 
 def store_shared(ref, offset: Scalar | int, *values: Scalar) -> None:
     """1, 2 or 4 consecutive words to shared memory."""
-    _store(_address(ref, offset * 4), values, "shared")
+    _store(address(ref, offset * 4), values, "shared")
 
 
 def _store(pointer, values: Sequence[Scalar], space: str) -> None:
@@ -492,13 +492,13 @@ def _store(pointer, values: Sequence[Scalar], space: str) -> None:
 def count_shared(ref, offset: Scalar, condition: Scalar) -> None:
     """Add 1 to an integer in shared memory, atomically, if the condition holds; the offset need not make sense otherwise."""
     code = "{.reg .pred p; setp.ne.s32 p, $1, 0; @p red.shared.add.u32 [$0], 1;}"
-    mgpu_utils.inline_ptx(code, _address(ref, offset * 4), where(condition, i32(1), 0).value, has_side_effects=True)
+    mgpu_utils.inline_ptx(code, address(ref, offset * 4), where(condition, i32(1), 0).value, has_side_effects=True)
 
 
 def store_cluster(cta: Scalar | int, ref, offset: Scalar | int, *values: Scalar) -> None:
     """1, 2 or 4 consecutive words to the shared memory of CTA number `cta` of this cluster (x varies fastest)."""
     cta = cta if isinstance(cta, Scalar) else i32(cta)
-    there = ptx("mapa.shared::cluster.u32 $0, $1, $2;", _address(ref, offset * 4), cta, result="i32")
+    there = ptx("mapa.shared::cluster.u32 $0, $1, $2;", address(ref, offset * 4), cta, result="i32")
     _store(there.value, values, "shared::cluster")
 
 
@@ -568,7 +568,7 @@ def load_matrices(ref, offset: Scalar, *, transposed: bool = False) -> list[Scal
     rows 2t, 2t + 1 of column g.
     """
     code = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
-    out = mgpu_utils.inline_ptx(code, _address(ref, offset * 4), result_types=[_i32()] * 4, has_side_effects=True, convergent=True)
+    out = mgpu_utils.inline_ptx(code, address(ref, offset * 4), result_types=[_i32()] * 4, has_side_effects=True, convergent=True)
     return [Scalar(x) for x in out]
 
 

@@ -9,6 +9,7 @@ threshold of its own takes longer; so do 512 intervals a round.)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable
@@ -35,21 +36,25 @@ def key_of(score):
     return b ^ ((b >> 31) & 0x7FFFFFFF)
 
 
-def best(k: int, threads: int, keys_s, counts_s, *, count, most: int, stride: int, keep: Callable):
+def best(k: int, threads: int, keys_s, counts_s, *, count, most: int, stride: int, keep: Callable, even: bool = False):
     """Call `keep(place, key, slot)`, in the thread that holds it, for each of the k best of the first `count` keys (at most `most`).
 
-    slot: 0, 1, ... in order of place. keys_s: one key every `stride` words. Returns how many are kept: fewer than k only if there are no
-    more candidates. All threads of the CTA call this; counts_s: SCRATCH_WORDS words.
+    slot: 0, 1, ... in order of place. keys_s: one key every `stride` words. even: deal out `count` keys evenly, where that is mostly
+    far less than `most`. Returns how many are kept, fewer than k only if there are no more candidates, and
+    the rounds of counting. All threads of the CTA call this; counts_s: SCRATCH_WORDS words.
     """
     m = -(-most // threads)
-    places = [(lanes.warp() * m + j) * 32 + lanes.lane() for j in range(m)]  # a warp's places are consecutive
-    keys = [lanes.where(i < count, lanes.load_shared(keys_s, lanes.minimum(i, most - 1) * stride)[0], NO_KEY) for i in places]
+    each = (count + (threads - 1)) // threads if even else lanes.i32(m)
+    places = [(lanes.warp() * each + j) * 32 + lanes.lane() for j in range(m)]  # a warp's places are consecutive
+    there = [(i < count) & (each > j) for j, i in enumerate(places)] if even else [i < count for i in places]
+    keys = [lanes.load_shared(keys_s, lanes.minimum(i, most - 1) * stride)[0] for i in places]
+    keys = [lanes.where(here, key, NO_KEY) for here, key in zip(there, keys, strict=True)]
     descend = functools.partial(_descend, threads, counts_s)
-    low, bits = _range(threads, keys, counts_s)
+    low, bits, _ = key_range(threads, keys, counts_s)
     nothing = lanes.i32(0)
-    threshold, beyond, exact, turn = descend(keys, low, bits, lanes.i32(k), nothing, nothing)
+    threshold, beyond, exact, *turns = descend(keys, low, bits, lanes.i32(k), nothing, (nothing, nothing))
     ties = [lanes.where(key == threshold, -1 - i, NO_KEY) for key, i in zip(keys, places, strict=True)]
-    last, *_ = descend(ties, lanes.i32(-most), lanes.i32((most - 1).bit_length()), k - beyond, exact, turn)
+    last, _, _, _, rounds = descend(ties, lanes.i32(-most), lanes.i32((most - 1).bit_length()), k - beyond, exact, turns)
     flags = [(key > threshold) | (tie >= last) for key, tie in zip(keys, ties, strict=True)]
     masks = [lanes.ballot(flag) for flag in flags]
     of_warps = _exchange(threads, counts_s, _sum([lanes.popcount(mask) for mask in masks]))
@@ -59,11 +64,20 @@ def best(k: int, threads: int, keys_s, counts_s, *, count, most: int, stride: in
         with lanes.when(flag):
             keep(i, key, before + lanes.popcount(mask & below))
         before = before + lanes.popcount(mask)
-    return _sum(of_warps)
+    return _sum(of_warps), rounds
 
 
-def _range(threads: int, keys, counts_s):
-    """The smallest candidate, and how many bits the difference to the largest has. Counters become zeros, too."""
+def quantile(need, slack, threads: int, keys, counts_s):
+    """A key that at least `need` and at most `need + slack` of all threads' keys reach, if equal keys leave one; the lowest if there are
+    fewer. Returns it, the lowest and the highest key. counts_s: SCRATCH_WORDS words, which a barrier has to free for another use."""
+    low, bits, high = key_range(threads, keys, counts_s)
+    nothing = lanes.i32(0)
+    found, *_ = _descend(threads, counts_s, keys, low, bits, need, nothing, (nothing, nothing), slack)
+    return found, low, high
+
+
+def key_range(threads: int, keys, counts_s):
+    """The smallest candidate, how many bits the difference to the largest has, and this. Counters become zeros, too."""
     warps = threads // 32
     smallest = functools.reduce(lanes.minimum, [lanes.where(key == NO_KEY, 2**31 - 1, key) for key in keys])
     extremes = lanes.warp_reduce(smallest, "min"), lanes.warp_reduce(functools.reduce(lanes.maximum, keys), "max")
@@ -73,18 +87,18 @@ def _range(threads: int, keys, counts_s):
     _clear(threads, counts_s, lanes.i32(0))
     lanes.cta_barrier(threads)
     low, high = (_words_of_warps(threads, counts_s, n) for n in range(2))
-    low = functools.reduce(lanes.minimum, low)
-    return low, 32 - lanes.leading_zeros(functools.reduce(lanes.maximum, high) - low)
+    low, high = functools.reduce(lanes.minimum, low), functools.reduce(lanes.maximum, high)
+    return low, 32 - lanes.leading_zeros(high - low), high
 
 
-def _descend(threads: int, counts_s, keys, low, bits, need, done, turn):
-    """Find the largest t such that `need` keys reach it, or an earlier one that exactly `need` reach; the lowest key if there are fewer.
+def _descend(threads: int, counts_s, keys, low, bits, need, done, turns, slack=0):
+    """Find the largest t such that `need` keys reach it, or an earlier one that at most `need + slack` reach; the lowest key if fewer do.
 
-    low, bits: t lies in [low, low + 2^bits). done: 1 if nothing is to be found. turn: of the counters. Returns t, how many keys lie
-    above, whether exactly `need` (or all) keys reach t, and the next turn.
+    low, bits: t lies in [low, low + 2^bits). done: 1 if nothing is to be found. turns: of the counters, and how many there were. Returns t,
+    how many keys lie above, whether no more than that (or all) keys reach t, and the next turns.
     """
 
-    def narrow(low, bits, above, done, turn):
+    def narrow(low, bits, above, turn):
         shift = lanes.maximum(bits - (BINS.bit_length() - 1), 0)
         following = lanes.where(turn == 2, 0, turn + 1)
         for key in keys:
@@ -93,20 +107,20 @@ def _descend(threads: int, counts_s, keys, low, bits, need, done, turn):
             lanes.count_shared(counts_s, turn * BINS + lanes.shift_right(offset, shift), inside)
         _clear(threads, counts_s, following)
         lanes.cta_barrier(threads)
-        there, found, inside, beyond = _find(counts_s, turn, need - above)
-        exact = lanes.where(there & (beyond + inside != need - above), lanes.i32(0), 1)
+        there, found, inside, beyond = find_bin(counts_s, turn, need - above)
+        exact = lanes.where(there & (beyond + inside > need - above + slack), lanes.i32(0), 1)
         low = lanes.where(there, low + (found << shift), low)
         return low, shift, lanes.where(there, above + beyond, above), exact, exact | lanes.where(shift == 0, lanes.i32(1), 0), following
 
-    def step(low, bits, above, _, done, turn):
-        return narrow(low, bits, above, done, turn)
+    def step(low, bits, above, _, done, turn, rounds):
+        return *narrow(low, bits, above, turn), rounds + 1
 
-    carry = low, bits, lanes.i32(0), done, done, turn
-    low, _, above, exact, _, turn = lanes.while_loop(lambda *carry: carry[4] == 0, step, carry)
-    return low, above, exact, turn
+    carry = low, bits, lanes.i32(0), done, done, *turns
+    low, _, above, exact, _, *turns = lanes.while_loop(lambda *carry: carry[4] == 0, step, carry)
+    return low, above, exact, *turns
 
 
-def _find(counts_s, turn, need):
+def find_bin(counts_s, turn, need):
     """Of the counters: whether they add up to `need`; the last one such that it and those after it do; its count; the sum of those after.
 
     By every warp alike; a lane adds up a few of them, the first lane the last ones.
@@ -132,7 +146,8 @@ def _find(counts_s, turn, need):
 def _clear(threads: int, counts_s, turn) -> None:
     """Set counters to 0."""
     for start in range(0, BINS, threads):
-        lanes.store_shared(counts_s, turn * BINS + lanes.thread() + start, lanes.i32(0))
+        with lanes.when(lanes.thread() < BINS) if threads > BINS else contextlib.nullcontext():
+            lanes.store_shared(counts_s, turn * BINS + lanes.thread() + start, lanes.i32(0))
 
 
 def _exchange(threads: int, counts_s, value):

@@ -391,7 +391,8 @@ def _choose_at_once(s: Shape, cta, candidates, score, scratch):
     def keep(i, key, slot):
         lanes.store_shared(distant_s, slot, i + s.sink)
 
-    return choose.best(s.k, s.threads, keys_s, scratch["counts_s"], count=candidates, most=s.blocks, stride=1, keep=keep)
+    found, _ = choose.best(s.k, s.threads, keys_s, scratch["counts_s"], count=candidates, most=s.blocks, stride=1, keep=keep)
+    return found
 
 
 def _choose_twice(s: Shape, cta, candidates, score, scratch):
@@ -414,7 +415,8 @@ def _choose_twice(s: Shape, cta, candidates, score, scratch):
     def keep(i, key, slot):
         lanes.store_shared(distant_s, slot, lanes.load_shared(survivors_s, i * 2 + 1)[0])
 
-    return choose.best(s.k, s.threads, survivors_s, counts_s, count=lanes.i32(most), most=most, stride=2, keep=keep)
+    found, _ = choose.best(s.k, s.threads, survivors_s, counts_s, count=lanes.i32(most), most=most, stride=2, keep=keep)
+    return found
 
 
 def _send_survivors(s: Shape, mine, first, count, keys_s, survivors_s, counts_s) -> None:
@@ -427,7 +429,7 @@ def _send_survivors(s: Shape, mine, first, count, keys_s, survivors_s, counts_s)
     def keep(i, key, slot):
         send(slot, key, first + i)
 
-    total = choose.best(s.k, s.threads, keys_s, counts_s, count=count, most=s.span, stride=1, keep=keep)
+    total, _ = choose.best(s.k, s.threads, keys_s, counts_s, count=count, most=s.span, stride=1, keep=keep)
     for start in range(0, s.kept, s.threads):
         slot = lanes.thread() + start
         with lanes.when((slot >= total) & (slot < s.kept)):

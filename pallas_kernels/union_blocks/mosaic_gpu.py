@@ -73,7 +73,7 @@ def _unite(ids, scores, *, rows, k_trim, rank, num_blocks):
             def keep(block, _, slot):
                 lanes.store_global_if(slot < k_trim, blocks_ref, slot * 4, block, **place)
 
-            kept = choose.best(k_trim, threads, hits_s, counts_s, count=lanes.i32(num_blocks), most=num_blocks, stride=1, keep=keep)
+            kept, _ = choose.best(k_trim, threads, hits_s, counts_s, count=lanes.i32(num_blocks), most=num_blocks, stride=1, keep=keep)
             for start in range(0, k_trim, threads):
                 slot = lanes.thread() + start
                 lanes.store_global_if((slot >= kept) & (slot < k_trim), blocks_ref, slot * 4, lanes.i32(-1), **place)

@@ -1,0 +1,440 @@
+"""Stages of the Mosaic GPU kernel of `top_k`: a threshold that a few more than k scores of a row reach, and which these are.
+
+Guess: a threshold from the scores at the hinted places, or from a sample of the row. Verify: all CTAs of the row's cluster mark the scores
+that reach it, a bit each, and count them; while they are fewer than k or more than fit, the next threshold comes from the secant through
+the counts so far. If that does not end, digits are counted, which always does: at last the k-th best score itself is known, and of the
+scores that equal it the first ones are marked. Marks never overflow, however the best scores are clustered, and keep the row's order.
+
+Scores are compared as order-preserving integers ("keys"), thresholds too; the secant runs in them, so that every number here is an integer
+and `replay` gives the same. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; the marks and the digits are ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from pallas_kernels import lane_copies, lanes
+from pallas_kernels.lanes import Scalar
+from pallas_kernels.select_blocks import choose
+from pallas_kernels.top_k.plan import GROUP, MOST_SECANTS, Shape
+
+NAN_KEY = -(2**31) + 1
+MINUS_INFINITY_KEY = -(2**31) + 0x007FFFFF
+GO_ON, FOUND, GIVE_UP = 0, 1, 2
+
+
+def key_of(word: Scalar) -> Scalar:
+    """The key of a score's bits: a NaN below -inf, -0 as 0."""
+    score = lanes.bits(word)
+    b = lanes.bits(score + 0.0)
+    return lanes.where(score != score, NAN_KEY, b ^ ((b >> 31) & 0x7FFFFFFF))
+
+
+def score_of(key: Scalar) -> Scalar:
+    """The score with this key; -inf for lower ones."""
+    key = lanes.maximum(key, MINUS_INFINITY_KEY)
+    return lanes.bits(key ^ ((key >> 31) & 0x7FFFFFFF))
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a CTA has of a row: `groups` groups of `GROUP` scores from group `first` on. scores_ref: all rows. length: of this one."""
+
+    s: Shape
+    scores_ref: object
+    scratch: dict
+    row: Scalar
+    cta: Scalar
+    length: Scalar
+    groups: Scalar
+    first: Scalar
+
+    @property
+    def place(self) -> dict:
+        """Of the row, for functions that read global memory."""
+        return {"block": self.row, "block_bytes": 4 * self.s.row}
+
+
+def share_of(s: Shape, scores_ref, scratch: dict, row: Scalar, cta: Scalar, length: Scalar) -> Share:
+    """The row's groups, dealt out evenly."""
+    groups = ((length + (GROUP - 1)) // GROUP + (s.ctas - 1)) // s.ctas
+    return Share(s, scores_ref, scratch, row, cta, length, groups, cta * groups)
+
+
+def fetch(share: Share) -> None:
+    """Start bringing the share, to shared memory as far as it fits, else to the L2 cache, while the threshold is looked for."""
+    s, start, words = share.s, share.first * GROUP, _staged_words(share)
+    end = lanes.minimum(start + share.groups * GROUP, s.row)
+    if s.staged < s.groups:
+        size, first = 8192, (start + s.staged * GROUP) * 4 + lanes.thread() * 8192
+        with lanes.when(first < end * 4):
+            lane_copies.prefetch_to_l2(share.scores_ref, first, lanes.minimum(end * 4 - first, size), **share.place)
+
+    def copy(n):
+        at = (n + lanes.thread()) * 4
+        with lanes.when(at < words):
+            there = start + at < end
+            offset = lanes.where(there, start + at, 0) * 4
+            lanes.copy_async_16_bytes(share.scratch["data_s"], at, share.scores_ref, offset, there=there, **share.place)
+        return []
+
+    if s.staged:
+        lanes.loop(words // 4, [], copy, step=s.threads)
+        lanes.commit_copies()
+
+
+def _staged_words(share: Share) -> Scalar:
+    """Words of the share that are kept in shared memory."""
+    return lanes.minimum(share.groups, share.s.staged) * GROUP
+
+
+def arrive(share: Share) -> None:
+    """What `fetch` copies is there."""
+    if share.s.staged:
+        lanes.wait_for_copies(0)
+    lanes.cta_barrier(share.s.threads)
+
+
+# Guess.
+
+
+def sample(share: Share) -> tuple[Scalar, list[tuple[Scalar, Scalar]]]:
+    """Ask for scores from all over the row. Returns how many, and this thread's (there, word) pairs.
+
+    The row is cut into as many cells as there are samples, and a score is taken from a scattered place of each.
+    """
+    s = share.s
+    size = lanes.minimum(share.length, s.sample)
+    width, rest = share.length // lanes.maximum(size, 1), share.length % lanes.maximum(size, 1)
+    places = []
+    for start in range(0, s.sample, s.threads):
+        i = lanes.thread() + start
+        there = i < size
+        i = lanes.where(there, i, 0)
+        scattered = ((i * -1640531527 >> 16) & 0xFFFF) * (width + lanes.where(i < rest, lanes.i32(1), 0)) >> 16
+        places.append((there, i * width + lanes.minimum(i, rest) + scattered))
+    return size, [(there, lanes.load_written(share.scores_ref, at * 4, "i32", **share.place)) for there, at in places]
+
+
+def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, Scalar]]) -> tuple[Scalar, Scalar, Scalar]:
+    """A threshold that about as many scores reach as make k unlikely to be missed; the lowest and the highest key seen.
+
+    If c samples lie among the k best on average, the one of rank r = c + 3 sqrt(c) + 4 is taken, or one up to an eighth further. Only
+    each thread's best sample is looked at: of T threads, about T r / (T + r / 2) hold the r best samples.
+    """
+    s = share.s
+    yet = lanes.minimum(share.length, s.k) * size // lanes.maximum(share.length, 1)
+    need = yet + 3 * _square_root(yet) + 4
+    need = need * (2 * s.threads) // (need + 2 * s.threads)
+    best = functools.reduce(lanes.maximum, [lanes.where(there, key_of(word), choose.NO_KEY) for there, word in sampled])
+    return choose.quantile(need, need >> 3, s.threads, [best], share.scratch["counts_s"])
+
+
+def _square_root(n: Scalar) -> Scalar:
+    """Of an integer below 2^15, not below it by more than the fraction, and at most a little above."""
+    root = lanes.i32(1) << ((33 - lanes.leading_zeros(n)) >> 1)
+    for _ in range(3):
+        root = lanes.maximum((root + n // root) >> 1, 1)
+    return root
+
+
+def guess_from_hint(share: Share, hint_ref) -> tuple[Scalar, Scalar, Scalar]:
+    """The mean key of the scores at the hinted places that exist, the lowest and the highest (0 and all there is if none exists)."""
+    s, counts_s = share.s, share.scratch["counts_s"]
+    keys, theres = [], []
+    for start in range(0, s.k, s.threads):
+        i = lanes.thread() + start
+        at = lanes.load_written(hint_ref, lanes.minimum(i, s.k - 1) * 4, "i32", block=share.row, block_bytes=4 * s.k)
+        theres.append((i < s.k) & (at >= 0) & (at < share.length))
+        keys.append(lanes.where(theres[-1], at, 0))
+    keys = [key_of(lanes.load_written(share.scores_ref, at * 4, "i32", **share.place)) for at in keys]
+    ones = [lanes.where(there, lanes.i32(1), 0) for there in theres]
+    sums = [lanes.where(there, key >> 13, 0) for key, there in zip(keys, theres, strict=True)]
+    lows = [lanes.where(there, key, 2**31 - 1) for key, there in zip(keys, theres, strict=True)]
+    highs = [lanes.where(there, key, choose.NO_KEY) for key, there in zip(keys, theres, strict=True)]
+    found = []
+    for n, (values, kind) in enumerate(((ones, "add"), (sums, "add"), (lows, "min"), (highs, "max"))):
+        combine = {"add": lambda a, b: a + b, "min": lanes.minimum, "max": lanes.maximum}[kind]
+        of_warp = lanes.warp_reduce(functools.reduce(combine, values), kind)
+        with lanes.when(lanes.lane() == 0):
+            lanes.store_shared(counts_s, lanes.warp() + n * s.warps, of_warp)
+        found.append((combine, n * s.warps))
+    lanes.cta_barrier(s.threads)
+    count, total, low, high = (functools.reduce(combine, _words(counts_s, at, s.warps)) for combine, at in found)
+    mean = lanes.where(count > 0, (total // lanes.maximum(count, 1)) << 13, 0)
+    return mean, lanes.where(count > 0, low, MINUS_INFINITY_KEY), lanes.where(count > 0, high, 0x7F800000)
+
+
+def _words(ref, first: int, count: int) -> list[Scalar]:
+    return [x for i in range(0, count, 4) for x in lanes.load_shared(ref, first + i, count=4)]
+
+
+# Verify.
+
+
+def _each_group(share: Share, use: Callable) -> None:
+    """Call `use(group, words, there)` of a warp's groups: this lane's four consecutive words, and whether each is one of the row."""
+    s = share.s
+
+    def in_shared(at):
+        return lanes.load_shared(share.scratch["data_s"], at, count=4)
+
+    def in_global(at):
+        start = lanes.minimum(share.first * GROUP + at, s.row - 4) * 4
+        return lanes.load_global_16_bytes(share.scores_ref, start, **share.place)
+
+    def step(load, end, n):
+        groups = [n + lanes.warp() + start for start in range(0, s.turn, s.warps)]
+        at = [lanes.minimum(group, end - 1) * GROUP + lanes.lane() * 4 for group in groups]
+        words = [load(i) for i in at]
+        for group, i, of_group in zip(groups, at, words, strict=True):
+            left = lanes.where(group < end, share.length - share.first * GROUP - i, 0)
+            use(group, of_group, [left > j for j in range(4)])
+        return []
+
+    end = lanes.minimum(share.groups, s.staged)
+    if s.staged:
+        lanes.loop(end, [], functools.partial(step, in_shared, end), step=s.turn)
+    if s.staged < s.groups:
+        lanes.loop(share.groups, [], functools.partial(step, in_global, share.groups), start=s.staged, step=s.turn)
+
+
+def _mark(share: Share, reaches: Callable, more: bool = False) -> None:
+    """Set the bit of each score whose word `reaches`, clear the others; more: leave these as they are."""
+    masks_s = share.scratch["masks_s"]
+
+    def use(group, words, there):
+        masks = [lanes.ballot(reaches(word) & here) for word, here in zip(words, there, strict=True)]
+        with lanes.when((lanes.lane() == 0) & (group < share.groups)):
+            if more:
+                masks = [a | b for a, b in zip(masks, lanes.load_shared(masks_s, group * 4, count=4), strict=True)]
+            lanes.store_shared(masks_s, group * 4, *masks)
+
+    _each_group(share, use)
+    lanes.cta_barrier(share.s.threads)
+
+
+def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
+    """Count the marks: to `before_s`, how many this CTA has before each of its groups. Returns how many the CTAs before it have, how many
+    it has, and all.
+
+    turn: of passes, any number that differs from the last one by one.
+    """
+    s, scratch = share.s, share.scratch
+    groups = [lanes.thread() * s.groups_per_thread + i for i in range(s.groups_per_thread)]
+    counts = []
+    for group in groups:
+        masks = lanes.load_shared(scratch["masks_s"], lanes.minimum(group, s.groups - 1) * 4, count=4)
+        count = functools.reduce(lambda a, b: a + b, [lanes.popcount(mask) for mask in masks])
+        counts.append(lanes.where(group < share.groups, count, 0))
+    own = upto = functools.reduce(lambda a, b: a + b, counts)
+    for distance in (1, 2, 4, 8, 16):
+        lower = lanes.shuffle(upto, lanes.maximum(lanes.lane() - distance, 0))
+        upto = upto + lanes.where(lanes.lane() >= distance, lower, 0)
+    with lanes.when(lanes.lane() == 31):
+        lanes.store_shared(scratch["notes_s"], lanes.warp(), upto)
+    lanes.cta_barrier(s.threads)
+    of_warps = _words(scratch["notes_s"], 0, s.warps)
+    mine = functools.reduce(lambda a, b: a + b, of_warps)
+    before = upto - own
+    for w, count in enumerate(of_warps):
+        before = before + lanes.where(lanes.warp() > w, count, 0)
+    for group, count in zip(groups, counts, strict=True):
+        with lanes.when(group < share.groups):
+            lanes.store_shared(scratch["before_s"], group, before)
+        before = before + count
+    totals = (turn & 1) * 16
+    with lanes.when(lanes.thread() < s.ctas):
+        put(s, lanes.thread(), scratch["totals_s"], totals + share.cta, mine)
+    meet(s)
+    of_ctas = [lanes.load_shared(scratch["totals_s"], totals + c)[0] for c in range(s.ctas)]
+    start = functools.reduce(lambda a, b: a + b, [lanes.where(share.cta > c, count, 0) for c, count in enumerate(of_ctas)])
+    return start, mine, functools.reduce(lambda a, b: a + b, of_ctas)
+
+
+def put(s: Shape, cta: Scalar | int, ref, offset: Scalar, *words: Scalar) -> None:
+    """1 or 2 words to shared memory of a CTA of the cluster."""
+    lanes.store_cluster(cta, ref, offset, *words) if s.ctas > 1 else lanes.store_shared(ref, offset, *words)
+
+
+def meet(s: Shape) -> None:
+    """Wait for the cluster; what its CTAs sent is there."""
+    lanes.cluster_barrier() if s.ctas > 1 else lanes.cta_barrier(s.threads)
+
+
+def search(share: Share, guess: tuple[Scalar, Scalar, Scalar]) -> list[Scalar]:
+    """Mark at least k scores (or all) and at most `capacity`. Returns how many of them the CTAs before this one have, how many this one
+    has, all, and the passes over the row."""
+    s = share.s
+    everything = lanes.where(share.length <= s.capacity, lanes.i32(1), 0)
+
+    def verify(t, low, at_low, high, at_high, _, __, ___, passes, ____):
+        threshold = score_of(t)
+        _mark(share, lambda word: (lanes.bits(word) >= threshold) | (everything == 1))
+        start, mine, total = _tally(share, passes)
+        few, many = (total < s.k) & (everything == 0), total > s.capacity
+        low, at_low = lanes.where(many, t, low), lanes.where(many, total, at_low)
+        high, at_high = lanes.where(few, t, high), lanes.where(few, total, at_high)
+        t, stuck = _secant(s, low, at_low, high, at_high)
+        stuck = stuck | (passes >= MOST_SECANTS - 1)
+        state = lanes.where(few | many, lanes.where(stuck, lanes.i32(GIVE_UP), GO_ON), FOUND)
+        return t, low, at_low, high, at_high, start, mine, total, passes + 1, state
+
+    nothing = lanes.i32(0)
+    t, low, high = guess
+    carry = [t, low, share.length, high, *[nothing] * 5, lanes.i32(GO_ON)]
+    found = lanes.while_loop(lambda *carry: carry[-1] == GO_ON, verify, carry)[5:]
+
+    def by_digits(_, __, ___, passes, ____):
+        return *_search_digits(share, passes), lanes.i32(FOUND)
+
+    return lanes.while_loop(lambda *carry: carry[-1] == GIVE_UP, by_digits, found)[:4]
+
+
+def _secant(s: Shape, low, at_low, high, at_high) -> tuple[Scalar, Scalar]:
+    """The next threshold between two with known counts, and whether there is none."""
+    half = lanes.shift_right(high - low, lanes.i32(1))  # keys may differ by more than 2^31
+    target = s.k + (s.capacity - s.k) // 4
+    part = (at_low - target) // lanes.maximum((at_low - at_high) >> 8, 1)
+    part = lanes.maximum(lanes.minimum(part, 248), 8)
+    step = lanes.where(half >= 256, (half >> 7) * part, half)
+    return low + step, half == 0
+
+
+# The way that always ends.
+
+
+def _search_digits(share: Share, passes: Scalar) -> tuple[Scalar, ...]:
+    """Narrow the keys among which the k-th best is, 8 bits a pass, until few enough reach the lowest of them. Returns as `search`."""
+    s = share.s
+    nothing = lanes.i32(0)
+
+    def narrow(low, bits, above, _, passes):
+        shift = bits - 8
+        found, inside, beyond = _count_digits(share, low, bits, shift, s.k - above)
+        above = above + beyond
+        return low + (found << shift), shift, above, above + inside, passes + 1
+
+    carry = [lanes.i32(choose.NO_KEY), lanes.i32(32), nothing, lanes.i32(2**31 - 1), passes]
+    low, _, above, reach, passes = lanes.while_loop(lambda low, bits, _, reach, __: (bits > 0) & (reach > s.capacity), narrow, carry)
+    equal = reach > s.capacity  # more scores equal the k-th best than fit
+    with lanes.when(~equal):
+        _mark(share, lambda word: key_of(word) >= low)
+    with lanes.when(equal):
+        _mark(share, lambda word: key_of(word) == low)
+        start, _, _ = _tally(share, passes)
+        _keep_first(share, s.k - above - start)
+        _mark(share, lambda word: key_of(word) > low, more=True)
+    passes = passes + lanes.where(equal, lanes.i32(2), 1)
+    return *_tally(share, passes + 1), passes
+
+
+def _count_digits(share: Share, low, bits, shift, need) -> tuple[Scalar, Scalar, Scalar]:
+    """Of the row's keys in [low, low + 2^bits), by their digit from bit `shift` on: `choose.find_bin` for `need`."""
+    s, counts_s, of_ctas = share.s, share.scratch["counts_s"], share.scratch["candidates_s"]
+    counters = lanes.thread() < choose.BINS
+    with lanes.when(counters):
+        lanes.store_shared(counts_s, lanes.thread(), lanes.i32(0))
+    lanes.cta_barrier(s.threads)
+
+    def use(_, words, there):
+        for word, here in zip(words, there, strict=True):
+            key = key_of(word)
+            inside = here & (key >= low) & (lanes.shift_right(key - low, bits) == 0)
+            lanes.count_shared(counts_s, lanes.shift_right(key - low, shift), inside)
+
+    _each_group(share, use)
+    lanes.cta_barrier(s.threads)
+    with lanes.when(counters):
+        count = lanes.load_shared(counts_s, lanes.thread())[0]
+        for cta in range(s.ctas):
+            put(s, cta, of_ctas, share.cta * choose.BINS + lanes.thread(), count)
+    meet(s)
+    with lanes.when(counters):
+        counts = [lanes.load_shared(of_ctas, lanes.thread() + c * choose.BINS)[0] for c in range(s.ctas)]
+        lanes.store_shared(counts_s, lanes.thread(), functools.reduce(lambda a, b: a + b, counts))
+    meet(s)
+    _, found, inside, beyond = choose.find_bin(counts_s, lanes.i32(0), need)
+    lanes.cta_barrier(s.threads)  # all have read the counters
+    return found, inside, beyond
+
+
+def _keep_first(share: Share, left: Scalar) -> None:
+    """Clear this CTA's marks but for the first `left` ones."""
+    masks_s, before_s = share.scratch["masks_s"], share.scratch["before_s"]
+
+    def of_group(n):
+        group = n + lanes.thread()
+        with lanes.when(group < share.groups):
+            masks = lanes.load_shared(masks_s, group * 4, count=4)
+            quota = left - lanes.load_shared(before_s, group)[0]
+
+            def of_lane(lane, quota, *kept):
+                after = []
+                for mask, of_word in zip(masks, kept, strict=True):
+                    bit = lanes.shift_right(mask, lane) & 1
+                    after.append(of_word | (lanes.where(quota > 0, bit, 0) << lane))
+                    quota = quota - bit
+                return quota, *after
+
+            _, *kept = lanes.loop(32, [quota, *[lanes.i32(0)] * 4], of_lane)
+            lanes.store_shared(masks_s, group * 4, *kept)
+        return []
+
+    lanes.loop(share.groups, [], of_group, step=share.s.threads)
+    lanes.cta_barrier(share.s.threads)
+
+
+# Collect.
+
+
+def collect(share: Share, start: Scalar, mine: Scalar) -> None:
+    """Send the marked scores, in order of place, to the cluster's first CTA: (key, place)."""
+    s, scratch = share.s, share.scratch
+    _list_marks(share)
+
+    def send(n):
+        i = n + lanes.thread()
+        with lanes.when(i < mine):
+            at = lanes.load_shared(scratch["list_s"], i)[0]
+
+            def put_word(word):
+                put(s, 0, scratch["candidates_s"], (start + i) * 2, key_of(word), share.first * GROUP + at)
+
+            with lanes.when(at < s.staged * GROUP):
+                put_word(lanes.load_shared(scratch["data_s"], at)[0])
+            if s.staged < s.groups:
+                with lanes.when(at >= s.staged * GROUP):
+                    put_word(lanes.load_written(share.scores_ref, (share.first * GROUP + at) * 4, "i32", **share.place))
+        return []
+
+    lanes.loop(mine, [], send, step=s.threads)
+    meet(s)
+
+
+def _list_marks(share: Share) -> None:
+    """The places of this CTA's marked scores in its share, in order, to `list_s`."""
+    s, scratch = share.s, share.scratch
+
+    def of_word(n):
+        i = n + lanes.thread()
+        group, j = lanes.minimum(i // 4, share.groups - 1), i & 3
+        masks = lanes.load_shared(scratch["masks_s"], group * 4, count=4)
+        before = lanes.load_shared(scratch["before_s"], group)[0]
+        mine = functools.reduce(lambda a, b: a | b, [lanes.where(j == m, mask, 0) for m, mask in enumerate(masks)])
+
+        def next_bit(word):
+            bit = word & (0 - word)
+            lane = 31 - lanes.leading_zeros(bit)
+            earlier = [lanes.popcount(mask & lanes.where(j > m, bit + bit - 1, bit - 1)) for m, mask in enumerate(masks)]
+            slot = before + functools.reduce(lambda a, b: a + b, earlier)
+            lanes.store_shared(scratch["list_s"], slot, group * GROUP + lane * 4 + j)
+            return [word & (word - 1)]
+
+        lanes.while_loop(lambda word: word != 0, next_bit, [lanes.where(i < share.groups * 4, mine, 0)])
+        return []
+
+    lanes.loop(share.groups * 4, [], of_word, step=s.threads)
+    lanes.cta_barrier(s.threads)
