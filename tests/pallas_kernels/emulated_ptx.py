@@ -249,6 +249,11 @@ def _lane_mask(machine, which):
     return value(mask.astype(np.uint32))
 
 
+@code(r"mov\.u32 \$0, %clock;", effects=True)
+def _clock(machine):
+    return Value(np.full(machine.size, machine.clock.tick, np.int32), I32)
+
+
 @code(r"bar\.warp\.sync 0xffffffff;", convergent=True)
 def _warp_barrier(machine):
     machine.warp_barrier()
