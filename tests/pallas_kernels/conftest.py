@@ -191,9 +191,15 @@ def emulated():
     return _module_here("emulated_lanes")
 
 
+@pytest.fixture(scope="session")
+def emulated_kernels():
+    """The module `emulated_kernels`: whole kernels on these threads."""
+    return _module_here("emulated_kernels")
+
+
 def _module_here(name: str):
     """A module of this folder, which is no package; what it imports from here comes first."""
-    for each in ("emulated_values", "emulated_memory", "emulated_ptx", name):
+    for each in ("emulated_values", "emulated_memory", "emulated_ptx", "emulated_lanes", name):
         if each not in sys.modules:
             spec = importlib.util.spec_from_file_location(each, Path(__file__).parent / f"{each}.py")
             sys.modules[each] = importlib.util.module_from_spec(spec)
