@@ -57,7 +57,8 @@ def replay(s: Shape, row: np.ndarray, hint: np.ndarray | None = None) -> Replay:
 
 def keys_of(row: np.ndarray) -> np.ndarray:
     """Integers (int64) that order as the scores do, NaN lowest."""
-    bits = (row.astype(np.float32) + np.float32(0)).view(np.int32).astype(np.int64)
+    with np.errstate(invalid="ignore"):  # NaNs that signal
+        bits = (row.astype(np.float32) + np.float32(0)).view(np.int32).astype(np.int64)
     return np.where(np.isnan(row), NAN_KEY, np.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
 
 
@@ -71,7 +72,7 @@ def _guess(s: Shape, keys: np.ndarray, hint: np.ndarray | None) -> tuple[int, in
     places = np.array(sample_places(keys.size, size), np.int64)
     best = np.full(-(-size // s.threads) * s.threads, NO_KEY)
     best[:size] = keys[places]
-    best = best.reshape(-1, s.threads).max(0)
+    best = best.reshape(-1, s.threads).max(0, initial=NO_KEY)
     best = best[best > NO_KEY]
     if not best.size:
         return 2**31 - 1, 2**31 - 1, NO_KEY
