@@ -1,6 +1,6 @@
 """The decisions of the Mosaic GPU kernel of `top_k`, once more in plain Python: which thresholds it tries, and what it counts.
 
-`replay` takes one row, gives the three counts that `return_counts` adds, and the thresholds. It shares the sizes (`plan`) with the kernel
+`replay_row` takes one row, gives the three counts that `return_counts` adds, and the thresholds. It shares the sizes (`plan`) with the kernel
 and nothing else, so that the two can be held against each other; and it tells how many passes a row takes without a GPU.
 """
 
@@ -29,7 +29,7 @@ class Replay:
     thresholds: tuple[int, ...]
 
 
-def replay(s: Shape, row: np.ndarray, hint: np.ndarray | None = None) -> Replay:
+def replay_row(s: Shape, row: np.ndarray, hint: np.ndarray | None = None) -> Replay:
     """What the kernel does with a row (float32 `[length]`, without what lies past its length), as `s` shares it out."""
     keys = keys_of(row)
     if s.whole:

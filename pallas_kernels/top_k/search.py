@@ -6,7 +6,7 @@ the counts so far. If that does not end, digits are counted, which always does: 
 scores that equal it the first ones are marked. Marks never overflow, however the best scores are clustered, and keep the row's order.
 
 Scores are compared as order-preserving integers ("keys"), thresholds too; the secant runs in them, so that every number here is an integer
-and `replay` gives the same. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; the marks and the digits are ours.
+and `replay` comes to the same. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; the marks and the digits are ours.
 """
 
 from __future__ import annotations
