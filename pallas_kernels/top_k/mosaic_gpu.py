@@ -121,7 +121,7 @@ def rank(s: Shape, row, cta, arrays, scratch) -> None:
     else:
         guess = _guess(share, hint_ref)
         stamps.append(_clock(s))
-        start, mine, total, passes = search.search(share, guess)
+        start, mine, total, passes = search.mark_candidates(share, guess)
         stamps.append(_clock(s))
         search.collect(share, start, mine)
         stamps.append(_clock(s))

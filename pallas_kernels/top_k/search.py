@@ -293,7 +293,7 @@ def meet(s: Shape) -> None:
     lanes.cluster_barrier() if s.ctas > 1 else lanes.cta_barrier(s.threads)
 
 
-def search(share: Share, guess: tuple[Scalar, Scalar, Scalar]) -> list[Scalar]:
+def mark_candidates(share: Share, guess: tuple[Scalar, Scalar, Scalar]) -> list[Scalar]:
     """Mark at least k scores (or all) and at most `capacity`. Returns how many of them the CTAs before this one have, how many this one
     has, all, and the passes over the row."""
     s = share.s
@@ -336,7 +336,8 @@ def _secant(s: Shape, low, at_low, high, at_high) -> tuple[Scalar, Scalar]:
 
 
 def _search_digits(share: Share, passes: Scalar) -> tuple[Scalar, ...]:
-    """Narrow the keys among which the k-th best is, 8 bits a pass, until few enough reach the lowest of them. Returns as `search`."""
+    """Narrow the keys among which the k-th best is, 8 bits a pass, until few enough reach the lowest of them. Returns as
+    `mark_candidates`."""
     s = share.s
     nothing, again = lanes.i32(0), lanes.i32(1)
 
