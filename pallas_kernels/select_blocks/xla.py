@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import dispatch
 from pallas_kernels.select_blocks.api import selection_width
+from pallas_kernels.top_k import top_k
 
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 
@@ -90,6 +92,14 @@ def _best(scores: Float[Array, "B K S"], candidate: Array, k: int) -> Int[Array,
     scores = jnp.where(scores >= lowest, scores, lowest)  # NaN and -inf
     scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 and 0.0 are a tie
     kept = min(k, scores.shape[-1])
-    best, ids = jax.lax.top_k(jnp.where(candidate, scores, -jnp.inf), kept)
-    ids = jnp.where(best == -jnp.inf, _NONE, ids)
+    scores = jnp.where(candidate, scores, -jnp.inf)
+    best, ids = _top_k(scores.reshape(-1, scores.shape[-1]), kept)
+    ids = jnp.where(best == -jnp.inf, _NONE, ids).reshape(*scores.shape[:-1], kept)
     return jnp.pad(ids, ((0, 0), (0, 0), (0, k - kept)), constant_values=_NONE)
+
+
+def _top_k(scores: Float[Array, "R S"], k: int) -> tuple[Array, Array]:
+    """Values and places of the k best scores of each row, by our kernel where there is one: it takes a fraction of the time of XLA's."""
+    if k and "mosaic_gpu" in dispatch.available("top_k"):
+        return top_k(scores, k)
+    return jax.lax.top_k(scores, k)

@@ -33,12 +33,13 @@ def top_k(
     hint: int32, places that may be good, as the indices of the step before. Nothing is asked of them: they may be stale, random, repeated,
     -1 or out of range. They change how long it takes, never the answer. sort: False returns each row in ascending order of index, which
     is what a gather wants; True the best first, of equal values the lower index first. return_counts: return the third result, which
-    only "mosaic_gpu" has. config: "mosaic_gpu" takes a `pallas_kernels.top_k.Config`, the others take none. implementation: see
+    only "mosaic_gpu" has. config: "mosaic_gpu" takes a `pallas_kernels.top_k.plan.Config`, the others take none. implementation: see
     `pallas_kernels.dispatch`.
 
     Returns values `[B, k]` in the dtype of scores, with the bits that the row holds (a NaN is the NaN that stood there, -0 is -0), and
     indices `[B, k]` int32. Where a row has fewer than k entries the last ones are value -inf, index -1, in either order. counts
-    `[B, 3]` int32: passes over the row, candidates, refinement steps. The same bits every time.
+    `[B, 7]` int32: passes over the row, candidates, rounds of refinement, then the clock cycles of four phases, as
+    `pallas_kernels.top_k.mosaic_gpu.COUNTS` names them. The same bits every time, but for the cycles.
     Memory: "xla" and "reference" take a few times that of scores, int32.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for what an implementation cannot do.

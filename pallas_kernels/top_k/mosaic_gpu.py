@@ -121,7 +121,7 @@ def rank(s: Shape, row, cta, arrays, scratch) -> None:
     else:
         guess = _guess(share, hint_ref)
         stamps.append(_clock(s))
-        start, mine, total, passes = search.search(share, guess)
+        start, mine, total, passes = search.mark_candidates(share, guess)
         stamps.append(_clock(s))
         search.collect(share, start, mine)
         stamps.append(_clock(s))
@@ -156,7 +156,6 @@ def _guess(share: search.Share, hint_ref):
         sampled = search.sample(share)  # first: what is asked for after the row arrives after it
         search.fetch(share)
         guess = search.guess_from_sample(share, *sampled)
-    search.arrive(share)
     return guess
 
 
@@ -168,18 +167,18 @@ def _take_all(share: search.Share) -> None:
         words = [lanes.load_written(share.scores_ref, lanes.minimum(i, s.row - 1) * 4, "i32", **share.place) for i in places]
         for i, word in zip(places, words, strict=True):
             with lanes.when(i < s.row):
-                lanes.store_shared(share.scratch["candidates_s"], i * 2, search.key_of(word), i)
+                lanes.store_shared(share.scratch["pool_s"], i * 2, search.key_of(word), i)
     lanes.cta_barrier(s.threads)
 
 
 def _refine(share: search.Share, total, most: int, outs):
     """The k best of at most `most` candidates to global memory, then -inf and -1; returns the rounds it took."""
-    s, candidates_s = share.s, share.scratch["candidates_s"]
+    s, pool_s = share.s, share.scratch["pool_s"]
     values_ref, indices_ref = outs[:2]
     place = {"block": share.row, "block_bytes": 4 * s.k}
 
     def keep(i, key, slot):
-        index = lanes.load_shared(candidates_s, i * 2 + 1)[0]
+        index = lanes.load_shared(pool_s, i * 2 + 1)[0]
         unknown = (key == 0) | (key < search.MINUS_INFINITY_KEY)  # a key has no sign of zero, and no NaN's bits
         store(slot, lanes.bits(search.score_of(key)), index, (slot < s.k))
         with lanes.when(unknown & (slot < s.k)):
@@ -191,7 +190,7 @@ def _refine(share: search.Share, total, most: int, outs):
         lanes.store_global_if(there, indices_ref, slot * 4, index, **place)
 
     sizes = {"count": total, "most": most, "stride": 2, "keep": keep, "even": True}
-    kept, rounds = choose.best(s.k, s.threads, candidates_s, share.scratch["counts_s"], **sizes)
+    kept, rounds = choose.best(s.k, s.threads, pool_s, share.scratch["counts_s"], **sizes)
     minus_infinity, none = lanes.i32(-(2**23)), lanes.i32(-1)
 
     def missing(slot):

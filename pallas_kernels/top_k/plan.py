@@ -11,7 +11,13 @@ GROUP = 128
 """Scores that a warp looks at in one go, and whose answers are four words of a mask."""
 
 UNROLLED = 8
-"""Groups that a warp has on their way."""
+"""Loads that a thread has on their way at once."""
+
+MOST_COPIES = 28
+"""Groups that a warp has on their way at once, where they do not stay in shared memory."""
+
+TOGETHER = 4
+"""Neighbouring scores of a sample that are read at once: 16 bytes, because memory is slow with scattered words."""
 
 MOST_K = 4096
 MOST_CAPACITY = 12288
@@ -29,7 +35,7 @@ class Config:
     """Choices that change the time, never the answer.
 
     start: where the first threshold comes from, "sample" (scores from all over the row) or "hint" (the mean of the hinted scores).
-    capacity: candidates that are refined at most, a multiple of 512; None: by k. sample: scores looked at, a multiple of 512; None: by
+    capacity: candidates that are refined at most, a multiple of 512; None: by k. sample: scores looked at, a multiple of 2,048; None: by
     the length of a row. ctas: of the cluster that serves a row, at most 16; None: by the batch. (Fewer threads a CTA are no choice: the
     stages are bound by what a multiprocessor issues.)
     Raises ValueError for other values.
@@ -43,10 +49,10 @@ class Config:
     def __post_init__(self):
         if self.start not in STARTS:
             raise ValueError(f"start must be one of {', '.join(STARTS)}, got {self.start!r}")
-        for name, most in (("capacity", MOST_CAPACITY), ("sample", 16384)):
+        for name, unit, most in (("capacity", 512, MOST_CAPACITY), ("sample", 2048, 16384)):
             value = getattr(self, name)
-            if value is not None and (value % 512 or not 512 <= value <= most):
-                raise ValueError(f"{name} must be a multiple of 512 up to {most}, got {value}")
+            if value is not None and (value % unit or not unit <= value <= most):
+                raise ValueError(f"{name} must be a multiple of {unit} up to {most}, got {value}")
         if self.ctas is not None and not 1 <= self.ctas <= 16:
             raise ValueError(f"ctas must be 1 to 16, got {self.ctas}")
 
@@ -92,27 +98,50 @@ class Shape:
         return -(-self.groups // self.threads)
 
     @property
-    def turn(self) -> int:
-        """Groups that a CTA's warps look at in one turn."""
-        return min(UNROLLED, -(-self.groups // self.warps)) * self.warps
+    def groups_per_warp(self) -> int:
+        """Groups of a warp, at most: one in `warps`."""
+        return -(-self.groups // self.warps)
 
-    def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory. candidates_s: (key, place in the row); before, the digits' counts of every CTA. list_s: places in the
-        share. masks_s: a bit per score of the share. before_s: candidates before each group. totals_s: of every CTA, for two passes in
-        turn. data_s: the first `staged` groups of the share."""
-        words = {"candidates_s": max(2 * self.capacity, choose.BINS * self.ctas), "counts_s": choose.SCRATCH_WORDS, "notes_s": 64}
+    @property
+    def small_words(self) -> dict[str, int]:
+        """Words of shared memory beside `pool_s`. masks_s: a bit per score of the share. before_s: candidates before each group.
+        totals_s: of every CTA, for two passes in turn."""
+        words = {"counts_s": choose.SCRATCH_WORDS, "notes_s": 64}
         if not self.whole:
-            words |= {"list_s": self.capacity, "masks_s": 4 * self.groups, "before_s": 4 * -(-self.groups // 4), "totals_s": 32}
-            room = (lanes.SHARED_WORDS - sum(words.values())) // GROUP
-            staged = self.groups if room >= self.groups else room // self.turn * self.turn
-            words["data_s"] = GROUP * max(staged, 1)
+            words |= {"masks_s": 4 * self.groups, "before_s": 4 * -(-self.groups // 4), "totals_s": 32}
         return words
 
     @property
-    def staged(self) -> int:
-        """Groups that a CTA keeps in shared memory: all, if they fit; the others come from the L2 cache."""
-        staged = 0 if self.whole else self.scratch_words()["data_s"] // GROUP
-        return staged if staged > 1 or self.groups == 1 else 0
+    def list_at(self) -> int:
+        """Word of `pool_s` from which on places in the share are listed, behind (key, place) of the candidates or, before there are any,
+        the digits' counts of every CTA."""
+        return max(2 * self.capacity, choose.BINS * self.ctas)
+
+    @property
+    def stays(self) -> bool:
+        """Whether the share stays in shared memory, behind the list. If not it passes through, where the candidates will be."""
+        room = lanes.SHARED_WORDS - sum(self.small_words.values()) - self.list_at - self.capacity
+        return not self.whole and room >= GROUP * self.warps * self.groups_per_warp
+
+    @property
+    def data_at(self) -> int:
+        """Word of `pool_s` from which on the share's scores are."""
+        return self.list_at + self.capacity if self.stays else 0
+
+    @property
+    def slots(self) -> int:
+        """Groups of a warp that `pool_s` has room for."""
+        if self.stays:
+            return self.groups_per_warp
+        room = lanes.SHARED_WORDS - sum(self.small_words.values())
+        return min(room // (GROUP * self.warps), self.groups_per_warp, MOST_COPIES)
+
+    def scratch_words(self) -> dict[str, int]:
+        """All of shared memory."""
+        if self.whole:
+            return {"pool_s": self.list_at} | self.small_words
+        data_end = self.data_at + GROUP * self.warps * self.slots
+        return {"pool_s": max(self.list_at + self.capacity, data_end)} | self.small_words
 
 
 def shape_of(batch: int, row: int, k: int, config: Config, *, has_lengths: bool, counted: bool) -> Shape:

@@ -1,6 +1,6 @@
 """The decisions of the Mosaic GPU kernel of `top_k`, once more in plain Python: which thresholds it tries, and what it counts.
 
-`replay` takes one row, gives the three counts that `return_counts` adds, and the thresholds. It shares the sizes (`plan`) with the kernel
+`replay_row` takes one row, gives the three counts that `return_counts` adds, and the thresholds. It shares the sizes (`plan`) with the kernel
 and nothing else, so that the two can be held against each other; and it tells how many passes a row takes without a GPU.
 """
 
@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from pallas_kernels.top_k.plan import MOST_SECANTS, Shape
+from pallas_kernels.top_k.plan import MOST_SECANTS, TOGETHER, Shape
 
 NO_KEY, NAN_KEY = -(2**31), -(2**31) + 1
 MINUS_INFINITY_KEY = -(2**31) + 0x007FFFFF
@@ -29,7 +29,7 @@ class Replay:
     thresholds: tuple[int, ...]
 
 
-def replay(s: Shape, row: np.ndarray, hint: np.ndarray | None = None) -> Replay:
+def replay_row(s: Shape, row: np.ndarray, hint: np.ndarray | None = None) -> Replay:
     """What the kernel does with a row (float32 `[length]`, without what lies past its length), as `s` shares it out."""
     keys = keys_of(row)
     if s.whole:
@@ -68,28 +68,34 @@ def _guess(s: Shape, keys: np.ndarray, hint: np.ndarray | None) -> tuple[int, in
         if not valid.size:
             return 0, MINUS_INFINITY_KEY, PLUS_INFINITY_KEY
         return _quotient(int((valid >> 13).sum()), valid.size) << 13, int(valid.min()), int(valid.max())
-    size = min(keys.size, s.sample)
-    places = np.array(sample_places(keys.size, size), np.int64)
-    best = np.full(-(-size // s.threads) * s.threads, NO_KEY)
-    best[:size] = keys[places]
-    best = best.reshape(-1, s.threads).max(0, initial=NO_KEY)
+    places = np.array(sample_places(keys.size, s.sample), np.int64)
+    sampled = np.full((-(-len(places) // s.threads) * s.threads, TOGETHER), NO_KEY)
+    sampled[: len(places)] = keys[places[:, None] + np.arange(TOGETHER)]
+    best = sampled.reshape(-1, s.threads, TOGETHER).max((0, 2), initial=NO_KEY)
     best = best[best > NO_KEY]
     if not best.size:
         return 2**31 - 1, 2**31 - 1, NO_KEY
-    yet = min(keys.size, s.k) * size // keys.size
-    need = yet + 3 * _square_root(yet) + 4
-    need = need * 2 * s.threads // (need + 2 * s.threads)
     low, high = int(best.min()), int(best.max())
-    return _descend(best, low, _bits(best), need, need >> 3)[0], low, high
+    yet = min(keys.size, s.k) * len(places) * TOGETHER // keys.size
+    want = yet + 3 * _square_root(yet) + 4
+    need = want * 2 * s.threads // (want + 2 * s.threads)
+    found = _descend(best, low, _bits(best), need, need >> 3)[0]
+    count = int((sampled >= found).sum())
+    higher = max(need * want // max(count, 1), 1)
+    if count > want + (want >> 1) and higher < need:
+        found = _descend(best, low, _bits(best), higher, higher >> 3)[0]
+    return found, low, high
 
 
-def sample_places(length: int, size: int) -> list[int]:
-    """A scattered place in each of `size` cells of a row, the first `length % size` of them one longer than the others."""
-    width, rest = divmod(length, size) if size else (0, 0)
+def sample_places(length: int, sample: int) -> list[int]:
+    """Where `TOGETHER` neighbours are sampled: a scattered place in each cell of a row, of which the first ones may be longer."""
+    units = length // TOGETHER
+    size = min(units, sample // TOGETHER)
+    width, rest = divmod(units, size) if size else (0, 0)
     places = []
     for i in range(size):
         scattered = (((i * 0x9E3779B9) & 0xFFFFFFFF) >> 16) * (width + (i < rest)) >> 16
-        places.append(i * width + min(i, rest) + scattered)
+        places.append((i * width + min(i, rest) + scattered) * TOGETHER)
     return places
 
 

@@ -6,7 +6,7 @@ the counts so far. If that does not end, digits are counted, which always does: 
 scores that equal it the first ones are marked. Marks never overflow, however the best scores are clustered, and keep the row's order.
 
 Scores are compared as order-preserving integers ("keys"), thresholds too; the secant runs in them, so that every number here is an integer
-and `replay` gives the same. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; the marks and the digits are ours.
+and `replay` comes to the same. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; the marks and the digits are ours.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from pallas_kernels import lane_copies, lanes
+from pallas_kernels import lanes
 from pallas_kernels.lanes import Scalar
 from pallas_kernels.select_blocks import choose
-from pallas_kernels.top_k.plan import GROUP, MOST_SECANTS, Shape
+from pallas_kernels.top_k.plan import GROUP, MOST_SECANTS, TOGETHER, UNROLLED, Shape
 
 NAN_KEY = -(2**31) + 1
 MINUS_INFINITY_KEY = -(2**31) + 0x007FFFFF
@@ -63,73 +63,119 @@ def share_of(s: Shape, scores_ref, scratch: dict, row: Scalar, cta: Scalar, leng
     return Share(s, scores_ref, scratch, row, cta, length, groups, cta * groups)
 
 
-def fetch(share: Share) -> None:
-    """Start bringing the share, to shared memory as far as it fits, else to the L2 cache, while the threshold is looked for."""
-    s, start, words = share.s, share.first * GROUP, _staged_words(share)
-    end = lanes.minimum(start + share.groups * GROUP, s.row)
-    if s.staged < s.groups:
-        size, first = 8192, (start + s.staged * GROUP) * 4 + lanes.thread() * 8192
-        with lanes.when(first < end * 4):
-            lane_copies.prefetch_to_l2(share.scores_ref, first, lanes.minimum(end * 4 - first, size), **share.place)
+# The share on its way: a warp has every `warps`-th group, and a lane reads the 16 bytes of it that it copied.
 
-    def copy(n):
-        at = (n + lanes.thread()) * 4
-        with lanes.when(at < words):
-            there = start + at < end
-            offset = lanes.where(there, start + at, 0) * 4
-            lanes.copy_async_16_bytes(share.scratch["data_s"], at, share.scores_ref, offset, there=there, **share.place)
+
+def fetch(share: Share) -> None:
+    """Start bringing as much of the share as there is room for, while the threshold is looked for."""
+
+    def start(n):
+        _fetch_group(share, n)
         return []
 
-    if s.staged:
-        lanes.loop(words // 4, [], copy, step=s.threads)
-        lanes.commit_copies()
+    lanes.loop(share.s.slots, [], start)
 
 
-def _staged_words(share: Share) -> Scalar:
-    """Words of the share that are kept in shared memory."""
-    return lanes.minimum(share.groups, share.s.staged) * GROUP
+def _fetch_group(share: Share, n: Scalar) -> None:
+    """Start copying the warp's group number n to its slot, zeros if there is none."""
+    s = share.s
+    at = _start_of_group(share, n)
+    there = (n * s.warps + lanes.warp() < share.groups) & (at < s.row)
+    offset = lanes.where(there, at, 0) * 4
+    lanes.copy_async_16_bytes(share.scratch["pool_s"], _slot(share, n), share.scores_ref, offset, there=there, **share.place)
+    lanes.commit_copies()
 
 
-def arrive(share: Share) -> None:
-    """What `fetch` copies is there."""
-    if share.s.staged:
+def _start_of_group(share: Share, n: Scalar) -> Scalar:
+    """The place in the row of the lane's first score of the warp's group number n."""
+    return (share.first + n * share.s.warps + lanes.warp()) * GROUP + lanes.lane() * 4
+
+
+def _slot(share: Share, n: Scalar) -> Scalar:
+    """The word of `pool_s` where the lane's part of the warp's group number n is."""
+    s = share.s
+    turn = n if s.stays else n % s.slots
+    return (turn * s.warps + lanes.warp()) * GROUP + lanes.lane() * 4 + s.data_at
+
+
+def _each_group(share: Share, use: Callable, again: Scalar) -> None:
+    """Call `use(group, words)` for a warp's groups, with this lane's four consecutive words; past the row, they may be anything.
+
+    again: 1 if this is not the first pass.
+    """
+    s = share.s
+    groups = (share.groups - lanes.warp() + (s.warps - 1)) // s.warps
+    if s.stays:
         lanes.wait_for_copies(0)
-    lanes.cta_barrier(share.s.threads)
+    else:
+        with lanes.when(again == 1):
+            fetch(share)
+
+    def step(n):
+        if not s.stays:
+            lanes.wait_for_copies(s.slots - 1)
+        use(n * s.warps + lanes.warp(), lanes.load_shared(share.scratch["pool_s"], _slot(share, n), count=4))
+        if not s.stays:
+            _fetch_group(share, n + s.slots)
+        return []
+
+    lanes.loop(groups, [], step)
+    if not s.stays:
+        lanes.wait_for_copies(0)
 
 
 # Guess.
 
 
-def sample(share: Share) -> tuple[Scalar, list[tuple[Scalar, Scalar]]]:
-    """Ask for scores from all over the row. Returns how many, and this thread's (there, word) pairs.
+def sample(share: Share) -> tuple[Scalar, list[tuple[Scalar, list[Scalar]]]]:
+    """Ask for scores from all over the row. Returns how many, and of this thread whether they are there, with the words, by place.
 
-    The row is cut into as many cells as there are samples, and a score is taken from a scattered place of each.
+    The row is cut into as many cells as places are sampled, and `TOGETHER` scores are taken from a scattered place of each.
     """
     s = share.s
-    size = lanes.minimum(share.length, s.sample)
-    width, rest = share.length // lanes.maximum(size, 1), share.length % lanes.maximum(size, 1)
+    units = share.length // TOGETHER
+    size = lanes.minimum(units, s.sample // TOGETHER)
+    width, rest = units // lanes.maximum(size, 1), units % lanes.maximum(size, 1)
     places = []
-    for start in range(0, s.sample, s.threads):
+    for start in range(0, s.sample // TOGETHER, s.threads):
         i = lanes.thread() + start
         there = i < size
         i = lanes.where(there, i, 0)
         scattered = ((i * -1640531527 >> 16) & 0xFFFF) * (width + lanes.where(i < rest, lanes.i32(1), 0)) >> 16
         places.append((there, i * width + lanes.minimum(i, rest) + scattered))
-    return size, [(there, lanes.load_written(share.scores_ref, at * 4, "i32", **share.place)) for there, at in places]
+    words = [lanes.load_written_16_bytes(share.scores_ref, at * 16, **share.place) for _, at in places]
+    return size * TOGETHER, [(there, of_place) for (there, _), of_place in zip(places, words, strict=True)]
 
 
-def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, Scalar]]) -> tuple[Scalar, Scalar, Scalar]:
+def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, list[Scalar]]]) -> tuple[Scalar, Scalar, Scalar]:
     """A threshold that about as many scores reach as make k unlikely to be missed; the lowest and the highest key seen.
 
-    If c samples lie among the k best on average, the one of rank r = c + 3 sqrt(c) + 4 is taken, or one up to an eighth further. Only
-    each thread's best sample is looked at: of T threads, about T r / (T + r / 2) hold the r best samples.
+    If c samples lie among the k best on average, the one of rank r = c + 3 sqrt(c) + 4 is wanted, or one up to an eighth further. Only
+    each thread's best sample is looked at: of T threads, about T r / (T + r / 2) hold the r best samples, if neighbours do not
+    resemble each other. If many more samples than r reach what is found, they do, and it is looked for again, as many times higher up.
     """
-    s = share.s
+    s, counts_s = share.s, share.scratch["counts_s"]
     yet = lanes.minimum(share.length, s.k) * size // lanes.maximum(share.length, 1)
-    need = yet + 3 * _square_root(yet) + 4
-    need = need * (2 * s.threads) // (need + 2 * s.threads)
-    best = functools.reduce(lanes.maximum, [lanes.where(there, key_of(word), choose.NO_KEY) for there, word in sampled])
-    return choose.quantile(need, need >> 3, s.threads, [best], share.scratch["counts_s"])
+    want = yet + 3 * _square_root(yet) + 4
+    keys = [lanes.where(there, key_of(word), choose.NO_KEY) for there, words in sampled for word in words]
+    best = functools.reduce(lanes.maximum, keys)
+
+    def look(_, __, ___, need, tries):
+        found, low, high = choose.quantile(need, need >> 3, s.threads, [best], counts_s)
+        count = lanes.warp_reduce(_sum([lanes.where(key >= found, lanes.i32(1), 0) for key in keys]), "add")
+        lanes.cta_barrier(s.threads)  # all have read the counters
+        with lanes.when(lanes.lane() == 0):
+            lanes.store_shared(counts_s, lanes.warp(), count)
+        lanes.cta_barrier(s.threads)
+        count = _sum(_words(counts_s, 0, s.warps))
+        lanes.cta_barrier(s.threads)
+        higher = lanes.maximum(need * want // lanes.maximum(count, 1), 1)
+        again = (count > want + (want >> 1)) & (higher < need) & (tries == 0)
+        return found, low, high, lanes.where(again, higher, 0), tries + 1
+
+    nothing = lanes.i32(0)
+    first = want * (2 * s.threads) // (want + 2 * s.threads)
+    return tuple(lanes.while_loop(lambda *carry: carry[3] > 0, look, [nothing, nothing, nothing, first, nothing])[:3])
 
 
 def _square_root(n: Scalar) -> Scalar:
@@ -167,6 +213,10 @@ def guess_from_hint(share: Share, hint_ref) -> tuple[Scalar, Scalar, Scalar]:
     return mean, lanes.where(count > 0, low, MINUS_INFINITY_KEY), lanes.where(count > 0, high, 0x7F800000)
 
 
+def _sum(values) -> Scalar:
+    return functools.reduce(lambda a, b: a + b, values)
+
+
 def _words(ref, first: int, count: int) -> list[Scalar]:
     return [x for i in range(0, count, 4) for x in lanes.load_shared(ref, first + i, count=4)]
 
@@ -174,46 +224,25 @@ def _words(ref, first: int, count: int) -> list[Scalar]:
 # Verify.
 
 
-def _each_group(share: Share, use: Callable) -> None:
-    """Call `use(group, words, there)` of a warp's groups: this lane's four consecutive words, and whether each is one of the row."""
-    s = share.s
+def _mark(share: Share, reaches: Callable, again: Scalar, more: bool = False) -> None:
+    """Set the bit of each score whose word `reaches`, clear the others; more: leave these as they are. again: see `_each_group`."""
+    s, masks_s = share.s, share.scratch["masks_s"]
 
-    def in_shared(at):
-        return lanes.load_shared(share.scratch["data_s"], at, count=4)
-
-    def in_global(at):
-        start = lanes.minimum(share.first * GROUP + at, s.row - 4) * 4
-        return lanes.load_global_16_bytes(share.scores_ref, start, **share.place)
-
-    def step(load, end, n):
-        groups = [n + lanes.warp() + start for start in range(0, s.turn, s.warps)]
-        at = [lanes.minimum(group, end - 1) * GROUP + lanes.lane() * 4 for group in groups]
-        words = [load(i) for i in at]
-        for group, i, of_group in zip(groups, at, words, strict=True):
-            left = lanes.where(group < end, share.length - share.first * GROUP - i, 0)
-            use(group, of_group, [left > j for j in range(4)])
-        return []
-
-    end = lanes.minimum(share.groups, s.staged)
-    if s.staged:
-        lanes.loop(end, [], functools.partial(step, in_shared, end), step=s.turn)
-    if s.staged < s.groups:
-        lanes.loop(share.groups, [], functools.partial(step, in_global, share.groups), start=s.staged, step=s.turn)
-
-
-def _mark(share: Share, reaches: Callable, more: bool = False) -> None:
-    """Set the bit of each score whose word `reaches`, clear the others; more: leave these as they are."""
-    masks_s = share.scratch["masks_s"]
-
-    def use(group, words, there):
-        masks = [lanes.ballot(reaches(word) & here) for word, here in zip(words, there, strict=True)]
-        with lanes.when((lanes.lane() == 0) & (group < share.groups)):
+    def use(group, words):
+        masks = [lanes.ballot(reaches(word)) for word in words]
+        left = share.length - (share.first + group) * GROUP
+        with lanes.when(lanes.lane() == 0):
             if more:
                 masks = [a | b for a, b in zip(masks, lanes.load_shared(masks_s, group * 4, count=4), strict=True)]
             lanes.store_shared(masks_s, group * 4, *masks)
+        with lanes.when((lanes.lane() == 0) & (left < GROUP)):  # the row ends here, or ended: of word j, scores j, j + 4, ... are there
+            counts = [lanes.maximum(lanes.minimum((left - j + 3) >> 2, 32), 0) for j in range(4)]
+            there = [lanes.shift_right(lanes.i32(-1), 32 - count) for count in counts]
+            masks = lanes.load_shared(masks_s, group * 4, count=4)
+            lanes.store_shared(masks_s, group * 4, *[mask & here for mask, here in zip(masks, there, strict=True)])
 
-    _each_group(share, use)
-    lanes.cta_barrier(share.s.threads)
+    _each_group(share, use, again)
+    lanes.cta_barrier(s.threads)
 
 
 def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
@@ -264,7 +293,7 @@ def meet(s: Shape) -> None:
     lanes.cluster_barrier() if s.ctas > 1 else lanes.cta_barrier(s.threads)
 
 
-def search(share: Share, guess: tuple[Scalar, Scalar, Scalar]) -> list[Scalar]:
+def mark_candidates(share: Share, guess: tuple[Scalar, Scalar, Scalar]) -> list[Scalar]:
     """Mark at least k scores (or all) and at most `capacity`. Returns how many of them the CTAs before this one have, how many this one
     has, all, and the passes over the row."""
     s = share.s
@@ -272,7 +301,7 @@ def search(share: Share, guess: tuple[Scalar, Scalar, Scalar]) -> list[Scalar]:
 
     def verify(t, low, at_low, high, at_high, _, __, ___, passes, ____):
         threshold = score_of(t)
-        _mark(share, lambda word: (lanes.bits(word) >= threshold) | (everything == 1))
+        _mark(share, lambda word: (lanes.bits(word) >= threshold) | (everything == 1), lanes.where(passes > 0, lanes.i32(1), 0))
         start, mine, total = _tally(share, passes)
         few, many = (total < s.k) & (everything == 0), total > s.capacity
         low, at_low = lanes.where(many, t, low), lanes.where(many, total, at_low)
@@ -307,9 +336,10 @@ def _secant(s: Shape, low, at_low, high, at_high) -> tuple[Scalar, Scalar]:
 
 
 def _search_digits(share: Share, passes: Scalar) -> tuple[Scalar, ...]:
-    """Narrow the keys among which the k-th best is, 8 bits a pass, until few enough reach the lowest of them. Returns as `search`."""
+    """Narrow the keys among which the k-th best is, 8 bits a pass, until few enough reach the lowest of them. Returns as
+    `mark_candidates`."""
     s = share.s
-    nothing = lanes.i32(0)
+    nothing, again = lanes.i32(0), lanes.i32(1)
 
     def narrow(low, bits, above, _, passes):
         shift = bits - 8
@@ -321,32 +351,33 @@ def _search_digits(share: Share, passes: Scalar) -> tuple[Scalar, ...]:
     low, _, above, reach, passes = lanes.while_loop(lambda low, bits, _, reach, __: (bits > 0) & (reach > s.capacity), narrow, carry)
     equal = reach > s.capacity  # more scores equal the k-th best than fit
     with lanes.when(~equal):
-        _mark(share, lambda word: key_of(word) >= low)
+        _mark(share, lambda word: key_of(word) >= low, again)
     with lanes.when(equal):
-        _mark(share, lambda word: key_of(word) == low)
+        _mark(share, lambda word: key_of(word) == low, again)
         start, _, _ = _tally(share, passes)
         _keep_first(share, s.k - above - start)
-        _mark(share, lambda word: key_of(word) > low, more=True)
+        _mark(share, lambda word: key_of(word) > low, again, more=True)
     passes = passes + lanes.where(equal, lanes.i32(2), 1)
     return *_tally(share, passes + 1), passes
 
 
 def _count_digits(share: Share, low, bits, shift, need) -> tuple[Scalar, Scalar, Scalar]:
     """Of the row's keys in [low, low + 2^bits), by their digit from bit `shift` on: `choose.find_bin` for `need`."""
-    s, counts_s, of_ctas = share.s, share.scratch["counts_s"], share.scratch["candidates_s"]
+    s, counts_s, of_ctas = share.s, share.scratch["counts_s"], share.scratch["pool_s"]
     counters = lanes.thread() < choose.BINS
     with lanes.when(counters):
         lanes.store_shared(counts_s, lanes.thread(), lanes.i32(0))
     lanes.cta_barrier(s.threads)
 
-    def use(_, words, there):
-        for word, here in zip(words, there, strict=True):
+    def use(group, words):
+        left = share.length - (share.first + group) * GROUP - lanes.lane() * 4
+        for j, word in enumerate(words):
             key = key_of(word)
-            inside = here & (key >= low) & (lanes.shift_right(key - low, bits) == 0)
+            inside = (left > j) & (key >= low) & (lanes.shift_right(key - low, bits) == 0)
             lanes.count_shared(counts_s, lanes.shift_right(key - low, shift), inside)
 
-    _each_group(share, use)
-    lanes.cta_barrier(s.threads)
+    _each_group(share, use, lanes.i32(1))
+    meet(s)  # in all CTAs, the scores have passed through where the counts go
     with lanes.when(counters):
         count = lanes.load_shared(counts_s, lanes.thread())[0]
         for cta in range(s.ctas):
@@ -392,30 +423,27 @@ def _keep_first(share: Share, left: Scalar) -> None:
 
 def collect(share: Share, start: Scalar, mine: Scalar) -> None:
     """Send the marked scores, in order of place, to the cluster's first CTA: (key, place)."""
-    s, scratch = share.s, share.scratch
+    s, pool_s = share.s, share.scratch["pool_s"]
     _list_marks(share)
 
     def send(n):
-        i = n + lanes.thread()
-        with lanes.when(i < mine):
-            at = lanes.load_shared(scratch["list_s"], i)[0]
-
-            def put_word(word):
-                put(s, 0, scratch["candidates_s"], (start + i) * 2, key_of(word), share.first * GROUP + at)
-
-            with lanes.when(at < s.staged * GROUP):
-                put_word(lanes.load_shared(scratch["data_s"], at)[0])
-            if s.staged < s.groups:
-                with lanes.when(at >= s.staged * GROUP):
-                    put_word(lanes.load_written(share.scores_ref, (share.first * GROUP + at) * 4, "i32", **share.place))
+        slots = [n + lanes.thread() + start for start in range(0, UNROLLED // 2 * s.threads, s.threads)]
+        places = [lanes.load_shared(pool_s, lanes.minimum(i, mine - 1) + s.list_at)[0] for i in slots]
+        if s.stays:
+            words = [lanes.load_shared(pool_s, at + s.data_at)[0] for at in places]
+        else:
+            words = [lanes.load_written(share.scores_ref, (share.first * GROUP + at) * 4, "i32", **share.place) for at in places]
+        for i, at, word in zip(slots, places, words, strict=True):
+            with lanes.when(i < mine):
+                put(s, 0, pool_s, (start + i) * 2, key_of(word), share.first * GROUP + at)
         return []
 
-    lanes.loop(mine, [], send, step=s.threads)
+    lanes.loop(mine, [], send, step=UNROLLED // 2 * s.threads)
     meet(s)
 
 
 def _list_marks(share: Share) -> None:
-    """The places of this CTA's marked scores in its share, in order, to `list_s`."""
+    """The places of this CTA's marked scores in its share, in order, to `pool_s` from `list_at` on."""
     s, scratch = share.s, share.scratch
 
     def of_word(n):
@@ -430,7 +458,7 @@ def _list_marks(share: Share) -> None:
             lane = 31 - lanes.leading_zeros(bit)
             earlier = [lanes.popcount(mask & lanes.where(j > m, bit + bit - 1, bit - 1)) for m, mask in enumerate(masks)]
             slot = before + functools.reduce(lambda a, b: a + b, earlier)
-            lanes.store_shared(scratch["list_s"], slot, group * GROUP + lane * 4 + j)
+            lanes.store_shared(scratch["pool_s"], slot + s.list_at, group * GROUP + lane * 4 + j)
             return [word & (word - 1)]
 
         lanes.while_loop(lambda word: word != 0, next_bit, [lanes.where(i < share.groups * 4, mine, 0)])
