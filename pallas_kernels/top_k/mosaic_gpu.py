@@ -52,6 +52,8 @@ def top_k(scores, hint, lengths, *, k, sort, return_counts, config):
 
 
 def _shape(scores, hint, lengths, *, k, return_counts, config) -> Shape:
+    if config is not None and not isinstance(config, Config):
+        raise ValueError(f"implementation 'mosaic_gpu' of top_k takes a pallas_kernels.top_k.plan.Config, got {config!r}")
     config = config or Config()
     if hint is None:
         config = Config(capacity=config.capacity, sample=config.sample, ctas=config.ctas)

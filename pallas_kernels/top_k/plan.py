@@ -145,8 +145,10 @@ class Shape:
 
 
 def shape_of(batch: int, row: int, k: int, config: Config, *, has_lengths: bool, counted: bool) -> Shape:
-    """The sizes of a call."""
+    """The sizes of a call. Raises ValueError for a config whose capacity does not hold k."""
     capacity = config.capacity or _capacity(k)
+    if capacity < min(k, row):
+        raise ValueError(f"capacity {capacity} of the config is less than k {k}; leave it None or take at least k")
     ctas = 1 if row <= capacity else config.ctas or clusters.ctas_per_unit(batch)
     sample = config.sample or min(max(2048, _power_of_two(row // 128)), 16384)
     return Shape(batch, row, k, config.start, capacity, sample, ctas, has_lengths, counted)

@@ -1,7 +1,7 @@
 """The decisions of the Mosaic GPU kernel of `top_k`, once more in plain Python: which thresholds it tries, and what it counts.
 
-`replay_row` takes one row, gives the three counts that `return_counts` adds, and the thresholds. It shares the sizes (`plan`) with the kernel
-and nothing else, so that the two can be held against each other; and it tells how many passes a row takes without a GPU.
+`replay_row` takes one row, gives the three counts that `return_counts` adds, and the thresholds. It shares the sizes (`plan`) with the
+kernel and nothing else, so that the two can be held against each other; and it tells how many passes a row takes without a GPU.
 """
 
 from __future__ import annotations
