@@ -6,11 +6,13 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import lane_copies, lanes
 from pallas_kernels.select_blocks import choose
+from pallas_kernels.union_blocks import mosaic_gpu, union_blocks
 
 THREADS = 64
 I = np.arange(THREADS, dtype=np.int32)  # noqa: E741
@@ -224,7 +226,7 @@ def choose_best(emulated, keys: np.ndarray, k: int, threads: int) -> list[int]:
                 lanes.store_shared(scratch["keys"], i, lanes.load_global(keys, i))
         lanes.cta_barrier(threads)
         sizes = {"count": lanes.i32(len_keys), "most": most, "stride": 1}
-        total = choose.best(k, threads, scratch["keys"], scratch["counts"], keep=keep(out), **sizes)
+        total, _ = choose.best(k, threads, scratch["keys"], scratch["counts"], keep=keep(out), **sizes)
         with lanes.when(lanes.thread() == 0):
             lanes.store_global(out, k, total)
 
@@ -302,6 +304,18 @@ PLANTED = {f"barrier {n} is left out": _without_barrier(n) for n in range(4)} | 
 def test_a_planted_bug_is_found(emulated, tools, monkeypatch, name):
     PLANTED[name](monkeypatch)
     tools.must_fail(lambda _, row: check(emulated, row, 32), None, ROWS)
+
+
+@pytest.mark.parametrize("rank", ["sum", "mean"])
+def test_a_whole_kernel(emulated_kernels, rank):
+    """The launch of union_blocks: its grid, its shared memory, its results."""
+    rng = np.random.default_rng(1)
+    ids = np.stack([rng.permutation(40)[:6] for _ in range(2 * 7 * 2)]).reshape(2, 7, 2, 6).astype(np.int32)
+    arguments = jnp.asarray(np.where(ids < 35, ids, -1)), jnp.asarray(rng.integers(-3, 4, ids.shape), jnp.float32)
+    sizes = {"rows": 4, "k_trim": 5, "rank": rank, "num_blocks": 40}
+    with emulated_kernels.kernels():
+        found = mosaic_gpu.union_blocks(*arguments, **sizes)
+    np.testing.assert_array_equal(found, union_blocks(*arguments, **sizes, implementation="reference"))
 
 
 def test_a_cluster_over_a_long_row_takes_seconds(emulated):
