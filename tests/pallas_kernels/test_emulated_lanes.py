@@ -168,6 +168,18 @@ def test_copies_arrive_when_they_are_waited_for(emulated):
     np.testing.assert_array_equal(out[1], np.where(there, x[1, I ^ 1, 0], 0))
 
 
+def test_constants(emulated):
+    """As the bindings take them: integers wrap, a zero keeps its sign."""
+
+    def stage(a, shared, cta):
+        return [lanes.thread() * 0 + n for n in (2**31, -(2**31) - 1, 2**32 - 1)] + [
+            lanes.where(lanes.thread() >= 0, lanes.f32(x), 1.0) for x in (0.0, -0.0)
+        ]
+
+    out = run(emulated, stage, out=5)[:, 0, 0]
+    assert out.tolist() == [-(2**31), 2**31 - 1, -1, 0, -(2**31)]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_pipeline_sums_rows(emulated, depth):
     x = np.random.default_rng(0).integers(0, 1000, (5, 2, 128)).astype(np.int32)
