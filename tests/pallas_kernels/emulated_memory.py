@@ -14,14 +14,16 @@ class Log:
 
     def __init__(self, words: int):
         self.last, self.other_thread, self.other_warp = ([np.zeros(words, np.int32), np.zeros(words, np.int32)] for _ in range(3))
-        self.several = False
+        self.several, self.latest = False, 0
 
     def _keep(self, record, words, threads, ticks) -> None:
         record[0][words], record[1][words] = threads, ticks
 
     def note(self, words, threads, tick: int, floor: int) -> None:
         """Threads access words. What happened up to `floor` is ordered before all that comes."""
-        self._push(words, self.last[0][words], self.last[1][words], threads, floor)
+        if self.latest > floor:
+            self._push(words, self.last[0][words], self.last[1][words], threads, floor)
+        self.latest = tick
         self._keep(self.last, words, threads, tick)
         now = self.last[0][words]  # of several threads at one word, the last one
         self._push(words, threads, np.full(len(words), tick, np.int32), now, floor)
@@ -110,9 +112,13 @@ class Clock:
 
     def unordered(self, log: Log | None, words, threads, *, reads: bool):
         """The threads that accessed one of the words before, and where, if no barrier orders them before the threads given."""
-        for record in log.records() if log else ():
+        floor = self.cluster if len(self.ctas) > 1 else self.ctas[0]  # up to there all is ordered, but for what other clusters did
+        if log is None or log.latest == 0 or (self.began == 0 and log.latest <= floor):
+            return None
+        for record in log.records():
             thread, tick = record[0][words], record[1][words]
-            recent = np.flatnonzero((thread != threads) & ((tick > self.cluster) | ((tick > 0) & (tick <= self.began))))
+            recent = tick > floor if self.began == 0 else (tick > floor) | ((tick > 0) & (tick <= self.began))
+            recent = np.flatnonzero(recent & (thread != threads))
             if not len(recent):
                 continue
             thread, tick, mine = thread[recent], tick[recent], threads[recent]

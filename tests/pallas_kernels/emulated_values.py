@@ -81,8 +81,11 @@ class Value:
 
 def unknown_in(*values: Value):
     """The threads for which one of the values is unknown."""
-    masks = [x.unknown for x in values if x.unknown is not None]
-    return functools.reduce(np.logical_or, masks) if masks else None
+    masks = None
+    for x in values:
+        if x.unknown is not None:
+            masks = x.unknown if masks is None else masks | x.unknown
+    return masks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +115,11 @@ class Pointer:
 
 
 def same(*values: Value) -> Type:
-    if any(x.type is not values[0].type for x in values):
-        raise TypeError(f"operands of different types: {', '.join(map(repr, (x.type for x in values)))}")
-    return values[0].type
+    kind = values[0].type
+    for x in values:
+        if x.type is not kind:
+            raise TypeError(f"operands of different types: {', '.join(map(repr, (x.type for x in values)))}")
+    return kind
 
 
 def operation(function: Callable, kinds: tuple = (I32, I64), result: Type | None = None) -> Callable[..., Value]:
@@ -122,15 +127,20 @@ def operation(function: Callable, kinds: tuple = (I32, I64), result: Type | None
         kind = same(*values)
         if kind not in kinds:
             raise TypeError(f"{function} is not for {kind}")
-        return Value(function(*(x.data for x in values)), result or kind, unknown_in(*values))
+        return Value(function(*[x.data for x in values]), result or kind, unknown_in(*values))
 
     return apply
 
 
 def constant(kind: Type, x) -> Value:
+    return Value(np.float32(x), kind) if kind is F32 else _whole(kind, int(x))
+
+
+@functools.cache
+def _whole(kind: Type, x: int) -> Value:
     if kind in (I32, I64):
         bits = 32 if kind is I32 else 64
-        x = (int(x) + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+        x = (x + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
     return Value(kind.dtype(x), kind)
 
 
@@ -138,7 +148,8 @@ _COMPARISONS = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.g
 
 
 def _compare(kinds: tuple):
-    return lambda predicate, a, b: operation(_COMPARISONS[predicate], kinds, I1)(a, b)
+    operations = {name: operation(function, kinds, I1) for name, function in _COMPARISONS.items()}
+    return lambda predicate, a, b: operations[predicate](a, b)
 
 
 def select(condition: Value, a, b):

@@ -6,11 +6,13 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import lane_copies, lanes
 from pallas_kernels.select_blocks import choose
+from pallas_kernels.union_blocks import mosaic_gpu, union_blocks
 
 THREADS = 64
 I = np.arange(THREADS, dtype=np.int32)  # noqa: E741
@@ -166,6 +168,18 @@ def test_copies_arrive_when_they_are_waited_for(emulated):
     np.testing.assert_array_equal(out[1], np.where(there, x[1, I ^ 1, 0], 0))
 
 
+def test_constants(emulated):
+    """As the bindings take them: integers wrap, a zero keeps its sign."""
+
+    def stage(a, shared, cta):
+        return [lanes.thread() * 0 + n for n in (2**31, -(2**31) - 1, 2**32 - 1)] + [
+            lanes.where(lanes.thread() >= 0, lanes.f32(x), 1.0) for x in (0.0, -0.0)
+        ]
+
+    out = run(emulated, stage, out=5)[:, 0, 0]
+    assert out.tolist() == [-(2**31), 2**31 - 1, -1, 0, -(2**31)]
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_pipeline_sums_rows(emulated, depth):
     x = np.random.default_rng(0).integers(0, 1000, (5, 2, 128)).astype(np.int32)
@@ -224,7 +238,7 @@ def choose_best(emulated, keys: np.ndarray, k: int, threads: int) -> list[int]:
                 lanes.store_shared(scratch["keys"], i, lanes.load_global(keys, i))
         lanes.cta_barrier(threads)
         sizes = {"count": lanes.i32(len_keys), "most": most, "stride": 1}
-        total = choose.best(k, threads, scratch["keys"], scratch["counts"], keep=keep(out), **sizes)
+        total, _ = choose.best(k, threads, scratch["keys"], scratch["counts"], keep=keep(out), **sizes)
         with lanes.when(lanes.thread() == 0):
             lanes.store_global(out, k, total)
 
@@ -302,6 +316,18 @@ PLANTED = {f"barrier {n} is left out": _without_barrier(n) for n in range(4)} | 
 def test_a_planted_bug_is_found(emulated, tools, monkeypatch, name):
     PLANTED[name](monkeypatch)
     tools.must_fail(lambda _, row: check(emulated, row, 32), None, ROWS)
+
+
+@pytest.mark.parametrize("rank", ["sum", "mean"])
+def test_a_whole_kernel(emulated_kernels, rank):
+    """The launch of union_blocks: its grid, its shared memory, its results."""
+    rng = np.random.default_rng(1)
+    ids = np.stack([rng.permutation(40)[:6] for _ in range(2 * 7 * 2)]).reshape(2, 7, 2, 6).astype(np.int32)
+    arguments = jnp.asarray(np.where(ids < 35, ids, -1)), jnp.asarray(rng.integers(-3, 4, ids.shape), jnp.float32)
+    sizes = {"rows": 4, "k_trim": 5, "rank": rank, "num_blocks": 40}
+    with emulated_kernels.kernels():
+        found = mosaic_gpu.union_blocks(*arguments, **sizes)
+    np.testing.assert_array_equal(found, union_blocks(*arguments, **sizes, implementation="reference"))
 
 
 def test_a_cluster_over_a_long_row_takes_seconds(emulated):

@@ -39,6 +39,7 @@ CALLS = {
     "16 CTAs": ({"n": 8193, "k": 100}, {"ctas": 16, **SMALL}, 5),
     "more CTAs than groups": ({"n": 600, "k": 5}, {"ctas": 8, **SMALL}, 4),
     "2048 of 8193": ({"n": 8193, "k": 2048}, {"ctas": 4}, 4),
+    "2048 of 128K": ({"n": 131072, "k": 2048}, {}, 12),
 } | {
     f"hint: {hint}": ({"n": 1001, "k": 32, "hint": hint}, {"ctas": 2, "start": "hint", **SMALL}, 4)
     for hint in ("the answer", "random", "repeated", "nothing", "out of range", "anything")
