@@ -34,6 +34,7 @@ from pallas_kernels.bench.measure import copy_rate
 from pallas_kernels.bench.timing import Kernel, Timing
 from pallas_kernels.bench.top_k_cases import Captured, Case, Place
 from pallas_kernels.results import write_result
+from pallas_kernels.top_k import top_k
 
 CALLS = 10
 """Timed calls of a program, each with an op per input."""
@@ -55,13 +56,7 @@ def op_of(case: Case, implementation: str | None) -> Callable:
     """(scores, hint) -> (values, indices). implementation: of the op. NotImplementedError where there is none here."""
     k, name = case.place.k, case.implementation
     if case.ours:
-        from pallas_kernels.top_k import top_k
-
-        config = None
-        if case.config:
-            from pallas_kernels.top_k import Config
-
-            config = Config(**case.config)
+        config = _config(case)
         return lambda scores, hint: top_k(scores, k, hint=hint, config=config, implementation=implementation)
     if name == "radix":
         if "mosaic_gpu" not in dispatch.available("select_blocks"):
@@ -71,22 +66,40 @@ def op_of(case: Case, implementation: str | None) -> Callable:
     return lambda scores, hint: select(scores, k)
 
 
+def _config(case: Case) -> Any:
+    """The op's `Config` that the case names, None for the default."""
+    if not case.config:
+        return None
+    from pallas_kernels.top_k import Config
+
+    return Config(**case.config)
+
+
+def counting_op_of(case: Case, implementation: str | None) -> Callable | None:
+    """(scores, hint) -> counts `[B, 3 or more]` of the op; None for others, and for an implementation without counts."""
+    if not case.ours or (implementation or dispatch.available("top_k")[0]) != "mosaic_gpu":
+        return None
+    options = {"config": _config(case), "return_counts": True, "implementation": "mosaic_gpu"}
+    return lambda scores, hint: top_k(scores, case.place.k, hint=hint, **options)[2]
+
+
 def program_of(op: Callable, *, flushed: bool) -> Callable:
-    """(words, inputs) -> per input (values, indices), one op after the other; if flushed, behind a read of `words` each."""
+    """(words, inputs) -> per input (values, indices), one op after the other, and what reads of `words` give, one before each op if
+    flushed."""
     inner = jax.jit(op)
 
     @jax.jit
     def program(words, own):
-        results, mark = [], jnp.zeros((), jnp.int32)
+        results, marks = [], []
         for scores, hint in own:
             if results:
                 scores, results[-1] = lax.optimization_barrier((scores, results[-1]))
             if flushed:
                 words, scores = lax.optimization_barrier((words, scores))
-                mark = flush(words)
-                scores, mark = lax.optimization_barrier((scores, mark))
+                scores, mark = lax.optimization_barrier((scores, flush(words)))
+                marks.append(mark)  # returned, so that none is left out
             results.append(inner(scores, hint))
-        return results, mark
+        return results, marks
 
     return program
 
@@ -130,7 +143,8 @@ def flush_words() -> jax.Array:
 
 
 def compiled(cases: Sequence[Case], words: jax.Array, implementation: str | None, jobs: int) -> dict[tuple, Any]:
-    """Programs by place, implementation and whether there is a hint; where one cannot be had, what was raised."""
+    """By place, implementation and whether there is a hint: the program to time and the one that counts, None where nothing does; where
+    they cannot be had, what was raised."""
     wanted = list(dict.fromkeys(map(_key, cases)))
     by_key = {_key(case): case for case in cases}
 
@@ -140,7 +154,9 @@ def compiled(cases: Sequence[Case], words: jax.Array, implementation: str | None
             scores = jax.ShapeDtypeStruct((place.batch, place.n), jnp.float32)
             hint = None if case.hint == "none" else jax.ShapeDtypeStruct((place.batch, place.k), jnp.int32)
             own = ((scores, hint),) * _ops(place)
-            return program_of(op_of(case, implementation), flushed=_on_gpu()).lower(words, own).compile()
+            program = program_of(op_of(case, implementation), flushed=_on_gpu()).lower(words, own).compile()
+            counting = counting_op_of(case, implementation)
+            return program, counting and jax.jit(counting).lower(scores, hint).compile()
         except Exception as problem:  # no reason to lose the others
             return problem
 
@@ -177,21 +193,21 @@ def measure_place(
     made = top_k_cases.make_inputs(place, hints, files)
     answers = [score_rows.by_row(lambda row, scores=scores: _sorted_set(scores[row], place.k), place.batch) for scores, _ in made]
     on_device = [jnp.asarray(scores) for scores, _ in made]
-    rows = {case: case.fields() | {"hint_of": None} for case in cases}
+    rows = {case: case.fields() for case in cases}
     runs: dict[Case, tuple[Callable, tuple]] = {}
     for case in cases:
         rows[case]["overlap"] = _hint_overlap(case, made, answers)
         if case.implementation.startswith("torch"):
             continue
-        program = programs[_key(case)]
-        if isinstance(program, Exception):
-            rows[case] |= _why(program)
+        if isinstance(programs[_key(case)], Exception):
+            rows[case] |= _why(programs[_key(case)])
             continue
+        program, counting = programs[_key(case)]
         hinted = [None if case.hint == "none" else jnp.asarray(hint[case.hint]) for _, hint in made]
         own = tuple((on_device[i % len(made)], hinted[i % len(made)]) for i in range(_ops(place)))
         try:
             first, _ = jax.block_until_ready(program(words, own))
-            rows[case] |= _checked(first, answers, len(made)) | _counts(case, implementation, own[: len(made)])
+            rows[case] |= _checked(first, answers, len(made)) | _counted(counting, own[: len(made)])
             rows[case]["path"] = _path(case, implementation, own[0])
             runs[case] = program, own
             rows[case]["same_bits"] = same_bits(first, program(words, own)[0])
@@ -226,15 +242,16 @@ def _timings(runs: dict[Case, tuple[Callable, tuple]], words: jax.Array) -> dict
 
 
 def _figures(calls: Sequence[list[Kernel]], ops: int) -> dict[str, Any]:
-    """From the kernels of a case's calls: the timing of the ops without what was read between them."""
-    split = [timing.split_ops(call, ops) for call in calls]
-    if None in split:
-        names = sorted({timing.plain_name(kernel.name) for kernel in calls[0]})
-        return {"failed": f"{len(calls[0])} kernels of a call are not {ops} equal ops: {', '.join(names)}"}
-    kept = [[kernel for kernel in op if not kernel.name.startswith("flush")] for call in split for op in call]
-    if not all(kept):
+    """From the kernels of a case's calls: the timing of the ops, each of which is what ran between two reads of the cache's size."""
+    found: list[list[Kernel]] = []
+    for call in calls:
+        starts = [i for i, kernel in enumerate(call) if kernel.name.startswith("flush")]
+        if len(starts) != ops:
+            return {"failed": f"{len(starts)} reads between {ops} ops: {', '.join(sorted({kernel.name for kernel in call}))}"}
+        found += [call[a + 1 : b] for a, b in itertools.pairwise([*starts, len(call)])]
+    if not all(found):
         return {"failed": "an op ran no kernel of its own"}
-    return timing.ops_timing(kept).figures()
+    return timing.ops_timing(found).figures()
 
 
 def _checked(results: Sequence, answers: Sequence[np.ndarray], copies: int) -> dict[str, Any]:
@@ -254,10 +271,12 @@ def _hint_overlap(case: Case, made: Sequence, answers: Sequence[np.ndarray]) -> 
     """Share of the answer that the hint has, on average."""
     if case.hint == "none":
         return None
-    pairs = [
-        (mine, hint) for answer, (_, hints) in zip(answers, made, strict=True) for mine, hint in zip(answer, hints[case.hint], strict=True)
+    shares = [
+        score_rows.overlap(mine, hint)
+        for answer, (_, hints) in zip(answers, made, strict=True)
+        for mine, hint in zip(answer, hints[case.hint], strict=True)
     ]
-    return float(np.mean([score_rows.overlap(mine, hint) for mine, hint in pairs]))
+    return float(np.mean(shares))
 
 
 def _path(case: Case, implementation: str | None, own: tuple) -> str:
@@ -269,20 +288,11 @@ def _path(case: Case, implementation: str | None, own: tuple) -> str:
     return path["top_k"]
 
 
-def _counts(case: Case, implementation: str | None, own: Sequence[tuple]) -> dict[str, Any]:
-    """Means and maxima of the op's counts over all inputs and rows; none where the implementation has no counts. Stamps, if there are."""
-    if not case.ours:
+def _counted(counting: Callable | None, own: Sequence[tuple]) -> dict[str, Any]:
+    """Means and maxima of the op's counts over all inputs and rows, and of its stamps, if there are."""
+    if counting is None:
         return {}
-    from pallas_kernels.top_k import Config, top_k
-
-    config = Config(**case.config) if case.config else None
-    count = functools.partial(top_k, k=case.place.k, config=config, return_counts=True, implementation=implementation or "mosaic_gpu")
-    try:
-        found = np.concatenate([np.asarray(jax.jit(lambda s, h: count(s, hint=h))(scores, hint)[2]) for scores, hint in own]).astype(
-            np.float64
-        )
-    except NotImplementedError:
-        return {}
+    found = np.concatenate([np.asarray(counting(scores, hint)) for scores, hint in own]).astype(np.float64)
     counts = {name: {"mean": float(found[:, i].mean()), "most": int(found[:, i].max())} for i, name in enumerate(COUNTS)}
     return {"counts": counts} | phases_of(found)
 
@@ -326,7 +336,6 @@ def _torch_rows(cases: Sequence[Case], made: Sequence, answers: Sequence[np.ndar
 
 def _with_rates(row: dict[str, Any], place: Place, bytes_per_s: float) -> dict[str, Any]:
     """The row with the bytes that have to move at least: scores once, the hint, values and indices."""
-    row.pop("hint_of", None)
     if "median_s" not in row:
         return {name: row[name] for name in row if name not in ("exact", "recall", "same_bits")}
     moved = {"scores": 4 * place.batch * place.n, "hint": 4 * place.batch * place.k * (row["hint"] != "none")}

@@ -171,9 +171,8 @@ def targets(rows: Sequence[Row]) -> list[tuple[str, str, float, bool]]:
     small = [row for row in default if row["n"] == 8192]
     at_most("8K scores, the slowest cell", max(small, key=lambda row: row["median_s"], default=None), 12)
     if ours:
-        found.append(
-            ("the set of a stable sort, in every row of the op", "always", float(sum(row["exact"] for row in ours)), _all_exact(ours))
-        )
+        exact = sum(row["exact"] for row in ours)
+        found.append(("the set of a stable sort, in every row of the op", "always", float(exact), exact == len(ours)))
     return found
 
 
@@ -192,7 +191,7 @@ def _against(rows: Sequence[Row], among: Sequence[Row], other: str) -> list[tupl
 def target_table(rows: Sequence[Row]) -> str:
     """What was asked for, what was measured, and whether it holds."""
     lines = [
-        (what, bound, f"{figure:,.2f}" if bound != "always" else f"{figure:,.0f} rows", "yes" if ok else "**no**")
+        (what, bound, f"{figure:,.2f}" if bound != "always" else f"{figure:,.0f} of its cells", "yes" if ok else "**no**")
         for what, bound, figure, ok in targets(rows)
     ]
     return markdown(("what", "asked for", "measured", "holds"), lines)
