@@ -10,9 +10,9 @@ from rich.console import Console
 
 import kvjax
 from kvjax.fidelity.needle import documentation_text, encode_text
-from kvjax.fidelity.score_overlap import AGES, capture_scores, overlap_rows, plot_overlap
+from kvjax.fidelity.score_overlap import AGES, capture_scores, overlap_rows
 from kvjax.serving.decode_bench import parse_lengths
-from pallas_kernels.bench.top_k_report import overlap_table
+from pallas_kernels.bench.top_k_report import overlap_table, plot_overlap
 from pallas_kernels.results import write_result
 
 

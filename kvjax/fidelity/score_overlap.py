@@ -147,36 +147,3 @@ def overlap_rows(captured: Captured, ks: Sequence[int], ages: Sequence[int] = AG
                     row |= {name: float(found.mean())} | {f"{name}_p{p}": float(np.percentile(found, p)) for p in (10, 90)}
                 rows.append(row)
     return rows
-
-
-def plot_overlap(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Per k, raw and shifted overlap of consecutive steps by layer, and raw overlap by age, a line per layer."""
-    from matplotlib.figure import Figure
-
-    ks, layers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("k", "layer"))
-    figure = Figure(figsize=(5.2 * len(ks), 6.4), layout="constrained")
-    axes = figure.subplots(2, len(ks), squeeze=False, sharey=True)
-    for above, below, k in zip(*axes, ks, strict=True):
-        here = [row for row in rows if row["k"] == k]
-        nearest = [row for row in here if row["age"] == min(row["age"] for row in here)]
-        for number, name in enumerate(("raw", "shifted")):
-            heights = np.array([row[name] for row in nearest])
-            reach = np.abs(np.array([[row[f"{name}_p{p}"] for row in nearest] for p in (10, 90)]) - heights)
-            above.bar(np.arange(len(layers)) + 0.4 * (number - 0.5), heights, 0.38, yerr=reach, capsize=2, label=name)
-        above.axhline(nearest[0]["chance"], color="0.4", linestyle=":", label="chance")
-        above.set(title=f"k = {k:,}, {nearest[0]['age']} step apart", xlabel="layer", ylim=(0, 1))
-        above.set_xticks(range(len(layers)), layers)
-        for layer in layers:
-            line = [(row["age"], row["raw"]) for row in here if row["layer"] == layer]
-            below.plot(*zip(*line, strict=True), marker="o", markersize=3, label=f"layer {layer}")
-        below.axhline(here[0]["chance"], color="0.4", linestyle=":")
-        ticks = sorted({row["age"] for row in here})
-        below.set(xlabel="steps apart", xscale="log", ylim=(0, 1))
-        below.set_xticks(ticks, ticks)
-        below.minorticks_off()
-    for axis, label in zip(axes[:, 0], ("shared top k (bars: 10% to 90%)", "shared top k, raw"), strict=True):
-        axis.set_ylabel(label)
-    for axis in axes[:, -1]:
-        axis.legend(fontsize="small")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120, format="png")

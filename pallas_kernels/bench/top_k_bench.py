@@ -12,7 +12,6 @@ import functools
 import gc
 import itertools
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -70,14 +69,14 @@ def _config(case: Case) -> Any:
     """The op's `Config` that the case names, None for the default."""
     if not case.config:
         return None
-    from pallas_kernels.top_k import Config
+    from pallas_kernels.top_k.plan import Config
 
     return Config(**case.config)
 
 
 def counting_op_of(case: Case, implementation: str | None) -> Callable | None:
-    """(scores, hint) -> counts `[B, 3 or more]` of the op; None for others, and for an implementation without counts."""
-    if not case.ours or (implementation or dispatch.available("top_k")[0]) != "mosaic_gpu":
+    """(scores, hint) -> counts `[B, 3 or more]` of the op; None for others, for many rows, and for an implementation without counts."""
+    if not case.ours or case.place.batch > 1 or (implementation or dispatch.available("top_k")[0]) != "mosaic_gpu":
         return None
     options = {"config": _config(case), "return_counts": True, "implementation": "mosaic_gpu"}
     return lambda scores, hint: top_k(scores, case.place.k, hint=hint, **options)[2]
@@ -416,7 +415,9 @@ def bench(
     with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
         say = status.update if status else lambda what: console.print(what, highlight=False)
         found = run(chosen, implementation, files, json_out=json_out, say=say, jobs=jobs)
-    print(top_k_report.main_table(found), top_k_report.target_table(found), sep="\n\n", file=sys.stdout)
+    print(top_k_report.main_table(found))
+    if _on_gpu():
+        print("", top_k_report.target_table(found), sep="\n")
     failed = [row for row in found if "failed" in row]
     for row in failed:
         typer.echo(f"{row['case']} failed: {row['failed']}", err=True)

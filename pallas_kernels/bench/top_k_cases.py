@@ -153,7 +153,7 @@ class Captured:
 def load_captured(file: Path) -> Captured:
     """Rows as `kvjax bench overlap --save` writes them. ValueError for another file."""
     with np.load(file) as arrays:
-        if set(arrays.files) < {"scores", "before"}:
+        if not {"scores", "before"} <= set(arrays.files):
             raise ValueError(f"{file.name} has no arrays `scores` and `before` [L, N]; kvjax bench overlap --save writes them")
         found = Captured(arrays["scores"].astype(np.float32), arrays["before"].astype(np.float32))
     if found.scores.ndim != 2 or found.scores.shape != found.before.shape or found.scores.shape[1] % 4:

@@ -132,6 +132,8 @@ def row_table(rows: Sequence[Row]) -> str:
 def phase_table(rows: Sequence[Row]) -> str:
     """Microseconds of each phase, of the rows whose counts carry stamps."""
     stamped = [row for row in timed(rows) if row.get("phases")]
+    if not stamped:
+        return "*No row of this run carries stamps.*"
     names = list(dict.fromkeys(name for row in stamped for name in row["phases"]))
     lines = [(row["case"], _micro(row), *(f"{row['phases'].get(name, 0.0) * 1e6:,.2f}" for name in names)) for row in stamped]
     return markdown(("case", "us", *names), lines)
@@ -197,6 +199,11 @@ def target_table(rows: Sequence[Row]) -> str:
     return markdown(("what", "asked for", "measured", "holds"), lines)
 
 
+def picture(rows: Sequence[Row]) -> str:
+    """What shows `plot`'s file in a document that lies beside it."""
+    return "![Time over the scores of a row, by hint, beside other selections](top-k.png)"
+
+
 def plot(rows: Sequence[Row], file: Path) -> None:
     """Microseconds over the scores of a row, k 2,048: a panel per batch, a line per hint and, dotted, per other selection."""
     from matplotlib.figure import Figure
@@ -225,6 +232,32 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     figure.savefig(file, dpi=120, format="png")
 
 
+# Documents
+
+
+def parts(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[Sequence[dict[str, Any]], Callable[[], str]]]:
+    """What can stand between marks: by name the runs that it is made from, and what makes it."""
+    times, shares = ([run for run in runs if run["bench"] == kind] for kind in ("top-k", "overlap"))
+    rows = merged(times)
+
+    def captured(kind: str) -> bool:
+        return "." in kind
+
+    made: dict[str, Callable[[], str]] = {
+        "top-k": lambda: main_table(rows),
+        "top-k-targets": lambda: target_table(rows),
+        "top-k-hints": lambda: hint_table(rows, lambda kind: kind == "normal"),
+        "top-k-plot": lambda: picture(rows),
+        "top-k-distributions": lambda: hint_table(rows, lambda kind: kind != "normal" and not captured(kind)),
+        "top-k-captured": lambda: hint_table(rows, captured),
+        "top-k-phases": lambda: phase_table(rows),
+        "top-k-rows": lambda: row_table(rows),
+    }
+    return {name: (times, make) for name, make in made.items()} | {
+        "top-k-overlap": (shares, lambda: overlap_table([row for run in shares for row in run["rows"]]))
+    }
+
+
 # Captured rows
 
 
@@ -247,3 +280,37 @@ def overlap_table(rows: Sequence[Row]) -> str:
             )
         )
     return markdown(("k", "layer", f"raw, {ages[0]} step apart (p10-p90)", *map(str, ages[1:]), "shifted", "chance"), lines)
+
+
+def plot_overlap(rows: Sequence[Row], file: Path) -> None:
+    """Per k, raw and shifted overlap of consecutive steps by layer, and raw overlap by age, a line per layer."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    ks, layers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("k", "layer"))
+    figure = Figure(figsize=(5.2 * len(ks), 6.4), layout="constrained")
+    axes = figure.subplots(2, len(ks), squeeze=False, sharey=True)
+    for above, below, k in zip(*axes, ks, strict=True):
+        here = [row for row in rows if row["k"] == k]
+        nearest = [row for row in here if row["age"] == min(row["age"] for row in here)]
+        for number, name in enumerate(("raw", "shifted")):
+            heights = np.array([row[name] for row in nearest])
+            reach = np.abs(np.array([[row[f"{name}_p{p}"] for row in nearest] for p in (10, 90)]) - heights)
+            above.bar(np.arange(len(layers)) + 0.4 * (number - 0.5), heights, 0.38, yerr=reach, capsize=2, label=name)
+        above.axhline(nearest[0]["chance"], color="0.4", linestyle=":", label="chance")
+        above.set(title=f"k = {k:,}, {nearest[0]['age']} step apart", xlabel="layer", ylim=(0, 1))
+        above.set_xticks(range(len(layers)), layers)
+        for layer in layers:
+            line = [(row["age"], row["raw"]) for row in here if row["layer"] == layer]
+            below.plot(*zip(*line, strict=True), marker="o", markersize=3, label=f"layer {layer}")
+        below.axhline(here[0]["chance"], color="0.4", linestyle=":")
+        ticks = sorted({row["age"] for row in here})
+        below.set(xlabel="steps apart", xscale="log", ylim=(0, 1))
+        below.set_xticks(ticks, ticks)
+        below.minorticks_off()
+    for axis, label in zip(axes[:, 0], ("shared top k (bars: 10% to 90%)", "shared top k, raw"), strict=True):
+        axis.set_ylabel(label)
+    for axis, corner in zip(axes[:, -1], ("upper center", "lower center"), strict=True):
+        axis.legend(fontsize="small", ncols=3, loc=corner)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120, format="png")
