@@ -35,6 +35,8 @@ def measure_overlap(
     (tokens,) = lengths
     if steps < 2:
         raise ValueError(f"steps must be at least 2, one to compare with the other, got {steps}")
+    if max(sizes) > tokens - steps + 1 or min(sizes) < 1:  # not only after minutes of prefill
+        raise ValueError(f"k must be from 1 to {tokens - steps + 1}, the keys of the first step, got {ks!r}")
     loaded = kvjax.load(model)
     prose = "\n\n".join(file.read_text(encoding="utf-8") for file in files) or documentation_text()
     ids = encode_text(loaded.tokenizer, prose).tolist()

@@ -85,7 +85,7 @@ def counting_op_of(case: Case, implementation: str | None) -> Callable | None:
 def program_of(op: Callable, *, flushed: bool) -> Callable:
     """(words, inputs) -> per input (values, indices), one op after the other, and what reads of `words` give, one before each op if
     flushed."""
-    inner = jax.jit(op)
+    inner, read = jax.jit(op), jax.jit(flush)
 
     @jax.jit
     def program(words, own):
@@ -95,7 +95,7 @@ def program_of(op: Callable, *, flushed: bool) -> Callable:
                 scores, results[-1] = lax.optimization_barrier((scores, results[-1]))
             if flushed:
                 words, scores = lax.optimization_barrier((words, scores))
-                scores, mark = lax.optimization_barrier((scores, flush(words)))
+                scores, mark = lax.optimization_barrier((scores, read(words)))
                 marks.append(mark)  # returned, so that none is left out
             results.append(inner(scores, hint))
         return results, marks
@@ -103,7 +103,6 @@ def program_of(op: Callable, *, flushed: bool) -> Callable:
     return program
 
 
-@jax.jit
 def flush(words: jax.Array) -> jax.Array:
     """Read int32 words, a multiple of 4, so that the L2 holds nothing else; a sum per warp."""
     warps = FLUSH_THREADS // 32
