@@ -8,6 +8,7 @@ an op reads lies in memory, whatever ran before it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import itertools
@@ -177,45 +178,49 @@ def _on_gpu() -> bool:
 # Measuring
 
 
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """The inputs of a place, (scores, hints by name) each, and of each the sets that a stable sort finds, `[B, k]`."""
+
+    inputs: list[tuple[np.ndarray, dict[str, np.ndarray | None]]]
+    answers: list[np.ndarray]
+
+
+def made_for(place: Place, cases: Sequence[Case], files: dict[str, Captured]) -> Made:
+    """What the cases of a place rank."""
+    made = top_k_cases.make_inputs(place, list(dict.fromkeys(case.hint for case in cases)), files)
+
+    def answer(scores: np.ndarray) -> np.ndarray:
+        return score_rows.by_row(lambda row: np.sort(np.argsort(-scores[row], kind="stable")[: place.k]), place.batch)
+
+    return Made(made, [answer(scores) for scores, _ in made])
+
+
 def measure_place(
-    cases: Sequence[Case],
-    programs: dict[tuple, Any],
-    words: jax.Array,
-    files: dict[str, Captured],
-    bytes_per_s: float,
-    implementation: str | None,
-) -> list[dict[str, Any]]:
-    """The rows of the cases of one place, torch's too."""
-    place = cases[0].place
-    hints = list(dict.fromkeys(case.hint for case in cases))
-    made = top_k_cases.make_inputs(place, hints, files)
-    answers = [score_rows.by_row(lambda row, scores=scores: _sorted_set(scores[row], place.k), place.batch) for scores, _ in made]
-    on_device = [jnp.asarray(scores) for scores, _ in made]
-    rows = {case: case.fields() for case in cases}
+    cases: Sequence[Case], made: Made, programs: dict[tuple, Any], words: jax.Array, implementation: str | None
+) -> dict[Case, dict[str, Any]]:
+    """Figures of the cases of one place."""
+    place, copies = cases[0].place, len(made.inputs)
+    on_device = [jnp.asarray(scores) for scores, _ in made.inputs]
+    rows: dict[Case, dict[str, Any]] = {case: {} for case in cases}
     runs: dict[Case, tuple[Callable, tuple]] = {}
     for case in cases:
-        rows[case]["overlap"] = _hint_overlap(case, made, answers)
-        if case.implementation.startswith("torch"):
-            continue
         if isinstance(programs[_key(case)], Exception):
             rows[case] |= _why(programs[_key(case)])
             continue
         program, counting = programs[_key(case)]
-        hinted = [None if case.hint == "none" else jnp.asarray(hint[case.hint]) for _, hint in made]
-        own = tuple((on_device[i % len(made)], hinted[i % len(made)]) for i in range(_ops(place)))
+        hints = [None if case.hint == "none" else jnp.asarray(hint[case.hint]) for _, hint in made.inputs]
+        own = tuple((on_device[i % copies], hints[i % copies]) for i in range(_ops(place)))
         try:
             first, _ = jax.block_until_ready(program(words, own))
-            rows[case] |= _checked(first, answers, len(made)) | _counted(counting, own[: len(made)])
-            rows[case]["path"] = _path(case, implementation, own[0])
+            rows[case] |= _checked(first, made.answers) | _counted(counting, own[:copies])
+            rows[case] |= {"path": _path(case, implementation, own[0]), "same_bits": same_bits(first, program(words, own)[0])}
             runs[case] = program, own
-            rows[case]["same_bits"] = same_bits(first, program(words, own)[0])
         except Exception as problem:
             rows[case] |= _why(problem)
-            runs.pop(case, None)
     for case, found in _timings(runs, words).items():
-        rows[case] |= {"copies": len(made)} | found
-    rows |= _torch_rows([case for case in cases if case.implementation.startswith("torch")], made, answers, rows)
-    return [_with_rates(row, place, bytes_per_s) for row in rows.values()]
+        rows[case] |= found
+    return rows
 
 
 def _timings(runs: dict[Case, tuple[Callable, tuple]], words: jax.Array) -> dict[Case, dict[str, Any]]:
@@ -252,29 +257,23 @@ def _figures(calls: Sequence[list[Kernel]], ops: int) -> dict[str, Any]:
     return timing.ops_timing(found).figures()
 
 
-def _checked(results: Sequence, answers: Sequence[np.ndarray], copies: int) -> dict[str, Any]:
+def _checked(results: Sequence, answers: Sequence[np.ndarray]) -> dict[str, Any]:
     """Whether the indices of every op are the set of a stable sort, and for those that are not the share that is."""
     shares = []
     for i, result in enumerate(results):
-        for found, answer in zip(np.asarray(result[1]), answers[i % copies], strict=True):
+        for found, answer in zip(np.asarray(result[1]), answers[i % len(answers)], strict=True):
             shares.append(score_rows.overlap(answer, found) if np.unique(found).size == found.size else 0.0)
     return {"exact": min(shares) == 1.0, "recall": float(np.mean(shares))}
 
 
-def _sorted_set(scores: np.ndarray, k: int) -> np.ndarray:
-    return np.sort(np.argsort(-scores, kind="stable")[:k])
-
-
-def _hint_overlap(case: Case, made: Sequence, answers: Sequence[np.ndarray]) -> float | None:
+def _hint_overlap(case: Case, made: Made) -> float | None:
     """Share of the answer that the hint has, on average."""
     if case.hint == "none":
         return None
-    shares = [
-        score_rows.overlap(mine, hint)
-        for answer, (_, hints) in zip(answers, made, strict=True)
-        for mine, hint in zip(answer, hints[case.hint], strict=True)
+    pairs = [
+        pair for answer, (_, hints) in zip(made.answers, made.inputs, strict=True) for pair in zip(answer, hints[case.hint], strict=True)
     ]
-    return float(np.mean(shares))
+    return float(np.mean([score_rows.overlap(*pair) for pair in pairs]))
 
 
 def _path(case: Case, implementation: str | None, own: tuple) -> str:
@@ -304,42 +303,44 @@ def phases_of(counts: np.ndarray) -> dict[str, Any]:
     return {"phases": {name: float(each.mean()) * 1e-9 for name, each in zip(names, stamps.T, strict=False)}}
 
 
-def _torch_rows(cases: Sequence[Case], made: Sequence, answers: Sequence[np.ndarray], rows: dict[Case, dict]) -> dict[Case, dict[str, Any]]:
-    """The rows of torch.topk, with what it answers checked like any other."""
-    if not cases:
-        return {}
+def measure_torch(cases: Sequence[Case], made: dict[Place, Made]) -> dict[Case, dict[str, Any]]:
+    """Figures of torch.topk at every place, from one process; what it answers is checked like any other."""
     with tempfile.TemporaryDirectory() as folder:
-        np.save(f"{folder}/rows.npy", np.stack([scores for scores, _ in made]))
-        flush_bytes = 2 * inputs.cache_bytes() if _on_gpu() else 16
-        shared = {"rows": f"{folder}/rows.npy", "k": cases[0].place.k, "flush_bytes": flush_bytes, "calls": CALLS}
+        files = {place: f"{folder}/rows{number}.npy" for number, place in enumerate(dict.fromkeys(case.place for case in cases))}
+        for place, file in files.items():
+            np.save(file, np.stack([scores for scores, _ in made[place].inputs]))
+        shared = {"flush_bytes": max(16, 2 * inputs.cache_bytes()), "calls": CALLS}
         requests = [
-            shared | {"name": case.implementation, "sorted": case.implementation.endswith("sorted"), "answers": f"{folder}/{i}.npy"}
-            for i, case in enumerate(cases)
+            shared
+            | {"name": case.name, "rows": files[case.place], "k": case.place.k, "sorted": case.implementation == "torch-sorted"}
+            | {"answers": f"{folder}/{number}.npy"}
+            for number, case in enumerate(cases)
         ]
         try:
             said = torch_top_k.ask(requests)
         except RuntimeError as problem:
-            return {case: rows[case] | _why(problem) for case in cases}
-        found = {}
-        for case, request in zip(cases, requests, strict=True):
-            answer = said[case.implementation]
-            if "skipped" in answer:
-                found[case] = rows[case] | {"skipped": answer["skipped"]}
-                continue
-            figures: Timing = timing.ops_timing([[Kernel(*kernel) for kernel in op] for op in answer["ops"]])
-            checked = _checked([(None, each) for each in np.load(request["answers"])], answers, len(made))
-            found[case] = rows[case] | {"path": f"torch {answer['torch']}", "copies": len(made)} | checked | figures.figures()
-    return found
+            return {case: _why(problem) for case in cases}
+        return {case: _torch_figures(said[case.name], request, made[case.place]) for case, request in zip(cases, requests, strict=True)}
 
 
-def _with_rates(row: dict[str, Any], place: Place, bytes_per_s: float) -> dict[str, Any]:
-    """The row with the bytes that have to move at least: scores once, the hint, values and indices."""
-    if "median_s" not in row:
-        return {name: row[name] for name in row if name not in ("exact", "recall", "same_bits")}
-    moved = {"scores": 4 * place.batch * place.n, "hint": 4 * place.batch * place.k * (row["hint"] != "none")}
+def _torch_figures(answer: dict[str, Any], request: dict[str, Any], made: Made) -> dict[str, Any]:
+    if "skipped" in answer:
+        return {"skipped": answer["skipped"]}
+    figures: Timing = timing.ops_timing([[Kernel(*kernel) for kernel in op] for op in answer["ops"]])
+    checked = _checked([(None, indices) for indices in np.load(request["answers"])], made.answers)
+    return checked | {"path": f"torch {answer['torch']}"} | figures.figures()
+
+
+def _row(case: Case, made: Made, figures: dict[str, Any], bytes_per_s: float) -> dict[str, Any]:
+    """A row, with the bytes that have to move at least: scores once, the hint, values and indices."""
+    place = case.place
+    row = case.fields() | {"overlap": _hint_overlap(case, made), "copies": len(made.inputs)}
+    if "median_s" not in figures:
+        return row | {name: figures[name] for name in ("skipped", "failed") if name in figures}
+    moved = {"scores": 4 * place.batch * place.n, "hint": 4 * place.batch * place.k * (case.hint != "none")}
     moved["result"] = 8 * place.batch * place.k
-    rate = sum(moved.values()) / row["median_s"]
-    return row | {"same_bits": row.get("same_bits"), "bytes": moved, "bytes_per_s": rate, "fraction_of_copy": rate / bytes_per_s}
+    rate = sum(moved.values()) / figures["median_s"]
+    return row | {"same_bits": None} | figures | {"bytes": moved, "bytes_per_s": rate, "fraction_of_copy": rate / bytes_per_s}
 
 
 def _why(problem: Exception) -> dict[str, str]:
@@ -354,15 +355,23 @@ def run(
     """Measure all cases, place by place; returns their rows, and writes them as they come."""
     say("copy bandwidth")
     copy = copy_rate()
-    words, rows = flush_words(), []
     started = time.perf_counter()
-    say(f"compiling for {len(cases)} cases")
-    programs = compiled([case for case in cases if not case.implementation.startswith("torch")], words, implementation, jobs)
-    took = {"compile_s": time.perf_counter() - started}
+    say("rows, hints, and their sets by a stable sort")
+    made = {place: made_for(place, here, files) for place, here in _by_place(cases)}
+    with_torch = [case for case in cases if case.implementation.startswith("torch")]
+    others = [case for case in cases if case not in with_torch]
+    say("torch.topk")
+    figures = measure_torch(with_torch, made) if with_torch else {}
+    say(f"compiling for {len(others)} cases")
+    words = flush_words()
+    programs, rows = compiled(others, words, implementation, jobs), []
+    took = {"until_compiled_s": time.perf_counter() - started}
     for place, here in _by_place(cases):
         say(place.name)
         gc.collect()
-        rows += measure_place(here, programs, words, files, copy["bytes_per_s"], implementation)
+        ours = [case for case in here if case not in with_torch]
+        figures |= measure_place(ours, made[place], programs, words, implementation) if ours else {}
+        rows += [_row(case, made[place], figures[case], copy["bytes_per_s"]) for case in here]
         took["all_s"] = time.perf_counter() - started
         if json_out is not None:
             write_result(json_out, {"bench": "top-k", "copy": copy, "implementation": implementation, "took": took, "rows": rows})

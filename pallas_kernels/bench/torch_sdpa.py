@@ -84,24 +84,25 @@ def _run(request: dict[str, Any]) -> tuple[list[tuple[str, float, float]], float
     for _ in range(WARMUP):
         graph.replay()
     torch.cuda.synchronize()
-    kernels = trace(graph, request["calls"])
+    kernels = trace([graph], request["calls"])
     difference = (results[0].float() - first.float()).norm() / first.float().norm()
     return kernels, difference.item()
 
 
-def trace(graph: Any, calls: int) -> list[tuple[str, float, float]]:
-    """The kernels (name, start, end in nanoseconds) of so many replays of a CUDA graph, a pause between them."""
+def trace(graphs: Sequence[Any], calls: int) -> list[tuple[str, float, float]]:
+    """The kernels (name, start, end in nanoseconds) of so many replays of CUDA graphs, one after another, a pause after each replay."""
     import torch
 
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities):  # the first one of a process may miss what runs while it starts
-        graph.replay()
+        graphs[0].replay()
         torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(calls):
-            graph.replay()
-            torch.cuda.synchronize()
-            time.sleep(PAUSE)
+        for graph in graphs:
+            for _ in range(calls):
+                graph.replay()
+                torch.cuda.synchronize()
+                time.sleep(PAUSE)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))

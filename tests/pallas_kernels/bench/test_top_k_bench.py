@@ -166,6 +166,55 @@ def test_an_op_is_what_runs_between_two_reads():
     assert "no kernel" in top_k_bench._figures([call(0)[:5]], 2)["failed"]
 
 
+def test_calls_of_all_cases_are_cut_apart_by_their_pauses(monkeypatch):
+    """Cases may run different numbers of kernels."""
+    pause = 3e6
+    runs = {Case(TINY, "none", name): (lambda *_: jnp.zeros(1), ("own",) * 2) for name in ("lax.top_k", "radix")}
+    kernels, now = [], 0.0
+    for case in runs:
+        for _ in range(top_k_bench.CALLS):
+            for _ in range(2):
+                kernels.append(Kernel("flush_kernel", now, now + 40_000))
+                now += 40_000
+                for name, length in {"lax.top_k": [("sort", 900), ("slice", 100)], "radix": [("radix", 500)]}[case.implementation]:
+                    kernels.append(Kernel(name, now, now + length))
+                    now += length
+            now += pause
+    monkeypatch.setattr(top_k_bench, "_on_gpu", lambda: True)
+    monkeypatch.setattr(top_k_bench.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(top_k_bench.timing, "record", lambda run: run() or kernels)
+    found = top_k_bench._timings(runs, jnp.zeros(4, jnp.int32))
+    assert [each["median_s"] for each in found.values()] == pytest.approx([1e-6, 0.5e-6])
+    assert [each["ops"] for each in found.values()] == [2 * top_k_bench.CALLS] * 2
+    for lost, failed in ((3, [False, True]), (300, [True, True])):
+        monkeypatch.setattr(top_k_bench.timing, "record", lambda run, lost=lost: kernels[: max(len(kernels) - lost, 1)])
+        assert ["failed" in each for each in top_k_bench._timings(runs, jnp.zeros(4, jnp.int32)).values()] == failed
+
+
+def test_what_torch_answers_is_checked(monkeypatch):
+    def ask(requests):
+        for request in requests:
+            rows = np.load(request["rows"])
+            assert rows.shape == (4, 2, 1024)
+            indices = np.argsort(-rows, axis=-1, kind="stable")[..., : request["k"]]
+            np.save(request["answers"], indices if request["sorted"] else indices[::-1])  # those of another input
+        ops = [[("gather", 100.0, 400.0), ("sort", 450.0, 600.0 + i)] for i in range(3)]
+        return {request["name"]: {"ops": ops, "torch": "9.9"} for request in requests}
+
+    monkeypatch.setattr(torch_top_k, "ask", ask)
+    wrong, right = run([Case(TINY, "none", name) for name in ("torch", "torch-sorted")])
+    assert (wrong["exact"], right["exact"]) == (False, True)
+    assert right["median_s"] == pytest.approx(501e-9)
+    assert right["path"] == "torch 9.9"
+
+
+def test_torchs_ops_stand_behind_the_read_before_them():
+    call = [Kernel(name, 10.0 * i, 10.0 * i + 5) for i, name in enumerate(("reduce", "gather", "reduce", "sort") * 2)]
+    (first, _) = torch_top_k._ops([call], 2, 1)["ops"]
+    assert [name for name, *_ in first] == ["gather", "reduce", "sort"]
+    assert "told apart" in torch_top_k._ops([call[:-1]], 2, 1)["skipped"]
+
+
 def test_stamps_behind_the_counts_are_phases():
     counts = np.array([[2, 100, 3, 1000, 4000, 2000], [2, 100, 3, 3000, 4000, 4000]])
     assert top_k_bench.phases_of(counts[:, :3]) == {}
