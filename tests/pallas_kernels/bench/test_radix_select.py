@@ -107,3 +107,14 @@ def test_compiles_without_spilling(cuda, tmp_path):
     for name, kernels in cuda.compile(cases, tmp_path).items():
         assert len(kernels) == 1, name
         assert kernels[0]["spill_stores"] == kernels[0]["spill_loads"] == 0, (name, kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "n", "k"), [(1, 131072, 2048), (8, 65536, 512), (100, 8192, 32), (3, 1048576, 4096)])
+def test_on_hopper(hopper, batch, n, k):
+    scores = np.random.default_rng(n).standard_normal((batch, n)).astype(np.float32)
+    values, indices = map(np.asarray, radix_select.radix_top_k(jnp.asarray(scores), k))
+    for row, value, index in zip(scores, values, indices, strict=True):
+        assert len(set(index.tolist())) == k
+        np.testing.assert_array_equal(row[index], value)
+        np.testing.assert_array_equal(np.sort(value), np.sort(row)[len(row) - k :])

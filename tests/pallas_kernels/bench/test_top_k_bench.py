@@ -254,6 +254,23 @@ def test_without_torch_every_request_is_skipped(monkeypatch):
     assert torch_top_k.ask([{"name": "a"}]) == {"a": {"skipped": "PyTorch is not installed"}}
 
 
+@pytest.mark.gpu
+def test_on_hopper(hopper):
+    """Cold reads between the ops are there and are not counted."""
+    place = Place("normal", 131072, 1, 2048)
+    rows = run(
+        [Case(place, *pair) for pair in (("none", "top_k"), ("stale-40", "top_k"), *(("none", name) for name in top_k_cases.BASELINES))]
+    )
+    for row in rows:
+        assert "failed" not in row, row
+        if "skipped" not in row:
+            assert row["exact"], row
+            assert row["clock"] == "trace"
+            assert row["ops"] == top_k_bench.CALLS * 4
+            assert not any(kernel["name"].startswith("flush") for kernel in row["kernels"])
+            assert 1e-6 < row["median_s"] < 1e-3
+
+
 # Tables
 
 
