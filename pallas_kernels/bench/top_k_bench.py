@@ -343,6 +343,18 @@ def _row(case: Case, made: Made, figures: dict[str, Any], bytes_per_s: float) ->
     return row | {"same_bits": None} | figures | {"bytes": moved, "bytes_per_s": rate, "fraction_of_copy": rate / bytes_per_s}
 
 
+def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
+    """To each row of the op: how many times as long every other selection takes at the same place."""
+    key = ("rows", "n", "batch", "k")
+    timed: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for row in rows:
+        if "median_s" in row:
+            timed[row["implementation"].partition(":")[0] == "top_k"].append(row)
+    for row in timed[True]:
+        here = [other for other in timed[False] if all(other[name] == row[name] for name in key)]
+        row["times"] = {other["implementation"]: other["median_s"] / row["median_s"] for other in here}
+
+
 def _why(problem: Exception) -> dict[str, str]:
     kind = "skipped" if isinstance(problem, NotImplementedError) else "failed"
     text = " ".join(str(problem).split())[:600]
@@ -372,6 +384,7 @@ def run(
         ours = [case for case in here if case not in with_torch]
         figures |= measure_place(ours, made[place], programs, words, implementation) if ours else {}
         rows += [_row(case, made[place], figures[case], copy["bytes_per_s"]) for case in here]
+        add_ratios(rows)
         took["all_s"] = time.perf_counter() - started
         if json_out is not None:
             write_result(json_out, {"bench": "top-k", "copy": copy, "implementation": implementation, "took": took, "rows": rows})

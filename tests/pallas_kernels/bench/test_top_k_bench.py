@@ -93,6 +93,8 @@ def test_a_run_on_tiny_rows(tmp_path):
         assert row["clock"] == "wall"
         assert 0 < row["p10_s"] <= row["median_s"] <= row["p90_s"]
         assert (row["overlap"] is None) == (case.hint == "none")
+        others = () if case.place == YARN else ("lax.top_k", "approx_max_k")
+        assert row["times"] == {name: found[f"normal/1k/b2/k32/none/{name}"]["median_s"] / row["median_s"] for name in others}
     assert found["normal/1k/b2/k32/stale-40/top_k"]["overlap"] == pytest.approx(13 / 32)
     assert found["normal/1k/b2/k32/stale-40/top_k"]["bytes"] == {"scores": 2 * 1024 * 4, "hint": 2 * 32 * 4, "result": 2 * 32 * 8}
     assert found["normal/1k/b2/k32/none/lax.top_k"]["exact"] is True
