@@ -17,30 +17,37 @@ def captured(model, text):
     return capture_scores(model, text[:70], 6, page_size=16, prefill_chunk=32)
 
 
-def forward_scores(model, tokens, kind):
-    """Per layer, `sum_h relu(q_h . k)` of the last token over all keys, from a causal forward pass without a cache."""
-    found = []
-    config = model.config
+@pytest.fixture(scope="module")
+def heads(model, text):
+    """Per layer, q `[T, H, D]` and its head's k `[T, H, D]` of a causal forward pass without a cache, float64."""
+    found, config = [], model.config
 
     def attend(layer, q, k, v, carry):
-        keys = np.repeat(np.asarray(k[0], np.float64), config.num_heads // config.num_kv_heads, axis=1)
-        logits = np.einsum("hd,shd->hs", np.asarray(q[0, -1], np.float64), keys) * config.sm_scale
-        found.append((np.maximum(logits, 0) if kind == "relu" else logits).sum(0))
+        found.append(
+            (np.asarray(q[0], np.float64), np.repeat(np.asarray(k[0], np.float64), config.num_heads // config.num_kv_heads, axis=1))
+        )
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=config.sm_scale), carry
 
-    model.decoder.hidden(model.params, jnp.asarray(tokens, jnp.int32)[None], jnp.arange(len(tokens))[None], attend, None)
-    return np.stack(found)
+    model.decoder.hidden(model.params, jnp.asarray(text[:70], jnp.int32)[None], jnp.arange(70)[None], attend, None)
+    return found
+
+
+def scores_of(heads, position, kind, sm_scale):
+    """Per layer, `sum_h relu(q_h . k)` of the token at `position` over the keys up to its own."""
+    logits = np.stack([np.einsum("hd,shd->hs", q[position], k[: position + 1]) for q, k in heads]) * sm_scale
+    return (np.maximum(logits, 0) if kind == "relu" else logits).sum(1)
 
 
 @pytest.mark.parametrize("kind", score_overlap.KINDS)
-def test_scores_are_those_of_one_forward(model, text, captured, kind):
+def test_scores_are_those_of_one_forward(model, text, captured, heads, kind):
     of_kind = captured if kind == "relu" else capture_scores(model, text[:70], 6, kind=kind, page_size=16, prefill_chunk=32)
     assert of_kind.scores.shape == (model.config.num_layers, 6, 70)
     assert of_kind.scores.dtype == np.float32
     np.testing.assert_array_equal(of_kind.lengths, np.arange(65, 71))
-    for step in (0, 5):
-        expected = forward_scores(model, text[: 65 + step], kind)
-        other = forward_scores(model, text[: 65 + step], "logits" if kind == "relu" else "relu")
+    for step in range(6):
+        expected, other = (
+            scores_of(heads, 64 + step, name, model.config.sm_scale) for name in (kind, {"relu": "logits"}.get(kind, "relu"))
+        )
         scale = np.abs(expected).max()
         np.testing.assert_allclose(of_kind.scores[:, step, : 65 + step], expected, atol=2e-5 * scale)
         assert np.abs(of_kind.scores[:, step, : 65 + step] - other).max() > 1e-2 * scale
