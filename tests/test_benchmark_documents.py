@@ -53,6 +53,8 @@ def test_what_is_said_about_consecutive_steps_is_what_was_measured():
     assert [row["layer"] for row in far if row["raw"] <= 0.5] == [0, 0]
     assert "the one layer in which the shifted sets agree better" in text
     assert [row["layer"] for row in near if row["shifted"] > row["raw"]] == [0, 0]
+    shifted = [row["shifted"] for row in rows if row["layer"] == 0]
+    assert f"by {min(shifted):.2f} to {max(shifted):.2f} at every age" in text
 
 
 @pytest.mark.parametrize("length", [16384, 32768])
