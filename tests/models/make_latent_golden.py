@@ -20,6 +20,9 @@ BATCH, PROMPT, STEPS = 2, 37, 11
 CLEAR = 1e-3
 """Smallest margin between the last score taken and the first one left, as a share of the standard deviation of the row's scores."""
 
+DRIFT = 0.8
+"""Correlation of a token's hidden state with the one before."""
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5}
 # name: (rope_parameters, factor of what the norms see).
 CASES = {
@@ -114,13 +117,21 @@ def run(config, layer, rotary, hidden):
     return torch.cat(outs, dim=1), torch.cat(tokens, dim=1).to(torch.int32)
 
 
-def sample(rope, small):
-    """The first seed at which nothing is nearly tied."""
+def drifting(shape, seed):
+    """Hidden states that change little from token to token, so that neighbouring steps choose many of the same tokens."""
     import torch
 
+    states = torch.randn(shape, generator=torch.Generator().manual_seed(1000 + seed))
+    for n in range(1, shape[1]):
+        states[:, n] = DRIFT * states[:, n - 1] + (1 - DRIFT**2) ** 0.5 * states[:, n]
+    return states
+
+
+def sample(rope, small):
+    """The first seed at which nothing is nearly tied."""
     for seed in range(200):
         config, layer, rotary = build(rope, small, seed)
-        hidden = torch.randn((BATCH, PROMPT + STEPS, config.hidden_size), generator=torch.Generator().manual_seed(1000 + seed))
+        hidden = drifting((BATCH, PROMPT + STEPS, config.hidden_size), seed)
         with margins() as found:
             out, tokens = run(config, layer, rotary, hidden)
         if min(found) > CLEAR:

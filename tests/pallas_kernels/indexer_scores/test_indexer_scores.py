@@ -224,21 +224,20 @@ def test_quantized_keys_by_hand(key, codes, scale):
     np.testing.assert_allclose(np.asarray(found_codes, np.float32), codes, rtol=1 / 16)
 
 
-def test_scores_of_quantized_keys_are_near_those_of_the_keys(tools):
-    """Per query: the error's norm, and how many of the best tokens are the same."""
-    rng = np.random.default_rng(3)
-    keys = rng.standard_normal((4096, 128))
-    keys = jnp.asarray((keys / keys.std(1, keepdims=True)).reshape(32, 128, 128), jnp.float32)
-    q, weights = jnp.asarray(rng.standard_normal((2, 4, 64, 128)), jnp.float32), jnp.asarray(rng.standard_normal((2, 4, 64)), jnp.float32)
-    rows = jnp.asarray(rng.permutation(32).reshape(2, 16), jnp.int32), jnp.array([2048, 2000], jnp.int32)
+def test_scores_of_quantized_keys_are_near_those_of_the_keys():
+    """Per query: the error's norm, and how many of the 2,048 best of 128K tokens are the same. docs/token-sparse.md quotes both."""
+    rng, tokens = np.random.default_rng(3), 131072
+    keys = jnp.asarray(rng.standard_normal((tokens // 128, 128, 128)), jnp.float32)
+    q, weights = jnp.asarray(rng.standard_normal((1, 3, 64, 128)), jnp.float32), jnp.asarray(rng.standard_normal((1, 3, 64)), jnp.float32)
+    rows = jnp.asarray(rng.permutation(tokens // 128)[None], jnp.int32), jnp.array([tokens - 100], jnp.int32)
     codes, scales = quantize_keys(keys)
-    exact = np.asarray(indexer_scores(q, weights, keys, *rows, implementation="reference"))
-    rounded = np.asarray(indexer_scores(q, weights, codes, *rows, scales=scales))
-    for row, of_row in zip(rounded.reshape(8, -1), exact.reshape(8, -1), strict=True):
+    exact = np.asarray(indexer_scores(q, weights, keys, *rows))[0]
+    rounded = np.asarray(indexer_scores(q, weights, codes, *rows, scales=scales))[0]
+    for row, of_row in zip(rounded, exact, strict=True):
         there = of_row > -np.inf
-        assert np.linalg.norm(row[there] - of_row[there]) / np.linalg.norm(of_row[there]) < 0.04
-        best = [set(np.argsort(-x)[:256].tolist()) for x in (row, of_row)]
-        assert len(best[0] & best[1]) > 0.93 * 256
+        assert np.linalg.norm(row[there] - of_row[there]) / np.linalg.norm(of_row[there]) < 0.035
+        best = [set(np.argpartition(-x, 2048)[:2048].tolist()) for x in (row, of_row)]
+        assert len(best[0] & best[1]) > 0.96 * 2048
 
 
 # Promises.
