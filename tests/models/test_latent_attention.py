@@ -16,7 +16,7 @@ from kvjax.cache import INDEXER, INDEXER_SCALES, empty_latents
 from kvjax.models import latent_attention
 from kvjax.models.deepseek_v32 import latent_config, layer_params
 from kvjax.models.latent_attention import decode_latent, decode_latent_step, param_shapes
-from kvjax.policies import Dense, TopTokens, Window, top_tokens
+from kvjax.policies import Dense, TopTokens, top_tokens
 from pallas_kernels.indexer_scores import indexer_scores
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -25,6 +25,7 @@ TOLERANCE = 1e-5
 """Of a token's norm."""
 
 PROMPT, TOKENS, PAGE = 37, 48, 8
+AT_ONCE, STEPS = [(0, TOKENS)], [(n, n + 1) for n in range(24)]
 PROMPT_AND_STEPS = [(0, PROMPT), *((n, n + 1) for n in range(PROMPT, TOKENS))]
 
 
@@ -121,7 +122,7 @@ def test_golden_files_are_not_easy():
         assert config.index_topk == 9 < PROMPT
         kept = [len(set(a) & set(b)) for row in tokens[:, PROMPT:] for a, b in itertools.pairwise(row)]
         assert 3 < np.mean(kept) < 8
-        dense = run(config, params, hidden, Dense())
+        dense = run(config, params, hidden, Dense(), AT_ONCE)
         error = np.linalg.norm(dense.out - out, axis=-1) / np.linalg.norm(out, axis=-1)
         assert error[:, :9].max() < TOLERANCE
         assert np.median(error[:, 9:]) > 0.1
@@ -223,7 +224,7 @@ MUTANTS = {
 
 def check_as_it_stands(config, params):
     """All tokens of transformers' yarn case in one call that is not jitted, so that it finds what was patched."""
-    check(config, params, "latent-yarn", [(0, TOKENS)], step=decode_latent)
+    check(config, params, "latent-yarn", AT_ONCE, step=decode_latent)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -248,11 +249,14 @@ def test_the_hint_never_changes_a_bit(dtype):
     config, params, hidden, *_ = golden("latent-default")
     params = jax.tree.map(lambda x: x.astype(dtype), params) | {"index_weights": params["index_weights"]}
     hidden = jnp.asarray(hidden, dtype)
-    carried = run(config, params, hidden, TopTokens(9))
+    carried = run(config, params, hidden, TopTokens(9), STEPS)
     np.testing.assert_array_equal(carried.state, carried.tokens[:, -1])
     assert (carried.state >= 0).all()
     wrong = jnp.asarray(np.random.default_rng(0).integers(-5, 300, (2, 9)), jnp.int32)
-    for other in (run(config, params, hidden, TopTokens(9, hinted=False)), run(config, params, hidden, TopTokens(9), state=wrong)):
+    for other in (
+        run(config, params, hidden, TopTokens(9, hinted=False), STEPS),
+        run(config, params, hidden, TopTokens(9), STEPS, state=wrong),
+    ):
         np.testing.assert_array_equal(other.out, carried.out)
         np.testing.assert_array_equal(other.tokens, carried.tokens)
         for a, b in zip(jax.tree.leaves(other.layer), jax.tree.leaves(carried.layer), strict=True):
@@ -260,18 +264,18 @@ def test_the_hint_never_changes_a_bit(dtype):
 
 
 def test_where_every_token_fits_it_is_dense():
-    """k of the whole context, and k past the page table: dense attention over latents; so is a window of everything."""
+    """k of the whole context, and k past the page table: dense attention over latents."""
     config, params, hidden, *_ = golden("latent-yarn")
-    dense = run(config, params, hidden, Dense())
-    assert dense.lists == [None] * len(PROMPT_AND_STEPS)
-    for policy in (TopTokens(TOKENS), TopTokens(200), Window(0, 1000)):
-        assert row_error(run(config, params, hidden, policy).out, dense.out) < TOLERANCE
+    dense = run(config, params, hidden, Dense(), STEPS)
+    assert dense.lists == [None] * len(STEPS)
+    for policy in (TopTokens(len(STEPS)), TopTokens(200)):
+        assert row_error(run(config, params, hidden, policy, STEPS).out, dense.out) < TOLERANCE
 
 
 def test_absorbed_attention_is_attention_with_every_head_expanded():
     """Dense, against keys and values of every head made from the cached rows, by jax.nn.dot_product_attention."""
     config, params, hidden, *_ = golden("latent-default")
-    found = run(config, params, hidden[:1], Dense(), [(0, TOKENS)])
+    found = run(config, params, hidden[:1], Dense(), AT_ONCE)
     rotation = latent_attention.rope.rotation(config, jnp.arange(TOKENS, dtype=jnp.int32)[None])
     with jax.default_matmul_precision("highest"):
         x = jnp.asarray(hidden[:1])
@@ -303,15 +307,15 @@ def test_bfloat16_is_near_float32():
     """Over the same tokens: all of them. What a policy picks from bfloat16 scores may differ."""
     config, params, hidden, *_ = golden("latent-default")
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params) | {"index_weights": params["index_weights"]}
-    exact = run(config, params, hidden, Dense())
-    found = run(config, rounded, jnp.asarray(hidden, jnp.bfloat16), Dense())
+    exact = run(config, params, hidden, Dense(), AT_ONCE)
+    found = run(config, rounded, jnp.asarray(hidden, jnp.bfloat16), Dense(), AT_ONCE)
     assert found.layer.k.dtype == jnp.bfloat16
     assert row_error(found.out, exact.out) < 0.06
 
 
 def test_8_bit_indexer_keys_choose_nearly_the_same_tokens():
     config, params, hidden, _, tokens = golden("latent-default")
-    found = run(config, params, hidden, TopTokens(9), index_dtype=jnp.float8_e4m3fn)
+    found = run(config, params, hidden, TopTokens(9), AT_ONCE, index_dtype=jnp.float8_e4m3fn)
     assert found.layer.index[INDEXER].dtype == jnp.float8_e4m3fn
     assert found.layer.index[INDEXER_SCALES].dtype == jnp.float32
     shared = [len(set(a) & set(b)) / 9 for a, b in zip(found.tokens[:, 9:].reshape(-1, 9), tokens[:, 9:].reshape(-1, 9), strict=True)]
