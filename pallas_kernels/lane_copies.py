@@ -73,6 +73,45 @@ def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
     return row * (row_bytes // 4) + (piece ^ (row & 7)) * 4
 
 
-def prefetch_to_l2(ref, offset_bytes: Scalar, size_bytes: Scalar, *, block: Scalar, block_bytes: int) -> None:
-    """Start bringing bytes of an array in global memory to the L2 cache, by one thread; all numbers multiples of 16."""
-    lanes.ptx("cp.async.bulk.prefetch.L2.global [$0], $1;", lanes.address(ref, offset_bytes, block, block_bytes), size_bytes)
+# Bulk copies: one thread asks, the copy engine brings it, and an arrival in shared memory (two words) says that it is there. Threads that
+# copy 16 bytes each would stand in the way of their warps' other work where memory is slow.
+
+ARRIVAL_WORDS = 2
+
+
+def make_arrivals(arrivals, count: int, threads: int) -> None:
+    """Make the first `count` arrivals ready, by all threads of the CTA, before any copy."""
+    for start in range(0, count, threads):
+        with lanes.when(lanes.thread() + start < count):
+            lanes.ptx("mbarrier.init.shared::cta.b64 [$0], 1;", _arrival(arrivals, lanes.thread() + start))
+    lanes.ptx("fence.mbarrier_init.release.cluster;")
+    lanes.cta_barrier(threads)
+
+
+def forget_arrivals(arrivals, count: int, threads: int) -> None:
+    """Take them back, to be made again, when nothing is on its way."""
+    lanes.cta_barrier(threads)
+    for start in range(0, count, threads):
+        with lanes.when(lanes.thread() + start < count):
+            lanes.ptx("mbarrier.inval.shared::cta.b64 [$0];", _arrival(arrivals, lanes.thread() + start))
+    lanes.cta_barrier(threads)
+
+
+def copy_bulk(shared, offset: Scalar, ref, offset_bytes: Scalar, size_bytes: Scalar, arrivals, number: Scalar, **place) -> None:
+    """Start copying a multiple of 16 bytes of an array in global memory to word `offset` of shared memory, by one thread; arrival
+    `number` awaits it. place: `block` and `block_bytes`, as for other functions."""
+    arrival, source = _arrival(arrivals, number), lanes.address(ref, offset_bytes, place["block"], place["block_bytes"])
+    lanes.ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", arrival, size_bytes)
+    code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    lanes.ptx(code, lanes.address(shared, offset * 4), source, size_bytes, arrival)
+
+
+def wait_for_arrival(arrivals, number: Scalar, turn: Scalar) -> None:
+    """Wait until the copy that is number `turn` (0, 1, ...) to be awaited there has come; by whole warps."""
+    wait = "mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
+    code = f"{{.reg .pred p; WAIT: {wait} @p bra DONE; bra WAIT; DONE:}}"
+    lanes.ptx(code, _arrival(arrivals, number), turn & 1, convergent=True)
+
+
+def _arrival(arrivals, number: Scalar):
+    return lanes.address(arrivals, number * (4 * ARRIVAL_WORDS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels import clusters, lanes
+from pallas_kernels import clusters, lane_copies, lanes
 from pallas_kernels.select_blocks import choose
 
 GROUP = 128
@@ -13,9 +13,8 @@ GROUP = 128
 UNROLLED = 8
 """Loads that a thread has on their way at once."""
 
-CHUNKS = {True: 4, False: 2}
-"""Groups that a warp takes at a time, if it has as many: of a share that stays in shared memory, and of one that passes through, where
-a thread has no registers for more."""
+CHUNK = 4
+"""Groups that a warp takes at a time, if it has as many."""
 
 MOST_COPIES = 6
 """Chunks that a warp has on their way at once, where they do not stay in shared memory."""
@@ -102,10 +101,7 @@ class Shape:
     @property
     def chunk(self) -> int:
         """Consecutive groups that a warp takes at a time."""
-        return self._chunk(self.stays)
-
-    def _chunk(self, stays: bool) -> int:
-        return min(CHUNKS[stays], -(-self.groups // self.warps))
+        return min(CHUNK, -(-self.groups // self.warps))
 
     @property
     def chunks(self) -> int:
@@ -119,11 +115,12 @@ class Shape:
 
     @property
     def small_words(self) -> dict[str, int]:
-        """Words of shared memory beside `pool_s`. masks_s: a bit per score of the share. before_s: candidates before each group.
-        totals_s: of every CTA, for two passes in turn."""
+        """Words of shared memory beside `pool_s`. arrivals_s: of each warp's chunks on their way. masks_s: a bit per score
+        of the share. before_s: candidates before each group. totals_s: of every CTA, for two passes in turn."""
         words = {"counts_s": choose.SCRATCH_WORDS, "notes_s": 64}
         if not self.whole:
-            words |= {"masks_s": 4 * (self.groups + self.warps * CHUNKS[True]), "before_s": 4 * -(-self.groups // 4), "totals_s": 32}
+            words |= {"arrivals_s": lane_copies.ARRIVAL_WORDS * self.warps * MOST_COPIES}
+            words |= {"masks_s": 4 * self.warps * self.chunk * self.chunks, "before_s": 4 * -(-self.groups // 4), "totals_s": 32}
         return words
 
     @property
@@ -134,22 +131,21 @@ class Shape:
 
     @property
     def stays(self) -> bool:
-        """Whether the share stays in shared memory, behind the list. If not it passes through, where the candidates will be."""
+        """Whether the share stays in shared memory, behind the list. If not it passes through, where candidates and list will be."""
         room = lanes.SHARED_WORDS - sum(self.small_words.values()) - self.list_at - self.capacity
-        turn = self.warps * self._chunk(True)
-        return not self.whole and room >= GROUP * turn * -(-self.groups // turn)
+        return not self.whole and self.chunks <= MOST_COPIES and room >= self.turn_words * self.chunks
 
     @property
     def data_at(self) -> int:
         """Word of `pool_s` from which on the share's scores are."""
-        return self.list_at + self.capacity if self.stays else 0
+        return self.list_at + self.capacity if self.stays else choose.BINS * self.ctas
 
     @property
     def slots(self) -> int:
         """Chunks of a warp that `pool_s` has room for."""
         if self.stays:
             return self.chunks
-        room = lanes.SHARED_WORDS - sum(self.small_words.values())
+        room = lanes.SHARED_WORDS - sum(self.small_words.values()) - self.data_at
         return min(room // self.turn_words, self.chunks, MOST_COPIES)
 
     def scratch_words(self) -> dict[str, int]:

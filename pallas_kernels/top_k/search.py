@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from pallas_kernels import lanes
+from pallas_kernels import lane_copies, lanes
 from pallas_kernels.lanes import Scalar
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.top_k.plan import GROUP, MOST_SECANTS, TOGETHER, UNROLLED, Shape
@@ -58,23 +58,26 @@ class Share:
 
 
 def share_of(s: Shape, scores_ref, scratch: dict, row: Scalar, cta: Scalar, length: Scalar) -> Share:
-    """The row's groups, dealt out evenly."""
-    groups = ((length + (GROUP - 1)) // GROUP + (s.ctas - 1)) // s.ctas
-    return Share(s, scores_ref, scratch, row, cta, length, groups, cta * groups)
+    """The row's groups, dealt out evenly: to the last CTAs fewer, or none."""
+    groups = (length + (GROUP - 1)) // GROUP
+    each = (groups + (s.ctas - 1)) // s.ctas
+    first = cta * each
+    return Share(s, scores_ref, scratch, row, cta, length, lanes.maximum(lanes.minimum(groups - first, each), 0), first)
 
 
-# The share on its way: a warp has one chunk of groups in `warps`, and a lane reads the 16 bytes of each group that it copied.
+# The share on its way: a warp has one chunk of groups in `warps`, which its first lane sends for.
 
 
 def fetch(share: Share) -> None:
     """Start bringing as much of the share as there is room for, while the threshold is looked for."""
+    s = share.s
+    lane_copies.make_arrivals(share.scratch["arrivals_s"], s.warps * s.slots, s.threads)
 
     def start(n):
         _fetch_chunk(share, n)
         return []
 
-    # A number that compilers do not know: they would unroll the loop, and run out of registers.
-    lanes.loop(lanes.where(share.groups > 0, lanes.i32(share.s.slots), 0), [], start)
+    lanes.loop(s.slots, [], start)
 
 
 def _first_group(share: Share, n: Scalar) -> Scalar:
@@ -82,51 +85,66 @@ def _first_group(share: Share, n: Scalar) -> Scalar:
     return (n * share.s.warps + lanes.warp()) * share.s.chunk
 
 
+def _words_left(share: Share, n: Scalar) -> Scalar:
+    """How many scores the share has from the warp's chunk number n on."""
+    return lanes.minimum(share.groups * GROUP, share.s.row - share.first * GROUP) - _first_group(share, n) * GROUP
+
+
 def _slot(share: Share, n: Scalar) -> Scalar:
-    """The word of `pool_s` where the lane's part of the first group of the warp's chunk number n is."""
+    """The word of `pool_s` where the warp's chunk number n starts."""
     s = share.s
-    turn = n if s.stays else n % s.slots
-    return turn * s.turn_words + lanes.warp() * (GROUP * s.chunk) + lanes.lane() * 4 + s.data_at
+    return (n % s.slots) * s.turn_words + lanes.warp() * (GROUP * s.chunk) + s.data_at
+
+
+def _arrival(share: Share, n: Scalar) -> Scalar:
+    """The arrival of the warp's chunk number n."""
+    return (n % share.s.slots) * share.s.warps + lanes.warp()
 
 
 def _fetch_chunk(share: Share, n: Scalar) -> None:
-    """Start copying the warp's chunk number n to its slot; zeros past the share."""
-    s = share.s
-    end = lanes.minimum((share.first + share.groups) * GROUP, s.row)
-    at, slot = (share.first + _first_group(share, n)) * GROUP + lanes.lane() * 4, _slot(share, n)
-    for i in range(s.chunk):
-        there = at + i * GROUP < end
-        offset = lanes.where(there, at + i * GROUP, 0) * 4
-        where = {"there": there, **share.place}
-        lanes.copy_async_16_bytes(share.scratch["pool_s"], slot + i * GROUP, share.scores_ref, offset, **where)
-    lanes.commit_copies()
+    """Start copying the warp's chunk number n, if it has one, to its slot."""
+    s, left = share.s, _words_left(share, n)
+    with lanes.when((lanes.lane() == 0) & (left > 0)):
+        start = (share.first + _first_group(share, n)) * GROUP * 4
+        size = lanes.minimum(left, GROUP * s.chunk) * 4
+        to, arrivals = share.scratch["pool_s"], share.scratch["arrivals_s"]
+        lane_copies.copy_bulk(to, _slot(share, n), share.scores_ref, start, size, arrivals, _arrival(share, n), **share.place)
 
 
 def _each_chunk(share: Share, use: Callable, again: Scalar) -> None:
     """Call `use(first, words)` for a warp's chunks: the first group, and a function that gives this lane's four consecutive words of group
-    `first + i`. Past the row and past the share they may be anything.
+    `first + i`. Past the row's length they may be anything, past the share 0.
 
     again: 1 if this is not the first pass.
     """
-    s = share.s
-    if s.stays:
-        lanes.wait_for_copies(0)
-    else:
+    s, pool_s, arrivals_s = share.s, share.scratch["pool_s"], share.scratch["arrivals_s"]
+    if not s.stays:
         with lanes.when(again == 1):
+            lane_copies.forget_arrivals(arrivals_s, s.warps * s.slots, s.threads)
             fetch(share)
 
     def step(n):
+        slot, left = _slot(share, n), _words_left(share, n)
+        lane_copies.wait_for_arrival(arrivals_s, _arrival(share, n), n // s.slots)
+        with lanes.when(left < GROUP * s.chunk):
+            _clear_words(share, slot, left)
+        use(_first_group(share, n), lambda i: lanes.load_shared(pool_s, slot + lanes.lane() * 4 + i * GROUP, count=4))
         if not s.stays:
-            lanes.wait_for_copies(s.slots - 1)
-        slot = _slot(share, n)
-        use(_first_group(share, n), lambda i: lanes.load_shared(share.scratch["pool_s"], slot + i * GROUP, count=4))
-        if not s.stays:
+            lanes.warp_barrier()
             _fetch_chunk(share, n + s.slots)
         return []
 
-    lanes.loop((share.groups + (s.warps * s.chunk - 1)) // (s.warps * s.chunk), [], step)
-    if not s.stays:
-        lanes.wait_for_copies(0)
+    turns = (share.groups - lanes.warp() * s.chunk + (s.warps * s.chunk - 1)) // (s.warps * s.chunk)
+    lanes.loop(turns, [], step)
+
+
+def _clear_words(share: Share, slot: Scalar, left: Scalar) -> None:
+    """The lane's words of a chunk past what is left."""
+    zero = [lanes.i32(0)] * 4
+    for i in range(share.s.chunk):
+        at = lanes.lane() * 4 + i * GROUP
+        with lanes.when(at >= left):
+            lanes.store_shared(share.scratch["pool_s"], slot + at, *zero)
 
 
 # Guess.
@@ -394,7 +412,7 @@ def _count_digits(share: Share, low, bits, shift, need) -> tuple[Scalar, Scalar,
         lanes.loop(share.s.chunk, [], of_group)
 
     _each_chunk(share, use, lanes.i32(1))
-    meet(s)  # in all CTAs, the scores have passed through where the counts go
+    lanes.cta_barrier(s.threads)
     with lanes.when(counters):
         count = lanes.load_shared(counts_s, lanes.thread())[0]
         for cta in range(s.ctas):

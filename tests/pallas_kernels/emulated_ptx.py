@@ -229,11 +229,34 @@ def _wait_all(machine):
     machine.wait(0)
 
 
-@code(r"cp\.async\.bulk\.prefetch\.L2\.global \[\$0\], \$1;", effects=True)
-def _prefetch(machine, source, size):
-    machine.prefetch(source, size)
+@code(r"mbarrier\.init\.shared::cta\.b64 \[\$0\], 1;", effects=True)
+def _make_arrival(machine, pointer):
+    machine.make_arrivals(pointer)
 
 
+@code(r"mbarrier\.inval\.shared::cta\.b64 \[\$0\];", effects=True)
+def _forget_arrival(machine, pointer):
+    machine.forget_arrivals(pointer)
+
+
+@code(r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64 _, \[\$0\], \$1;", effects=True)
+def _expect(machine, pointer, size):
+    machine.expect(pointer, size)
+
+
+@code(r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier::complete_tx::bytes \[\$0\], \[\$1\], \$2, \[\$3\];", effects=True)
+def _copy_bulk(machine, target, source, size, arrival):
+    machine.start_bulk_copies(target, source, size, arrival)
+
+
+@code(
+    r"\{\.reg \.pred p; WAIT: mbarrier\.try_wait\.parity\.shared::cta\.b64 p, \[\$0\], \$1; @p bra DONE; bra WAIT; DONE:\}", convergent=True
+)
+def _await(machine, pointer, parity):
+    machine.wait_for_arrivals(pointer, parity)
+
+
+@code(r"fence\.mbarrier_init\.release\.cluster;", effects=True)
 @code(r"prefetch\.global\.L[12](?:::evict_last)? \[\$0\];", r"fence\.proxy\.async\.shared::cta;", effects=True)
 def _nothing_to_see(machine, *pointer):
     pass
@@ -247,6 +270,11 @@ def _lane_mask(machine, which):
     bit = np.int64(1) << (machine.thread & 31).astype(np.int64)
     mask = {"lt": bit - 1, "le": 2 * bit - 1, "eq": bit, "gt": 2**32 - 2 * bit, "ge": 2**32 - bit}[which]
     return value(mask.astype(np.uint32))
+
+
+@code(r"mov\.u32 \$0, \$1;")
+def _opaque(machine, x):
+    return x
 
 
 @code(r"mov\.u32 \$0, %clock;", effects=True)
