@@ -16,7 +16,7 @@ UNROLLED = 8
 CHUNK = 4
 """Groups that a warp takes at a time, if it has as many."""
 
-MOST_COPIES = 6
+MOST_COPIES = 3
 """Chunks that a warp has on their way at once, where they do not stay in shared memory."""
 
 TOGETHER = 4
@@ -85,8 +85,8 @@ class Shape:
     @property
     def most_candidates(self) -> tuple[int, ...]:
         """Numbers of candidates that there is code for: what a thread does for one that is not there takes time, too."""
-        few = max(1024, _power_of_two(2 * self.k))
-        return (few, self.capacity) if few < self.capacity else (self.capacity,)
+        steps = {max(1024, -(-(self.k * quarters) // 2048) * 512) for quarters in (7, 9)}  # 1.75 k is usual, 2.25 k is rare
+        return (*sorted(step for step in steps if step < self.capacity), self.capacity)
 
     @property
     def groups(self) -> int:
