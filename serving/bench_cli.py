@@ -96,6 +96,33 @@ def prefill_command(
         raise typer.Exit(1)
 
 
+@bench_app.command("overlap")
+def overlap_command(
+    model: Annotated[str, typer.Option(help="needle, or a model folder or hub id.")] = "needle",
+    length: Annotated[str, typer.Option(help="Tokens of text, the decoded ones included.")] = "16k",
+    steps: Annotated[int, typer.Option(help="Decode steps at the end of it.")] = 64,
+    ks: Annotated[str, typer.Option("--k", help="How many keys of a step, with commas between them.")] = "512,2048",
+    kind: Annotated[str, typer.Option(help="relu: as a lightning indexer scores; logits: without relu.")] = "relu",
+    text: Annotated[list[Path] | None, typer.Option(help="Prose to decode. [default: Python's documentation]")] = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them here, PNG.")] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Write the last two steps' scores here, .npz, for --rows of pallas_kernels.bench.top_k_bench."),
+    ] = None,
+) -> None:
+    """Measure how many of a query's highest-scoring keys the query before had, layer by layer: what a hint to top_k is worth.
+
+    The text is forced through decode steps behind a dense prefill. Scores come from the model's own attention: `sum_h relu(q_h . k)`.
+    """
+    from kvjax.serving.overlap_cli import measure_overlap
+
+    try:
+        measure_overlap(model, length, steps, ks, kind=kind, files=text or (), json_out=json_out, plot=plot, save=save)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 def _measured(plan: Any, json_out: Path | None, console: Any) -> list[dict[str, Any]]:
     """Run the plan with a line that says what is being done, and write rows as they come."""
     from kvjax.serving.decode_bench import run_plan

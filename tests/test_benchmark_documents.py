@@ -30,6 +30,33 @@ def test_tables_of_prefill_are_what_the_results_make():
     assert report.rendered(text.replace("| 128K |", "| 129K |"), runs) == text
 
 
+def test_tables_of_top_k_are_what_the_results_make():
+    """After new measurements: the command at the top of docs/top-k.md."""
+    runs = report.load(RESULTS.parent.glob("*/top-k*.json"))
+    text = (ROOT / "docs" / "top-k.md").read_text(encoding="utf-8")
+    for name in ("top-k", "top-k-targets", "top-k-hints", "top-k-plot", "top-k-distributions", "top-k-captured", "top-k-overlap"):
+        assert f"<!-- bench:{name} -->" in text
+    assert report.rendered(text, runs) == text
+    assert report.rendered(text.replace("| 2,048 | 4 |", "| 2,048 | 5 |"), runs) == text
+    drawn = {run["bench"]: {"top-k": "top-k.png", "overlap": "top-k-overlap.png"}[run["bench"]] for run in runs}
+    for name in drawn.values():
+        assert f"]({name})" in text
+        assert (ROOT / "docs" / name).exists()
+
+
+def test_what_is_said_about_consecutive_steps_is_what_was_measured():
+    text = " ".join((ROOT / "docs" / "top-k.md").read_text(encoding="utf-8").split())
+    rows = json.loads((RESULTS.parent / "cpu" / "top-k-overlap.json").read_text())["rows"]
+    near, far = ([row for row in rows if row["age"] == age] for age in (1, 32))
+    assert f"share {min(r['raw'] for r in near):.0%} to {max(r['raw'] for r in near):.0%} of".replace("% to", " to") in text
+    assert "five of the six layers still share more than half" in text
+    assert [row["layer"] for row in far if row["raw"] <= 0.5] == [0, 0]
+    assert "the one layer in which the shifted sets agree better" in text
+    assert [row["layer"] for row in near if row["shifted"] > row["raw"]] == [0, 0]
+    shifted = [row["shifted"] for row in rows if row["layer"] == 0]
+    assert f"by {min(shifted):.2f} to {max(shifted):.2f} at every age" in text
+
+
 @pytest.mark.parametrize("length", [16384, 32768])
 def test_needles_after_a_sparse_prefill_are_what_the_results_say(length):
     text = (ROOT / "docs" / "prefill.md").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pallas_kernels.bench import prefill_report
+from pallas_kernels.bench import prefill_report, top_k_report
 from pallas_kernels.bench.formats import markdown, tokens_text
 
 Row = dict[str, Any]
@@ -178,11 +178,15 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     kinds = ("ops", "decode", "prefill-ops", "prefill", "prefill-measures")
     ops, steps, prefill_ops, prefills, measures = ([run for run in runs if run["bench"] == kind] for kind in kinds)
 
-    def of(kind: Sequence[dict[str, Any]], make: Callable[[list[Row]], str]) -> Callable[[], str]:
+    def sourced(kind: Sequence[dict[str, Any]], make: Callable[[], str]) -> Callable[[], str]:
         text = "*Not measured yet.*"
-        return lambda: f"{make(merged(kind))}\n\n" + "\n".join(dict.fromkeys(map(source, kind))) if kind else text
+        return lambda: f"{make()}\n\n" + "\n".join(dict.fromkeys(map(source, kind))) if kind else text
 
-    return {
+    def of(kind: Sequence[dict[str, Any]], make: Callable[[list[Row]], str]) -> Callable[[], str]:
+        return sourced(kind, lambda: make(merged(kind)))
+
+    of_top_k = {name: sourced(*made) for name, made in top_k_report.parts(runs).items()}
+    return of_top_k | {
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
         "decode-op-llama": of(ops, lambda rows: decode_table(rows, "llama-3.1-8b")),
         "op-rows": of(ops, row_table),
@@ -293,7 +297,7 @@ def _times(row: Row) -> str:
 def write_documents(
     files: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Runs of pallas_kernels.bench or kvjax bench decode.")],
     into: Annotated[list[Path] | None, typer.Option(help="Document whose marked parts are replaced; may be given several times.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder for decode-op.png and decode-step.png.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for decode-op.png, decode-step.png, top-k.png, top-k-overlap.png.")] = None,
 ) -> None:
     """Make tables and plots from results. Without --into, print every part."""
     runs = load(files)
@@ -301,6 +305,9 @@ def write_documents(
         file.write_text(rendered(file.read_text(encoding="utf-8"), runs), encoding="utf-8")
     if not into:
         typer.echo("\n\n".join(f"## {name}\n\n{make()}" for name, make in parts(runs).items()))
+    for kind, name, draw in (("top-k", "top-k", top_k_report.plot), ("overlap", "top-k-overlap", top_k_report.plot_overlap)):
+        if plots is not None and (of_kind := [run for run in runs if run["bench"] == kind]):
+            draw(top_k_report.merged(of_kind) if kind == "top-k" else of_kind[-1]["rows"], plots / f"{name}.png")
     for kind, name, scale, unit in (("ops", "decode-op", 1e6, "us"), ("decode", "decode-step", 1e3, "ms")):
         if plots is not None and any(run["bench"] == kind for run in runs):
             rows = merged([run for run in runs if run["bench"] == kind])

@@ -118,7 +118,7 @@ def read_kernels(profile: ProfileData) -> list[Kernel]:
 def kernel_timing(kernels: Sequence[Kernel], calls: int, chain: int) -> Timing:
     """The timing of `calls` calls of `chain` ops each, from all their kernels."""
     groups = split_calls(kernels, calls)
-    ops = [_split_ops(group, chain) for group in groups]
+    ops = [split_ops(group, chain) for group in groups]
     split = all(found is not None for found in ops)
     units = [op for found in ops for op in found] if split else groups
     share = 1 if split else chain
@@ -136,7 +136,7 @@ def kernel_timing(kernels: Sequence[Kernel], calls: int, chain: int) -> Timing:
 def timeline(kernels: Sequence[Kernel], chain: int) -> list[tuple[str, int, int]]:
     """Name, start and duration of each kernel of the last of `chain` ops, in nanoseconds from that op's start; empty where ops cannot be
     told apart."""
-    op = (_split_ops(list(kernels), chain) or [[]])[-1]
+    op = (split_ops(list(kernels), chain) or [[]])[-1]
     return [(plain_name(kernel.name), round(kernel.start - op[0].start), round(kernel.end - kernel.start)) for kernel in op]
 
 
@@ -147,8 +147,17 @@ def wall_timing(seconds: Sequence[float], chain: int) -> Timing:
     return Timing("wall", len(each) * chain, middle, low, high, middle, None, False, None, ())
 
 
-def split_calls(kernels: Sequence[Kernel], calls: int) -> list[list[Kernel]]:
-    """Cut at the `calls` - 1 longest pauses. RuntimeError unless these stand out and every call ran as many kernels."""
+def ops_timing(ops: Sequence[list[Kernel]]) -> Timing:
+    """The timing of ops that stand apart, from the kernels of each: what ran between them is left out."""
+    spans = np.array([_span(op) for op in ops]) * 1e-9
+    idle = float(np.median([_span(op) - _busy(op) for op in ops])) * 1e-9
+    middle, low, high = (float(np.quantile(spans, q)) for q in (0.5, 0.1, 0.9))
+    in_graphs = float(np.mean([kernel.graph is not None for op in ops for kernel in op]))
+    return Timing("trace", len(ops), middle, low, high, middle, idle, True, in_graphs, tuple(_kernel_times(list(ops), 1)))
+
+
+def split_calls(kernels: Sequence[Kernel], calls: int, *, alike: bool = True) -> list[list[Kernel]]:
+    """Cut at the `calls` - 1 longest pauses. RuntimeError unless these stand out and, if calls are alike, every one ran as many kernels."""
     ends = np.maximum.accumulate(np.array([kernel.end for kernel in kernels], np.float64))
     pauses = np.array([kernel.start for kernel in kernels[1:]], np.float64) - ends[:-1]
     cuts = np.sort(np.argsort(-pauses, kind="stable")[: calls - 1])
@@ -156,8 +165,9 @@ def split_calls(kernels: Sequence[Kernel], calls: int) -> list[list[Kernel]]:
     groups = [list(kernels[a:b]) for a, b in itertools.pairwise(bounds)]
     sizes = sorted({len(group) for group in groups})
     shortest = pauses[cuts].min(initial=np.inf) * 1e-9
-    if len(groups) != calls or len(sizes) > 1 or shortest < PAUSE / 2:
-        raise RuntimeError(f"{len(kernels)} kernels do not fall into {calls} equal calls: {sizes} kernels, {shortest:.1e} s apart at least")
+    if len(groups) != calls or (alike and len(sizes) > 1) or shortest < PAUSE / 2:
+        kind = "equal calls" if alike else "calls"
+        raise RuntimeError(f"{len(kernels)} kernels do not fall into {calls} {kind}: {sizes} kernels, {shortest:.1e} s apart at least")
     return groups
 
 
@@ -166,7 +176,7 @@ def plain_name(name: str) -> str:
     return re.sub(r"([._]\d+)+$", "", name)
 
 
-def _split_ops(group: list[Kernel], chain: int) -> list[list[Kernel]] | None:
+def split_ops(group: list[Kernel], chain: int) -> list[list[Kernel]] | None:
     """The kernels of each op of a call, or None where their names do not repeat."""
     size, rest = divmod(len(group), chain)
     if rest:

@@ -29,9 +29,9 @@ def installed() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def ask(requests: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Answers by name, from one process for all. RuntimeError with the end of its output where it fails."""
-    done = subprocess.run([sys.executable, "-m", __name__], input=json.dumps(list(requests)), capture_output=True, text=True, check=False)
+def ask(requests: Sequence[dict[str, Any]], *, module: str = __name__) -> dict[str, dict[str, Any]]:
+    """Answers by name, from one process for all, which runs `module`. RuntimeError with the end of its output where it fails."""
+    done = subprocess.run([sys.executable, "-m", module], input=json.dumps(list(requests)), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"PyTorch's process ended with status {done.returncode}: {done.stderr[-800:]}")
     return {answer["name"]: answer for answer in json.loads(done.stdout.splitlines()[-1])}
@@ -84,23 +84,25 @@ def _run(request: dict[str, Any]) -> tuple[list[tuple[str, float, float]], float
     for _ in range(WARMUP):
         graph.replay()
     torch.cuda.synchronize()
-    kernels = _trace(graph, request["calls"])
+    kernels = trace([graph], request["calls"])
     difference = (results[0].float() - first.float()).norm() / first.float().norm()
     return kernels, difference.item()
 
 
-def _trace(graph: Any, calls: int) -> list[tuple[str, float, float]]:
+def trace(graphs: Sequence[Any], calls: int) -> list[tuple[str, float, float]]:
+    """The kernels (name, start, end in nanoseconds) of so many replays of CUDA graphs, one after another, a pause after each replay."""
     import torch
 
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities):  # the first one of a process may miss what runs while it starts
-        graph.replay()
+        graphs[0].replay()
         torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(calls):
-            graph.replay()
-            torch.cuda.synchronize()
-            time.sleep(PAUSE)
+        for graph in graphs:
+            for _ in range(calls):
+                graph.replay()
+                torch.cuda.synchronize()
+                time.sleep(PAUSE)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))

@@ -37,7 +37,7 @@ def unsupported(scores, hint, lengths, *, k, sort, return_counts, config) -> str
     if k > MOST_K:
         return f"it keeps at most {MOST_K:,}, got k {k:,}"
     s = _shape(scores, hint, lengths, k=k, return_counts=return_counts, config=config)
-    if sum(s.scratch_words().values()) > lanes.SHARED_WORDS:
+    if sum(s.scratch_words().values()) > lanes.SHARED_WORDS or not (s.whole or s.slots):
         return f"rows of {scores.shape[1]:,} scores over {s.ctas} CTAs and {s.capacity:,} candidates need more shared memory than there is"
     return None
 
@@ -111,7 +111,7 @@ def rank(s: Shape, row, cta, arrays, scratch) -> None:
     """All of it, by all threads of all CTAs of a row's cluster. arrays: scores, hint and lengths as far as there are any, outputs."""
     scores_ref, *others = arrays
     hint_ref = others.pop(0) if s.start == "hint" else None
-    length = lanes.i32(s.row)
+    length = lanes.ptx("mov.u32 $0, $1;", lanes.i32(s.row), result="i32")  # compilers would unroll the loops that they know the ends of
     if s.has_lengths:
         length = lanes.maximum(lanes.minimum(lanes.load_global(others.pop(0), row), s.row), 0)
     share = search.share_of(s, scores_ref, scratch, row, cta, length)

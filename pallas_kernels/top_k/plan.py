@@ -13,8 +13,12 @@ GROUP = 128
 UNROLLED = 8
 """Loads that a thread has on their way at once."""
 
-MOST_COPIES = 28
-"""Groups that a warp has on their way at once, where they do not stay in shared memory."""
+CHUNKS = {True: 4, False: 2}
+"""Groups that a warp takes at a time, if it has as many: of a share that stays in shared memory, and of one that passes through, where
+a thread has no registers for more."""
+
+MOST_COPIES = 6
+"""Chunks that a warp has on their way at once, where they do not stay in shared memory."""
 
 TOGETHER = 4
 """Neighbouring scores of a sample that are read at once: 16 bytes, because memory is slow with scattered words."""
@@ -22,8 +26,6 @@ TOGETHER = 4
 MOST_K = 4096
 MOST_CAPACITY = 12288
 
-FEW = 4096
-"""Candidates up to which a thread looks at 8."""
 MOST_SECANTS = 5
 """Passes that look for a threshold by interpolation before digits do."""
 
@@ -36,8 +38,7 @@ class Config:
 
     start: where the first threshold comes from, "sample" (scores from all over the row) or "hint" (the mean of the hinted scores).
     capacity: candidates that are refined at most, a multiple of 512; None: by k. sample: scores looked at, a multiple of 2,048; None: by
-    the length of a row. ctas: of the cluster that serves a row, at most 16; None: by the batch. (Fewer threads a CTA are no choice: the
-    stages are bound by what a multiprocessor issues.)
+    the length of a row. ctas: of the cluster that serves a row, at most 16; None: by the batch.
     Raises ValueError for other values.
     """
 
@@ -85,7 +86,8 @@ class Shape:
     @property
     def most_candidates(self) -> tuple[int, ...]:
         """Numbers of candidates that there is code for: what a thread does for one that is not there takes time, too."""
-        return (FEW, self.capacity) if self.capacity > FEW else (self.capacity,)
+        few = max(1024, _power_of_two(2 * self.k))
+        return (few, self.capacity) if few < self.capacity else (self.capacity,)
 
     @property
     def groups(self) -> int:
@@ -98,9 +100,22 @@ class Shape:
         return -(-self.groups // self.threads)
 
     @property
-    def groups_per_warp(self) -> int:
-        """Groups of a warp, at most: one in `warps`."""
-        return -(-self.groups // self.warps)
+    def chunk(self) -> int:
+        """Consecutive groups that a warp takes at a time."""
+        return self._chunk(self.stays)
+
+    def _chunk(self, stays: bool) -> int:
+        return min(CHUNKS[stays], -(-self.groups // self.warps))
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a warp, at most: one in `warps`."""
+        return -(-self.groups // (self.warps * self.chunk))
+
+    @property
+    def turn_words(self) -> int:
+        """Scores in a chunk of every warp."""
+        return GROUP * self.chunk * self.warps
 
     @property
     def small_words(self) -> dict[str, int]:
@@ -108,7 +123,7 @@ class Shape:
         totals_s: of every CTA, for two passes in turn."""
         words = {"counts_s": choose.SCRATCH_WORDS, "notes_s": 64}
         if not self.whole:
-            words |= {"masks_s": 4 * self.groups, "before_s": 4 * -(-self.groups // 4), "totals_s": 32}
+            words |= {"masks_s": 4 * (self.groups + self.warps * CHUNKS[True]), "before_s": 4 * -(-self.groups // 4), "totals_s": 32}
         return words
 
     @property
@@ -121,7 +136,8 @@ class Shape:
     def stays(self) -> bool:
         """Whether the share stays in shared memory, behind the list. If not it passes through, where the candidates will be."""
         room = lanes.SHARED_WORDS - sum(self.small_words.values()) - self.list_at - self.capacity
-        return not self.whole and room >= GROUP * self.warps * self.groups_per_warp
+        turn = self.warps * self._chunk(True)
+        return not self.whole and room >= GROUP * turn * -(-self.groups // turn)
 
     @property
     def data_at(self) -> int:
@@ -130,17 +146,17 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """Groups of a warp that `pool_s` has room for."""
+        """Chunks of a warp that `pool_s` has room for."""
         if self.stays:
-            return self.groups_per_warp
+            return self.chunks
         room = lanes.SHARED_WORDS - sum(self.small_words.values())
-        return min(room // (GROUP * self.warps), self.groups_per_warp, MOST_COPIES)
+        return min(room // self.turn_words, self.chunks, MOST_COPIES)
 
     def scratch_words(self) -> dict[str, int]:
         """All of shared memory."""
         if self.whole:
             return {"pool_s": self.list_at} | self.small_words
-        data_end = self.data_at + GROUP * self.warps * self.slots
+        data_end = self.data_at + self.turn_words * self.slots
         return {"pool_s": max(self.list_at + self.capacity, data_end)} | self.small_words
 
 

@@ -63,48 +63,52 @@ def share_of(s: Shape, scores_ref, scratch: dict, row: Scalar, cta: Scalar, leng
     return Share(s, scores_ref, scratch, row, cta, length, groups, cta * groups)
 
 
-# The share on its way: a warp has every `warps`-th group, and a lane reads the 16 bytes of it that it copied.
+# The share on its way: a warp has one chunk of groups in `warps`, and a lane reads the 16 bytes of each group that it copied.
 
 
 def fetch(share: Share) -> None:
     """Start bringing as much of the share as there is room for, while the threshold is looked for."""
 
     def start(n):
-        _fetch_group(share, n)
+        _fetch_chunk(share, n)
         return []
 
-    lanes.loop(share.s.slots, [], start)
+    # A number that compilers do not know: they would unroll the loop, and run out of registers.
+    lanes.loop(lanes.where(share.groups > 0, lanes.i32(share.s.slots), 0), [], start)
 
 
-def _fetch_group(share: Share, n: Scalar) -> None:
-    """Start copying the warp's group number n to its slot, zeros if there is none."""
-    s = share.s
-    at = _start_of_group(share, n)
-    there = (n * s.warps + lanes.warp() < share.groups) & (at < s.row)
-    offset = lanes.where(there, at, 0) * 4
-    lanes.copy_async_16_bytes(share.scratch["pool_s"], _slot(share, n), share.scores_ref, offset, there=there, **share.place)
-    lanes.commit_copies()
-
-
-def _start_of_group(share: Share, n: Scalar) -> Scalar:
-    """The place in the row of the lane's first score of the warp's group number n."""
-    return (share.first + n * share.s.warps + lanes.warp()) * GROUP + lanes.lane() * 4
+def _first_group(share: Share, n: Scalar) -> Scalar:
+    """The first group, in the share, of the warp's chunk number n."""
+    return (n * share.s.warps + lanes.warp()) * share.s.chunk
 
 
 def _slot(share: Share, n: Scalar) -> Scalar:
-    """The word of `pool_s` where the lane's part of the warp's group number n is."""
+    """The word of `pool_s` where the lane's part of the first group of the warp's chunk number n is."""
     s = share.s
     turn = n if s.stays else n % s.slots
-    return (turn * s.warps + lanes.warp()) * GROUP + lanes.lane() * 4 + s.data_at
+    return turn * s.turn_words + lanes.warp() * (GROUP * s.chunk) + lanes.lane() * 4 + s.data_at
 
 
-def _each_group(share: Share, use: Callable, again: Scalar) -> None:
-    """Call `use(group, words)` for a warp's groups, with this lane's four consecutive words; past the row, they may be anything.
+def _fetch_chunk(share: Share, n: Scalar) -> None:
+    """Start copying the warp's chunk number n to its slot; zeros past the share."""
+    s = share.s
+    end = lanes.minimum((share.first + share.groups) * GROUP, s.row)
+    at, slot = (share.first + _first_group(share, n)) * GROUP + lanes.lane() * 4, _slot(share, n)
+    for i in range(s.chunk):
+        there = at + i * GROUP < end
+        offset = lanes.where(there, at + i * GROUP, 0) * 4
+        where = {"there": there, **share.place}
+        lanes.copy_async_16_bytes(share.scratch["pool_s"], slot + i * GROUP, share.scores_ref, offset, **where)
+    lanes.commit_copies()
+
+
+def _each_chunk(share: Share, use: Callable, again: Scalar) -> None:
+    """Call `use(first, words)` for a warp's chunks: the first group, and a function that gives this lane's four consecutive words of group
+    `first + i`. Past the row and past the share they may be anything.
 
     again: 1 if this is not the first pass.
     """
     s = share.s
-    groups = (share.groups - lanes.warp() + (s.warps - 1)) // s.warps
     if s.stays:
         lanes.wait_for_copies(0)
     else:
@@ -114,12 +118,13 @@ def _each_group(share: Share, use: Callable, again: Scalar) -> None:
     def step(n):
         if not s.stays:
             lanes.wait_for_copies(s.slots - 1)
-        use(n * s.warps + lanes.warp(), lanes.load_shared(share.scratch["pool_s"], _slot(share, n), count=4))
+        slot = _slot(share, n)
+        use(_first_group(share, n), lambda i: lanes.load_shared(share.scratch["pool_s"], slot + i * GROUP, count=4))
         if not s.stays:
-            _fetch_group(share, n + s.slots)
+            _fetch_chunk(share, n + s.slots)
         return []
 
-    lanes.loop(groups, [], step)
+    lanes.loop((share.groups + (s.warps * s.chunk - 1)) // (s.warps * s.chunk), [], step)
     if not s.stays:
         lanes.wait_for_copies(0)
 
@@ -225,24 +230,31 @@ def _words(ref, first: int, count: int) -> list[Scalar]:
 
 
 def _mark(share: Share, reaches: Callable, again: Scalar, more: bool = False) -> None:
-    """Set the bit of each score whose word `reaches`, clear the others; more: leave these as they are. again: see `_each_group`."""
+    """Set the bit of each score whose word `reaches`, clear the others; more: leave these as they are. again: see `_each_chunk`."""
     s, masks_s = share.s, share.scratch["masks_s"]
 
-    def use(group, words):
-        masks = [lanes.ballot(reaches(word)) for word in words]
-        left = share.length - (share.first + group) * GROUP
+    def use(first, words):
+        masks = [[lanes.ballot(reaches(word)) for word in words(i)] for i in range(s.chunk)]
+        left = share.length - (share.first + first) * GROUP
         with lanes.when(lanes.lane() == 0):
-            if more:
-                masks = [a | b for a, b in zip(masks, lanes.load_shared(masks_s, group * 4, count=4), strict=True)]
-            lanes.store_shared(masks_s, group * 4, *masks)
-        with lanes.when((lanes.lane() == 0) & (left < GROUP)):  # the row ends here, or ended: of word j, scores j, j + 4, ... are there
-            counts = [lanes.maximum(lanes.minimum((left - j + 3) >> 2, 32), 0) for j in range(4)]
-            there = [lanes.shift_right(lanes.i32(-1), 32 - count) for count in counts]
-            masks = lanes.load_shared(masks_s, group * 4, count=4)
-            lanes.store_shared(masks_s, group * 4, *[mask & here for mask, here in zip(masks, there, strict=True)])
+            for i, of_group in enumerate(masks):
+                if more:
+                    of_group = [a | b for a, b in zip(of_group, lanes.load_shared(masks_s, (first + i) * 4, count=4), strict=True)]
+                lanes.store_shared(masks_s, (first + i) * 4, *of_group)
+            with lanes.when(left < GROUP * s.chunk):  # the row ends here, or ended
+                for i in range(s.chunk):
+                    _clear_past(masks_s, first + i, left - i * GROUP)
 
-    _each_group(share, use, again)
+    _each_chunk(share, use, again)
     lanes.cta_barrier(s.threads)
+
+
+def _clear_past(masks_s, group: Scalar, left: Scalar) -> None:
+    """Clear the marks of a group but for its first `left` scores: bit l of word j is that of score 4 l + j."""
+    counts = [lanes.maximum(lanes.minimum((left - j + 3) >> 2, 32), 0) for j in range(4)]
+    there = [lanes.shift_right(lanes.i32(-1), 32 - count) for count in counts]
+    masks = lanes.load_shared(masks_s, group * 4, count=4)
+    lanes.store_shared(masks_s, group * 4, *[mask & here for mask, here in zip(masks, there, strict=True)])
 
 
 def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
@@ -369,14 +381,19 @@ def _count_digits(share: Share, low, bits, shift, need) -> tuple[Scalar, Scalar,
         lanes.store_shared(counts_s, lanes.thread(), lanes.i32(0))
     lanes.cta_barrier(s.threads)
 
-    def use(group, words):
-        left = share.length - (share.first + group) * GROUP - lanes.lane() * 4
-        for j, word in enumerate(words):
-            key = key_of(word)
-            inside = (left > j) & (key >= low) & (lanes.shift_right(key - low, bits) == 0)
-            lanes.count_shared(counts_s, lanes.shift_right(key - low, shift), inside)
+    def use(first, words):
+        left = lanes.minimum(share.length - share.first * GROUP, share.groups * GROUP) - first * GROUP - lanes.lane() * 4
 
-    _each_group(share, use, lanes.i32(1))
+        def of_group(i):
+            for j, word in enumerate(words(i)):
+                key = key_of(word)
+                inside = (left - i * GROUP > j) & (key >= low) & (lanes.shift_right(key - low, bits) == 0)
+                lanes.count_shared(counts_s, lanes.shift_right(key - low, shift), inside)
+            return []
+
+        lanes.loop(share.s.chunk, [], of_group)
+
+    _each_chunk(share, use, lanes.i32(1))
     meet(s)  # in all CTAs, the scores have passed through where the counts go
     with lanes.when(counters):
         count = lanes.load_shared(counts_s, lanes.thread())[0]

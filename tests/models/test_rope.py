@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.models import config_json, rope
+from pallas_kernels.bench.score_rows import Yarn
 from pallas_kernels.elementwise import rotate
 
 CASES = json.loads(Path(__file__).with_name("golden").joinpath("rope.json").read_text())
@@ -23,6 +24,14 @@ def test_frequencies_are_those_of_transformers(case):
     c = config(case["head_dim"], case["parameters"])
     np.testing.assert_allclose(rope.frequencies(c), case["frequencies"], rtol=1e-6)
     assert (c.rope_scaling.attention_factor if c.rope_scaling else 1.0) == pytest.approx(case["attention_factor"], rel=1e-12)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("base", "factor"), [(1e4, 40.0), (1e6, 4.0)])
+def test_the_rows_of_the_benchmarks_rotate_by_the_same_frequencies(head_dim, base, factor):
+    scaling = {"rope_type": "yarn", "rope_theta": base, "factor": factor, "original_max_position_embeddings": 4096}
+    theirs = rope.frequencies(config(head_dim, scaling))
+    np.testing.assert_allclose(Yarn(head_dim, base, factor, 4096).frequencies(), theirs, rtol=2e-6)
 
 
 def test_golden_cases_differ_from_unscaled_frequencies():

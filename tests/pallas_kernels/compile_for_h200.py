@@ -1,6 +1,6 @@
 """Compiles calls of Mosaic GPU kernels to machine code for an H200 that need not be there; a process that `conftest.py` starts.
 
-Arguments: the description of the GPU; a pickled dict, name -> (op, arrays, static); where to write what the assembler said.
+Arguments: the description of the GPU; a pickled dict, name -> (op or function, arrays, static); where to write what the assembler said.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def main(target: str, cases: str, found: str) -> None:
     sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
     results = {}
     for name, (op, arrays, static) in pickle.loads(Path(cases).read_bytes()).items():
-        function = functools.partial(getattr(importlib.import_module(f"pallas_kernels.{op}.mosaic_gpu"), op), **static)
+        kernel = op if callable(op) else getattr(importlib.import_module(f"pallas_kernels.{op}.mosaic_gpu"), op)
+        function = functools.partial(kernel, **static)
         structs = jax.tree.map(functools.partial(struct, sharding), arrays, is_leaf=lambda x: isinstance(x, tuple))
         with heard() as said:
             jax.jit(function).lower(**structs).compile()

@@ -223,7 +223,7 @@ def lower_for_cuda(op: str, arrays: dict, static: dict) -> str:
 
 
 def compile_for_h200(cases: dict[str, tuple], tmp_path: Path) -> dict[str, list[dict[str, int]]]:
-    """Per case, (op, arrays, static) as above, and per kernel that it launches: registers, bytes of spill stores and loads.
+    """Per case, (op or function, arrays, static), and per kernel that it launches: registers, bytes of spill stores and loads.
 
     In a process of its own: JAX has to be told before it starts that no GPU is needed, and a real one must not be touched.
     """

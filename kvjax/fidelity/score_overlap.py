@@ -1,0 +1,149 @@
+"""How much of a query's highest-scoring keys the query before had, layer by layer, while a model decodes.
+
+Scores as a lightning indexer gives them, but from the model's own attention: of one query token, `sum_h relu(q_h . k)` over the query
+heads, q_h and k as attention multiplies them (after norms and RoPE), k of head h's KV head, no weights, scaled by `sm_scale`. With
+`kind="logits"` `sum_h q_h . k`. ("Guess-Verify-Refine", section 3.1, measures the indexer of a model that has one.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.engine import Engine
+from kvjax.model import Model
+from kvjax.policies import Stateless, select_and_attend
+from pallas_kernels.bench.score_rows import overlap, top_indices
+
+KINDS = ("relu", "logits")
+AGES = (1, 2, 4, 8, 16, 32)
+
+
+def indexer_scores(
+    q: Float[Array, "B 1 H D"],
+    k: Float[Array, "N K P D"],
+    page_table: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    *,
+    kind: str,
+    sm_scale: float,
+) -> Float[Array, "B S"]:
+    """Scores of every key of the pages by the query, float32, S = M * P; -inf from `lengths` on. See the top of this file."""
+    batch, heads, head_dim = q.shape[0], q.shape[2], q.shape[3]
+    kv_heads, page_size = k.shape[1], k.shape[2]
+    queries = q.reshape(batch, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32)
+    keys = k[jnp.maximum(page_table, 0)].astype(jnp.float32)
+    logits = jnp.einsum("bkgd,bmkpd->bkgmp", queries, keys, precision="highest") * sm_scale
+    scores = (jax.nn.relu(logits) if kind == "relu" else logits).sum((1, 2)).reshape(batch, -1)
+    return jnp.where(jnp.arange(page_table.shape[1] * page_size) < lengths[:, None], scores, -jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Listening(Stateless):
+    """Decodes densely, and gives each layer's scores to `hear`."""
+
+    hear: Callable
+    kind: str
+
+    def select(self, query, layer, ctx, state):
+        """No list: every block."""
+        return None, state
+
+    def attend(self, query, layer, ctx, state):
+        scores = indexer_scores(query, layer.k, ctx.page_table, ctx.lengths, kind=self.kind, sm_scale=ctx.sm_scale)
+        jax.debug.callback(self.hear, ctx.layer, scores)
+        return select_and_attend(self, query, layer, ctx, state)
+
+    def describe(self) -> str:
+        return "dense, listened to"
+
+
+@dataclasses.dataclass(frozen=True)
+class Captured:
+    """Scores of consecutive decode steps. Of step t the first `lengths[t]` of a row are keys, the others -inf."""
+
+    scores: Float[np.ndarray, "L steps N"]
+    lengths: Int[np.ndarray, " steps"]
+
+    def save(self, path: Path) -> None:
+        """Write the last two steps' rows as `scores` [L, N] and `before` [L, N] to an .npz, which `python -m pallas_kernels.bench top-k
+        --rows` times."""
+        if len(self.lengths) < 2:
+            raise ValueError(
+                f"saving rows takes two steps, the last and the one that it gets its hint from; {len(self.lengths)} were captured"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(path, scores=self.scores[:, -1], before=self.scores[:, -2])
+
+
+def capture_scores(
+    model: Model,
+    tokens: Sequence[int],
+    steps: int,
+    *,
+    kind: str = "relu",
+    page_size: int = 128,
+    prefill_chunk: int = 1024,
+    on_tokens: Callable[[int], None] | None = None,
+) -> Captured:
+    """The scores of the last `steps` tokens of a text, each fed through a decode step behind those before it.
+
+    Memory: the cache, and 4 bytes per layer, step and token on the host. on_tokens: called with the number of tokens done. ValueError for
+    an unknown kind, and for fewer than 1 step or no token before the first.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is unknown; there are {', '.join(KINDS)}")
+    if not 1 <= steps < len(tokens):
+        raise ValueError(f"steps must be from 1 to {len(tokens) - 1}, one less than there are tokens, got {steps}")
+    start, total = len(tokens) - steps, len(tokens)
+    heard: dict[tuple[int, int], np.ndarray] = {}
+    step = start
+
+    def hear(layer, scores):
+        heard[int(layer), step - start] = np.array(scores[0, :total])
+
+    engine = Engine(model, pages=-(-total // page_size), page_size=page_size, prefill_chunk=prefill_chunk, batch_buckets=(1,))
+    (sequence,) = engine.prefill([tokens[:start]], reserve=steps, on_tokens=on_tokens)
+    listening = _Listening(hear, kind)
+    for step in range(start, total):
+        engine.decode([sequence], [int(tokens[step])], listening)
+        jax.effects_barrier()
+        if on_tokens:
+            on_tokens(1)
+    layers = model.config.num_layers
+    scores = np.stack([np.stack([heard[layer, t] for t in range(steps)]) for layer in range(layers)])
+    return Captured(scores, start + 1 + np.arange(steps))
+
+
+def overlap_rows(captured: Captured, ks: Sequence[int], ages: Sequence[int] = AGES) -> list[dict[str, Any]]:
+    """Rows, one for each layer, k and age of the hint in steps, over all pairs of captured steps that are so far apart.
+
+    raw: mean share of a step's top k that the top k of `age` steps earlier have too, p10 and p90 beside it; shifted: the same with the
+    earlier indices moved by `age`, as positions relative to the query; chance: k / keys. ValueError for a k that not every step has, and
+    where no two steps are so far apart.
+    """
+    layers, steps, _ = captured.scores.shape
+    if not ks or max(ks) > captured.lengths[0] or min(ks) < 1:
+        raise ValueError(f"k must be from 1 to {captured.lengths[0]}, the keys of the first step, got {tuple(ks)}")
+    if not ages or max(ages) >= steps or min(ages) < 1:
+        raise ValueError(f"ages must be from 1 to {steps - 1}, one less than the captured steps, got {tuple(ages)}")
+    rows = []
+    for layer in range(layers):
+        for k in ks:
+            tops = [top_indices(row, k) for row in captured.scores[layer]]
+            for age in ages:
+                pairs = list(zip(tops[age:], tops, strict=False))
+                raw = np.array([overlap(now, then) for now, then in pairs])
+                shifted = np.array([overlap(now, then, shift=age) for now, then in pairs])
+                row = {"layer": layer, "k": k, "age": age, "pairs": len(pairs), "chance": k / float(captured.lengths.mean())}
+                for name, found in (("raw", raw), ("shifted", shifted)):
+                    row |= {name: float(found.mean())} | {f"{name}_p{p}": float(np.percentile(found, p)) for p in (10, 90)}
+                rows.append(row)
+    return rows

@@ -1,0 +1,120 @@
+"""The radix baseline: exact sets, and a kernel that compiles without spilling."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import lanes
+from pallas_kernels.bench import radix_select
+
+
+def emulate(emulated, scores, k, ctas, threads=512):
+    """The kernel's stages on emulated threads: values and indices."""
+    batch, n = scores.shape
+    s = radix_select.Shape(batch, n, k, ctas, threads)
+    values, indices = np.full((batch, k), np.nan, np.float32), np.full((batch, k), -7, np.int32)
+
+    def stage(arrays, scratch, row, cta):
+        radix_select.select(s, row, cta, *arrays, scratch)
+
+    sizes = {"clusters": batch, "ctas": ctas, "threads": threads, "scratch_words": s.scratch_words()}
+    emulated.run_clusters(stage, arrays=(scores.copy(), values, indices), scalars=lambda row, cta: {"row": row, "cta": cta}, **sizes)
+    return values, indices
+
+
+def check(emulated, scores, k, ctas):
+    """Different places, their own scores, and as a multiset the k largest of numpy's sort."""
+    values, indices = emulate(emulated, scores, k, ctas)
+    for row, value, index in zip(scores, values, indices, strict=True):
+        assert len(set(index.tolist())) == k
+        np.testing.assert_array_equal(row[index], value)
+        np.testing.assert_array_equal(np.sort(value), np.sort(row)[len(row) - k :])
+
+
+def rows_of(kind, n):
+    rows = np.random.default_rng(n).standard_normal((2, n)).astype(np.float32)
+    if kind == "ties":
+        return np.round(2 * rows) / 2
+    if kind == "equal":
+        return np.full_like(rows, 1.5)
+    if kind == "negative":
+        rows = -np.abs(rows) * np.float32(1e-30)
+        rows[0, : n // 2] = -np.inf
+    return rows
+
+
+PLACES = {
+    "one CTA": (4096, 32, 1),
+    "several": (8192, 100, 4),
+    "uneven": (20000, 2048, 3),
+    "cluster of 16": (32768, 512, 16),
+    "few": (8, 3, 2),
+}
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "negative"])
+@pytest.mark.parametrize("place", PLACES)
+def test_finds_the_k_largest(emulated, place, kind):
+    n, k, ctas = PLACES[place]
+    check(emulated, rows_of(kind, n), k, ctas)
+
+
+def test_a_k_of_everything(emulated):
+    check(emulated, rows_of("ties", 512), 512, 2)
+
+
+MUTANTS = {
+    "the cluster does not meet": ("_meet", lambda s: None),
+    "a digit short": ("DIGITS", (11, 11, 9)),
+    "no larger digits": ("_find", lambda s, totals_s, warps_s, need: (lanes.i32(1000), lanes.i32(0))),
+    "counters are not cleared": ("_clear", lambda s, counts_s: None),
+    "only own counters": ("_add_up", lambda s, cta, scratch: scratch.update(totals_s=scratch["counts_s"])),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_one_is_noticed(emulated, monkeypatch, name):
+    monkeypatch.setattr(radix_select, *MUTANTS[name])
+    with pytest.raises(AssertionError):
+        check(emulated, rows_of("ties" if name == "a digit short" else "normal", 8192), 100, 4)
+
+
+@pytest.mark.parametrize(
+    ("scores", "k", "wrong"),
+    [
+        (jax.ShapeDtypeStruct((8,), jnp.float32), 1, "float32"),
+        (jax.ShapeDtypeStruct((2, 8), jnp.bfloat16), 1, r"bfloat16\[2, 8\]"),
+        (jax.ShapeDtypeStruct((2, 10), jnp.float32), 1, "multiple of 4"),
+        (jax.ShapeDtypeStruct((2, 8), jnp.float32), 0, "1 to 8 .* got 0"),
+        (jax.ShapeDtypeStruct((2, 8), jnp.float32), 9, "got 9"),
+        (jax.ShapeDtypeStruct((2, 8192), jnp.float32), 4097, "at most 4096"),
+    ],
+)
+def test_wrong_input_is_refused(scores, k, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        radix_select.radix_top_k(scores, k)
+
+
+def test_compiles_without_spilling(cuda, tmp_path):
+    """One row over 16 CTAs, rows over 3 (which divides no power of two), a row a CTA."""
+    cases = {
+        name: (radix_select.radix_top_k, {"scores": ((batch, n), "float32")}, {"k": k})
+        for name, batch, n, k in (("one", 1, 2**20, 2048), ("some", 37, 2**17, 512), ("many", 100, 8192, 32))
+    }
+    for name, kernels in cuda.compile(cases, tmp_path).items():
+        assert len(kernels) == 1, name
+        assert kernels[0]["spill_stores"] == kernels[0]["spill_loads"] == 0, (name, kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "n", "k"), [(1, 131072, 2048), (8, 65536, 512), (100, 8192, 32), (3, 1048576, 4096)])
+def test_on_hopper(hopper, batch, n, k):
+    scores = np.random.default_rng(n).standard_normal((batch, n)).astype(np.float32)
+    values, indices = map(np.asarray, radix_select.radix_top_k(jnp.asarray(scores), k))
+    for row, value, index in zip(scores, values, indices, strict=True):
+        assert len(set(index.tolist())) == k
+        np.testing.assert_array_equal(row[index], value)
+        np.testing.assert_array_equal(np.sort(value), np.sort(row)[len(row) - k :])
