@@ -37,7 +37,7 @@ def parse(fields: Fields, generation: Fields | None = None) -> ModelConfig:
     _check_fields(fields, family)
     read = dict(family.defaults) | {name: fields[name] for name in family.defaults if name in fields}
     heads, hidden = _size(read, "num_attention_heads"), _size(read, "hidden_size")
-    theta, scaling = _rope(fields, read)
+    theta, scaling = rope_of(fields, read)
     max_positions = _size(read, "max_position_embeddings")
     if scaling is not None and scaling.kind == "yarn":
         max_positions = max(max_positions, int(scaling.original_max_positions * scaling.factor))
@@ -117,8 +117,11 @@ def _check_fields(fields: Fields, family: Family) -> None:
         raise ValueError(f"unsupported config.json of a {family.architecture}: " + "; ".join(problems))
 
 
-def _rope(fields: Fields, read: Fields) -> tuple[float, RopeScaling | None]:
-    """The base and the scaling, from either spelling; where config.json has both they must agree."""
+def rope_of(fields: Fields, read: Fields) -> tuple[float, RopeScaling | None]:
+    """The base and the scaling, from either spelling; where config.json has both they must agree.
+
+    read: `fields` with the family's defaults of rope_theta, rope_scaling, rope_parameters and max_position_embeddings.
+    """
     old, new = read["rope_scaling"], read["rope_parameters"]
     for name in ("rope_scaling", "rope_parameters"):
         if read[name] is not None and not isinstance(read[name], Mapping):
@@ -176,7 +179,7 @@ def _yarn(given: Fields, original: int, max_positions: int) -> RopeScaling:
         for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
     )
     if attention is None:
-        attention = _mscale(factor, scale) / _mscale(factor, scale_all) if scale and scale_all else _mscale(factor, 1.0)
+        attention = mscale(factor, scale) / mscale(factor, scale_all) if scale and scale_all else mscale(factor, 1.0)
     if attention <= 0:
         raise ValueError(f"config.json: attention_factor is {attention}; it must be above 0")
     truncate = _boolean({"truncate": True} | dict(given), "truncate")
@@ -186,7 +189,8 @@ def _yarn(given: Fields, original: int, max_positions: int) -> RopeScaling:
     return RopeScaling("yarn", factor, original, beta_fast=fast, beta_slow=slow, attention_factor=attention, truncate=truncate)
 
 
-def _mscale(factor: float, weight: float) -> float:
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's attention factor for positions stretched by `factor` (YaRN, section 3.3), its logarithm weighted."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

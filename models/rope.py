@@ -9,16 +9,30 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from kvjax.model import ModelConfig, RopeScaling
+from kvjax.model import RopeScaling
+
+
+class Rotated(Protocol):
+    """What a configuration says about rotation; static and hashable. head_dim: the elements of a head that are rotated."""
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None: ...
 
 
 @functools.lru_cache(maxsize=64)
-def frequencies(config: ModelConfig) -> tuple[float, ...]:
+def frequencies(config: Rotated) -> tuple[float, ...]:
     """Radians per token of each of the head_dim / 2 rotated pairs, float32 values, scaled as `config.rope_scaling` says."""
     pairs = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     periods = np.float32(config.rope_theta) ** pairs  # over 2 pi
@@ -44,7 +58,7 @@ def _llama3(base: Float32[np.ndarray, "D2"], scaling: RopeScaling) -> Float32[np
     return np.where(wavelengths > original / low, slowed, np.where(wavelengths < original / high, base, blended))
 
 
-def _yarn(periods: Float32[np.ndarray, "D2"], scaling: RopeScaling, config: ModelConfig) -> Float32[np.ndarray, "D2"]:
+def _yarn(periods: Float32[np.ndarray, "D2"], scaling: RopeScaling, config: Rotated) -> Float32[np.ndarray, "D2"]:
     """Pairs that turn more than `beta_fast` times within the original length are kept, fewer than `beta_slow` slowed by `factor`."""
     dim = config.head_dim
 
@@ -62,7 +76,7 @@ def _yarn(periods: Float32[np.ndarray, "D2"], scaling: RopeScaling, config: Mode
     return 1 / (np.float32(scaling.factor) * periods) * (1 - keep) + 1 / periods * keep
 
 
-def rotation(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]:
+def rotation(config: Rotated, positions: Int[Array, "B T"]) -> tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]:
     """Cosine and sine of every pair's angle at absolute `positions` (tokens), float32, times YaRN's attention factor."""
     angles = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies(config), jnp.float32)
     factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0

@@ -46,6 +46,13 @@ def check_window(window: tuple[int, int]) -> None:
         raise ValueError(f"window must be a tuple (sink_tokens >= 0, window_tokens >= 1), got {window!r}")
 
 
+def physical(page_table: Int[Array, "B M"], logical: Int[Array, "B T"], valid: Bool[Array, "B T"], num_pages: int) -> Int[Array, "B T"]:
+    """Physical page of each token, or `num_pages` (outside the pool, so that writes drop) where there is none."""
+    page = jnp.take_along_axis(page_table, jnp.clip(logical, 0, page_table.shape[1] - 1), axis=1)
+    there = valid & (logical >= 0) & (logical < page_table.shape[1]) & (page >= 0)
+    return jnp.where(there, page, num_pages)
+
+
 def read_tile(pool: Float[Array, "N K P D"], pages: Int[Array, "K n"], tokens: Int[Array, "K n"], size: int) -> Float[Array, "K n*size D"]:
     """For each KV head, `size` tokens of each of n pages, from the given token on; where pages is -1, whatever page 0 holds.
 

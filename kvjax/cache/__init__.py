@@ -1,19 +1,37 @@
 """The paged KV cache: types, the page allocator, and pure writes."""
 
 from kvjax.cache.allocator import OutOfPages, PageAllocator
-from kvjax.cache.types import FULL, Cache, IndexSpec, PagedKV, bytes_per_page, empty_layer
-from kvjax.cache.writes import append, copy_page, seal
+from kvjax.cache.types import (
+    FULL,
+    INDEXER,
+    INDEXER_SCALES,
+    Cache,
+    IndexSpec,
+    LatentPages,
+    LayerCache,
+    PagedKV,
+    bytes_per_page,
+    empty_latents,
+    empty_layer,
+)
+from kvjax.cache.writes import append, append_latents, copy_page, seal
 
 __all__ = [
     "FULL",
+    "INDEXER",
+    "INDEXER_SCALES",
     "Cache",
     "IndexSpec",
+    "LatentPages",
+    "LayerCache",
     "OutOfPages",
     "PageAllocator",
     "PagedKV",
     "append",
+    "append_latents",
     "bytes_per_page",
     "copy_page",
+    "empty_latents",
     "empty_layer",
     "seal",
 ]

@@ -10,7 +10,7 @@ import dataclasses
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.page_index import INDEX_ROWS
 
@@ -58,6 +58,37 @@ class PagedKV:
     v: Float[Array, "N K P D"]
     index: dict[str, Float[Array, "N K nb R D"]]
 
+    @property
+    def value_dim(self) -> None:
+        """None: V is an array of its own."""
+        return None
+
+
+INDEXER, INDEXER_SCALES = "indexer", "indexer_scales"
+"""Names of a lightning indexer's keys, and of their scales where they are 8-bit, in `LatentPages.index`."""
+
+
+@flax.struct.dataclass
+class LatentPages:
+    """Latents of one layer of multi-head latent attention (MLA), and what a lightning indexer scans instead of them.
+
+    k: per token one row of `value_dim` latent columns, of which every head's key and value are linear images, and the rotated key that all
+    heads share; V is a view of K, its first `value_dim` columns. index: unlike that of `PagedKV` it is written with each token, so tokens
+    of the open page are found too. INDEXER: keys `[N, P, D_I]`; where those are float8_e4m3fn, INDEXER_SCALES: float32 `[N, P]`.
+    """
+
+    k: Float[Array, "N 1 P D"]
+    index: dict[str, Float[Array, "N P DI"] | Float32[Array, "N P"]]
+    value_dim: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def v(self) -> None:
+        """None: V is a view of K."""
+        return None
+
+
+LayerCache = PagedKV | LatentPages
+
 
 @flax.struct.dataclass
 class Cache:
@@ -67,7 +98,7 @@ class Cache:
     physical page, -1 where there is none. lengths: tokens written, the current ones included when attention reads it.
     """
 
-    layers: tuple[PagedKV, ...]
+    layers: tuple[LayerCache, ...]
     page_tables: dict[str, Int[Array, "B M"]]
     lengths: Int[Array, "B"]
 
@@ -82,6 +113,18 @@ def empty_layer(
         v=jnp.zeros(pages, dtype),
         index={spec.name: jnp.zeros(spec.shape(*pages), dtype) for spec in indexes},
     )
+
+
+def empty_latents(
+    num_pages: int, page_size: int, latent_dim: int, rope_dim: int, index_dim: int, dtype: jnp.dtype, index_dtype: jnp.dtype | None = None
+) -> LatentPages:
+    """A layer of zeroed latent pages: num_pages * page_size * (latent_dim + rope_dim) elements of `dtype` and as many times index_dim of
+    `index_dtype` (default `dtype`), with a float32 scale per token where that is float8_e4m3fn."""
+    index_dtype = jnp.dtype(dtype if index_dtype is None else index_dtype)
+    index = {INDEXER: jnp.zeros((num_pages, page_size, index_dim), index_dtype)}
+    if index_dtype == jnp.float8_e4m3fn:
+        index[INDEXER_SCALES] = jnp.ones((num_pages, page_size), jnp.float32)
+    return LatentPages(jnp.zeros((num_pages, 1, page_size, latent_dim + rope_dim), dtype), index, latent_dim)
 
 
 def bytes_per_page(num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype, indexes: tuple[IndexSpec, ...]) -> int:

@@ -5,10 +5,13 @@ All functions are pure; under jit with a donated cache the updates are in place.
 
 from __future__ import annotations
 
+import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.types import IndexSpec, PagedKV
+from kvjax.cache.types import INDEXER, INDEXER_SCALES, IndexSpec, LatentPages, LayerCache, PagedKV
+from pallas_kernels import paged
 from pallas_kernels.append_tokens import append_tokens
+from pallas_kernels.indexer_scores import quantize_keys
 from pallas_kernels.page_index import page_index
 
 
@@ -32,6 +35,33 @@ def append(
     return PagedKV(*written)
 
 
+def append_latents(
+    layer: LatentPages,
+    latents: Float[Array, "B T D"],
+    keys: Float[Array, "B T DI"],
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    page_table: Int[Array, "B M"],
+) -> LatentPages:
+    """Write the valid tokens' latents and indexer keys at their positions, rounded to the pages' dtypes (`quantize_keys` for 8-bit keys).
+
+    positions, valid, page_table: as in `append`; a valid token whose page is not in the table is dropped. Under jit with the layer donated
+    the update is in place.
+    """
+    num_pages, _, page_size, _ = layer.k.shape
+    page, offset = paged.physical(page_table, positions // page_size, valid, num_pages), positions % page_size
+    index = dict(layer.index)
+    written = {INDEXER: keys}
+    if INDEXER_SCALES in index:
+        written[INDEXER], written[INDEXER_SCALES] = quantize_keys(keys)
+    for name, rows in written.items():
+        index[name] = index[name].at[page, offset].set(rows.astype(index[name].dtype), mode="drop")
+    k = layer.k.at[page, 0, offset].set(latents.astype(layer.k.dtype), mode="drop")
+    # XLA may fuse the write into readers, which then read the pool from before it and so need a copy of all of it.
+    k, index = jax.lax.optimization_barrier((k, index))
+    return layer.replace(k=k, index=index)
+
+
 def seal(
     index: dict[str, Float[Array, "N K nb R D"]], k_pages: Float[Array, "N K P D"], pages: Int[Array, " n"], indexes: tuple[IndexSpec, ...]
 ) -> dict[str, Float[Array, "N K nb R D"]]:
@@ -44,13 +74,6 @@ def seal(
     return built
 
 
-def copy_page(layers: tuple[PagedKV, ...], source: Int[Array, ""], target: Int[Array, ""]) -> tuple[PagedKV, ...]:
+def copy_page(layers: tuple[LayerCache, ...], source: Int[Array, ""], target: Int[Array, ""]) -> tuple[LayerCache, ...]:
     """Every layer with page `source` copied to page `target`, indexes included."""
-    return tuple(
-        PagedKV(
-            k=layer.k.at[target].set(layer.k[source]),
-            v=layer.v.at[target].set(layer.v[source]),
-            index={name: array.at[target].set(array[source]) for name, array in layer.index.items()},
-        )
-        for layer in layers
-    )
+    return jax.tree.map(lambda array: array.at[target].set(array[source]), layers)

@@ -1,10 +1,11 @@
 """Decode policies: which blocks a step reads. `parse("top:8")` names them; a new one is a new class with `select`."""
 
 from kvjax.policies.auto import Auto, Bound, Choice
-from kvjax.policies.base import Blocks, DecodePolicy, SelectContext, Stateless, StateSpec, select_and_attend
+from kvjax.policies.base import Blocks, DecodePolicy, IndexerQuery, SelectContext, Stateless, StateSpec, select_and_attend
 from kvjax.policies.dense import Dense
 from kvjax.policies.naming import FORMS, parse
 from kvjax.policies.top_blocks import TopBlocks
+from kvjax.policies.top_tokens import TopTokens
 from kvjax.policies.window import Window
 
 __all__ = [
@@ -15,10 +16,12 @@ __all__ = [
     "Choice",
     "DecodePolicy",
     "Dense",
+    "IndexerQuery",
     "SelectContext",
     "StateSpec",
     "Stateless",
     "TopBlocks",
+    "TopTokens",
     "Window",
     "parse",
     "select_and_attend",

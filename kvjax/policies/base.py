@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
-from kvjax.cache.types import IndexSpec, PagedKV
+from kvjax.cache.types import IndexSpec, LayerCache
 from pallas_kernels.gather_attention import gather_attention
 
 State = Any
@@ -17,7 +17,7 @@ State = Any
 
 @flax.struct.dataclass
 class Blocks:
-    """The blocks each KV head reads this step.
+    """The blocks each KV head reads this step; where a layer has one KV head, a policy may list for each of its T queries instead.
 
     ids: logical block numbers, ascending, -1 where there is none (at the end). block_size: tokens. window: None, or
     (sink_tokens, window_tokens): of the listed blocks only the first `sink_tokens` of the sequence and the last `window_tokens`
@@ -30,10 +30,18 @@ class Blocks:
 
 
 @flax.struct.dataclass
+class IndexerQuery:
+    """A lightning indexer's queries and the weights of their heads: what `pallas_kernels.indexer_scores` takes."""
+
+    q: Float[Array, "B T HI DI"]
+    weights: Float32[Array, "B T HI"]
+
+
+@flax.struct.dataclass
 class SelectContext:
     """What a policy may look at besides the query: static sizes, and the arrays that say where the sequences are.
 
-    lengths count the current tokens. sm_scale multiplies logits.
+    lengths count the current tokens. sm_scale multiplies logits. indexer: None in models without a lightning indexer.
     """
 
     page_table: Int[Array, "B M"]
@@ -42,6 +50,7 @@ class SelectContext:
     num_layers: int = flax.struct.field(pytree_node=False)
     page_size: int = flax.struct.field(pytree_node=False)
     sm_scale: float = flax.struct.field(pytree_node=False)
+    indexer: IndexerQuery | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +81,7 @@ class DecodePolicy(Protocol):
         """State of one layer for `batch` sequences."""
         ...
 
-    def select(self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: SelectContext, state: State) -> tuple[Blocks | None, State]:
+    def select(self, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: State) -> tuple[Blocks | None, State]:
         """The list of blocks to read; None means every block."""
         ...
 
@@ -81,7 +90,7 @@ class DecodePolicy(Protocol):
         ...
 
     def attend(
-        self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: SelectContext, state: State
+        self, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: State
     ) -> tuple[Float[Array, "B T H D"], Blocks | None, State]:
         """Select, attend to what was selected, observe: `select_and_attend`, or an op that does it in one."""
         ...
@@ -92,14 +101,13 @@ class DecodePolicy(Protocol):
 
 
 def select_and_attend(
-    policy: DecodePolicy, query: Float[Array, "B T H D"], layer: PagedKV, ctx: SelectContext, state: State
+    policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: State
 ) -> tuple[Float[Array, "B T H D"], Blocks | None, State]:
     """The output of attention over the policy's list, the list, and the state after it."""
     blocks, state = policy.select(query, layer, ctx, state)
     listed = {} if blocks is None else {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
-    out, _, *block_lse = gather_attention(
-        query, layer.k, layer.v, ctx.page_table, ctx.lengths, sm_scale=ctx.sm_scale, return_block_lse=policy.learns, **listed
-    )
+    static = {"value_dim": layer.value_dim, "sm_scale": ctx.sm_scale, "return_block_lse": policy.learns}
+    out, _, *block_lse = gather_attention(query, layer.k, layer.v, ctx.page_table, ctx.lengths, **static, **listed)
     return out, blocks, policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state
 
 

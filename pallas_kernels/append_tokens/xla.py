@@ -6,8 +6,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
 
+from pallas_kernels import paged
 from pallas_kernels.page_index import page_index
 
 
@@ -17,7 +17,7 @@ def append_tokens(k_pages, v_pages, indexes, k, v, positions, valid, page_table,
     if config is not None:
         raise ValueError(f"implementation 'xla' of append_tokens takes no config, got {config!r}")
     num_pages, _, page_size, _ = k_pages.shape
-    page = _physical(page_table, positions // page_size, valid, num_pages)
+    page = paged.physical(page_table, positions // page_size, valid, num_pages)
     offset = positions % page_size
     k_pages = k_pages.at[page, :, offset].set(k.astype(k_pages.dtype), mode="drop")
     v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype), mode="drop")
@@ -38,10 +38,3 @@ def append_tokens(k_pages, v_pages, indexes, k, v, positions, valid, page_table,
         rows = page_index(keys, kind=kind, block_size=block_size)
         built[name] = indexes[name].at[sealed].set(rows, mode="drop")
     return k_pages, v_pages, built
-
-
-def _physical(page_table: Int[Array, "B M"], logical: Int[Array, "B T"], valid: Bool[Array, "B T"], num_pages: int) -> Int[Array, "B T"]:
-    """Physical page of each token, or `num_pages` (outside the pool, so that writes drop) where there is none."""
-    page = jnp.take_along_axis(page_table, jnp.clip(logical, 0, page_table.shape[1] - 1), axis=1)
-    there = valid & (logical >= 0) & (logical < page_table.shape[1]) & (page >= 0)
-    return jnp.where(there, page, num_pages)

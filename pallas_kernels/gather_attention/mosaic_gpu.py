@@ -50,8 +50,12 @@ class Config:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
 
 
-def unsupported(q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config) -> str | None:
+def unsupported(
+    q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config, value_dim=None
+) -> str | None:
     """Why this valid input is none for this kernel, or None if it is one."""
+    if value_dim is not None:
+        return f"it reads V from an array of its own, not from the first {value_dim} columns of K"
     num_queries, num_heads, head_dim = q.shape[1:]
     rows = num_queries * num_heads // k.shape[1]
     if q.dtype != k.dtype or q.dtype.name not in ("bfloat16", "float16"):
@@ -67,14 +71,16 @@ def unsupported(q, k, v, page_table, lengths, *, blocks, block_size, window, sm_
     return None
 
 
-def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config, interpret=None):
+def gather_attention(
+    q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config, value_dim=None, interpret=None
+):
     """See `pallas_kernels.gather_attention.gather_attention`. config: a `Config`, or None. interpret: for tests."""
     if config is not None and not isinstance(config, Config):
         raise ValueError(
             f"implementation 'mosaic_gpu' of gather_attention takes a pallas_kernels.gather_attention.mosaic_gpu.Config, got {config!r}"
         )
     static = {"block_size": block_size, "window": window, "sm_scale": sm_scale, "return_block_lse": return_block_lse}
-    reason = unsupported(q, k, v, page_table, lengths, blocks=blocks, **static, config=config)
+    reason = unsupported(q, k, v, page_table, lengths, blocks=blocks, **static, config=config, value_dim=value_dim)
     if reason:
         raise NotImplementedError(f"gather_attention 'mosaic_gpu': {reason}")
     if config is None and blocks is not None and not return_block_lse:

@@ -109,13 +109,17 @@ def _padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def unsupported(q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config) -> str | None:
+def unsupported(
+    q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config, value_dim=None
+) -> str | None:
     """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only.
 
     Raises ValueError for a config that is not a `Config`.
     """
     sizes = _sizes(q, k, page_table, blocks, block_size, window, sm_scale, config)
     arrays = dispatch.signature(q=q, k=k, page_table=page_table, blocks=blocks)
+    if value_dim is not None:
+        return f"it reads V from an array of its own, not from the first {value_dim} columns of K; got {arrays}"
     if "float16" in (q.dtype.name, k.dtype.name):
         return f"TPUs do not compute in float16, only in bfloat16 and float32; got {arrays}"
     if q.shape[3] % _LANES:
@@ -147,7 +151,7 @@ def _vmem_bytes(sizes: _Sizes, q, k, return_block_lse: bool) -> int:
 
 
 def gather_attention(
-    q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config, interpret=False
+    q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config, value_dim=None, interpret=False
 ) -> tuple[jax.Array, ...]:
     """See `pallas_kernels.gather_attention.gather_attention`. config: a `Config`, or None for `Config()`.
 
@@ -156,7 +160,7 @@ def gather_attention(
     Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do, ValueError for another config.
     """
     keywords = {"blocks": blocks, "block_size": block_size, "window": window, "sm_scale": sm_scale, "config": config}
-    reason = unsupported(q, k, v, page_table, lengths, **keywords, return_block_lse=return_block_lse)
+    reason = unsupported(q, k, v, page_table, lengths, **keywords, return_block_lse=return_block_lse, value_dim=value_dim)
     if reason is not None:
         raise NotImplementedError(f"implementation 'mosaic_tpu' of gather_attention: {reason}")
     sizes = _sizes(q, k, page_table, **keywords)

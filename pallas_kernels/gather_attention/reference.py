@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "window", "sm_scale", "return_block_lse", "config"))
-def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config):
+@functools.partial(jax.jit, static_argnames=("block_size", "window", "value_dim", "sm_scale", "return_block_lse", "config"))
+def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window, value_dim, sm_scale, return_block_lse, config):
     """See `pallas_kernels.gather_attention.gather_attention`; takes no config."""
     if config is not None:
         raise ValueError(f"implementation 'reference' of gather_attention takes no config, got {config!r}")
+    if v is None:
+        v = k[..., :value_dim]
     page_size, num_queries, num_heads, num_kv_heads = k.shape[2], q.shape[1], q.shape[2], k.shape[1]
 
     def of_head(q, kv_head, listed, table, length):  # q [T, D]

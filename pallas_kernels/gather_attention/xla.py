@@ -3,7 +3,7 @@
 Dense attention is the list of all blocks. A tile is a fixed number of list entries, so for dense attention a fixed span of absolute
 positions; each row walks its own tiles in order and stops after its last readable one. Its bits therefore depend neither on the width of
 the page table nor on the other rows. Memory traffic: each listed block is read once and copied once, a tile at a time; that copy
-(`rows * K * tile_tokens * D` elements, for keys and for values) and its logits are the memory needed.
+(`rows * K * tile_tokens * D` elements, for keys and, unless V is a view of K, for values) and its logits are the memory needed.
 """
 
 from __future__ import annotations
@@ -37,16 +37,17 @@ def default_config() -> Config:
     return Config() if jax.default_backend() == "cpu" else Config(tile_tokens=2048, rows=64)
 
 
-def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config):
+def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window, value_dim, sm_scale, return_block_lse, config):
     """See `pallas_kernels.gather_attention.gather_attention`. config: a `Config`, or None for `default_config()`."""
     if config is not None and not isinstance(config, Config):
         raise ValueError(f"implementation 'xla' of gather_attention takes a pallas_kernels.gather_attention.xla.Config, got {config!r}")
     static = {"block_size": block_size, "window": window, "sm_scale": sm_scale, "return_block_lse": return_block_lse}
+    static |= {"value_dim": value_dim}
     return _attend(q, k, v, page_table, lengths, blocks, **static, config=config or default_config())
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "window", "sm_scale", "return_block_lse", "config"))
-def _attend(q, k, v, page_table, lengths, blocks, *, block_size, window, sm_scale, return_block_lse, config):
+@functools.partial(jax.jit, static_argnames=("block_size", "window", "value_dim", "sm_scale", "return_block_lse", "config"))
+def _attend(q, k, v, page_table, lengths, blocks, *, block_size, window, value_dim, sm_scale, return_block_lse, config):
     def row(args):
         q, table, length, ids = args
         num_queries, num_heads, head_dim = q.shape
@@ -61,7 +62,9 @@ def _attend(q, k, v, page_table, lengths, blocks, *, block_size, window, sm_scal
             partial, block_lse = carry
             block, page = (jax.lax.dynamic_slice_in_dim(x, i * per_tile, per_tile, axis=1) for x in (ids, pages))
             pos = (block[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)).reshape(num_kv_heads, -1)
-            keys, values = (paged.read_tile(x, page, block * block_size % x.shape[2], block_size) for x in (k, v))
+            tokens = block * block_size % k.shape[2]
+            keys = paged.read_tile(k, page, tokens, block_size)
+            values = keys[..., :value_dim] if v is None else paged.read_tile(v, page, tokens, block_size)
             seen = paged.visible(pos[:, None, :], query_pos[:, None], window)
             logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, sm_scale), -jnp.inf)
             values = jnp.where(((pos >= 0) & (pos < length))[..., None], values, 0)  # what was never written may be NaN
@@ -71,7 +74,7 @@ def _attend(q, k, v, page_table, lengths, blocks, *, block_size, window, sm_scal
             return online_softmax.fold(partial, logits, values), block_lse
 
         block_lse = jnp.full((*q.shape[:2], ids.shape[1]), -jnp.inf, jnp.float32) if return_block_lse else None
-        partial, block_lse = jax.lax.fori_loop(0, tiles, step, (online_softmax.empty(q.shape[:2], head_dim), block_lse))
+        partial, block_lse = jax.lax.fori_loop(0, tiles, step, (online_softmax.empty(q.shape[:2], value_dim or head_dim), block_lse))
         out, lse = online_softmax.finish(partial)
         found = (out.astype(q.dtype), lse, block_lse) if return_block_lse else (out.astype(q.dtype), lse)
         heads_last = (x.reshape(num_kv_heads, num_queries, -1, *x.shape[2:]).swapaxes(0, 1) for x in found)

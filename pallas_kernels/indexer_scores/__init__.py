@@ -1,0 +1,6 @@
+"""Lightning indexer: a score for every token of a sequence, by which token-sparse attention chooses what to read."""
+
+from pallas_kernels.indexer_scores.api import indexer_scores
+from pallas_kernels.indexer_scores.fp8 import quantize_keys
+
+__all__ = ["indexer_scores", "quantize_keys"]

@@ -1,0 +1,63 @@
+"""indexer_scores: signature, validation, dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels import dispatch, paged
+
+FP8 = "float8_e4m3fn"
+
+
+def indexer_scores(
+    q: Float[Array, "B T H D"],
+    weights: Float32[Array, "B T H"],
+    keys: Float[Array, "N P D"],
+    page_table: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    *,
+    scales: Float32[Array, "N P"] | None = None,
+    config: Any = None,
+    implementation: str | None = None,
+) -> Float32[Array, "B T M*P"]:
+    """Score of every token of a sequence for each of its T queries: sum over heads h of weights_h * max(0, q_h . key).
+
+    q: the indexer's queries, float32, bfloat16 or float16. weights: float32, of either sign; factors that do not depend on the key
+    (1/sqrt(D), 1/sqrt(H)) belong here. keys: the pool of indexer keys, one head of D; q's dtypes, or float8_e4m3fn with `scales`, one per
+    token: key = code * scale (`quantize_keys`); scales must be positive. Pages that no table names may hold anything. page_table: int32,
+    logical page -> physical page below N, -1 where there is none. lengths: int32, tokens written, those of the T queries included.
+
+    Query t of row b stands at position lengths[b]-T+t. A token after it, past the row's length, or without a page scores -inf, so that
+    top-k never prefers it to one that is there. config: the implementation's own; "xla" takes `pallas_kernels.indexer_scores.xla.Config`.
+    implementation: see `pallas_kernels.dispatch`.
+
+    Returns float32 scores `[B, T, M*P]`, position s of the sequence at place s; products and sums are float32. Memory: that, and a tile
+    of keys with its `B * T * H` dot products per key. Reads every key of the sequences once: 2 D bytes per token, D + 4 with float8.
+
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+
+    Source: DeepSeek-V3.2-Exp technical report (DeepSeek-AI, 2025), section 1, equation (1).
+    """
+    arrays = dispatch.signature(q=q, weights=weights, keys=keys, scales=scales, page_table=page_table, lengths=lengths)
+    if (q.ndim, weights.ndim, keys.ndim, page_table.ndim, lengths.ndim) != (4, 3, 3, 2, 1):
+        raise ValueError(f"needs q [B,T,H,D], weights [B,T,H], keys [N,P,D], page_table [B,M], lengths [B]; got {arrays}")
+    if 0 in (*q.shape, *keys.shape, *page_table.shape):
+        raise ValueError(f"no axis of q, keys and page_table may be empty; got {arrays}")
+    if weights.shape != q.shape[:3] or keys.shape[2] != q.shape[3]:
+        raise ValueError(f"weights must be [B,T,H] of q, and the dims of q and keys equal; got {arrays}")
+    if not q.shape[0] == page_table.shape[0] == lengths.shape[0]:
+        raise ValueError(f"q, page_table and lengths must have the same batch; got {arrays}")
+    if page_table.dtype != jnp.int32 or lengths.dtype != jnp.int32 or weights.dtype != jnp.float32:
+        raise ValueError(f"page_table and lengths must be int32, weights float32; got {arrays}")
+    if q.dtype.name not in paged.DTYPES or keys.dtype.name not in (*paged.DTYPES, FP8):
+        raise ValueError(f"q must be one of {', '.join(paged.DTYPES)}, keys one of those or {FP8}; got {arrays}")
+    if (keys.dtype.name == FP8) != (scales is not None):
+        raise ValueError(f"keys of {FP8} need scales, others take none; got {arrays}")
+    if scales is not None and (scales.shape != keys.shape[:2] or scales.dtype != jnp.float32):
+        raise ValueError(f"scales must be float32 [N,P] of keys; got {arrays}")
+    static = {"config": config}
+    name = dispatch.choose("indexer_scores", implementation, arrays, (q, weights, keys, page_table, lengths), static | {"scales": scales})
+    return dispatch.load("indexer_scores", name)(q, weights, keys, page_table, lengths, scales=scales, **static)

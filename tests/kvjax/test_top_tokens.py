@@ -1,0 +1,214 @@
+"""TopTokens: which tokens a query reads, what it hands to the next step; and writing latent pages, against a loop in numpy."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.cache import INDEXER, INDEXER_SCALES, PagedKV, append_latents, copy_page, empty_latents
+from kvjax.policies import Dense, IndexerQuery, SelectContext, TopTokens, Window, parse, top_tokens
+from pallas_kernels.indexer_scores import quantize_keys
+
+P, PAGES, WIDTH, H, D, V, HI, DI = 8, 30, 9, 4, 24, 16, 3, 8
+LENGTHS = (70, 0, 9, 33)
+
+
+def layer_of(seed=0, dtype="float32", index_dtype=None):
+    """Latent pages full of random rows."""
+    rng = np.random.default_rng(seed)
+    layer = empty_latents(PAGES, P, V, D - V, DI, dtype, index_dtype)
+    keys = jnp.asarray(rng.standard_normal((PAGES, P, DI)), jnp.float32)
+    index = {INDEXER: keys.astype(dtype)} if index_dtype is None else dict(zip((INDEXER, INDEXER_SCALES), quantize_keys(keys), strict=True))
+    return dataclasses.replace(layer, k=jnp.asarray(rng.standard_normal(layer.k.shape), dtype), index=index)
+
+
+def context(num_queries=1, lengths=LENGTHS, seed=1):
+    rng = np.random.default_rng(seed)
+    table = np.stack([rng.permutation(PAGES)[:WIDTH] for _ in lengths]).astype(np.int32)
+    q = jnp.asarray(rng.standard_normal((len(lengths), num_queries, HI, DI)), jnp.float32)
+    weights = jnp.asarray(rng.standard_normal((len(lengths), num_queries, HI)), jnp.float32)
+    sizes = {"layer": 0, "num_layers": 1, "page_size": P, "sm_scale": 0.2}
+    ctx = SelectContext(jnp.asarray(table), jnp.asarray(lengths, jnp.int32), **sizes, indexer=IndexerQuery(q, weights))
+    return jnp.asarray(rng.standard_normal((len(lengths), num_queries, H, D)), jnp.float32), ctx
+
+
+def best_tokens(layer, ctx, row, t, k):
+    """In numpy: the k best tokens up to the query's own, of equal scores the earlier, ascending."""
+    num_queries = ctx.indexer.q.shape[1]
+    seen = max(int(ctx.lengths[row]) - num_queries + 1 + t, 0)
+    keys = np.asarray(layer.index[INDEXER], np.float64)
+    if INDEXER_SCALES in layer.index:
+        keys = keys * np.asarray(layer.index[INDEXER_SCALES], np.float64)[..., None]
+    keys = keys[np.asarray(ctx.page_table[row])].reshape(-1, DI)[:seen]
+    dots = np.maximum(keys @ np.asarray(ctx.indexer.q[row, t], np.float64).T, 0)
+    order = np.argsort(-(dots @ np.asarray(ctx.indexer.weights[row, t], np.float64)), kind="stable")[:k]
+    return sorted(order.tolist())
+
+
+def listed(ids):
+    """Without the -1 at the end."""
+    ids = np.asarray(ids)
+    kept = ids[ids >= 0].tolist()
+    assert (ids[len(kept) :] == -1).all()
+    return kept
+
+
+@pytest.mark.parametrize("index_dtype", [None, jnp.float8_e4m3fn])
+@pytest.mark.parametrize(("num_queries", "k"), [(1, 10), (3, 10), (1, 40), (2, 100)])
+def test_lists_the_best_tokens_of_each_query(num_queries, k, index_dtype):
+    layer = layer_of(index_dtype=index_dtype)
+    query, ctx = context(num_queries)
+    hint = jnp.arange(4 * k, dtype=jnp.int32).reshape(4, k)
+    blocks, state = TopTokens(k).select(query, layer, ctx, hint)
+    assert blocks.block_size == 1
+    assert blocks.window is None
+    assert blocks.ids.shape == (4, num_queries, k)
+    for row, t in np.ndindex(4, num_queries):
+        assert listed(blocks.ids[row, t]) == best_tokens(layer, ctx, row, t, k)
+    kept = np.array(LENGTHS) > 0
+    np.testing.assert_array_equal(np.asarray(state)[kept], np.asarray(blocks.ids)[kept, -1])
+    np.testing.assert_array_equal(np.asarray(state)[~kept], np.asarray(hint)[~kept])
+
+
+def test_the_hint_is_the_list_of_the_step_before(monkeypatch):
+    """What `top_k` is given: the state, for every query; nothing where the policy is told so."""
+    hints, right = [], top_tokens.top_k
+
+    def watched(scores, k, *, hint, lengths):
+        hints.append(hint)
+        return right(scores, k, hint=hint, lengths=lengths)
+
+    monkeypatch.setattr(top_tokens, "top_k", watched)
+    layer, (query, ctx) = layer_of(), context(2)
+    state = TopTokens(10).init(None, 4)
+    assert (np.asarray(state) == -1).all()
+    first, state = TopTokens(10).select(query, layer, ctx, state)
+    np.testing.assert_array_equal(hints[0], np.full((8, 10), -1))
+    second, _ = TopTokens(10).select(query, layer, ctx, state)
+    np.testing.assert_array_equal(hints[1], np.repeat(np.where((ctx.lengths > 0)[:, None], first.ids[:, -1], -1), 2, axis=0))
+    np.testing.assert_array_equal(first.ids, second.ids)
+    _, state = TopTokens(10, hinted=False).select(query, layer, ctx, TopTokens(10, hinted=False).init(None, 4))
+    assert hints[2] is None
+    assert state == ()
+
+
+def test_the_hint_never_changes_the_list():
+    """Ten steps whose queries drift; rows of 4,096 tokens and fewer, lists of 512: the state carried, a state of noise, and none."""
+    rng = np.random.default_rng(7)
+    layer = empty_latents(80, 128, V, D - V, DI, jnp.float32)
+    layer = layer.replace(index={INDEXER: jnp.asarray(rng.standard_normal((80, 128, DI)), jnp.float32)})
+    table, carried, shared = jnp.asarray(rng.permutation(80)[:64].reshape(2, 32), jnp.int32), TopTokens(512).init(None, 2), []
+    q, weights = rng.standard_normal((2, 1, 16, DI)), jnp.asarray(rng.standard_normal((2, 1, 16)), jnp.float32)
+    for step in range(10):
+        q = 0.95 * q + 0.3 * rng.standard_normal(q.shape)
+        sizes = {"layer": 0, "num_layers": 1, "page_size": 128, "sm_scale": 0.2}
+        lengths = jnp.array([4080 + step, 1500 + step], jnp.int32)
+        ctx = SelectContext(table, lengths, **sizes, indexer=IndexerQuery(jnp.asarray(q, jnp.float32), weights))
+        query = jnp.zeros((2, 1, H, D))
+        plain, _ = TopTokens(512, hinted=False).select(query, layer, ctx, ())
+        noise, _ = TopTokens(512).select(query, layer, ctx, jnp.asarray(rng.integers(-9, 9999, (2, 512)), jnp.int32))
+        shared.append(np.intersect1d(carried[0], plain.ids[0, 0]).size / 512)
+        blocks, carried = TopTokens(512).select(query, layer, ctx, carried)
+        np.testing.assert_array_equal(blocks.ids, plain.ids)
+        np.testing.assert_array_equal(blocks.ids, noise.ids)
+        np.testing.assert_array_equal(carried, blocks.ids[:, 0])
+    assert 0.3 < np.mean(shared[1:]) < 0.9, "neighbouring steps share some, not all"
+
+
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_attends_to_what_it_lists(num_queries):
+    layer, (query, ctx) = layer_of(), context(num_queries)
+    policy = TopTokens(10)
+    out, blocks, _ = policy.attend(query, layer, ctx, policy.init(None, 4))
+    assert out.shape == (4, num_queries, H, V)
+    for row, t in np.ndindex(4, num_queries):
+        tokens = listed(blocks.ids[row, t])
+        if not tokens:
+            assert not np.asarray(out[row, t]).any()
+            continue
+        rows = np.asarray(layer.k, np.float64)[np.asarray(ctx.page_table[row]), 0].reshape(-1, D)[tokens]
+        logits = np.asarray(query[row, t], np.float64) @ rows.T * 0.2
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        np.testing.assert_allclose(out[row, t], weights @ rows[:, :V] / weights.sum(-1, keepdims=True), rtol=1e-5, atol=1e-6)
+
+
+def test_other_policies_read_latent_pages_too():
+    """Every token, or a window of them, exactly as over keys and values of their own."""
+    layer, (query, ctx) = layer_of(), context(2)
+    apart = PagedKV(layer.k, layer.k, {})
+    for policy in (Dense(), Window(3, 11)):
+        out, *_ = policy.attend(query, layer, ctx, ())
+        of_keys, *_ = policy.attend(query, apart, ctx, ())
+        np.testing.assert_allclose(out, of_keys[..., :V], rtol=1e-6, atol=1e-6)
+
+
+def test_what_it_cannot_do_is_refused():
+    layer, (query, ctx) = layer_of(), context()
+    policy = TopTokens(10)
+    with pytest.raises(ValueError, match=r"TopTokens\(10\) ranks tokens by a lightning indexer; this layer of PagedKV has none"):
+        policy.select(query, PagedKV(layer.k, layer.k, {}), ctx, policy.init(None, 4))
+    with pytest.raises(ValueError, match="lightning indexer"):
+        policy.select(query, layer, ctx.replace(indexer=None), policy.init(None, 4))
+    for k in (0, 2.5):
+        with pytest.raises(ValueError, match="k must be an int of at least 1"):
+            TopTokens(k)
+
+
+def test_it_describes_itself():
+    assert TopTokens().k == TopTokens().keys == 2048
+    assert TopTokens().describe() == "TopTokens(2048) (2,048 keys: the tokens that score best)"
+    assert str(TopTokens(7, hinted=False)) == "TopTokens(7, hinted=False)"
+    assert TopTokens(7).keys_read(5, 0, P) == 5
+    assert TopTokens(7).keys_read(500, 0, P) == 7
+    assert TopTokens(7).indexes() == ()
+    assert parse(TopTokens(7)) == TopTokens(7)
+
+
+@pytest.mark.parametrize("index_dtype", [None, jnp.float8_e4m3fn])
+def test_append_latents_is_a_loop_over_tokens(index_dtype):
+    """Starts inside a page, tokens that are not valid, a table that is too short and one with a hole."""
+    rng, before = np.random.default_rng(3), layer_of(index_dtype=index_dtype)
+    latents = jnp.asarray(rng.standard_normal((3, 12, D)), jnp.float32)
+    keys = jnp.asarray(rng.standard_normal((3, 12, DI)), jnp.float32)
+    table = rng.permutation(PAGES)[:9].reshape(3, 3).astype(np.int32)
+    table[2, 1] = -1
+    starts, valid = np.array([3, 20, 6]), rng.random((3, 12)) < 0.8
+    positions = (starts[:, None] + np.arange(12)).astype(np.int32)
+    after = append_latents(before, latents, keys, jnp.asarray(positions), jnp.asarray(valid), jnp.asarray(table))
+    wanted = {"k": np.array(before.k), **{name: np.array(array) for name, array in before.index.items()}}
+    rows = {"k": np.asarray(latents)[:, :, None], INDEXER: np.asarray(keys)}
+    if index_dtype is not None:
+        rows[INDEXER], rows[INDEXER_SCALES] = map(np.asarray, quantize_keys(keys))
+    written = 0
+    for row, t in np.ndindex(valid.shape):
+        logical, offset = divmod(int(positions[row, t]), P)
+        page = table[row, logical] if logical < 3 else -1
+        if valid[row, t] and page >= 0:
+            wanted["k"][page, :, offset] = rows["k"][row, t]
+            for name in before.index:
+                wanted[name][page, offset] = rows[name][row, t]
+            written += 1
+    assert 10 < written < valid.sum()
+    for name, array in {"k": after.k, **after.index}.items():
+        np.testing.assert_array_equal(np.asarray(array), wanted[name])
+    assert after.value_dim == V
+
+
+def test_copy_page_copies_latents_and_all_that_belongs_to_them():
+    before = layer_of(index_dtype=jnp.float8_e4m3fn)
+    (after,) = copy_page((before,), jnp.int32(3), jnp.int32(7))
+    assert after.value_dim == V
+    for old, new in ((before.k, after.k), *((before.index[name], after.index[name]) for name in before.index)):
+        expected = np.array(old)
+        expected[7] = expected[3]
+        np.testing.assert_array_equal(np.asarray(new), expected)
+
+
+def test_pages_are_as_large_as_they_say():
+    """DeepSeek-V3.2's, bytes per token: 576 latents of 2, and the indexer's 128 elements of 2, or of 1 and a scale of 4."""
+    for index_dtype, expected in ((None, 1152 + 256), (jnp.float8_e4m3fn, 1152 + 132)):
+        layer = empty_latents(3, 128, 512, 64, 128, jnp.bfloat16, index_dtype)
+        arrays = (layer.k, *layer.index.values())
+        assert sum(array.size * array.dtype.itemsize for array in arrays) == 3 * 128 * expected
+        assert layer.v is None

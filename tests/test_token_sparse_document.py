@@ -1,0 +1,34 @@
+"""docs/token-sparse.md: its example runs, and its table is what the shapes say."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache import empty_latents
+
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "token-sparse.md").read_text(encoding="utf-8")
+
+
+def test_the_example_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    exec(compile(code, "docs/token-sparse.md", "exec"), {})
+    printed = [int(token) for token in capsys.readouterr().out.strip("[]\n ").split()]
+    assert len(set(printed)) == 8
+    assert printed == sorted(printed)
+    assert 0 <= printed[0] <= printed[-1] <= 19
+
+
+def test_the_table_of_bytes():
+    rows = re.findall(r"^\| ([\d,]+) \| ([\d,.]+) MB \| ([\d,.]+) MB \| ([\d,.]+) MB \|$", DOCUMENT, re.MULTILINE)
+    assert len(rows) == 4
+    for tokens, *figures in rows:
+        tokens = int(tokens.replace(",", ""))
+        per_token = []
+        for index_dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+            layer = jax.eval_shape(lambda dtype=index_dtype: empty_latents(1, 128, 512, 64, 128, jnp.bfloat16, dtype))
+            per_token.append(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layer.index)) // 128)
+        latent = layer.k.size * layer.k.dtype.itemsize // 128
+        expected = [latent * tokens, *(tokens * (indexer + 8) + 2048 * latent for indexer in per_token)]
+        assert [float(figure.replace(",", "")) for figure in figures] == [round(number / 1e6, 1) for number in expected]
