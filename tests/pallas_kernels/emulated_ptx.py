@@ -106,6 +106,7 @@ def _zero_when_far(shift: Callable, x, places):
     return np.where(places < 32, shift(_unsigned(x), places & 31), 0).astype(np.uint32)
 
 
+pure("mov.u32", lambda x: x)
 pure("ex2.approx.ftz.f32", lambda x: _flushed(np.exp2(_flushed(x))))
 pure("lg2.approx.ftz.f32", lambda x: np.log2(_flushed(x)))
 pure("rcp.approx.ftz.f32", lambda x: _flushed(np.float32(1) / _flushed(x)))

@@ -91,15 +91,19 @@ def test_emulated(suite, check, name):
     check(*call(suite, name))
 
 
-@pytest.mark.parametrize(("room", "slots"), [(2048, 1), (4500, 2), (8192, 4)])
-def test_shares_that_pass_through_shared_memory(suite, check, monkeypatch, room, slots):
-    """They do not fit beside the candidates. room: words for both."""
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_shares_that_pass_through_shared_memory(suite, check, monkeypatch, slots):
+    """They do not fit beside the candidates. slots: chunks of a warp that there is room for."""
     config = {"ctas": 1, **SMALL}
-    s = plan.shape_of(1, 8000, 32, Config(**config), has_lengths=True, counted=True)
+    s = plan.shape_of(1, 16000, 32, Config(**config), has_lengths=True, counted=True)
     assert s.stays
-    monkeypatch.setattr(lanes, "SHARED_WORDS", sum(s.small_words.values()) + room)
+    small = sum(s.small_words.values())
+    monkeypatch.setattr(lanes, "SHARED_WORDS", small)
+    assert not s.stays
+    monkeypatch.setattr(lanes, "SHARED_WORDS", small + slots * s.turn_words)
     assert (s.stays, s.slots) == (False, slots)
-    check(suite.rows_of(suite.Case(7999, 32)), config, 4)
+    assert s.chunks > slots
+    check(suite.rows_of(suite.Case(15999, 32)), config, 5)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
@@ -138,7 +142,7 @@ BUGS = {
         search, ("def of_lane(lane, quota, *kept):\n", "def of_lane(lane, quota, *kept):\n                lane = 31 - lane\n")
     ),
     "what lies past the end counts": _rewritten(
-        search, ("share.length - (share.first + group) * GROUP - lanes", "s.row - (share.first + group) * GROUP - lanes")
+        search, ("lanes.minimum(share.length - share.first * GROUP, share", "lanes.minimum(s.row - share.first * GROUP, share")
     ),
     "places across a group": _rewritten(search, ("group * GROUP + lane * 4 + j", "group * GROUP + lane + j * 32")),
     "candidates in reverse": _rewritten(search, ("(start + i) * 2", "(start + mine - 1 - i) * 2")),
