@@ -43,7 +43,7 @@ LEAST_OPS = 4
 """Ops of a program, at least."""
 
 COUNTS = ("passes", "candidates", "steps")
-PHASES = ("statistics", "search", "collect", "refine")
+PHASES = ("guess", "verify", "collect", "refine")
 """What lies between the stamps that a kernel may add to its counts behind `COUNTS`, in nanoseconds since the one before."""
 
 FLUSH_GRID, FLUSH_THREADS = 264, 512
@@ -295,12 +295,9 @@ def _counted(counting: Callable | None, own: Sequence[tuple]) -> dict[str, Any]:
 
 
 def phases_of(counts: np.ndarray) -> dict[str, Any]:
-    """Seconds of each phase, on average over rows, from counts `[rows, 3 + stamps]`; nothing where there are no stamps."""
-    stamps = counts[:, len(COUNTS) :]
-    if not stamps.shape[1]:
-        return {}
-    names = [*PHASES, *(f"phase {i + 1}" for i in range(len(PHASES), stamps.shape[1]))]
-    return {"phases": {name: float(each.mean()) * 1e-9 for name, each in zip(names, stamps.T, strict=False)}}
+    """Clock cycles of each phase, on average over rows, from counts `[rows, 3 + phases]`; nothing where there are none."""
+    cycles = counts[:, len(COUNTS) :]
+    return {"phases": dict(zip(PHASES, cycles.mean(0).tolist(), strict=True))} if cycles.shape[1] else {}
 
 
 def measure_torch(cases: Sequence[Case], made: dict[Place, Made]) -> dict[Case, dict[str, Any]]:

@@ -130,12 +130,15 @@ def row_table(rows: Sequence[Row]) -> str:
 
 
 def phase_table(rows: Sequence[Row]) -> str:
-    """Microseconds of each phase, of the rows whose counts carry stamps."""
-    stamped = [row for row in timed(rows) if row.get("phases")]
-    if not stamped:
-        return "*No row of this run carries stamps.*"
-    names = list(dict.fromkeys(name for row in stamped for name in row["phases"]))
-    lines = [(row["case"], _micro(row), *(f"{row['phases'].get(name, 0.0) * 1e6:,.2f}" for name in names)) for row in stamped]
+    """Clock cycles of each phase and its share of them, of the rows that have been counted."""
+    counted = [row for row in timed(rows) if row.get("phases")]
+    if not counted:
+        return "*No row of this run has counted cycles.*"
+    names = list(counted[0]["phases"])
+    lines = []
+    for row in counted:
+        total = sum(row["phases"].values())
+        lines.append((row["case"], _micro(row), *(f"{cycles:,.0f} ({cycles / total:.0%})" for cycles in row["phases"].values())))
     return markdown(("case", "us", *names), lines)
 
 

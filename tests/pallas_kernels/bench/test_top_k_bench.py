@@ -217,13 +217,13 @@ def test_torchs_ops_stand_behind_the_read_before_them():
     assert "told apart" in torch_top_k._ops([call[:-1]], 2, 1)["skipped"]
 
 
-def test_stamps_behind_the_counts_are_phases():
-    counts = np.array([[2, 100, 3, 1000, 4000, 2000], [2, 100, 3, 3000, 4000, 4000]])
+def test_columns_behind_the_counts_are_the_cycles_of_phases():
+    counts = np.array([[2, 100, 3, 1000, 4000, 2000, 500], [2, 100, 3, 3000, 4000, 4000, 500]])
     assert top_k_bench.phases_of(counts[:, :3]) == {}
     phases = top_k_bench.phases_of(counts)["phases"]
-    assert phases == pytest.approx({"statistics": 2e-6, "search": 4e-6, "collect": 3e-6})
+    assert phases == pytest.approx({"guess": 2000, "verify": 4000, "collect": 3000, "refine": 500})
     row = {"case": "a", "median_s": 1e-5, "phases": phases}
-    assert "| a | 10.0 | 2.00 | 4.00 | 3.00 |" in top_k_report.phase_table([row])
+    assert "| a | 10.0 | 2,000 (21%) | 4,000 (42%) | 3,000 (32%) | 500 (5%) |" in top_k_report.phase_table([row])
 
 
 def test_programs_for_a_gpu_lower(cuda, tmp_path):

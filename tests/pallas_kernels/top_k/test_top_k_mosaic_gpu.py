@@ -95,15 +95,12 @@ def test_emulated(suite, check, name):
 def test_shares_that_pass_through_shared_memory(suite, check, monkeypatch, slots):
     """They do not fit beside the candidates. slots: chunks of a warp that there is room for."""
     config = {"ctas": 1, **SMALL}
-    s = plan.shape_of(1, 16000, 32, Config(**config), has_lengths=True, counted=True)
-    assert s.stays
-    small = sum(s.small_words.values())
-    monkeypatch.setattr(lanes, "SHARED_WORDS", small)
-    assert not s.stays
-    monkeypatch.setattr(lanes, "SHARED_WORDS", small + slots * s.turn_words)
+    s = plan.shape_of(1, 32000, 32, Config(**config), has_lengths=True, counted=True)
+    room = choose.BINS * s.ctas + slots * s.turn_words
+    monkeypatch.setattr(lanes, "SHARED_WORDS", sum(s.small_words.values()) + room)
     assert (s.stays, s.slots) == (False, slots)
     assert s.chunks > slots
-    check(suite.rows_of(suite.Case(15999, 32)), config, 5)
+    check(suite.rows_of(suite.Case(31999, 32)), config, 6)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
