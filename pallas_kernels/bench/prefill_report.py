@@ -12,6 +12,11 @@ Row = dict[str, Any]
 OP_COLUMNS = ("op", "shape", "tokens", "policy", "path", "ms", "TFLOP/s", "of peak", "TB/s")
 OP_COLUMNS += ("error", "same bits", "lists full", "x best dense")
 TIME_COLUMNS = ("shape", "tokens", "policy", "chunk", "path", "s", "tokens/s", "x dense", "temp GB", "peak GB beyond weights and cache")
+MEASURES = (("captured", min), ("of_oracle", min), ("error", max), ("error_with_delta", max))
+MEASURES += (("error_between", max), ("error_between_with_delta", max))
+"""Figures of `measures_table`, and which layer is the worst."""
+MEASURES_COLUMNS = ("model", "tokens", "policy", "blocks", "captured", "of the oracle's", "error", "with delta")
+MEASURES_COLUMNS += ("between: error", "with delta", "sparsity")
 STEPS = ("query-sparse", "union", "block-sparse", "delta", "sparse")
 
 
@@ -98,12 +103,12 @@ def measures_table(rows: Sequence[Row]) -> str:
     names = _short_names(dict.fromkeys(row["policy"] for row in rows))
     for shape, tokens, policy in dict.fromkeys((row["shape"], row["tokens"], row["policy"]) for row in rows):
         here = [row for row in rows if (row["shape"], row["tokens"], row["policy"]) == (shape, tokens, policy)]
-        figures = (("captured", min), ("of_oracle", min), ("error", max), ("error_with_delta", max))
-        cells = (_mean_and_worst([row[name] for row in here if row.get(name) is not None], worst) for name, worst in figures)
-        lines.append(
-            (shape, tokens_text(tokens), names[policy], *cells, f"{here[0]['sparsity']:.3f}" if here[0]["sparsity"] is not None else "")
-        )
-    return markdown(("model", "tokens", "policy", "captured", "of the oracle's", "error", "error with delta", "sparsity"), lines)
+        listed = [row["listed"] for row in here if "listed" in row]
+        cells = (_mean_and_worst([row[name] for row in here if row.get(name) is not None], worst) for name, worst in MEASURES)
+        sparsity = f"{here[0]['sparsity']:.3f}" if here[0]["sparsity"] is not None else ""
+        blocks = f"{sum(listed) / len(listed):.1f}" if listed else ""
+        lines.append((shape, tokens_text(tokens), names[policy], blocks, *cells, sparsity))
+    return markdown(MEASURES_COLUMNS, lines)
 
 
 def _short_names(policies: Iterable[str]) -> dict[str, str]:
