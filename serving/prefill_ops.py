@@ -141,19 +141,25 @@ def _torch_baselines(prompt: Prompt, on_progress: Callable) -> Iterator[dict[str
     backends = TORCH.get(jax.default_backend(), ()) if prompt.tokens <= TORCH_TOKENS else ()
     sizes = {"heads": prompt.sizes.num_heads, "kv_heads": prompt.sizes.num_kv_heads, "head_dim": prompt.sizes.head_dim}
     counts = {"batch": 1, "queries": prompt.tokens, "tokens": prompt.tokens, "copies": 1, "chain": 1, "calls": 5}
-    for backend in backends:
-        on_progress(f"{prompt.tokens:,} tokens: PyTorch, {backend}")
-        row = _fields(prompt, "baseline", f"torch-{backend}")
-        request = {"name": row["case"], "backend": backend, **counts, **sizes}
-        try:
-            answer = torch_sdpa.ask([request])[row["case"]] if torch_sdpa.installed() else {"skipped": "PyTorch is not installed"}
-            if "skipped" in answer:
-                yield row | {"skipped": answer["skipped"]}
-                continue
-            timing = kernel_timing([Kernel(*kernel) for kernel in answer["kernels"]], request["calls"], request["chain"])
-        except RuntimeError as error:
-            yield row | {"failed": str(error)}
+    rows = [_fields(prompt, "baseline", f"torch-{backend}") for backend in backends]
+    if backends and not torch_sdpa.installed():
+        rows, backends = [row | {"skipped": "PyTorch is not installed"} for row in rows], ()
+    if not backends:
+        yield from rows
+        return
+    on_progress(f"{prompt.tokens:,} tokens: PyTorch")
+    requests = [{"name": row["case"], "backend": backend, **counts, **sizes} for row, backend in zip(rows, backends, strict=True)]
+    try:
+        answers = torch_sdpa.ask(requests)
+    except RuntimeError as error:
+        yield from (row | {"failed": str(error)} for row in rows)
+        return
+    for row, backend in zip(rows, backends, strict=True):
+        answer = answers[row["case"]]
+        if "skipped" in answer:
+            yield row | {"skipped": answer["skipped"]}
             continue
+        timing = kernel_timing([Kernel(*kernel) for kernel in answer["kernels"]], counts["calls"], counts["chain"])
         yield row | {"path": {f"torch {answer['torch']}": backend}, "flops": _dense_flops(prompt)} | timing.figures()
 
 
