@@ -182,6 +182,11 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         text = "*Not measured yet.*"
         return lambda: f"{make(merged(kind))}\n\n" + "\n".join(dict.fromkeys(map(source, kind))) if kind else text
 
+    def projected() -> str:
+        if not prefill_ops or not prefills:
+            return "*Not measured yet.*"
+        return prefill_report.projection_table(merged(prefills), merged(prefill_ops)) + "\n\nMade from the runs of the tables of one layer and of time to first token."
+
     return {
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
         "decode-op-llama": of(ops, lambda rows: decode_table(rows, "llama-3.1-8b")),
@@ -193,6 +198,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "prefill-ops": of(prefill_ops, prefill_report.op_table),
         "prefill-steps": of(prefill_ops, prefill_report.steps_table),
         "prefill-time": of(prefills, prefill_report.time_table),
+        "prefill-projected": projected,
         "prefill-split": of(prefills, prefill_report.split_table),
         "prefill-measures": of(measures, prefill_report.measures_table),
     }
