@@ -185,7 +185,8 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     def projected() -> str:
         if not prefill_ops or not prefills:
             return "*Not measured yet.*"
-        return prefill_report.projection_table(merged(prefills), merged(prefill_ops)) + "\n\nMade from the runs of the tables of one layer and of time to first token."
+        made = prefill_report.projection_table(merged(prefills), merged(prefill_ops))
+        return f"{made}\n\nMade from the runs of the tables of one layer and of time to first token."
 
     return {
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
