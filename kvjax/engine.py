@@ -23,6 +23,7 @@ from kvjax.memory import MemoryPlan, memory_plan
 from kvjax.model import Model, fingerprint
 from kvjax.policies import Auto, Choice, DecodePolicy, StateSpec, parse
 from kvjax.prefill import DensePrefill, PrefillPolicy, parse_prefill
+from kvjax.prefill.lists import TileLists
 from kvjax.sampling import SamplingRows, sample_step
 from kvjax.steps import Reads, decode_and_sample, decode_step, prefill_step
 
@@ -84,6 +85,8 @@ class Engine:
         self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, policies))))
         self.indexes = tuple(dict.fromkeys(spec for each in self.policies for spec in each.indexes()))
         self.prefill_policy = parse_prefill(prefill)
+        if isinstance(self.prefill_policy, TileLists):
+            self.prefill_policy.check_pages(page_size)
         self.allocator = PageAllocator(self._default_pages() if pages is None else pages)
         shape = (self.allocator.total, self.config.num_kv_heads, page_size, self.config.head_dim)
         self._layers = tuple(empty_layer(*shape, self.dtype, self.indexes) for _ in range(self.config.num_layers))

@@ -60,9 +60,18 @@ def prefill_command(
     shape: Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id.")] = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens of the prompt, with commas between them.")] = "32k,128k,512k,1m",
     policies: Annotated[str, typer.Option(help="Prefill policies, with commas between them.")] = "dense,momo:128/8",
-    chunk: Annotated[int, typer.Option(help="Tokens per prefill step, a multiple of 128 (not with --ops, --measures).")] = 8192,
-    rounds: Annotated[int, typer.Option(help="Timed runs of every prompt (not with --ops, --measures).")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    chunk: Annotated[
+        int | None,
+        typer.Option(help="Tokens per prefill step, a multiple of 128. [default: 8192; 2048 with --measures]", show_default=False),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Timed runs of every prompt. [default: 1]", show_default=False)] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of weights and cache: bfloat16, float16 or float32. [default: bfloat16; with --measures as `kvjax generate` has it]",
+            show_default=False,
+        ),
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="Only so many layers. [default: the shape's]", show_default=False)] = None,
     ops: Annotated[
         bool, typer.Option("--ops", help="Time the attention of one layer and its steps instead, beside other people's dense kernels.")
@@ -83,13 +92,20 @@ def prefill_command(
         raise typer.BadParameter("--ops and --measures exclude each other", param_hint="--measures")
     if (ablate or text) and not measures:
         raise typer.BadParameter("belongs to --measures", param_hint="--ablate" if ablate else "--text")
+    form = "--measures" if measures else "--ops" if ops else None
+    unused = {"--rounds": rounds, "--layers": layers} | ({"--chunk": chunk} if ops else {})
+    for option, value in unused.items():
+        if form and value is not None:
+            raise typer.BadParameter(f"does nothing with {form}: leave it out, or time whole prompts without {form}", param_hint=option)
+    given = {} if chunk is None else {"chunk": chunk}
     try:
         if measures:
-            run = prefill_cli.measures_run(shape, lengths, policies, ablate=ablate, files=text or ())
+            run = prefill_cli.measures_run(shape, lengths, policies, dtype, ablate=ablate, files=text or (), **given)
         elif ops:
-            run = prefill_cli.ops_run(shape, lengths, policies, dtype)
+            run = prefill_cli.ops_run(shape, lengths, policies, dtype or "bfloat16")
         else:
-            run = prefill_cli.time_run(shape, lengths, policies, dtype, chunk=chunk, rounds=rounds, layers=layers)
+            given |= {} if rounds is None else {"rounds": rounds}
+            run = prefill_cli.time_run(shape, lengths, policies, dtype or "bfloat16", layers=layers, **given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if any("failed" in row for row in prefill_cli.show(run, json_out)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import enum
 import os
 import sys
 import traceback
@@ -13,23 +12,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.serving.bench_cli import bench_app
+from kvjax.serving.cli_options import (
+    ChunkOption,
+    Dtype,
+    DtypeOption,
+    ModelOption,
+    PageSizeOption,
+    PagesOption,
+    PolicyOption,
+    PrefillOption,
+    SeedOption,
+    TokensOption,
+    at_least_one,
+    load_model,
+    read_text,
+)
 from kvjax.serving.fidelity_cli import fidelity_command
+from kvjax.serving.needle_cli import needle_command
 from kvjax.serving.regime_cli import bill_app, regime_map_command
 
 if TYPE_CHECKING:
     from kvjax.engine import Engine
-    from kvjax.fidelity.retrieval import NeedleResult
     from kvjax.model import Model
-
-POLICIES = (
-    "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (128 of them sinks), top:K, mean:K (blocks of 128 tokens), "
-    "quest:K (blocks of 16) or auto"
-)
-PREFILLS = (
-    "dense, momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; with +score or +untrimmed behind it lists are trimmed "
-    "otherwise, with +plain or +uncorrected outputs are corrected otherwise), window:SINK+WINDOW (tokens, as window:64+1024), "
-    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS"
-)
 
 app = typer.Typer(
     name="kvjax",
@@ -44,32 +48,8 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(bill_app, name="bill")
 app.command("regime-map")(regime_map_command)
 app.command("fidelity")(fidelity_command)
+app.command("needle")(needle_command)
 _traceback = contextvars.ContextVar("traceback", default=False)
-
-
-class Dtype(enum.StrEnum):
-    """What weights and cache are stored in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-ModelOption = Annotated[
-    str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle', the small model inside this package.")
-]
-PolicyOption = Annotated[str, typer.Option("--policy", "-p", help=f"What each decode step reads: {POLICIES}.")]
-PrefillOption = Annotated[str, typer.Option(help=f"How the prompt attends to itself: {PREFILLS}.")]
-DtypeOption = Annotated[
-    Dtype | None, typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False)
-]
-PageSizeOption = Annotated[int, typer.Option(help="Tokens per page of the cache.")]
-ChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of the page size.")]
-PagesOption = Annotated[
-    int | None, typer.Option(help="Pages in the pool. [default: what the job needs, where it fits]", show_default=False)
-]
-TokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of random draws.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -138,10 +118,10 @@ def batch_command(
     from kvjax.serving.batch import check_paths, partial_path, run_file
     from kvjax.serving.records import Defaults
 
-    _at_least_one("--max-batch", max_batch)
-    _at_least_one("--max-new-tokens", max_new_tokens)
+    at_least_one("--max-batch", max_batch)
+    at_least_one("--max-new-tokens", max_new_tokens)
     check_paths(source, out, overwrite)
-    loaded = _load(model, dtype)
+    loaded = load_model(model, dtype)
     sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
     engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes)
     policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
@@ -188,7 +168,7 @@ def generate_command(
     from kvjax.serving.batch import chat_ids
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    loaded = _load(model, dtype)
+    loaded = load_model(model, dtype)
     messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
     ids = list(chat_ids(messages, loaded.tokenizer)) if chat else encode(loaded.tokenizer, text)
     engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk, prefill)
@@ -223,7 +203,7 @@ def score_command(
     from kvjax.generation import encode
     from kvjax.scoring import score
 
-    loaded = _load(model, dtype)
+    loaded = load_model(model, dtype)
     engine = _engine(loaded, policy, len(encode(loaded.tokenizer, before + after)), pages, page_size, prefill_chunk)
     found = score(engine, before, after)
     tokens = len(found.token_ids)
@@ -266,114 +246,6 @@ def plan_command(
     typer.echo(f"{model} in {stored.name}, {chosen.describe()}\n{plan}")
 
 
-@app.command("needle")
-def needle_command(
-    model: ModelOption = "needle",
-    policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", "-p", help=f"May be given several times: {POLICIES}. [default: dense, top:8]", show_default=False),
-    ] = None,
-    prefill: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Prefill policies to write haystacks with, each beside the first on the same trials; may be given several times: "
-            f"{PREFILLS}. [default: dense]",
-            show_default=False,
-        ),
-    ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Text file to hide needles in; may be given several times. [default: Python's own documentation]", show_default=False
-        ),
-    ] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures here as JSON as well.", show_default=False)] = None,
-    length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer.")] = 8192,
-    trials: Annotated[int, typer.Option(help="Needles to look for.")] = 16,
-    distractors: Annotated[int, typer.Option(help="Further needles of the same template in each haystack.")] = 16,
-    max_batch: Annotated[int, typer.Option(help="Haystacks held and decoded together.")] = 8,
-    seed: SeedOption = 0,
-    page_size: PageSizeOption = 128,
-    prefill_chunk: ChunkOption = 512,
-    dtype: DtypeOption = None,
-) -> None:
-    """Count the needles a model finds in a long text under each policy: haystacks are prefilled once, questions decoded by the policy.
-
-    With several prefill policies the whole is run once for each, and paired differences from the first are printed.
-    """
-    for name, value in (("--trials", trials), ("--max-batch", max_batch), ("--length", length)):
-        _at_least_one(name, value)
-
-    haystack = "\n\n".join(_read_text(path, "--text") for path in text or ())
-    policies = policy or ["dense", "top:8"]
-
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from kvjax.fidelity.needle import documentation_text
-    from kvjax.fidelity.retrieval import needle_panel
-    from kvjax.policies import parse
-    from kvjax.prefill import parse_prefill
-    from kvjax.serving.demo import table
-    from pallas_kernels.results import write_result
-
-    prefills = list(dict.fromkeys(prefill or ["dense"]))
-    for name in policies:
-        parse(name)
-    for name in prefills:
-        parse_prefill(name)
-    loaded = _load(model, dtype)
-    sizes = {"length": length, "trials": trials, "distractors": distractors, "seed": seed}
-    found = {}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("prefill", total=trials * length * len(prefills))
-        for name in prefills:
-            found[name] = needle_panel(
-                loaded,
-                haystack or documentation_text(),
-                policies,
-                **sizes,
-                batch=max_batch,
-                page_size=page_size,
-                prefill_chunk=prefill_chunk,
-                prefill=name,
-                on_tokens=lambda count: progress.advance(bar, count),
-            )
-    typer.echo(f"{trials} needles in {length:,} tokens, {distractors} distractors each")
-    for name, results in found.items():
-        if prefill:
-            typer.echo(f"{parse_prefill(name).describe()}:")
-        Console().print(table(results))
-        for result in results:
-            typer.echo(f"{result.policy}: found by third of depth " + ", ".join(f"{share:.0%}" for share in result.by_depth()))
-    pairs = [_beside(prefills[0], name, *both) for name in prefills[1:] for both in zip(found[prefills[0]], found[name], strict=True)]
-    for pair in pairs:
-        difference = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**pair["difference"])
-        typer.echo(
-            f"{pair['prefill']} prefill, {pair['policy']} decode: -{pair['lost']}/+{pair['gained']} beside {prefills[0]}, {difference}"
-        )
-    if json_out is not None:
-        source = [path.name for path in text or ()] or "pydoc_data.topics"
-        figures = {"results": [result.figures() for result in found[prefills[0]]]}
-        if prefill:
-            others = [
-                {"prefill": name, "describe": parse_prefill(name).describe(), "results": [result.figures() for result in found[name]]}
-                for name in prefills[1:]
-            ]
-            figures |= {"prefill": prefills[0], "prefill_chunk": prefill_chunk, "other_prefills": others, "pairs": pairs}
-        write_result(json_out, {"model": model, **sizes, "text": source} | figures)
-
-
-def _beside(first: str, other: str, reference: NeedleResult, result: NeedleResult) -> dict[str, Any]:
-    """The needles found after one prefill policy beside those after another, trial by trial, under one decode policy."""
-    import dataclasses
-
-    from kvjax.fidelity.statistics import paired
-
-    pair = paired(*([answer.hit for answer in each.answers] for each in (reference, result)))
-    return {"prefill": other, "beside": first, "policy": result.policy, **dataclasses.asdict(pair)}
-
-
 @app.command("demo")
 def demo_command(
     picture: Annotated[Path, typer.Option(help="Where a picture (PNG) of the table goes.")] = Path("demo.png"),
@@ -382,7 +254,7 @@ def demo_command(
     seed: SeedOption = 0,
 ) -> None:
     """Watch the embedded model answer long prompts, reading all of the cache and then a constant number of pages of it."""
-    _at_least_one("--prompts", prompts)
+    at_least_one("--prompts", prompts)
     if not picture.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {picture.parent}", param_hint="--picture")
 
@@ -461,12 +333,6 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
         typer.echo("\n".join(lines), err=True)
 
 
-def _load(model: str, dtype: Dtype | None) -> Model:
-    from kvjax.models.loading import load
-
-    return load(model, dtype=None if dtype is None else dtype.value)
-
-
 def _engine(
     model: Model, policy: str, tokens: int, pages: int | None, page_size: int, prefill_chunk: int, prefill: str = "dense"
 ) -> Engine:
@@ -503,24 +369,10 @@ def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT",
     """Text given as an argument, on standard input ('-') or in a file: one of them, and not empty."""
     if (given is None) == (file is None):
         raise typer.BadParameter(f"give {argument} or {option}, one of them", param_hint=argument)
-    text = _read_text(file, option) if file is not None else sys.stdin.read() if given == "-" else given
+    text = read_text(file, option) if file is not None else sys.stdin.read() if given == "-" else given
     if not text:
         raise typer.BadParameter("is empty", param_hint=argument if file is None else option)
     return text
-
-
-def _read_text(path: Path, option: str) -> str:
-    if not path.is_file():
-        raise typer.BadParameter(f"there is no file {path}", param_hint=option)
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"{path} is not UTF-8 text (byte {error.start})", param_hint=option) from None
-
-
-def _at_least_one(option: str, value: int) -> None:
-    if value < 1:
-        raise typer.BadParameter(f"must be at least 1, got {value}", param_hint=option)
 
 
 def _one_line(error: Exception) -> str:

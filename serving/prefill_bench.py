@@ -6,8 +6,10 @@ are the worst case of a sparse policy: every candidate is as good as any other, 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import gc
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +37,7 @@ PARTS = (
     ("query-sparse attention", re.compile(r"^query_sparse_attention_kernel")),
     ("union", re.compile(r"sort|union_blocks", re.IGNORECASE)),
     ("block-sparse attention", re.compile(r"^block_sparse_attention_kernel")),
-    ("append", re.compile(r"append")),
+    ("append", re.compile(r"append|scatter")),  # XLA's is two scatters
     ("projections", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|dot", re.IGNORECASE)),
     ("overhead", re.compile("")),
 )
@@ -131,8 +133,8 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
     profiled = [chunks[(2 * i + 1) * len(chunks) // (2 * count)] for i in range(count)]
     profile = None
     if jax.default_backend() == "gpu":
-        of_chunks = [split(record(lambda chunk=chunk: run([chunk]))) for chunk in profiled]
-        profile = {"chunks": [chunk[0] for chunk in profiled], "parts_s": of_chunks}
+        of_chunks = [record(lambda chunk=chunk: run([chunk])) for chunk in profiled]
+        profile = {"chunks": [chunk[0] for chunk in profiled], "parts_s": list(map(split, of_chunks)), "kernels_s": longest(of_chunks)}
     middle = float(np.median(seconds))
     memory = jax.local_devices()[0].memory_stats() or {}
     return {
@@ -156,6 +158,14 @@ def split(kernels: Sequence[Kernel]) -> dict[str, float]:
         seconds[part] += (kernel.end - kernel.start) * 1e-9
     span = (max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)) * 1e-9
     return seconds | {"idle": max(0.0, span - sum(seconds.values()))}
+
+
+def longest(of_chunks: Sequence[Sequence[Kernel]], most: int = 16) -> dict[str, float]:
+    """Seconds a chunk of the kernels that take most of it, by name, so that what `PARTS` takes them for can be looked up."""
+    seconds = collections.Counter()
+    for kernel in itertools.chain(*of_chunks):
+        seconds[plain_name(kernel.name)] += (kernel.end - kernel.start) * 1e-9 / len(of_chunks)
+    return dict(seconds.most_common(most))
 
 
 def dense_flops(config: ModelConfig, length: int) -> dict[str, float]:

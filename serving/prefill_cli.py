@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from kvjax.serving.decode_bench import config_of, parse_lengths
+from kvjax.serving.decode_bench import PAGE_SIZE, config_of, parse_lengths
 from kvjax.serving.prefill_bench import PrefillPlan, policies_of, run_prefill_plan
 from pallas_kernels.bench import prefill_report
 from pallas_kernels.bench.cases import SHAPES
@@ -33,7 +33,7 @@ class Run:
     table: Callable[[Sequence[dict[str, Any]]], str]
 
 
-def time_run(shape: str, lengths: str, policies: str, dtype: str, *, chunk: int, rounds: int, layers: int | None) -> Run:
+def time_run(shape: str, lengths: str, policies: str, dtype: str, *, chunk: int = 8192, rounds: int = 1, layers: int | None = None) -> Run:
     """Time to first token. ValueError for what makes no plan."""
     if layers is not None and layers < 1:
         raise ValueError(f"layers must be at least 1, got {layers}")
@@ -84,34 +84,47 @@ def ops_run(shape: str, lengths: str, policies: str, dtype: str) -> Run:
     return Run("prefill-ops", begin, rows, table)
 
 
-def measures_run(model: str, lengths: str, policies: str, *, ablate: bool, files: Sequence[Path]) -> Run:
-    """What lists capture. ValueError for policies without lists, or texts that are too short."""
+def measures_run(
+    model: str,
+    lengths: str,
+    policies: str,
+    dtype: str | None = None,
+    *,
+    chunk: int = 2048,
+    ablate: bool = False,
+    files: Sequence[Path] = (),
+) -> Run:
+    """What lists capture. ValueError for policies without lists, chunks that are no whole pages, or texts that are too short."""
     import kvjax
     from kvjax.fidelity.needle import documentation_text, encode_text
     from kvjax.prefill import DensePrefill, MeasureOnceMaskOnce
-    from kvjax.prefill.lists import TileLists
-    from kvjax.prefill.measures import ablation, measure_prefill
+    from kvjax.prefill.measures import ablation, check_lists, measure_recorded, record_prefill
 
     chosen = [policy for policy in policies_of(policies) if policy != DensePrefill()]
     if ablate:
         chosen = [v for policy in chosen for v in (ablation(policy) if isinstance(policy, MeasureOnceMaskOnce) else (policy,))]
-    if without := [policy for policy in chosen if not isinstance(policy, TileLists)]:
-        raise ValueError(f"{without[0]} gives tiles of queries no lists, so there is nothing to measure")
+    check_lists(chosen)
     if not chosen:
         raise ValueError(f"--measures takes policies that list blocks, got {policies!r}")
+    if chunk < 1 or chunk % PAGE_SIZE:
+        raise ValueError(f"chunk {chunk} must be a positive multiple of the page size {PAGE_SIZE}")
     tokens = parse_lengths(lengths)
-    loaded = kvjax.load(model)
+    loaded = kvjax.load(model, dtype=None if dtype is None else _dtype(dtype))
     prose = "\n\n".join(file.read_text(encoding="utf-8") for file in files) or documentation_text()
     ids = encode_text(loaded.tokenizer, prose).tolist()
     if len(ids) < max(tokens):
         raise ValueError(f"the text has {len(ids):,} tokens, the longest prompt {max(tokens):,}: give more with --text")
+    stored = jax.tree.leaves(loaded.params)[0].dtype.name
+    fields = {"op": "prefill-measures", "shape": model, "batch": 1, "dtype": stored, "chunk": chunk}
 
     def rows(say: Callable, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for length in tokens:
+            say(f"{length:,} tokens: dense")
+            recorded = record_prefill(loaded, ids[:length], chunk=chunk, page_size=PAGE_SIZE)
             for policy in chosen:
                 say(f"{length:,} tokens: {policy}")
-                for row in measure_prefill(loaded, ids[:length], [policy]):
-                    yield {"op": "prefill-measures", "shape": model, "batch": 1} | row
+                for row in measure_recorded(recorded, policy):
+                    yield fields | row
 
     return Run("prefill-measures", lambda say: {}, rows, prefill_report.measures_table)
 

@@ -5,9 +5,9 @@ A name is `op/shape/tokens/b1/policy`:
 baseline      dense attention over contiguous keys by somebody else's kernel; the policy is its name
 dense         flash_attention, over pages in random order ("paged") or in order ("contiguous")
 query-sparse  query_sparse_attention: selection included
-union         union_blocks of its lists
+union         its scores turned into what lists are ranked by, and union_blocks
 block-sparse  block_sparse_attention over what that gave
-delta         the correction
+delta         the correction, damping included
 sparse        the four as one program: what the policy does to a layer
 
 Errors are against float32 attention of a few queries, worked out apart. Times are device times where there is a GPU (see
@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import PagedKV
-from kvjax.prefill import MeasureOnceMaskOnce, PrefillContext, delta_correction
+from kvjax.prefill import MeasureOnceMaskOnce, PrefillContext
 from pallas_kernels import dispatch
 from pallas_kernels.bench import torch_sdpa
 from pallas_kernels.bench.cases import PAGE_SIZE, SHAPES, Shape
@@ -39,7 +39,6 @@ from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timi
 from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.query_sparse_attention import query_sparse_attention
-from pallas_kernels.union_blocks import union_blocks
 
 SAMPLES = 8
 """Queries whose attention is worked out in float32."""
@@ -142,19 +141,25 @@ def _torch_baselines(prompt: Prompt, on_progress: Callable) -> Iterator[dict[str
     backends = TORCH.get(jax.default_backend(), ()) if prompt.tokens <= TORCH_TOKENS else ()
     sizes = {"heads": prompt.sizes.num_heads, "kv_heads": prompt.sizes.num_kv_heads, "head_dim": prompt.sizes.head_dim}
     counts = {"batch": 1, "queries": prompt.tokens, "tokens": prompt.tokens, "copies": 1, "chain": 1, "calls": 5}
-    for backend in backends:
-        on_progress(f"{prompt.tokens:,} tokens: PyTorch, {backend}")
-        row = _fields(prompt, "baseline", f"torch-{backend}")
-        request = {"name": row["case"], "backend": backend, **counts, **sizes}
-        try:
-            answer = torch_sdpa.ask([request])[row["case"]] if torch_sdpa.installed() else {"skipped": "PyTorch is not installed"}
-            if "skipped" in answer:
-                yield row | {"skipped": answer["skipped"]}
-                continue
-            timing = kernel_timing([Kernel(*kernel) for kernel in answer["kernels"]], request["calls"], request["chain"])
-        except RuntimeError as error:
-            yield row | {"failed": str(error)}
+    rows = [_fields(prompt, "baseline", f"torch-{backend}") for backend in backends]
+    if backends and not torch_sdpa.installed():
+        rows, backends = [row | {"skipped": "PyTorch is not installed"} for row in rows], ()
+    if not backends:
+        yield from rows
+        return
+    on_progress(f"{prompt.tokens:,} tokens: PyTorch")
+    requests = [{"name": row["case"], "backend": backend, **counts, **sizes} for row, backend in zip(rows, backends, strict=True)]
+    try:
+        answers = torch_sdpa.ask(requests)
+    except RuntimeError as error:
+        yield from (row | {"failed": str(error)} for row in rows)
+        return
+    for row, backend in zip(rows, backends, strict=True):
+        answer = answers[row["case"]]
+        if "skipped" in answer:
+            yield row | {"skipped": answer["skipped"]}
             continue
+        timing = kernel_timing([Kernel(*kernel) for kernel in answer["kernels"]], counts["calls"], counts["chain"])
         yield row | {"path": {f"torch {answer['torch']}": backend}, "flops": _dense_flops(prompt)} | timing.figures()
 
 
@@ -170,7 +175,6 @@ def _dense(prompt: Prompt, on_progress: Callable) -> Iterator[dict[str, Any]]:
 def _sparse(p: MeasureOnceMaskOnce, prompt: Prompt, on_progress: Callable) -> Iterator[dict[str, Any]]:
     name, sizes, ctx = str(p), prompt.sizes, prompt.ctx
     pages = (prompt.layer.k, prompt.layer.v, ctx.page_table, ctx.starts, ctx.lengths)
-    rows, trim = p.chi // p.gamma, p.chi // p.gamma * p.k if p.k_trim is None else p.k_trim
     samples = _samples(prompt, p.gamma)
     per_key = 4 * sizes.num_heads * sizes.head_dim
 
@@ -183,13 +187,10 @@ def _sparse(p: MeasureOnceMaskOnce, prompt: Prompt, on_progress: Callable) -> It
     checked = {"error": _dense_error(prompt, exact, samples, p.gamma), **_list_errors(prompt, p, ids, scores, samples)}
     yield row | checked | {"flops": per_key * float(ends.sum()), "lists_full": float((ids[:, -1] >= 0).mean())}
 
-    rank = "sum" if p.rank == "mass" else "mean"
-    unite = functools.partial(union_blocks, rows=rows, k_trim=trim, rank=rank, num_blocks=prompt.tokens // p.key_block)
-    if p.rank == "mass":
-        scores = jnp.exp(scores - lse[..., None])
-    row, blocks = _timed(prompt, "union", name, unite, ids, scores)
-    moved = ids.nbytes + scores.nbytes + blocks.nbytes
-    yield row | {"bytes": moved, "same_as_reference": _union_is_right(unite, ids, scores, blocks, rows)}
+    unite = functools.partial(p.unite, num_blocks=prompt.tokens // p.key_block)
+    row, blocks = _timed(prompt, "union", name, unite, lse, ids, scores)
+    moved = lse.nbytes + ids.nbytes + scores.nbytes + blocks.nbytes
+    yield row | {"bytes": moved, "same_as_reference": _union_is_right(p, unite, (lse, ids, scores), blocks)}
 
     attend = functools.partial(
         block_sparse_attention,
@@ -205,10 +206,10 @@ def _sparse(p: MeasureOnceMaskOnce, prompt: Prompt, on_progress: Callable) -> It
     filled = {"flops": per_key * (listed + near), "lists_full": full, "keys_read": (listed + near) / prompt.tokens}
     yield row | filled | {"error": _sparse_error(prompt, p, sparse, blocks, samples)}
 
-    correct = functools.partial(delta_correction, gamma=p.gamma, damping_rows=rows if p.delta == "damped" else None)
-    row, _ = _timed(prompt, "delta", name, correct, sparse, exact)
-    yield row | {"bytes": 2 * sparse.nbytes + exact.nbytes}
-    del sparse, exact, ids, scores, blocks
+    if p.delta != "off":
+        row, _ = _timed(prompt, "delta", name, p.corrected, sparse, exact)
+        yield row | {"bytes": 2 * sparse.nbytes + exact.nbytes}
+    del sparse, exact, lse, ids, scores, blocks
 
     on_progress(f"{prompt.tokens:,} tokens: {name}")
     row, out = _timed(prompt, "sparse", name, lambda q, layer, ctx: p.attend_sparse(q, layer, ctx), prompt.q, prompt.layer, ctx)
@@ -322,11 +323,12 @@ def _list_errors(prompt: Prompt, p: MeasureOnceMaskOnce, ids: Array, scores: Arr
     return {"score_error": worst, "exact_slots_right": right / max(slots, 1)}
 
 
-def _union_is_right(unite: Callable, ids: Array, scores: Array, blocks: Array, rows: int) -> bool:
+def _union_is_right(p: MeasureOnceMaskOnce, unite: Callable, measured: tuple[Array, ...], blocks: Array) -> bool:
     """The last two whole tiles against the plain-Python definition."""
-    last = ids.shape[1] // rows * rows
+    rows = p.chi // p.gamma
+    last = measured[0].shape[1] // rows * rows
     some = slice(max(0, last - 2 * rows), last)
-    expected = functools.partial(unite, implementation="reference")(ids[:, some], scores[:, some])
+    expected = unite(*(x[:, some] for x in measured), implementation="reference")
     return bool((expected == blocks[:, some.start // rows : last // rows]).all())
 
 

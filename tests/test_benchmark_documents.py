@@ -68,6 +68,14 @@ def test_needles_after_a_sparse_prefill_are_what_the_results_say(length):
     assert pair["difference"]["low"] > -0.03
 
 
+def test_designs_of_the_union_are_what_the_results_say():
+    text = (ROOT / "docs" / "prefill.md").read_text(encoding="utf-8")
+    designs = json.loads((RESULTS / "designs-prefill.json").read_text())["union, seconds"]
+    for seconds in designs.values():
+        assert "| " + " | ".join(f"{second * 1e3:.2f}" for second in seconds.values()) + " |\n" in text
+    assert len(designs) == 4
+
+
 @pytest.mark.skipif(not RUNS, reason="nothing is measured yet")
 def test_a_wrong_figure_is_noticed():
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")

@@ -41,6 +41,14 @@ class DenseWhereCovered:
 class TileLists(DenseWhereCovered):
     """Policies whose attention is their lists, sinks and window: they define `lists`, `chi`, `key_block`, `window` and `dense_tokens`."""
 
+    def check_pages(self, page_size: int) -> None:
+        """ValueError unless pages of `page_size` tokens are whole blocks."""
+        if page_size % self.key_block:
+            raise ValueError(
+                f"prefill {self} lists blocks of {self.key_block} tokens, which pages of {page_size} do not hold whole: choose a page_size "
+                f"that is a multiple of {self.key_block}, or a policy whose key_block divides {page_size}"
+            )
+
     def attend_sparse(self, query, layer, ctx):
         """Attention over sinks, window and lists, whatever the length."""
         return self.attend_listed(self.lists(query, layer, ctx), query, layer, ctx)
@@ -78,11 +86,16 @@ def distant_blocks(
     return there & (first + key_block > sink_tokens) & (first <= last_positions(ctx, num_queries, chi)[..., None] - window_tokens)
 
 
-def best_blocks(scores: Float[Array, "*tiles S"], candidates: Bool[Array, "*tiles S"], k: int) -> Int[Array, "*tiles W"]:
-    """The k candidates of each row that score highest, of equal ones the lower; ascending, -1 at the end. W = min(k, S)."""
+def best_blocks(
+    scores: Float[Array, "*tiles S"], candidates: Bool[Array, "*tiles S"], k: int, budgets: Int[Array, "*tiles"] | None = None
+) -> Int[Array, "*tiles W"]:
+    """The k candidates of each row that score highest, of equal ones the lower; ascending, -1 at the end. W = min(k, S).
+
+    budgets: how many a row may have, if fewer than k."""
     scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 and 0.0 are a tie
     best, ids = jax.lax.top_k(jnp.where(candidates, scores, -jnp.inf), min(k, scores.shape[-1]))
-    return sorted_lists(jnp.where(best == -jnp.inf, -1, ids))
+    within = True if budgets is None else jnp.arange(ids.shape[-1]) < budgets[..., None]
+    return sorted_lists(jnp.where((best > -jnp.inf) & within, ids, -1))
 
 
 def sorted_lists(ids: Int[Array, "*tiles W"]) -> Int[Array, "*tiles W"]:

@@ -89,12 +89,18 @@ class MeasureOnceMaskOnce(TileLists):
             window=(self.sink_tokens, self.row_window),
             sm_scale=ctx.sm_scale,
         )
+        num_blocks = ctx.page_table.shape[1] * layer.k.shape[2] // self.key_block
+        return exact, self.unite(lse, ids, scores, num_blocks=num_blocks)
+
+    def unite(self, lse, ids, scores, *, num_blocks: int, implementation: str | None = None):
+        """The united lists of the tiles, `[B, C, H, W]`, of what `query_sparse_attention` gave every gamma-th query: lse `[B, R, H]`, ids
+        and scores `[B, R, H, k]`. num_blocks: a number that no block reaches."""
         rows, rank = self.chi // self.gamma, "mean"
         if self.rank == "mass":
             scores, rank = jnp.exp(scores - lse[..., None]), "sum"
-        num_blocks = ctx.page_table.shape[1] * layer.k.shape[2] // self.key_block
         k_trim = rows * self.k if self.k_trim is None else self.k_trim
-        return exact, union_blocks(ids, scores, rows=rows, k_trim=k_trim, rank=rank, num_blocks=num_blocks)
+        static = {"rows": rows, "k_trim": k_trim, "rank": rank, "num_blocks": num_blocks}
+        return union_blocks(ids, scores, **static, implementation=implementation)
 
     def lists(self, query, layer, ctx):
         """The united lists of every tile and query head, `[B, C, H, W]`."""

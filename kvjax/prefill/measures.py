@@ -78,36 +78,26 @@ class _Listening:
         return "dense prefill, listened to"
 
 
-def measure_prefill(
-    model: Model,
-    tokens: Sequence[int],
-    policies: Iterable[TileLists],
-    *,
-    chunk: int = 2048,
-    page_size: int = 128,
-) -> list[dict[str, Any]]:
-    """Rows, one per layer and policy, of a prompt of `tokens`.
+@dataclasses.dataclass(frozen=True)
+class RecordedPrefill:
+    """A densely prefilled prompt of `tokens` tokens, in the host's memory.
 
-    captured: mean share of the attention that lists, sinks and window hold, over the queries whose candidates do not all fit into a list
-    (the others capture all of it under any policy). of_oracle: that, as a share of what `OracleBlocks` captures with as many blocks.
-    error: mean ||out - dense|| / ||dense|| over the same queries, as the policy attends but without delta correction; error_with_delta:
-    with it, None where a policy has none. queries: how many of them. sparsity: equation 9's.
-
-    Raises ValueError for policies without lists, and where a prompt has no such query: it must be longer than their `dense_tokens`.
+    pools: pages of keys and values, by layer, as they were at the end. chunks: layer, queries, and (page_table, starts, lengths) of each.
     """
-    policies = tuple(policies)
-    for policy in policies:
-        if not isinstance(policy, TileLists):
-            raise ValueError(f"{policy} gives tiles of queries no lists, so there is nothing to measure")
-    sums: dict[tuple[int, PrefillPolicy], np.ndarray] = {}
-    compared = {policy: _compare(policy) for policy in policies}
 
-    pools: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    chunks: list[tuple[int, np.ndarray, tuple[np.ndarray, ...]]] = []
+    tokens: int
+    sm_scale: float
+    pools: dict[int, tuple[np.ndarray, np.ndarray]]
+    chunks: list[tuple[int, np.ndarray, tuple[np.ndarray, ...]]]
+
+
+def record_prefill(model: Model, tokens: Sequence[int], *, chunk: int = 2048, page_size: int = 128) -> RecordedPrefill:
+    """Prefill `tokens` densely, `chunk` at a time, and keep every layer's queries, keys and values."""
+    recorded = RecordedPrefill(len(tokens), model.config.sm_scale, {}, [])
 
     def hear(number, query, k, v, *place):
-        pools[int(number)] = np.asarray(k), np.asarray(v)  # the last chunk's holds the keys of all
-        chunks.append((int(number), np.asarray(query), tuple(map(np.asarray, place))))
+        recorded.pools[int(number)] = np.asarray(k), np.asarray(v)  # the last chunk's holds the keys of all
+        recorded.chunks.append((int(number), np.asarray(query), tuple(map(np.asarray, place))))
 
     engine = Engine(
         model,
@@ -119,35 +109,82 @@ def measure_prefill(
     )
     engine.prefill([tokens])
     jax.effects_barrier()
-    for number, query, place in chunks:
-        ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=model.config.sm_scale)
-        layer = PagedKV(*map(jnp.asarray, pools[number]), {})
-        for policy in policies:
-            found = np.asarray(compared[policy](jnp.asarray(query), layer, ctx), np.float64)
-            sums[number, policy] = sums.get((number, policy), 0) + found
-    return [_row(layer, policy, len(tokens), found) for (layer, policy), found in sorted(sums.items(), key=lambda item: item[0][0])]
+    return recorded
 
 
-def _compare(policy: PrefillPolicy):
-    """(query, layer, ctx) -> sums over the queries that count, jitted: count, captured, the oracle's, error, error with delta."""
+def check_lists(policies: Iterable[PrefillPolicy]) -> None:
+    """ValueError for policies that give tiles no lists."""
+    for policy in policies:
+        if not isinstance(policy, TileLists):
+            raise ValueError(f"{policy} gives tiles of queries no lists, so there is nothing to measure")
+
+
+def measure_recorded(recorded: RecordedPrefill, policy: TileLists) -> list[dict[str, Any]]:
+    """Rows of a policy, one per layer, in order; see `measure_prefill`."""
+    check_lists([policy])
+    compare, sums = _compare(policy), {}
+    for number, query, place in recorded.chunks:
+        ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
+        layer = PagedKV(*map(jnp.asarray, recorded.pools[number]), {})
+        sums[number] = sums.get(number, 0) + np.asarray(compare(jnp.asarray(query), layer, ctx), np.float64)
+    return [_row(number, policy, recorded.tokens, sums[number]) for number in sorted(sums)]
+
+
+def measure_prefill(
+    model: Model,
+    tokens: Sequence[int],
+    policies: Iterable[TileLists],
+    *,
+    chunk: int = 2048,
+    page_size: int = 128,
+) -> list[dict[str, Any]]:
+    """Rows, one per layer and policy, of a prompt of `tokens`.
+
+    captured: mean share of the attention that lists, sinks and window hold, over the queries whose candidates do not all fit into a list
+    (the others capture all of it under any policy). of_oracle: that, as a share of what `OracleBlocks` captures with as many blocks in
+    every tile: `k` of them, and where a tile lists more (untrimmed unions), or its policy has no `k`, as many as it lists.
+    listed: mean number of blocks that tiles list. error: mean ||out - dense|| / ||dense|| over the same queries, as the policy attends
+    but without delta correction; error_with_delta: with it, None where a policy has none. error_between and error_between_with_delta: the
+    same over those queries alone that are not exact after correction anyway. queries: how many of them. sparsity: equation 9's.
+
+    Raises ValueError for policies without lists, and where a prompt has no such query: it must be longer than their `dense_tokens`.
+    """
+    policies = tuple(policies)
+    check_lists(policies)
+    recorded = record_prefill(model, tokens, chunk=chunk, page_size=page_size)
+    of_policies = [measure_recorded(recorded, policy) for policy in policies]
+    return [row for of_layer in zip(*of_policies, strict=True) for row in of_layer]
+
+
+FIGURES = ("queries", "captured", "oracle", "listed", "error", "error_with_delta")
+BETWEEN = ("queries_between", "error_between", "error_between_with_delta")
+
+
+def _compare(policy: TileLists):
+    """(query, layer, ctx) -> sums of `FIGURES` over the queries that count, of `BETWEEN` over those not measured exactly; jitted."""
 
     @jax.jit
     def compare(query, layer, ctx):
         pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
         dense, lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)
-        blocks = policy.lists(query, layer, ctx)
+        corrects = isinstance(policy, MeasureOnceMaskOnce)
+        exact, blocks = policy.measure(query, layer, ctx) if corrects else (None, policy.lists(query, layer, ctx))
         sparse, sparse_lse = _attend_lists(policy, query, layer, ctx, blocks)
-        kept = min(policy.k, blocks.shape[3]) if hasattr(policy, "k") else blocks.shape[3]
+        listed, width = (blocks >= 0).sum(3), blocks.shape[3]
         window = {"sink_tokens": policy.sink_tokens, "window_tokens": policy.window_tokens}
-        oracle = OracleBlocks(kept, policy.chi, policy.key_block, **window)
-        best = captured_mass(oracle, query, layer, ctx, lse)
+        oracle = OracleBlocks(min(getattr(policy, "k", width), width), policy.chi, policy.key_block, **window)
+        budgets = jnp.maximum(listed, oracle.k if hasattr(policy, "k") else 0)
+        _, best_lse = _attend_lists(oracle, query, layer, ctx, oracle.lists_of(query, layer, ctx, budgets, width))
+        corrected = policy.corrected(sparse, exact) if corrects else sparse
+        between = jnp.arange(query.shape[1]) % (policy.gamma if corrects else 1) != 0
+        listed = jnp.repeat(listed, policy.chi, axis=1)[:, : query.shape[1]]
+        errors = output_error(sparse, dense), output_error(corrected, dense)
+        ones = jnp.ones_like(lse)
+        figures = (ones, jnp.exp(sparse_lse - lse), jnp.exp(best_lse - lse), listed, *errors)
         position = ctx.starts[:, None] + jnp.arange(query.shape[1])
         counts = (position < ctx.lengths[:, None]) & (position >= oracle.dense_tokens)
-        corrected = sparse
-        if isinstance(policy, MeasureOnceMaskOnce):
-            corrected = policy.corrected(sparse, policy.measure(query, layer, ctx)[0])
-        figures = (jnp.ones_like(lse), jnp.exp(sparse_lse - lse), best, output_error(sparse, dense), output_error(corrected, dense))
-        return jnp.stack([jnp.where(counts[..., None], x, 0).sum() for x in figures])
+        over = [(counts, figure) for figure in figures] + [(counts & between, figure) for figure in (ones, *errors)]
+        return jnp.stack([jnp.where(where[..., None], figure, 0).sum() for where, figure in over])
 
     return compare
 
@@ -164,18 +201,22 @@ def _attend_lists(policy: TileLists, query, layer, ctx, blocks: Array | None = N
     )
 
 
-def _row(layer: int, policy: PrefillPolicy, tokens: int, found: np.ndarray) -> dict[str, Any]:
-    count, captured, best, error, corrected = map(float, found)
+def _row(layer: int, policy: TileLists, tokens: int, found: np.ndarray) -> dict[str, Any]:
+    sums = dict(zip((*FIGURES, *BETWEEN), map(float, found), strict=True))
+    count, between = sums["queries"], sums["queries_between"]
     if count == 0:
         raise ValueError(f"no query of {tokens:,} tokens has more candidates than {policy} lists: the prompt is too short to measure it")
+    corrects = isinstance(policy, MeasureOnceMaskOnce)
     return {
         "layer": layer,
         "policy": str(policy),
         "tokens": tokens,
         "queries": int(count),
-        "captured": captured / count,
-        "of_oracle": captured / best,
-        "error": error / count,
-        "error_with_delta": corrected / count if isinstance(policy, MeasureOnceMaskOnce) else None,
+        "listed": sums["listed"] / count,
+        "captured": sums["captured"] / count,
+        "of_oracle": sums["captured"] / sums["oracle"],
+        "error": sums["error"] / count,
+        "error_with_delta": sums["error_with_delta"] / count if corrects else None,
+        **{name: sums[name] / between if corrects and between else None for name in BETWEEN[1:]},
         "sparsity": policy.sparsity(tokens) if hasattr(policy, "sparsity") else None,
     }

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache.types import PagedKV
 from kvjax.prefill.base import PrefillContext
@@ -39,9 +39,15 @@ class OracleBlocks(TileLists):
 
     def lists(self, query, layer, ctx):
         """The k best distant blocks of every tile and query head, `[B, C, H, W]`."""
+        return self.lists_of(query, layer, ctx, None, self.k)
+
+    def lists_of(
+        self, query, layer: PagedKV, ctx: PrefillContext, budgets: Int[Array, "B C H"] | None, width: int
+    ) -> Int[Array, "B C H W"]:
+        """The same with a number of blocks of its own for every tile and head, at most `width`; None: `width` for all."""
         sizes = {"chi": self.chi, "key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
         candidates = distant_blocks(ctx, layer.k.shape[2], query.shape[1], **sizes)
-        return best_blocks(attention_mass(query, layer, ctx, self.chi, self.key_block), candidates[:, :, None], self.k)
+        return best_blocks(attention_mass(query, layer, ctx, self.chi, self.key_block), candidates[:, :, None], width, budgets)
 
     def __str__(self) -> str:
         return f"oracle:{self.k}" if self == OracleBlocks(self.k) else repr(self)

@@ -12,6 +12,11 @@ Row = dict[str, Any]
 OP_COLUMNS = ("op", "shape", "tokens", "policy", "path", "ms", "TFLOP/s", "of peak", "TB/s")
 OP_COLUMNS += ("error", "same bits", "lists full", "x best dense")
 TIME_COLUMNS = ("shape", "tokens", "policy", "chunk", "path", "s", "tokens/s", "x dense", "temp GB", "peak GB beyond weights and cache")
+MEASURES = (("captured", min), ("of_oracle", min), ("error", max), ("error_with_delta", max))
+MEASURES += (("error_between", max), ("error_between_with_delta", max))
+"""Figures of `measures_table`, and which layer is the worst."""
+MEASURES_COLUMNS = ("model", "tokens", "policy", "blocks", "captured", "of the oracle's", "error", "with delta")
+MEASURES_COLUMNS += ("between: error", "with delta", "sparsity")
 STEPS = ("query-sparse", "union", "block-sparse", "delta", "sparse")
 
 
@@ -77,6 +82,34 @@ def time_table(rows: Sequence[Row]) -> str:
     return markdown(TIME_COLUMNS, (time_cells(row, rows) for row in rows))
 
 
+PROJECTION_COLUMNS = ("shape", "tokens", "dense, measured s", "dense, projected s", "sparse, measured s", "projected / sparse")
+
+
+def projection_table(rows: Sequence[Row], ops: Sequence[Row]) -> str:
+    """Dense time to first token as its parts say, beside what was measured: attention is `layers` times that of one layer over the whole
+    prompt, and everything else takes in every chunk what it took in those of the longest dense prompt that was profiled. Seconds."""
+    lines = []
+    timed = [row for row in rows if "median_s" in row]
+    for shape in dict.fromkeys(row["shape"] for row in timed):
+        profiled = [row for row in timed if row["shape"] == shape and row["policy"] == "dense" and row.get("profile")]
+        if not profiled:
+            continue
+        longest = max(profiled, key=lambda row: row["tokens"])
+        parts = longest["profile"]["parts_s"]
+        rest = sum(sum(seconds for name, seconds in of.items() if name != "dense attention") for of in parts) / len(parts)
+        for op in ops:
+            if (op["shape"], op["op"], op["policy"]) != (shape, "dense", "paged"):
+                continue
+            here = {row["policy"]: row["median_s"] for row in timed if (row["shape"], row["tokens"]) == (shape, op["tokens"])}
+            sparse = min((seconds for policy, seconds in here.items() if policy != "dense"), default=None)
+            if sparse is None:
+                continue
+            projected = longest["layers"] * op["median_s"] + op["tokens"] / longest["chunk"] * rest
+            measured = f"{here['dense']:,.2f}" if "dense" in here else "-"
+            lines.append((shape, tokens_text(op["tokens"]), measured, f"{projected:,.2f}", f"{sparse:,.2f}", f"{projected / sparse:.2f}"))
+    return markdown(PROJECTION_COLUMNS, lines)
+
+
 def split_table(rows: Sequence[Row]) -> str:
     """Where the time of the profiled chunks goes."""
     profiled = [row for row in rows if row.get("profile")]
@@ -98,12 +131,12 @@ def measures_table(rows: Sequence[Row]) -> str:
     names = _short_names(dict.fromkeys(row["policy"] for row in rows))
     for shape, tokens, policy in dict.fromkeys((row["shape"], row["tokens"], row["policy"]) for row in rows):
         here = [row for row in rows if (row["shape"], row["tokens"], row["policy"]) == (shape, tokens, policy)]
-        figures = (("captured", min), ("of_oracle", min), ("error", max), ("error_with_delta", max))
-        cells = (_mean_and_worst([row[name] for row in here if row.get(name) is not None], worst) for name, worst in figures)
-        lines.append(
-            (shape, tokens_text(tokens), names[policy], *cells, f"{here[0]['sparsity']:.3f}" if here[0]["sparsity"] is not None else "")
-        )
-    return markdown(("model", "tokens", "policy", "captured", "of the oracle's", "error", "error with delta", "sparsity"), lines)
+        listed = [row["listed"] for row in here if "listed" in row]
+        cells = (_mean_and_worst([row[name] for row in here if row.get(name) is not None], worst) for name, worst in MEASURES)
+        sparsity = f"{here[0]['sparsity']:.3f}" if here[0]["sparsity"] is not None else ""
+        blocks = f"{sum(listed) / len(listed):.1f}" if listed else ""
+        lines.append((shape, tokens_text(tokens), names[policy], blocks, *cells, sparsity))
+    return markdown(MEASURES_COLUMNS, lines)
 
 
 def _short_names(policies: Iterable[str]) -> dict[str, str]:

@@ -186,6 +186,13 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         return sourced(kind, lambda: make(merged(kind)))
 
     of_top_k = {name: sourced(*made) for name, made in top_k_report.parts(runs).items()}
+
+    def projected() -> str:
+        if not prefill_ops or not prefills:
+            return "*Not measured yet.*"
+        made = prefill_report.projection_table(merged(prefills), merged(prefill_ops))
+        return f"{made}\n\nMade from the runs of the tables of one layer and of time to first token."
+
     return of_top_k | {
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
         "decode-op-llama": of(ops, lambda rows: decode_table(rows, "llama-3.1-8b")),
@@ -197,6 +204,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "prefill-ops": of(prefill_ops, prefill_report.op_table),
         "prefill-steps": of(prefill_ops, prefill_report.steps_table),
         "prefill-time": of(prefills, prefill_report.time_table),
+        "prefill-projected": projected,
         "prefill-split": of(prefills, prefill_report.split_table),
         "prefill-measures": of(measures, prefill_report.measures_table),
     }

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.cache import PagedKV
 from kvjax.prefill import MeanPooled, MeasureOnceMaskOnce, OracleBlocks, PrefillContext, SinkWindow
-from kvjax.prefill.measures import ablation, captured_mass, measure_prefill, output_error
+from kvjax.prefill.measures import ablation, captured_mass, measure_prefill, output_error, record_prefill
 
 SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
 MOMO = MeasureOnceMaskOnce(**SIZES, gamma=4, k=3, k_exact=2, k_trim=3)
@@ -51,10 +51,40 @@ def test_rows_of_a_model(model, rows):
         assert row["error"] > 0
         if row["policy"] == str(POLICIES[1]):
             assert row["of_oracle"] == pytest.approx(1, abs=1e-6)
-        assert (row["error_with_delta"] is None) == (row["policy"] != str(MOMO))
+        for name in ("error_with_delta", "error_between", "error_between_with_delta"):
+            assert (row[name] is None) == (row["policy"] != str(MOMO))
+        assert row["listed"] == pytest.approx(3, abs=0.2)
     oracle = [row["captured"] for row in rows if row["policy"] == str(POLICIES[1])]
     means = [row["captured"] for row in rows if row["policy"] == str(POLICIES[2])]
     assert sum(means) < sum(oracle)
+
+
+def test_errors_between_leave_out_the_exact_queries(model, text, rows):
+    """All queries are those between and the exact ones, whose error after correction is none."""
+    for row in (row for row in rows if row["policy"] == str(MOMO)):
+        share = (MOMO.gamma - 1) / MOMO.gamma
+        assert row["error_with_delta"] == pytest.approx(share * row["error_between_with_delta"], rel=1e-3)
+        assert row["error_between"] != pytest.approx(row["error"], rel=1e-6)
+
+
+def test_untrimmed_lists_meet_an_oracle_of_as_many_blocks(model, text):
+    """What lists more than k blocks is held against the oracle's as many, and so captures no more than it."""
+    untrimmed = dataclasses.replace(MOMO, k_trim=None)
+    for row in measure_prefill(model, text[:160], [untrimmed], chunk=32, page_size=16):
+        assert row["listed"] > 3.5
+        assert row["of_oracle"] <= 1 + 1e-6
+
+
+def test_lists_of_an_oracle_keep_to_their_budgets(model, text):
+    recorded = record_prefill(model, text[:160], chunk=32, page_size=16)
+    number, query, place = recorded.chunks[-1]
+    ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
+    layer, query = PagedKV(*map(jnp.asarray, recorded.pools[number]), {}), jnp.asarray(query)
+    budgets = jnp.asarray(np.random.default_rng(0).integers(0, 6, (1, 4, query.shape[2])))
+    found = np.asarray(OracleBlocks(k=3, **SIZES).lists_of(query, layer, ctx, budgets, 5))
+    for at in np.ndindex(*budgets.shape):
+        alone = OracleBlocks(k=max(1, int(budgets[at])), **SIZES).lists(query, layer, ctx)[at]
+        assert found[at][found[at] >= 0].tolist() == ([] if budgets[at] == 0 else alone[alone >= 0].tolist())
 
 
 def test_covering_everything_captures_everything(model, text):

@@ -485,6 +485,13 @@ def test_wrong_sizes_are_refused(build, message):
         build()
 
 
+@pytest.mark.parametrize("prefill", ["momo:8/8", "mean:8", "vertical-slash:4+2"])
+def test_pages_that_hold_no_whole_blocks_are_refused_at_once(model, prefill):
+    with pytest.raises(ValueError, match="blocks of 64 tokens, which pages of 32 do not hold whole: choose a page_size"):
+        Engine(model, pages=4, page_size=32, prefill_chunk=64, prefill=prefill)
+    Engine(model, pages=4, page_size=32, prefill_chunk=64, prefill="delta:64+128/16")
+
+
 def test_generate_takes_a_prefill_policy(speaker):
     prompt = "the quick brown fox jumps over the lazy dog " * 8
     dense = kvjax.generate(speaker, prompt, max_new_tokens=4, details=True)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import itertools
 import mmap
 import os
 import pickle
@@ -142,6 +143,77 @@ def assert_same_bits(a, b) -> None:
     assert a.tobytes() == b.tobytes(), f"{(a != b).sum()} of {a.size} values differ"
 
 
+def ragged_lists(seed: int, shape: tuple[int, int, int], num_blocks: int, width: int) -> jnp.ndarray:
+    """Per tile and head a list of distinct blocks, of any length from none to `width`, in no order, -1 strewn in."""
+    rng = np.random.default_rng(seed)
+    ids = np.full((*shape, width), -1, np.int32)
+    for place in np.ndindex(*shape):
+        count = min(int(rng.integers(0, width + 1)), num_blocks)
+        ids[(*place, rng.permutation(width)[:count])] = rng.permutation(num_blocks)[:count]
+    ids[-1, -1, 0] = -1
+    return jnp.asarray(ids)
+
+
+def tiles_with_lists(paged: Paged, starts, *, window, block_size: int, query_tile: int, lists: int) -> tuple[tuple, dict]:
+    """Positional arguments and keywords of block_sparse_attention; lists: how wide. Two of the blocks that are listed do not exist."""
+    batch, num_queries, num_heads = paged.q.shape[:3]
+    num_blocks = paged.page_table.shape[1] * paged.k.shape[2] // block_size + 2
+    blocks = ragged_lists(1, (batch, -(-num_queries // query_tile), num_heads), num_blocks, lists)
+    keywords = {"blocks": blocks, "block_size": block_size, "query_tile": query_tile, "window": window}
+    return (*paged.arrays[:4], jnp.asarray(starts, jnp.int32), paged.lengths), {"sm_scale": paged.sm_scale, **keywords}
+
+
+def chunk_checker(arguments: Callable, reference: Callable, slack: float = 1) -> Callable:
+    """(op, case) -> asserts that out and LSE of a chunk are the reference's. slack: times the rounding of the results."""
+    expected = functools.cache(lambda case: reference(*arguments(case)[0], **arguments(case)[1]))
+
+    def run(op: Callable, case: str) -> None:
+        arrays, keywords = arguments(case)
+        assert_chunk_close(op(*arrays, **keywords), expected(case), *arrays[-2:], slack * ROW_ERROR[arrays[0].dtype.name])
+
+    return run
+
+
+def assert_all_same_bits(some, others, rows=slice(None)) -> None:
+    """Those rows of all results of two calls are equal bit for bit."""
+    for a, b in zip(some, others, strict=True):
+        assert_same_bits(a[rows], b[rows])
+
+
+def moved_pages(k, v, table) -> tuple[jnp.ndarray, ...]:
+    """The same tokens on other pages."""
+    order = np.random.default_rng(9).permutation(k.shape[0])
+    return k[order], v[order], jnp.where(table >= 0, jnp.asarray(np.argsort(order), jnp.int32)[table], -1)
+
+
+def assert_chunk_bits_stand(against: str, op: Callable, arrays: tuple) -> None:
+    """What a row gets from a chunk of 8 rows keeps its bits: called again; on a wider table; beside other queries, pages and lengths from
+    nothing to full tables; with its tokens on other pages; whatever is written after it, or never."""
+    q, k, v, table, starts, lengths = arrays
+    once = op(*arrays)
+    if against == "again":
+        assert_all_same_bits(once, op(*arrays))
+    elif against == "a wider table":
+        assert_all_same_bits(once, op(q, k, v, jnp.pad(table, ((0, 0), (0, 7)), constant_values=-1), starts, lengths))
+    elif against == "company":
+        full = table.shape[1] * k.shape[2]
+        for kept, length in itertools.product((5, 6), (0, full)):
+            others = jnp.arange(8) != kept
+            changed = op(
+                jnp.where(others[:, None, None, None], -q, q),
+                *(k, v, jnp.where(others[:, None], table[-1], table)),
+                *(jnp.where(others, max(length - q.shape[1], 0), starts), jnp.where(others, length, lengths)),
+            )
+            assert_all_same_bits(once, changed, kept)
+    elif against == "other pages":
+        k, v, table = moved_pages(k, v, table)
+        assert_all_same_bits(once, op(q, k, v, table, starts, lengths))
+    elif against == "later tokens":
+        assert_all_same_bits(once, op(q, k, v, table, starts, jnp.minimum(lengths, starts + q.shape[1])), 7)
+    else:
+        raise ValueError(against)
+
+
 def huge_pool(num_pages: int, page: tuple[int, ...], named: dict[int, np.ndarray]) -> jnp.ndarray:
     """A float16 pool that is zero but for a few pages. Memory is taken only by what is touched: no copy is made on the way into JAX."""
     size = num_pages * int(np.prod(page))
@@ -181,6 +253,12 @@ def tools():
         assert_chunk_close = staticmethod(assert_chunk_close)
         assert_same_bits = staticmethod(assert_same_bits)
         must_fail = staticmethod(must_fail)
+        tiles_with_lists = staticmethod(tiles_with_lists)
+        ragged_lists = staticmethod(ragged_lists)
+        chunk_checker = staticmethod(chunk_checker)
+        assert_all_same_bits = staticmethod(assert_all_same_bits)
+        moved_pages = staticmethod(moved_pages)
+        assert_chunk_bits_stand = staticmethod(assert_chunk_bits_stand)
 
     return Tools
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from kvjax.engine import Engine
 from kvjax.generation import Request, generate, run
 from kvjax.models import CausalLM, init_params
+from kvjax.prefill import MeanPooled
 from kvjax.sampling import Sampling
 from kvjax.serving import batch
 from kvjax.serving.batch import chat_ids, run_batch, run_file
@@ -306,7 +307,8 @@ def test_a_job_is_not_continued_as_another(job, engine, model, monkeypatch):
     refused("--max-new-tokens 12, and this run has 13", defaults=Defaults(max_new_tokens=13))
     refused("--temperature", defaults=dataclasses.replace(DEFAULTS, temperature=0.5))
     refused("--seed", defaults=dataclasses.replace(DEFAULTS, seed=1))
-    refused("prefill DensePrefill.* and this run has MeanPooled", Engine(model, "window:8+24", pages=8, page_size=16, prefill="mean:4"))
+    pooled = MeanPooled(4, key_block=16)
+    refused("prefill DensePrefill.* and this run has MeanPooled", Engine(model, "window:8+24", pages=8, page_size=16, prefill=pooled))
     refused("page size", Engine(model, "window:8+24", pages=8, page_size=32, prefill_chunk=64))
     refused("prefill chunk", Engine(model, "window:8+24", pages=8, page_size=16, prefill_chunk=32))
     other = CausalLM(model.decoder, init_params(model.config, jax.random.key(4), std=0.6), model.tokenizer, "tiny")

@@ -191,7 +191,7 @@ def test_generate_prefills_as_it_is_told(kvjax, model_folder, loaded):
 def test_prefill_policies_are_named_in_the_help_as_the_parser_knows_them():
     """The command line does not import the library to say so."""
     from kvjax.prefill import FORMS
-    from kvjax.serving.cli import PREFILLS
+    from kvjax.serving.cli_options import PREFILLS
 
     assert PREFILLS == FORMS
 

@@ -109,6 +109,7 @@ def test_a_profile_falls_into_parts():
         "query_sparse_attention_kernel_mosaic_gpu_kernel": "query-sparse attention",
         "block_sparse_attention_kernel_mosaic_gpu_kernel": "block-sparse attention",
         "sort_3": "union",
+        "input_scatter_fusion": "append",
         "nvjet_sm90_tst_128x256": "projections",
         "gemm_fusion_dot_12": "projections",
         "loop_multiply_fusion_2": "overhead",
@@ -117,8 +118,13 @@ def test_a_profile_falls_into_parts():
     found = split(kernels)
     for name in set(names.values()):
         assert found[name] == pytest.approx(0.5 * list(names.values()).count(name))
-    assert found["idle"] == pytest.approx(3.0)
-    assert sum(found.values()) == pytest.approx(6.5)
+    assert found["idle"] == pytest.approx(3.5)
+    assert sum(found.values()) == pytest.approx(7.5)
+
+
+def test_the_longest_kernels_are_named():
+    chunks = [[Kernel("a_1", 0, 3e9), Kernel("a_2", 4e9, 5e9), Kernel("b", 6e9, 7e9)], [Kernel("b", 0, 1e9), Kernel("c", 2e9, 2.5e9)]]
+    assert prefill_bench.longest(chunks, 2) == pytest.approx({"a": 2.0, "b": 1.0})
 
 
 def test_tables(op_rows, time_rows):
@@ -131,6 +137,21 @@ def test_tables(op_rows, time_rows):
     assert "window:64+128" in text
     assert text.count("Not measured yet") == 1
     assert len(prefill_report.op_table(op_rows).splitlines()) == len(OPS) + 2
+
+
+def test_dense_prefill_is_projected_from_its_parts():
+    """Two layers of 3 s, and four chunks of 0.5 s beside attention; the shorter profiled prompt does not count."""
+
+    def time(policy, tokens, seconds, parts=None):
+        fields = {"shape": "s", "tokens": tokens, "policy": policy, "layers": 2, "chunk": 256, "median_s": seconds}
+        return fields | ({"profile": {"parts_s": parts}} if parts else {})
+
+    parts = [{"dense attention": 9.0, "projections": 0.3, "idle": 0.1}, {"dense attention": 1.0, "projections": 0.5, "idle": 0.1}]
+    times = [time("dense", 256, 5.0, [{"projections": 7.0}]), time("dense", 512, 6.0, parts), time("momo:8/8", 1024, 2.0)]
+    op = {"shape": "s", "op": "dense", "policy": "paged"}
+    ops = [op | {"tokens": 1024, "median_s": 3.0}, op | {"tokens": 2048, "median_s": 9.0}, op | {"policy": "contiguous", "tokens": 1024}]
+    (line,) = prefill_report.projection_table(times, ops).splitlines()[2:]
+    assert [cell.strip() for cell in line.strip("|").split("|")] == ["s", "1K", "-", "8.00", "2.00", "4.00"]
 
 
 def test_policies_written_out_are_told_apart_by_what_differs():
@@ -150,7 +171,7 @@ def test_command_writes_json(tmp_path, capsys, monkeypatch, op_rows):
     monkeypatch.setattr(
         prefill_ops, "op_rows", lambda shape, tokens, policy, peak, **_: iter(op_rows if (tokens, policy.k) == (512, 4) else ())
     )
-    bench_cli.prefill_command("tiny", "512", "momo:4/2", 128, 1, "bfloat16", None, True, False, False, None, file)
+    bench_cli.prefill_command("tiny", "512", "momo:4/2", None, None, "bfloat16", None, True, False, False, None, file)
     written = json.loads(file.read_text())
     assert (written["bench"], [row["op"] for row in written["rows"]]) == ("prefill-ops", OPS)
     assert written["peak"]["flops_per_s"] > 0
@@ -177,6 +198,39 @@ def test_what_makes_no_sense_is_refused(run, message):
 def test_ops_and_measures_exclude_each_other():
     with pytest.raises(typer.BadParameter, match="exclude each other"):
         bench_cli.prefill_command("tiny", "1k", "dense", 128, 1, "float32", None, True, True, False, None, None)
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "named"),
+    [
+        ("--ops", {"chunk": 128}, "--chunk"),
+        ("--ops", {"rounds": 1}, "--rounds"),
+        ("--ops", {"layers": 1}, "--layers"),
+        ("--measures", {"rounds": 1}, "--rounds"),
+        ("--measures", {"layers": 1}, "--layers"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(form, options, named):
+    given = {"chunk": None, "rounds": None, "dtype": None, "layers": None, "text": None, "json_out": None, "ablate": False} | options
+    with pytest.raises(typer.BadParameter, match=f"does nothing with {form}: leave it out") as refused:
+        bench_cli.prefill_command("tiny", "1k", "momo:4/2", ops=form == "--ops", measures=form == "--measures", **given)
+    assert refused.value.param_hint == named
+
+
+def test_measures_take_chunk_and_dtype(monkeypatch):
+    import kvjax
+    from kvjax.prefill import measures
+
+    asked = []
+    load = kvjax.load
+    monkeypatch.setattr(kvjax, "load", lambda model, dtype: asked.append(dtype) or load(model, dtype=dtype))
+    monkeypatch.setattr(measures, "record_prefill", lambda model, ids, **sizes: asked.append(sizes))
+    monkeypatch.setattr(measures, "measure_recorded", lambda recorded, policy: [{"policy": str(policy)}])
+    run = prefill_cli.measures_run("needle", "2k", "mean:4", "bfloat16", chunk=256)
+    assert [(row["policy"], row["dtype"], row["chunk"]) for row in run.rows(print, {})] == [("mean:4", "bfloat16", 256)]
+    assert asked == ["bfloat16", {"chunk": 256, "page_size": 128}]
+    with pytest.raises(ValueError, match="chunk 100 must be a positive multiple of the page size 128"):
+        prefill_cli.measures_run("needle", "2k", "mean:4", chunk=100)
 
 
 def test_one_failure_loses_no_other_row(monkeypatch):

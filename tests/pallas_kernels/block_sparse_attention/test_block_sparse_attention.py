@@ -50,15 +50,8 @@ CASES = {
 }
 
 
-def ragged_lists(seed: int, shape: tuple[int, int, int], num_blocks: int, width: int) -> jnp.ndarray:
-    """Per tile and head a list of distinct blocks, of any length from none to `width`, in no order, -1 strewn in."""
-    rng = np.random.default_rng(seed)
-    ids = np.full((*shape, width), -1, np.int32)
-    for place in np.ndindex(*shape):
-        count = min(int(rng.integers(0, width + 1)), num_blocks)
-        ids[(*place, rng.permutation(width)[:count])] = rng.permutation(num_blocks)[:count]
-    ids[-1, -1, 0] = -1
-    return jnp.asarray(ids)
+SPARSE = {"starts": AT_END, "window": (3, 9), "block_size": 8, "query_tile": 8, "lists": 6}
+"""Of cases that do not say."""
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +60,9 @@ def arguments(tools):
 
     @functools.cache
     def build(case: str):
-        spec = {"num_queries": 24, "starts": AT_END} | CASES[case]
-        window, starts = spec.pop("window", (3, 9)), jnp.asarray(spec.pop("starts"), jnp.int32)
-        query_tile, block_size, width = spec.pop("query_tile", 8), spec.pop("block_size", 8), spec.pop("lists", 6)
-        paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
-        batch, num_queries, num_heads = paged.q.shape[:3]
-        num_blocks = paged.page_table.shape[1] * paged.k.shape[2] // block_size + 2  # two that do not exist
-        blocks = ragged_lists(1, (batch, -(-num_queries // query_tile), num_heads), num_blocks, width)
-        keywords = {"blocks": blocks, "block_size": block_size, "query_tile": query_tile, "window": window}
-        return (*paged.arrays[:4], starts, paged.lengths), {"sm_scale": paged.sm_scale, **keywords}
+        spec = {"num_queries": 24, **SPARSE} | CASES[case]
+        given = {name: spec.pop(name) for name in SPARSE}
+        return tools.tiles_with_lists(tools.make_paged(seed=sum(map(ord, case)), **spec), **given)
 
     return build
 
@@ -84,16 +71,7 @@ def arguments(tools):
 def check(tools, arguments):
     """The checker that both implementations and mutants face."""
 
-    @functools.cache
-    def expected(case: str):
-        arrays, keywords = arguments(case)
-        return block_sparse_attention(*arrays, **keywords, implementation="reference")
-
-    def run(op, case: str) -> None:
-        arrays, keywords = arguments(case)
-        tools.assert_chunk_close(op(*arrays, **keywords), expected(case), *arrays[-2:], tools.row_error[arrays[0].dtype.name])
-
-    return run
+    return tools.chunk_checker(arguments, functools.partial(block_sparse_attention, implementation="reference"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,7 +90,7 @@ def test_xla_configs_match_reference(check, config, case):
 def test_reference_is_masked_attention(tools, window):
     """Against jax.nn.dot_product_attention with a mask written out here, on contiguous keys; its LSE against logsumexp."""
     paged = tools.make_paged(lengths=(96, 96), num_queries=96)
-    blocks = np.asarray(ragged_lists(3, (2, 12, 8), 12, 5)).copy()
+    blocks = np.asarray(tools.ragged_lists(3, (2, 12, 8), 12, 5)).copy()
     blocks[..., 0] = np.where((blocks == 0).any(-1), blocks[..., 0], 0)  # every query reads something
     op = functools.partial(block_sparse_attention, block_size=8, query_tile=8, window=window, sm_scale=paged.sm_scale)
     arrays = (*paged.arrays[:4], jnp.zeros(2, jnp.int32), paged.lengths)
@@ -219,6 +197,7 @@ def test_mutant_fails(tools, check, mutant):
 
 def test_bits_do_not_depend_on_widths_or_company(tools, arguments):
     arrays, keywords = arguments("chunks anywhere")
+    keywords = dict(keywords)
     (q, k, v, table, starts, lengths), blocks = arrays, keywords.pop("blocks")
     first = SMALL_STEPS(*arrays, blocks=blocks, **keywords)
     again = SMALL_STEPS(*arrays, blocks=blocks, **keywords)
@@ -231,14 +210,10 @@ def test_bits_do_not_depend_on_widths_or_company(tools, arguments):
         *(jnp.where(others[:, None, None, None], -q, q), k, v, table, starts, jnp.where(others, 0, lengths)),
         **{"blocks": jnp.where(others[:, None, None, None], -1, blocks), **keywords},
     )
-    order = np.random.default_rng(9).permutation(k.shape[0])
-    moved_table = jnp.where(table >= 0, jnp.asarray(np.argsort(order), jnp.int32)[table], -1)
-    moved = SMALL_STEPS(q, k[order], v[order], moved_table, starts, lengths, blocks=blocks, **keywords)
-    for ours, *theirs in zip(first, again, wide, moved, strict=True):
-        for other in theirs:
-            tools.assert_same_bits(ours, other)
-    for ours, other in zip(first, company, strict=True):
-        tools.assert_same_bits(ours[7], other[7])
+    moved = SMALL_STEPS(q, *tools.moved_pages(k, v, table), starts, lengths, blocks=blocks, **keywords)
+    for other in (again, wide, moved):
+        tools.assert_all_same_bits(first, other)
+    tools.assert_all_same_bits(first, company, 7)
 
 
 def test_128k_keys_take_a_step():

@@ -53,17 +53,6 @@ CASES = {
 FOR_MUTANTS = ("lists", "lists only", "a page is missing, lists only")
 
 
-def ragged_lists(seed: int, shape: tuple[int, int, int], num_blocks: int, width: int) -> jnp.ndarray:
-    """Per tile and head a list of distinct blocks, of any length from none to `width`, in no order, -1 strewn in."""
-    rng = np.random.default_rng(seed)
-    ids = np.full((*shape, width), -1, np.int32)
-    for place in np.ndindex(*shape):
-        count = min(int(rng.integers(0, width + 1)), num_blocks)
-        ids[(*place, rng.permutation(width)[:count])] = rng.permutation(num_blocks)[:count]
-    ids[-1, -1, 0] = -1
-    return jnp.asarray(ids)
-
-
 @pytest.fixture(scope="module")
 def arguments(tools):
     """case -> (positional arguments, keywords) of the op."""
@@ -71,13 +60,8 @@ def arguments(tools):
     @functools.cache
     def build(case: str):
         spec = BASE | SPARSE | CASES[case]
-        starts, window, block_size, query_tile, width = (spec.pop(name) for name in SPARSE)
-        paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
-        batch, num_queries, num_heads = paged.q.shape[:3]
-        num_blocks = paged.page_table.shape[1] * paged.k.shape[2] // block_size + 2  # two that do not exist
-        blocks = ragged_lists(1, (batch, -(-num_queries // query_tile), num_heads), num_blocks, width)
-        keywords = {"blocks": blocks, "block_size": block_size, "query_tile": query_tile, "window": window}
-        return (*paged.arrays[:4], jnp.asarray(starts, jnp.int32), paged.lengths), {"sm_scale": paged.sm_scale, **keywords}
+        given = {name: spec.pop(name) for name in SPARSE}
+        return tools.tiles_with_lists(tools.make_paged(seed=sum(map(ord, case)), **spec), **given)
 
     return build
 
@@ -86,17 +70,7 @@ def arguments(tools):
 def check(tools, arguments):
     """The checker that the kernel and the mutants face."""
 
-    @functools.cache
-    def expected(case: str):
-        arrays, keywords = arguments(case)
-        return REFERENCE(*arrays, **keywords)
-
-    def run(op, case: str) -> None:
-        arrays, keywords = arguments(case)
-        tolerance = 2 * tools.row_error[arrays[0].dtype.name]  # weights are rounded, too
-        tools.assert_chunk_close(op(*arrays, **keywords), expected(case), *arrays[-2:], tolerance)
-
-    return run
+    return tools.chunk_checker(arguments, REFERENCE, slack=2)  # weights are rounded, too
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -160,28 +134,21 @@ def test_mutant_fails(tools, check, mutant):
 # What it promises besides its values.
 
 
-def _same(tools, some, others, rows=slice(None)):
-    for a, b in zip(some, others, strict=True):
-        tools.assert_same_bits(a[rows], b[rows])
-
-
 def test_bits_do_not_depend_on_widths_or_company(tools, arguments):
     arrays, keywords = arguments("lists")
     (q, k, v, table, starts, lengths), blocks = arrays, keywords["blocks"]
     op = functools.partial(KERNEL, **{name: x for name, x in keywords.items() if name != "blocks"})
     once = op(*arrays, blocks=blocks)
     for _ in range(20):
-        _same(tools, once, op(*arrays, blocks=blocks))
+        tools.assert_all_same_bits(once, op(*arrays, blocks=blocks))
     wide_table, wide = (jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, 9)), constant_values=-1) for x in (table, blocks))
-    _same(tools, once, op(q, k, v, wide_table, starts, lengths, blocks=wide))
-    order = np.random.default_rng(9).permutation(k.shape[0])
-    moved_table = jnp.where(table >= 0, jnp.asarray(np.argsort(order), jnp.int32)[table], -1)
-    _same(tools, once, op(q, k[order], v[order], moved_table, starts, lengths, blocks=blocks))
+    tools.assert_all_same_bits(once, op(q, k, v, wide_table, starts, lengths, blocks=wide))
+    tools.assert_all_same_bits(once, op(q, *tools.moved_pages(k, v, table), starts, lengths, blocks=blocks))
     others = (jnp.arange(8) != 7)[:, None, None, None]
     changed = op(
         jnp.where(others, -q, q), k, v, table, starts, jnp.where(others[:, 0, 0, 0], 0, lengths), blocks=jnp.where(others, -1, blocks)
     )
-    _same(tools, once, changed, 7)
+    tools.assert_all_same_bits(once, changed, 7)
 
 
 @pytest.mark.parametrize("window", [None, (64, 150)])
@@ -199,7 +166,7 @@ def test_every_block_listed_is_causal_attention(tools, arguments, window):
 def test_it_is_what_runs_here(tools, arguments):
     """Named or picked, the kernel runs; what it cannot do is refused by name, with the values, and done by another."""
     arrays, keywords = arguments("lists")
-    _same(tools, block_sparse_attention(*arrays, **keywords), KERNEL(*arrays, **keywords))
+    tools.assert_all_same_bits(block_sparse_attention(*arrays, **keywords), KERNEL(*arrays, **keywords))
     keywords = keywords | {"query_tile": 100}
     with pytest.raises(NotImplementedError, match="query_tile must be a multiple of 128, got 100"):
         KERNEL(*arrays, **keywords)

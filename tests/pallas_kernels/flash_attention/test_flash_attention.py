@@ -66,16 +66,7 @@ def arguments(tools):
 def check(tools, arguments):
     """The checker that both implementations and mutants face."""
 
-    @functools.cache
-    def expected(case: str):
-        arrays, keywords = arguments(case)
-        return flash_attention(*arrays, **keywords, implementation="reference")
-
-    def run(op, case: str) -> None:
-        arrays, keywords = arguments(case)
-        tools.assert_chunk_close(op(*arrays, **keywords), expected(case), *arrays[-2:], tools.row_error[arrays[0].dtype.name])
-
-    return run
+    return tools.chunk_checker(arguments, functools.partial(flash_attention, implementation="reference"))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -75,17 +75,7 @@ def arguments(tools):
 def check(tools, arguments):
     """The checker that the kernel and the mutants face."""
 
-    @functools.cache
-    def expected(case: str):
-        arrays, keywords = arguments(case)
-        return REFERENCE(*arrays, **keywords)
-
-    def run(op, case: str) -> None:
-        arrays, keywords = arguments(case)
-        tolerance = 2 * tools.row_error[arrays[0].dtype.name]  # weights are rounded, too
-        tools.assert_chunk_close(op(*arrays, **keywords), expected(case), *arrays[-2:], tolerance)
-
-    return run
+    return tools.chunk_checker(arguments, REFERENCE, slack=2)  # weights are rounded, too
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -170,44 +160,17 @@ def bits(request, tools):
     return (*paged.arrays[:4], starts, paged.lengths), functools.partial(KERNEL, sm_scale=paged.sm_scale, window=request.param)
 
 
-def _same(tools, some, others, rows=slice(None)):
-    for a, b in zip(some, others, strict=True):
-        tools.assert_same_bits(a[rows], b[rows])
+@pytest.mark.parametrize("against", ["a wider table", "company", "other pages"])
+def test_bits_stand(tools, bits, against):
+    arrays, op = bits
+    tools.assert_chunk_bits_stand(against, op, arrays)
 
 
 def test_many_times_the_same_bits(tools, bits):
     arrays, op = bits
     once = op(*arrays)
     for _ in range(20):
-        _same(tools, once, op(*arrays))
-
-
-def test_bits_do_not_depend_on_the_width_of_the_table(tools, bits):
-    (q, k, v, table, *positions), op = bits
-    wide = jnp.pad(table, ((0, 0), (0, 7)), constant_values=-1)
-    _same(tools, op(q, k, v, table, *positions), op(q, k, v, wide, *positions))
-
-
-def test_bits_do_not_depend_on_company(tools, bits):
-    """A row among others that change, and alone among empty ones."""
-    (q, k, v, table, starts, lengths), op = bits
-    together = op(q, k, v, table, starts, lengths)
-    for kept in (5, 6):
-        others = jnp.arange(8) != kept
-        for length in (0, 768):
-            changed = op(
-                jnp.where(others[:, None, None, None], -q, q),
-                *(k, v, jnp.where(others[:, None], table[-1], table)),
-                *(jnp.where(others, max(length - 300, 0), starts), jnp.where(others, length, lengths)),
-            )
-            _same(tools, together, changed, kept)
-
-
-def test_bits_do_not_depend_on_which_pages_hold_the_tokens(tools, bits):
-    (q, k, v, table, *positions), op = bits
-    order = np.random.default_rng(9).permutation(k.shape[0])
-    moved = jnp.where(table >= 0, jnp.asarray(np.argsort(order), jnp.int32)[table], -1)
-    _same(tools, op(q, k, v, table, *positions), op(q, k[order], v[order], moved, *positions))
+        tools.assert_all_same_bits(once, op(*arrays))
 
 
 @pytest.mark.parametrize("cuts", [(128, 256, 512), (1, 65, 66, 300, 700), (37,)], ids=["at tiles", "anywhere", "once"])
@@ -219,7 +182,7 @@ def test_chunks_have_the_bits_of_the_whole(tools, bits, cuts):
     whole = op(whole_q, k, v, table, jnp.zeros(1, jnp.int32), jnp.array([768], jnp.int32))
     for stop in (*cuts, 768):
         part = op(whole_q[:, start:stop], k, v, table, jnp.array([start], jnp.int32), jnp.array([stop], jnp.int32))
-        _same(tools, [x[:, start:stop] for x in whole], part)
+        tools.assert_all_same_bits([x[:, start:stop] for x in whole], part)
         start = stop
 
 
@@ -242,13 +205,13 @@ def test_pool_past_2_to_the_31_elements(tools):
     assert far[0].size > 2**31
     q = 4 * jax.random.normal(keys[2], (1, 40, 14, 128), jnp.bfloat16)
     op = functools.partial(KERNEL, starts=jnp.array([460], jnp.int32), lengths=jnp.array([500], jnp.int32), sm_scale=128**-0.5)
-    _same(tools, op(q, *far, numbers[None]), op(q, *near, jnp.arange(4, dtype=jnp.int32)[None]))
+    tools.assert_all_same_bits(op(q, *far, numbers[None]), op(q, *near, jnp.arange(4, dtype=jnp.int32)[None]))
 
 
 def test_it_is_what_runs_here(tools, arguments):
     """Named or picked, the kernel runs; what it cannot do is refused by name, with the values, and done by another."""
     arrays, keywords = arguments("chunks")
-    _same(tools, flash_attention(*arrays, **keywords), KERNEL(*arrays, **keywords))
+    tools.assert_all_same_bits(flash_attention(*arrays, **keywords), KERNEL(*arrays, **keywords))
     narrow = tools.make_paged(lengths=(40, 96), num_queries=5)
     arrays, keywords = (*narrow.arrays[:4], narrow.lengths - 5, narrow.lengths), {"sm_scale": narrow.sm_scale}
     with pytest.raises(NotImplementedError, match="got q float32, k float32"):

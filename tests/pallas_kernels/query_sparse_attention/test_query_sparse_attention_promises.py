@@ -24,37 +24,10 @@ def bits(request, tools):
     return (*paged.arrays[:4], STARTS, paged.lengths), op
 
 
-def _same(tools, some, others, rows=slice(None)):
-    for a, b in zip(some, others, strict=True):
-        tools.assert_same_bits(a[rows], b[rows])
-
-
-def test_twice_the_same_bits(tools, bits):
+@pytest.mark.parametrize("against", ["again", "a wider table", "company", "other pages", "later tokens"])
+def test_bits_stand(tools, bits, against):
     arrays, op = bits
-    _same(tools, op(*arrays), op(*arrays))
-
-
-def test_bits_do_not_depend_on_the_width_of_the_table(tools, bits):
-    (q, k, v, table, *positions), op = bits
-    wide = jnp.pad(table, ((0, 0), (0, 7)), constant_values=-1)
-    _same(tools, op(q, k, v, table, *positions), op(q, k, v, wide, *positions))
-
-
-def test_bits_do_not_depend_on_company(tools, bits):
-    """The same row among other queries, other pages, and lengths from nothing to full tables."""
-    (q, k, v, table, starts, lengths), op = bits
-    alone = op(q, k, v, table, starts, lengths)
-    others = jnp.arange(8) != 5
-    for length in (0, 96):
-        changed = op(
-            jnp.where(others[:, None, None, None], -q, q),
-            k,
-            v,
-            jnp.where(others[:, None], table[-1], table),
-            jnp.where(others, max(length - 24, 0), starts),
-            jnp.where(others, length, lengths),
-        )
-        _same(tools, alone, changed, 5)
+    tools.assert_chunk_bits_stand(against, op, arrays)
 
 
 def test_bits_do_not_depend_on_the_other_queries(tools, bits):
@@ -63,25 +36,12 @@ def test_bits_do_not_depend_on_the_other_queries(tools, bits):
     for kept in (0, 5, 7):
         others = (jnp.arange(24) != 3 * kept)[:, None, None]
         changed = jnp.where((jnp.arange(24) % 3 == 0)[:, None, None], 7 * q[:, ::-1], jnp.nan)
-        _same(tools, op(q, *arrays), op(jnp.where(others, changed, q), *arrays), np.s_[:, kept])
-
-
-def test_bits_do_not_depend_on_which_pages_hold_the_tokens(tools, bits):
-    (q, k, v, table, *positions), op = bits
-    order = np.random.default_rng(9).permutation(k.shape[0])
-    moved = jnp.where(table >= 0, jnp.asarray(np.argsort(order), jnp.int32)[table], -1)
-    _same(tools, op(q, k, v, table, *positions), op(q, k[order], v[order], moved, *positions))
-
-
-def test_bits_do_not_depend_on_later_tokens(tools, bits):
-    """What is written after a query, or never, does not touch it or its list."""
-    (q, k, v, table, starts, lengths), op = bits
-    _same(tools, op(q, k, v, table, starts, lengths), op(q, k, v, table, starts, jnp.minimum(lengths, starts + 24)), 7)
+        tools.assert_all_same_bits(op(q, *arrays), op(jnp.where(others, changed, q), *arrays), np.s_[:, kept])
 
 
 def test_the_tree_gives_the_same_bits_as_replacement(tools, bits):
     arrays, op = bits
-    _same(tools, op(*arrays), op(*arrays, tournament=True))
+    tools.assert_all_same_bits(op(*arrays), op(*arrays, tournament=True))
 
 
 def test_a_row_in_the_padding_selects_nothing(bits):

@@ -264,6 +264,8 @@ def test_compiles_without_spilling(cuda, tmp_path):
     cases = {
         "128K": production(),
         "1M": production(16384, rank="sum"),
+        "16M": production(262144),
+        "many entries": production(16384, rows=64),
         "untrimmed": production(k_trim=1024),
         "32 slots": production(k=32, rows=16),
     }
@@ -292,12 +294,18 @@ def test_what_the_kernel_cannot_do_is_passed_by(monkeypatch, sizes, reason):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("num_blocks", [1, 130, 4097, 16384, 24576])
-def test_lists_of_any_width_on_hopper(num_blocks):
-    """Against XLA, bit for bit."""
+@pytest.mark.parametrize("num_blocks", [1, 130, 4097, 16384, 24576, 400_000])
+@pytest.mark.parametrize("rank", ["mean", "sum"])
+@pytest.mark.parametrize("rows", [16, 40])
+def test_lists_of_any_width_on_hopper(num_blocks, rank, rows):
+    """Against the definition, bit for bit: two tiles and a half, and one with so many entries that more threads take part."""
     rng = np.random.default_rng(num_blocks)
     k = min(128, num_blocks)
-    ids = np.stack([rng.choice(num_blocks, k, replace=False) for _ in range(40)]).reshape(1, 20, 2, k).astype(np.int32)
-    lists = jnp.asarray(ids), jnp.asarray(rng.integers(-9, 9, ids.shape) / 7, jnp.float32)
-    found = union_blocks(*lists, rows=8, k_trim=100, num_blocks=num_blocks, implementation="mosaic_gpu")
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(XLA(*lists, rows=8, k_trim=100)))
+    near = min(num_blocks, 3 * k)  # so that rows share blocks
+    ids = np.stack([num_blocks - 1 - rng.choice(near, k, replace=False) for _ in range(80)])
+    ids[::7] = rng.choice(num_blocks, k, replace=False)
+    ids = jnp.asarray(ids.reshape(1, 40, 2, k).astype(np.int32))
+    scores = jnp.asarray(rng.integers(-9, 9, ids.shape) / 7, jnp.float32)
+    static = {"rows": rows, "k_trim": 100, "rank": rank}
+    found = union_blocks(ids, scores, **static, num_blocks=num_blocks, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(REFERENCE(ids, scores, **static)))
