@@ -27,9 +27,8 @@ def clear(set_s, size: int, threads: int) -> None:
 
 def mark(set_s, number: Scalar, condition: Scalar) -> None:
     """Put a number into the set if the condition holds; it need not make sense otherwise. In any order and any number of times."""
-    start = lanes.either(condition, set_s, set_s).pointer
-    code = "{.reg .pred p; .reg .b32 a; setp.ne.s32 p, $1, 0; add.s32 a, $0, $2; @p red.shared.or.b32 [a], $3;}"
-    lanes.ptx(code, start, lanes.where(condition, lanes.i32(1), 0), (number >> 5) * 4, lanes.i32(1) << (number & 31))
+    code = "{.reg .pred p; setp.ne.s32 p, $1, 0; @p red.shared.or.b32 [$0], $2;}"
+    lanes.ptx(code, lanes.address(set_s, (number >> 5) * 4), lanes.where(condition, lanes.i32(1), 0), lanes.i32(1) << (number & 31))
 
 
 def count(set_s, before_s, exchange_s, size: int, threads: int) -> Scalar:

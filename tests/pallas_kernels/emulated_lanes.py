@@ -305,10 +305,9 @@ class Machine:
             raise Race(f"{self._name(threads[bad[0]])} and another thread write different words to one place of {memory.name} at once")
         self._note(memory, memory.writes, threads, places)
 
-    def add(self, pointer: Pointer, value: Value, *, space: str, where=None) -> np.ndarray:
-        """Atomic; returns what was there, in an order of threads that nobody should rely on."""
+    def _atomics(self, pointer: Pointer, space: str, where):
+        """Per array: it, the threads, and where they change a word, which other atomics may do at the same time."""
         self.clock.tick += 1
-        found = np.zeros(self.size, np.int32)
         for memory, threads, places in self.places(pointer, 1, where):
             self._refuse_space(memory, space, pointer)
             self._refuse_early(memory, threads, places)
@@ -317,6 +316,18 @@ class Machine:
             if memory.known is not None and not memory.known[places].all():
                 raise Unwritten(f"{self._name(threads[0])} adds to a word of {memory.name} that nobody wrote")
             memory.atomics = memory.atomics or type(memory.reads)(len(memory.data))
+            yield memory, threads, places
+            self._note(memory, memory.atomics, threads, places)
+
+    def set_bits(self, pointer: Pointer, bits: Value, *, where=None) -> None:
+        """Atomic, in shared memory."""
+        for memory, threads, places in self._atomics(pointer, "shared", where):
+            np.bitwise_or.at(memory.data, places[:, 0], self.known(bits, "sets")[threads])
+
+    def add(self, pointer: Pointer, value: Value, *, space: str, where=None) -> np.ndarray:
+        """Atomic; returns what was there, in an order of threads that nobody should rely on."""
+        found = np.zeros(self.size, np.int32)
+        for memory, threads, places in self._atomics(pointer, space, where):
             words, amounts = places[:, 0], np.broadcast_to(self.known(value, "adds"), self.size)[threads]
             order = np.lexsort(((threads * 40503) % 65536, words))  # those at one word one after another, shuffled
             words, amounts = words[order], amounts[order].astype(np.int64)
@@ -325,7 +336,6 @@ class Machine:
             sums -= np.repeat(sums[start], np.diff(np.r_[start, len(words)]))
             found[threads[order]] = (memory.data[words] + sums).astype(np.int32)
             np.add.at(memory.data, words, amounts.astype(np.int32))
-            self._note(memory, memory.atomics, threads, places)
         return found
 
     # Asynchronous copies of 16 bytes, which may arrive any time after they are started: here when they are waited for.

@@ -194,6 +194,11 @@ def _add(machine, pointer, *amounts, space, amount, where=None):
     machine.add(pointer, amounts[0] if amounts else Value(np.int32(amount), I32), space=space, where=where)
 
 
+@code(r"red\.shared\.or\.b32 \[\$0\], \$1;", effects=True)
+def _set_bits(machine, pointer, bits, where=None):
+    machine.set_bits(pointer, bits, where=where)
+
+
 @code(r"atom\.(?P<space>global|shared(?:::cta|::cluster)?)\.add\.[us]32 \$0, \[\$1\], (?P<amount>\d+|\$2);", effects=True)
 def _fetch_and_add(machine, pointer, *amounts, space, amount, where=None):
     return Value(machine.add(pointer, amounts[0] if amounts else Value(np.int32(amount), I32), space=space, where=where), I32)

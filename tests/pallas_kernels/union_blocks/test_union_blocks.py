@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.union_blocks import union_blocks
+from pallas_kernels.union_blocks import mosaic_gpu, union_blocks
 
 REFERENCE = functools.partial(union_blocks, implementation="reference")
 XLA = functools.partial(union_blocks, implementation="xla")
@@ -100,6 +100,15 @@ def check(op, name: str) -> None:
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(name, case):
     check(IMPLEMENTATIONS[name], case)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_on_emulated_threads(emulated_kernels, name):
+    def op(*lists, **sizes):
+        with emulated_kernels.kernels():
+            return mosaic_gpu.union_blocks(*lists, **sizes, num_blocks=1000)
+
+    check(op, name)
 
 
 @pytest.mark.parametrize("name", ["floats", "last tile is short", "as in the paper", "few blocks, full lists", "sums"])
