@@ -55,8 +55,8 @@ def _shape(scores, hint, lengths, *, k, return_counts, config) -> Shape:
     if config is not None and not isinstance(config, Config):
         raise ValueError(f"implementation 'mosaic_gpu' of top_k takes a pallas_kernels.top_k.plan.Config, got {config!r}")
     config = config or Config()
-    if hint is None:
-        config = Config(capacity=config.capacity, sample=config.sample, ctas=config.ctas)
+    if hint is None and config.start == "hint":
+        raise ValueError("the config starts from the hint, and there is none; give one, or start from a sample")
     batch, num = scores.shape
     return shape_of(batch, -(-num // 4) * 4, k, config, has_lengths=lengths is not None or num % 4 > 0, counted=return_counts)
 

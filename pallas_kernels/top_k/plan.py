@@ -16,7 +16,7 @@ UNROLLED = 8
 CHUNK = 4
 """Groups that a warp takes at a time, if it has as many."""
 
-MOST_COPIES = 3
+MOST_COPIES = 4
 """Chunks that a warp has on their way at once, where they do not stay in shared memory."""
 
 TOGETHER = 4
@@ -162,7 +162,7 @@ def shape_of(batch: int, row: int, k: int, config: Config, *, has_lengths: bool,
     if capacity < min(k, row):
         raise ValueError(f"capacity {capacity} of the config is less than k {k}; leave it None or take at least k")
     ctas = 1 if row <= capacity else config.ctas or clusters.ctas_per_unit(batch)
-    sample = config.sample or min(max(2048, _power_of_two(row // 128)), 16384)
+    sample = config.sample or min(max(4096, _power_of_two(row // 128)), 16384)
     return Shape(batch, row, k, config.start, capacity, sample, ctas, has_lengths, counted)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -35,9 +36,8 @@ def replay_row(s: Shape, row: np.ndarray, hint: np.ndarray | None = None) -> Rep
     if s.whole:
         return Replay(1, row.size, refinement_rounds(s, keys), ())
     if row.size <= s.capacity:
-        guess, _, _ = _guess(s, keys, hint)
-        return Replay(1, row.size, refinement_rounds(s, keys), (guess,))
-    t, low, high = _guess(s, keys, hint)
+        return Replay(1, row.size, refinement_rounds(s, keys), (_guess(s, keys, hint)[0],))
+    t, low, high, another = _guess(s, keys, hint)
     at_low, at_high, tried = row.size, 0, []
     while True:
         tried.append(t)
@@ -51,8 +51,15 @@ def replay_row(s: Shape, row: np.ndarray, hint: np.ndarray | None = None) -> Rep
         half = ((high - low) % 2**32) >> 1
         if len(tried) == MOST_SECANTS or half == 0:
             return _by_digits(s, keys, tried)
-        part = _quotient(at_low - s.k - (s.capacity - s.k) // 4, max((at_low - at_high) >> 8, 1))
-        t = _wrapped(low + ((half >> 7) * min(max(part, 8), 248) if half >= 256 else half))
+        part = _quotient(at_low - _target(s), max((at_low - at_high) >> 8, 1))
+        last, t = t, _wrapped(low + ((half >> 7) * min(max(part, 8), 248) if half >= 256 else half))
+        if another and len(tried) == 1:
+            other = another(reaching.size)
+            t = other if (other < last if reaching.size < s.k else other > last) else t
+
+
+def _target(s: Shape) -> int:
+    return s.k + (s.capacity - s.k) // 4
 
 
 def keys_of(row: np.ndarray) -> np.ndarray:
@@ -62,29 +69,35 @@ def keys_of(row: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(row), NAN_KEY, np.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
 
 
-def _guess(s: Shape, keys: np.ndarray, hint: np.ndarray | None) -> tuple[int, int, int]:
+def _guess(s: Shape, keys: np.ndarray, hint: np.ndarray | None) -> tuple[int, int, int, Callable | None]:
     if s.start == "hint":
         valid = keys[[place for place in hint.tolist() if 0 <= place < keys.size]]
         if not valid.size:
-            return 0, MINUS_INFINITY_KEY, PLUS_INFINITY_KEY
-        return _quotient(int((valid >> 13).sum()), valid.size) << 13, int(valid.min()), int(valid.max())
+            return 0, MINUS_INFINITY_KEY, PLUS_INFINITY_KEY, None
+        return _quotient(int((valid >> 13).sum()), valid.size) << 13, int(valid.min()), int(valid.max()), None
     places = np.array(sample_places(keys.size, s.sample), np.int64)
     sampled = np.full((-(-len(places) // s.threads) * s.threads, TOGETHER), NO_KEY)
     sampled[: len(places)] = keys[places[:, None] + np.arange(TOGETHER)]
     best = sampled.reshape(-1, s.threads, TOGETHER).max((0, 2), initial=NO_KEY)
     best = best[best > NO_KEY]
     if not best.size:
-        return 2**31 - 1, 2**31 - 1, NO_KEY
+        return 2**31 - 1, 2**31 - 1, NO_KEY, None
     low, high = int(best.min()), int(best.max())
     yet = min(keys.size, s.k) * len(places) * TOGETHER // keys.size
-    want = yet + 3 * _square_root(yet) + 4
+    want = yet + 4 * _square_root(yet) + 4
     need = want * 2 * s.threads // (want + 2 * s.threads)
     found = _descend(best, low, _bits(best), need, need >> 3)[0]
     count = int((sampled >= found).sum())
     higher = max(need * want // max(count, 1), 1)
     if count > want + (want >> 1) and higher < need:
-        found = _descend(best, low, _bits(best), higher, higher >> 3)[0]
-    return found, low, high
+        need = higher
+        found = _descend(best, low, _bits(best), need, need >> 3)[0]
+
+    def another(total: int) -> int:
+        rank = max(min(need * _target(s) // max(total, 1), s.threads), 1)
+        return _descend(best, low, _bits(best), rank, rank >> 3)[0]
+
+    return found, low, high, another
 
 
 def sample_places(length: int, sample: int) -> list[int]:

@@ -39,6 +39,17 @@ def score_of(key: Scalar) -> Scalar:
 
 
 @dataclasses.dataclass(frozen=True)
+class Guess:
+    """threshold: the key to try first. low, high: keys that it lies between. another: (scores that reached it) -> another one, None if
+    there is nothing to find it by."""
+
+    threshold: Scalar
+    low: Scalar
+    high: Scalar
+    another: Callable | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Share:
     """What a CTA has of a row: `groups` groups of `GROUP` scores from group `first` on. scores_ref: all rows. length: of this one."""
 
@@ -170,20 +181,20 @@ def sample(share: Share) -> tuple[Scalar, list[tuple[Scalar, list[Scalar]]]]:
     return size * TOGETHER, [(there, of_place) for (there, _), of_place in zip(places, words, strict=True)]
 
 
-def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, list[Scalar]]]) -> tuple[Scalar, Scalar, Scalar]:
-    """A threshold that about as many scores reach as make k unlikely to be missed; the lowest and the highest key seen.
+def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, list[Scalar]]]) -> Guess:
+    """A threshold that about as many scores reach as make k unlikely to be missed.
 
-    If c samples lie among the k best on average, the one of rank r = c + 3 sqrt(c) + 4 is wanted, or one up to an eighth further. Only
+    If c samples lie among the k best on average, the one of rank r = c + 4 sqrt(c) + 4 is wanted, or one up to an eighth further. Only
     each thread's best sample is looked at: of T threads, about T r / (T + r / 2) hold the r best samples, if neighbours do not
     resemble each other. If many more samples than r reach what is found, they do, and it is looked for again, as many times higher up.
     """
     s, counts_s = share.s, share.scratch["counts_s"]
     yet = lanes.minimum(share.length, s.k) * size // lanes.maximum(share.length, 1)
-    want = yet + 3 * _square_root(yet) + 4
+    want = yet + 4 * _square_root(yet) + 4
     keys = [lanes.where(there, key_of(word), choose.NO_KEY) for there, words in sampled for word in words]
     best = functools.reduce(lanes.maximum, keys)
 
-    def look(_, __, ___, need, tries):
+    def look(_, __, ___, ____, need, tries):
         found, low, high = choose.quantile(need, need >> 3, s.threads, [best], counts_s)
         count = lanes.warp_reduce(_sum([lanes.where(key >= found, lanes.i32(1), 0) for key in keys]), "add")
         lanes.cta_barrier(s.threads)  # all have read the counters
@@ -194,11 +205,19 @@ def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, li
         lanes.cta_barrier(s.threads)
         higher = lanes.maximum(need * want // lanes.maximum(count, 1), 1)
         again = (count > want + (want >> 1)) & (higher < need) & (tries == 0)
-        return found, low, high, lanes.where(again, higher, 0), tries + 1
+        return found, low, high, need, lanes.where(again, higher, 0), tries + 1
 
     nothing = lanes.i32(0)
     first = want * (2 * s.threads) // (want + 2 * s.threads)
-    return tuple(lanes.while_loop(lambda *carry: carry[3] > 0, look, [nothing, nothing, nothing, first, nothing])[:3])
+    found, low, high, need, *_ = lanes.while_loop(lambda *carry: carry[4] > 0, look, [*[nothing] * 4, first, nothing])
+
+    def another(total):
+        rank = lanes.maximum(lanes.minimum(need * _target(s) // lanes.maximum(total, 1), s.threads), 1)
+        found, *_ = choose.quantile(rank, rank >> 3, s.threads, [best], counts_s)
+        lanes.cta_barrier(s.threads)  # all have read the counters
+        return found
+
+    return Guess(found, low, high, another)
 
 
 def _square_root(n: Scalar) -> Scalar:
@@ -209,8 +228,8 @@ def _square_root(n: Scalar) -> Scalar:
     return root
 
 
-def guess_from_hint(share: Share, hint_ref) -> tuple[Scalar, Scalar, Scalar]:
-    """The mean key of the scores at the hinted places that exist, the lowest and the highest (0 and all there is if none exists)."""
+def guess_from_hint(share: Share, hint_ref) -> Guess:
+    """The mean key of the scores at the hinted places that exist, between the lowest and the highest (0 if none exists)."""
     s, counts_s = share.s, share.scratch["counts_s"]
     keys, theres = [], []
     for start in range(0, s.k, s.threads):
@@ -233,7 +252,7 @@ def guess_from_hint(share: Share, hint_ref) -> tuple[Scalar, Scalar, Scalar]:
     lanes.cta_barrier(s.threads)
     count, total, low, high = (functools.reduce(combine, _words(counts_s, at, s.warps)) for combine, at in found)
     mean = lanes.where(count > 0, (total // lanes.maximum(count, 1)) << 13, 0)
-    return mean, lanes.where(count > 0, low, MINUS_INFINITY_KEY), lanes.where(count > 0, high, 0x7F800000)
+    return Guess(mean, lanes.where(count > 0, low, MINUS_INFINITY_KEY), lanes.where(count > 0, high, 0x7F800000))
 
 
 def _sum(values) -> Scalar:
@@ -323,7 +342,7 @@ def meet(s: Shape) -> None:
     lanes.cluster_barrier() if s.ctas > 1 else lanes.cta_barrier(s.threads)
 
 
-def mark_candidates(share: Share, guess: tuple[Scalar, Scalar, Scalar]) -> list[Scalar]:
+def mark_candidates(share: Share, guess: Guess) -> list[Scalar]:
     """Mark at least k scores (or all) and at most `capacity`. Returns how many of them the CTAs before this one have, how many this one
     has, all, and the passes over the row."""
     s = share.s
@@ -336,14 +355,17 @@ def mark_candidates(share: Share, guess: tuple[Scalar, Scalar, Scalar]) -> list[
         few, many = (total < s.k) & (everything == 0), total > s.capacity
         low, at_low = lanes.where(many, t, low), lanes.where(many, total, at_low)
         high, at_high = lanes.where(few, t, high), lanes.where(few, total, at_high)
-        t, stuck = _secant(s, low, at_low, high, at_high)
+        last, (t, stuck) = t, _secant(s, low, at_low, high, at_high)
+        if guess.another:  # the sample is a better guide than the secant to its lowest or highest score
+            again = lanes.where((few | many) & (passes == 0), lanes.i32(1), 0)
+            other, _ = lanes.while_loop(lambda _, again: again == 1, lambda *_: (guess.another(total), lanes.i32(0)), [t, again])
+            t = lanes.where((few & (other < last)) | (many & (other > last)), other, t)
         stuck = stuck | (passes >= MOST_SECANTS - 1)
         state = lanes.where(few | many, lanes.where(stuck, lanes.i32(GIVE_UP), GO_ON), FOUND)
         return t, low, at_low, high, at_high, start, mine, total, passes + 1, state
 
     nothing = lanes.i32(0)
-    t, low, high = guess
-    carry = [t, low, share.length, high, *[nothing] * 5, lanes.i32(GO_ON)]
+    carry = [guess.threshold, guess.low, share.length, guess.high, *[nothing] * 5, lanes.i32(GO_ON)]
     found = lanes.while_loop(lambda *carry: carry[-1] == GO_ON, verify, carry)[5:]
 
     def by_digits(_, __, ___, passes, ____):
@@ -355,11 +377,15 @@ def mark_candidates(share: Share, guess: tuple[Scalar, Scalar, Scalar]) -> list[
 def _secant(s: Shape, low, at_low, high, at_high) -> tuple[Scalar, Scalar]:
     """The next threshold between two with known counts, and whether there is none."""
     half = lanes.shift_right(high - low, lanes.i32(1))  # keys may differ by more than 2^31
-    target = s.k + (s.capacity - s.k) // 4
-    part = (at_low - target) // lanes.maximum((at_low - at_high) >> 8, 1)
+    part = (at_low - _target(s)) // lanes.maximum((at_low - at_high) >> 8, 1)
     part = lanes.maximum(lanes.minimum(part, 248), 8)
     step = lanes.where(half >= 256, (half >> 7) * part, half)
     return low + step, half == 0
+
+
+def _target(s: Shape) -> int:
+    """Candidates that a further threshold aims at."""
+    return s.k + (s.capacity - s.k) // 4
 
 
 # The way that always ends.
