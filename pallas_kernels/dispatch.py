@@ -35,7 +35,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "page_index": ("xla", "reference"),
     "project_tokens": ("mosaic_gpu", "xla", "reference"),
     "query_sparse_attention": ("mosaic_gpu", "xla", "reference"),
-    "select_blocks": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
+    "select_blocks": ("mosaic_gpu", "mosaic_tpu", "composed", "xla", "reference"),
     "selected_attention": ("mosaic_gpu", "composed", "reference"),
     "top_k": ("mosaic_gpu", "xla", "reference"),
     "union_blocks": ("mosaic_gpu", "xla", "reference"),

@@ -89,18 +89,19 @@ def make_arrivals(arrivals, count: int, threads: int) -> None:
 
 
 def forget_arrivals(arrivals, count: int, threads: int) -> None:
-    """Take them back, to be made again, when nothing is on its way."""
-    lanes.cta_barrier(threads)
+    """Take them back, each by the thread that will make it again; after a barrier of the CTA, when nothing is on its way."""
     for start in range(0, count, threads):
         with lanes.when(lanes.thread() + start < count):
             lanes.ptx("mbarrier.inval.shared::cta.b64 [$0];", _arrival(arrivals, lanes.thread() + start))
-    lanes.cta_barrier(threads)
+    lanes.publish_to_tensor_cores()  # what this thread wrote where the copy engine will write again
 
 
-def copy_bulk(shared, offset: Scalar, ref, offset_bytes: Scalar, size_bytes: Scalar, arrivals, number: Scalar, **place) -> None:
+def copy_bulk(
+    shared, offset: Scalar, ref, offset_bytes: Scalar, size_bytes: Scalar, arrivals, number: Scalar, *, block, block_bytes
+) -> None:
     """Start copying a multiple of 16 bytes of an array in global memory to word `offset` of shared memory, by one thread; arrival
-    `number` awaits it. place: `block` and `block_bytes`, as for other functions."""
-    arrival, source = _arrival(arrivals, number), lanes.address(ref, offset_bytes, place["block"], place["block_bytes"])
+    `number` awaits it."""
+    arrival, source = _arrival(arrivals, number), lanes.address(ref, offset_bytes, block, block_bytes)
     lanes.ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", arrival, size_bytes)
     code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     lanes.ptx(code, lanes.address(shared, offset * 4), source, size_bytes, arrival)

@@ -452,7 +452,7 @@ def store_global_if(condition: Scalar, ref, offset_bytes: Scalar | int, word: Sc
 
 
 def load_written(ref, offset_bytes: Scalar | int, name: str, *, block: Scalar, block_bytes: int) -> Scalar:
-    """One word of an array in global memory, as this warp left it before its last barrier."""
+    """One word of an array in global memory, as this warp left it before its last barrier; asked for at this place of the program."""
     return _load(address(ref, offset_bytes, block, block_bytes), [name], "global")[0]
 
 

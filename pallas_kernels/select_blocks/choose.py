@@ -77,7 +77,7 @@ def quantile(need, slack, threads: int, keys, counts_s):
 
 
 def key_range(threads: int, keys, counts_s):
-    """The smallest candidate, how many bits the difference to the largest has, and this. Counters become zeros, too."""
+    """The smallest candidate, how many bits the difference to the largest has, and the largest. Counters become zeros, too."""
     warps = threads // 32
     smallest = functools.reduce(lanes.minimum, [lanes.where(key == NO_KEY, 2**31 - 1, key) for key in keys])
     extremes = lanes.warp_reduce(smallest, "min"), lanes.warp_reduce(functools.reduce(lanes.maximum, keys), "max")

@@ -7,14 +7,13 @@ lie side by side against the two halves of the query. Memory traffic: the index 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
 from pallas_kernels.select_blocks.api import selection_width
-from pallas_kernels.top_k import top_k
 
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 
@@ -48,7 +47,7 @@ def score_blocks(
     return scores.max(axis=(2, 3))
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "page_size", "block_size", "k", "sink", "local"))
+@functools.partial(jax.jit, static_argnames=("kind", "page_size", "block_size", "k", "sink", "local", "top_k"))
 def select_blocks(
     q: Float[Array, "B T H D"],
     index: Float[Array, "N K P/bs R D"],
@@ -61,6 +60,7 @@ def select_blocks(
     k: int,
     sink: int,
     local: int,
+    top_k: Callable = jax.lax.top_k,
 ) -> Int[Array, "B K W"]:
     """See `pallas_kernels.select_blocks.select_blocks`."""
     num_queries, per_page = q.shape[1], page_size // block_size
@@ -73,7 +73,7 @@ def select_blocks(
     scores = score_blocks(jnp.where(written, q, q[:, -1:]), index, page_table, kind=kind)
     block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     candidate = (block >= sink) & (block < first_local) & (jnp.repeat(page_table, per_page, axis=1) >= 0)
-    distant = _best(scores, candidate[:, None, :], k)
+    distant = _best(scores, candidate[:, None, :], k, top_k)
 
     at_start = jnp.arange(sink, dtype=jnp.int32)
     at_start = jnp.where(at_start < first_local, at_start, _NONE)
@@ -86,20 +86,13 @@ def select_blocks(
     return jnp.where(ids == _NONE, -1, ids)
 
 
-def _best(scores: Float[Array, "B K S"], candidate: Array, k: int) -> Int[Array, "B K k"]:
-    """The k best candidates, in no order that matters; `_NONE` where there are fewer."""
+def _best(scores: Float[Array, "B K S"], candidate: Array, k: int, top_k: Callable) -> Int[Array, "B K k"]:
+    """The k best candidates, in no order that matters; `_NONE` where there are fewer. top_k: finds values and places, as `jax.lax.top_k`."""
     lowest = jnp.finfo(jnp.float32).min
     scores = jnp.where(scores >= lowest, scores, lowest)  # NaN and -inf
     scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 and 0.0 are a tie
     kept = min(k, scores.shape[-1])
     scores = jnp.where(candidate, scores, -jnp.inf)
-    best, ids = _top_k(scores.reshape(-1, scores.shape[-1]), kept)
+    best, ids = top_k(scores.reshape(-1, scores.shape[-1]), kept)
     ids = jnp.where(best == -jnp.inf, _NONE, ids).reshape(*scores.shape[:-1], kept)
     return jnp.pad(ids, ((0, 0), (0, 0), (0, k - kept)), constant_values=_NONE)
-
-
-def _top_k(scores: Float[Array, "R S"], k: int) -> tuple[Array, Array]:
-    """Values and places of the k best scores of each row, by our kernel where there is one: it takes a fraction of the time of XLA's."""
-    if k and "mosaic_gpu" in dispatch.available("top_k"):
-        return top_k(scores, k)
-    return jax.lax.top_k(scores, k)

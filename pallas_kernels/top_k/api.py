@@ -31,7 +31,8 @@ def top_k(
     NaN ranks below every number, -inf included, and NaNs are equal among themselves; -0 equals +0.
 
     hint: int32, places that may be good, as the indices of the step before. Nothing is asked of them: they may be stale, random, repeated,
-    -1 or out of range. They change how long it takes, never the answer. sort: False returns each row in ascending order of index, which
+    -1 or out of range. They may change how long it takes, never the answer: "mosaic_gpu" reads them with `Config(start="hint")`, and
+    starts from a sample of the row otherwise, which was the faster start; the others never look at them. sort: False returns each row in ascending order of index, which
     is what a gather wants; True the best first, of equal values the lower index first. return_counts: return the third result, which
     only "mosaic_gpu" has. config: "mosaic_gpu" takes a `pallas_kernels.top_k.plan.Config`, the others take none. implementation: see
     `pallas_kernels.dispatch`.
@@ -51,7 +52,7 @@ def top_k(
         raise ValueError(f"top_k takes scores [B, N], no axis empty; got {arrays}")
     if scores.dtype.name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"scores must be float32, bfloat16 or float16; got {arrays}")
-    if not isinstance(k, int) or k < 1:
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
         raise ValueError(f"k must be a positive int, got {k!r}")
     batch, row = scores.shape
     if hint is not None and (hint.shape != (batch, k) or hint.dtype != jnp.int32):
@@ -60,7 +61,7 @@ def top_k(
         raise ValueError(f"lengths must be int32 [{batch}], one per row of scores; got {arrays}")
     if isinstance(lengths, np.ndarray) and (lengths.min() < 0 or lengths.max() > row):
         raise ValueError(f"lengths must lie between 0 and {row}, the scores of a row; got {lengths.min()} to {lengths.max()}")
-    static = {"k": k, "sort": sort, "return_counts": return_counts, "config": config}
+    static = {"k": int(k), "sort": sort, "return_counts": return_counts, "config": config}
     signature = f"{arrays} {static}"
     name = dispatch.choose("top_k", implementation, signature, (scores, hint, lengths), static)
     return dispatch.load("top_k", name)(scores, hint, lengths, **static)

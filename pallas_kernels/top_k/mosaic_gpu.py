@@ -6,7 +6,8 @@
 
 A row of at most `capacity` scores is all candidates: one CTA, step 3 alone.
 
-Memory traffic: the row once (4 N bytes) per pass, nearly always one, the sample, the k results. Source: "Guess-Verify-Refine", section 4;
+Memory traffic: the row once (4 N bytes) per pass, nearly always one, the sample, the k results; three times that where 4 does not divide N,
+since such rows are copied first. Source: "Guess-Verify-Refine", section 4;
 the cluster, the sample and the bound on passes are ours.
 """
 
@@ -37,7 +38,7 @@ def unsupported(scores, hint, lengths, *, k, sort, return_counts, config) -> str
     if k > MOST_K:
         return f"it keeps at most {MOST_K:,}, got k {k:,}"
     s = _shape(scores, hint, lengths, k=k, return_counts=return_counts, config=config)
-    if sum(s.scratch_words().values()) > lanes.SHARED_WORDS or not (s.whole or s.slots):
+    if not s.fits:
         return f"rows of {scores.shape[1]:,} scores over {s.ctas} CTAs and {s.capacity:,} candidates need more shared memory than there is"
     return None
 
@@ -64,9 +65,10 @@ def _shape(scores, hint, lengths, *, k, return_counts, config) -> Shape:
 @functools.partial(jax.jit, static_argnames=("s", "sort"))
 def _top_k(s: Shape, scores, hint, lengths, *, sort):
     lanes.check_version()
-    if s.has_lengths and lengths is None:  # rows are copied where 16 bytes do not divide them
-        lengths = jnp.full(s.batch, scores.shape[1], jnp.int32)
-    scores = jnp.pad(scores, ((0, 0), (0, s.row - scores.shape[1])))
+    num = scores.shape[1]
+    if s.row > num:  # bulk copies come by 16 bytes: such rows are copied to longer ones
+        lengths = jnp.full(s.batch, num, jnp.int32) if lengths is None else jnp.minimum(lengths, num)
+        scores = jnp.pad(scores, ((0, 0), (0, s.row - num)))
     inputs = [x for x in (scores, hint, lengths) if x is not None]
     sizes = s.scratch_words()
 
@@ -113,7 +115,7 @@ def rank(s: Shape, row, cta, arrays, scratch) -> None:
     hint_ref = others.pop(0) if s.start == "hint" else None
     length = lanes.ptx("mov.u32 $0, $1;", lanes.i32(s.row), result="i32")  # compilers would unroll the loops that they know the ends of
     if s.has_lengths:
-        length = lanes.maximum(lanes.minimum(lanes.load_global(others.pop(0), row), s.row), 0)
+        length = lanes.maximum(lanes.minimum(lanes.load_global(others.pop(0), row), s.row), 0)  # strays must not read elsewhere
     share = search.share_of(s, scores_ref, scratch, row, cta, length)
     stamps = [_clock(s)]
     if s.whole:
@@ -182,8 +184,8 @@ def _refine(share: search.Share, total, most: int, outs):
     def keep(i, key, slot):
         index = lanes.load_shared(pool_s, i * 2 + 1)[0]
         unknown = (key == 0) | (key < search.MINUS_INFINITY_KEY)  # a key has no sign of zero, and no NaN's bits
-        store(slot, lanes.bits(search.score_of(key)), index, (slot < s.k))
-        with lanes.when(unknown & (slot < s.k)):
+        store(slot, lanes.bits(search.score_of(key)), index, slot < s.k)
+        with lanes.when(unknown):
             word = lanes.load_written(share.scores_ref, index * 4, "i32", **share.place)
             lanes.store_global_if(slot < s.k, values_ref, slot * 4, word, **place)
 

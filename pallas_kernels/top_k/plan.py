@@ -17,13 +17,14 @@ CHUNK = 4
 """Groups that a warp takes at a time, if it has as many."""
 
 MOST_COPIES = 4
-"""Chunks that a warp has on their way at once, where they do not stay in shared memory."""
+"""Chunks of a warp that are on their way at once, and of a share that stays in shared memory."""
 
 TOGETHER = 4
 """Neighbouring scores of a sample that are read at once: 16 bytes, because memory is slow with scattered words."""
 
 MOST_K = 4096
 MOST_CAPACITY = 12288
+MOST_CTAS = 16
 
 MOST_SECANTS = 5
 """Passes that look for a threshold by interpolation before digits do."""
@@ -53,8 +54,8 @@ class Config:
             value = getattr(self, name)
             if value is not None and (value % unit or not unit <= value <= most):
                 raise ValueError(f"{name} must be a multiple of {unit} up to {most}, got {value}")
-        if self.ctas is not None and not 1 <= self.ctas <= 16:
-            raise ValueError(f"ctas must be 1 to 16, got {self.ctas}")
+        if self.ctas is not None and not 1 <= self.ctas <= MOST_CTAS:
+            raise ValueError(f"ctas must be 1 to {MOST_CTAS}, got {self.ctas}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,11 @@ class Shape:
         """Numbers of candidates that there is code for: what a thread does for one that is not there takes time, too."""
         steps = {max(1024, -(-(self.k * quarters) // 2048) * 512) for quarters in (7, 9)}  # 1.75 k is usual, 2.25 k is rare
         return (*sorted(step for step in steps if step < self.capacity), self.capacity)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many samples belong to the k best that most threads have one or more of them."""
+        return 4 * self.k * self.sample > self.row * self.threads
 
     @property
     def groups(self) -> int:
@@ -148,6 +154,11 @@ class Shape:
         room = lanes.SHARED_WORDS - sum(self.small_words.values()) - self.data_at
         return min(room // self.turn_words, self.chunks, MOST_COPIES)
 
+    @property
+    def fits(self) -> bool:
+        """Whether there is shared memory for it."""
+        return sum(self.scratch_words().values()) <= lanes.SHARED_WORDS and (self.whole or self.slots > 0)
+
     def scratch_words(self) -> dict[str, int]:
         """All of shared memory."""
         if self.whole:
@@ -161,13 +172,19 @@ def shape_of(batch: int, row: int, k: int, config: Config, *, has_lengths: bool,
     capacity = config.capacity or _capacity(k)
     if capacity < min(k, row):
         raise ValueError(f"capacity {capacity} of the config is less than k {k}; leave it None or take at least k")
-    ctas = 1 if row <= capacity else config.ctas or clusters.ctas_per_unit(batch)
     sample = config.sample or min(max(4096, _power_of_two(row // 128)), 16384)
-    return Shape(batch, row, k, config.start, capacity, sample, ctas, has_lengths, counted)
+
+    def of(ctas: int) -> Shape:
+        return Shape(batch, row, k, config.start, capacity, sample, ctas, has_lengths, counted)
+
+    if row <= capacity or config.ctas:
+        return of(config.ctas if row > capacity else 1)
+    usual = clusters.ctas_per_unit(batch)
+    return next((s for s in map(of, range(usual, MOST_CTAS + 1)) if s.fits), of(usual))  # more CTAs than run at once, for long rows
 
 
 def _capacity(k: int) -> int:
-    """Three times k, rounded up to a power of two, at least 4,096."""
+    """Three times k, rounded up to a power of two, at least 4,096 and at most `MOST_CAPACITY`."""
     return min(max(4096, _power_of_two(3 * k)), MOST_CAPACITY)
 
 

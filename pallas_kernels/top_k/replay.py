@@ -1,6 +1,6 @@
 """The decisions of the Mosaic GPU kernel of `top_k`, once more in plain Python: which thresholds it tries, and what it counts.
 
-`replay_row` takes one row, gives the three counts that `return_counts` adds, and the thresholds. It shares the sizes (`plan`) with the
+`replay_row` takes one row and gives the first three counts of `return_counts`, and the thresholds. It shares the sizes (`plan`) with the
 kernel and nothing else, so that the two can be held against each other; and it tells how many passes a row takes without a GPU.
 """
 
@@ -78,14 +78,14 @@ def _guess(s: Shape, keys: np.ndarray, hint: np.ndarray | None) -> tuple[int, in
     places = np.array(sample_places(keys.size, s.sample), np.int64)
     sampled = np.full((-(-len(places) // s.threads) * s.threads, TOGETHER), NO_KEY)
     sampled[: len(places)] = keys[places[:, None] + np.arange(TOGETHER)]
-    best = sampled.reshape(-1, s.threads, TOGETHER).max((0, 2), initial=NO_KEY)
+    best = sampled.ravel() if s.crowded else sampled.reshape(-1, s.threads, TOGETHER).max((0, 2), initial=NO_KEY)
     best = best[best > NO_KEY]
     if not best.size:
         return 2**31 - 1, 2**31 - 1, NO_KEY, None
     low, high = int(best.min()), int(best.max())
     yet = min(keys.size, s.k) * len(places) * TOGETHER // keys.size
     want = yet + 4 * _square_root(yet) + 4
-    need = want * 2 * s.threads // (want + 2 * s.threads)
+    need = want if s.crowded else want * 2 * s.threads // (want + 2 * s.threads)
     found = _descend(best, low, _bits(best), need, need >> 3)[0]
     count = int((sampled >= found).sum())
     higher = max(need * want // max(count, 1), 1)
@@ -94,7 +94,7 @@ def _guess(s: Shape, keys: np.ndarray, hint: np.ndarray | None) -> tuple[int, in
         found = _descend(best, low, _bits(best), need, need >> 3)[0]
 
     def another(total: int) -> int:
-        rank = max(min(need * _target(s) // max(total, 1), s.threads), 1)
+        rank = max(min(need * _target(s) // max(total, 1), s.sample if s.crowded else s.threads), 1)
         return _descend(best, low, _bits(best), rank, rank >> 3)[0]
 
     return found, low, high, another

@@ -1,9 +1,10 @@
 """Stages of the Mosaic GPU kernel of `top_k`: a threshold that a few more than k scores of a row reach, and which these are.
 
 Guess: a threshold from the scores at the hinted places, or from a sample of the row. Verify: all CTAs of the row's cluster mark the scores
-that reach it, a bit each, and count them; while they are fewer than k or more than fit, the next threshold comes from the secant through
-the counts so far. If that does not end, digits are counted, which always does: at last the k-th best score itself is known, and of the
-scores that equal it the first ones are marked. Marks never overflow, however the best scores are clustered, and keep the row's order.
+that reach it, a bit each, and count them; while they are fewer than k or more than fit, the next threshold comes from the sample again, by
+how far off the count was, then from the secant through the counts. If that does not end, digits are counted, which always does: at last the
+k-th best score itself is known, and of the scores that equal it the first ones are marked. Marks never overflow, however the best scores are
+clustered, and keep the row's order.
 
 Scores are compared as order-preserving integers ("keys"), thresholds too; the secant runs in them, so that every number here is an integer
 and `replay` comes to the same. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; the marks and the digits are ours.
@@ -18,9 +19,9 @@ from collections.abc import Callable
 from pallas_kernels import lane_copies, lanes
 from pallas_kernels.lanes import Scalar
 from pallas_kernels.select_blocks import choose
+from pallas_kernels.top_k.keys import NAN_KEY
 from pallas_kernels.top_k.plan import GROUP, MOST_SECANTS, TOGETHER, UNROLLED, Shape
 
-NAN_KEY = -(2**31) + 1
 MINUS_INFINITY_KEY = -(2**31) + 0x007FFFFF
 GO_ON, FOUND, GIVE_UP = 0, 1, 2
 
@@ -184,18 +185,19 @@ def sample(share: Share) -> tuple[Scalar, list[tuple[Scalar, list[Scalar]]]]:
 def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, list[Scalar]]]) -> Guess:
     """A threshold that about as many scores reach as make k unlikely to be missed.
 
-    If c samples lie among the k best on average, the one of rank r = c + 4 sqrt(c) + 4 is wanted, or one up to an eighth further. Only
-    each thread's best sample is looked at: of T threads, about T r / (T + r / 2) hold the r best samples, if neighbours do not
-    resemble each other. If many more samples than r reach what is found, they do, and it is looked for again, as many times higher up.
+    If c samples lie among the k best on average, the one of rank r = c + 4 sqrt(c) + 4 is wanted, or one up to an eighth further. Of
+    large samples only each thread's best is looked at, unless they are crowded with good ones: of T threads, about T r / (T + r / 2) hold
+    the r best samples, if neighbours do not resemble each other. If many more samples than r reach what is found, they do, and it is looked
+    for again, as many times higher up.
     """
     s, counts_s = share.s, share.scratch["counts_s"]
     yet = lanes.minimum(share.length, s.k) * size // lanes.maximum(share.length, 1)
     want = yet + 4 * _square_root(yet) + 4
     keys = [lanes.where(there, key_of(word), choose.NO_KEY) for there, words in sampled for word in words]
-    best = functools.reduce(lanes.maximum, keys)
+    looked_at = keys if s.crowded else [functools.reduce(lanes.maximum, keys)]
 
     def look(_, __, ___, ____, need, tries):
-        found, low, high = choose.quantile(need, need >> 3, s.threads, [best], counts_s)
+        found, low, high = choose.quantile(need, need >> 3, s.threads, looked_at, counts_s)
         count = lanes.warp_reduce(_sum([lanes.where(key >= found, lanes.i32(1), 0) for key in keys]), "add")
         lanes.cta_barrier(s.threads)  # all have read the counters
         with lanes.when(lanes.lane() == 0):
@@ -208,12 +210,12 @@ def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, li
         return found, low, high, need, lanes.where(again, higher, 0), tries + 1
 
     nothing = lanes.i32(0)
-    first = want * (2 * s.threads) // (want + 2 * s.threads)
+    first = want if s.crowded else want * (2 * s.threads) // (want + 2 * s.threads)
     found, low, high, need, *_ = lanes.while_loop(lambda *carry: carry[4] > 0, look, [*[nothing] * 4, first, nothing])
 
     def another(total):
-        rank = lanes.maximum(lanes.minimum(need * _target(s) // lanes.maximum(total, 1), s.threads), 1)
-        found, *_ = choose.quantile(rank, rank >> 3, s.threads, [best], counts_s)
+        rank = lanes.maximum(lanes.minimum(need * _target(s) // lanes.maximum(total, 1), s.sample if s.crowded else s.threads), 1)
+        found, *_ = choose.quantile(rank, rank >> 3, s.threads, looked_at, counts_s)
         lanes.cta_barrier(s.threads)  # all have read the counters
         return found
 
@@ -298,16 +300,16 @@ def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
     """Count the marks: to `before_s`, how many this CTA has before each of its groups. Returns how many the CTAs before it have, how many
     it has, and all.
 
-    turn: of passes, any number that differs from the last one by one.
+    turn: a number that differs from the one before by an odd number.
     """
     s, scratch = share.s, share.scratch
     groups = [lanes.thread() * s.groups_per_thread + i for i in range(s.groups_per_thread)]
     counts = []
     for group in groups:
         masks = lanes.load_shared(scratch["masks_s"], lanes.minimum(group, s.groups - 1) * 4, count=4)
-        count = functools.reduce(lambda a, b: a + b, [lanes.popcount(mask) for mask in masks])
+        count = _sum([lanes.popcount(mask) for mask in masks])
         counts.append(lanes.where(group < share.groups, count, 0))
-    own = upto = functools.reduce(lambda a, b: a + b, counts)
+    own = upto = _sum(counts)
     for distance in (1, 2, 4, 8, 16):
         lower = lanes.shuffle(upto, lanes.maximum(lanes.lane() - distance, 0))
         upto = upto + lanes.where(lanes.lane() >= distance, lower, 0)
@@ -315,7 +317,7 @@ def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         lanes.store_shared(scratch["notes_s"], lanes.warp(), upto)
     lanes.cta_barrier(s.threads)
     of_warps = _words(scratch["notes_s"], 0, s.warps)
-    mine = functools.reduce(lambda a, b: a + b, of_warps)
+    mine = _sum(of_warps)
     before = upto - own
     for w, count in enumerate(of_warps):
         before = before + lanes.where(lanes.warp() > w, count, 0)
@@ -328,12 +330,12 @@ def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         put(s, lanes.thread(), scratch["totals_s"], totals + share.cta, mine)
     meet(s)
     of_ctas = [lanes.load_shared(scratch["totals_s"], totals + c)[0] for c in range(s.ctas)]
-    start = functools.reduce(lambda a, b: a + b, [lanes.where(share.cta > c, count, 0) for c, count in enumerate(of_ctas)])
-    return start, mine, functools.reduce(lambda a, b: a + b, of_ctas)
+    start = _sum([lanes.where(share.cta > c, count, 0) for c, count in enumerate(of_ctas)])
+    return start, mine, _sum(of_ctas)
 
 
 def put(s: Shape, cta: Scalar | int, ref, offset: Scalar, *words: Scalar) -> None:
-    """1 or 2 words to shared memory of a CTA of the cluster."""
+    """1 or 2 words to shared memory of a CTA of the cluster, which runs: Mosaic starts a kernel with a barrier of the cluster."""
     lanes.store_cluster(cta, ref, offset, *words) if s.ctas > 1 else lanes.store_shared(ref, offset, *words)
 
 
@@ -368,6 +370,7 @@ def mark_candidates(share: Share, guess: Guess) -> list[Scalar]:
     carry = [guess.threshold, guess.low, share.length, guess.high, *[nothing] * 5, lanes.i32(GO_ON)]
     found = lanes.while_loop(lambda *carry: carry[-1] == GO_ON, verify, carry)[5:]
 
+    # As an `if` with results: a loop that runs once or not at all.
     def by_digits(_, __, ___, passes, ____):
         return *_search_digits(share, passes), lanes.i32(FOUND)
 
@@ -446,7 +449,7 @@ def _count_digits(share: Share, low, bits, shift, need) -> tuple[Scalar, Scalar,
     meet(s)
     with lanes.when(counters):
         counts = [lanes.load_shared(of_ctas, lanes.thread() + c * choose.BINS)[0] for c in range(s.ctas)]
-        lanes.store_shared(counts_s, lanes.thread(), functools.reduce(lambda a, b: a + b, counts))
+        lanes.store_shared(counts_s, lanes.thread(), _sum(counts))
     meet(s)
     _, found, inside, beyond = choose.find_bin(counts_s, lanes.i32(0), need)
     lanes.cta_barrier(s.threads)  # all have read the counters
@@ -488,7 +491,7 @@ def collect(share: Share, start: Scalar, mine: Scalar) -> None:
     _list_marks(share)
 
     def send(n):
-        slots = [n + lanes.thread() + start for start in range(0, UNROLLED // 2 * s.threads, s.threads)]
+        slots = [n + lanes.thread() + ahead for ahead in range(0, UNROLLED // 2 * s.threads, s.threads)]
         places = [lanes.load_shared(pool_s, lanes.minimum(i, mine - 1) + s.list_at)[0] for i in slots]
         if s.stays:
             words = [lanes.load_shared(pool_s, at + s.data_at)[0] for at in places]
@@ -518,7 +521,7 @@ def _list_marks(share: Share) -> None:
             bit = word & (0 - word)
             lane = 31 - lanes.leading_zeros(bit)
             earlier = [lanes.popcount(mask & lanes.where(j > m, bit + bit - 1, bit - 1)) for m, mask in enumerate(masks)]
-            slot = before + functools.reduce(lambda a, b: a + b, earlier)
+            slot = before + _sum(earlier)
             lanes.store_shared(scratch["pool_s"], slot + s.list_at, group * GROUP + lane * 4 + j)
             return [word & (word - 1)]
 

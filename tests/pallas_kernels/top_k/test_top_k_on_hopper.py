@@ -69,7 +69,7 @@ ADVERSARIAL = ((97, 2), (5000, 32), (20001, 512))
 @given(data=st.data())
 def test_ten_thousand_adversarial_rows(suite, data):
     rows = data.draw(suite.adversarial(ADVERSARIAL))
-    start = data.draw(st.sampled_from(plan.STARTS))
+    start = data.draw(st.sampled_from(plan.STARTS if rows.hint is not None else ("sample",)))
     suite.check_rows(suite.on_device(functools.partial(KERNEL, config=Config(start=start, capacity=512))), rows)
 
 

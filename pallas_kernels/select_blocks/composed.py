@@ -1,0 +1,24 @@
+"""select_blocks of two ops: scores as in `xla`, the best of them by `top_k`, where that has a kernel: XLA's takes several times as long.
+
+For what the kernel of this op refuses: float32, other head dims, tables too long for it. Memory traffic: as `xla`, and the scores.
+"""
+
+from __future__ import annotations
+
+from pallas_kernels import dispatch
+from pallas_kernels.select_blocks import xla
+from pallas_kernels.top_k import top_k
+
+
+def unsupported(q, index, page_table, lengths, **static) -> str | None:
+    """Why this is not the way to go, or None if it is."""
+    return None if "mosaic_gpu" in dispatch.available("top_k") else "top_k has no kernel here, and XLA's own is in xla"
+
+
+def select_blocks(q, index, page_table, lengths, **static):
+    """See `pallas_kernels.select_blocks.select_blocks`."""
+    return xla.select_blocks(q, index, page_table, lengths, **static, top_k=_top_k)
+
+
+def _top_k(scores, k):
+    return top_k(scores, k) if k else (scores[:, :0], scores[:, :0].astype("int32"))
