@@ -8,9 +8,9 @@ Two forms. By default a cluster of CTAs shares a row, as many as `top_k` has, an
 what this chip can do with that algorithm. With `ctas=1` one CTA of 512 threads has a row to itself, as the production kernel that the paper
 compares with (section 6.1: "single-row (one CTA), with 512 threads per block"; its own kernel has one CTA a row, too, section 5.1).
 
-The paper's baseline differs in the number of scans: a coarse pass of 16 bits comes before digits of 11, 11 and 10, each of the passes scans
-the row twice (count, then filter), and it stops early and sorts once fewer than 2,048 scores are left (sections 2.2 and 3). This one scans a
-row four times, whatever is in it. Rows above a length that the paper's text has lost go over 10 CTAs there.
+The paper's baseline differs in its scans: a coarse pass of 16 bits comes before digits of 11, 11 and 10, each pass scans the row twice
+(count, then filter), and it stops early and sorts once fewer than 2,048 scores are left (section 2); very long rows go over 10
+CTAs. This one scans a row four times, whatever is in it and however long it is.
 
 The set is exact; of scores equal to the k-th any are taken, the same each time. Scores: no NaN; -inf counts as the lowest finite number.
 Memory traffic: 4 times the row, 8 k bytes of result.
@@ -42,7 +42,7 @@ LOADS, LONE_LOADS = 4, 8
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the kernel's code depends on. ctas: of the cluster that serves a row. loads: of 16 bytes that a thread has on their way at once."""
+    """What the kernel's code depends on. ctas: of the cluster that serves a row. loads: of 16 bytes that a thread has on their way."""
 
     batch: int
     length: int

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import json
 import os
 import tempfile
 import time
@@ -29,7 +28,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, lanes
-from pallas_kernels.bench import inputs, radix_select, score_rows, timing, top_k_cases, torch_top_k
+from pallas_kernels.bench import inputs, radix_select, score_rows, timing, top_k_cases, top_k_earlier, torch_top_k
 from pallas_kernels.bench.checks import same_bits
 from pallas_kernels.bench.measure import copy_rate
 from pallas_kernels.bench.timing import Kernel, Timing
@@ -80,7 +79,7 @@ def _config(case: Case) -> Any:
 
 
 def counting_op_of(case: Case, implementation: str | None) -> Callable | None:
-    """(scores, hint) -> counts `[B, 3 or more]` of the op; None for cases that are not counted, and for an implementation without counts."""
+    """(scores, hint) -> counts `[B, 3 or more]` of the op; None for cases that are not counted and implementations without counts."""
     if not case.counted or (implementation or dispatch.available("top_k")[0]) != "mosaic_gpu":
         return None
     options = {"config": _config(case), "return_counts": True, "implementation": "mosaic_gpu"}
@@ -414,7 +413,7 @@ def run(
     earlier: a run to go on with, whose rows come first and are not measured again.
     """
     say("copy bandwidth")
-    copy, rows, earlier_runs = copy_rate(), list((earlier or {}).get("rows", ())), continued(earlier)
+    copy, rows, earlier_runs = copy_rate(), list((earlier or {}).get("rows", ())), top_k_earlier.continued(earlier)
     started = time.perf_counter()
     with_torch = [case for case in cases if case.implementation.startswith("torch")]
     others = [case for case in cases if case not in with_torch]
@@ -445,29 +444,6 @@ def run(
     return rows
 
 
-def continued(earlier: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Of the runs that one goes on with, the first one first: their provenance, copy and the names of their cases."""
-    if earlier is None:
-        return []
-    before = earlier.get("continues", [])
-    theirs = {name for run in before for name in run["cases"]}
-    own = {name: earlier[name] for name in ("provenance", "copy", "took")}
-    return [*before, own | {"cases": [row["case"] for row in earlier["rows"] if row["case"] not in theirs]}]
-
-
-def missing(cases: Sequence[Case], earlier: dict[str, Any], device: str, implementation: str | None) -> list[Case]:
-    """The cases that a run lacks, or that failed in it; those are taken out of it. ValueError for a run of another bench, another device,
-    or of the op by another implementation."""
-    if earlier.get("bench") != "top-k":
-        raise ValueError(f"--only-missing takes a JSON of this benchmark, got one of {earlier.get('bench')!r}")
-    if (earlier["provenance"]["device"], earlier["implementation"]) != (device, implementation):
-        theirs = f"{earlier['provenance']['device']}, implementation {earlier['implementation']}"
-        raise ValueError(f"times of one file must be of one device and implementation; it has {theirs}, this is {device}, {implementation}")
-    earlier["rows"] = [row for row in earlier["rows"] if "failed" not in row]
-    there = {row["case"] for row in earlier["rows"]}
-    return [case for case in cases if case.name not in there]
-
-
 def _by_place(cases: Iterable[Case]) -> dict[Place, list[Case]]:
     found: dict[Place, list[Case]] = {}
     for case in cases:
@@ -493,7 +469,9 @@ def bench(
     jobs: Annotated[int, typer.Option(help="Programs compiled at a time.", min=1)] = 12,
     only_missing: Annotated[
         Path | None,
-        typer.Option(help="JSON of a run that was cut: its rows are kept, and only what it lacks is measured.", exists=True, dir_okay=False),
+        typer.Option(
+            help="JSON of a run of the same code that was cut: its rows are kept, what it lacks is measured.", exists=True, dir_okay=False
+        ),
     ] = None,
 ) -> None:
     """See HELP."""
@@ -503,9 +481,9 @@ def bench(
         files = {file.stem: top_k_cases.load_captured(file) for file in rows or ()}
         everything = top_k_cases.in_order([*top_k_cases.all_cases(), *top_k_cases.captured_cases(files)])
         chosen = top_k_cases.matching(everything, cases or ())
-        earlier = None if only_missing is None else json.loads(only_missing.read_text(encoding="utf-8"))
+        earlier = None if only_missing is None else top_k_earlier.load_run(only_missing)
         if earlier is not None and not list_cases:
-            chosen = missing(chosen, earlier, jax.local_devices()[0].device_kind, implementation)
+            chosen = top_k_earlier.missing(chosen, earlier, jax.local_devices()[0].device_kind, implementation)
             if not chosen:
                 raise ValueError(f"{only_missing} lacks none of the cases that were asked for")
     except ValueError as error:
