@@ -78,6 +78,16 @@ def test_designs_of_the_union_are_what_the_results_say():
     assert len(designs) == 4
 
 
+def test_designs_of_top_k_are_what_the_results_say():
+    text = (ROOT / "docs" / "top-k.md").read_text(encoding="utf-8")
+    designs = json.loads((RESULTS / "designs-top-k.json").read_text())["designs"]
+    for name, found in designs.items():
+        cells = [f"{found[place] * 1e6:.2f}" if place in found else "" for place in ("1x128K", "8x128K", "64x128K", "1x1M")]
+        (line,) = [line for line in text.splitlines() if line.startswith((f"| {name}: ", f"| {name} |"))]
+        assert [cell.strip() for cell in line.split("|")[2:-1]] == cells
+    assert len(designs) == 11
+
+
 @pytest.mark.skipif(not RUNS, reason="nothing is measured yet")
 def test_a_wrong_figure_is_noticed():
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
