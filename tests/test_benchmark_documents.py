@@ -34,12 +34,14 @@ def test_tables_of_top_k_are_what_the_results_make():
     """After new measurements: the command at the top of docs/top-k.md."""
     runs = report.load(RESULTS.parent.glob("*/top-k*.json"))
     text = (ROOT / "docs" / "top-k.md").read_text(encoding="utf-8")
-    for name in ("top-k", "top-k-targets", "top-k-hints", "top-k-plot", "top-k-distributions", "top-k-captured", "top-k-overlap"):
+    for name in ("top-k", "top-k-targets", "top-k-hints", "top-k-plot", "top-k-distributions", "top-k-captured", "top-k-passes"):
         assert f"<!-- bench:{name} -->" in text
     assert report.rendered(text, runs) == text
+    assert "<!-- bench:top-k-overlap -->" in text
     assert report.rendered(text.replace("| 2,048 | 4 |", "| 2,048 | 5 |"), runs) == text
-    drawn = {run["bench"]: {"top-k": "top-k.png", "overlap": "top-k-overlap.png"}[run["bench"]] for run in runs}
-    for name in drawn.values():
+    assert report.rendered(text.replace("| 2,048 | sample |", "| 2,048 | hint |"), runs) == text
+    drawn = {"top-k": "top-k.png", "overlap": "top-k-overlap.png"}
+    for name in {drawn[run["bench"]] for run in runs if run["bench"] != "top-k-passes"}:
         assert f"]({name})" in text
         assert (ROOT / "docs" / name).exists()
 

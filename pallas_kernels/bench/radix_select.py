@@ -1,9 +1,16 @@
 """The k largest of each row by radix selection, in Pallas Mosaic GPU (Hopper): a baseline for `top_k`, used by benchmarks alone.
 
-What exact selections that know nothing of their input do ("Guess-Verify-Refine", section 2.2): a cluster of CTAs shares a row; per digit of
-the scores' bits (11, 11, 10 of them) one pass over the row counts those that agree in all digits before (a histogram in shared memory,
-summed over the cluster through distributed shared memory) and narrows to the digit in which the k-th largest lies; one more pass collects.
-Plain: it does not stop early, and every pass reads the row from global memory (the L2, from the second on).
+What exact selections that know nothing of their input do ("Guess-Verify-Refine", section 2.2): per digit of the scores' bits (11, 11, 10
+of them) one pass over the row counts those that agree in all digits before (a histogram in shared memory) and narrows to the digit in
+which the k-th largest lies; one more pass collects. Every pass reads the row from global memory (the L2, from the second on).
+
+Two forms. By default a cluster of CTAs shares a row, as many as `top_k` has, and histograms are summed through distributed shared memory:
+what this chip can do with that algorithm. With `ctas=1` one CTA of 512 threads has a row to itself, as the production kernel that the paper
+compares with (section 6.1: "single-row (one CTA), with 512 threads per block"; its own kernel has one CTA a row, too, section 5.1).
+
+The paper's baseline differs in its scans: a coarse pass of 16 bits comes before digits of 11, 11 and 10, each pass scans the row twice
+(count, then filter), and it stops early and sorts once fewer than 2,048 scores are left (section 2); very long rows go over 10
+CTAs. This one scans a row four times, whatever is in it and however long it is.
 
 The set is exact; of scores equal to the k-th any are taken, the same each time. Scores: no NaN; -inf counts as the lowest finite number.
 Memory traffic: 4 times the row, 8 k bytes of result.
@@ -29,6 +36,9 @@ DIGITS = (11, 11, 10)
 BINS = 2048
 MOST_K = 4096
 
+LOADS, LONE_LOADS = 4, 8
+"""Loads of 16 bytes that a thread has on their way at once: of several CTAs that share a row, and of one alone."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -39,7 +49,7 @@ class Shape:
     k: int
     ctas: int
     threads: int = 512
-    loads: int = 4
+    loads: int = LOADS
 
     @property
     def warps(self) -> int:
@@ -69,16 +79,25 @@ class Shape:
         return dict(zip(("counts_s", "sent_s", "totals_s", "warps_s", "above_s", "equal_s", "found_s"), sizes, strict=True))
 
 
-def radix_top_k(scores: Float[Array, "B N"], k: int) -> tuple[Float[Array, "B k"], Int[Array, "B k"]]:
+def radix_top_k(scores: Float[Array, "B N"], k: int, ctas: int | None = None) -> tuple[Float[Array, "B k"], Int[Array, "B k"]]:
     """The k largest of each row and their indices, in no particular order; see the top of this file for ties and what scores may be.
 
-    scores: float32, N a multiple of 4. Raises ValueError for other arrays, for k outside 1 to N, and for k above `MOST_K`.
+    scores: float32, N a multiple of 4. ctas: that share a row, 1 to 16; None: as many as let all rows run at once, as `top_k` has them.
+    Raises ValueError for other arrays, for k outside 1 to N, for k above `MOST_K`, and for other ctas.
     """
     if scores.ndim != 2 or scores.dtype != jnp.float32 or scores.shape[1] % 4:
         raise ValueError(f"scores must be float32 [B, N] with N a multiple of 4, got {scores.dtype}{list(scores.shape)}")
     if not 1 <= k <= min(scores.shape[1], MOST_K):
         raise ValueError(f"k must be 1 to {min(scores.shape[1], MOST_K)} (N, and at most {MOST_K}), got {k}")
-    return _radix_top_k(Shape(*scores.shape, k, clusters.ctas_per_unit(scores.shape[0])), scores)
+    if ctas is not None and not 1 <= ctas <= 16:
+        raise ValueError(f"ctas must be 1 to 16 (a cluster's most), or None, got {ctas}")
+    return _radix_top_k(shape_of(*scores.shape, k, ctas), scores)
+
+
+def shape_of(batch: int, length: int, k: int, ctas: int | None) -> Shape:
+    """The sizes of a call. A CTA that has a multiprocessor's bandwidth to itself has twice as many loads on their way: 64 KiB."""
+    ctas = ctas or clusters.ctas_per_unit(batch)
+    return Shape(batch, length, k, ctas, loads=LONE_LOADS if ctas == 1 else LOADS)
 
 
 @functools.partial(jax.jit, static_argnames="s")

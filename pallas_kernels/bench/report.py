@@ -58,9 +58,10 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def source(run: dict[str, Any]) -> str:
-    """One line on where the figures come from."""
-    made = run["provenance"]
-    return f"{made['device']}, jax {made['versions']['jax']}, {made['date'][:10]}; `{made['command']}`."
+    """A line on where the figures come from; of a run that went on with earlier ones, a line each."""
+    all_made = [*(before["provenance"] for before in run.get("continues", ())), run["provenance"]]
+    lines = [f"{made['device']}, jax {made['versions']['jax']}, {made['date'][:10]}; `{made['command']}`." for made in all_made]
+    return "\n".join(dict.fromkeys(lines))
 
 
 # The op level

@@ -8,6 +8,7 @@ sum of cosines of the distance, with content on top, from step to step as a quer
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -176,10 +177,15 @@ def yarn_rows(
     positions = n - steps + np.arange(steps)
     queries = _rotated(1 + drawn, positions, frequencies).astype(np.float32)
     scores = np.empty((steps, n), np.float32)
-    for start in range(0, n, 2**16):  # keys of a million tokens take no more memory than these
-        count = min(2**16, n - start)
-        keys = 1 + content * keys_rng.standard_normal((count, 2 * half))
-        scores[:, start : start + count] = queries @ _rotated(keys, start + np.arange(count), frequencies).astype(np.float32).T
+
+    def fill(start: int, drawn: np.ndarray) -> None:
+        rotated = _rotated(1 + content * drawn, start + np.arange(len(drawn)), frequencies)
+        scores[:, start : start + len(drawn)] = queries @ rotated.astype(np.float32).T
+
+    with ThreadPoolExecutor() as pool:  # keys of a million tokens take no more memory than the parts that are worked at
+        for some in itertools.batched(range(0, n, 2**14), 16):
+            parts = [(start, keys_rng.standard_normal((min(2**14, n - start), 2 * half))) for start in some]
+            list(pool.map(fill, *zip(*parts, strict=True)))
     scores[np.arange(n) > positions[:, None]] = -np.inf
     return scores
 

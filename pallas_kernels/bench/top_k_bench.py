@@ -1,8 +1,8 @@
 """`python -m pallas_kernels.bench.top_k_bench`: time `top_k` and other selections on the same rows.
 
-What a place's implementations need is compiled first, several at a time; then places are measured one after another, each under one trace
-of the profiler. A program runs an op on each of a place's inputs, and reads twice the L2 before each of them, which is not counted: what
-an op reads lies in memory, whatever ran before it.
+What implementations need is compiled first, several at a time, while rows are made: a program for all rows and hints of the same sizes.
+Then places are measured one after another, a few under each trace of the profiler. A program runs an op on each of a place's inputs, and
+reads twice the L2 before each of them, which is not counted: what an op reads lies in memory, whatever ran before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, lanes
-from pallas_kernels.bench import inputs, radix_select, score_rows, timing, top_k_cases, torch_top_k
+from pallas_kernels.bench import inputs, radix_select, score_rows, timing, top_k_cases, top_k_earlier, torch_top_k
 from pallas_kernels.bench.checks import same_bits
 from pallas_kernels.bench.measure import copy_rate
 from pallas_kernels.bench.timing import Kernel, Timing
@@ -41,6 +41,9 @@ CALLS = 10
 
 LEAST_OPS = 4
 """Ops of a program, at least."""
+
+TRACED_CASES, TRACED_SCORES = 40, 2**23
+"""Cases and, of one input each, scores that one trace has at most, unless a single place has more."""
 
 COUNTS = ("passes", "candidates", "steps")
 PHASES = ("guess", "verify", "collect", "refine")
@@ -58,10 +61,10 @@ def op_of(case: Case, implementation: str | None) -> Callable:
     if case.ours:
         config = _config(case)
         return lambda scores, hint: top_k(scores, k, hint=hint, config=config, implementation=implementation)
-    if name == "radix":
+    if name in top_k_cases.RADIX:
         if "mosaic_gpu" not in dispatch.available("select_blocks"):
             raise NotImplementedError("the radix selection needs a GPU of compute capability 9.0")
-        return lambda scores, hint: radix_select.radix_top_k(scores, k)
+        return lambda scores, hint: radix_select.radix_top_k(scores, k, top_k_cases.RADIX[name])
     select = {"lax.top_k": lax.top_k, "approx_max_k": lax.approx_max_k}[name]
     return lambda scores, hint: select(scores, k)
 
@@ -76,8 +79,8 @@ def _config(case: Case) -> Any:
 
 
 def counting_op_of(case: Case, implementation: str | None) -> Callable | None:
-    """(scores, hint) -> counts `[B, 3 or more]` of the op; None for others, for many rows, and for an implementation without counts."""
-    if not case.ours or case.place.batch > 1 or (implementation or dispatch.available("top_k")[0]) != "mosaic_gpu":
+    """(scores, hint) -> counts `[B, 3 or more]` of the op; None for cases that are not counted and implementations without counts."""
+    if not case.counted or (implementation or dispatch.available("top_k")[0]) != "mosaic_gpu":
         return None
     options = {"config": _config(case), "return_counts": True, "implementation": "mosaic_gpu"}
     return lambda scores, hint: top_k(scores, case.place.k, hint=hint, **options)[2]
@@ -142,16 +145,14 @@ def flush_words() -> jax.Array:
 
 
 def compiled(cases: Sequence[Case], words: jax.Array, implementation: str | None, jobs: int) -> dict[tuple, Any]:
-    """By place, implementation and whether there is a hint: the program to time and the one that counts, None where nothing does; where
-    they cannot be had, what was raised."""
-    wanted = list(dict.fromkeys(map(_key, cases)))
-    by_key = {_key(case): case for case in cases}
+    """By `_key`: the program to time and the one that counts, None where nothing does; where they cannot be had, what was raised."""
+    by_key = {_key(case, implementation): case for case in cases}
 
     def compile_one(key: tuple) -> Any:
-        case, place = by_key[key], key[0]
+        case, place = by_key[key], by_key[key].place
         try:
-            scores = jax.ShapeDtypeStruct((place.batch, place.n), jnp.float32)
-            hint = None if case.hint == "none" else jax.ShapeDtypeStruct((place.batch, place.k), jnp.int32)
+            scores, hint = _shapes(place)
+            hint = hint if key[-2] else None
             own = ((scores, hint),) * _ops(place)
             program = program_of(op_of(case, implementation), flushed=_on_gpu()).lower(words, own).compile()
             counting = counting_op_of(case, implementation)
@@ -160,11 +161,35 @@ def compiled(cases: Sequence[Case], words: jax.Array, implementation: str | None
             return problem
 
     with ThreadPoolExecutor(jobs) as pool:
-        return dict(zip(wanted, pool.map(compile_one, wanted), strict=True))
+        return dict(zip(by_key, pool.map(compile_one, by_key), strict=True))
 
 
-def _key(case: Case) -> tuple:
-    return case.place, case.implementation, case.hint == "none"
+def _shapes(place: Place) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Of scores and a hint."""
+    return jax.ShapeDtypeStruct((place.batch, place.n), jnp.float32), jax.ShapeDtypeStruct((place.batch, place.k), jnp.int32)
+
+
+def _key(case: Case, implementation: str | None) -> tuple:
+    """What a program depends on: sizes, the op, and whether it reads a hint; not what rows and hints hold."""
+    place = case.place
+    return place.n, place.batch, place.k, _ops(place), case.implementation, _hinted(case, implementation), case.counted
+
+
+def _hinted(case: Case, implementation: str | None) -> bool:
+    """Whether a hint is given and read."""
+    if case.hint == "none" or not case.ours:
+        return False
+    try:
+        return reads_hint(op_of(case, implementation), case.place)
+    except Exception:  # raised again, and noted, where the program is made
+        return True
+
+
+def reads_hint(op: Callable, place: Place) -> bool:
+    """Whether anything in the op's program has the hint as an operand; if not, it is the program of no hint."""
+    program = jax.make_jaxpr(op)(*_shapes(place)).jaxpr
+    operands = [*program.outvars, *(operand for equation in program.eqns for operand in equation.invars)]
+    return any(operand is program.invars[1] for operand in operands)
 
 
 def _ops(place: Place) -> int:
@@ -196,24 +221,25 @@ def made_for(place: Place, cases: Sequence[Case], files: dict[str, Captured]) ->
     return Made(made, [answer(scores) for scores, _ in made])
 
 
-def measure_place(
-    cases: Sequence[Case], made: Made, programs: dict[tuple, Any], words: jax.Array, implementation: str | None
+def measure_places(
+    cases: Sequence[Case], made: dict[Place, Made], programs: dict[tuple, Any], words: jax.Array, implementation: str | None
 ) -> dict[Case, dict[str, Any]]:
-    """Figures of the cases of one place."""
-    place, copies = cases[0].place, len(made.inputs)
-    on_device = [jnp.asarray(scores) for scores, _ in made.inputs]
+    """Figures of the cases of some places, all timed in one trace."""
     rows: dict[Case, dict[str, Any]] = {case: {} for case in cases}
     runs: dict[Case, tuple[Callable, tuple]] = {}
+    on_device = {place: [jnp.asarray(scores) for scores, _ in made[place].inputs] for place in {case.place for case in cases}}
     for case in cases:
-        if isinstance(programs[_key(case)], Exception):
-            rows[case] |= _why(programs[_key(case)])
+        key = _key(case, implementation)
+        if isinstance(programs[key], Exception):
+            rows[case] |= _why(programs[key])
             continue
-        program, counting = programs[_key(case)]
-        hints = [None if case.hint == "none" else jnp.asarray(hint[case.hint]) for _, hint in made.inputs]
-        own = tuple((on_device[i % copies], hints[i % copies]) for i in range(_ops(place)))
+        (program, counting), here, scores = programs[key], made[case.place], on_device[case.place]
+        rows[case]["reads_hint"] = _hinted(case, implementation)
+        hints = [jnp.asarray(hint[case.hint]) if rows[case]["reads_hint"] else None for _, hint in here.inputs]
+        own = tuple((scores[i % len(scores)], hints[i % len(scores)]) for i in range(_ops(case.place)))
         try:
             first, _ = jax.block_until_ready(program(words, own))
-            rows[case] |= _checked(first, made.answers) | _counted(counting, own[:copies])
+            rows[case] |= _checked(first, here.answers) | _counted(counting, own[: len(scores)])
             rows[case] |= {"path": _path(case, implementation, own[0]), "same_bits": same_bits(first, program(words, own)[0])}
             runs[case] = program, own
         except Exception as problem:
@@ -221,6 +247,20 @@ def measure_place(
     for case, found in _timings(runs, words).items():
         rows[case] |= found
     return rows
+
+
+def together(places: Iterable[tuple[Place, list[Case]]]) -> list[list[tuple[Place, list[Case]]]]:
+    """Places in turn, those next to each other together until a trace has enough cases or scores of its own: a trace takes a second to
+    start and to read."""
+    found: list[list[tuple[Place, list[Case]]]] = []
+    for place, cases in places:
+        there = found[-1] if found else []
+        scores = sum(before.batch * before.n for before, _ in (*there, (place, cases)))
+        if there and scores <= TRACED_SCORES and sum(len(more) for _, more in there) + len(cases) <= TRACED_CASES:
+            there.append((place, cases))
+        else:
+            found.append([(place, cases)])
+    return found
 
 
 def _timings(runs: dict[Case, tuple[Callable, tuple]], words: jax.Array) -> dict[Case, dict[str, Any]]:
@@ -329,12 +369,12 @@ def _torch_figures(answer: dict[str, Any], request: dict[str, Any], made: Made) 
 
 
 def _row(case: Case, made: Made, figures: dict[str, Any], bytes_per_s: float) -> dict[str, Any]:
-    """A row, with the bytes that have to move at least: scores once, the hint, values and indices."""
+    """A row, with the bytes that have to move at least: scores once, the hint if it is read, values and indices."""
     place = case.place
     row = case.fields() | {"overlap": _hint_overlap(case, made), "copies": len(made.inputs)}
     if "median_s" not in figures:
         return row | {name: figures[name] for name in ("skipped", "failed") if name in figures}
-    moved = {"scores": 4 * place.batch * place.n, "hint": 4 * place.batch * place.k * (case.hint != "none")}
+    moved = {"scores": 4 * place.batch * place.n, "hint": 4 * place.batch * place.k * figures.get("reads_hint", False)}
     moved["result"] = 8 * place.batch * place.k
     rate = sum(moved.values()) / figures["median_s"]
     return row | {"same_bits": None} | figures | {"bytes": moved, "bytes_per_s": rate, "fraction_of_copy": rate / bytes_per_s}
@@ -359,40 +399,56 @@ def _why(problem: Exception) -> dict[str, str]:
 
 
 def run(
-    cases: Sequence[Case], implementation: str | None, files: dict[str, Captured], *, json_out: Path | None, say: Callable, jobs: int
+    cases: Sequence[Case],
+    implementation: str | None,
+    files: dict[str, Captured],
+    *,
+    json_out: Path | None,
+    say: Callable,
+    jobs: int,
+    earlier: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure all cases, place by place; returns their rows, and writes them as they come."""
+    """Measure all cases, place by place; returns their rows, and writes them as they come.
+
+    earlier: a run to go on with, whose rows come first and are not measured again.
+    """
     say("copy bandwidth")
-    copy = copy_rate()
+    copy, rows, earlier_runs = copy_rate(), list((earlier or {}).get("rows", ())), top_k_earlier.continued(earlier)
     started = time.perf_counter()
-    say("rows, hints, and their sets by a stable sort")
-    made = {place: made_for(place, here, files) for place, here in _by_place(cases)}
     with_torch = [case for case in cases if case.implementation.startswith("torch")]
     others = [case for case in cases if case not in with_torch]
+    words = flush_words()
+    say(f"compiling for {len(others)} cases; rows, hints, and their sets by a stable sort")
+    with ThreadPoolExecutor(1) as aside, ThreadPoolExecutor(4) as makers:
+        programs_to_be = aside.submit(compiled, others, words, implementation, jobs)
+        by_place = _by_place(cases)
+        made = dict(zip(by_place, makers.map(lambda place: made_for(place, by_place[place], files), by_place), strict=True))
+        took = {"until_made_s": time.perf_counter() - started}
+        programs = programs_to_be.result()
+    took["until_compiled_s"] = time.perf_counter() - started
     say("torch.topk")
     figures = measure_torch(with_torch, made) if with_torch else {}
-    say(f"compiling for {len(others)} cases")
-    words = flush_words()
-    programs, rows = compiled(others, words, implementation, jobs), []
-    took = {"until_compiled_s": time.perf_counter() - started}
-    for place, here in _by_place(cases):
-        say(place.name)
+    took["until_torch_s"] = time.perf_counter() - started
+    for group in together(by_place.items()):
+        say(", ".join(place.name for place, _ in group))
         gc.collect()
+        here = [case for _, of_place in group for case in of_place]
         ours = [case for case in here if case not in with_torch]
-        figures |= measure_place(ours, made[place], programs, words, implementation) if ours else {}
-        rows += [_row(case, made[place], figures[case], copy["bytes_per_s"]) for case in here]
+        figures |= measure_places(ours, made, programs, words, implementation)
+        rows += [_row(case, made[case.place], figures[case], copy["bytes_per_s"]) for case in here]
         add_ratios(rows)
         took["all_s"] = time.perf_counter() - started
         if json_out is not None:
-            write_result(json_out, {"bench": "top-k", "copy": copy, "implementation": implementation, "took": took, "rows": rows})
+            figures_of_all = {"bench": "top-k", "copy": copy, "implementation": implementation, "took": took, "continues": earlier_runs}
+            write_result(json_out, figures_of_all | {"rows": rows})
     return rows
 
 
-def _by_place(cases: Iterable[Case]) -> list[tuple[Place, list[Case]]]:
+def _by_place(cases: Iterable[Case]) -> dict[Place, list[Case]]:
     found: dict[Place, list[Case]] = {}
     for case in cases:
         found.setdefault(case.place, []).append(case)
-    return list(found.items())
+    return found
 
 
 HELP = """Time top_k and other selections on the same rows: device time, L2 cold, sets compared with a stable sort's.
@@ -410,21 +466,31 @@ def bench(
     rows: Annotated[list[Path] | None, typer.Option(help="Captured rows, .npz; may be given several times.")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each place.")] = None,
     implementation: Annotated[str | None, typer.Option(help="Of the op: xla, mosaic_gpu, ... [default: what dispatch picks]")] = None,
-    jobs: Annotated[int, typer.Option(help="Programs compiled at a time.", min=1)] = 8,
+    jobs: Annotated[int, typer.Option(help="Programs compiled at a time.", min=1)] = 12,
+    only_missing: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON of a run of the same code that was cut: its rows are kept, what it lacks is measured.", exists=True, dir_okay=False
+        ),
+    ] = None,
 ) -> None:
     """See HELP."""
+    # JAX would take most of the memory at its start, and PyTorch's process has to find room.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     try:
         files = {file.stem: top_k_cases.load_captured(file) for file in rows or ()}
-        everything = [*top_k_cases.all_cases(), *top_k_cases.captured_cases(files)]
+        everything = top_k_cases.in_order([*top_k_cases.all_cases(), *top_k_cases.captured_cases(files)])
         chosen = top_k_cases.matching(everything, cases or ())
+        earlier = None if only_missing is None else top_k_earlier.load_run(only_missing)
+        if earlier is not None and not list_cases:
+            chosen = top_k_earlier.missing(chosen, earlier, jax.local_devices()[0].device_kind, implementation)
+            if not chosen:
+                raise ValueError(f"{only_missing} lacks none of the cases that were asked for")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if list_cases:
         typer.echo("\n".join(case.name for case in (chosen if cases else everything)))
         return
-    # JAX would take most of the memory at its start, and PyTorch's process has to find room.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-
     from rich.console import Console
 
     from pallas_kernels.bench import top_k_report
@@ -432,7 +498,7 @@ def bench(
     console = Console(stderr=True)
     with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
         say = status.update if status else lambda what: console.print(what, highlight=False)
-        found = run(chosen, implementation, files, json_out=json_out, say=say, jobs=jobs)
+        found = run(chosen, implementation, files, json_out=json_out, say=say, jobs=jobs, earlier=earlier)
     print(top_k_report.main_table(found))
     if _on_gpu():
         print("", top_k_report.target_table(found), sep="\n")

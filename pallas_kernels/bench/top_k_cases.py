@@ -4,8 +4,8 @@ A name is `rows/scores/batch/k/hint/implementation`, as in `normal/128k/b1/k2048
 
 rows            a distribution of `score_rows`, yarn, or FILE.LAYER of captured rows (`--rows`)
 hint            none, random, stale-20, -40, -80 (a step old, with that share of the answer), step (a step old, whatever it shares), static
-implementation  top_k (the op; top_k:start=hint with that field of its `Config`), radix (`radix_select`), lax.top_k, approx_max_k,
-                torch (torch.topk, sorted=False), torch-sorted
+implementation  top_k (the op; top_k:start=hint with that field of its `Config`), radix (`radix_select`, a row over as many CTAs as the op
+                has), radix-one-cta (the same, one CTA a row), lax.top_k, approx_max_k, torch (torch.topk, sorted=False), torch-sorted
 """
 
 from __future__ import annotations
@@ -25,13 +25,22 @@ BATCHES = (1, 8, 64)
 KS = (32, 512, 2048)
 STALE = (20, 40, 80)
 HINTS = ("none", "random", *(f"stale-{share}" for share in STALE))
-YARN_HINTS = ("none", "random", "static", "step")
-BASELINES = ("radix", "lax.top_k", "torch", "torch-sorted")
-VARIANTS = ("start=hint", "start=sample")
-"""Fields of the op's `Config` that are measured beside its default, where hints are compared."""
+YARN_HINTS = ("random", "static", "step")
+RADIX = {"radix": None, "radix-one-cta": 1}
+"""The radix selection's CTAs a row, by implementation; None: as many as the op has."""
 
-MOST_SCORES = 2**24
-"""Scores up to which the ops of a program get different inputs."""
+BASELINES = (*RADIX, "lax.top_k", "torch")
+LIBRARY_LENGTHS = tuple(n * 1024 for n in (8, 64, 128, 1024))
+"""Where selections of libraries are measured; they take long to compile and to run."""
+
+COUNTED_LENGTHS = (131072, 1048576)
+"""Where the op is counted, with the largest k; captured rows are everywhere."""
+
+FROM_HINT = "top_k:start=hint"
+"""The op, started from the mean of the hinted scores. Its default looks at no hint, so that only this form tells hints apart."""
+
+FEWER_SCORES, FEWEST_SCORES = 2**22, 2**24
+"""Scores of an input above which a place has two of them, and one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +56,11 @@ class Place:
     def name(self) -> str:
         """For people."""
         return f"{self.rows}/{self.n // 1024}k/b{self.batch}/k{self.k}"
+
+    @property
+    def captured(self) -> bool:
+        """Whether the rows come from a file."""
+        return "." in self.rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +87,12 @@ class Case:
         pairs = (pair.partition("=") for pair in self.implementation.partition(":")[2].split(",") if pair)
         return {name: int(value) if value.isdigit() else value for name, _, value in pairs}
 
+    @property
+    def counted(self) -> bool:
+        """Whether passes and cycles are asked for beside the time, by a program of its own."""
+        place = self.place
+        return self.ours and (place.captured or (place.k == KS[-1] and place.n in COUNTED_LENGTHS))
+
     def fields(self) -> dict[str, Any]:
         """For JSON."""
         place = dataclasses.asdict(self.place)
@@ -92,27 +112,41 @@ def _cases() -> Iterator[Case]:
     places += [Place("normal", n, 1, k) for n in (8192, 131072, 1048576) for k in KS[:-1]]
     places += [Place("normal", 131072, batch, k) for batch in BATCHES[1:] for k in KS[:-1]]
     for place in places:
-        hints = [h for h in (HINTS if place.k == 2048 else ("none", "stale-40")) if possible(place, h)]
-        yield from (Case(place, hint, "top_k") for hint in hints)
-        if (place.batch, place.k) == (1, 2048) and place.n in (131072, 1048576):
-            yield from (Case(place, hint, f"top_k:{variant}") for variant in VARIANTS for hint in hints if hint != "none")
-        yield from (Case(place, "none", name) for name in BASELINES)
-        if (place.batch, place.k) == (1, 2048) and place.n in (8192, 131072, 1048576):
-            yield Case(place, "none", "approx_max_k")
-    for rows in list(score_rows.DISTRIBUTIONS)[1:]:
-        yield from _with_radix(Place(rows, 131072, 1, 2048), ("none", "stale-40"))
+        compared = (place.batch, place.k) == (1, 2048) and place.n in COUNTED_LENGTHS
+        all_hints = compared and place.n == COUNTED_LENGTHS[0]
+        yield from (Case(place, hint, "top_k") for hint in (HINTS if all_hints else ("none", "stale-40")))
+        yield from (Case(place, hint, FROM_HINT) for hint in HINTS[1:] if compared)
+        yield from (Case(place, "none", name) for name in RADIX)
+        if place.n in LIBRARY_LENGTHS:
+            yield from (Case(place, "none", name) for name in BASELINES if name not in RADIX)
+            if (place.batch, place.k) == (1, 2048):
+                yield from (Case(place, "none", name) for name in ("torch-sorted", "approx_max_k"))
     for n in (8192, 131072, 1048576):
-        yield from _with_radix(Place("yarn", n, 1, 2048), YARN_HINTS)
+        yield from _of_kind(Place("yarn", n, 1, 2048), YARN_HINTS if n == 131072 else YARN_HINTS[-1:])
+    for rows in list(score_rows.DISTRIBUTIONS)[1:]:
+        yield from _of_kind(Place(rows, 131072, 1, 2048), ("stale-40",))
 
 
-def _with_radix(place: Place, hints: Sequence[str]) -> Iterator[Case]:
-    yield from (Case(place, hint, "top_k") for hint in hints)
-    yield Case(place, "none", "radix")
+def _of_kind(place: Place, hints: Sequence[str]) -> Iterator[Case]:
+    """What is measured of rows that are not normal: the op without a hint and with the last of `hints`; started from each, where it has to
+    look for a threshold at all; the radix selections."""
+    yield from (Case(place, hint, "top_k") for hint in ("none", hints[-1]))
+    if place.n > 8192:
+        yield from (Case(place, hint, FROM_HINT) for hint in hints)
+    yield from (Case(place, "none", name) for name in RADIX)
 
 
-def possible(place: Place, hint: str) -> bool:
-    """Whether a hint can be so bad: rows that have nothing to do with each other share k / n of their top k."""
-    return not hint.startswith("stale") or share_of(hint) > place.k / place.n
+def in_order(cases: Sequence[Case]) -> list[Case]:
+    """As they are measured, what matters most first: a run may be cut. Normal rows with the largest k, captured ones, YaRN, other
+    distributions, other k; those of one place stay together."""
+
+    def rank(case: Case) -> int:
+        place = case.place
+        if place.rows == "normal":
+            return 0 if place.k == KS[-1] else 4
+        return 1 if place.captured else 2 if place.rows == "yarn" else 3
+
+    return sorted(cases, key=rank)
 
 
 def share_of(hint: str) -> float:
@@ -121,12 +155,11 @@ def share_of(hint: str) -> float:
 
 
 def captured_cases(files: dict[str, Captured]) -> list[Case]:
-    """The cases of captured rows, by the names of their files: without a hint and with the step before's, and the baselines."""
+    """The cases of captured rows, by the names of their files: without a hint, with the step before's, started from it, the radix ones."""
     places = [
         Place(f"{name}.{i}", rows.scores.shape[1], 1, k) for name, rows in files.items() for i in range(len(rows.scores)) for k in KS[1:]
     ]
-    pairs = (("none", "top_k"), ("step", "top_k"), ("random", "top_k"), *(("none", name) for name in BASELINES[:3]))
-    return [Case(place, *pair) for place in places if place.k <= place.n // 2 for pair in pairs]
+    return [case for place in places if place.k <= place.n // 2 for case in _of_kind(place, ("step",))]
 
 
 def matching(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
@@ -162,8 +195,9 @@ def load_captured(file: Path) -> Captured:
 
 
 def copies_of(place: Place) -> int:
-    """How many inputs a place has: of large ones one, of captured rows the one there is."""
-    return 1 if "." in place.rows or place.batch * place.n > MOST_SCORES else 4
+    """How many inputs a place has: of large ones fewer, of captured rows the one there is."""
+    scores = place.batch * place.n
+    return 1 if place.captured or scores > FEWEST_SCORES else 2 if scores > FEWER_SCORES else 4
 
 
 def make_inputs(place: Place, hints: Sequence[str], files: dict[str, Captured]) -> list[tuple[np.ndarray, dict[str, np.ndarray | None]]]:

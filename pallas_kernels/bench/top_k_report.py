@@ -12,8 +12,15 @@ Row = dict[str, Any]
 HINT = "stale-40"
 """The hint that tables and reach call a step old."""
 
+FROM_HINT = "top_k:start=hint"
 HINTS = ("none", "random", "static", "stale-20", "stale-40", "stale-80", "step")
-OTHERS = ("radix", "lax.top_k", "torch")
+RADIX = {"radix-one-cta": "radix, 1 CTA a row", "radix": "radix, as many CTAs"}
+"""What tables and plots call the two forms of the radix selection."""
+
+OTHERS = {**RADIX, "lax.top_k": "lax.top_k", "torch": "torch"}
+WIDE = 64
+"""Rows from which on tables show the 90th percentile, too: as many take as long as the slowest of them."""
+
 ROW_COLUMNS = (
     "case",
     "path",
@@ -52,6 +59,11 @@ def at(rows: Iterable[Row], hint: str, implementation: str) -> Row | None:
     return best_torch(here) if implementation == "torch" else next((row for row in here if row["implementation"] == implementation), None)
 
 
+def compared(rows: Iterable[Row]) -> list[Row]:
+    """Those of places where the op was also started from a hint."""
+    return [row for here in _places(rows).values() if any(row["implementation"] == FROM_HINT for row in here) for row in here]
+
+
 def _places(rows: Iterable[Row]) -> dict[tuple, list[Row]]:
     """Rows by what they rank: kind of rows, k, batch, scores."""
     found: dict[tuple, list[Row]] = {}
@@ -64,42 +76,60 @@ def _micro(row: Row | None) -> str:
     return "-" if row is None else f"{row['median_s'] * 1e6:,.1f}"
 
 
+def _with_p90(row: Row | None) -> str:
+    """Of many rows with the 90th percentile."""
+    return _micro(row) + (f" ({row['p90_s'] * 1e6:,.1f})" if row and row["batch"] >= WIDE and "p90_s" in row else "")
+
+
 def _times(slow: Row | None, fast: Row | None) -> str:
     return "-" if slow is None or fast is None else f"{slow['median_s'] / fast['median_s']:.2f}"
 
 
 def main_table(rows: Sequence[Row]) -> str:
-    """Microseconds on normal rows: the op without a hint and with one a step old that shares 40%, other selections, and how many times as
-    long these take as the op with its hint."""
+    """Microseconds (of many rows with p90) on normal rows: the op without a hint and with one a step old that shares 40%, other selections,
+    and how many times as long these take as the op with its hint."""
     lines = []
     for (kind, k, batch, n), here in sorted(_places(rows).items(), key=lambda item: (-item[0][1], *item[0][2:])):
         ours, hinted = at(here, "none", "top_k"), at(here, HINT, "top_k")
         others = [at(here, "none", name) for name in OTHERS]
         if kind == "normal" and ours:
             ratios = (_times(other, hinted) for other in others)
-            lines.append((f"{k:,}", str(batch), tokens_text(n), _micro(ours), _micro(hinted), *map(_micro, others), *ratios))
-    return markdown(("k", "rows", "scores", "no hint", "hint 40%", *OTHERS, *(f"x {name}" for name in OTHERS)), lines)
+            lines.append((f"{k:,}", str(batch), tokens_text(n), _with_p90(ours), _with_p90(hinted), *map(_micro, others), *ratios))
+    return markdown(("k", "rows", "scores", "no hint", "hint 40%", *OTHERS.values(), *(f"x {name}" for name in OTHERS.values())), lines)
 
 
 def hint_table(rows: Sequence[Row], kind: Callable[[str], bool]) -> str:
     """Microseconds (passes over the row, on average) by hint, of the kinds of rows that are asked for; the op's variants under it."""
     kept = [row for row in timed(rows) if kind(row["rows"])]
     ours = [row for row in kept if row["implementation"].partition(":")[0] == "top_k"]
-    hints = [
-        hint for hint in ("none", "random", "static", "stale-20", "stale-40", "stale-80", "step") if any(r["hint"] == hint for r in ours)
-    ]
+    hints = [hint for hint in HINTS if any(row["hint"] == hint for row in ours)]
     lines = []
     for (name, k, batch, n), here in sorted(_places(kept).items(), key=lambda item: (item[0][0], -item[0][1], *item[0][2:])):
         for form in sorted({row["implementation"] for row in here if row in ours}):
             cells = [_with_passes(at(here, hint, form)) for hint in hints]
             form = form.partition(":")[2] or "default"
-            lines.append((f"{name}, {tokens_text(n)}", str(batch), f"{k:,}", form, *cells, _micro(at(here, "none", "radix"))))
-    return markdown(("scores", "rows", "k", "start", *hints, "radix"), lines)
+            others = (_micro(at(here, "none", other)) for other in RADIX)
+            lines.append((f"{name}, {tokens_text(n)}", str(batch), f"{k:,}", form, *cells, *others))
+    return markdown(("scores", "rows", "k", "start", *hints, *RADIX.values()), lines)
 
 
 def _with_passes(row: Row | None) -> str:
     counts = (row or {}).get("counts")
     return _micro(row) + (f" ({counts['passes']['mean']:.1f})" if counts else "")
+
+
+def passes_table(rows: Sequence[Row]) -> str:
+    """Passes over a row and candidates, by kind of row and by start."""
+    lines = []
+    for row in rows:
+        passes, candidates = row["passes"], row["candidates"]
+        once, mean = (sum(p == 1 for p in passes), sum(passes) / len(passes))
+        held = f"{row['overlap']:.2f}" if row["start"] == "hint" else ""
+        found = f"{once} of {row['count']}", f"{mean:.2f}", str(max(passes)), f"{sum(candidates) / len(candidates):,.0f}"
+        place = f"{row['rows']}, {tokens_text(row['n'])}", f"{row['k']:,}", row["start"], held
+        lines.append((*place, *found, f"{max(candidates):,} of {row['capacity']:,}"))
+    columns = ("rows", "k", "start", "hint shares", "in one pass", "passes on average", "at most", "candidates on average", "at most")
+    return markdown(columns, lines)
 
 
 def row_cells(row: Row) -> tuple[str, ...]:
@@ -170,7 +200,11 @@ def targets(rows: Sequence[Row]) -> list[tuple[str, str, float, bool]]:
     at_least("128K scores, 1 row, hint a step old, against", [(_ratio(a, b), name) for a, b, name in pairs if a and b], 3.5)
     ours = [row for row in timed(rows) if row["implementation"].partition(":")[0] == "top_k"]
     mine = [row for row in ours if (row["rows"], row["hint"], row["implementation"]) == ("normal", HINT, "top_k") and row["n"] >= 65536]
-    at_least("64K scores and more, hint a step old, against radix", _against(mine, rows, "radix"), 1.9)
+    for name, what in (
+        ("radix-one-cta", "a radix select of one CTA a row, as the paper's"),
+        ("radix", "the same radix select over as many CTAs as ours"),
+    ):
+        at_least(f"64K scores and more, hint a step old, against {what}", _against(mine, rows, name), 1.9)
     default = [row for row in ours if row["implementation"] == "top_k"]
     at_least("every cell against lax.top_k", _against(default, rows, "lax.top_k"), 1)
     small = [row for row in default if row["n"] == 8192]
@@ -208,19 +242,20 @@ def picture(rows: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Microseconds over the scores of a row, k 2,048: a panel per batch, a line per hint and, dotted, per other selection."""
+    """Microseconds over the scores of a row, k 2,048: a panel per batch, a line per form of the op and, dotted, per other selection; and a
+    panel by hint, of the op started from it."""
     from matplotlib.figure import Figure
 
     kept = [row for row in timed(rows) if (row["rows"], row["k"]) == ("normal", 2048)]
     batches = sorted({row["batch"] for row in kept})
     if not batches:
         raise ValueError("no normal row with k = 2,048 has a time to draw")
-    figure = Figure(figsize=(4.6 * len(batches), 4.2), layout="constrained")
-    axes = figure.subplots(1, len(batches), squeeze=False)[0]
-    hints = ("none", "random", "stale-20", "stale-40", "stale-80")
-    lines = [(hint, "top_k", {"none": "no hint", "random": "random hint"}.get(hint, f"hint {hint[-2:]}%"), "-") for hint in hints]
-    lines += [("none", name, name, ":") for name in OTHERS]
-    for axis, batch in zip(axes, batches, strict=True):
+    hinted = compared([row for row in kept if row["batch"] == 1])
+    figure = Figure(figsize=(4.6 * (len(batches) + bool(hinted)), 4.2), layout="constrained")
+    axes = figure.subplots(1, len(batches) + bool(hinted), squeeze=False)[0]
+    lines = [("none", "top_k", "no hint", "-"), (HINT, "top_k", "hint 40%", "--")]
+    lines += [("none", name, label, ":") for name, label in OTHERS.items()]
+    for axis, batch in zip(axes, batches, strict=False):
         here = {n: [row for row in kept if (row["batch"], row["n"]) == (batch, n)] for n in sorted({row["n"] for row in kept})}
         for hint, implementation, label, style in lines:
             line = [(n, found["median_s"] * 1e6) for n, of in here.items() if (found := at(of, hint, implementation))]
@@ -230,9 +265,26 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         axis.set_xticks(list(here), [tokens_text(n) for n in here])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize="small")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(lines), fontsize="small")
+    if hinted:
+        _draw_hints(axes[-1], hinted)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120, format="png")
+
+
+def _draw_hints(axis, rows: Sequence[Row]) -> None:
+    """A line over hints per length, of the op started from the hint; dotted, its default without one."""
+    hints = [hint for hint in HINTS if any(row["hint"] == hint and row["implementation"] == FROM_HINT for row in rows)]
+    for number, n in enumerate(sorted({row["n"] for row in rows})):
+        here = [row for row in rows if row["n"] == n]
+        line = [(hint, found["median_s"] * 1e6) for hint in hints if (found := at(here, hint, FROM_HINT))]
+        style = {"color": f"C{number}"}
+        axis.plot(*zip(*line, strict=True), "-", marker="o", markersize=3, label=f"{tokens_text(n)}, from the hint", **style)
+        if default := at(here, "none", "top_k"):
+            axis.axhline(default["median_s"] * 1e6, linestyle=":", label=f"{tokens_text(n)}, default", **style)
+    axis.set(yscale="log", title="1 row, k 2,048, by hint", xlabel="hint", ylabel="us")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
 
 
 # Documents
@@ -240,7 +292,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
 
 def parts(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[Sequence[dict[str, Any]], Callable[[], str]]]:
     """What can stand between marks: by name the runs that it is made from, and what makes it."""
-    times, shares = ([run for run in runs if run["bench"] == kind] for kind in ("top-k", "overlap"))
+    times, shares, passes = ([run for run in runs if run["bench"] == kind] for kind in ("top-k", "overlap", "top-k-passes"))
     rows = merged(times)
 
     def captured(kind: str) -> bool:
@@ -249,7 +301,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[Sequence[dict[str, 
     made: dict[str, Callable[[], str]] = {
         "top-k": lambda: main_table(rows),
         "top-k-targets": lambda: target_table(rows),
-        "top-k-hints": lambda: hint_table(rows, lambda kind: kind == "normal"),
+        "top-k-hints": lambda: hint_table(compared(rows), lambda kind: kind == "normal"),
         "top-k-plot": lambda: picture(rows),
         "top-k-distributions": lambda: hint_table(rows, lambda kind: kind != "normal" and not captured(kind)),
         "top-k-captured": lambda: hint_table(rows, captured),
@@ -257,7 +309,8 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[Sequence[dict[str, 
         "top-k-rows": lambda: row_table(rows),
     }
     return {name: (times, make) for name, make in made.items()} | {
-        "top-k-overlap": (shares, lambda: overlap_table([row for run in shares for row in run["rows"]]))
+        "top-k-overlap": (shares, lambda: overlap_table([row for run in shares for row in run["rows"]])),
+        "top-k-passes": (passes, lambda: passes_table([row for run in passes for row in run["rows"]])),
     }
 
 

@@ -140,6 +140,16 @@ def test_documents_are_rendered_between_marks():
         report.rendered(text + "<!-- bench:op-rows -->", [OPS])
 
 
+def test_a_run_that_went_on_names_the_ones_before():
+    before = PROVENANCE | {"command": "python -m it --first"}
+    assert report.source({"provenance": PROVENANCE}) == "some GPU, jax 0.11.2, 2026-01-02; `python -m it`."
+    both = report.source({"provenance": PROVENANCE, "continues": [{"provenance": before}]})
+    assert both.splitlines() == [
+        "some GPU, jax 0.11.2, 2026-01-02; `python -m it --first`.",
+        "some GPU, jax 0.11.2, 2026-01-02; `python -m it`.",
+    ]
+
+
 def test_a_later_run_replaces_what_it_measured_again(tmp_path):
     later = OPS | {"provenance": PROVENANCE | {"date": "2026-02-01T00:00:00+00:00"}, "rows": [op_row("dense", "dense", 5)]}
     for name, run in (("a", later), ("b", OPS)):

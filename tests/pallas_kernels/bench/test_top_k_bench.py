@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from pallas_kernels.bench import measure, score_rows, top_k_bench, top_k_cases, top_k_report, torch_top_k
+from pallas_kernels.bench import measure, score_rows, top_k_bench, top_k_cases, top_k_earlier, top_k_report, torch_top_k
 from pallas_kernels.bench.timing import Kernel
 from pallas_kernels.bench.top_k_cases import Case, Place
 
@@ -34,15 +34,115 @@ def test_names_are_unique_and_cover_the_reach():
     assert len(names) == len(cases)
     for n in (8, 32, 64, 128, 256, 512, 1024):
         for batch in (1, 8, 64):
-            for what in ("none/top_k", "random/top_k", "stale-40/top_k", "stale-80/top_k", "none/radix", "none/lax.top_k", "none/torch"):
+            for what in ("none/top_k", "stale-40/top_k", "none/radix", "none/radix-one-cta"):
                 assert f"normal/{n}k/b{batch}/k2048/{what}" in names
+            for other in ("lax.top_k", "torch"):
+                assert (f"normal/{n}k/b{batch}/k2048/none/{other}" in names) == (n in (8, 64, 128, 1024))
     for k in (32, 512):
         for place in ("8k/b1", "128k/b1", "1024k/b1", "128k/b8", "128k/b64"):
             assert f"normal/{place}/k{k}/stale-20/top_k" not in names
-            assert f"normal/{place}/k{k}/stale-40/top_k" in names
-    for name in ("beta/128k/b1/k2048/stale-40/top_k", "yarn/1024k/b1/k2048/static/top_k", "normal/128k/b1/k2048/none/approx_max_k"):
+            for what in ("stale-40/top_k", "none/radix-one-cta", "none/lax.top_k", "none/torch"):
+                assert f"normal/{place}/k{k}/{what}" in names
+    for n in (128, 1024):
+        for hint in ("random", "stale-20", "stale-40", "stale-80"):
+            assert f"normal/{n}k/b1/k2048/{hint}/top_k:start=hint" in names
+            assert (f"normal/{n}k/b1/k2048/{hint}/top_k" in names) == (n == 128 or hint == "stale-40")
+    for name in ("beta/128k/b1/k2048/stale-40/top_k", "yarn/1024k/b1/k2048/step/top_k", "yarn/128k/b1/k2048/static/top_k:start=hint"):
         assert name in names
-    assert "normal/8k/b1/k2048/stale-20/top_k" not in names, "unrelated rows of 8,192 share a quarter of their top 2,048"
+    assert {case.name for case in cases if case.implementation == "approx_max_k" and case.place.n > 2048} == {
+        f"normal/{n}k/b1/k2048/none/approx_max_k" for n in (8, 64, 128, 1024)
+    }
+
+
+def test_what_matters_most_is_measured_first():
+    rows = np.zeros((1, 16384), np.float32)
+    cases = [*top_k_cases.all_cases(), *top_k_cases.captured_cases({"model": top_k_cases.Captured(rows, rows)})]
+    ordered = top_k_cases.matching(top_k_cases.in_order(cases), [])
+    kinds = ["normal" if case.place.k == 2048 and case.place.rows == "normal" else case.place.rows for case in ordered]
+    assert list(dict.fromkeys(kinds)) == ["normal", "model.0", "yarn", "beta", "weibull", "logistic", "lognormal"]
+    assert kinds[-1] == "normal"
+    assert len(ordered) == len(set(ordered)) == len([case for case in cases if case.place.n > 2048])
+
+
+def test_programs_are_shared_where_only_contents_differ():
+    def key(rows, hint, name="top_k", k=2048):
+        return top_k_bench._key(Case(Place(rows, 131072, 1, k), hint, name), "reference")
+
+    assert key("normal", "none") == key("beta", "none") == key("normal", "stale-40") == key("normal", "random"), "no hint is read"
+    assert len({key("normal", "none", name) for name in ("top_k", "radix", "radix-one-cta", "lax.top_k")}) == 4
+    assert key("normal", "none", k=512) != key("normal", "none")
+    assert key("normal", "none", "top_k:start=hint") != key("normal", "none")
+
+
+@pytest.mark.parametrize(
+    ("op", "reads"),
+    [
+        (lambda scores, hint: jax.lax.top_k(scores, 32), False),
+        (lambda scores, hint: (scores, hint), True),
+        (lambda scores, hint: jnp.take_along_axis(scores, hint, 1), True),
+        (lambda scores, hint: jax.jit(lambda x, y: x + y)(scores, hint[:, :1]), True),
+    ],
+)
+def test_a_hint_that_is_read_is_seen(op, reads):
+    assert top_k_bench.reads_hint(op, TINY) is reads
+
+
+def test_the_kernel_reads_a_hint_where_it_starts_from_one():
+    from pallas_kernels.top_k import mosaic_gpu, plan
+
+    for start in plan.STARTS:
+        options = {"k": 2048, "sort": False, "return_counts": False, "config": plan.Config(start=start)}
+        found = top_k_bench.reads_hint(
+            lambda scores, hint, o=options: mosaic_gpu.top_k(scores, hint, None, **o), Place("normal", 131072, 1, 2048)
+        )
+        assert found is (start == "hint")
+
+
+def test_places_share_a_trace_until_it_is_full():
+    small, large = ((Place("normal", 131072, batch, 2048), [Case(YARN, "none", "top_k")] * 9) for batch in (1, 64))
+    assert [len(group) for group in top_k_bench.together([small] * 6)] == [4, 2]
+    assert [len(group) for group in top_k_bench.together([small, large, small])] == [1, 1, 1]
+    assert top_k_bench.together([]) == []
+
+
+def test_a_run_that_was_cut_goes_on(tmp_path, monkeypatch):
+    names = ("none/top_k", "stale-40/top_k", "none/lax.top_k")
+    cases = [case for case in top_k_cases.all_cases() if case.name in [f"normal/1k/b2/k32/{name}" for name in names]]
+    files = [tmp_path / f"{number}.json" for number in range(3)]
+    run(cases[:1], json_out=files[0])
+    for before, file, count in ((files[0], files[1], 2), (files[1], files[2], 3)):
+        earlier = json.loads(before.read_text())
+        wanted = top_k_earlier.missing(cases[:count], earlier, earlier["provenance"]["device"], None)
+        assert wanted == cases[count - 1 : count]
+        run(wanted, json_out=file, earlier=earlier)
+    first, last = json.loads(files[0].read_text()), json.loads(files[2].read_text())
+    assert [row["case"] for row in last["rows"]] == [case.name for case in cases]
+    assert last["rows"][0] | {"times": None} == first["rows"][0] | {"times": None}, "measured once"
+    assert last["rows"][0]["times"].keys() == {"lax.top_k"}, "ratios are of all rows"
+    assert [run["cases"] for run in last["continues"]] == [[case.name] for case in cases[:2]]
+    assert last["continues"][0]["provenance"] == first["provenance"]
+    assert first["continues"] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"bench": "ops"}, "one of 'ops'"),
+        ({"implementation": "xla"}, "one device and implementation"),
+        ({"provenance": {"device": "another"}}, "it has another"),
+    ],
+)
+def test_only_a_run_of_the_same_kind_goes_on(change, wrong):
+    earlier = {"bench": "top-k", "implementation": None, "provenance": {"device": "cpu"}, "rows": []}
+    with pytest.raises(ValueError, match=wrong):
+        top_k_earlier.missing([], earlier | change, "cpu", None)
+
+
+def test_what_failed_is_measured_again():
+    case = Case(TINY, "none", "top_k")
+    earlier = {"bench": "top-k", "implementation": None, "provenance": {"device": "cpu"}, "rows": [{"case": case.name, "failed": "so"}]}
+    assert top_k_earlier.missing([case], earlier, "cpu", None) == [case]
+    assert earlier["rows"] == []
 
 
 def test_globs_choose():
@@ -78,7 +178,7 @@ def test_inputs_have_the_hints_that_are_asked_for():
 
 def test_a_run_on_tiny_rows(tmp_path):
     cases = [Case(TINY, hint, "top_k") for hint in ("none", "stale-40")] + [Case(YARN, "static", "top_k")]
-    cases += [Case(TINY, "none", name) for name in ("radix", "lax.top_k", "approx_max_k", "torch", "torch-sorted")]
+    cases += [Case(TINY, "none", name) for name in ("radix", "radix-one-cta", "lax.top_k", "approx_max_k", "torch", "torch-sorted")]
     rows = run(cases, json_out=tmp_path / "rows.json")
     said = json.loads((tmp_path / "rows.json").read_text())
     assert said["bench"] == "top-k"
@@ -96,9 +196,9 @@ def test_a_run_on_tiny_rows(tmp_path):
         others = () if case.place == YARN else ("lax.top_k", "approx_max_k")
         assert row["times"] == {name: found[f"normal/1k/b2/k32/none/{name}"]["median_s"] / row["median_s"] for name in others}
     assert found["normal/1k/b2/k32/stale-40/top_k"]["overlap"] == pytest.approx(13 / 32)
-    assert found["normal/1k/b2/k32/stale-40/top_k"]["bytes"] == {"scores": 2 * 1024 * 4, "hint": 2 * 32 * 4, "result": 2 * 32 * 8}
+    assert found["normal/1k/b2/k32/stale-40/top_k"]["bytes"] == {"scores": 2 * 1024 * 4, "hint": 0, "result": 2 * 32 * 8}
     assert found["normal/1k/b2/k32/none/lax.top_k"]["exact"] is True
-    for name in ("radix", "torch", "torch-sorted"):
+    for name in ("radix", "radix-one-cta", "torch", "torch-sorted"):
         assert "skipped" in found[f"normal/1k/b2/k32/none/{name}"]
     text = top_k_report.main_table(rows) + top_k_report.row_table(rows)
     assert "| 32 | 2 | 1K |" in text
@@ -249,6 +349,11 @@ def test_on_the_command_line(tmp_path):
     done = CliRunner().invoke(app, ["normal/1k/b2/k32/none/top_k", "--json", str(tmp_path / "rows.json")])
     assert done.exit_code == 0
     assert "| 32 | 2 | 1K |" in done.output
+    more = ["normal/1k/b2/k32/none/top_k", "--only-missing"]
+    (tmp_path / "other.json").write_text("so")
+    for name, wrong in (("rows.json", "lacks none"), ("other.json", "is no JSON")):
+        said = CliRunner().invoke(app, [*more, str(tmp_path / name)]).output
+        assert wrong in " ".join(said.replace("│", "").split())
 
 
 def test_without_torch_every_request_is_skipped(monkeypatch):
@@ -283,24 +388,25 @@ def made_row(n, batch, hint, implementation, micro, *, k=2048, rows="normal", ex
 
 def made_rows(**changes):
     """A run in which everything that was asked for holds, but for what is changed."""
-    micro = {"hint": 12.0, "none": 17.0, "lax": 50.0, "small": 11.0, "exact": True, "large": 21.0, "radix": 30.0} | changes
+    micro = {"hint": 12.0, "none": 17.0, "lax": 50.0, "small": 11.0, "exact": True, "large": 21.0, "radix": 30.0, "alone": 60.0} | changes
     rows = [
         made_row(131072, 1, "none", "top_k", micro["none"]),
         made_row(131072, 1, "stale-40", "top_k", micro["hint"], exact=micro["exact"]),
         made_row(131072, 1, "none", "radix", micro["radix"]),
+        made_row(131072, 1, "none", "radix-one-cta", micro["alone"]),
         made_row(131072, 1, "none", "lax.top_k", micro["lax"]),
         made_row(131072, 1, "none", "torch", 70.0),
         made_row(131072, 1, "none", "torch-sorted", 60.0),
         made_row(8192, 1, "none", "top_k", micro["small"]),
         made_row(1048576, 1, "stale-40", "top_k", micro["large"]),
         made_row(131072, 8, "stale-40", "top_k", 15.0),
-        made_row(131072, 64, "none", "top_k", 20.0),
+        made_row(131072, 64, "none", "top_k", 20.0) | {"p90_s": 22.5e-6},
     ]
     return rows
 
 
 def test_targets_that_hold():
-    assert len(top_k_report.targets(made_rows())) == 10
+    assert len(top_k_report.targets(made_rows())) == 11
     assert all(ok for *_, ok in top_k_report.targets(made_rows()))
     assert "**no**" not in top_k_report.target_table(made_rows())
 
@@ -314,31 +420,39 @@ def test_targets_that_hold():
         ({"lax": 16.0}, "every cell against lax"),
         ({"small": 12.1}, "8K scores"),
         ({"large": 22.5}, "1M scores"),
-        ({"radix": 22.0}, "against radix"),
+        ({"radix": 22.0}, "over as many CTAs as ours"),
+        ({"alone": 22.0}, "of one CTA a row"),
         ({"exact": False}, "stable sort"),
     ],
 )
 def test_targets_that_do_not_hold(change, what):
     failing = [name for name, *_, ok in top_k_report.targets(made_rows(**change)) if not ok]
     assert any(what in name for name in failing), failing
+    if "radix" in change or "alone" in change:
+        assert len(failing) == 1, "one of the two radix selections says nothing of the other"
 
 
 def test_the_main_table_compares_with_the_faster_torch():
     text = top_k_report.main_table(made_rows())
-    assert "| 2,048 | 1 | 128K | 17.0 | 12.0 | 30.0 | 50.0 | 60.0 | 2.50 | 4.17 | 5.00 |" in text
-    assert "| 2,048 | 1 | 8K | 11.0 | - | - | - | - | - | - | - |" in text
+    assert "| radix, 1 CTA a row | radix, as many CTAs | lax.top_k | torch | x radix, 1 CTA a row |" in text
+    assert "| 2,048 | 1 | 128K | 17.0 | 12.0 | 60.0 | 30.0 | 50.0 | 60.0 | 5.00 | 2.50 | 4.17 | 5.00 |" in text
+    assert "| 2,048 | 1 | 8K | 11.0 | - | - | - | - | - | - | - | - | - |" in text
+    assert "| 2,048 | 64 | 128K | 20.0 (22.5) | - |" in text
 
 
 def test_hints_stand_beside_each_other():
     rows = [made_row(131072, 1, "stale-80", "top_k", 9.0) | {"counts": {"passes": {"mean": 1.25, "most": 2}}}, *made_rows()]
     rows += [made_row(131072, 1, "stale-40", "top_k:start=hint", 10.0)]
     text = top_k_report.hint_table(rows, lambda kind: kind == "normal")
-    assert "| normal, 128K | 1 | 2,048 | default | 17.0 | 12.0 | 9.0 (1.2) | 30.0 |" in text
-    assert "| normal, 128K | 1 | 2,048 | start=hint | - | 10.0 | - | 30.0 |" in text
+    assert "| normal, 128K | 1 | 2,048 | default | 17.0 | 12.0 | 9.0 (1.2) | 60.0 | 30.0 |" in text
+    assert "| normal, 128K | 1 | 2,048 | start=hint | - | 10.0 | - | 60.0 | 30.0 |" in text
+    assert {row["n"] for row in top_k_report.compared(rows)} == {131072}, "the other places tell nothing of hints"
 
 
 def test_pictures_are_drawn(tmp_path):
-    top_k_report.plot(made_rows(), tmp_path / "top-k.png")
-    assert (tmp_path / "top-k.png").read_bytes().startswith(b"\x89PNG")
+    more = [made_row(131072, 1, hint, "top_k:start=hint", 15.0) for hint in ("random", "stale-20", "stale-80")]
+    for rows in (made_rows(), [*made_rows(), *more]):
+        top_k_report.plot(rows, tmp_path / "top-k.png")
+        assert (tmp_path / "top-k.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no normal row"):
         top_k_report.plot([], tmp_path / "none.png")
