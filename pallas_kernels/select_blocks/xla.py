@@ -87,7 +87,7 @@ def select_blocks(
 
 
 def _best(scores: Float[Array, "B K S"], candidate: Array, k: int, top_k: Callable) -> Int[Array, "B K k"]:
-    """The k best candidates, in no order that matters; `_NONE` where there are fewer. top_k: finds values and places, as `jax.lax.top_k`."""
+    """The k best candidates, in no order that matters; `_NONE` where there are fewer. top_k: as `jax.lax.top_k`."""
     lowest = jnp.finfo(jnp.float32).min
     scores = jnp.where(scores >= lowest, scores, lowest)  # NaN and -inf
     scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 and 0.0 are a tie

@@ -31,11 +31,12 @@ def top_k(
     NaN ranks below every number, -inf included, and NaNs are equal among themselves; -0 equals +0.
 
     hint: int32, places that may be good, as the indices of the step before. Nothing is asked of them: they may be stale, random, repeated,
-    -1 or out of range. They may change how long it takes, never the answer: "mosaic_gpu" reads them with `Config(start="hint")`, and
-    starts from a sample of the row otherwise, which was the faster start; the others never look at them. sort: False returns each row in ascending order of index, which
-    is what a gather wants; True the best first, of equal values the lower index first. return_counts: return the third result, which
-    only "mosaic_gpu" has. config: "mosaic_gpu" takes a `pallas_kernels.top_k.plan.Config`, the others take none. implementation: see
-    `pallas_kernels.dispatch`.
+    -1 or out of range. They may change how long it takes, never the answer: "mosaic_gpu" reads them with `Config(start="hint")`, and starts
+    from a sample of the row otherwise, which was the faster start; the others never look at them.
+
+    sort: False returns each row in ascending order of index, which is what a gather wants; True the best first, of equal values the lower
+    index first. return_counts: return the third result, which only "mosaic_gpu" has. config: "mosaic_gpu" takes a
+    `pallas_kernels.top_k.plan.Config`, the others take none. implementation: see `pallas_kernels.dispatch`.
 
     Returns values `[B, k]` in the dtype of scores, with the bits that the row holds (a NaN is the NaN that stood there, -0 is -0), and
     indices `[B, k]` int32. Where a row has fewer than k entries the last ones are value -inf, index -1, in either order. counts

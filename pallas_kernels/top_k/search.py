@@ -2,9 +2,9 @@
 
 Guess: a threshold from the scores at the hinted places, or from a sample of the row. Verify: all CTAs of the row's cluster mark the scores
 that reach it, a bit each, and count them; while they are fewer than k or more than fit, the next threshold comes from the sample again, by
-how far off the count was, then from the secant through the counts. If that does not end, digits are counted, which always does: at last the
-k-th best score itself is known, and of the scores that equal it the first ones are marked. Marks never overflow, however the best scores are
-clustered, and keep the row's order.
+how far off the count was, then from the secant through the counts. If that does not end, digits are counted, which always does: at last
+the k-th best score itself is known, and of those that equal it the first ones are marked. Marks never overflow, however the best scores
+are clustered, and keep the row's order.
 
 Scores are compared as order-preserving integers ("keys"), thresholds too; the secant runs in them, so that every number here is an integer
 and `replay` comes to the same. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; the marks and the digits are ours.

@@ -396,12 +396,14 @@ class Machine:
         for thread, memory, places, name in self._arrivals(pointer, self.mask.threads):
             if self._arrival(thread, memory, places, name).copies:
                 raise NotArrived(f"{self._name(thread)} forgets an arrival that is awaited")
+            self.write(memory, np.array([thread]), places, np.zeros((1, 2), np.int32))
             del self.arrivals[name]
 
     def _arrival(self, thread: int, memory: Memory, places, name) -> SimpleNamespace:
         if name not in self.arrivals:
             raise Undefined(f"{self._name(thread)} uses an arrival that nobody made")
         self._refuse_access(memory, np.array([thread]), places, "uses", "made", memory.writes)
+        self._note(memory, memory.reads, np.array([thread]), places)
         return self.arrivals[name]
 
     def expect(self, pointer: Pointer, size: Value) -> None:

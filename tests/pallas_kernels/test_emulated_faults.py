@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pallas_kernels import lanes
+from pallas_kernels import lane_copies, lanes
 
 THREADS = 64
 
@@ -231,6 +231,57 @@ def _one(function):
     return lambda a, shared, cta: [function(lanes.thread())]
 
 
+def _send(a, shared, *, size=64, make=True, thread=0):
+    """A thread starts a bulk copy to word 64, which the first arrival awaits; arrivals stand at the start of shared memory."""
+    if make:
+        lane_copies.make_arrivals(shared, 2, THREADS)
+    zero = lanes.i32(0)
+    with lanes.when(lanes.thread() == thread):
+        lane_copies.copy_bulk(shared, lanes.i32(64), a["x"], zero, lanes.i32(size), shared, zero, block=zero, block_bytes=256)
+
+
+def _make_twice(a, shared, cta):
+    for _ in range(2):
+        lane_copies.make_arrivals(shared, 2, THREADS)
+
+
+def _forget_too_early(a, shared, cta):
+    _send(a, shared)
+    lanes.cta_barrier(THREADS)
+    lane_copies.forget_arrivals(shared, 2, THREADS)
+
+
+def _forget_what_another_warp_awaits(a, shared, cta):
+    _send(a, shared)
+    lane_copies.wait_for_arrival(shared, lanes.i32(0), lanes.i32(0))
+    lane_copies.forget_arrivals(shared, 2, THREADS)
+
+
+def _send_twice(a, shared, cta):
+    _send(a, shared)
+    _send(a, shared, make=False)
+
+
+def _read_before_a_bulk_copy_came(a, shared, cta):
+    _send(a, shared)
+    return [lanes.load_shared(shared, lanes.lane() + 64)[0]]
+
+
+def _wait_for_nothing(a, shared, cta):
+    lane_copies.make_arrivals(shared, 2, THREADS)
+    lane_copies.wait_for_arrival(shared, lanes.i32(0), lanes.i32(0))
+
+
+def _send_over_what_is_read(a, shared, cta):
+    lane_copies.make_arrivals(shared, 2, THREADS)
+    _store(shared, lanes.thread() + 64)
+    lanes.cta_barrier(THREADS)
+    word = lanes.load_shared(shared, lanes.thread() + 64)[0]
+    _send(a, shared, make=False, thread=40)
+    lane_copies.wait_for_arrival(shared, lanes.i32(0), lanes.i32(0))
+    return [word]
+
+
 FAULTS = {
     "a word behind the end": ("OutOfBounds", lambda a, s, c: _store(s, lanes.thread() + 193), "thread 63 of CTA 0 .* byte 1024 of shared"),
     "a word before the start": ("OutOfBounds", lambda a, s, c: _store(s, lanes.thread() - 1), "thread 0 .* byte -4"),
@@ -281,6 +332,16 @@ FAULTS = {
     "copying over what is read": ("Race", _copy_over_what_is_read, "copies to word"),
     "what another warp copied": ("Race", _read_what_another_warp_copied, "which thread 32 of CTA 0 wrote"),
     "never waiting": ("NotArrived", _never_wait, "when the stage ends"),
+    "an arrival that nobody made": ("Undefined", lambda a, s, c: _send(a, s, make=False), "nobody made"),
+    "an arrival made twice": ("Undefined", _make_twice, "makes an arrival that is there"),
+    "an arrival forgotten too early": ("NotArrived", _forget_too_early, "forgets an arrival that is awaited"),
+    "an arrival that another warp awaits": ("Race", _forget_what_another_warp_awaits, "no barrier between"),
+    "two copies for one arrival": ("Undefined", _send_twice, "arrives where a copy is awaited"),
+    "24 bytes": ("Undefined", lambda a, s, c: _send(a, s, size=24), "no positive multiple of 16 bytes"),
+    "reading before a bulk copy came": ("NotArrived", _read_before_a_bulk_copy_came, "on its way"),
+    "a bulk copy at the end": ("NotArrived", lambda a, s, c: _send(a, s), "when the stage ends"),
+    "waiting for nothing": ("NotArrived", _wait_for_nothing, "waits for ever"),
+    "a bulk copy over what is read": ("Race", _send_over_what_is_read, "copies to word"),
     "dividing by 0": ("Undefined", _one(lambda i: i // (i - 3)), "thread 3 of CTA 0 divides by 0"),
     "the remainder by 0": ("Undefined", _one(lambda i: i % (i - 3)), "divides by 0"),
     "shifting too far": ("Undefined", _one(lambda i: i << i), "thread 32 of CTA 0 shifts"),

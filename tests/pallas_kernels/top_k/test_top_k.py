@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import dispatch
 from pallas_kernels.top_k import keys, top_k
+from pallas_kernels.top_k.plan import Config
 
 XLA = functools.partial(top_k, implementation="xla")
 IMPLEMENTATIONS = {"xla": XLA, "reference": functools.partial(top_k, implementation="reference")}
@@ -245,10 +246,26 @@ BAD = {
     "hint too narrow": ({"hint": (2, 2)}, {}, r"hint must be int32 \[2, 3\], a place for each of the k results; got .* hint int32\[2, 2\]"),
     "hint of another batch": ({"hint": (3, 3)}, {}, r"hint must be int32 \[2, 3\]"),
     "lengths of another batch": ({"lengths": (3,)}, {}, r"lengths must be int32 \[2\], one per row of scores"),
-    "a config": ({}, {"config": "fast", "implementation": "xla"}, "'xla' of top_k takes no config, got 'fast'"),
-    "a config by definition": ({}, {"config": 7, "implementation": "reference"}, "'reference' of top_k takes no config, got 7"),
     "unknown implementation": ({}, {"implementation": "cub"}, "'cub' of top_k is unknown; there are mosaic_gpu, xla, reference"),
 }
+
+
+@pytest.mark.parametrize("name", ["xla", "reference"])
+def test_a_config_is_for_the_kernel(name):
+    with pytest.raises(NotImplementedError, match=f"top_k '{name}': it takes no config, got 'fast'"):
+        top_k(jnp.zeros((2, 8)), 3, config="fast", implementation=name)
+
+
+def test_what_the_kernel_refuses_is_told_beside_a_config(monkeypatch):
+    monkeypatch.setattr(dispatch, "available", lambda op, backend=None: ("mosaic_gpu", "xla", "reference"))
+    with pytest.raises(NotImplementedError, match=r"it ranks float32 scores, got bfloat16.*it takes no config"):
+        top_k(jnp.zeros((2, 8), jnp.bfloat16), 3, config=Config())
+
+
+def test_k_may_be_an_integer_of_numpy():
+    with pytest.raises(ValueError, match="k must be a positive int, got True"):
+        top_k(jnp.zeros((2, 8)), True)
+    assert top_k(jnp.zeros((2, 8)), np.int64(3))[1].shape == (2, 3)
 
 
 @pytest.mark.parametrize("name", BAD)
