@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import dispatch
 from pallas_kernels.page_index import INDEX_ROWS, page_index
 from pallas_kernels.select_blocks import score_blocks, select_blocks, selection_width
 
 XLA = functools.partial(select_blocks, implementation="xla")
-IMPLEMENTATIONS = {"xla": XLA}
+IMPLEMENTATIONS = {"xla": XLA, "composed": functools.partial(select_blocks, implementation="composed")}
 """What does every input of this suite; the kernels for one chip have suites of their own beside it."""
 
 
@@ -349,6 +350,15 @@ BAD = {
         "'cub' of select_blocks is unknown; there are mosaic_gpu",
     ),
 }
+
+
+def test_what_the_kernel_refuses_is_composed_where_top_k_has_one(monkeypatch):
+    arrays, static = arguments("bounds"), SIZES
+    names = {"select_blocks": ("mosaic_gpu", "composed", "xla", "reference"), "top_k": ("mosaic_gpu", "xla", "reference")}
+    monkeypatch.setattr(dispatch, "available", lambda op, backend=None: names[op])
+    assert dispatch.choose("select_blocks", None, "", arrays, static) == "composed"
+    names["top_k"] = ("xla", "reference")
+    assert dispatch.choose("select_blocks", None, "", arrays, static) == "xla"
 
 
 @pytest.mark.parametrize("case", BAD)
