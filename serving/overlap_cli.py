@@ -11,6 +11,7 @@ from rich.console import Console
 import kvjax
 from kvjax.fidelity.needle import documentation_text, encode_text
 from kvjax.fidelity.score_overlap import AGES, capture_scores, overlap_rows
+from kvjax.serving.cli_options import read_text
 from kvjax.serving.decode_bench import parse_lengths
 from pallas_kernels.bench.top_k_report import overlap_table, plot_overlap
 from pallas_kernels.results import write_result
@@ -38,7 +39,7 @@ def measure_overlap(
     if max(sizes) > tokens - steps + 1 or min(sizes) < 1:  # not only after minutes of prefill
         raise ValueError(f"k must be from 1 to {tokens - steps + 1}, the keys of the first step, got {ks!r}")
     loaded = kvjax.load(model)
-    prose = "\n\n".join(file.read_text(encoding="utf-8") for file in files) or documentation_text()
+    prose = "\n\n".join(read_text(file, "--text") for file in files) or documentation_text()
     ids = encode_text(loaded.tokenizer, prose).tolist()
     if len(ids) < tokens:
         raise ValueError(f"the text has {len(ids):,} tokens, {tokens:,} are to be decoded: give more with --text")

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from kvjax.serving.cli_options import read_text
 from kvjax.serving.decode_bench import PAGE_SIZE, config_of, parse_lengths
 from kvjax.serving.prefill_bench import PrefillPlan, policies_of, run_prefill_plan
 from pallas_kernels.bench import prefill_report
@@ -94,23 +95,23 @@ def measures_run(
     ablate: bool = False,
     files: Sequence[Path] = (),
 ) -> Run:
-    """What lists capture. ValueError for policies without lists, chunks that are no whole pages, or texts that are too short."""
+    """What lists capture. ValueError for policies without lists or a window, chunks of no whole pages, or texts that are too short."""
     import kvjax
     from kvjax.fidelity.needle import documentation_text, encode_text
     from kvjax.prefill import DensePrefill, MeasureOnceMaskOnce
-    from kvjax.prefill.measures import ablation, check_lists, measure_recorded, record_prefill
+    from kvjax.prefill.measures import ablation, check_measurable, measure_recorded, record_prefill
 
     chosen = [policy for policy in policies_of(policies) if policy != DensePrefill()]
     if ablate:
         chosen = [v for policy in chosen for v in (ablation(policy) if isinstance(policy, MeasureOnceMaskOnce) else (policy,))]
-    check_lists(chosen)
+    check_measurable(chosen)
     if not chosen:
-        raise ValueError(f"--measures takes policies that list blocks, got {policies!r}")
+        raise ValueError(f"--measures takes policies that list blocks, or keep sinks and a window, got {policies!r}")
     if chunk < 1 or chunk % PAGE_SIZE:
         raise ValueError(f"chunk {chunk} must be a positive multiple of the page size {PAGE_SIZE}")
     tokens = parse_lengths(lengths)
     loaded = kvjax.load(model, dtype=None if dtype is None else _dtype(dtype))
-    prose = "\n\n".join(file.read_text(encoding="utf-8") for file in files) or documentation_text()
+    prose = "\n\n".join(read_text(file, "--text") for file in files) or documentation_text()
     ids = encode_text(loaded.tokenizer, prose).tolist()
     if len(ids) < max(tokens):
         raise ValueError(f"the text has {len(ids):,} tokens, the longest prompt {max(tokens):,}: give more with --text")

@@ -20,11 +20,14 @@ from kvjax.engine import Engine
 from kvjax.model import Model
 from kvjax.prefill.base import PrefillContext, PrefillPolicy
 from kvjax.prefill.dense import DensePrefill
-from kvjax.prefill.lists import TileLists
+from kvjax.prefill.lists import TileLists, covered_tokens, sorted_lists
 from kvjax.prefill.measure_once import MeasureOnceMaskOnce
 from kvjax.prefill.oracle_blocks import OracleBlocks
+from kvjax.prefill.sink_window import SinkWindow
+from pallas_kernels import dispatch
 from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.query_sparse_attention import query_sparse_attention
 
 
 def captured_mass(
@@ -38,6 +41,27 @@ def captured_mass(
     if dense_lse is None:
         dense_lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)[1]
     return jnp.exp(_attend_lists(policy, query, layer, ctx)[1] - dense_lse)
+
+
+def captured_by_rows(
+    policy: MeasureOnceMaskOnce, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext, dense_lse: Float[Array, "B T H"]
+) -> tuple[Float[Array, "B R H"], Float[Array, "B R H"]]:
+    """What measured queries capture by themselves, before lists are united: of the queries 0, gamma, 2 * gamma, ... of the chunk, the share
+    of dense attention that sinks, the rows' window and the k blocks hold that the row selected; and the same with its k best blocks.
+
+    The best are those with the largest log-sum-exp of logits, all k of them selected exactly. A block that the window cuts counts whole in
+    that order, so the first share can exceed the second by what the window holds anyway. Float32, 0 to 1; padding means nothing.
+    """
+    pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+    window = (policy.sink_tokens, policy.row_window)
+
+    def share(k_exact: int) -> Array:
+        sizes = {"block_size": policy.key_block, "window": window, "sm_scale": ctx.sm_scale}
+        _, _, ids, _ = query_sparse_attention(query, *pages, gamma=policy.gamma, k_blocks=policy.k, k_exact=k_exact, **sizes)
+        _, lse = block_sparse_attention(query, *pages, blocks=sorted_lists(ids), query_tile=policy.gamma, **sizes)
+        return jnp.exp(lse - dense_lse)[:, :: policy.gamma]
+
+    return share(policy.k_exact), share(policy.k)
 
 
 def output_error(out: Float[Array, "B T H D"], dense: Float[Array, "B T H D"]) -> Float[Array, "B T H"]:
@@ -112,28 +136,31 @@ def record_prefill(model: Model, tokens: Sequence[int], *, chunk: int = 2048, pa
     return recorded
 
 
-def check_lists(policies: Iterable[PrefillPolicy]) -> None:
-    """ValueError for policies that give tiles no lists."""
+def check_measurable(policies: Iterable[PrefillPolicy]) -> None:
+    """ValueError for policies that are neither lists of blocks nor sinks and a window."""
     for policy in policies:
-        if not isinstance(policy, TileLists):
-            raise ValueError(f"{policy} gives tiles of queries no lists, so there is nothing to measure")
+        if not isinstance(policy, TileLists | SinkWindow):
+            raise ValueError(f"{policy} gives tiles of queries no lists and no window, so there is nothing to measure")
 
 
-def measure_recorded(recorded: RecordedPrefill, policy: TileLists) -> list[dict[str, Any]]:
+def measure_recorded(recorded: RecordedPrefill, policy: TileLists | SinkWindow) -> list[dict[str, Any]]:
     """Rows of a policy, one per layer, in order; see `measure_prefill`."""
-    check_lists([policy])
-    compare, sums = _compare(policy), {}
-    for number, query, place in recorded.chunks:
-        ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
-        layer = PagedKV(*map(jnp.asarray, recorded.pools[number]), {})
-        sums[number] = sums.get(number, 0) + np.asarray(compare(jnp.asarray(query), layer, ctx), np.float64)
-    return [_row(number, policy, recorded.tokens, sums[number]) for number in sorted(sums)]
+    check_measurable([policy])
+    compare, sums = (_compare_window if isinstance(policy, SinkWindow) else _compare)(policy), {}
+    with dispatch.listening() as path:
+        for number, query, place in recorded.chunks:
+            ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
+            layer = PagedKV(*map(jnp.asarray, recorded.pools[number]), {})
+            found = np.asarray(compare(jnp.asarray(query), layer, ctx), np.float64)
+            sums[number] = sums.get(number, 0) + found
+    row = _window_row if isinstance(policy, SinkWindow) else _row
+    return [row(number, policy, recorded.tokens, sums[number]) | {"path": dict(path)} for number in sorted(sums)]
 
 
 def measure_prefill(
     model: Model,
     tokens: Sequence[int],
-    policies: Iterable[TileLists],
+    policies: Iterable[TileLists | SinkWindow],
     *,
     chunk: int = 2048,
     page_size: int = 128,
@@ -145,12 +172,19 @@ def measure_prefill(
     every tile: `k` of them, and where a tile lists more (untrimmed unions), or its policy has no `k`, as many as it lists.
     listed: mean number of blocks that tiles list. error: mean ||out - dense|| / ||dense|| over the same queries, as the policy attends
     but without delta correction; error_with_delta: with it, None where a policy has none. error_between and error_between_with_delta: the
-    same over those queries alone that are not exact after correction anyway. queries: how many of them. sparsity: equation 9's.
+    same over those queries alone that are not exact after correction anyway. queries: how many of them. sparsity: equation 9's. path: the
+    implementation of each op.
 
-    Raises ValueError for policies without lists, and where a prompt has no such query: it must be longer than their `dense_tokens`.
+    captured_by_rows and of_oracle_by_rows, of `MeasureOnceMaskOnce`: what the measured queries capture with the blocks that they selected
+    themselves, and that as a share of what their own k best capture, over the rows with more than k candidates (`captured_by_rows`).
+
+    `SinkWindow` has errors only, over the queries past sinks and window: before the correction, and with it where it has one.
+
+    Raises ValueError for policies with neither lists nor a window, and where a prompt has no such query: it must be longer than their
+    `dense_tokens`.
     """
     policies = tuple(policies)
-    check_lists(policies)
+    check_measurable(policies)
     recorded = record_prefill(model, tokens, chunk=chunk, page_size=page_size)
     of_policies = [measure_recorded(recorded, policy) for policy in policies]
     return [row for of_layer in zip(*of_policies, strict=True) for row in of_layer]
@@ -158,10 +192,13 @@ def measure_prefill(
 
 FIGURES = ("queries", "captured", "oracle", "listed", "error", "error_with_delta")
 BETWEEN = ("queries_between", "error_between", "error_between_with_delta")
+ROWS = ("rows", "captured_by_rows", "best_by_rows")
+ERRORS = ("queries", "error", "error_with_delta")
 
 
 def _compare(policy: TileLists):
-    """(query, layer, ctx) -> sums of `FIGURES` over the queries that count, of `BETWEEN` over those not measured exactly; jitted."""
+    """(query, layer, ctx) -> sums of `FIGURES` over the queries that count, of `BETWEEN` over those not measured exactly, of `ROWS` over
+    the measured ones with more candidates than places; jitted."""
 
     @jax.jit
     def compare(query, layer, ctx):
@@ -184,9 +221,33 @@ def _compare(policy: TileLists):
         position = ctx.starts[:, None] + jnp.arange(query.shape[1])
         counts = (position < ctx.lengths[:, None]) & (position >= oracle.dense_tokens)
         over = [(counts, figure) for figure in figures] + [(counts & between, figure) for figure in (ones, *errors)]
-        return jnp.stack([jnp.where(where[..., None], figure, 0).sum() for where, figure in over])
+        if corrects:
+            longer = position >= covered_tokens(policy.k, policy.key_block, policy.sink_tokens, policy.row_window)
+            longer = (longer & (position < ctx.lengths[:, None]))[:, :: policy.gamma]
+            over += [(longer, figure) for figure in (ones[:, :: policy.gamma], *captured_by_rows(policy, query, layer, ctx, lse))]
+        return _summed(over)
 
     return compare
+
+
+def _compare_window(policy: SinkWindow):
+    """(query, layer, ctx) -> sums of `ERRORS` over the queries past sinks and window, then of `BETWEEN`; jitted."""
+
+    @jax.jit
+    def compare(query, layer, ctx):
+        dense = DensePrefill().attend(query, layer, ctx)
+        errors = [output_error(p.attend_sparse(query, layer, ctx), dense) for p in (dataclasses.replace(policy, gamma=None), policy)]
+        position = ctx.starts[:, None] + jnp.arange(query.shape[1])
+        counts = (position < ctx.lengths[:, None]) & (position >= policy.dense_tokens)
+        between = counts & (jnp.arange(query.shape[1]) % (policy.gamma or 1) != 0)
+        ones = jnp.ones_like(errors[0])
+        return _summed([(where, figure) for where in (counts, between) for figure in (ones, *errors)])
+
+    return compare
+
+
+def _summed(over: Sequence[tuple[Array, Array]]) -> Array:
+    return jnp.stack([jnp.where(where[..., None], figure, 0).sum() for where, figure in over])
 
 
 def _attend_lists(policy: TileLists, query, layer, ctx, blocks: Array | None = None):
@@ -202,21 +263,39 @@ def _attend_lists(policy: TileLists, query, layer, ctx, blocks: Array | None = N
 
 
 def _row(layer: int, policy: TileLists, tokens: int, found: np.ndarray) -> dict[str, Any]:
-    sums = dict(zip((*FIGURES, *BETWEEN), map(float, found), strict=True))
+    corrects = isinstance(policy, MeasureOnceMaskOnce)
+    sums = dict(zip((*FIGURES, *BETWEEN, *(ROWS if corrects else ())), map(float, found), strict=True))
+    count = sums["queries"]
+    errors = _errors(layer, policy, tokens, sums, corrects)
+    captured = {
+        "listed": sums["listed"] / count,
+        "captured": sums["captured"] / count,
+        "of_oracle": sums["captured"] / sums["oracle"],
+    }
+    if corrects and sums["rows"]:
+        captured |= {
+            "captured_by_rows": sums["captured_by_rows"] / sums["rows"],
+            "of_oracle_by_rows": sums["captured_by_rows"] / sums["best_by_rows"],
+        }
+    return errors | captured | {"sparsity": policy.sparsity(tokens) if hasattr(policy, "sparsity") else None}
+
+
+def _window_row(layer: int, policy: SinkWindow, tokens: int, found: np.ndarray) -> dict[str, Any]:
+    sums = dict(zip((*ERRORS, *BETWEEN), map(float, found), strict=True))
+    none = dict.fromkeys(("listed", "captured", "of_oracle", "sparsity"))
+    return _errors(layer, policy, tokens, sums, policy.gamma is not None) | none
+
+
+def _errors(layer: int, policy: PrefillPolicy, tokens: int, sums: dict[str, float], corrects: bool) -> dict[str, Any]:
     count, between = sums["queries"], sums["queries_between"]
     if count == 0:
         raise ValueError(f"no query of {tokens:,} tokens has more candidates than {policy} lists: the prompt is too short to measure it")
-    corrects = isinstance(policy, MeasureOnceMaskOnce)
     return {
         "layer": layer,
         "policy": str(policy),
         "tokens": tokens,
         "queries": int(count),
-        "listed": sums["listed"] / count,
-        "captured": sums["captured"] / count,
-        "of_oracle": sums["captured"] / sums["oracle"],
         "error": sums["error"] / count,
         "error_with_delta": sums["error_with_delta"] / count if corrects else None,
         **{name: sums[name] / between if corrects and between else None for name in BETWEEN[1:]},
-        "sparsity": policy.sparsity(tokens) if hasattr(policy, "sparsity") else None,
     }

@@ -17,6 +17,8 @@ MEASURES += (("error_between", max), ("error_between_with_delta", max))
 """Figures of `measures_table`, and which layer is the worst."""
 MEASURES_COLUMNS = ("model", "tokens", "policy", "blocks", "captured", "of the oracle's", "error", "with delta")
 MEASURES_COLUMNS += ("between: error", "with delta", "sparsity")
+BY_ROWS = "rows: of their oracle's"
+"""One more column where any run has measured it."""
 STEPS = ("query-sparse", "union", "block-sparse", "delta", "sparse")
 
 
@@ -128,15 +130,18 @@ def measures_table(rows: Sequence[Row]) -> str:
     """Captured attention and output errors of each policy: the mean over the layers (the worst layer)."""
     lines = []
     rows = [row for row in rows if "captured" in row]
+    with_rows = any(row.get("of_oracle_by_rows") is not None for row in rows)
     names = _short_names(dict.fromkeys(row["policy"] for row in rows))
     for shape, tokens, policy in dict.fromkeys((row["shape"], row["tokens"], row["policy"]) for row in rows):
         here = [row for row in rows if (row["shape"], row["tokens"], row["policy"]) == (shape, tokens, policy)]
-        listed = [row["listed"] for row in here if "listed" in row]
+        listed = [row["listed"] for row in here if row.get("listed") is not None]
         cells = (_mean_and_worst([row[name] for row in here if row.get(name) is not None], worst) for name, worst in MEASURES)
         sparsity = f"{here[0]['sparsity']:.3f}" if here[0]["sparsity"] is not None else ""
         blocks = f"{sum(listed) / len(listed):.1f}" if listed else ""
-        lines.append((shape, tokens_text(tokens), names[policy], blocks, *cells, sparsity))
-    return markdown(MEASURES_COLUMNS, lines)
+        by_rows = [row["of_oracle_by_rows"] for row in here if row.get("of_oracle_by_rows") is not None]
+        more = (_mean_and_worst(by_rows, min),) if with_rows else ()
+        lines.append((shape, tokens_text(tokens), names[policy], blocks, *cells, sparsity, *more))
+    return markdown(MEASURES_COLUMNS + (BY_ROWS,) * with_rows, lines)
 
 
 def _short_names(policies: Iterable[str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pallas_kernels.bench import prefill_report, top_k_report
+from pallas_kernels.bench import prefill_report, prefill_targets, top_k_report
 from pallas_kernels.bench.formats import markdown, tokens_text
 
 Row = dict[str, Any]
@@ -194,6 +194,10 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         made = prefill_report.projection_table(merged(prefills), merged(prefill_ops))
         return f"{made}\n\nMade from the runs of the tables of one layer and of time to first token."
 
+    def targets() -> str:
+        needles, designs = ([run for run in runs if run["bench"].startswith(k)] for k in ("sparse-prefill-needles", "designs-prefill"))
+        return prefill_targets.targets_table(*map(merged, (prefill_ops, prefills, measures)), needles, designs)
+
     return of_top_k | {
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
         "decode-op-llama": of(ops, lambda rows: decode_table(rows, "llama-3.1-8b")),
@@ -202,6 +206,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "decode-step": of(steps, lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
         "decode-step-short": of(steps, step_short),
         "step-kernels": of(steps, kernel_table),
+        "prefill-targets": targets,
         "prefill-ops": of(prefill_ops, prefill_report.op_table),
         "prefill-steps": of(prefill_ops, prefill_report.steps_table),
         "prefill-time": of(prefills, prefill_report.time_table),
@@ -228,8 +233,8 @@ def rendered(text: str, runs: Sequence[dict[str, Any]]) -> str:
 
 
 def load(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Runs by file, the oldest first."""
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    """Runs by file, the oldest first. What names no bench is called as its file."""
+    runs = [{"bench": file.stem, **json.loads(file.read_text(encoding="utf-8"))} for file in files]
     return sorted(runs, key=lambda run: run["provenance"]["date"])
 
 

@@ -10,10 +10,10 @@ import pytest
 import typer
 
 from kvjax.prefill import MeasureOnceMaskOnce, parse_prefill
-from kvjax.serving import bench_cli, prefill_bench, prefill_cli, prefill_ops
+from kvjax.serving import bench_cli, overlap_cli, prefill_bench, prefill_cli, prefill_ops
 from kvjax.serving.decode_bench import SHAPES, config_of
 from kvjax.serving.prefill_bench import PrefillPlan, policies_of, run_prefill_plan, split
-from pallas_kernels.bench import prefill_report, report
+from pallas_kernels.bench import prefill_report, prefill_targets, report
 from pallas_kernels.bench.timing import Kernel
 
 SMALL = MeasureOnceMaskOnce(k=4, k_exact=2, k_trim=4, chi=64, window_tokens=64)
@@ -231,6 +231,59 @@ def test_measures_take_chunk_and_dtype(monkeypatch):
     assert asked == ["bfloat16", {"chunk": 256, "page_size": 128}]
     with pytest.raises(ValueError, match="chunk 100 must be a positive multiple of the page size 128"):
         prefill_cli.measures_run("needle", "2k", "mean:4", chunk=100)
+
+
+def test_a_text_that_is_not_there_is_named_with_its_option(tmp_path):
+    for read in (
+        lambda: prefill_cli.measures_run("needle", "2k", "mean:4", files=[tmp_path / "none.txt"]),
+        lambda: overlap_cli.measure_overlap(
+            "needle", "64", 4, "8", kind="relu", files=[tmp_path / "none.txt"], json_out=None, plot=None, save=None
+        ),
+    ):
+        with pytest.raises(typer.BadParameter, match=r"there is no file .*none\.txt") as refused:
+            read()
+        assert refused.value.param_hint == "--text"
+
+
+def test_measures_of_windows_and_rows_have_their_place():
+    """A window has errors alone; what rows capture has a column where any run measured it."""
+    none = dict.fromkeys(("listed", "captured", "of_oracle", "sparsity", "error_with_delta"))
+    window = {"shape": "m", "tokens": 2048, "policy": "window:8+16", "layer": 0, "error": 0.25} | none
+    first, _, line = prefill_report.measures_table([window]).splitlines()
+    assert [cell.strip() for cell in line.split("|")[4:-1]] == ["", "", "", "0.2500 (0.2500)", "", "", "", ""]
+    assert "rows:" not in first
+    lists = dict.fromkeys(("listed", "captured", "of_oracle", "sparsity", "error"), 0.5)
+    rows = [window | {"policy": "momo:8/8", "layer": layer, "of_oracle_by_rows": share} | lists for layer, share in enumerate((0.75, 0.85))]
+    first, _, *lines = prefill_report.measures_table([window, *rows]).splitlines()
+    assert first.endswith("| rows: of their oracle's |")
+    assert [line.split("|")[-2].strip() for line in lines] == ["", "0.8000 (0.7500)"]
+
+
+def test_targets_say_what_is_short_and_what_was_not_run():
+    op = {"op": "dense", "shape": "qwen2.5-7b", "tokens": 2**15}
+    cudnn = op | {"op": "baseline", "policy": "cudnn", "median_s": 1.0}
+
+    def first(paged, contiguous):
+        times = (("paged", paged), ("contiguous", contiguous))
+        ours = [op | {"policy": name, "median_s": t, "p10_s": 0.95 * t, "p90_s": 1.05 * t} for name, t in times]
+        lines = prefill_targets.targets_table([cudnn, *ours], (), (), (), ()).splitlines()[2:]
+        assert all("not measured" in line or "not run" in line for line in lines[1:])
+        return lines[0].split("|")[-2].strip()
+
+    assert first(0.8, 0.8) == "yes"
+    assert first(0.8, 0.9) == "no"  # too far apart
+    assert first(0.99, 1.01) == "short by less than its own spread (p10 to p90)"
+    assert first(1.2, 1.2) == "no"
+    of_layers = [{"policy": "momo:32/8", "tokens": 2**14, "layer": n, "error": 0.2, "error_with_delta": 0.1 + n / 5} for n in (0, 1)]
+
+    def captured(*shares):
+        rows = [row | {"of_oracle": share} for row, share in zip(of_layers, shares, strict=True)]
+        return prefill_targets.targets_table((), (), rows, (), ())
+
+    assert "| 1.00% short in the mean, 1.00% in layer 0 | yes |" in captured(0.99, 0.99)
+    assert "| 1.00% short in the mean, 2.00% in layer 1; beyond it: layer 1 | in the mean, not in every layer |" in captured(1.0, 0.98)
+    assert "| 2.00% short in the mean, 2.00% in layer 0; beyond it: layer 0, 1 | no |" in captured(0.98, 0.98)
+    assert "| in 1 of 2 | no |" in captured(0.99, 0.99)
 
 
 def test_one_failure_loses_no_other_row(monkeypatch):

@@ -1,0 +1,137 @@
+"""What prefill was meant to reach, beside what was measured: figures that are short, and what was not run, stand in the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from pallas_kernels.bench.formats import markdown, tokens_text
+
+Row = dict[str, Any]
+Line = tuple[str, str, str]
+COLUMNS = ("asked for", "measured", "holds")
+CUDNN = {"qwen2.5-7b": (2**15, 2**17), "llama-3.1-8b": (2**15, 2**17)}
+"""Lengths at which dense attention is to be at least as fast as cuDNN."""
+PAGED_WITHIN = 0.05
+SPARSE_TIMES = {2**15: 1.0, 2**17: 3.0, 2**19: 5.5, 2**20: 7.5}
+"""Times as fast as the fastest dense attention of one layer that the sparse one is to be, 28 query heads on 4."""
+FIRST_TOKEN_S, FIRST_TOKEN_TOKENS, MOST_BYTES = 90.0, 2**20, 6e9
+WITHIN_ORACLE = 0.015
+MEASURED = (("momo:32/8", 2**14), ("momo:128/8", 2**14), ("momo:32/8", 2**15), ("momo:128/8", 2**15))
+NEEDLES_ABOVE = -0.03
+
+
+def targets_table(
+    ops: Sequence[Row], times: Sequence[Row], measures: Sequence[Row], needles: Sequence[dict[str, Any]], designs: Sequence[dict[str, Any]]
+) -> str:
+    """One line for each target. ops, times, measures: rows of the three forms of `kvjax bench prefill`; needles: whole runs of `kvjax
+    needle` with a sparse prefill; designs: what was measured while kernels were written."""
+    lines = (
+        *_dense(ops),
+        *_dense_elsewhere(designs),
+        *_sparse(ops),
+        *_first_token(times),
+        *_captured(measures),
+        *_needles(needles),
+        *_corrected(measures),
+    )
+    return markdown(COLUMNS, lines)
+
+
+def _dense(ops: Sequence[Row]) -> Iterator[Line]:
+    for shape, lengths in CUDNN.items():
+        for tokens in lengths:
+            here = _timed(ops, shape, tokens)
+            paged, contiguous, cudnn = (here.get(name) for name in (("dense", "paged"), ("dense", "contiguous"), ("baseline", "cudnn")))
+            what = f"dense attention, {_heads(shape)}, {tokens_text(tokens)}: at least cuDNN's speed, paged and contiguous within 5%"
+            if not (paged and contiguous and cudnn):
+                yield what, "not run", "not measured"
+                continue
+            apart = abs(paged["median_s"] / contiguous["median_s"] - 1)
+            pairs = (("paged", paged), ("contiguous", contiguous))
+            found = ", ".join(f"{name} {cudnn['median_s'] / row['median_s'] - 1:+.1%}" for name, row in pairs)
+            slower = [row for _, row in pairs if row["median_s"] > cudnn["median_s"]]
+            inside = all(row["p10_s"] <= cudnn["median_s"] <= row["p90_s"] for row in slower)
+            holds = "no" if apart > PAGED_WITHIN or not inside else "short by less than its own spread (p10 to p90)" if slower else "yes"
+            yield what, f"{found}; {apart:.1%} apart", holds
+
+
+def _dense_elsewhere(designs: Sequence[dict[str, Any]]) -> Iterator[Line]:
+    """Head dim 64, and pages of 64 tokens, against cuDNN in the same call: the mean of the runs."""
+    for run in designs:
+        mean = {name: sum(seconds for seconds, *_ in runs) / len(runs) for name, runs in run["final"].items()}
+        for what, ours, other in (
+            ("head dim 64, 16/4 heads", "T 32768 16/4 D64 P128 paged", "T 32768 16/4 D64 P128 cudnn"),
+            ("pages of 64 tokens, 28/4 heads", "T 32768 28/4 D128 P64 paged", "T 32768 28/4 D128 P128 cudnn"),
+        ):
+            faster = mean[other] / mean[ours] - 1
+            found = f"paged {faster:+.1%} (while the kernel was written)"
+            yield f"dense attention, {what}, 32K: at least cuDNN's speed", found, "yes" if faster >= 0 else "no"
+
+
+def _sparse(ops: Sequence[Row]) -> Iterator[Line]:
+    for shape in CUDNN:
+        for tokens, times in SPARSE_TIMES.items():
+            row = next((row for row in ops if (row["op"], row["shape"], row["tokens"]) == ("sparse", shape, tokens)), None)
+            fast = f"{times:g} times as fast as" if times > 1 else "never slower than"
+            what = f"sparse attention of one layer, {_heads(shape)}, {tokens_text(tokens)}: {fast} the fastest dense"
+            if row is None or "speedup" not in row:
+                yield what, "not run", "not measured"
+            else:
+                yield what, f"{row['speedup']['times']:.2f} times", "yes" if row["speedup"]["times"] >= times else "no"
+
+
+def _first_token(times: Sequence[Row]) -> Iterator[Line]:
+    here = {row["policy"]: row for row in times if row["tokens"] == FIRST_TOKEN_TOKENS and "median_s" in row}
+    place = f"first token, 7B shape, {tokens_text(FIRST_TOKEN_TOKENS)}"
+    sparse = next((row for policy, row in here.items() if policy != "dense"), None)
+    if sparse is None:
+        yield f"{place}, sparse: at most {FIRST_TOKEN_S:g} s", "not run", "not measured"
+    else:
+        yield f"{place}, sparse: at most {FIRST_TOKEN_S:g} s", f"{sparse['median_s']:.2f} s", _yes(sparse["median_s"] <= FIRST_TOKEN_S)
+        most = sparse["peak_bytes"] - sparse["held_bytes"]
+        yield "its peak memory beyond weights and cache: under 6 GB", f"{most / 1e9:.2f} GB", _yes(most < MOST_BYTES)
+    dense = here.get("dense")
+    yield f"{place}, dense: reported", *((f"{dense['median_s']:.2f} s", "yes") if dense else ("not run, only projected", "not measured"))
+
+
+def _captured(measures: Sequence[Row]) -> Iterator[Line]:
+    for policy, tokens in MEASURED:
+        what = f"captured mass, {policy}, {tokens_text(tokens)}: within {WITHIN_ORACLE:.1%} of the oracle"
+        found = {row["layer"]: 1 - row["of_oracle"] for row in measures if (row["policy"], row["tokens"]) == (policy, tokens)}
+        if not found:
+            yield what, "not run", "not measured"
+            continue
+        mean, worst = sum(found.values()) / len(found), max(found, key=found.get)
+        said = "yes" if found[worst] <= WITHIN_ORACLE else "in the mean, not in every layer" if mean <= WITHIN_ORACLE else "no"
+        short = [str(layer) for layer, miss in found.items() if miss > WITHIN_ORACLE]
+        over = f"; beyond it: layer {', '.join(short)}" if short else ""
+        yield what, f"{mean:.2%} short in the mean, {found[worst]:.2%} in layer {worst}{over}", said
+
+
+def _needles(runs: Iterable[dict[str, Any]]) -> Iterator[Line]:
+    for run in sorted(runs, key=lambda run: run["length"]):
+        for pair in run["pairs"]:
+            what = f"needles after {pair['prefill']}, {tokens_text(run['length'])}: 95% interval of the loss above -3 points"
+            spread = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**pair["difference"])
+            yield what, f"{spread}, {run['trials']} paired trials", _yes(pair["difference"]["low"] > NEEDLES_ABOVE)
+
+
+def _corrected(measures: Sequence[Row]) -> Iterator[Line]:
+    here = [row for row in measures if (row["policy"], row["tokens"]) in MEASURED]
+    lower = sum(row["error_with_delta"] < row["error"] for row in here)
+    what = "output error with delta lower than without, in every layer of these four"
+    yield what, f"in {lower} of {len(here)}" if here else "not run", _yes(lower == len(here)) if here else "not measured"
+
+
+def _timed(rows: Sequence[Row], shape: str, tokens: int) -> dict[tuple[str, str], Row]:
+    here = (row for row in rows if (row["shape"], row["tokens"]) == (shape, tokens) and "median_s" in row)
+    return {(row["op"], row["policy"]): row for row in here}
+
+
+def _heads(shape: str) -> str:
+    return {"qwen2.5-7b": "28/4 heads", "llama-3.1-8b": "32/8 heads"}[shape]
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "no"
