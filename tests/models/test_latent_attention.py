@@ -98,13 +98,13 @@ def test_the_whole_sequence_a_few_tokens_at_a_time(drafted):
 
 
 def test_rows_of_one_batch_stand_at_different_places():
-    """Prompts of 30 and 17 tokens, one row at a time, then steps together; after three of them the second row stops."""
+    """A prompt of 37 tokens in one call, one of 17 token by token, then steps together; after three of them the second row stops."""
     config, params, hidden, out, tokens = golden("latent-default")
     policy, table = TopTokens(config.index_topk), jnp.arange(14, dtype=jnp.int32).reshape(2, 7)[:, ::-1]
     layer = empty_latents(20, PAGE, config.latent_dim, config.rope_dim, config.index_dim, jnp.float32)
     state, lengths = policy.init(None, 2), np.zeros(2, np.int32)
-    active = [[True, False], [False, True], *[[True, True]] * 3, *[[True, False]] * 3]
-    for taking_part, count in zip(np.array(active), [30, 17, *[1] * 6], strict=True):
+    active = [[True, False], *[[False, True]] * 17, *[[True, True]] * 3, *[[True, False]] * 3]
+    for taking_part, count in zip(np.array(active), [PROMPT, *[1] * 23], strict=True):
         x = jnp.stack([hidden[row, n : n + count] for row, n in enumerate(lengths)])
         found, layer, blocks, state = decode_latent_step(
             config, policy, params, x, layer, table, jnp.asarray(lengths), jnp.asarray(taking_part), state
@@ -115,7 +115,7 @@ def test_rows_of_one_batch_stand_at_different_places():
             assert row_error(np.asarray(found[row]), out[row, span]) < TOLERANCE
             np.testing.assert_array_equal(state[row], tokens[row, span][-1])
         lengths = lengths + count * taking_part.astype(np.int32)
-    assert lengths.tolist() == [36, 20]
+    assert lengths.tolist() == [43, 20]
 
 
 def test_golden_files_are_not_easy():
