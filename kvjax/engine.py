@@ -21,7 +21,7 @@ from kvjax.cache import FULL, Cache, OutOfPages, PageAllocator, PagedKV, copy_pa
 from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.memory import MemoryPlan, memory_plan
 from kvjax.model import Model, fingerprint
-from kvjax.policies import Auto, Choice, DecodePolicy, StateSpec, parse
+from kvjax.policies import Auto, Choice, DecodePolicy, StateSpec, TopTokens, parse
 from kvjax.prefill import DensePrefill, PrefillPolicy, parse_prefill
 from kvjax.prefill.lists import TileLists
 from kvjax.sampling import SamplingRows, sample_step
@@ -381,6 +381,11 @@ class Engine:
     def _bound(self, policy: str | DecodePolicy) -> DecodePolicy:
         """The policy of a name; `auto` bound to this model, once."""
         policy = parse(policy)
+        if isinstance(policy, TopTokens):
+            raise ValueError(
+                f"policy {policy} needs latent pages and a lightning indexer, which no model of an engine has: use it with "
+                "kvjax.models.latent_attention.decode_latent_step, or name another policy here"
+            )
         if not isinstance(policy, Auto) or policy.bound is not None:
             return policy
         if policy not in self._autos:

@@ -111,10 +111,19 @@ def _check_fields(fields: Fields, family: Family) -> None:
         elif name == "layer_types" and value is not None:
             if set(value) != {"full_attention"}:
                 problems.append(f"layer_types is {value}; supported: 'full_attention' in every layer")
-        elif not any(_same(value, allowed) for allowed in only[name]):
-            problems.append(f"{name} is {value!r}; supported: {' or '.join(repr(v) for v in only[name])}")
+        else:
+            problems += wrong_values({name: value}, only)
     if problems:
         raise ValueError(f"unsupported config.json of a {family.architecture}: " + "; ".join(problems))
+
+
+def wrong_values(fields: Fields, only: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """What is wrong with each field of `only` that `fields` have with a value other than those it lists."""
+    return [
+        f"{name} is {fields[name]!r}; supported: {' or '.join(repr(v) for v in values)}"
+        for name, values in only.items()
+        if name in fields and not any(_same(fields[name], allowed) for allowed in values)
+    ]
 
 
 def rope_of(fields: Fields, read: Fields) -> tuple[float, RopeScaling | None]:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.model import Params
-from kvjax.models.config_json import mscale, rope_of
+from kvjax.models.config_json import mscale, rope_of, wrong_values
+from kvjax.models.family import ONLY
 from kvjax.models.latent_attention import LatentConfig, param_shapes
 
 MODEL_TYPE = "deepseek_v32"
@@ -51,16 +52,26 @@ def latent_config(fields: Mapping[str, Any]) -> LatentConfig:
     """The attention layer that config.json's `fields` describe.
 
     Logits are scaled by 1/sqrt(nope + rope dim), times the square of YaRN's factor for mscale_all_dim where that is given. Raises
-    ValueError for another model_type, a size that is missing or null, or biases in the projections, which no released model has.
+    ValueError for another model_type, a size that is missing or null, a quantized checkpoint, and fields that would change what the layer
+    computes: biases in the projections, another layout of the rotated elements, key/value heads of their own.
     """
     if fields.get("model_type") != MODEL_TYPE:
         raise ValueError(f"config.json: model_type is {fields.get('model_type')!r}; supported here: {MODEL_TYPE!r}")
-    if fields.get("attention_bias"):
-        raise ValueError(f"config.json: attention_bias is {fields['attention_bias']!r}; supported: false")
     sizes = {ours: fields.get(theirs) for ours, theirs in _SIZES.items()}
     wrong = [f"{_SIZES[name]} is {size!r}" for name, size in sizes.items() if not isinstance(size, int) or size < 1]
     if wrong:
         raise ValueError(f"config.json: {', '.join(wrong)}; each must be a positive integer")
+    only = dict(ONLY) | {
+        "attention_bias": (None, False),
+        "rope_interleave": (None, True),
+        "qk_head_dim": (None, sizes["nope_dim"] + sizes["rope_dim"]),
+        "num_key_value_heads": (None, sizes["num_heads"]),
+    }
+    wrong = wrong_values(fields, only)
+    if wrong:
+        quantized = any(fields.get(name) is not None for name in ("quantization_config", "compression_config"))
+        remedy = "; dequantize first: this reads plain float weights, and config.json without the field" if quantized else ""
+        raise ValueError(f"unsupported config.json of a {MODEL_TYPE}: {'; '.join(wrong)}{remedy}")
     read = {"rope_scaling": None, "rope_parameters": None, "rope_theta": 10000.0} | dict(fields)
     theta, scaling = rope_of(fields, read)
     sm_scale = (sizes["nope_dim"] + sizes["rope_dim"]) ** -0.5
@@ -74,13 +85,20 @@ def layer_params(config: LatentConfig, tensors: Mapping[str, Any], prefix: str =
     """The parameters of `latent_attention` from a checkpoint's tensors, whose names start with `prefix` ("model.layers.0.self_attn.").
 
     Cast to `dtype`, but for the heads' weights of the indexer, which stay float32 as in transformers. Raises ValueError for a tensor
-    that is missing or has another shape than the configuration says.
+    that is missing or has another shape than the configuration says, for 8-bit and integer weights, and where scales of quantized weights
+    stand beside them: those must be dequantized first.
     """
     names = _TENSORS | {"kv_b": "kv_b_proj.weight"}
+    scales = sorted(name for name in tensors if name.startswith(prefix) and name.endswith(("_scale_inv", "_scale")))
+    if scales:
+        raise ValueError(f"the checkpoint is quantized, it has {', '.join(scales)}: dequantize first")
     missing = [prefix + name for name in names.values() if prefix + name not in tensors]
     if missing:
         raise ValueError(f"the checkpoint has no {', '.join(missing)}")
     params = {ours: jnp.asarray(tensors[prefix + theirs]) for ours, theirs in names.items()}
+    coded = [f"{prefix}{names[name]} is {x.dtype}" for name, x in params.items() if not _plain(x.dtype)]
+    if coded:
+        raise ValueError(f"{', '.join(coded)}; weights must be floats of at least 16 bits: dequantize first")
     kv_b = params.pop("kv_b")
     rows = config.num_heads * (config.nope_dim + config.value_dim)
     if kv_b.shape != (rows, config.latent_dim):
@@ -91,3 +109,8 @@ def layer_params(config: LatentConfig, tensors: Mapping[str, Any], prefix: str =
         if params[name].shape != shape:
             raise ValueError(f"{prefix}{names[name]} has shape {params[name].shape}, the configuration says {shape}")
     return {name: jax.lax.convert_element_type(x, jnp.float32 if name == "index_weights" else dtype) for name, x in params.items()}
+
+
+def _plain(dtype: jnp.dtype) -> bool:
+    """Floats that mean what they say; shorter ones are codes, whose scales are elsewhere."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2

@@ -107,8 +107,9 @@ def decode_latent(
 
     x: the tokens' normalised hidden states, in the weights' dtype; T is 1, or a few drafted tokens, causal among themselves (a prompt
     works too, at the price of a list for each of its tokens). lengths: tokens written before these. page_table: pages of the new tokens
-    included. active: rows that take part; the others write nothing, their output means nothing and their state stays. state: from
-    `policy.init`. number, num_layers: which layer this is, for policies that care.
+    included: a token whose place is past the table, or whose page is -1, is the caller's error, which a compiled step cannot raise; it is
+    not written, and what its row gets means nothing. active: rows that take part; the others write nothing, their output means nothing and
+    their state stays. state: from `policy.init`. number, num_layers: which layer this is, for policies that care.
 
     Returns the attention's output `[B, T, E]`, before any residual, the layer with the tokens written, the policy's list and its state.
     The indexer's keys are stored in the pages' dtype, 8 bits with a scale per token included; its queries stay in the weights' dtype, and

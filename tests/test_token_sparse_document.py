@@ -1,5 +1,6 @@
 """docs/token-sparse.md: its example runs, and its table is what the shapes say."""
 
+import math
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import empty_latents
+from kvjax.models.latent_attention import LatentConfig, param_shapes
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "token-sparse.md").read_text(encoding="utf-8")
 
@@ -32,3 +34,21 @@ def test_the_table_of_bytes():
         latent = layer.k.size * layer.k.dtype.itemsize // 128
         expected = [latent * tokens, *(tokens * (indexer + 8) + 2048 * latent for indexer in per_token)]
         assert [float(figure.replace(",", "")) for figure in figures] == [round(number / 1e6, 1) for number in expected]
+
+
+def test_the_bytes_of_the_weights():
+    """bfloat16, but for the heads' weights of the indexer; DeepSeek-V3.2's sizes, as tests/models/test_latent_attention.py has them."""
+    sizes = {
+        "hidden_size": 7168,
+        "num_heads": 128,
+        "query_rank": 1536,
+        "latent_dim": 512,
+        "rope_dim": 64,
+        "nope_dim": 128,
+        "value_dim": 128,
+    }
+    sizes |= {"index_heads": 64, "index_dim": 128, "index_topk": 2048}
+    shapes = param_shapes(LatentConfig(**sizes, rope_theta=1e4, rope_scaling=None, sm_scale=192**-0.5))
+    total = sum((4 if name == "index_weights" else 2) * math.prod(shape) for name, shape in shapes.items())
+    (figure,) = re.findall(r"weights, once for all sequences: (\d+) MB", DOCUMENT)
+    assert int(figure) == round(total / 1e6)

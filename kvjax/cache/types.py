@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from pallas_kernels import paged
+from pallas_kernels.indexer_scores.api import FP8
 from pallas_kernels.page_index import INDEX_ROWS
 
 FULL = "full"
@@ -119,10 +121,18 @@ def empty_latents(
     num_pages: int, page_size: int, latent_dim: int, rope_dim: int, index_dim: int, dtype: jnp.dtype, index_dtype: jnp.dtype | None = None
 ) -> LatentPages:
     """A layer of zeroed latent pages: num_pages * page_size * (latent_dim + rope_dim) elements of `dtype` and as many times index_dim of
-    `index_dtype` (default `dtype`), with a float32 scale per token where that is float8_e4m3fn."""
-    index_dtype = jnp.dtype(dtype if index_dtype is None else index_dtype)
+    `index_dtype` (default `dtype`), with a float32 scale per token where that is float8_e4m3fn.
+
+    ValueError for a dtype other than float32, bfloat16 and float16, which for the indexer's keys may be float8_e4m3fn too.
+    """
+    dtype, index_dtype = jnp.dtype(dtype), jnp.dtype(dtype if index_dtype is None else index_dtype)
+    if dtype.name not in paged.DTYPES or index_dtype.name not in (*paged.DTYPES, FP8):
+        raise ValueError(
+            f"latents must be one of {', '.join(paged.DTYPES)}, index_dtype one of those or {FP8}; got dtype {dtype}, "
+            f"index_dtype {index_dtype}"
+        )
     index = {INDEXER: jnp.zeros((num_pages, page_size, index_dim), index_dtype)}
-    if index_dtype == jnp.float8_e4m3fn:
+    if index_dtype.name == FP8:
         index[INDEXER_SCALES] = jnp.ones((num_pages, page_size), jnp.float32)
     return LatentPages(jnp.zeros((num_pages, 1, page_size, latent_dim + rope_dim), dtype), index, latent_dim)
 

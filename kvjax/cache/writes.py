@@ -6,10 +6,11 @@ All functions are pure; under jit with a donated cache the updates are in place.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.types import INDEXER, INDEXER_SCALES, IndexSpec, LatentPages, LayerCache, PagedKV
-from pallas_kernels import paged
+from pallas_kernels import dispatch, paged
 from pallas_kernels.append_tokens import append_tokens
 from pallas_kernels.indexer_scores import quantize_keys
 from pallas_kernels.page_index import page_index
@@ -47,7 +48,21 @@ def append_latents(
 
     positions, valid, page_table: as in `append`; a valid token whose page is not in the table is dropped. Under jit with the layer donated
     the update is in place.
+
+    Keys must be finite where pages hold them in 8 bits: one element that is inf or NaN makes that token's key NaN, and so its scores, but
+    no other token's. Raises ValueError for shapes and dtypes that do not fit together.
     """
+    arrays = dispatch.signature(latents=latents, keys=keys, positions=positions, valid=valid, page_table=page_table)
+    dim, index_dim = layer.k.shape[3], layer.index[INDEXER].shape[2]
+    rows = positions.shape
+    if (positions.ndim, page_table.ndim) != (2, 2) or (valid.shape, page_table.shape[0]) != (rows, rows[0]):
+        raise ValueError(f"needs positions [B,T], valid [B,T], page_table [B,M] of one batch; got {arrays}")
+    if latents.shape != (*rows, dim) or keys.shape != (*rows, index_dim):
+        raise ValueError(f"latents must be [B,T,{dim}] and keys [B,T,{index_dim}], as these pages are; got {arrays}")
+    if latents.dtype.name not in paged.DTYPES or keys.dtype.name not in paged.DTYPES:
+        raise ValueError(f"latents and keys must be one of {', '.join(paged.DTYPES)} (8-bit keys are rounded here); got {arrays}")
+    if valid.dtype != bool or positions.dtype != jnp.int32 or page_table.dtype != jnp.int32:
+        raise ValueError(f"positions and page_table must be int32, valid bool; got {arrays}")
     num_pages, _, page_size, _ = layer.k.shape
     page, offset = paged.physical(page_table, positions // page_size, valid, num_pages), positions % page_size
     index = dict(layer.index)

@@ -26,7 +26,7 @@ KINDS = ("relu", "logits")
 AGES = (1, 2, 4, 8, 16, 32)
 
 
-def indexer_scores(
+def attention_scores(
     q: Float[Array, "B 1 H D"],
     k: Float[Array, "N K P D"],
     page_table: Int[Array, "B M"],
@@ -57,7 +57,7 @@ class _Listening(Stateless):
         return None, state
 
     def attend(self, query, layer, ctx, state):
-        scores = indexer_scores(query, layer.k, ctx.page_table, ctx.lengths, kind=self.kind, sm_scale=ctx.sm_scale)
+        scores = attention_scores(query, layer.k, ctx.page_table, ctx.lengths, kind=self.kind, sm_scale=ctx.sm_scale)
         jax.debug.callback(self.hear, ctx.layer, scores)
         return select_and_attend(self, query, layer, ctx, state)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from kvjax.cache.types import IndexSpec
+from jaxtyping import Array, Float
+
+from kvjax.cache.types import IndexSpec, LatentPages, LayerCache
 from kvjax.policies.base import Blocks, Stateless, select_and_attend
 from pallas_kernels.select_blocks import select_blocks
 from pallas_kernels.selected_attention import selected_attention
@@ -52,7 +54,7 @@ class TopBlocks(Stateless):
             return None, state
         ids = select_blocks(
             query,
-            layer.index[self.indexes()[0].name],
+            self._index(layer),
             ctx.page_table,
             ctx.lengths,
             kind=self.index,
@@ -69,7 +71,7 @@ class TopBlocks(Stateless):
         if ctx.layer < self.dense_layers:
             return select_and_attend(self, query, layer, ctx, state)
         out, _, ids = selected_attention(
-            *(query, layer.k, layer.v, layer.index[self.indexes()[0].name], ctx.page_table, ctx.lengths),
+            *(query, layer.k, layer.v, self._index(layer), ctx.page_table, ctx.lengths),
             kind=self.index,
             block_size=self.block_size,
             budget=self.k,
@@ -78,6 +80,14 @@ class TopBlocks(Stateless):
             sm_scale=ctx.sm_scale,
         )
         return out, Blocks(ids, self.block_size), state
+
+    def _index(self, layer: LayerCache) -> Float[Array, "N K nb R D"]:
+        name = self.indexes()[0].name
+        if isinstance(layer, LatentPages):
+            raise ValueError(f"policy {self} scans the index {name}, which latent pages do not have: take Dense, Window or TopTokens")
+        if name not in layer.index:
+            raise ValueError(f"policy {self} scans the index {name}; this layer has {sorted(layer.index)}: name it in empty_layer")
+        return layer.index[name]
 
     def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
         """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included; None where no list is made."""

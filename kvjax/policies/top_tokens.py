@@ -22,10 +22,11 @@ class TopTokens(Stateless):
     """Each query reads the `k` tokens that score best, exactly, of equal scores the earlier; a query that sees at most k reads them all.
 
     For layers of `LatentPages` whose model has a lightning indexer (`SelectContext.indexer`). The state of a layer is the list of the
-    step before, `[B, k]` int32, -1 where there is none: neighbouring steps choose nearly the same tokens, so it tells `top_k` where to
-    start. It never changes the result. hinted: False carries no state and starts afresh at every step.
+    step before, `[B, k]` int32, -1 where there is none: neighbouring steps choose nearly the same tokens, so it is handed to `top_k` as a
+    hint where to start, which by that op's promise changes no answer. hinted: False carries no state (`()`).
 
-    T queries have T lists (ids `[B, T, k]`), each among the tokens up to its own; all start from the hint of the step before.
+    T queries have T lists (ids `[B, T, k]`), each among the tokens up to its own; all are given the hint of the step before. A token whose
+    page is not in the table is never listed: where too few others are left its place holds -1.
     """
 
     k: int = 2048
@@ -53,9 +54,14 @@ class TopTokens(Stateless):
         scales = layer.index.get(INDEXER_SCALES)
         scores = indexer_scores(ctx.indexer.q, ctx.indexer.weights, layer.index[INDEXER], ctx.page_table, ctx.lengths, scales=scales)
         batch, num_queries, width = scores.shape
+        if self.hinted and getattr(state, "shape", None) != (batch, self.k):
+            given = "()" if isinstance(state, tuple) else type(state).__name__ + str(list(getattr(state, "shape", ())))
+            raise ValueError(
+                f"policy {self} carries a state int32 [{batch}, {self.k}], got {given}: start from policy.init, or hinted=False"
+            )
         hint = jnp.repeat(state, num_queries, axis=0) if self.hinted else None
         _, ids = top_k(scores.reshape(-1, width), self.k, hint=hint, lengths=_seen(ctx, num_queries))
-        ids = ids.reshape(batch, num_queries, self.k)
+        ids = _with_pages(ids.reshape(batch, num_queries, self.k), ctx)
         if self.hinted:  # a row that does not take part in this step keeps its hint
             state = jnp.where((ctx.lengths > 0)[:, None], ids[:, -1], state)
         return Blocks(ids, 1), state
@@ -87,6 +93,12 @@ class TopTokens(Stateless):
     def describe(self) -> str:
         """For reports."""
         return f"{self} ({self.k:,} keys: the tokens that score best)"
+
+
+def _with_pages(ids, ctx):
+    """-1 for tokens without a page: they score -inf, so `top_k` takes them where it finds no others."""
+    pages = jnp.take_along_axis(ctx.page_table[:, None], jnp.maximum(ids, 0) // ctx.page_size, axis=2)
+    return jnp.where(pages >= 0, ids, -1)
 
 
 def _seen(ctx, num_queries: int):

@@ -16,7 +16,7 @@ from kvjax import Engine, OutOfPages, memory_plan
 from kvjax.cache import IndexSpec
 from kvjax.engine import _copy_page, _restore_pages
 from kvjax.model import fingerprint
-from kvjax.policies import Blocks, TopBlocks, select_and_attend
+from kvjax.policies import Blocks, TopBlocks, TopTokens, select_and_attend
 from kvjax.sampling import SamplingRows
 from kvjax.steps import prefill_step
 from pallas_kernels.page_index import page_index
@@ -273,6 +273,8 @@ def test_the_models_positions_are_the_limit(model_factory, text):
         ({"batch_buckets": (4, 2)}, "ascending"),
         ({"pages": 0}, "at least one page"),
         ({"policy": "best:8"}, "not understood"),
+        ({"policy": TopTokens(8)}, r"TopTokens\(8\) needs latent pages and a lightning indexer"),
+        ({"policies": ["dense", TopTokens(8)]}, "no model of an engine has"),
     ],
 )
 def test_impossible_engines_are_refused(model, options, match):

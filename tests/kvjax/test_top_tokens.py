@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvjax.cache import INDEXER, INDEXER_SCALES, PagedKV, append_latents, copy_page, empty_latents
-from kvjax.policies import Dense, IndexerQuery, SelectContext, TopTokens, Window, parse, top_tokens
-from pallas_kernels.indexer_scores import quantize_keys
+from kvjax.policies import IndexerQuery, SelectContext, TopBlocks, TopTokens, Window, parse, top_tokens
+from pallas_kernels.indexer_scores import indexer_scores, quantize_keys
 
 P, PAGES, WIDTH, H, D, V, HI, DI = 8, 30, 9, 4, 24, 16, 3, 8
 LENGTHS = (70, 0, 9, 33)
@@ -54,8 +54,10 @@ def listed(ids):
     return kept
 
 
-@pytest.mark.parametrize("index_dtype", [None, jnp.float8_e4m3fn])
-@pytest.mark.parametrize(("num_queries", "k"), [(1, 10), (3, 10), (1, 40), (2, 100)])
+@pytest.mark.parametrize(
+    ("num_queries", "k", "index_dtype"),
+    [(1, 10, None), (3, 10, None), (1, 40, None), (2, 100, None), (1, 10, jnp.float8_e4m3fn), (3, 10, jnp.float8_e4m3fn)],
+)
 def test_lists_the_best_tokens_of_each_query(num_queries, k, index_dtype):
     layer = layer_of(index_dtype=index_dtype)
     query, ctx = context(num_queries)
@@ -93,27 +95,25 @@ def test_the_hint_is_the_list_of_the_step_before(monkeypatch):
     assert state == ()
 
 
-def test_the_hint_never_changes_the_list():
-    """Ten steps whose queries drift; rows of 4,096 tokens and fewer, lists of 512: the state carried, a state of noise, and none."""
-    rng = np.random.default_rng(7)
-    layer = empty_latents(80, 128, V, D - V, DI, jnp.float32)
-    layer = layer.replace(index={INDEXER: jnp.asarray(rng.standard_normal((80, 128, DI)), jnp.float32)})
-    table, carried, shared = jnp.asarray(rng.permutation(80)[:64].reshape(2, 32), jnp.int32), TopTokens(512).init(None, 2), []
-    q, weights = rng.standard_normal((2, 1, 16, DI)), jnp.asarray(rng.standard_normal((2, 1, 16)), jnp.float32)
-    for step in range(10):
-        q = 0.95 * q + 0.3 * rng.standard_normal(q.shape)
-        sizes = {"layer": 0, "num_layers": 1, "page_size": 128, "sm_scale": 0.2}
-        lengths = jnp.array([4080 + step, 1500 + step], jnp.int32)
-        ctx = SelectContext(table, lengths, **sizes, indexer=IndexerQuery(jnp.asarray(q, jnp.float32), weights))
-        query = jnp.zeros((2, 1, H, D))
-        plain, _ = TopTokens(512, hinted=False).select(query, layer, ctx, ())
-        noise, _ = TopTokens(512).select(query, layer, ctx, jnp.asarray(rng.integers(-9, 9999, (2, 512)), jnp.int32))
-        shared.append(np.intersect1d(carried[0], plain.ids[0, 0]).size / 512)
-        blocks, carried = TopTokens(512).select(query, layer, ctx, carried)
-        np.testing.assert_array_equal(blocks.ids, plain.ids)
-        np.testing.assert_array_equal(blocks.ids, noise.ids)
-        np.testing.assert_array_equal(carried, blocks.ids[:, 0])
-    assert 0.3 < np.mean(shared[1:]) < 0.9, "neighbouring steps share some, not all"
+def test_a_token_without_a_page_is_never_listed():
+    """Where no others are left its place holds -1, and attention reads what there is."""
+    layer, (query, ctx) = layer_of(), context(2)
+    whole = ctx.page_table
+    ctx = ctx.replace(page_table=whole.at[0, 2].set(-1).at[2, 0].set(-1))
+    policy = TopTokens(60)
+    out, blocks, state = policy.attend(query, layer, ctx, policy.init(None, 4))
+    ids = np.asarray(blocks.ids)
+    for row, gone in ((0, range(16, 24)), (2, range(8))):
+        for t in range(2):
+            seen = LENGTHS[row] - 1 + t
+            there = ids[row, t][ids[row, t] >= 0].tolist()
+            assert not set(there) & set(gone)
+            assert len(there) == min(60, seen - 8)
+            assert there == sorted(there)
+    assert ids[2, 1].tolist() == [-1] * 8 + [8] + [-1] * 51
+    np.testing.assert_array_equal(state[2], ids[2, 1])
+    kept = np.asarray(layer.k)[np.asarray(whole)[2, 1], 0, 0]
+    np.testing.assert_allclose(out[2, 1], np.broadcast_to(kept[:V], (H, V)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_queries", [1, 3])
@@ -134,13 +134,11 @@ def test_attends_to_what_it_lists(num_queries):
 
 
 def test_other_policies_read_latent_pages_too():
-    """Every token, or a window of them, exactly as over keys and values of their own."""
+    """A window of them, exactly as over keys and values of their own; what is dense is tested on whole layers."""
     layer, (query, ctx) = layer_of(), context(2)
-    apart = PagedKV(layer.k, layer.k, {})
-    for policy in (Dense(), Window(3, 11)):
-        out, *_ = policy.attend(query, layer, ctx, ())
-        of_keys, *_ = policy.attend(query, apart, ctx, ())
-        np.testing.assert_allclose(out, of_keys[..., :V], rtol=1e-6, atol=1e-6)
+    out, *_ = Window(3, 11).attend(query, layer, ctx, ())
+    of_keys, *_ = Window(3, 11).attend(query, PagedKV(layer.k, layer.k, {}), ctx, ())
+    np.testing.assert_allclose(out, of_keys[..., :V], rtol=1e-6, atol=1e-6)
 
 
 def test_what_it_cannot_do_is_refused():
@@ -153,6 +151,20 @@ def test_what_it_cannot_do_is_refused():
     for k in (0, 2.5):
         with pytest.raises(ValueError, match="k must be an int of at least 1"):
             TopTokens(k)
+    with pytest.raises(ValueError, match=r"carries a state int32 \[4, 10\], got \(\): start from policy.init, or hinted=False"):
+        policy.select(query, layer, ctx, ())
+    with pytest.raises(ValueError, match=r"int32 \[4, 10\], got \w+\[4, 9\]"):
+        policy.select(query, layer, ctx, TopTokens(9).init(None, 4))
+
+
+@pytest.mark.parametrize("policy", [TopBlocks(2, block_size=8), TopBlocks(2, block_size=8, index="mean")])
+def test_policies_that_scan_an_index_of_blocks_say_that_latent_pages_have_none(policy):
+    layer, (query, ctx) = layer_of(), context()
+    for call in (policy.select, policy.attend):
+        with pytest.raises(ValueError, match=r"scans the index \w+8, which latent pages do not have: take Dense, Window or TopTokens"):
+            call(query, layer, ctx, ())
+    with pytest.raises(ValueError, match=r"this layer has \[\]: name it in empty_layer"):
+        policy.select(query, PagedKV(layer.k, layer.k, {}), ctx, ())
 
 
 def test_it_describes_itself():
@@ -193,6 +205,51 @@ def test_append_latents_is_a_loop_over_tokens(index_dtype):
     for name, array in {"k": after.k, **after.index}.items():
         np.testing.assert_array_equal(np.asarray(array), wanted[name])
     assert after.value_dim == V
+
+
+def test_a_key_that_is_not_finite_spoils_its_own_token_alone():
+    layer, (_, ctx) = layer_of(index_dtype=jnp.float8_e4m3fn), context(lengths=(20,))
+    rng = np.random.default_rng(5)
+    latents, keys = (jnp.asarray(rng.standard_normal((1, 20, d)), jnp.float32) for d in (D, DI))
+    place = (jnp.arange(20, dtype=jnp.int32)[None], jnp.ones((1, 20), bool), ctx.page_table)
+    scores = []
+    for written in (keys, keys.at[0, jnp.array([5, 9, 14]), 2].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf]))):
+        after = append_latents(layer, latents, written, *place)
+        scales = after.index[INDEXER_SCALES]
+        scores.append(
+            np.asarray(indexer_scores(ctx.indexer.q, ctx.indexer.weights, after.index[INDEXER], *place[2:], ctx.lengths, scales=scales))
+        )
+    assert np.isnan(scores[1][0, 0]).nonzero()[0].tolist() == [5, 9, 14]
+    np.testing.assert_array_equal(np.delete(scores[0], [5, 9, 14], axis=2), np.delete(scores[1], [5, 9, 14], axis=2))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e5m2", "float64"])
+def test_dtypes_that_nothing_reads_make_no_pages(dtype):
+    with pytest.raises(ValueError, match=f"index_dtype one of those or float8_e4m3fn; got dtype float32, index_dtype {dtype}"):
+        empty_latents(2, P, V, D - V, DI, jnp.float32, dtype)
+    with pytest.raises(ValueError, match=f"latents must be one of float32, bfloat16, float16, .* got dtype {dtype}"):
+        empty_latents(2, P, V, D - V, DI, dtype, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtypes", "message"),
+    [
+        ({"latents": (2, 3, 1)}, {}, r"latents must be \[B,T,24\] and keys \[B,T,8\]"),
+        ({"keys": (2, 1, DI)}, {}, r"latents must be \[B,T,24\] and keys \[B,T,8\]"),
+        ({"positions": (2, 1)}, {}, "of one batch"),
+        ({"valid": (2, 1)}, {}, "of one batch"),
+        ({"page_table": (1, 4)}, {}, "of one batch"),
+        ({}, {"keys": "float8_e4m3fn"}, "must be one of float32, bfloat16, float16"),
+        ({}, {"latents": "int8"}, "must be one of float32, bfloat16, float16"),
+        ({}, {"positions": "float32"}, "positions and page_table must be int32, valid bool"),
+        ({}, {"valid": "int32"}, "positions and page_table must be int32, valid bool"),
+    ],
+)
+def test_rows_that_do_not_fit_the_pages_are_not_written(shapes, dtypes, message):
+    shapes = {"latents": (2, 3, D), "keys": (2, 3, DI), "positions": (2, 3), "valid": (2, 3), "page_table": (2, 4)} | shapes
+    dtypes = {"latents": "float32", "keys": "float32", "positions": "int32", "valid": "bool", "page_table": "int32"} | dtypes
+    with pytest.raises(ValueError, match=message):
+        append_latents(layer_of(), **{name: jnp.zeros(shape, dtypes[name]) for name, shape in shapes.items()})
 
 
 def test_copy_page_copies_latents_and_all_that_belongs_to_them():
