@@ -1,4 +1,4 @@
-"""Asynchronous copies ahead of their use, by the threads of `pallas_kernels.lanes`: a software pipeline, and rows brought swizzled."""
+"""Asynchronous copies ahead of their use, by the threads of `pallas_kernels.lanes`: a software pipeline, rows brought swizzled, bulk."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ What a set costs to clear and to count is a 32nd of what an array with a place f
 
 from __future__ import annotations
 
-from pallas_kernels import lanes
+from pallas_kernels import lane_sums, lanes
 from pallas_kernels.lanes import Scalar
 
 
@@ -43,15 +43,7 @@ def count(set_s, before_s, exchange_s, size: int, threads: int) -> Scalar:
         return [total + sum(map(lanes.popcount, lanes.load_shared(set_s, first + i, count=4)), lanes.i32(0))]
 
     (own,) = lanes.loop(each, [lanes.i32(0)], add, step=4)
-    upto = own
-    for distance in (1, 2, 4, 8, 16):
-        lower = lanes.shuffle(upto, lanes.maximum(lanes.lane() - distance, 0))
-        upto = upto + lanes.where(lanes.lane() >= distance, lower, 0)
-    with lanes.when(lanes.lane() == 31):
-        lanes.store_shared(exchange_s, lanes.warp(), upto)
-    lanes.cta_barrier(threads)
-    of_warps = [x for w in range(0, threads // 32, 4) for x in lanes.load_shared(exchange_s, w, count=4)]
-    before = sum((lanes.where(lanes.warp() > w, x, 0) for w, x in enumerate(of_warps)), upto - own)
+    before, total = lane_sums.before(own, exchange_s, threads)
 
     def write(i, before):
         counts = [lanes.popcount(word) for word in lanes.load_shared(set_s, first + i, count=4)]
@@ -63,7 +55,7 @@ def count(set_s, before_s, exchange_s, size: int, threads: int) -> Scalar:
 
     lanes.loop(each, [before], write, step=4)
     lanes.cta_barrier(threads)
-    return sum(of_warps, lanes.i32(0))
+    return total
 
 
 def place(set_s, before_s, number: Scalar) -> Scalar:

@@ -20,9 +20,8 @@ class Blocks:
     """The blocks each KV head reads this step; where a layer has one KV head, a policy may list for each of its T queries instead.
 
     ids: logical block numbers, ascending, -1 where there is none (at the end; elsewhere in place of a token without a page). block_size:
-    tokens. window: None, or
-    (sink_tokens, window_tokens): of the listed blocks only the first `sink_tokens` of the sequence and the last `window_tokens`
-    up to each query are attended.
+    tokens. window: None, or (sink_tokens, window_tokens): of the listed blocks only the first `sink_tokens` of the sequence and the last
+    `window_tokens` up to each query are attended.
     """
 
     ids: Int[Array, "B K W"]

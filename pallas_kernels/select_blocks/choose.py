@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pallas_kernels import lanes
+from pallas_kernels import lane_sums, lanes
 
 NO_KEY = -(2**31)
 """Key of what is no candidate."""
@@ -129,11 +129,8 @@ def find_bin(counts_s, turn, need):
     first = (31 - lanes.lane()) * per_lane
     counts = [x for i in range(0, per_lane, 4) for x in lanes.load_shared(counts_s, turn * BINS + first + i, count=4)]
     own = list(itertools.accumulate(reversed(counts)))
-    before = own[-1]
-    for distance in (1, 2, 4, 8, 16):
-        lower = lanes.shuffle(before, lanes.maximum(lanes.lane() - distance, 0))
-        before = before + lanes.where(lanes.lane() >= distance, lower, 0)
-    upto, before = before, before - own[-1]
+    upto = lane_sums.upto(own[-1])
+    before = upto - own[-1]
     mask = lanes.ballot((before < need) & (need <= upto))
     short = [before + x < need for x in own]
     place = first + (per_lane - 1) - _sum([lanes.where(x, lanes.i32(1), 0) for x in short])

@@ -7,8 +7,7 @@
 A row of at most `capacity` scores is all candidates: one CTA, step 3 alone.
 
 Memory traffic: the row once (4 N bytes) per pass, nearly always one, the sample, the k results; three times that where 4 does not divide N,
-since such rows are copied first. Source: "Guess-Verify-Refine", section 4;
-the cluster, the sample and the bound on passes are ours.
+since such rows are copied first. Source: "Guess-Verify-Refine", section 4; the cluster, the sample and the bound on passes are ours.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from pallas_kernels import lane_copies, lanes
+from pallas_kernels import lane_copies, lane_sums, lanes
 from pallas_kernels.lanes import Scalar
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.top_k.keys import NAN_KEY
@@ -309,18 +309,7 @@ def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         masks = lanes.load_shared(scratch["masks_s"], lanes.minimum(group, s.groups - 1) * 4, count=4)
         count = _sum([lanes.popcount(mask) for mask in masks])
         counts.append(lanes.where(group < share.groups, count, 0))
-    own = upto = _sum(counts)
-    for distance in (1, 2, 4, 8, 16):
-        lower = lanes.shuffle(upto, lanes.maximum(lanes.lane() - distance, 0))
-        upto = upto + lanes.where(lanes.lane() >= distance, lower, 0)
-    with lanes.when(lanes.lane() == 31):
-        lanes.store_shared(scratch["notes_s"], lanes.warp(), upto)
-    lanes.cta_barrier(s.threads)
-    of_warps = _words(scratch["notes_s"], 0, s.warps)
-    mine = _sum(of_warps)
-    before = upto - own
-    for w, count in enumerate(of_warps):
-        before = before + lanes.where(lanes.warp() > w, count, 0)
+    before, mine = lane_sums.before(_sum(counts), scratch["notes_s"], s.threads)
     for group, count in zip(groups, counts, strict=True):
         with lanes.when(group < share.groups):
             lanes.store_shared(scratch["before_s"], group, before)
