@@ -16,7 +16,7 @@ demo: venv
 	@$(bin)/kvjax demo
 
 test: lint
-	@$(bin)/pytest -n 2 --dist loadfile
+	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0
 
 lint: venv
 	@$(bin)/ruff check
