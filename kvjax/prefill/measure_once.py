@@ -11,10 +11,11 @@ from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 from pallas_kernels.union_blocks import union_blocks
 
-CHANGES: dict[str, dict[str, str | None]] = {
+CHANGES: dict[str, dict[str, str | bool | None]] = {
     "score": {"rank": "score"},
     "plain": {"delta": "plain"},
     "uncorrected": {"delta": "off"},
+    "trend": {"trend": True},
     "untrimmed": {"k_trim": None},
 }
 """What can stand behind a short name: "momo:128/8+score+plain" is the policy as published."""
@@ -28,7 +29,9 @@ class MeasureOnceMaskOnce(TileLists):
     to be lacking corrects the others.
 
     rank: by what blocks are trimmed; "mass", the attention that the tile's exact queries pay, summed; or "score", the mean of their
-    log-sum-exps, as published (Algorithm 2). delta: "damped" (`delta_correction`), "plain" (equation 3 as published) or "off".
+    log-sum-exps, as published (Algorithm 2). trend: whether the estimated threshold expects scores to go on rising or falling along the
+    row as they have (`query_sparse_attention`); if not, to stay as they were, as published (equation 6). delta: "damped"
+    (`delta_correction`), "plain" (equation 3 as published) or "off".
 
     Blocks that sinks or window hold anyway take no place in a list. dense_below: sequences up to this many tokens are dense although
     lists would not hold everything, because that is faster there (0: none).
@@ -46,6 +49,7 @@ class MeasureOnceMaskOnce(TileLists):
     window_tokens: int = 1024
     dense_below: int = 0
     rank: str = "mass"
+    trend: bool = False
     delta: str = "damped"
 
     def __post_init__(self):
@@ -54,9 +58,9 @@ class MeasureOnceMaskOnce(TileLists):
             check_sizes(self, k_trim=1)
         if self.chi % self.gamma:
             raise ValueError(f"chi {self.chi} must be a multiple of gamma {self.gamma}: a tile unites the lists of whole rows")
-        for name, choices in (("rank", ("mass", "score")), ("delta", ("damped", "plain", "off"))):
+        for name, choices in (("rank", ("mass", "score")), ("trend", (False, True)), ("delta", ("damped", "plain", "off"))):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}; got {getattr(self, name)!r}")
         if self.k_exact > self.k:
             raise ValueError(f"k_exact {self.k_exact} exceeds k {self.k}, of which it is a part")
 
@@ -86,6 +90,7 @@ class MeasureOnceMaskOnce(TileLists):
             block_size=self.key_block,
             k_blocks=self.k,
             k_exact=self.k_exact,
+            trend=self.trend,
             window=(self.sink_tokens, self.row_window),
             sm_scale=ctx.sm_scale,
         )
@@ -127,9 +132,10 @@ class MeasureOnceMaskOnce(TileLists):
     def describe(self) -> str:
         """For reports."""
         trimmed = "untrimmed" if self.k_trim is None else f"trimmed to {self.k_trim} by {self.rank}"
+        estimated = ", the others by its trend" if self.trend else ""
         corrected = "no delta correction" if self.delta == "off" else f"{self.delta} delta correction"
         return (
-            f"{self} prefill (every {self.gamma}th query lists {self.k} blocks of {self.key_block}, {self.k_exact} of them exactly; per "
-            f"{self.chi} queries {trimmed}, {self.sink_tokens} sink + {self.window_tokens} latest keys; {corrected}; "
+            f"{self} prefill (every {self.gamma}th query lists {self.k} blocks of {self.key_block}, {self.k_exact} of them exactly"
+            f"{estimated}; per {self.chi} queries {trimmed}, {self.sink_tokens} sink + {self.window_tokens} latest keys; {corrected}; "
             f"dense up to {self.dense_tokens:,} tokens)"
         )

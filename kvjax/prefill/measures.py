@@ -53,11 +53,11 @@ def captured_by_rows(
     that order, so the first share can exceed the second by what the window holds anyway. Float32, 0 to 1; padding means nothing.
     """
     pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
-    window = (policy.sink_tokens, policy.row_window)
+    sizes = {"block_size": policy.key_block, "window": (policy.sink_tokens, policy.row_window), "sm_scale": ctx.sm_scale}
 
     def share(k_exact: int) -> Array:
-        sizes = {"block_size": policy.key_block, "window": window, "sm_scale": ctx.sm_scale}
-        _, _, ids, _ = query_sparse_attention(query, *pages, gamma=policy.gamma, k_blocks=policy.k, k_exact=k_exact, **sizes)
+        selection = {"gamma": policy.gamma, "k_blocks": policy.k, "k_exact": k_exact, "trend": policy.trend}
+        ids = query_sparse_attention(query, *pages, **selection, **sizes)[2]
         _, lse = block_sparse_attention(query, *pages, blocks=sorted_lists(ids), query_tile=policy.gamma, **sizes)
         return jnp.exp(lse - dense_lse)[:, :: policy.gamma]
 
@@ -79,10 +79,10 @@ def ablation(
     exacts: Sequence[int] = (0, 4, 8),
 ) -> tuple[MeasureOnceMaskOnce, ...]:
     """Variants of a policy, one thing changed at a time: gamma x chi; k (and k_trim) x k_exact, all exact too; without trimming, ranked by
-    score, corrected in full."""
+    score, by trend, corrected in full."""
     changes: list[dict[str, Any]] = [{"gamma": gamma, "chi": chi} for gamma in gammas for chi in chis if chi % gamma == 0]
     changes += [{"k": k, "k_trim": k, "k_exact": exact} for k in ks for exact in dict.fromkeys((*exacts, k)) if exact <= k]
-    changes += [{"k_trim": None}, {"rank": "score"}, {"delta": "plain"}]
+    changes += [{"k_trim": None}, {"rank": "score"}, {"trend": True}, {"delta": "plain"}]
     return tuple(dict.fromkeys((base, *(dataclasses.replace(base, **change) for change in changes))))
 
 

@@ -8,6 +8,12 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, paged
 
+SELECTION = ("k_blocks", "k_exact", "tournament", "trend")
+"""What says which of its candidates a row lists."""
+
+TREND_FROM = 32
+"""The fewest scores that a line is drawn through."""
+
 
 def query_sparse_attention(
     q: Float[Array, "B T H D"],
@@ -23,6 +29,7 @@ def query_sparse_attention(
     k_exact: int,
     window: tuple[int, int] | None = None,
     tournament: bool = False,
+    trend: bool = False,
     sm_scale: float,
     config: Any = None,
     implementation: str | None = None,
@@ -55,6 +62,12 @@ def query_sparse_attention(
        update. Each operation on m rounds to float32, so the left side is the same everywhere and among equal scores the lower
        blocks are taken; the right side may differ in its last bits between implementations unless it is 0.
 
+       trend=False, as published, takes the candidates left for as good as those seen so far. trend=True draws the line of least squares
+       through the n scores, by their number, and takes the candidates left to lie along it: with c += n / 2 * (S - m), after the update
+       of m, slope b = 12 c / (n (n^2 - 1)), and l candidates left, the right side becomes b (n + l - 2) / 2 + z * sqrt((squares - b c) / n
+       + b^2 (l^2 - 1) / 12). As long as n < 32 it is that of trend=False. A row whose scores rise towards its own position, as those of
+       local attention do, would otherwise spend its slots before it comes to the best.
+
     Named as in the paper: k_exact = k_blocks is the exact (or tournament tree) selector, k_exact = 0 the estimated one, else the hybrid.
 
     Returns out `[B, R, H, D]` in q's dtype; lse `[B, R, H]` float32, natural log; ids `[B, R, H, k_blocks]` int32, logical blocks, each
@@ -68,16 +81,19 @@ def query_sparse_attention(
     block on the diagonal is attended to (and is a candidate).
     """
     paged.check(q, k, v, page_table, sm_scale, window, starts=starts, lengths=lengths)
-    check_selection(k.shape[2], gamma=gamma, block_size=block_size, k_blocks=k_blocks, k_exact=k_exact, tournament=tournament)
+    check_selection(k.shape[2], gamma=gamma, block_size=block_size, k_blocks=k_blocks, k_exact=k_exact, tournament=tournament, trend=trend)
     arrays = (q, k, v, page_table, starts, lengths)
     selection = {"gamma": gamma, "block_size": block_size, "k_blocks": k_blocks, "k_exact": k_exact, "window": window}
-    signature = f"{dispatch.signature(q=q, k=k, page_table=page_table)} {selection} tournament {tournament}"
-    static = selection | {"tournament": tournament, "sm_scale": sm_scale, "config": config}
+    selection |= {"tournament": tournament, "trend": trend}
+    signature = f"{dispatch.signature(q=q, k=k, page_table=page_table)} {selection}"
+    static = selection | {"sm_scale": sm_scale, "config": config}
     name = dispatch.choose("query_sparse_attention", implementation, signature, arrays, static)
     return dispatch.load("query_sparse_attention", name)(*arrays, **static)
 
 
-def check_selection(page_size: int, *, gamma: int, block_size: int, k_blocks: int, k_exact: int, tournament: bool) -> None:
+def check_selection(
+    page_size: int, *, gamma: int, block_size: int, k_blocks: int, k_exact: int, tournament: bool = False, trend: bool = False
+) -> None:
     """Raise ValueError unless the sizes of a selection fit together."""
     for name, value, least in (("gamma", gamma, 1), ("block_size", block_size, 1), ("k_blocks", k_blocks, 1), ("k_exact", k_exact, 0)):
         if not isinstance(value, int) or value < least:
@@ -86,5 +102,6 @@ def check_selection(page_size: int, *, gamma: int, block_size: int, k_blocks: in
         raise ValueError(f"block_size {block_size} does not divide page_size {page_size}")
     if k_exact > k_blocks:
         raise ValueError(f"k_exact {k_exact} is more than k_blocks {k_blocks}: exact slots are part of the list")
-    if not isinstance(tournament, bool):
-        raise ValueError(f"tournament must be True or False, got {tournament!r}")
+    for name, flag in (("tournament", tournament), ("trend", trend)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")

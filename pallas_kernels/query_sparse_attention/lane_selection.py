@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import lanes
 from pallas_kernels.gather_attention.tiles import LAYOUT, LOG2E
+from pallas_kernels.query_sparse_attention.api import TREND_FROM
 
 IN_REGISTERS = 16
 """Exact slots a row up to which they stand in registers."""
@@ -36,6 +37,7 @@ class Selector:
     block_size: int
     k_blocks: int
     k_exact: int
+    trend: bool
     gamma: int
     num_rows: int
     num_heads: int
@@ -60,9 +62,14 @@ class Selector:
 
     @property
     def types(self) -> tuple[plgpu.ShapeDtypeStruct, plgpu.ShapeDtypeStruct]:
-        """Of the state: integers (end, row of the lists or -1, filled, those of the slots), floats (seen, mean, squares, of the slots)."""
+        """Of the state: integers (end, row of the lists or -1, filled, those of the slots), floats (the statistics, those of the slots)."""
         integers, floats = self.slots.counts if self.slots else (0, 0)
-        return lanes.per_thread(3 + integers, jnp.int32), lanes.per_thread(3 + floats, jnp.float32)
+        return lanes.per_thread(3 + integers, jnp.int32), lanes.per_thread(self.statistics + floats, jnp.float32)
+
+    @property
+    def statistics(self) -> int:
+        """How many numbers stage 2 knows about the scores of a row: seen, mean, squares, and for a trend products."""
+        return 4 if self.trend else 3
 
     def empty(self, refs, row, head, first_row, position, length):
         """Nothing selected yet. first_row: of 64, in the lists of this row of the batch; position: its query's."""
@@ -81,8 +88,8 @@ class Selector:
             at = ((row * self.num_rows + first_row + place) * self.num_heads) + head
             at = lanes.where(listed, at, -1)
             integers, floats = self.slots.empty((ids_ref, scores_ref), at) if self.slots else ([], [])
-            zero = lanes.f32(0.0)
-            return lanes.holding([end, at, lanes.i32(0), *integers]), lanes.holding([zero, zero, zero, *floats])
+            nothing = [lanes.f32(0.0)] * self.statistics
+            return lanes.holding([end, at, lanes.i32(0), *integers]), lanes.holding([*nothing, *floats])
 
         return inline(*refs, row, head, first_row, position, length)
 
@@ -120,7 +127,7 @@ class Selector:
     def _finish(self, refs, integers, floats) -> None:
         _, at, filled, *integers = integers
         if self.slots:
-            self.slots.finish(refs, at, integers, floats[3:])
+            self.slots.finish(refs, at, integers, floats[self.statistics :])
         odd = (lanes.lane() & 1) == 1
         nothing = lanes.where(odd, lanes.bits(lanes.f32(-math.inf)), -1)
 
@@ -131,24 +138,27 @@ class Selector:
         lanes.while_loop(lambda slot: slot < self.k_blocks, clear, [filled + self.k_exact])
 
     def _offer_one(self, refs, block, score, integers, floats):
-        (end, at, filled, *slot_integers), (seen, mean, squares, *slot_floats) = integers, floats
+        (end, at, filled, *slot_integers), statistics, slot_floats = integers, floats[: self.statistics], floats[self.statistics :]
         offered = (block >= self.first) & (block < end) & (score > -math.inf)
         if self.estimates:
-            seen, mean, squares = _count(offered, score, seen, mean, squares)
+            statistics = _count(offered, score, *statistics)
         lost, lost_block, left_over = score, block, offered
         if self.slots:
             lost, lost_block, slot_integers, slot_floats = self.slots.replace(refs, at, offered, score, block, slot_integers, slot_floats)
             left_over = offered & (lost_block >= 0)
         if self.estimates:
-            filled = self._estimate(refs, at, left_over, lost, lost_block, end - block, filled, seen, mean, squares)
-        return [end, at, filled, *slot_integers], [seen, mean, squares, *slot_floats]
+            filled = self._estimate(refs, at, left_over, lost, lost_block, end - block, filled, *statistics)
+        return [end, at, filled, *slot_integers], [*statistics, *slot_floats]
 
-    def _estimate(self, refs, at, offered, score, block, left, filled, seen, mean, squares):
+    def _estimate(self, refs, at, offered, score, block, left, filled, seen, mean, squares, products=None):
         """Stage 2: the next free slot, if the score reaches the quantile. left: candidates, the present one included."""
         slots = lanes.i32(self.estimates) - filled
         share = lanes.number(slots) * lanes.reciprocal(lanes.number(left))
-        sigma = lanes.sqrt(squares * lanes.reciprocal(seen))
-        take = offered & (slots > 0) & ((slots >= left) | (score - mean >= upper_quantile(share) * sigma))
+        threshold = lanes.f32(0.0)
+        if self.trend:
+            threshold, squares = _along_the_line(lanes.number(left), seen, squares, products)
+        threshold = lanes.fma(upper_quantile(share), lanes.sqrt(squares * lanes.reciprocal(seen)), threshold)
+        take = offered & (slots > 0) & ((slots >= left) | (score - mean >= threshold))
         odd = (lanes.lane() & 1) == 1
         word = lanes.where(odd, lanes.bits(score), block)
         lanes.store_global_if(take, lanes.either(odd, refs[1], refs[0]), (filled + self.k_exact) * 4, word, **self.row_at(at))
@@ -289,13 +299,24 @@ def _choose(condition, a, b):
     return [lanes.where(condition, x, y) for x, y in zip(a, b, strict=True)]
 
 
-def _count(offered, score, seen, mean, squares):
-    """Welford's update; the mean rounds as the interface says."""
+def _count(offered, score, seen, mean, squares, *products):
+    """Welford's update; the mean rounds as the interface says. products: of places and scores, both less their means, for a trend."""
     counted = seen + 1.0
     before = score - mean
     new_mean = mean + lanes.divide(before, counted)
-    new_squares = lanes.fma(before, score - new_mean, squares)
-    return [lanes.where(offered, a, b) for a, b in ((counted, seen), (new_mean, mean), (new_squares, squares))]
+    after = score - new_mean
+    news = counted, new_mean, lanes.fma(before, after, squares), *(lanes.fma(counted * 0.5, after, x) for x in products)
+    return [lanes.where(offered, a, b) for a, b in zip(news, (seen, mean, squares, *products), strict=True)]
+
+
+def _along_the_line(left, seen, squares, products):
+    """What the line through `seen` scores foretells of the candidates left: how far their mean lies above, and `seen` times their
+    variance; 0 and the squares where too few are seen."""
+    drawn = seen >= float(TREND_FROM)
+    slope = lanes.where(drawn, products * lanes.reciprocal(seen * lanes.fma(seen, seen, lanes.f32(-1.0))) * 12.0, 0.0)
+    about = lanes.maximum(lanes.fma(lanes.f32(0.0) - slope, products, squares), 0.0)
+    along = slope * slope * seen * lanes.multiply(lanes.fma(left, left, lanes.f32(-1.0)), 1 / 12)
+    return slope * (seen + left - 2.0) * 0.5, about + along
 
 
 _CENTRAL = (

@@ -25,11 +25,10 @@ from jax import lax
 from pallas_kernels import query_tiles
 from pallas_kernels.gather_attention.tiles import LOG2E, LOWEST
 from pallas_kernels.query_sparse_attention import lane_selection
+from pallas_kernels.query_sparse_attention.api import SELECTION
 
 
-def unsupported(
-    q, k, v, page_table, starts, lengths, *, gamma, block_size, k_blocks, k_exact, window, tournament, sm_scale, config
-) -> str | None:
+def unsupported(q, k, v, page_table, starts, lengths, *, gamma, block_size, window, sm_scale, config, **selection) -> str | None:
     """Why this valid input is none for this kernel, or None if it is one."""
     reason = query_tiles.unsupported(q, k, sm_scale)
     if reason:
@@ -50,12 +49,12 @@ def query_sparse_attention(q, k, v, page_table, starts, lengths, *, config, **st
     return _measure(q, k, v, page_table, starts, lengths, **static)
 
 
-@functools.partial(jax.jit, static_argnames=("gamma", "block_size", "k_blocks", "k_exact", "window", "tournament", "sm_scale"))
-def _measure(q, k, v, page_table, starts, lengths, *, gamma, block_size, k_blocks, k_exact, window, tournament, sm_scale):
+@functools.partial(jax.jit, static_argnames=("gamma", "block_size", "window", "sm_scale", *SELECTION))
+def _measure(q, k, v, page_table, starts, lengths, *, gamma, block_size, k_blocks, k_exact, window, tournament, trend, sm_scale):
     del tournament  # the same slots
     q = q[:, ::gamma]
     s = query_tiles.shape_of(q, k, sm_scale=sm_scale, row_stride=gamma)
-    selector = lane_selection.Selector(block_size, k_blocks, k_exact, gamma, s.num_rows, s.num_heads, window)
+    selector = lane_selection.Selector(block_size, k_blocks, k_exact, trend, gamma, s.num_rows, s.num_heads, window)
     lists = (*q.shape[:3], k_blocks)
     plain_end = query_tiles.plain_ends(page_table, lengths, s.page_size)
     kernel = query_tiles.launch(

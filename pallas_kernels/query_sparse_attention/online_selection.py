@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.query_sparse_attention.api import TREND_FROM
+
 _FIRST = jnp.iinfo(jnp.int32).max  # as a block id: replaced before every other of equal score
 
 
@@ -27,6 +29,7 @@ class Selection(NamedTuple):
     seen: Int[Array, "*rows"]
     mean: Float[Array, "*rows"]
     squares: Float[Array, "*rows"]
+    products: Float[Array, "*rows"]
 
 
 def empty(rows: tuple[int, ...], *, k_blocks: int, k_exact: int, tournament: bool) -> Selection:
@@ -40,11 +43,11 @@ def empty(rows: tuple[int, ...], *, k_blocks: int, k_exact: int, tournament: boo
         tree = Tree(jnp.broadcast_to(jnp.array(nodes, jnp.int32), (*rows, 2 * leaves)))
     ids, scores = jnp.full((*rows, k_blocks), -1, jnp.int32), jnp.full((*rows, k_blocks), -jnp.inf, jnp.float32)
     none, zero = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
-    return Selection(ids, scores, tree, none, none, zero, zero)
+    return Selection(ids, scores, tree, none, none, zero, zero, zero)
 
 
 def offer(
-    selection: Selection, scores: Float[Array, "*rows"], block: Int[Array, ""], first: Array, end: Array, *, k_exact: int
+    selection: Selection, scores: Float[Array, "*rows"], block: Int[Array, ""], first: Array, end: Array, *, k_exact: int, trend: bool
 ) -> Selection:
     """Offer one block to every row; candidates of a row are first to end - 1. Blocks come in ascending order."""
     offered = (block >= first) & (block < end) & (scores > -jnp.inf)
@@ -56,7 +59,7 @@ def offer(
         selection, scores, ids = _replace(selection, scores, ids, offered, k_exact)
         offered &= ids >= 0
     if estimates:
-        selection = _estimate(selection, scores, ids, offered, end - block, k_exact)
+        selection = _estimate(selection, scores, ids, offered, end - block, k_exact, trend)
     return selection
 
 
@@ -105,24 +108,40 @@ def _count(selection: Selection, scores: Array, offered: Bool[Array, "*rows"]) -
     seen = selection.seen + offered
     before = scores - selection.mean
     mean = selection.mean + before / jnp.maximum(seen, 1)
-    squares = selection.squares + before * (scores - mean)
-    mean, squares = jnp.where(offered, mean, selection.mean), jnp.where(offered, squares, selection.squares)
-    return selection._replace(seen=seen, mean=mean, squares=squares)
+    after = scores - mean
+    counted = {"mean": mean, "squares": selection.squares + before * after, "products": selection.products + 0.5 * seen * after}
+    kept = {name: jnp.where(offered, new, getattr(selection, name)) for name, new in counted.items()}
+    return selection._replace(seen=seen, **kept)
 
 
-def _estimate(selection: Selection, scores: Array, ids: Array, offered: Bool[Array, "*rows"], left: Array, k_exact: int) -> Selection:
+def _estimate(
+    selection: Selection, scores: Array, ids: Array, offered: Bool[Array, "*rows"], left: Array, k_exact: int, trend: bool
+) -> Selection:
     """Stage 2: the next free slot, if the score reaches the quantile. left: candidates, the present one included."""
     slots = selection.ids.shape[-1] - k_exact - selection.filled
     share = jnp.clip(slots.astype(jnp.float32) / jnp.maximum(left, 1), 0.0, 1.0)
     z = -jax.scipy.special.ndtri(share)
-    sigma = jnp.sqrt(jnp.maximum(selection.squares, 0) / jnp.maximum(selection.seen, 1))
-    take = offered & (slots > 0) & ((slots >= left) | (scores - selection.mean >= z * sigma))
+    rise, variance = 0.0, jnp.maximum(selection.squares, 0) / jnp.maximum(selection.seen, 1)
+    if trend:
+        rise, variance = _foretold(selection, left, variance)
+    take = offered & (slots > 0) & ((slots >= left) | (scores - selection.mean >= rise + z * jnp.sqrt(variance)))
     here = take[..., None] & (jnp.arange(selection.ids.shape[-1]) == (k_exact + selection.filled)[..., None])
     return selection._replace(
         scores=jnp.where(here, scores[..., None], selection.scores),
         ids=jnp.where(here, ids[..., None], selection.ids),
         filled=selection.filled + take,
     )
+
+
+def _foretold(selection: Selection, left: Array, variance: Array) -> tuple[Array, Array]:
+    """What a line through the scores counted foretells of the candidates left: how far their mean lies above that of the former, and
+    their variance; where too few are counted for a line, 0 and the given variance."""
+    seen, left = selection.seen.astype(jnp.float32), left.astype(jnp.float32)
+    drawn = selection.seen >= TREND_FROM
+    slope = jnp.where(drawn, 12 * selection.products / jnp.where(drawn, seen * (seen * seen - 1), 1), 0)
+    about_the_line = jnp.maximum(selection.squares - slope * selection.products, 0) / jnp.maximum(seen, 1)
+    foretold = about_the_line + slope * slope * ((left * left - 1) / 12)
+    return slope * ((seen + left - 2) / 2), jnp.where(drawn, foretold, variance)
 
 
 def _rank(ids: Int[Array, "..."]) -> Int[Array, "..."]:

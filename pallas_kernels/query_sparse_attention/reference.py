@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.query_sparse_attention.api import SELECTION, TREND_FROM
+
 EMPTY = (-math.inf, -1)
 """A slot that holds nothing; slots are (score, block)."""
 
@@ -72,15 +74,27 @@ class Tournament:
 class Estimated:
     """k slots filled in order by whatever exceeds the quantile that the slots and candidates left ask for."""
 
-    def __init__(self, k: int):
-        self.k, self.slots, self.seen, self.mean, self.squares = k, [], 0, np.float32(0), 0.0
+    def __init__(self, k: int, trend: bool):
+        self.k, self.trend, self.slots = k, trend, []
+        self.seen, self.mean, self.squares, self.products = 0, np.float32(0), 0.0, 0.0
 
     def count(self, score: float) -> None:
-        """Welford's update."""
+        """Welford's update. products: sum of (place - mean place)(score - mean), places being 0, 1, ... in the order of counting."""
         self.seen += 1
         before = np.float32(score) - self.mean
         self.mean += before / np.float32(self.seen)
-        self.squares += float(before) * float(np.float32(score) - self.mean)
+        after = float(np.float32(score) - self.mean)
+        self.squares += float(before) * after
+        self.products += self.seen / 2 * after
+
+    def foretold(self, candidates_left: int) -> tuple[float, float]:
+        """Of the candidates left: how far their mean lies above that of the scores counted, and their standard deviation."""
+        if not self.trend or self.seen < TREND_FROM:
+            return 0.0, math.sqrt(self.squares / self.seen)
+        slope = 12 * self.products / (self.seen * (self.seen**2 - 1))
+        about_the_line = max(0.0, self.squares - slope * self.products) / self.seen
+        along_the_line = slope**2 * (candidates_left**2 - 1) / 12
+        return slope * (self.seen + candidates_left - 2) / 2, math.sqrt(about_the_line + along_the_line)
 
     def offer(self, score: float, block: int, candidates_left: int) -> None:
         """candidates_left: from the present position of the walk to the last, both included."""
@@ -89,15 +103,18 @@ class Estimated:
             return
         if slots_left < candidates_left:
             z = statistics.NormalDist().inv_cdf(1 - slots_left / candidates_left)
-            if not np.float32(score) - self.mean >= z * math.sqrt(self.squares / self.seen):
+            rise, sigma = self.foretold(candidates_left)
+            if not np.float32(score) - self.mean >= rise + z * sigma:
                 return
         self.slots.append((score, block))
 
 
-def select(scores: np.ndarray, first: int, end: int, *, k_blocks: int, k_exact: int, tournament: bool) -> list[tuple[float, int]]:
+def select(
+    scores: np.ndarray, first: int, end: int, *, k_blocks: int, k_exact: int, tournament: bool, trend: bool
+) -> list[tuple[float, int]]:
     """Slots of a row: scores `[blocks]` float32, of which first to end - 1 are candidates."""
     exact = (Tournament if tournament else Replacement)(k_exact) if k_exact else None
-    estimated = Estimated(k_blocks - k_exact)
+    estimated = Estimated(k_blocks - k_exact, trend)
     for block in range(first, end):
         score = float(scores[block])
         if not score > -math.inf:
@@ -118,10 +135,8 @@ def candidates(position: int, block_size: int, window: tuple[int, int] | None) -
     return (blocks[0], blocks[-1] + 1) if blocks else (0, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("gamma", "block_size", "k_blocks", "k_exact", "window", "tournament", "sm_scale", "config"))
-def query_sparse_attention(
-    q, k, v, page_table, starts, lengths, *, gamma, block_size, k_blocks, k_exact, window, tournament, sm_scale, config
-):
+@functools.partial(jax.jit, static_argnames=("gamma", "block_size", "window", "sm_scale", "config", *SELECTION))
+def query_sparse_attention(q, k, v, page_table, starts, lengths, *, gamma, block_size, window, sm_scale, config, **selection):
     """See `pallas_kernels.query_sparse_attention.query_sparse_attention`; takes no config."""
     if config is not None:
         raise ValueError(f"implementation 'reference' of query_sparse_attention takes no config, got {config!r}")
@@ -145,15 +160,16 @@ def query_sparse_attention(
 
     out, lse, scores = jax.vmap(of_row)(q, page_table, positions, lengths)
 
+    shape = (*lse.shape, selection["k_blocks"])
+
     def select_rows(scores, positions, lengths):
-        ids, kept = np.full((*lse.shape, k_blocks), -1, np.int32), np.full((*lse.shape, k_blocks), -np.inf, np.float32)
+        ids, kept = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
         for b, r, h in np.ndindex(*lse.shape):
             if positions[b, r] < lengths[b]:
                 first, end = candidates(int(positions[b, r]), block_size, window)
-                slots = select(np.asarray(scores[b, r, h]), first, end, k_blocks=k_blocks, k_exact=k_exact, tournament=tournament)
+                slots = select(np.asarray(scores[b, r, h]), first, end, **selection)
                 kept[b, r, h], ids[b, r, h] = zip(*slots, strict=True)
         return ids, kept
 
-    shape = (*lse.shape, k_blocks)
     results = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     return out, lse, *jax.pure_callback(select_rows, results, scores, positions, lengths)

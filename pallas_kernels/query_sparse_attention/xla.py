@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import online_softmax, paged
 from pallas_kernels.query_sparse_attention import online_selection
+from pallas_kernels.query_sparse_attention.api import SELECTION
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ def query_sparse_attention(q, k, v, page_table, starts, lengths, *, config, **st
     return _measure(q, k, v, page_table, starts, lengths, config=config or default_config(), **static)
 
 
-@functools.partial(jax.jit, static_argnames=("gamma", "block_size", "k_blocks", "k_exact", "window", "tournament", "sm_scale", "config"))
+@functools.partial(jax.jit, static_argnames=("gamma", "block_size", "window", "sm_scale", "config", *SELECTION))
 def _measure(q, k, v, page_table, starts, lengths, *, gamma, k_blocks, k_exact, tournament, config, **static):
     q = q[:, ::gamma]
     batch, num_rows, num_heads, head_dim = q.shape
@@ -79,7 +80,7 @@ def _measure(q, k, v, page_table, starts, lengths, *, gamma, k_blocks, k_exact, 
     return jax.lax.map(row, (q, page_table, starts, lengths), batch_size=math.gcd(batch, config.rows))
 
 
-def _walk(q, position, table, length, k, v, pages_per_tile, select, *, block_size, window, sm_scale):
+def _walk(q, position, table, length, k, v, pages_per_tile, select, *, block_size, window, trend, sm_scale):
     """Fold every key tile that the queries at these positions may read, and offer its blocks; q is `[K, G * query_tile, D]`."""
     num_kv_heads, page_size = k.shape[1:3]
     key_tile = pages_per_tile * page_size
@@ -101,7 +102,7 @@ def _walk(q, position, table, length, k, v, pages_per_tile, select, *, block_siz
         block = i * scores.shape[0]
 
         def offer(j, selection):
-            return online_selection.offer(selection, scores[j], block + j, first, end, k_exact=select["k_exact"])
+            return online_selection.offer(selection, scores[j], block + j, first, end, k_exact=select["k_exact"], trend=trend)
 
         return partial, jax.lax.fori_loop(0, scores.shape[0], offer, selection)
 

@@ -30,11 +30,13 @@ BASE = {
     "width": 20,
     "dtype": "bfloat16",
 }
-SELECTION = {"gamma": 4, "block_size": 64, "k_blocks": 12, "k_exact": 4, "window": None, "tournament": False}
+SELECTION = {"gamma": 4, "block_size": 64, "k_blocks": 12, "k_exact": 4, "window": None, "tournament": False, "trend": False}
 CASES = {
     "hybrid": {},
     "window": {"window": (64, 256)},
     "window with parts of blocks": {"window": (100, 300), "k_exact": 3, "k_blocks": 9},
+    "trend": {"trend": True, "lengths": (9000, 3), "starts": (8400, 0), "num_queries": 600, "width": 71},
+    "estimated, trend": {"trend": True, "k_exact": 0, "lengths": (9000, 3), "starts": (8400, 0), "num_queries": 600, "width": 71},
     "exact": {"k_exact": 8, "k_blocks": 8},
     "exact, 1 slot": {"k_exact": 1, "k_blocks": 1},
     "exact, 15 slots": {"k_exact": 15, "k_blocks": 15},
@@ -67,11 +69,12 @@ CASES = {
     "huge logits": {"keys": "huge"},
     "equal scores": {"keys": "equal"},
     "equal scores, estimated": {"keys": "equal", "k_exact": 0},
+    "equal scores, estimated, trend": {"keys": "equal", "k_exact": 0, "trend": True},
     "equal scores, in memory": {"keys": "equal", "k_exact": 18, "k_blocks": 20},
     "denormal keys": {"keys": "denormal"},
     "far below the maximum": {"spread": 40.0},
 }
-FOR_MUTANTS = ("hybrid", "window with parts of blocks", "equal scores", "far below the maximum")
+FOR_MUTANTS = ("hybrid", "trend", "window with parts of blocks", "equal scores", "far below the maximum")
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +156,7 @@ MUTANTS = {
     "length one short": _with(lambda *arrays: (*arrays[:5], jnp.maximum(arrays[5] - 1, 0))),
     "causal mask one late": _with(lambda *arrays: (*arrays[:4], arrays[4] + 1, arrays[5])),
     "one exact slot less": _with(k_exact=lambda k: k - 1),
+    "trend ignored": _with(trend=lambda trend: False),
     "all estimated": _with(k_exact=lambda k: 0),
     "window one block wider": _with(window=lambda window: window and (window[0], window[1] + 64)),
     "a sink block that is cut counts": _with(window=lambda window: window and (window[0] + 28, window[1])),

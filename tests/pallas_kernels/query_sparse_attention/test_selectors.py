@@ -11,21 +11,28 @@ import numpy as np
 import pytest
 import scipy.special
 
-from pallas_kernels.query_sparse_attention import online_selection, reference
+from pallas_kernels.query_sparse_attention import api, online_selection, reference
 
 BLOCKS, ROWS = 64, 240
 SIZES = {
-    "exact": (6, 6, False),
-    "exact, one slot": (1, 1, False),
-    "tournament of 8": (8, 8, True),
-    "tournament of 11": (11, 11, True),
-    "tournament of one": (1, 1, True),
-    "estimated": (7, 0, False),
-    "estimated, one slot": (1, 0, False),
-    "hybrid": (11, 3, False),
-    "hybrid, tournament": (11, 5, True),
-    "more slots than blocks": (70, 4, False),
+    "exact": (6, 6, False, False),
+    "exact, one slot": (1, 1, False, False),
+    "tournament of 8": (8, 8, True, False),
+    "tournament of 11": (11, 11, True, False),
+    "tournament of one": (1, 1, True, False),
+    "estimated": (7, 0, False, False),
+    "estimated, one slot": (1, 0, False, False),
+    "hybrid": (11, 3, False, False),
+    "hybrid, tournament": (11, 5, True, False),
+    "more slots than blocks": (70, 4, False, False),
+    "estimated, trend": (7, 0, False, True),
+    "hybrid, trend": (11, 3, False, True),
+    "hybrid, tournament, trend": (20, 5, True, True),
+    "more slots than blocks, trend": (70, 4, False, True),
 }
+
+
+PLAIN = {"tournament": False, "trend": False}
 
 
 @functools.cache
@@ -43,9 +50,9 @@ def rows() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return scores, first.astype(np.int32), end.astype(np.int32)
 
 
-def by_definition(k_blocks: int, k_exact: int, tournament: bool) -> tuple[np.ndarray, np.ndarray]:
+def by_definition(k_blocks: int, k_exact: int, tournament: bool, trend: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """ids and scores of every row, [ROWS, k_blocks], by the plain-Python selectors."""
-    sizes = {"k_blocks": k_blocks, "k_exact": k_exact, "tournament": tournament}
+    sizes = {"k_blocks": k_blocks, "k_exact": k_exact, "tournament": tournament, "trend": trend}
     slots = np.array([reference.select(s, int(a), int(b), **sizes) for s, a, b in zip(*rows(), strict=True)])
     return slots[..., 1].astype(np.int32), slots[..., 0].astype(np.float32)
 
@@ -55,16 +62,16 @@ expected = functools.cache(by_definition)
 
 @pytest.mark.parametrize("case", SIZES)
 def test_jax_selectors_are_the_plain_ones(tools, case):
-    k_blocks, k_exact, tournament = SIZES[case]
+    k_blocks, k_exact, tournament, trend = SIZES[case]
 
     @jax.jit
     def select(scores, first, end):
         state = online_selection.empty((ROWS,), k_blocks=k_blocks, k_exact=k_exact, tournament=tournament)
-        one = functools.partial(online_selection.offer, k_exact=k_exact)
+        one = functools.partial(online_selection.offer, k_exact=k_exact, trend=trend)
         return jax.lax.fori_loop(0, BLOCKS, lambda j, state: one(state, scores[:, j], j, first, end), state)
 
     selection = select(*map(jnp.asarray, rows()))
-    ids, scores = expected(k_blocks, k_exact, tournament)
+    ids, scores = expected(*SIZES[case])
     np.testing.assert_array_equal(np.asarray(selection.ids), ids)
     tools.assert_same_bits(selection.scores, scores)
 
@@ -83,7 +90,7 @@ def test_exact_is_a_sort_and_the_tournament_is_exact(k):
 def test_which_slot_is_replaced():
     """By hand. Of equal scores the higher block goes; an empty slot goes first; a newcomer of equal score does not get in."""
     values = np.array([2, 1, 1, 1, 3, 1.5, 1.5], np.float32)
-    ids = [[j for _, j in reference.select(values, 0, end, k_blocks=3, k_exact=3, tournament=False)] for end in range(1, 8)]
+    ids = [[j for _, j in reference.select(values, 0, end, k_blocks=3, k_exact=3, **PLAIN)] for end in range(1, 8)]
     assert ids == [[0, -1, -1], [0, 1, -1], [0, 1, 2], [0, 1, 2], [0, 1, 4], [0, 5, 4], [0, 5, 4]]
 
 
@@ -93,7 +100,7 @@ def test_estimated_is_equations_6_and_7():
     taken = passed = 0
     for _ in range(40):
         values = rng.normal(rng.normal(), rng.uniform(0.5, 3), 64).astype(np.float32)
-        ids = [j for _, j in reference.select(values, 0, 64, k_blocks=9, k_exact=0, tournament=False)]
+        ids = [j for _, j in reference.select(values, 0, 64, k_blocks=9, k_exact=0, **PLAIN)]
         for j in range(64):
             left = 9 - sum(i < j for i in ids)
             p = 1 - left / (64 - j)
@@ -107,9 +114,53 @@ def test_estimated_is_equations_6_and_7():
     assert passed > 1000
 
 
+def test_a_trend_is_the_line_of_least_squares():
+    """Every decision against numpy's line through all that was seen so far: what it foretells of the candidates left, and how far off
+    it is of those seen, are the mean and the variance to come."""
+    rng = np.random.default_rng(4)
+    taken = passed = 0
+    for slope in np.linspace(-0.2, 0.2, 41):
+        values = (slope * np.arange(96) + rng.normal(rng.normal(), rng.uniform(0.5, 3), 96)).astype(np.float32)
+        ids = [j for _, j in reference.select(values, 0, 96, k_blocks=9, k_exact=0, tournament=False, trend=True)]
+        for j in range(api.TREND_FROM - 1, 96):
+            left = 9 - sum(i < j for i in ids)
+            seen = values[: j + 1].astype(np.float64)
+            line = np.polynomial.Polynomial.fit(np.arange(j + 1), seen, 1)
+            to_come, off = line(np.arange(j, 96)), seen - line(np.arange(j + 1))
+            z = -scipy.special.ndtri(left / (96 - j))
+            threshold = to_come.mean() + z * math.sqrt(off.var() + to_come.var()) if left < 96 - j else -math.inf
+            if abs(values[j] - threshold) < 1e-4:
+                continue
+            assert (j in ids) == (left > 0 and values[j] > threshold)
+            taken, passed = taken + (j in ids), passed + (j not in ids)
+    assert taken > 100
+    assert passed > 1000
+
+
+@pytest.mark.parametrize("slope", [-0.1, 0.1])
+def test_with_a_trend_lists_of_a_drifting_row_are_better(slope):
+    """Summed over 40 rows of 256 scores: rising ones would use up their slots before the best come."""
+    rng = np.random.default_rng(6)
+    kept = {False: 0.0, True: 0.0}
+    for _ in range(40):
+        values = (slope * np.arange(256) + rng.standard_normal(256)).astype(np.float32)
+        for trend in kept:
+            kept[trend] += sum(s for s, _ in reference.select(values, 0, 256, k_blocks=32, k_exact=4, tournament=False, trend=trend))
+    assert kept[True] > kept[False]
+
+
+def test_until_enough_is_seen_there_is_no_trend():
+    values = np.arange(64, dtype=np.float32)
+    for end in range(1, api.TREND_FROM):
+        level, trend = (reference.select(values, 0, end, k_blocks=5, k_exact=0, tournament=False, trend=x) for x in (False, True))
+        assert trend == level
+    level, trend = (reference.select(values, 0, 64, k_blocks=5, k_exact=0, tournament=False, trend=x) for x in (False, True))
+    assert trend != level
+
+
 def test_what_stage_1_loses_stage_2_is_offered():
     """Rising scores: each block displaces the one before, and the list ends up full all the same."""
-    ids = [j for _, j in reference.select(np.arange(20, dtype=np.float32), 0, 20, k_blocks=5, k_exact=2, tournament=False)]
+    ids = [j for _, j in reference.select(np.arange(20, dtype=np.float32), 0, 20, k_blocks=5, k_exact=2, **PLAIN)]
     assert sorted(ids[:2]) == [18, 19]
     assert all(0 <= j < 18 for j in ids[2:])
 
@@ -117,8 +168,8 @@ def test_what_stage_1_loses_stage_2_is_offered():
 @pytest.mark.parametrize("case", SIZES)
 def test_lists_are_as_full_as_can_be(case):
     """Without holes in the candidates every list has min(k, candidates) blocks, each once."""
-    k_blocks, k_exact, tournament = SIZES[case]
-    ids, _ = expected(k_blocks, k_exact, tournament)
+    k_blocks = SIZES[case][0]
+    ids, _ = expected(*SIZES[case])
     for kept, first, end in list(zip(ids, *rows()[1:], strict=True))[1::2]:
         kept = kept[kept >= 0]
         assert len(kept) == len(set(kept)) == min(k_blocks, max(end - first, 0))
@@ -192,7 +243,33 @@ class _StrictlyMore(reference.Estimated):
             super().offer(score, block, candidates_left)
 
 
+class _RiseOfThePast(reference.Estimated):
+    def foretold(self, candidates_left):
+        rise, sigma = super().foretold(candidates_left)
+        return -rise, sigma
+
+
+class _OneCandidateMore(reference.Estimated):
+    def foretold(self, candidates_left):
+        return super().foretold(candidates_left + 1)
+
+
+class _NoSpreadAlongTheLine(reference.Estimated):
+    def foretold(self, candidates_left):
+        return super().foretold(candidates_left)[0], super().foretold(1)[1]
+
+
+class _NoLine(reference.Estimated):
+    def foretold(self, candidates_left):
+        return super().foretold(candidates_left)[0], math.sqrt(self.squares / self.seen)
+
+
 MUTANTS = {
+    "the trend turns round": ("Estimated", _RiseOfThePast),
+    "the trend goes on for a candidate more": ("Estimated", _OneCandidateMore),
+    "what comes does not spread along the line": ("Estimated", _NoSpreadAlongTheLine),
+    "deviation from the mean, not from the line": ("Estimated", _NoLine),
+    "a line through one score less": ("TREND_FROM", api.TREND_FROM - 1),
     "the newcomer wins a tie": ("Replacement", _NewcomerWins),
     "what is displaced is forgotten": ("Replacement", _ForgetsTheLoser),
     "the tree is not replayed": ("Tournament", _TreeNotReplayed),
