@@ -179,9 +179,7 @@ def _sparse(p: MeasureOnceMaskOnce, prompt: Prompt, on_progress: Callable) -> It
     per_key = 4 * sizes.num_heads * sizes.head_dim
 
     on_progress(f"{prompt.tokens:,} tokens: the steps of {name}")
-    window = (p.sink_tokens, p.row_window)
-    listing = {"gamma": p.gamma, "block_size": p.key_block, "k_blocks": p.k, "k_exact": p.k_exact, "window": window}
-    measure = functools.partial(query_sparse_attention, **listing, sm_scale=ctx.sm_scale)
+    measure = functools.partial(query_sparse_attention, **p.selection, sm_scale=ctx.sm_scale)
     row, (exact, lse, ids, scores) = _timed(prompt, "query-sparse", name, measure, prompt.q, *pages)
     ends = np.arange(0, prompt.tokens, p.gamma) + 1
     checked = {"error": _dense_error(prompt, exact, samples, p.gamma), **_list_errors(prompt, p, ids, scores, samples)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -70,6 +71,13 @@ class MeasureOnceMaskOnce(TileLists):
         return max(1, self.window_tokens - self.gamma + 1)
 
     @property
+    def selection(self) -> dict[str, Any]:
+        """What the measured queries list, as `query_sparse_attention` takes it."""
+        window = (self.sink_tokens, self.row_window)
+        slots = {"k_blocks": self.k, "k_exact": self.k_exact, "trend": self.trend}
+        return {"gamma": self.gamma, "block_size": self.key_block, "window": window} | slots
+
+    @property
     def dense_tokens(self) -> int:
         """Up to here the lists would hold everything, or dense attention was declared faster."""
         kept = self.k if self.k_trim is None else min(self.k, self.k_trim)
@@ -86,12 +94,7 @@ class MeasureOnceMaskOnce(TileLists):
         """Exact output of every gamma-th query, `[B, R, H, D]`, and the united lists of the tiles, `[B, C, H, W]`."""
         exact, lse, ids, scores = query_sparse_attention(
             *(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths),
-            gamma=self.gamma,
-            block_size=self.key_block,
-            k_blocks=self.k,
-            k_exact=self.k_exact,
-            trend=self.trend,
-            window=(self.sink_tokens, self.row_window),
+            **self.selection,
             sm_scale=ctx.sm_scale,
         )
         num_blocks = ctx.page_table.shape[1] * layer.k.shape[2] // self.key_block
