@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from kvjax.prefill.delta import delta_correction
 from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens
 from pallas_kernels.query_sparse_attention import query_sparse_attention
+from pallas_kernels.query_sparse_attention.api import ESTIMATES
 from pallas_kernels.union_blocks import union_blocks
 
 CHANGES: dict[str, dict[str, str | bool | None]] = {
     "score": {"rank": "score"},
     "plain": {"delta": "plain"},
     "uncorrected": {"delta": "off"},
-    "trend": {"trend": True},
+    "buckets": {"estimate": "buckets"},
     "untrimmed": {"k_trim": None},
 }
 """What can stand behind a short name: "momo:128/8+score+plain" is the policy as published."""
@@ -25,14 +26,14 @@ CHANGES: dict[str, dict[str, str | bool | None]] = {
 @dataclasses.dataclass(frozen=True)
 class MeasureOnceMaskOnce(TileLists):
     """Every `gamma`-th query attends to all keys and on the way lists the `k` distant blocks with the largest log-sum-exp of logits, per
-    query head: `k_exact` exactly, the others by an estimated threshold. The lists of the `chi / gamma` such queries of a tile are united,
-    the `k_trim` best blocks kept (None: all), and the tile attends to them, to its sinks and its window; then what the exact queries show
-    to be lacking corrects the others.
+    query head: `k_exact` exactly, the others estimated. The lists of the `chi / gamma` such queries of a tile are united, the `k_trim`
+    best blocks kept (None: all), and the tile attends to them, to its sinks and its window; then what the exact queries show to be lacking
+    corrects the others.
 
     rank: by what blocks are trimmed; "mass", the attention that the tile's exact queries pay, summed; or "score", the mean of their
-    log-sum-exps, as published (Algorithm 2). trend: whether the estimated threshold expects scores to go on rising or falling along the
-    row as they have (`query_sparse_attention`); if not, to stay as they were, as published (equation 6). delta: "damped"
-    (`delta_correction`), "plain" (equation 3 as published) or "off".
+    log-sum-exps, as published (Algorithm 2). estimate: how the other k - k_exact blocks are found; by a "quantile", as published
+    (equation 6), or in "buckets" (see `query_sparse_attention`). delta: "damped" (`delta_correction`), "plain" (equation 3 as published)
+    or "off".
 
     Blocks that sinks or window hold anyway take no place in a list. dense_below: sequences up to this many tokens are dense although
     lists would not hold everything, because that is faster there (0: none).
@@ -50,7 +51,7 @@ class MeasureOnceMaskOnce(TileLists):
     window_tokens: int = 1024
     dense_below: int = 0
     rank: str = "mass"
-    trend: bool = False
+    estimate: str = "quantile"
     delta: str = "damped"
 
     def __post_init__(self):
@@ -59,9 +60,9 @@ class MeasureOnceMaskOnce(TileLists):
             check_sizes(self, k_trim=1)
         if self.chi % self.gamma:
             raise ValueError(f"chi {self.chi} must be a multiple of gamma {self.gamma}: a tile unites the lists of whole rows")
-        for name, choices in (("rank", ("mass", "score")), ("trend", (False, True)), ("delta", ("damped", "plain", "off"))):
+        for name, choices in (("rank", ("mass", "score")), ("estimate", ESTIMATES), ("delta", ("damped", "plain", "off"))):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}; got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
         if self.k_exact > self.k:
             raise ValueError(f"k_exact {self.k_exact} exceeds k {self.k}, of which it is a part")
 
@@ -74,7 +75,7 @@ class MeasureOnceMaskOnce(TileLists):
     def selection(self) -> dict[str, Any]:
         """What the measured queries list, as `query_sparse_attention` takes it."""
         window = (self.sink_tokens, self.row_window)
-        slots = {"k_blocks": self.k, "k_exact": self.k_exact, "trend": self.trend}
+        slots = {"k_blocks": self.k, "k_exact": self.k_exact, "estimate": self.estimate}
         return {"gamma": self.gamma, "block_size": self.key_block, "window": window} | slots
 
     @property
@@ -135,7 +136,7 @@ class MeasureOnceMaskOnce(TileLists):
     def describe(self) -> str:
         """For reports."""
         trimmed = "untrimmed" if self.k_trim is None else f"trimmed to {self.k_trim} by {self.rank}"
-        estimated = ", the others by its trend" if self.trend else ""
+        estimated = f", the others by {self.estimate}" if self.k > self.k_exact else ""
         corrected = "no delta correction" if self.delta == "off" else f"{self.delta} delta correction"
         return (
             f"{self} prefill (every {self.gamma}th query lists {self.k} blocks of {self.key_block}, {self.k_exact} of them exactly"

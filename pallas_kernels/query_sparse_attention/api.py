@@ -8,11 +8,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, paged
 
-SELECTION = ("k_blocks", "k_exact", "tournament", "trend")
-"""What says which of its candidates a row lists."""
+ESTIMATES = ("quantile", "buckets")
 
-TREND_FROM = 32
-"""The fewest scores that a line is drawn through."""
+SELECTION = ("k_blocks", "k_exact", "tournament", "estimate")
+"""What says which of its candidates a row lists."""
 
 
 def query_sparse_attention(
@@ -29,7 +28,7 @@ def query_sparse_attention(
     k_exact: int,
     window: tuple[int, int] | None = None,
     tournament: bool = False,
-    trend: bool = False,
+    estimate: str = "quantile",
     sm_scale: float,
     config: Any = None,
     implementation: str | None = None,
@@ -55,18 +54,18 @@ def query_sparse_attention(
        block that loses its slot. Of equal scores the lower block therefore stays, and a filled list is the exact top k_exact.
        tournament=False looks for the worst slot among all (O(k_exact) an update), True keeps it in a winner tree (O(log k_exact)); both
        give the same slots.
-    2. Slots k_exact to k_blocks - 1 are filled one after another and never replaced. Each score S of the walk is first counted in:
-       n += 1, d = S - m, m += d / n, squares += d * (S - m) (Welford). Then a block that stage 1 passed on, of score s, is taken where
-       s - m >= z * sqrt(squares / n), with Pr(X > z) = slots left / candidates left for a standard normal X (equations 6 and 7;
-       candidates from the present position of the walk to the last), always where as many slots as candidates are left; O(1) an
-       update. Each operation on m rounds to float32, so the left side is the same everywhere and among equal scores the lower
-       blocks are taken; the right side may differ in its last bits between implementations unless it is 0.
+    2. Slots k_exact to k_blocks - 1 are offered what stage 1 passed on, of score s, at O(1) a block.
 
-       trend=False, as published, takes the candidates left for as good as those seen so far. trend=True draws the line of least squares
-       through the n scores, by their number, and takes the candidates left to lie along it: with c += n / 2 * (S - m), after the update
-       of m, slope b = 12 c / (n (n^2 - 1)), and l candidates left, the right side becomes b (n + l - 2) / 2 + z * sqrt((squares - b c) / n
-       + b^2 (l^2 - 1) / 12). As long as n < 32 it is that of trend=False. A row whose scores rise towards its own position, as those of
-       local attention do, would otherwise spend its slots before it comes to the best.
+       estimate="quantile", as published: they are filled one after another and never replaced. Each score S of the walk is first counted
+       in: n += 1, d = S - m, m += d / n, squares += d * (S - m) (Welford). Then the block is taken where s - m >= z * sqrt(squares / n),
+       with Pr(X > z) = slots left / candidates left for a standard normal X (equations 6 and 7; candidates from the present position of
+       the walk to the last), always where as many slots as candidates are left. Each operation on m rounds to float32, so the left side
+       is the same everywhere and among equal scores the lower blocks are taken; the right side may differ in its last bits between
+       implementations unless it is 0.
+
+       estimate="buckets": of m slots the first block passed on is offered to the first, the next to the second, and so on in turn; it
+       takes the slot if that is empty or holds a lower score. So every slot ends up with the best of each m-th block: blocks side by
+       side, which tend to be good together, never contend. Comparisons alone, the same everywhere.
 
     Named as in the paper: k_exact = k_blocks is the exact (or tournament tree) selector, k_exact = 0 the estimated one, else the hybrid.
 
@@ -78,22 +77,23 @@ def query_sparse_attention(
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
 
     Source: "Measure Once, Mask Once", section 3, equations 4 to 8 and appendix A. Unlike its Algorithm 1, scores are scaled and the
-    block on the diagonal is attended to (and is a candidate).
+    block on the diagonal is attended to (and is a candidate). Buckets: the partial reduction of "TPU-KNN: K Nearest Neighbor Search at
+    Peak FLOP/s" (arXiv 2206.14286), with as many bins as results, behind exact slots.
     """
     paged.check(q, k, v, page_table, sm_scale, window, starts=starts, lengths=lengths)
-    check_selection(k.shape[2], gamma=gamma, block_size=block_size, k_blocks=k_blocks, k_exact=k_exact, tournament=tournament, trend=trend)
+    check_selection(
+        k.shape[2], gamma=gamma, block_size=block_size, k_blocks=k_blocks, k_exact=k_exact, tournament=tournament, estimate=estimate
+    )
     arrays = (q, k, v, page_table, starts, lengths)
     selection = {"gamma": gamma, "block_size": block_size, "k_blocks": k_blocks, "k_exact": k_exact, "window": window}
-    selection |= {"tournament": tournament, "trend": trend}
+    selection |= {"tournament": tournament, "estimate": estimate}
     signature = f"{dispatch.signature(q=q, k=k, page_table=page_table)} {selection}"
     static = selection | {"sm_scale": sm_scale, "config": config}
     name = dispatch.choose("query_sparse_attention", implementation, signature, arrays, static)
     return dispatch.load("query_sparse_attention", name)(*arrays, **static)
 
 
-def check_selection(
-    page_size: int, *, gamma: int, block_size: int, k_blocks: int, k_exact: int, tournament: bool = False, trend: bool = False
-) -> None:
+def check_selection(page_size: int, *, gamma: int, block_size: int, k_blocks: int, k_exact: int, tournament: bool, estimate: str) -> None:
     """Raise ValueError unless the sizes of a selection fit together."""
     for name, value, least in (("gamma", gamma, 1), ("block_size", block_size, 1), ("k_blocks", k_blocks, 1), ("k_exact", k_exact, 0)):
         if not isinstance(value, int) or value < least:
@@ -102,6 +102,7 @@ def check_selection(
         raise ValueError(f"block_size {block_size} does not divide page_size {page_size}")
     if k_exact > k_blocks:
         raise ValueError(f"k_exact {k_exact} is more than k_blocks {k_blocks}: exact slots are part of the list")
-    for name, flag in (("tournament", tournament), ("trend", trend)):
-        if not isinstance(flag, bool):
-            raise ValueError(f"{name} must be True or False, got {flag!r}")
+    if not isinstance(tournament, bool):
+        raise ValueError(f"tournament must be True or False, got {tournament!r}")
+    if estimate not in ESTIMATES:
+        raise ValueError(f"estimate must be one of {', '.join(ESTIMATES)}; got {estimate!r}")

@@ -17,7 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import lanes
 from pallas_kernels.gather_attention.tiles import LAYOUT, LOG2E
-from pallas_kernels.query_sparse_attention.api import TREND_FROM
 
 IN_REGISTERS = 16
 """Exact slots a row up to which they stand in registers."""
@@ -37,7 +36,7 @@ class Selector:
     block_size: int
     k_blocks: int
     k_exact: int
-    trend: bool
+    estimate: str
     gamma: int
     num_rows: int
     num_heads: int
@@ -62,14 +61,20 @@ class Selector:
 
     @property
     def types(self) -> tuple[plgpu.ShapeDtypeStruct, plgpu.ShapeDtypeStruct]:
-        """Of the state: integers (end, row of the lists or -1, filled, those of the slots), floats (the statistics, those of the slots)."""
+        """Of the state: integers (end, row of the lists or -1, stage 2's slots filled or blocks offered, those of the slots), floats (the
+        statistics, those of the slots)."""
         integers, floats = self.slots.counts if self.slots else (0, 0)
         return lanes.per_thread(3 + integers, jnp.int32), lanes.per_thread(self.statistics + floats, jnp.float32)
 
     @property
+    def by_quantile(self) -> bool:
+        """Whether stage 2 needs to know about the scores seen."""
+        return self.estimates > 0 and self.estimate == "quantile"
+
+    @property
     def statistics(self) -> int:
-        """How many numbers stage 2 knows about the scores of a row: seen, mean, squares, and for a trend products."""
-        return 4 if self.trend else 3
+        """Numbers known about a row's scores: seen, mean, squares. Without them none, but one where the state would have none at all."""
+        return 3 if self.by_quantile else 0 if self.slots else 1
 
     def empty(self, refs, row, head, first_row, position, length):
         """Nothing selected yet. first_row: of 64, in the lists of this row of the batch; position: its query's."""
@@ -125,7 +130,7 @@ class Selector:
         return {"block": at, "block_bytes": 4 * self.k_blocks}
 
     def _finish(self, refs, integers, floats) -> None:
-        _, at, filled, *integers = integers
+        _, at, turns, *integers = integers
         if self.slots:
             self.slots.finish(refs, at, integers, floats[self.statistics :])
         odd = (lanes.lane() & 1) == 1
@@ -135,34 +140,46 @@ class Selector:
             lanes.store_global_if(at >= 0, lanes.either(odd, refs[1], refs[0]), slot * 4, nothing, **self.row_at(at))
             return [slot + 1]
 
-        lanes.while_loop(lambda slot: slot < self.k_blocks, clear, [filled + self.k_exact])
+        lanes.while_loop(lambda slot: slot < self.k_blocks, clear, [lanes.minimum(turns, self.estimates) + self.k_exact])
 
     def _offer_one(self, refs, block, score, integers, floats):
-        (end, at, filled, *slot_integers), statistics, slot_floats = integers, floats[: self.statistics], floats[self.statistics :]
+        (end, at, turns, *slot_integers), statistics, slot_floats = integers, floats[: self.statistics], floats[self.statistics :]
         offered = (block >= self.first) & (block < end) & (score > -math.inf)
-        if self.estimates:
+        if self.by_quantile:
             statistics = _count(offered, score, *statistics)
         lost, lost_block, left_over = score, block, offered
         if self.slots:
             lost, lost_block, slot_integers, slot_floats = self.slots.replace(refs, at, offered, score, block, slot_integers, slot_floats)
             left_over = offered & (lost_block >= 0)
-        if self.estimates:
-            filled = self._estimate(refs, at, left_over, lost, lost_block, end - block, filled, *statistics)
-        return [end, at, filled, *slot_integers], [*statistics, *slot_floats]
+        if self.by_quantile:
+            turns = self._fill(refs, at, left_over, lost, lost_block, end - block, turns, *statistics)
+        elif self.estimates:
+            turns = self._contend(refs, at, left_over, lost, lost_block, turns)
+        return [end, at, turns, *slot_integers], [*statistics, *slot_floats]
 
-    def _estimate(self, refs, at, offered, score, block, left, filled, seen, mean, squares, products=None):
-        """Stage 2: the next free slot, if the score reaches the quantile. left: candidates, the present one included."""
+    def _contend(self, refs, at, offered, score, block, turns):
+        """Stage 2 in buckets: the slot whose turn it is, if the block scores more than what it holds."""
+        slot = turns % self.estimates
+        place = {"block": lanes.maximum(at, 0), "block_bytes": 4 * self.k_blocks}
+        kept = lanes.load_written(refs[1], (slot + self.k_exact) * 4, "f32", **place)
+        self._put(refs, at, offered & ((turns < self.estimates) | (score > kept)), slot, score, block)
+        lanes.warp_barrier()  # the other of the pair may read next what this one wrote
+        return turns + lanes.where(offered, lanes.i32(1), 0)
+
+    def _fill(self, refs, at, offered, score, block, left, filled, seen, mean, squares):
+        """Stage 2 by the quantile: the next free slot, if the score reaches it. left: candidates, the present one included."""
         slots = lanes.i32(self.estimates) - filled
         share = lanes.number(slots) * lanes.reciprocal(lanes.number(left))
-        threshold = lanes.f32(0.0)
-        if self.trend:
-            threshold, squares = _along_the_line(lanes.number(left), seen, squares, products)
-        threshold = lanes.fma(upper_quantile(share), lanes.sqrt(squares * lanes.reciprocal(seen)), threshold)
-        take = offered & (slots > 0) & ((slots >= left) | (score - mean >= threshold))
+        sigma = lanes.sqrt(squares * lanes.reciprocal(seen))
+        take = offered & (slots > 0) & ((slots >= left) | (score - mean >= upper_quantile(share) * sigma))
+        self._put(refs, at, take, filled, score, block)
+        return filled + lanes.where(take, lanes.i32(1), 0)
+
+    def _put(self, refs, at, take, slot, score, block) -> None:
+        """Into a slot of stage 2: the block by one of the pair, its score by the other."""
         odd = (lanes.lane() & 1) == 1
         word = lanes.where(odd, lanes.bits(score), block)
-        lanes.store_global_if(take, lanes.either(odd, refs[1], refs[0]), (filled + self.k_exact) * 4, word, **self.row_at(at))
-        return filled + lanes.where(take, lanes.i32(1), 0)
+        lanes.store_global_if(take, lanes.either(odd, refs[1], refs[0]), (slot + self.k_exact) * 4, word, **self.row_at(at))
 
 
 class _InRegisters:
@@ -299,24 +316,13 @@ def _choose(condition, a, b):
     return [lanes.where(condition, x, y) for x, y in zip(a, b, strict=True)]
 
 
-def _count(offered, score, seen, mean, squares, *products):
-    """Welford's update; the mean rounds as the interface says. products: of places and scores, both less their means, for a trend."""
+def _count(offered, score, seen, mean, squares):
+    """Welford's update; the mean rounds as the interface says."""
     counted = seen + 1.0
     before = score - mean
     new_mean = mean + lanes.divide(before, counted)
-    after = score - new_mean
-    news = counted, new_mean, lanes.fma(before, after, squares), *(lanes.fma(counted * 0.5, after, x) for x in products)
-    return [lanes.where(offered, a, b) for a, b in zip(news, (seen, mean, squares, *products), strict=True)]
-
-
-def _along_the_line(left, seen, squares, products):
-    """What the line through `seen` scores foretells of the candidates left: how far their mean lies above, and `seen` times their
-    variance; 0 and the squares where too few are seen."""
-    drawn = seen >= float(TREND_FROM)
-    slope = lanes.where(drawn, products * lanes.reciprocal(seen * lanes.fma(seen, seen, lanes.f32(-1.0))) * 12.0, 0.0)
-    about = lanes.maximum(lanes.fma(lanes.f32(0.0) - slope, products, squares), 0.0)
-    along = slope * slope * seen * lanes.multiply(lanes.fma(left, left, lanes.f32(-1.0)), 1 / 12)
-    return slope * (seen + left - 2.0) * 0.5, about + along
+    new_squares = lanes.fma(before, score - new_mean, squares)
+    return [lanes.where(offered, a, b) for a, b in ((counted, seen), (new_mean, mean), (new_squares, squares))]
 
 
 _CENTRAL = (

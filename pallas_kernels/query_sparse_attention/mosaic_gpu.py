@@ -50,11 +50,11 @@ def query_sparse_attention(q, k, v, page_table, starts, lengths, *, config, **st
 
 
 @functools.partial(jax.jit, static_argnames=("gamma", "block_size", "window", "sm_scale", *SELECTION))
-def _measure(q, k, v, page_table, starts, lengths, *, gamma, block_size, k_blocks, k_exact, window, tournament, trend, sm_scale):
+def _measure(q, k, v, page_table, starts, lengths, *, gamma, block_size, k_blocks, k_exact, window, tournament, estimate, sm_scale):
     del tournament  # the same slots
     q = q[:, ::gamma]
     s = query_tiles.shape_of(q, k, sm_scale=sm_scale, row_stride=gamma)
-    selector = lane_selection.Selector(block_size, k_blocks, k_exact, trend, gamma, s.num_rows, s.num_heads, window)
+    selector = lane_selection.Selector(block_size, k_blocks, k_exact, estimate, gamma, s.num_rows, s.num_heads, window)
     lists = (*q.shape[:3], k_blocks)
     plain_end = query_tiles.plain_ends(page_table, lengths, s.page_size)
     kernel = query_tiles.launch(

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.query_sparse_attention.api import TREND_FROM
-
 _FIRST = jnp.iinfo(jnp.int32).max  # as a block id: replaced before every other of equal score
 
 
@@ -20,16 +18,16 @@ class Tree(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What a row keeps: the list so far (ids -1 and scores -inf where empty), the tree or None, and stage 2's statistics."""
+    """What a row keeps: the list so far (ids -1 and scores -inf where empty), the tree or None, and of stage 2 how many slots are filled
+    (quantile) or blocks were offered (buckets), and the statistics of the scores."""
 
     ids: Int[Array, "*rows k"]
     scores: Float[Array, "*rows k"]
     tree: Tree | None
-    filled: Int[Array, "*rows"]
+    turns: Int[Array, "*rows"]
     seen: Int[Array, "*rows"]
     mean: Float[Array, "*rows"]
     squares: Float[Array, "*rows"]
-    products: Float[Array, "*rows"]
 
 
 def empty(rows: tuple[int, ...], *, k_blocks: int, k_exact: int, tournament: bool) -> Selection:
@@ -43,24 +41,35 @@ def empty(rows: tuple[int, ...], *, k_blocks: int, k_exact: int, tournament: boo
         tree = Tree(jnp.broadcast_to(jnp.array(nodes, jnp.int32), (*rows, 2 * leaves)))
     ids, scores = jnp.full((*rows, k_blocks), -1, jnp.int32), jnp.full((*rows, k_blocks), -jnp.inf, jnp.float32)
     none, zero = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
-    return Selection(ids, scores, tree, none, none, zero, zero, zero)
+    return Selection(ids, scores, tree, none, none, zero, zero)
 
 
 def offer(
-    selection: Selection, scores: Float[Array, "*rows"], block: Int[Array, ""], first: Array, end: Array, *, k_exact: int, trend: bool
+    selection: Selection, scores: Float[Array, "*rows"], block: Int[Array, ""], first: Array, end: Array, *, k_exact: int, estimate: str
 ) -> Selection:
     """Offer one block to every row; candidates of a row are first to end - 1. Blocks come in ascending order."""
     offered = (block >= first) & (block < end) & (scores > -jnp.inf)
     ids = jnp.broadcast_to(block, scores.shape)
-    estimates = selection.ids.shape[-1] > k_exact
-    if estimates:
+    estimated = selection.ids.shape[-1] - k_exact
+    if estimated and estimate == "quantile":
         selection = _count(selection, scores, offered)
     if k_exact:
         selection, scores, ids = _replace(selection, scores, ids, offered, k_exact)
         offered &= ids >= 0
-    if estimates:
-        selection = _estimate(selection, scores, ids, offered, end - block, k_exact, trend)
-    return selection
+    if estimated and estimate == "quantile":
+        slot = k_exact + selection.turns
+        take = turn = offered & _reaches_quantile(selection, scores, estimated - selection.turns, end - block)
+    elif estimated:
+        slot = k_exact + selection.turns % estimated
+        take, turn = offered & (scores > _at(selection.scores, slot)), offered
+    else:
+        return selection
+    here = take[..., None] & (jnp.arange(selection.ids.shape[-1]) == slot[..., None])
+    return selection._replace(
+        scores=jnp.where(here, scores[..., None], selection.scores),
+        ids=jnp.where(here, ids[..., None], selection.ids),
+        turns=selection.turns + turn,
+    )
 
 
 def _replace(
@@ -108,40 +117,17 @@ def _count(selection: Selection, scores: Array, offered: Bool[Array, "*rows"]) -
     seen = selection.seen + offered
     before = scores - selection.mean
     mean = selection.mean + before / jnp.maximum(seen, 1)
-    after = scores - mean
-    counted = {"mean": mean, "squares": selection.squares + before * after, "products": selection.products + 0.5 * seen * after}
-    kept = {name: jnp.where(offered, new, getattr(selection, name)) for name, new in counted.items()}
-    return selection._replace(seen=seen, **kept)
+    squares = selection.squares + before * (scores - mean)
+    mean, squares = jnp.where(offered, mean, selection.mean), jnp.where(offered, squares, selection.squares)
+    return selection._replace(seen=seen, mean=mean, squares=squares)
 
 
-def _estimate(
-    selection: Selection, scores: Array, ids: Array, offered: Bool[Array, "*rows"], left: Array, k_exact: int, trend: bool
-) -> Selection:
-    """Stage 2: the next free slot, if the score reaches the quantile. left: candidates, the present one included."""
-    slots = selection.ids.shape[-1] - k_exact - selection.filled
+def _reaches_quantile(selection: Selection, scores: Array, slots: Array, left: Array) -> Bool[Array, "*rows"]:
+    """Whether the next free slot of stage 2 takes a block of this score. left: candidates, the present one included."""
     share = jnp.clip(slots.astype(jnp.float32) / jnp.maximum(left, 1), 0.0, 1.0)
     z = -jax.scipy.special.ndtri(share)
-    rise, variance = 0.0, jnp.maximum(selection.squares, 0) / jnp.maximum(selection.seen, 1)
-    if trend:
-        rise, variance = _foretold(selection, left, variance)
-    take = offered & (slots > 0) & ((slots >= left) | (scores - selection.mean >= rise + z * jnp.sqrt(variance)))
-    here = take[..., None] & (jnp.arange(selection.ids.shape[-1]) == (k_exact + selection.filled)[..., None])
-    return selection._replace(
-        scores=jnp.where(here, scores[..., None], selection.scores),
-        ids=jnp.where(here, ids[..., None], selection.ids),
-        filled=selection.filled + take,
-    )
-
-
-def _foretold(selection: Selection, left: Array, variance: Array) -> tuple[Array, Array]:
-    """What a line through the scores counted foretells of the candidates left: how far their mean lies above that of the former, and
-    their variance; where too few are counted for a line, 0 and the given variance."""
-    seen, left = selection.seen.astype(jnp.float32), left.astype(jnp.float32)
-    drawn = selection.seen >= TREND_FROM
-    slope = jnp.where(drawn, 12 * selection.products / jnp.where(drawn, seen * (seen * seen - 1), 1), 0)
-    about_the_line = jnp.maximum(selection.squares - slope * selection.products, 0) / jnp.maximum(seen, 1)
-    foretold = about_the_line + slope * slope * ((left * left - 1) / 12)
-    return slope * ((seen + left - 2) / 2), jnp.where(drawn, foretold, variance)
+    sigma = jnp.sqrt(jnp.maximum(selection.squares, 0) / jnp.maximum(selection.seen, 1))
+    return (slots > 0) & ((slots >= left) | (scores - selection.mean >= z * sigma))
 
 
 def _rank(ids: Int[Array, "..."]) -> Int[Array, "..."]:

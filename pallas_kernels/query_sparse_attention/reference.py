@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.query_sparse_attention.api import SELECTION, TREND_FROM
+from pallas_kernels.query_sparse_attention.api import SELECTION
 
 EMPTY = (-math.inf, -1)
 """A slot that holds nothing; slots are (score, block)."""
@@ -74,27 +74,15 @@ class Tournament:
 class Estimated:
     """k slots filled in order by whatever exceeds the quantile that the slots and candidates left ask for."""
 
-    def __init__(self, k: int, trend: bool):
-        self.k, self.trend, self.slots = k, trend, []
-        self.seen, self.mean, self.squares, self.products = 0, np.float32(0), 0.0, 0.0
+    def __init__(self, k: int):
+        self.k, self.slots, self.seen, self.mean, self.squares = k, [], 0, np.float32(0), 0.0
 
     def count(self, score: float) -> None:
-        """Welford's update. products: sum of (place - mean place)(score - mean), places being 0, 1, ... in the order of counting."""
+        """Welford's update."""
         self.seen += 1
         before = np.float32(score) - self.mean
         self.mean += before / np.float32(self.seen)
-        after = float(np.float32(score) - self.mean)
-        self.squares += float(before) * after
-        self.products += self.seen / 2 * after
-
-    def foretold(self, candidates_left: int) -> tuple[float, float]:
-        """Of the candidates left: how far their mean lies above that of the scores counted, and their standard deviation."""
-        if not self.trend or self.seen < TREND_FROM:
-            return 0.0, math.sqrt(self.squares / self.seen)
-        slope = 12 * self.products / (self.seen * (self.seen**2 - 1))
-        about_the_line = max(0.0, self.squares - slope * self.products) / self.seen
-        along_the_line = slope**2 * (candidates_left**2 - 1) / 12
-        return slope * (self.seen + candidates_left - 2) / 2, math.sqrt(about_the_line + along_the_line)
+        self.squares += float(before) * float(np.float32(score) - self.mean)
 
     def offer(self, score: float, block: int, candidates_left: int) -> None:
         """candidates_left: from the present position of the walk to the last, both included."""
@@ -103,18 +91,35 @@ class Estimated:
             return
         if slots_left < candidates_left:
             z = statistics.NormalDist().inv_cdf(1 - slots_left / candidates_left)
-            rise, sigma = self.foretold(candidates_left)
-            if not np.float32(score) - self.mean >= rise + z * sigma:
+            if not np.float32(score) - self.mean >= z * math.sqrt(self.squares / self.seen):
                 return
         self.slots.append((score, block))
 
 
+class Buckets:
+    """k slots that what comes is offered to in turn, each by itself."""
+
+    def __init__(self, k: int):
+        self.slots, self.offered = [EMPTY] * k, 0
+
+    def count(self, score: float) -> None:
+        """Nothing is known about what was seen."""
+
+    def offer(self, score: float, block: int, candidates_left: int) -> None:
+        """The slot whose turn it is takes the block if that scores more."""
+        if self.slots:
+            turn = self.offered % len(self.slots)
+            self.offered += 1
+            if score > self.slots[turn][0]:
+                self.slots[turn] = score, block
+
+
 def select(
-    scores: np.ndarray, first: int, end: int, *, k_blocks: int, k_exact: int, tournament: bool, trend: bool
+    scores: np.ndarray, first: int, end: int, *, k_blocks: int, k_exact: int, tournament: bool, estimate: str
 ) -> list[tuple[float, int]]:
     """Slots of a row: scores `[blocks]` float32, of which first to end - 1 are candidates."""
     exact = (Tournament if tournament else Replacement)(k_exact) if k_exact else None
-    estimated = Estimated(k_blocks - k_exact, trend)
+    estimated = {"quantile": Estimated, "buckets": Buckets}[estimate](k_blocks - k_exact)
     for block in range(first, end):
         score = float(scores[block])
         if not score > -math.inf:

@@ -80,7 +80,7 @@ def _measure(q, k, v, page_table, starts, lengths, *, gamma, k_blocks, k_exact, 
     return jax.lax.map(row, (q, page_table, starts, lengths), batch_size=math.gcd(batch, config.rows))
 
 
-def _walk(q, position, table, length, k, v, pages_per_tile, select, *, block_size, window, trend, sm_scale):
+def _walk(q, position, table, length, k, v, pages_per_tile, select, *, block_size, window, estimate, sm_scale):
     """Fold every key tile that the queries at these positions may read, and offer its blocks; q is `[K, G * query_tile, D]`."""
     num_kv_heads, page_size = k.shape[1:3]
     key_tile = pages_per_tile * page_size
@@ -102,7 +102,7 @@ def _walk(q, position, table, length, k, v, pages_per_tile, select, *, block_siz
         block = i * scores.shape[0]
 
         def offer(j, selection):
-            return online_selection.offer(selection, scores[j], block + j, first, end, k_exact=select["k_exact"], trend=trend)
+            return online_selection.offer(selection, scores[j], block + j, first, end, k_exact=select["k_exact"], estimate=estimate)
 
         return partial, jax.lax.fori_loop(0, scores.shape[0], offer, selection)
 

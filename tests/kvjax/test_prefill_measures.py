@@ -171,5 +171,5 @@ def test_ablation_varies_one_thing_at_a_time():
     fields = [f.name for f in dataclasses.fields(base)]
     changed = {tuple(name for name in fields if getattr(variant, name) != getattr(base, name)) for variant in variants}
     together = {("gamma", "chi"), ("k", "k_trim"), ("k", "k_exact", "k_trim")}
-    assert changed == {(), ("gamma",), ("chi",), ("k_exact",), ("k_trim",), ("rank",), ("trend",), ("delta",)} | together
+    assert changed == {(), ("gamma",), ("chi",), ("k_exact",), ("k_trim",), ("rank",), ("estimate",), ("delta",)} | together
     assert any(variant.k_exact == variant.k for variant in variants)

@@ -39,7 +39,7 @@ COVERING = {
 }
 SPARSE = {
     "momo": MeasureOnceMaskOnce(**SIZES, **MOMO),
-    "momo, trend": MeasureOnceMaskOnce(**SIZES | MOMO | {"key_block": 1, "k": 20, "k_trim": 30}, trend=True),
+    "momo, buckets": MeasureOnceMaskOnce(**SIZES | MOMO | {"key_block": 1, "k": 20, "k_trim": 30}, estimate="buckets"),
     "momo, no delta": MeasureOnceMaskOnce(**SIZES, **MOMO, delta="off"),
     "mean": MeanPooled(**SIZES, k=3),
     "oracle": OracleBlocks(**SIZES, k=3),
@@ -437,8 +437,8 @@ def test_memory_is_bounded(name):
         ("momo:128/8", MeasureOnceMaskOnce()),
         ("momo:64/64", MeasureOnceMaskOnce(k=64, k_exact=64, k_trim=64)),
         ("momo:128/8+score+plain", MeasureOnceMaskOnce(rank="score", delta="plain")),
-        ("momo:128/8+trend", MeasureOnceMaskOnce(trend=True)),
-        ("momo:32/8+score+trend", MeasureOnceMaskOnce(k=32, k_trim=32, rank="score", trend=True)),
+        ("momo:128/8+buckets", MeasureOnceMaskOnce(estimate="buckets")),
+        ("momo:32/8+score+buckets", MeasureOnceMaskOnce(k=32, k_trim=32, rank="score", estimate="buckets")),
         ("momo:16/8+uncorrected+untrimmed", MeasureOnceMaskOnce(k=16, k_trim=None, delta="off")),
         ("window:64+1024", SinkWindow()),
         ("delta:4+100/16", SinkWindow(4, 100, gamma=16)),
@@ -474,7 +474,7 @@ def test_what_is_no_policy_is_refused():
         (lambda: MeasureOnceMaskOnce(k_trim=0), "k_trim must be an int of at least 1, got 0"),
         (lambda: MeasureOnceMaskOnce(delta=True), "delta must be one of damped, plain, off; got True"),
         (lambda: MeasureOnceMaskOnce(rank="mean"), "rank must be one of mass, score; got 'mean'"),
-        (lambda: MeasureOnceMaskOnce(trend="yes"), "trend must be one of False, True; got 'yes'"),
+        (lambda: MeasureOnceMaskOnce(estimate="mean"), "estimate must be one of quantile, buckets; got 'mean'"),
         (lambda: MeanPooled(k=0), "k must be an int of at least 1"),
         (lambda: OracleBlocks(key_block=0), "key_block"),
         (lambda: VerticalSlash(slash=0), "slash"),

@@ -10,7 +10,7 @@ import pytest
 from pallas_kernels import lanes
 from pallas_kernels.query_sparse_attention import lane_selection, reference
 
-THREADS, ROWS, BLOCKS = 128, 64, 64
+THREADS, ROWS, BLOCKS = 128, 64, 48
 
 
 class Emulated:
@@ -37,6 +37,9 @@ class Emulated:
 
     def maximum(self, a, b):
         return np.maximum(a, np.asarray(b, a.dtype))
+
+    def minimum(self, a, b):
+        return np.minimum(a, np.asarray(b, a.dtype))
 
     def fma(self, a, b, c):
         return (a.astype(np.float64) * b + c).astype(np.float32)
@@ -106,11 +109,11 @@ def rows() -> tuple[np.ndarray, np.ndarray]:
     return scores, rng.integers(0, BLOCKS + 1, ROWS).astype(np.int32)
 
 
-def run(monkeypatch, k_blocks: int, k_exact: int, trend: bool, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def run(monkeypatch, k_blocks: int, k_exact: int, estimate: str, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Lists of all rows by the emulated threads, ids and scores `[ROWS, k_blocks]`."""
     emulated = Emulated()
     monkeypatch.setattr(lane_selection, "lanes", emulated)
-    selector = lane_selection.Selector(1, k_blocks, k_exact, trend, 1, ROWS, 1, (first, 1))
+    selector = lane_selection.Selector(1, k_blocks, k_exact, estimate, 1, ROWS, 1, (first, 1))
     scores, ends = rows()
     at = lane_selection._row_of_pair()
     ids, kept = np.full((ROWS, k_blocks), -7, np.int32), np.full((ROWS, k_blocks), 7, np.float32)
@@ -125,26 +128,27 @@ def run(monkeypatch, k_blocks: int, k_exact: int, trend: bool, first: int = 0) -
 
 
 SIZES = {
-    "exact": (6, 6, False),
-    "exact, odd": (7, 7, False),
-    "exact, one slot": (1, 1, False),
-    "estimated": (7, 0, False),
-    "hybrid": (11, 4, False),
-    "more slots than blocks": (70, 5, False),
-    "in memory": (19, 19, False),
-    "in memory, hybrid": (27, 18, False),
-    "in memory, more slots than blocks": (64, 64, False),
-    "estimated, trend": (7, 0, True),
-    "hybrid, trend": (11, 4, True),
-    "more slots than blocks, trend": (70, 5, True),
-    "in memory, hybrid, trend": (27, 18, True),
+    "exact": (6, 6, "quantile"),
+    "exact, odd": (7, 7, "quantile"),
+    "exact, one slot": (1, 1, "quantile"),
+    "estimated": (7, 0, "quantile"),
+    "hybrid": (11, 4, "quantile"),
+    "more slots than blocks": (70, 5, "quantile"),
+    "in memory": (19, 19, "quantile"),
+    "in memory, hybrid": (27, 18, "quantile"),
+    "in memory, more slots than blocks": (64, 64, "quantile"),
+    "buckets": (7, 0, "buckets"),
+    "one bucket": (1, 0, "buckets"),
+    "exact and buckets": (11, 4, "buckets"),
+    "more buckets than blocks": (70, 5, "buckets"),
+    "in memory, and buckets": (27, 18, "buckets"),
 }
 
 
 @functools.cache
-def expected(k_blocks: int, k_exact: int, trend: bool, first: int) -> tuple[np.ndarray, np.ndarray]:
+def expected(k_blocks: int, k_exact: int, estimate: str, first: int) -> tuple[np.ndarray, np.ndarray]:
     found = [
-        reference.select(scores, first, int(end), k_blocks=k_blocks, k_exact=k_exact, tournament=False, trend=trend)
+        reference.select(scores, first, int(end), k_blocks=k_blocks, k_exact=k_exact, tournament=False, estimate=estimate)
         for scores, end in zip(*rows(), strict=True)
     ]
     slots = np.array(found)
@@ -189,17 +193,12 @@ def test_the_emulation_has_what_is_there():
     assert all(hasattr(lanes, name) for name in vars(Emulated) if not name.startswith("_"))
 
 
-_ALONG = lane_selection._along_the_line
-
 MUTANTS = {
     "a newcomer of equal score gets in": ("_worse", lambda a, b: (a[0] < b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))),
     "rank is not looked at": ("_worse", lambda a, b: a[0] < b[0]),
     "the threshold is the mean": ("upper_quantile", lambda share: share * 0),
     "threads of a pair do not agree": ("_worst_of_pair", lambda slots: slots[0]),
     "nothing is counted": ("_count", lambda offered, score, *statistics: list(statistics)),
-    "no trend": ("_along_the_line", lambda left, seen, squares, products: (left * 0, squares)),
-    "one candidate more is left": ("_along_the_line", lambda left, *others: _ALONG(left + 1, *others)),
-    "a line through one score more": ("TREND_FROM", lane_selection.TREND_FROM + 1),
 }
 
 

@@ -39,7 +39,7 @@ CASES = {
     "tournament of 6, hybrid": {"tournament": True, "k_exact": 6, "k_blocks": 9},
     "estimated": {"k_exact": 0},
     "hybrid": {**HYBRID, "starts": ANYWHERE},
-    "trend, keys one by one": {"block_size": 1, "k_exact": 3, "k_blocks": 12, "trend": True, "starts": ANYWHERE},
+    "buckets, keys one by one": {"block_size": 1, "k_exact": 3, "k_blocks": 12, "estimate": "buckets", "starts": ANYWHERE},
     "more slots than blocks": {"k_exact": 3, "k_blocks": 30},
     "one slot": {"k_exact": 1, "k_blocks": 1},
     "window": {"window": (8, 20), "k_exact": 2},
@@ -61,7 +61,7 @@ CASES = {
     "bfloat16": {"dtype": "bfloat16", "starts": ANYWHERE},
     "float16": {"dtype": "float16", "k_exact": 2},
 }
-SELECTION = {"gamma": 3, "block_size": 4, "k_blocks": 5, "window": None, "tournament": False, "trend": False}
+SELECTION = {"gamma": 3, "block_size": 4, "k_blocks": 5, "window": None, "tournament": False, "estimate": "quantile"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -284,7 +284,7 @@ MUTANTS = {
     "window one token wider": _keywords(window=lambda window: window and (window[0], window[1] + 1)),
     "a sink block that is cut counts": _keywords(window=lambda window: window and (window[0] + 3, window[1])),
     "all exact": lambda *arrays, **keywords: SMALL_TILES(*arrays, **keywords | {"k_exact": keywords["k_blocks"]}),
-    "trend ignored": _keywords(trend=lambda trend: False),
+    "the other estimate": _keywords(estimate=lambda estimate: "quantile" if estimate == "buckets" else "buckets"),
     "all estimated": _keywords(k_exact=lambda k: 0),
     "one exact slot less": _keywords(k_exact=lambda k: max(k - 1, 0)),
     "multiplied in bfloat16": _multiplied_in_bfloat16,

@@ -18,27 +18,35 @@ def production(heads: tuple[int, int] = (28, 4), head_dim: int = 128, page_size:
     pool = ((1024, kv_heads, page_size, head_dim), dtype)
     arrays = {"q": ((1, 8192, num_heads, head_dim), dtype), "k": pool, "v": pool, "page_table": ((1, (128 << 10) // page_size), "int32")}
     arrays |= {"starts": ((1,), "int32"), "lengths": ((1,), "int32")}
-    sizes = {"gamma": 16, "block_size": 64, "k_blocks": 128, "k_exact": 8, "window": (64, 1009), "tournament": False, "trend": False}
+    sizes = {
+        "gamma": 16,
+        "block_size": 64,
+        "k_blocks": 128,
+        "k_exact": 8,
+        "window": (64, 1009),
+        "tournament": False,
+        "estimate": "quantile",
+    }
     return "query_sparse_attention", arrays, sizes | {"sm_scale": head_dim**-0.5, "config": None} | static
 
 
 SPILL_FREE = {
     "28/4, 128/8": production(),
-    "28/4, 128/8, trend": production(trend=True),
+    "28/4, 128/8, buckets": production(estimate="buckets"),
     "32/8, 128/8": production(heads=(32, 8)),
-    "32/8, 32/8, trend": production(heads=(32, 8), k_blocks=32, trend=True),
+    "32/8, 32/8, buckets": production(heads=(32, 8), k_blocks=32, estimate="buckets"),
     "64 slots, float16": production(k_blocks=64, dtype="float16"),
     "estimated": production(k_exact=0),
-    "estimated, trend": production(k_exact=0, trend=True),
+    "buckets": production(k_exact=0, estimate="buckets"),
     "exact 16": production(k_blocks=16, k_exact=16),
     "no window": production(window=None),
     "head dim 64": production(heads=(32, 8), head_dim=64),
-    "head dim 64, trend": production(heads=(32, 8), head_dim=64, trend=True),
+    "head dim 64, buckets": production(heads=(32, 8), head_dim=64, estimate="buckets"),
     "blocks of 128, pages of 256": production(block_size=128, page_size=256),
 }
 TIGHT = {
     "head dim 256": production(heads=(16, 2), head_dim=256),
-    "head dim 256, trend": production(heads=(16, 2), head_dim=256, trend=True),
+    "head dim 256, buckets": production(heads=(16, 2), head_dim=256, estimate="buckets"),
     "exact 17, in memory": production(k_blocks=17, k_exact=17),
     "tournament of 128, in memory": production(k_exact=128, tournament=True),
 }

@@ -30,13 +30,16 @@ BASE = {
     "width": 20,
     "dtype": "bfloat16",
 }
-SELECTION = {"gamma": 4, "block_size": 64, "k_blocks": 12, "k_exact": 4, "window": None, "tournament": False, "trend": False}
+SELECTION = {"gamma": 4, "block_size": 64, "k_blocks": 12, "k_exact": 4, "window": None, "tournament": False, "estimate": "quantile"}
 CASES = {
     "hybrid": {},
     "window": {"window": (64, 256)},
     "window with parts of blocks": {"window": (100, 300), "k_exact": 3, "k_blocks": 9},
-    "trend": {"trend": True, "lengths": (9000, 3), "starts": (8400, 0), "num_queries": 600, "width": 71},
-    "estimated, trend": {"trend": True, "k_exact": 0, "lengths": (9000, 3), "starts": (8400, 0), "num_queries": 600, "width": 71},
+    "exact and buckets": {"estimate": "buckets"},
+    "buckets": {"estimate": "buckets", "k_exact": 0},
+    "one bucket": {"estimate": "buckets", "k_exact": 2, "k_blocks": 3},
+    "exact, 17 slots in memory, and buckets": {"estimate": "buckets", "k_exact": 17, "k_blocks": 23},
+    "more buckets than blocks": {"estimate": "buckets", "k_blocks": 128},
     "exact": {"k_exact": 8, "k_blocks": 8},
     "exact, 1 slot": {"k_exact": 1, "k_blocks": 1},
     "exact, 15 slots": {"k_exact": 15, "k_blocks": 15},
@@ -69,12 +72,12 @@ CASES = {
     "huge logits": {"keys": "huge"},
     "equal scores": {"keys": "equal"},
     "equal scores, estimated": {"keys": "equal", "k_exact": 0},
-    "equal scores, estimated, trend": {"keys": "equal", "k_exact": 0, "trend": True},
+    "equal scores, buckets": {"keys": "equal", "k_exact": 0, "estimate": "buckets"},
     "equal scores, in memory": {"keys": "equal", "k_exact": 18, "k_blocks": 20},
     "denormal keys": {"keys": "denormal"},
     "far below the maximum": {"spread": 40.0},
 }
-FOR_MUTANTS = ("hybrid", "trend", "window with parts of blocks", "equal scores", "far below the maximum")
+FOR_MUTANTS = ("hybrid", "exact and buckets", "window with parts of blocks", "equal scores", "far below the maximum")
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +122,7 @@ def test_matches_reference(check, case):
     check(KERNEL, case)
 
 
-@pytest.mark.parametrize("case", ["hybrid", "tournament of 30"])
+@pytest.mark.parametrize("case", ["hybrid", "exact and buckets", "tournament of 30"])
 def test_bits_twice_in_company_and_by_chunks(tools, arguments, case):
     """The same rows twice, beside other rows, on a wider table, and as two chunks."""
     (q, k, v, table, starts, lengths), keywords = arguments(case)
@@ -156,7 +159,7 @@ MUTANTS = {
     "length one short": _with(lambda *arrays: (*arrays[:5], jnp.maximum(arrays[5] - 1, 0))),
     "causal mask one late": _with(lambda *arrays: (*arrays[:4], arrays[4] + 1, arrays[5])),
     "one exact slot less": _with(k_exact=lambda k: k - 1),
-    "trend ignored": _with(trend=lambda trend: False),
+    "the other estimate": _with(estimate=lambda estimate: "quantile" if estimate == "buckets" else "buckets"),
     "all estimated": _with(k_exact=lambda k: 0),
     "window one block wider": _with(window=lambda window: window and (window[0], window[1] + 64)),
     "a sink block that is cut counts": _with(window=lambda window: window and (window[0] + 28, window[1])),

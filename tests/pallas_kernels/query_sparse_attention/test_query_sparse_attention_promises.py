@@ -104,7 +104,7 @@ BAD = {
     "negative k_exact": ({}, {"k_exact": -1}, "k_exact must be an int, at least 0; got -1"),
     "more exact slots than slots": ({}, {"k_exact": 6}, "k_exact 6 is more than k_blocks 5"),
     "blocks do not divide pages": ({}, {"block_size": 5}, "block_size 5 does not divide page_size 16"),
-    "trend by name": ({}, {"trend": 1}, "trend must be True or False, got 1"),
+    "unknown estimate": ({}, {"estimate": "mean"}, "estimate must be one of quantile, buckets; got 'mean'"),
     "tournament by name": ({}, {"tournament": "yes"}, "tournament must be True or False, got 'yes'"),
     "another config": (
         {},

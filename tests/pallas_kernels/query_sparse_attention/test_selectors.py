@@ -11,28 +11,30 @@ import numpy as np
 import pytest
 import scipy.special
 
-from pallas_kernels.query_sparse_attention import api, online_selection, reference
+from pallas_kernels.query_sparse_attention import online_selection, reference
 
 BLOCKS, ROWS = 64, 240
 SIZES = {
-    "exact": (6, 6, False, False),
-    "exact, one slot": (1, 1, False, False),
-    "tournament of 8": (8, 8, True, False),
-    "tournament of 11": (11, 11, True, False),
-    "tournament of one": (1, 1, True, False),
-    "estimated": (7, 0, False, False),
-    "estimated, one slot": (1, 0, False, False),
-    "hybrid": (11, 3, False, False),
-    "hybrid, tournament": (11, 5, True, False),
-    "more slots than blocks": (70, 4, False, False),
-    "estimated, trend": (7, 0, False, True),
-    "hybrid, trend": (11, 3, False, True),
-    "hybrid, tournament, trend": (20, 5, True, True),
-    "more slots than blocks, trend": (70, 4, False, True),
+    "exact": (6, 6, False, "quantile"),
+    "exact, one slot": (1, 1, False, "quantile"),
+    "tournament of 8": (8, 8, True, "quantile"),
+    "tournament of 11": (11, 11, True, "quantile"),
+    "tournament of one": (1, 1, True, "quantile"),
+    "estimated": (7, 0, False, "quantile"),
+    "estimated, one slot": (1, 0, False, "quantile"),
+    "hybrid": (11, 3, False, "quantile"),
+    "hybrid, tournament": (11, 5, True, "quantile"),
+    "more slots than blocks": (70, 4, False, "quantile"),
+    "buckets": (7, 0, False, "buckets"),
+    "one bucket": (1, 0, False, "buckets"),
+    "exact and buckets": (11, 3, False, "buckets"),
+    "tournament and buckets": (20, 5, True, "buckets"),
+    "more buckets than blocks": (70, 4, False, "buckets"),
 }
 
 
-PLAIN = {"tournament": False, "trend": False}
+BY_QUANTILE = {"tournament": False, "estimate": "quantile"}
+IN_BUCKETS = {"tournament": False, "estimate": "buckets"}
 
 
 @functools.cache
@@ -50,9 +52,9 @@ def rows() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return scores, first.astype(np.int32), end.astype(np.int32)
 
 
-def by_definition(k_blocks: int, k_exact: int, tournament: bool, trend: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def by_definition(k_blocks: int, k_exact: int, tournament: bool, estimate: str = "quantile") -> tuple[np.ndarray, np.ndarray]:
     """ids and scores of every row, [ROWS, k_blocks], by the plain-Python selectors."""
-    sizes = {"k_blocks": k_blocks, "k_exact": k_exact, "tournament": tournament, "trend": trend}
+    sizes = {"k_blocks": k_blocks, "k_exact": k_exact, "tournament": tournament, "estimate": estimate}
     slots = np.array([reference.select(s, int(a), int(b), **sizes) for s, a, b in zip(*rows(), strict=True)])
     return slots[..., 1].astype(np.int32), slots[..., 0].astype(np.float32)
 
@@ -62,12 +64,12 @@ expected = functools.cache(by_definition)
 
 @pytest.mark.parametrize("case", SIZES)
 def test_jax_selectors_are_the_plain_ones(tools, case):
-    k_blocks, k_exact, tournament, trend = SIZES[case]
+    k_blocks, k_exact, tournament, estimate = SIZES[case]
 
     @jax.jit
     def select(scores, first, end):
         state = online_selection.empty((ROWS,), k_blocks=k_blocks, k_exact=k_exact, tournament=tournament)
-        one = functools.partial(online_selection.offer, k_exact=k_exact, trend=trend)
+        one = functools.partial(online_selection.offer, k_exact=k_exact, estimate=estimate)
         return jax.lax.fori_loop(0, BLOCKS, lambda j, state: one(state, scores[:, j], j, first, end), state)
 
     selection = select(*map(jnp.asarray, rows()))
@@ -90,7 +92,7 @@ def test_exact_is_a_sort_and_the_tournament_is_exact(k):
 def test_which_slot_is_replaced():
     """By hand. Of equal scores the higher block goes; an empty slot goes first; a newcomer of equal score does not get in."""
     values = np.array([2, 1, 1, 1, 3, 1.5, 1.5], np.float32)
-    ids = [[j for _, j in reference.select(values, 0, end, k_blocks=3, k_exact=3, **PLAIN)] for end in range(1, 8)]
+    ids = [[j for _, j in reference.select(values, 0, end, k_blocks=3, k_exact=3, **BY_QUANTILE)] for end in range(1, 8)]
     assert ids == [[0, -1, -1], [0, 1, -1], [0, 1, 2], [0, 1, 2], [0, 1, 4], [0, 5, 4], [0, 5, 4]]
 
 
@@ -100,7 +102,7 @@ def test_estimated_is_equations_6_and_7():
     taken = passed = 0
     for _ in range(40):
         values = rng.normal(rng.normal(), rng.uniform(0.5, 3), 64).astype(np.float32)
-        ids = [j for _, j in reference.select(values, 0, 64, k_blocks=9, k_exact=0, **PLAIN)]
+        ids = [j for _, j in reference.select(values, 0, 64, k_blocks=9, k_exact=0, **BY_QUANTILE)]
         for j in range(64):
             left = 9 - sum(i < j for i in ids)
             p = 1 - left / (64 - j)
@@ -114,55 +116,46 @@ def test_estimated_is_equations_6_and_7():
     assert passed > 1000
 
 
-def test_a_trend_is_the_line_of_least_squares():
-    """Every decision against numpy's line through all that was seen so far: what it foretells of the candidates left, and how far off
-    it is of those seen, are the mean and the variance to come."""
-    rng = np.random.default_rng(4)
-    taken = passed = 0
-    for slope in np.linspace(-0.2, 0.2, 41):
-        values = (slope * np.arange(96) + rng.normal(rng.normal(), rng.uniform(0.5, 3), 96)).astype(np.float32)
-        ids = [j for _, j in reference.select(values, 0, 96, k_blocks=9, k_exact=0, tournament=False, trend=True)]
-        for j in range(api.TREND_FROM - 1, 96):
-            left = 9 - sum(i < j for i in ids)
-            seen = values[: j + 1].astype(np.float64)
-            line = np.polynomial.Polynomial.fit(np.arange(j + 1), seen, 1)
-            to_come, off = line(np.arange(j, 96)), seen - line(np.arange(j + 1))
-            z = -scipy.special.ndtri(left / (96 - j))
-            threshold = to_come.mean() + z * math.sqrt(off.var() + to_come.var()) if left < 96 - j else -math.inf
-            if abs(values[j] - threshold) < 1e-4:
-                continue
-            assert (j in ids) == (left > 0 and values[j] > threshold)
-            taken, passed = taken + (j in ids), passed + (j not in ids)
-    assert taken > 100
-    assert passed > 1000
-
-
-@pytest.mark.parametrize("slope", [-0.1, 0.1])
-def test_with_a_trend_lists_of_a_drifting_row_are_better(slope):
-    """Summed over 40 rows of 256 scores: rising ones would use up their slots before the best come."""
-    rng = np.random.default_rng(6)
-    kept = {False: 0.0, True: 0.0}
-    for _ in range(40):
-        values = (slope * np.arange(256) + rng.standard_normal(256)).astype(np.float32)
-        for trend in kept:
-            kept[trend] += sum(s for s, _ in reference.select(values, 0, 256, k_blocks=32, k_exact=4, tournament=False, trend=trend))
-    assert kept[True] > kept[False]
-
-
-def test_until_enough_is_seen_there_is_no_trend():
-    values = np.arange(64, dtype=np.float32)
-    for end in range(1, api.TREND_FROM):
-        level, trend = (reference.select(values, 0, end, k_blocks=5, k_exact=0, tournament=False, trend=x) for x in (False, True))
-        assert trend == level
-    level, trend = (reference.select(values, 0, 64, k_blocks=5, k_exact=0, tournament=False, trend=x) for x in (False, True))
-    assert trend != level
-
-
-def test_what_stage_1_loses_stage_2_is_offered():
+@pytest.mark.parametrize("how", [BY_QUANTILE, IN_BUCKETS])
+def test_what_stage_1_loses_stage_2_is_offered(how):
     """Rising scores: each block displaces the one before, and the list ends up full all the same."""
-    ids = [j for _, j in reference.select(np.arange(20, dtype=np.float32), 0, 20, k_blocks=5, k_exact=2, **PLAIN)]
+    ids = [j for _, j in reference.select(np.arange(20, dtype=np.float32), 0, 20, k_blocks=5, k_exact=2, **how)]
     assert sorted(ids[:2]) == [18, 19]
     assert all(0 <= j < 18 for j in ids[2:])
+
+
+def test_a_bucket_has_the_best_of_every_mth_block():
+    """By numpy: of the blocks that can be listed at all, in their order; the first of equal ones."""
+    ids, scores = expected(7, 0, False, "buckets")
+    for values, first, end, kept, best in zip(*rows(), ids, scores, strict=True):
+        able = [j for j in range(first, end) if values[j] > -np.inf]
+        for turn in range(7):
+            mine = np.array(able[turn::7], int)
+            assert kept[turn] == (mine[np.argmax(values[mine])] if mine.size else -1)
+            assert best[turn] == (values[mine].max() if mine.size else -np.inf)
+
+
+def test_blocks_that_buckets_are_offered_are_those_that_lost_a_slot():
+    """By hand: two exact slots, then two buckets in turn, which 1, 0, 5, 2 and 3 are offered, and of which the first keeps the best of
+    blocks 1, 5 and 3, the second that of blocks 0 and 2."""
+    values = np.array([4, 3, 6, 5, 7, 2], np.float32)
+    slots = reference.select(values, 0, 6, k_blocks=4, k_exact=2, **IN_BUCKETS)
+    assert sorted(j for _, j in slots[:2]) == [2, 4]
+    offered = [1, 0, 3, 5]  # 2 displaces 1, 3 displaces 0, 4 displaces 3, and 5 gets no slot
+    assert [j for _, j in slots[2:]] == [max(offered[turn::2], key=lambda j: values[j]) for turn in (0, 1)] == [3, 0]
+
+
+@pytest.mark.parametrize("slope", [-0.05, 0.0, 0.05])
+def test_buckets_lists_are_better_than_the_quantiles(slope):
+    """Summed over 40 rows of 512 scores, level or drifting, whose neighbours are alike."""
+    rng = np.random.default_rng(6)
+    kept = {"quantile": 0.0, "buckets": 0.0}
+    for _ in range(40):
+        noise = np.convolve(rng.standard_normal(520), np.ones(9) / 3, "valid")
+        values = (slope * np.arange(512) + noise).astype(np.float32)
+        for how in kept:
+            kept[how] += sum(s for s, _ in reference.select(values, 0, 512, k_blocks=64, k_exact=4, tournament=False, estimate=how))
+    assert kept["buckets"] > kept["quantile"]
 
 
 @pytest.mark.parametrize("case", SIZES)
@@ -243,33 +236,36 @@ class _StrictlyMore(reference.Estimated):
             super().offer(score, block, candidates_left)
 
 
-class _RiseOfThePast(reference.Estimated):
-    def foretold(self, candidates_left):
-        rise, sigma = super().foretold(candidates_left)
-        return -rise, sigma
+class _AlwaysTaken(reference.Buckets):
+    def offer(self, score, block, candidates_left):
+        super().offer(math.inf, block, candidates_left)
+        self.slots = [(score, block) if slot == (math.inf, block) else slot for slot in self.slots]
 
 
-class _OneCandidateMore(reference.Estimated):
-    def foretold(self, candidates_left):
-        return super().foretold(candidates_left + 1)
+class _EqualTaken(reference.Buckets):
+    def offer(self, score, block, candidates_left):
+        if self.slots and score == self.slots[self.offered % len(self.slots)][0]:
+            self.slots[self.offered % len(self.slots)] = reference.EMPTY
+        super().offer(score, block, candidates_left)
 
 
-class _NoSpreadAlongTheLine(reference.Estimated):
-    def foretold(self, candidates_left):
-        return super().foretold(candidates_left)[0], super().foretold(1)[1]
+class _SlotOfTheBlock(reference.Buckets):
+    def offer(self, score, block, candidates_left):
+        self.offered = block
+        super().offer(score, block, candidates_left)
 
 
-class _NoLine(reference.Estimated):
-    def foretold(self, candidates_left):
-        return super().foretold(candidates_left)[0], math.sqrt(self.squares / self.seen)
+class _SameBucket(reference.Buckets):
+    def offer(self, score, block, candidates_left):
+        self.offered = min(self.offered, max(len(self.slots) - 1, 0))
+        super().offer(score, block, candidates_left)
 
 
 MUTANTS = {
-    "the trend turns round": ("Estimated", _RiseOfThePast),
-    "the trend goes on for a candidate more": ("Estimated", _OneCandidateMore),
-    "what comes does not spread along the line": ("Estimated", _NoSpreadAlongTheLine),
-    "deviation from the mean, not from the line": ("Estimated", _NoLine),
-    "a line through one score less": ("TREND_FROM", api.TREND_FROM - 1),
+    "buckets take whatever comes": ("Buckets", _AlwaysTaken),
+    "buckets take what is equal": ("Buckets", _EqualTaken),
+    "the block's number says which bucket": ("Buckets", _SlotOfTheBlock),
+    "once full, always the same bucket": ("Buckets", _SameBucket),
     "the newcomer wins a tie": ("Replacement", _NewcomerWins),
     "what is displaced is forgotten": ("Replacement", _ForgetsTheLoser),
     "the tree is not replayed": ("Tournament", _TreeNotReplayed),
