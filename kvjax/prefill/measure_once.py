@@ -13,7 +13,7 @@ from pallas_kernels.query_sparse_attention import query_sparse_attention
 from pallas_kernels.query_sparse_attention.api import ESTIMATES
 from pallas_kernels.union_blocks import union_blocks
 
-CHANGES: dict[str, dict[str, str | bool | None]] = {
+CHANGES: dict[str, dict[str, str | None]] = {
     "score": {"rank": "score"},
     "plain": {"delta": "plain"},
     "uncorrected": {"delta": "off"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -96,9 +97,10 @@ def _first_token(times: Sequence[Row]) -> Iterator[Line]:
 
 
 def _captured(measures: Sequence[Row]) -> Iterator[Line]:
-    for policy, tokens in MEASURED:
-        what = f"captured mass, {policy}, {tokens_text(tokens)}: within {WITHIN_ORACLE:.1%} of the oracle"
-        found = {row["layer"]: 1 - row["of_oracle"] for row in measures if (row["policy"], row["tokens"]) == (policy, tokens)}
+    for (policy, tokens), (by, name) in itertools.product(MEASURED, (("tile", "of_oracle"), ("row", "of_oracle_by_rows"))):
+        what = f"captured mass by {by}, {policy}, {tokens_text(tokens)}: within {WITHIN_ORACLE:.1%} of the oracle"
+        here = [row for row in measures if (row["policy"], row["tokens"]) == (policy, tokens) and row.get(name) is not None]
+        found = {row["layer"]: 1 - row[name] for row in here}
         if not found:
             yield what, "not run", "not measured"
             continue

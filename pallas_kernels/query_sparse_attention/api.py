@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch, paged
 
 ESTIMATES = ("quantile", "buckets")
+"""How blocks are found that are not listed exactly."""
 
 SELECTION = ("k_blocks", "k_exact", "tournament", "estimate")
 """What says which of its candidates a row lists."""

@@ -61,20 +61,24 @@ class Selector:
 
     @property
     def types(self) -> tuple[plgpu.ShapeDtypeStruct, plgpu.ShapeDtypeStruct]:
-        """Of the state: integers (end, row of the lists or -1, stage 2's slots filled or blocks offered, those of the slots), floats (the
-        statistics, those of the slots)."""
+        """Of the state: integers (end, row of the lists or -1, stage 2's slots filled or blocks offered, those of the slots), floats (what
+        stage 2 knows, those of the slots)."""
         integers, floats = self.slots.counts if self.slots else (0, 0)
-        return lanes.per_thread(3 + integers, jnp.int32), lanes.per_thread(self.statistics + floats, jnp.float32)
+        return lanes.per_thread(3 + integers, jnp.int32), lanes.per_thread(self.known + floats, jnp.float32)
 
     @property
     def by_quantile(self) -> bool:
-        """Whether stage 2 needs to know about the scores seen."""
+        """Whether stage 2 has a threshold."""
         return self.estimates > 0 and self.estimate == "quantile"
 
     @property
-    def statistics(self) -> int:
-        """Numbers known about a row's scores: seen, mean, squares. Without them none, but one where the state would have none at all."""
-        return 3 if self.by_quantile else 0 if self.slots else 1
+    def known(self) -> int:
+        """How many numbers stage 2 knows: seen, mean and squares of the scores; or the score in the slot whose turn it is."""
+        return 0 if self.estimates == 0 else 3 if self.by_quantile else 1
+
+    def nothing_known(self):
+        """These before the first block."""
+        return [lanes.f32(0.0 if self.by_quantile else -math.inf)] * self.known
 
     def empty(self, refs, row, head, first_row, position, length):
         """Nothing selected yet. first_row: of 64, in the lists of this row of the batch; position: its query's."""
@@ -93,8 +97,7 @@ class Selector:
             at = ((row * self.num_rows + first_row + place) * self.num_heads) + head
             at = lanes.where(listed, at, -1)
             integers, floats = self.slots.empty((ids_ref, scores_ref), at) if self.slots else ([], [])
-            nothing = [lanes.f32(0.0)] * self.statistics
-            return lanes.holding([end, at, lanes.i32(0), *integers]), lanes.holding([*nothing, *floats])
+            return lanes.holding([end, at, lanes.i32(0), *integers]), lanes.holding([*self.nothing_known(), *floats])
 
         return inline(*refs, row, head, first_row, position, length)
 
@@ -132,7 +135,7 @@ class Selector:
     def _finish(self, refs, integers, floats) -> None:
         _, at, turns, *integers = integers
         if self.slots:
-            self.slots.finish(refs, at, integers, floats[self.statistics :])
+            self.slots.finish(refs, at, integers, floats[self.known :])
         odd = (lanes.lane() & 1) == 1
         nothing = lanes.where(odd, lanes.bits(lanes.f32(-math.inf)), -1)
 
@@ -143,28 +146,32 @@ class Selector:
         lanes.while_loop(lambda slot: slot < self.k_blocks, clear, [lanes.minimum(turns, self.estimates) + self.k_exact])
 
     def _offer_one(self, refs, block, score, integers, floats):
-        (end, at, turns, *slot_integers), statistics, slot_floats = integers, floats[: self.statistics], floats[self.statistics :]
+        (end, at, turns, *slot_integers), known, slot_floats = integers, floats[: self.known], floats[self.known :]
         offered = (block >= self.first) & (block < end) & (score > -math.inf)
         if self.by_quantile:
-            statistics = _count(offered, score, *statistics)
+            known = _count(offered, score, *known)
         lost, lost_block, left_over = score, block, offered
         if self.slots:
             lost, lost_block, slot_integers, slot_floats = self.slots.replace(refs, at, offered, score, block, slot_integers, slot_floats)
             left_over = offered & (lost_block >= 0)
         if self.by_quantile:
-            turns = self._fill(refs, at, left_over, lost, lost_block, end - block, turns, *statistics)
+            turns = self._fill(refs, at, left_over, lost, lost_block, end - block, turns, *known)
         elif self.estimates:
-            turns = self._contend(refs, at, left_over, lost, lost_block, turns)
-        return [end, at, turns, *slot_integers], [*statistics, *slot_floats]
+            turns, *known = self._contend(refs, at, left_over, lost, lost_block, turns, *known)
+        return [end, at, turns, *slot_integers], [*known, *slot_floats]
 
-    def _contend(self, refs, at, offered, score, block, turns):
-        """Stage 2 in buckets: the slot whose turn it is, if the block scores more than what it holds."""
-        slot = turns % self.estimates
+    def _contend(self, refs, at, offered, score, block, turns, kept):
+        """Stage 2 in buckets: the slot whose turn it is, if the block scores more than `kept`. Returns the turns and what the slot keeps
+        whose turn is next, asked for before it is needed."""
+        take = offered & (score > kept)
+        self._put(refs, at, take, turns % self.estimates, score, block)
+        turns = turns + lanes.where(offered, lanes.i32(1), 0)
+        if self.estimates == 1:
+            return turns, lanes.where(take, score, kept)
         place = {"block": lanes.maximum(at, 0), "block_bytes": 4 * self.k_blocks}
-        kept = lanes.load_written(refs[1], (slot + self.k_exact) * 4, "f32", **place)
-        self._put(refs, at, offered & ((turns < self.estimates) | (score > kept)), slot, score, block)
-        lanes.warp_barrier()  # the other of the pair may read next what this one wrote
-        return turns + lanes.where(offered, lanes.i32(1), 0)
+        kept = lanes.load_written(refs[1], (turns % self.estimates + self.k_exact) * 4, "f32", **place)
+        lanes.warp_barrier()  # both of the pair have read what one of them may overwrite, and see from here on what it wrote
+        return turns, lanes.where(turns < self.estimates, lanes.f32(-math.inf), kept)
 
     def _fill(self, refs, at, offered, score, block, left, filled, seen, mean, squares):
         """Stage 2 by the quantile: the next free slot, if the score reaches it. left: candidates, the present one included."""

@@ -8,7 +8,7 @@ block_size scores.
 
 Up to 16 exact slots stand in registers, more in the results, where the worst is looked for again at every replacement: slower, and that
 of the tournament too, whose slots are the same. The quantile of stage 2 is Giles's approximation, so its threshold may differ from other
-implementations' in the last bits, as the interface allows.
+implementations' in the last bits, as the interface allows. Buckets lie in the results; whose turn it is, is read before it is replaced.
 
 Memory traffic: the measured rows of q, out and the lists once; keys and values of a sequence once per 128 rows and head, of which L2
 serves those that neighbours share. Source: "Measure Once, Mask Once", appendix A; FlashAttention-3 (arXiv 2407.08608).

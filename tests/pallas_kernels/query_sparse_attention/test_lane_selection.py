@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import statistics
+import sys
 
 import numpy as np
 import pytest
@@ -11,92 +13,6 @@ from pallas_kernels import lanes
 from pallas_kernels.query_sparse_attention import lane_selection, reference
 
 THREADS, ROWS, BLOCKS = 128, 64, 48
-
-
-class Emulated:
-    """In place of `pallas_kernels.lanes`: a scalar is an array with an element per thread; threads that left a loop do nothing."""
-
-    def __init__(self):
-        self.active = [np.ones(THREADS, bool)]
-
-    def lane(self):
-        return np.arange(THREADS, dtype=np.int32) % 32
-
-    def warp(self):
-        return np.arange(THREADS, dtype=np.int32) // 32
-
-    def i32(self, x):
-        return np.full(THREADS, x, np.int32)
-
-    def f32(self, x):
-        return np.full(THREADS, x, np.float32)
-
-    def where(self, condition, a, b):
-        kind = np.asarray(a if isinstance(a, np.ndarray) else b).dtype
-        return np.where(condition, np.asarray(a, kind), np.asarray(b, kind))
-
-    def maximum(self, a, b):
-        return np.maximum(a, np.asarray(b, a.dtype))
-
-    def minimum(self, a, b):
-        return np.minimum(a, np.asarray(b, a.dtype))
-
-    def fma(self, a, b, c):
-        return (a.astype(np.float64) * b + c).astype(np.float32)
-
-    def multiply(self, a, b):
-        return a * np.asarray(b, np.float32)
-
-    def divide(self, a, b):
-        return a / b
-
-    def reciprocal(self, x):
-        return np.float32(1) / x
-
-    def sqrt(self, x):
-        return np.sqrt(x)
-
-    def log2_approx(self, x):
-        return np.log2(x)
-
-    def number(self, x):
-        return x.astype(np.float32)
-
-    def bits(self, x):
-        return x.view(np.int32 if x.dtype == np.float32 else np.float32)
-
-    def shuffle_xor(self, x, distance):
-        return x[np.arange(THREADS) ^ distance]
-
-    def ballot(self, condition):
-        return np.repeat((condition & self.active[-1]).reshape(-1, 32).any(1), 32).astype(np.int32)
-
-    def warp_barrier(self):
-        pass
-
-    def either(self, condition, a, b):
-        return (condition, a, b)
-
-    def store_global_if(self, condition, ref, offset, word, *, block, block_bytes):
-        for thread in np.flatnonzero(condition & self.active[-1]):
-            target = (ref[1] if ref[0][thread] else ref[2]) if isinstance(ref, tuple) else ref
-            target.view(np.int32)[block[thread], offset[thread] // 4] = word.view(np.int32)[thread]
-            assert 0 <= offset[thread] < block_bytes
-
-    def load_written(self, ref, offset, name, *, block, block_bytes):
-        return ref[block, offset // 4]
-
-    def while_loop(self, condition, body, carry):
-        while (running := condition(*carry) & self.active[-1]).any():
-            self.active.append(running)
-            carry = [np.where(running, new, old) for new, old in zip(body(*carry), carry, strict=True)]
-            self.active.pop()
-        return carry
-
-    def loop(self, stop, carry, body, step):
-        for i in range(0, stop, step):
-            carry = body(np.int32(i), *carry)
-        return carry
 
 
 def rows() -> tuple[np.ndarray, np.ndarray]:
@@ -109,22 +25,36 @@ def rows() -> tuple[np.ndarray, np.ndarray]:
     return scores, rng.integers(0, BLOCKS + 1, ROWS).astype(np.int32)
 
 
-def run(monkeypatch, k_blocks: int, k_exact: int, estimate: str, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def run(emulated, k_blocks: int, k_exact: int, estimate: str, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Lists of all rows by the emulated threads, ids and scores `[ROWS, k_blocks]`."""
-    emulated = Emulated()
-    monkeypatch.setattr(lane_selection, "lanes", emulated)
     selector = lane_selection.Selector(1, k_blocks, k_exact, estimate, 1, ROWS, 1, (first, 1))
-    scores, ends = rows()
-    at = lane_selection._row_of_pair()
     ids, kept = np.full((ROWS, k_blocks), -7, np.int32), np.full((ROWS, k_blocks), 7, np.float32)
-    refs = ids, kept
-    integers, floats = selector.slots.empty(refs, at) if selector.slots else ([], [])
-    state = [ends[at], at, emulated.i32(0), *integers], [emulated.f32(0)] * selector.statistics + floats
-    with np.errstate(all="ignore"):
+
+    def select(arrays, scratch):
+        scores_ref, ends_ref, *refs = arrays
+        at = lane_selection._row_of_pair()
+        integers, floats = selector.slots.empty(refs, at) if selector.slots else ([], [])
+        state = [lanes.load_global(ends_ref, at), at, lanes.i32(0), *integers], [*selector.nothing_known(), *floats]
         for block in range(BLOCKS):
-            state = selector._offer_one(refs, emulated.i32(block), scores[at, block], *state)
+            score = lanes.load_global(scores_ref, at * BLOCKS + block, "f32")
+            state = selector._offer_one(refs, lanes.i32(block), score, *state)
         selector._finish(refs, *state)
+
+    emulated.run_cluster(select, ctas=1, threads=THREADS, arrays=(*rows(), ids, kept), scratch_words={})
     return ids, kept
+
+
+def values_of(emulated, function, *inputs: np.ndarray) -> np.ndarray:
+    """What `function` of a number of each input gives every thread, float32 or int32 as the first input."""
+    out = np.zeros_like(inputs[0])
+
+    def apply(arrays, scratch):
+        *of_threads, out_ref = arrays
+        name = "f32" if out.dtype == np.float32 else "i32"
+        lanes.store_global(out_ref, lanes.thread(), function(*(lanes.load_global(ref, lanes.thread(), name) for ref in of_threads)))
+
+    emulated.run_cluster(apply, ctas=1, threads=THREADS, arrays=(*inputs, out), scratch_words={})
+    return out
 
 
 SIZES = {
@@ -138,6 +68,7 @@ SIZES = {
     "in memory, hybrid": (27, 18, "quantile"),
     "in memory, more slots than blocks": (64, 64, "quantile"),
     "buckets": (7, 0, "buckets"),
+    "two buckets": (4, 2, "buckets"),
     "one bucket": (1, 0, "buckets"),
     "exact and buckets": (11, 4, "buckets"),
     "more buckets than blocks": (70, 5, "buckets"),
@@ -157,40 +88,55 @@ def expected(k_blocks: int, k_exact: int, estimate: str, first: int) -> tuple[np
 
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("case", SIZES)
-def test_threads_select_what_the_plain_selectors_do(monkeypatch, case, first):
-    ids, scores = run(monkeypatch, *SIZES[case], first)
+def test_threads_select_what_the_plain_selectors_do(emulated, case, first):
+    ids, scores = run(emulated, *SIZES[case], first)
     expected_ids, expected_scores = expected(*SIZES[case], first)
     np.testing.assert_array_equal(ids, expected_ids)
     np.testing.assert_array_equal(scores, expected_scores)
 
 
-def test_every_row_has_its_pair_of_threads(monkeypatch):
-    monkeypatch.setattr(lane_selection, "lanes", Emulated())
-    pairs = lane_selection._row_of_pair().reshape(-1, 2)
+def test_every_row_has_its_pair_of_threads(emulated):
+    found = values_of(emulated, lambda _: lane_selection._row_of_pair(), np.zeros(THREADS, np.int32))
+    pairs = found.reshape(-1, 2)
     assert (pairs[:, 0] == pairs[:, 1]).all()
     assert sorted(pairs[:, 0]) == list(range(ROWS))
 
 
-def test_the_quantile_is_that_of_the_normal_distribution(monkeypatch):
-    import statistics
-
-    monkeypatch.setattr(lane_selection, "lanes", Emulated())
+def test_the_quantile_is_that_of_the_normal_distribution(emulated):
     shares = np.geomspace(1e-6, 0.5, THREADS).astype(np.float32)
     for share in (shares, 1 - shares):
-        found = lane_selection.upper_quantile(share)
+        found = values_of(emulated, lane_selection.upper_quantile, share)
         exact = [-statistics.NormalDist().inv_cdf(float(x)) for x in share]
         np.testing.assert_allclose(found, exact, rtol=2e-5, atol=2e-6)
 
 
-def test_positions_before_the_window_have_no_candidates(monkeypatch):
-    monkeypatch.setattr(lane_selection, "lanes", Emulated())
-    positions = np.arange(-5000, 5000)
+def test_positions_before_the_window_have_no_candidates(emulated):
     for size in (64, 128):
-        np.testing.assert_array_equal(lane_selection._floor_divide(positions, size), positions // size)
+        for positions in np.arange(-5120, 5120, dtype=np.int32).reshape(-1, THREADS):
+            found = values_of(emulated, lambda x, size=size: lane_selection._floor_divide(x, size), positions)
+            np.testing.assert_array_equal(found, positions // size)
 
 
-def test_the_emulation_has_what_is_there():
-    assert all(hasattr(lanes, name) for name in vars(Emulated) if not name.startswith("_"))
+@pytest.mark.parametrize("case", ["buckets", "two buckets", "in memory, hybrid"])
+def test_no_barrier_can_be_left_out(emulated, monkeypatch, case):
+    """Each of them, by the line where it stands."""
+    barrier, met = lanes.warp_barrier, set()
+
+    def leave_out(line):
+        def watched():
+            here = sys._getframe(1).f_lineno
+            met.add(here)
+            if here != line:
+                barrier()
+
+        monkeypatch.setattr(lanes, "warp_barrier", watched)
+        run(emulated, *SIZES[case])
+
+    leave_out(None)
+    assert met
+    for line in sorted(met):
+        with pytest.raises(emulated.FAULTS):
+            leave_out(line)
 
 
 MUTANTS = {
@@ -203,6 +149,6 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_changes_a_list(monkeypatch, mutant):
+def test_mutant_changes_a_list(emulated, monkeypatch, mutant):
     monkeypatch.setattr(lane_selection, *MUTANTS[mutant])
-    assert any((run(monkeypatch, *sizes)[0] != expected(*sizes, 0)[0]).any() for sizes in SIZES.values()), "the rows accept this mutant"
+    assert any((run(emulated, *sizes)[0] != expected(*sizes, 0)[0]).any() for sizes in SIZES.values()), "the rows accept this mutant"
