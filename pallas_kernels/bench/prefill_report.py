@@ -132,7 +132,8 @@ def measures_table(rows: Sequence[Row]) -> str:
     rows = [row for row in rows if "captured" in row]
     with_rows = any(row.get("of_oracle_by_rows") is not None for row in rows)
     names = _short_names(dict.fromkeys(row["policy"] for row in rows))
-    for shape, tokens, policy in dict.fromkeys((row["shape"], row["tokens"], row["policy"]) for row in rows):
+    places = dict.fromkeys((row["shape"], row["tokens"], row["policy"]) for row in rows)
+    for shape, tokens, policy in sorted(places, key=lambda place: place[:2]):
         here = [row for row in rows if (row["shape"], row["tokens"], row["policy"]) == (shape, tokens, policy)]
         listed = [row["listed"] for row in here if row.get("listed") is not None]
         cells = (_mean_and_worst([row[name] for row in here if row.get(name) is not None], worst) for name, worst in MEASURES)
