@@ -103,6 +103,14 @@ def test_what_is_said_about_buckets_is_what_was_measured():
     assert f"in buckets {max(max(by_rows[key]) for key in buckets):.2%} in the worst layer of the three" in prefill_text()
 
 
+def test_what_is_said_about_exact_lists_and_buckets_is_what_was_measured():
+    found = json.loads((RESULTS.parent / "cpu" / "prefill-buckets-12k.json").read_text())["rows"] + measured("prefill-ablation")
+    mean = {policy: sum(row["of_oracle"] for row in found if row["policy"] == policy) / 6 for policy in (row["policy"] for row in found)}
+    exact, eight, none = (f"{mean[policy]:.4f}" for policy in ("momo:32/32", "momo:32/8+buckets", "momo:32/0+buckets"))
+    assert exact == eight
+    assert f"({exact} of the oracle's, both), and hardly more than with buckets alone ({none})" in prefill_text()
+
+
 def test_designs_of_estimated_slots_are_what_the_results_say():
     rows = json.loads((RESULTS.parent / "cpu" / "designs-lists.json").read_text())["rows"]
     text, found = (ROOT / "docs" / "prefill.md").read_text(encoding="utf-8"), {}
