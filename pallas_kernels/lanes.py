@@ -300,7 +300,7 @@ def ptx(code: str, *args: Scalar, result: str | Sequence[str] | None = None, con
     """Inline PTX. result: a type name or several; None for instructions that return nothing. convergent: it concerns the whole warp."""
     names = [result] if isinstance(result, str) else list(result or ())
     types = [_type(name) for name in names]
-    values = [x.value if isinstance(x, Scalar) else x for x in args]
+    values = [x.value if isinstance(x, Scalar) else i32(x).value if isinstance(x, int) else x for x in args]
     effects = convergent or not types
     out = mgpu_utils.inline_ptx(code, *values, result_types=types or None, has_side_effects=effects, convergent=convergent)
     if not types:
@@ -381,8 +381,7 @@ def _pointer(ref) -> ir.Value:
 def address(ref, bytes_offset: Scalar | int, block: Scalar | int = 0, block_bytes: int = 0) -> ir.Value:
     """Pointer `block * block_bytes + bytes_offset` behind the start of an array; only the first product is formed in 64 bits."""
     pointer = _pointer(ref)
-    byte = ir.IntegerType.get_signless(8)
-    i64 = ir.IntegerType.get_signless(64)
+    byte, i64 = map(ir.IntegerType.get_signless, (8, 64))
     gep = functools.partial(llvm.getelementptr, pointer.type, elem_type=byte, no_wrap_flags=llvm.GEPNoWrapFlags.none)
     dynamic = -2147483648
     if block_bytes:
@@ -447,13 +446,17 @@ def store_global_if(condition: Scalar, ref, offset_bytes: Scalar | int, word: Sc
     """A word to an array in global memory if the condition holds, without a branch; the place need not make sense otherwise."""
     code = "{.reg .pred p; setp.ne.s32 p, $1, 0; @p st.global.b32 [$0], $2;}"
     word = bits(word) if word.is_float else word
-    flag = where(condition, i32(1), 0).value
-    mgpu_utils.inline_ptx(code, address(ref, offset_bytes, block, block_bytes), flag, word.value, has_side_effects=True)
+    ptx(code, address(ref, offset_bytes, block, block_bytes), where(condition, i32(1), 0), word)
 
 
-def load_written(ref, offset_bytes: Scalar | int, name: str, *, block: Scalar, block_bytes: int) -> Scalar:
-    """One word of an array in global memory, as this warp left it before its last barrier; asked for at this place of the program."""
-    return _load(address(ref, offset_bytes, block, block_bytes), [name], "global")[0]
+def load_written(ref, offset_bytes: Scalar | int, name: str, *, block: Scalar, block_bytes: int, only: Scalar | None = None) -> Scalar:
+    """One word of an array in global memory, as this warp left it before its last barrier; asked for at this place of the program.
+    only: by which threads; what the others get is undefined, and their places need not make sense."""
+    if only is None:
+        return _load(address(ref, offset_bytes, block, block_bytes), [name], "global")[0]
+    code = f"{{.reg .pred p; setp.ne.s32 p, $2, 0; @p ld.global.{'f32' if name == 'f32' else 'u32'} $0, [$1];}}"
+    operands = address(ref, offset_bytes, block, block_bytes), where(only, i32(1), 0).value
+    return Scalar(mgpu_utils.inline_ptx(code, *operands, result_types=[_type(name)], has_side_effects=True)[0])
 
 
 def warp_barrier() -> None:
@@ -497,7 +500,6 @@ def count_shared(ref, offset: Scalar, condition: Scalar) -> None:
 
 def store_cluster(cta: Scalar | int, ref, offset: Scalar | int, *values: Scalar) -> None:
     """1, 2 or 4 consecutive words to the shared memory of CTA number `cta` of this cluster (x varies fastest)."""
-    cta = cta if isinstance(cta, Scalar) else i32(cta)
     there = ptx("mapa.shared::cluster.u32 $0, $1, $2;", address(ref, offset * 4), cta, result="i32")
     _store(there.value, values, "shared::cluster")
 
@@ -512,7 +514,6 @@ def shuffle_xor(x: Scalar, distance: int) -> Scalar:
 
 def shuffle(x: Scalar, lane: Scalar | int) -> Scalar:
     """The value of lane number `lane`."""
-    lane = lane if isinstance(lane, Scalar) else i32(lane)
     return ptx("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", x, lane, result="i32", convergent=True)
 
 
@@ -568,8 +569,7 @@ def load_matrices(ref, offset: Scalar, *, transposed: bool = False) -> list[Scal
     rows 2t, 2t + 1 of column g.
     """
     code = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
-    out = mgpu_utils.inline_ptx(code, address(ref, offset * 4), result_types=[_i32()] * 4, has_side_effects=True, convergent=True)
-    return [Scalar(x) for x in out]
+    return ptx(code, address(ref, offset * 4), result=["i32"] * 4, convergent=True)
 
 
 def mma(acc: Sequence[Scalar], a: Sequence[Scalar], b: Sequence[Scalar], dtype: str) -> list[Scalar]:

@@ -179,7 +179,7 @@ def _sparse(p: MeasureOnceMaskOnce, prompt: Prompt, on_progress: Callable) -> It
     per_key = 4 * sizes.num_heads * sizes.head_dim
 
     on_progress(f"{prompt.tokens:,} tokens: the steps of {name}")
-    measure = functools.partial(query_sparse_attention, **p.selection, sm_scale=ctx.sm_scale)
+    measure = functools.partial(query_sparse_attention, **p.listing, sm_scale=ctx.sm_scale)
     row, (exact, lse, ids, scores) = _timed(prompt, "query-sparse", name, measure, prompt.q, *pages)
     ends = np.arange(0, prompt.tokens, p.gamma) + 1
     checked = {"error": _dense_error(prompt, exact, samples, p.gamma), **_list_errors(prompt, p, ids, scores, samples)}

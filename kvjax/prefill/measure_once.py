@@ -72,7 +72,7 @@ class MeasureOnceMaskOnce(TileLists):
         return max(1, self.window_tokens - self.gamma + 1)
 
     @property
-    def selection(self) -> dict[str, Any]:
+    def listing(self) -> dict[str, Any]:
         """What the measured queries list, as `query_sparse_attention` takes it."""
         window = (self.sink_tokens, self.row_window)
         slots = {"k_blocks": self.k, "k_exact": self.k_exact, "estimate": self.estimate}
@@ -95,7 +95,7 @@ class MeasureOnceMaskOnce(TileLists):
         """Exact output of every gamma-th query, `[B, R, H, D]`, and the united lists of the tiles, `[B, C, H, W]`."""
         exact, lse, ids, scores = query_sparse_attention(
             *(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths),
-            **self.selection,
+            **self.listing,
             sm_scale=ctx.sm_scale,
         )
         num_blocks = ctx.page_table.shape[1] * layer.k.shape[2] // self.key_block

@@ -53,10 +53,10 @@ def captured_by_rows(
     that order, so the first share can exceed the second by what the window holds anyway. Float32, 0 to 1; padding means nothing.
     """
     pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
-    sizes = {"block_size": policy.key_block, "window": policy.selection["window"], "sm_scale": ctx.sm_scale}
+    sizes = {"block_size": policy.key_block, "window": policy.listing["window"], "sm_scale": ctx.sm_scale}
 
     def share(k_exact: int) -> Array:
-        ids = query_sparse_attention(query, *pages, **policy.selection | {"k_exact": k_exact}, sm_scale=ctx.sm_scale)[2]
+        ids = query_sparse_attention(query, *pages, **policy.listing | {"k_exact": k_exact}, sm_scale=ctx.sm_scale)[2]
         _, lse = block_sparse_attention(query, *pages, blocks=sorted_lists(ids), query_tile=policy.gamma, **sizes)
         return jnp.exp(lse - dense_lse)[:, :: policy.gamma]
 

@@ -65,8 +65,9 @@ def query_sparse_attention(
        implementations unless it is 0.
 
        estimate="buckets": of m slots the first block passed on is offered to the first, the next to the second, and so on in turn; it
-       takes the slot if that is empty or holds a lower score. So every slot ends up with the best of each m-th block: blocks side by
-       side, which tend to be good together, never contend. Comparisons alone, the same everywhere.
+       takes the slot if that is empty or holds a lower score; of equal ones the block that was offered first stays. So a slot ends up
+       with the best of every m-th block passed on, and blocks side by side, which tend to be good together, seldom contend. There is no
+       rounding: where scores are the same, so are lists.
 
     Named as in the paper: k_exact = k_blocks is the exact (or tournament tree) selector, k_exact = 0 the estimated one, else the hybrid.
 

@@ -43,7 +43,7 @@ class Selector:
     window: tuple[int, int] | None
 
     @property
-    def estimates(self) -> int:
+    def estimated(self) -> int:
         """Slots of stage 2."""
         return self.k_blocks - self.k_exact
 
@@ -69,12 +69,12 @@ class Selector:
     @property
     def by_quantile(self) -> bool:
         """Whether stage 2 has a threshold."""
-        return self.estimates > 0 and self.estimate == "quantile"
+        return self.estimated > 0 and self.estimate == "quantile"
 
     @property
     def known(self) -> int:
         """How many numbers stage 2 knows: seen, mean and squares of the scores; or the score in the slot whose turn it is."""
-        return 0 if self.estimates == 0 else 3 if self.by_quantile else 1
+        return 0 if self.estimated == 0 else 3 if self.by_quantile else 1
 
     def nothing_known(self):
         """These before the first block."""
@@ -143,7 +143,7 @@ class Selector:
             lanes.store_global_if(at >= 0, lanes.either(odd, refs[1], refs[0]), slot * 4, nothing, **self.row_at(at))
             return [slot + 1]
 
-        lanes.while_loop(lambda slot: slot < self.k_blocks, clear, [lanes.minimum(turns, self.estimates) + self.k_exact])
+        lanes.while_loop(lambda slot: slot < self.k_blocks, clear, [lanes.minimum(turns, self.estimated) + self.k_exact])
 
     def _offer_one(self, refs, block, score, integers, floats):
         (end, at, turns, *slot_integers), known, slot_floats = integers, floats[: self.known], floats[self.known :]
@@ -156,7 +156,7 @@ class Selector:
             left_over = offered & (lost_block >= 0)
         if self.by_quantile:
             turns = self._fill(refs, at, left_over, lost, lost_block, end - block, turns, *known)
-        elif self.estimates:
+        elif self.estimated:
             turns, *known = self._contend(refs, at, left_over, lost, lost_block, turns, *known)
         return [end, at, turns, *slot_integers], [*known, *slot_floats]
 
@@ -164,18 +164,17 @@ class Selector:
         """Stage 2 in buckets: the slot whose turn it is, if the block scores more than `kept`. Returns the turns and what the slot keeps
         whose turn is next, asked for before it is needed."""
         take = offered & (score > kept)
-        self._put(refs, at, take, turns % self.estimates, score, block)
+        self._put(refs, at, take, turns % self.estimated, score, block)
         turns = turns + lanes.where(offered, lanes.i32(1), 0)
-        if self.estimates == 1:
+        if self.estimated == 1:
             return turns, lanes.where(take, score, kept)
-        place = {"block": lanes.maximum(at, 0), "block_bytes": 4 * self.k_blocks}
-        kept = lanes.load_written(refs[1], (turns % self.estimates + self.k_exact) * 4, "f32", **place)
+        kept = lanes.load_written(refs[1], (turns % self.estimated + self.k_exact) * 4, "f32", **self.row_at(at), only=at >= 0)
         lanes.warp_barrier()  # both of the pair have read what one of them may overwrite, and see from here on what it wrote
-        return turns, lanes.where(turns < self.estimates, lanes.f32(-math.inf), kept)
+        return turns, lanes.where(turns < self.estimated, lanes.f32(-math.inf), kept)
 
     def _fill(self, refs, at, offered, score, block, left, filled, seen, mean, squares):
         """Stage 2 by the quantile: the next free slot, if the score reaches it. left: candidates, the present one included."""
-        slots = lanes.i32(self.estimates) - filled
+        slots = lanes.i32(self.estimated) - filled
         share = lanes.number(slots) * lanes.reciprocal(lanes.number(left))
         sigma = lanes.sqrt(squares * lanes.reciprocal(seen))
         take = offered & (slots > 0) & ((slots >= left) | (score - mean >= upper_quantile(share) * sigma))
@@ -268,15 +267,14 @@ class _InMemory:
 
     def _scan(self, refs, at):
         """Score, rank and number of the worst slot: each of the pair looks at every other one."""
-        place = {"block": lanes.maximum(at, 0), "block_bytes": 4 * self.selector.k_blocks}
+        place, listed = self.selector.row_at(at), at >= 0
 
         def look(turn, worst, rank, slot):
             for i in range(4):
                 this = turn + 2 * i + (lanes.lane() & 1)
                 there = this < self.selector.k_exact
-                here = lanes.where(there, this, 0)
-                block = lanes.load_written(refs[0], here * 4, "i32", **place)
-                score = lanes.where(there, lanes.load_written(refs[1], here * 4, "f32", **place), math.inf)
+                block = lanes.load_written(refs[0], this * 4, "i32", **place, only=there & listed)
+                score = lanes.where(there, lanes.load_written(refs[1], this * 4, "f32", **place, only=there & listed), math.inf)
                 of_slot = lanes.where(there, lanes.where(block < 0, lanes.i32(_FIRST) - this, block), _ABSENT)
                 worse = _worse((score, of_slot), (worst, rank))
                 worst, rank, slot = (lanes.where(worse, a, b) for a, b in ((score, worst), (of_slot, rank), (this, slot)))

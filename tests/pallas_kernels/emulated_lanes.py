@@ -249,11 +249,12 @@ class Machine:
         floor = 0 if memory.is_global else self.clock.cluster
         log.note(places.ravel(), self.number[np.repeat(threads, places.shape[1])], self.clock.tick, floor)
 
-    def load(self, pointer: Pointer, words: int, *, space: str, constant: bool) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Per word: it, per thread, and who got one that nobody wrote. constant: it must be what it was before the launch."""
+    def load(self, pointer: Pointer, words: int, *, space: str, constant: bool, where=None) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """Per word: it, per thread, and who got one that nobody wrote. constant: it must be what it was before the launch. where: the
+        threads that do; the others get what nobody wrote."""
         self.clock.tick += 1
-        found, unknown = np.zeros((words, self.size), np.int32), None
-        for memory, threads, places in self.places(pointer, words):
+        found, unknown = np.zeros((words, self.size), np.int32), None if where is None else np.repeat(~where[None], words, 0)
+        for memory, threads, places in self.places(pointer, words, where):
             self._refuse_space(memory, space, pointer)
             self._refuse_early(memory, threads, places)
             if constant:

@@ -177,8 +177,8 @@ _KIND = r"(?P<kind>[fbus])32"
     rf"ld\.(?P<space>global|shared(?:::cta|::cluster)?)(?P<constant>){_HINTS}(?P<vector>\.v[24])?\.{_KIND} {_PLACES}, \[\$\d+\];",
     effects=True,
 )
-def _load(machine, pointer, space, constant, vector, kind):
-    found = machine.load(pointer, _VECTOR[vector], space=space, constant=bool(constant))
+def _load(machine, pointer, space, constant, vector, kind, where=None):
+    found = machine.load(pointer, _VECTOR[vector], space=space, constant=bool(constant), where=where)
     return [Value(x.view(np.float32), F32, unknown) if kind == "f" else Value(x, I32, unknown) for x, unknown in found]
 
 

@@ -38,6 +38,10 @@ def _decide_by_poison(a, shared, cta):
         pass
 
 
+def _not_asked_for(a, shared, cta):
+    return [lanes.load_written(a["x"], lanes.thread() * 4, "i32", block=lanes.i32(0), block_bytes=256, only=lanes.thread() > 3)]
+
+
 def _loop_by_poison(a, shared, cta):
     lanes.loop(lanes.load_shared(shared, 0)[0], [], lambda n: [])
 
@@ -290,6 +294,7 @@ FAULTS = {
     "a copy from outside": ("OutOfBounds", _copy_from_outside, "4 words at byte 256 of arrays.'x'."),
     "two words at an odd place": ("Misaligned", lambda a, s, c: lanes.load_shared(s, lanes.thread() + 1, count=2), "2 words at byte 4"),
     "four words at an even place": ("Misaligned", lambda a, s, c: lanes.load_shared(s, lanes.thread() * 2, count=4), "4 words at byte 8"),
+    "a word that was not asked for": ("Unwritten", _not_asked_for, "stores to"),
     "deciding by poison": ("Unwritten", _decide_by_poison, "decides"),
     "counting by poison": ("Unwritten", _loop_by_poison, "counts"),
     "going by poison": ("Unwritten", _go_by_poison, "says that nobody wrote"),

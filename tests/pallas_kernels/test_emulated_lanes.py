@@ -47,13 +47,15 @@ def test_global_memory(emulated):
         lanes.warp_barrier()
         again = lanes.load_written_16_bytes(a["sums"], lanes.i32(0), block=i, block_bytes=16)[1]
         some = lanes.load_written(lanes.either(i < 10, a["x"], a["y"]), i * 4, "f32", block=lanes.i32(2), block_bytes=256)
-        return [again, some]
+        few = lanes.load_written(a["x"], i * 4 - 100, "i32", block=lanes.i32(0), block_bytes=256, only=i >= 25)
+        return [again, some, lanes.where(i >= 25, few, -3)]
 
-    out = run(emulated, stage, out=2, x=x, y=y, sums=sums, wide=wide)[:, 0]
+    out = run(emulated, stage, out=3, x=x, y=y, sums=sums, wide=wide)[:, 0]
     quads = x.reshape(4, 2, 16, 4)[:, 0].reshape(64, 4)
     np.testing.assert_array_equal(sums.reshape(-1)[:256].reshape(64, 4), quads + x[0][:, None])
     np.testing.assert_array_equal(out[0], quads[:, 1] + x[0])
     np.testing.assert_array_equal(out[1], np.where(I < 10, x[2], y[2]))
+    np.testing.assert_array_equal(out[2], np.where(I < 25, -3, x[0, I - 25]))
     expected = np.full((4, 64), 5, np.int32)
     third = I[I % 3 == 0]
     expected[third & 3, third] = x[7, third]

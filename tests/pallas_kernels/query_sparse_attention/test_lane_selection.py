@@ -12,7 +12,8 @@ import pytest
 from pallas_kernels import lanes
 from pallas_kernels.query_sparse_attention import lane_selection, reference
 
-THREADS, ROWS, BLOCKS = 128, 64, 48
+THREADS, ROWS, LISTED, BLOCKS = 128, 64, 59, 48
+"""Rows from `LISTED` on are padding, and have no list."""
 
 
 def rows() -> tuple[np.ndarray, np.ndarray]:
@@ -26,17 +27,18 @@ def rows() -> tuple[np.ndarray, np.ndarray]:
 
 
 def run(emulated, k_blocks: int, k_exact: int, estimate: str, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Lists of all rows by the emulated threads, ids and scores `[ROWS, k_blocks]`."""
-    selector = lane_selection.Selector(1, k_blocks, k_exact, estimate, 1, ROWS, 1, (first, 1))
-    ids, kept = np.full((ROWS, k_blocks), -7, np.int32), np.full((ROWS, k_blocks), 7, np.float32)
+    """Lists of the rows that have one, by the emulated threads, ids and scores `[LISTED, k_blocks]`."""
+    selector = lane_selection.Selector(1, k_blocks, k_exact, estimate, 1, LISTED, 1, (first, 1))
+    ids, kept = np.full((LISTED, k_blocks), -7, np.int32), np.full((LISTED, k_blocks), 7, np.float32)
 
     def select(arrays, scratch):
         scores_ref, ends_ref, *refs = arrays
-        at = lane_selection._row_of_pair()
+        row = lane_selection._row_of_pair()
+        at, end = (lanes.where(row < LISTED, x, none) for x, none in ((row, -1), (lanes.load_global(ends_ref, row), 0)))
         integers, floats = selector.slots.empty(refs, at) if selector.slots else ([], [])
-        state = [lanes.load_global(ends_ref, at), at, lanes.i32(0), *integers], [*selector.nothing_known(), *floats]
+        state = [end, at, lanes.i32(0), *integers], [*selector.nothing_known(), *floats]
         for block in range(BLOCKS):
-            score = lanes.load_global(scores_ref, at * BLOCKS + block, "f32")
+            score = lanes.load_global(scores_ref, row * BLOCKS + block, "f32")
             state = selector._offer_one(refs, lanes.i32(block), score, *state)
         selector._finish(refs, *state)
 
@@ -80,7 +82,7 @@ SIZES = {
 def expected(k_blocks: int, k_exact: int, estimate: str, first: int) -> tuple[np.ndarray, np.ndarray]:
     found = [
         reference.select(scores, first, int(end), k_blocks=k_blocks, k_exact=k_exact, tournament=False, estimate=estimate)
-        for scores, end in zip(*rows(), strict=True)
+        for scores, end in zip(*(x[:LISTED] for x in rows()), strict=True)
     ]
     slots = np.array(found)
     return slots[..., 1].astype(np.int32), slots[..., 0].astype(np.float32)

@@ -136,8 +136,8 @@ def test_a_bucket_has_the_best_of_every_mth_block():
 
 
 def test_blocks_that_buckets_are_offered_are_those_that_lost_a_slot():
-    """By hand: two exact slots, then two buckets in turn, which 1, 0, 5, 2 and 3 are offered, and of which the first keeps the best of
-    blocks 1, 5 and 3, the second that of blocks 0 and 2."""
+    """By hand: two exact slots, then two buckets, offered 1, 0, 3 and 5 in turn: the first keeps the best of 1 and 3, the second that of
+    0 and 5."""
     values = np.array([4, 3, 6, 5, 7, 2], np.float32)
     slots = reference.select(values, 0, 6, k_blocks=4, k_exact=2, **IN_BUCKETS)
     assert sorted(j for _, j in slots[:2]) == [2, 4]
