@@ -195,7 +195,7 @@ def test_mutant_inside_fails(tools, check, monkeypatch, mutant):
 
 
 def test_races_are_found(capfd):
-    """A kernel that does not wait for its copy: the message that every other test here must not print."""
+    """A kernel that does not wait for its copy: the message that no other test here may print, or with JAX 0.12 raise."""
 
     def kernel(x, out, slot, arrived):
         copy = pltpu.make_async_copy(x, slot, arrived)
@@ -210,8 +210,12 @@ def test_races_are_found(capfd):
         scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA],
         interpret=INTERPRET,
     )
-    jax.block_until_ready(op(jnp.ones((8, 128))))
-    assert RACE in capfd.readouterr().out
+    try:
+        jax.block_until_ready(op(jnp.ones((8, 128))))
+        told = capfd.readouterr().out
+    except jax.errors.JaxRuntimeError as error:
+        told = str(error)
+    assert RACE in told
 
 
 def _shapes(batch=1, heads=28, kv_heads=4, tokens=131072, page=128, dtype=jnp.bfloat16, head_dim=128, num_queries=1, blocks=37):
