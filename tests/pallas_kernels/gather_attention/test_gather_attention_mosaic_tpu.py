@@ -41,7 +41,7 @@ FOR_MUTANTS = ("blocks of 8, drafts, window", "dense", "blocks are pages, one KV
 
 @pytest.fixture(autouse=True)
 def no_races(capfd):
-    """A race is only printed: `test_races_are_found` says that it still is."""
+    """With JAX 0.11 a race is only printed: `test_races_are_found` says that it is."""
     yield
     pltpu.reset_tpu_interpret_mode_state()
     assert RACE not in capfd.readouterr().out

@@ -74,7 +74,7 @@ FOR_MUTANTS = ("bounds", "equal scores", "NaN in the index, a page is missing", 
 
 @pytest.fixture(autouse=True)
 def no_races(capfd):
-    """A race is only printed."""
+    """With JAX 0.11 a race is only printed."""
     yield
     pltpu.reset_tpu_interpret_mode_state()
     assert RACE not in capfd.readouterr().out
