@@ -1,4 +1,4 @@
-"""What one CUDA thread does, for Mosaic GPU kernels: ballots, asynchronous copies, small matrix products, stores inside a cluster.
+"""What one CUDA thread does, for Mosaic GPU kernels: ballots, asynchronous copies, stores inside a cluster.
 
 Pallas speaks of whole arrays; a few stages (scoring scattered index rows, selecting by counting, exchanging results inside a cluster) need
 single threads. They run inside `plgpu.inline_mgpu`, on `Scalar`s, and this file is the only one that touches JAX's private MLIR bindings.
@@ -451,6 +451,7 @@ def store_global_if(condition: Scalar, ref, offset_bytes: Scalar | int, word: Sc
 
 def load_written(ref, offset_bytes: Scalar | int, name: str, *, block: Scalar, block_bytes: int, only: Scalar | None = None) -> Scalar:
     """One word of an array in global memory, as this warp left it before its last barrier; asked for at this place of the program.
+
     only: by which threads; what the others get is undefined, and their places need not make sense."""
     if only is None:
         return _load(address(ref, offset_bytes, block, block_bytes), [name], "global")[0]
@@ -560,41 +561,3 @@ def cluster_barrier() -> None:
     """Wait for all threads of the cluster; what they wrote to each other's shared memory before is seen after."""
     ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
     ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
-
-
-def load_matrices(ref, offset: Scalar, *, transposed: bool = False) -> list[Scalar]:
-    """`ldmatrix.x4`: four 8 x 8 matrices of 16-bit numbers from shared memory, a word of each per lane.
-
-    offset: words; lane 8m + r says where row r of matrix m stands, 16 bytes. Lane (g, t) gets columns 2t, 2t + 1 of row g; transposed:
-    rows 2t, 2t + 1 of column g.
-    """
-    code = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
-    return ptx(code, address(ref, offset * 4), result=["i32"] * 4, convergent=True)
-
-
-def mma(acc: Sequence[Scalar], a: Sequence[Scalar], b: Sequence[Scalar], dtype: str) -> list[Scalar]:
-    """`mma.m16n8k16` of a warp: 4 float32 accumulators, 4 words of A (16 x 16), 2 words of B (16 x 8). dtype: bfloat16 or float16."""
-    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
-    registers = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13}"
-    code = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {registers};"
-    return ptx(code, *a, *b, *acc, result=["f32"] * 4, convergent=True)
-
-
-def pack(low: Scalar, high: Scalar, dtype: str) -> Scalar:
-    """Two float32 rounded to bfloat16 or float16, in one word."""
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    return ptx(f"cvt.rn.{kind}.f32 $0, $1, $2;", high, low, result="i32")
-
-
-def multiply_pairs(a: Scalar, b: Scalar, dtype: str) -> Scalar:
-    """Products of the two numbers of each word, rounded to bfloat16 or float16."""
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
-    return ptx(f"mul.rn.{kind} $0, $1, $2;", a, b, result="i32")
-
-
-def unpack(word: Scalar, dtype: str) -> list[Scalar]:
-    """The two numbers of a word as float32."""
-    if dtype == "bfloat16":
-        return [bits(word << 16), bits(word & -65536)]
-    code = "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"
-    return ptx(code, word, result=["f32", "f32"])

@@ -84,6 +84,8 @@ def test_what_is_said_about_captured_mass_is_what_was_measured():
     assert {f"{short['momo:32/16', tokens][1]:.2%}" for tokens in (16, 32)} == {"1.08%"}
     assert "lists of 32 blocks are 1.08% short in that layer, at 16K and at 32K" in text
     assert "128 blocks {:.2%} at 16K, but still {:.2%} at 32K".format(*(short["momo:128/16", tokens][1] for tokens in (16, 32))) in text
+    inside = {policy for policy, tokens in short if tokens == 32 and "128" in policy and max(short[policy, 32]) <= 0.015}
+    assert inside == {"mean:128"}
 
 
 def test_what_is_said_about_buckets_is_what_was_measured():

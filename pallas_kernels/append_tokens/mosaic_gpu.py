@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes
+from pallas_kernels import lane_pairs, lanes
 from pallas_kernels.append_tokens.api import Kinds
 
 THREADS = 128
@@ -226,7 +226,7 @@ def _reduce_tokens(s: Shape, kind: str, count: int, at, first, k_pages_ref):
 
     def numbers(offset):
         words = lanes.load_written_16_bytes(k_pages_ref, offset, block=at, block_bytes=s.page_bytes)
-        values = [lanes.bits(w) for w in words] if s.dtype == "float32" else [x for w in words for x in lanes.unpack(w, s.dtype)]
+        values = [lanes.bits(w) for w in words] if s.dtype == "float32" else [x for w in words for x in lane_pairs.unpack(w, s.dtype)]
         return values * len(IDENTITY[kind])
 
     together = next(n for n in range(min(UNROLLED, count), 0, -1) if count % n == 0)
@@ -248,7 +248,7 @@ def _store(s: Shape, kind: str, block_size: int, at, block, piece, total, index_
         if s.dtype == "float32":
             words = [lanes.bits(x) for x in values]
         else:
-            words = [lanes.pack(*values[i : i + 2], s.dtype) for i in range(0, s.columns, 2)]
+            words = [lane_pairs.pack(*values[i : i + 2], s.dtype) for i in range(0, s.columns, 2)]
         offset = (block * rows + r) * s.row_bytes + piece * 16
         index_bytes = s.page_size // block_size * rows * s.row_bytes
         lanes.store_global_16_bytes(index_ref, offset, *words, block=at, block_bytes=index_bytes)

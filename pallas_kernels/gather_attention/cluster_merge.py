@@ -10,7 +10,7 @@ import functools
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes
+from pallas_kernels import lane_pairs, lanes
 from pallas_kernels.gather_attention.tiles import LAYOUT, LOG2E, Shape
 
 SCALAR, REF = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
@@ -82,7 +82,7 @@ def _merge(s: Shape, row, head, cta, parts_s, stats_s, out_ref, lse_ref) -> None
             nothing = total == 0.0
             scale = lanes.f32(1.0) / lanes.where(nothing, 1.0, total)
             at = (row * s.num_queries + r // s.group) * s.num_heads + head * s.group + r % s.group
-            lanes.store_global(out_ref, (at * s.head_dim + column) // 2, lanes.pack(low * scale, high * scale, s.dtype.name))
+            lanes.store_global(out_ref, (at * s.head_dim + column) // 2, lane_pairs.pack(low * scale, high * scale, s.dtype.name))
             with lanes.when((cta == 0) & (pair == 0)):
                 lse = (m + lanes.log2(lanes.where(nothing, 1.0, total))) * (1.0 / LOG2E)
                 lanes.store_global(lse_ref, at, lanes.where(nothing, float("-inf"), lse))

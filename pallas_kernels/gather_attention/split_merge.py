@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes
+from pallas_kernels import lane_pairs, lanes
 from pallas_kernels.gather_attention.tiles import LAYOUT, LOG2E, Shape
 
 THREADS = 128
@@ -53,7 +53,7 @@ def store(s: Shape, folded, row, head, split, out_ref, lse_ref) -> None:
                     pair = [x * scale for x in lanes.elements(acc[2 * j + half], 2)]
                     offset = at * s.head_dim + t * 2 + 8 * j
                     if s.splits == 1:
-                        lanes.store_global(out_ref, offset // 2, lanes.pack(*pair, s.dtype.name))
+                        lanes.store_global(out_ref, offset // 2, lane_pairs.pack(*pair, s.dtype.name))
                     else:
                         lanes.store_global(out_ref, offset, *pair)
                 with lanes.when(t == 0):
@@ -95,7 +95,7 @@ def merge(s: Shape, out, lse):
                 merged = [functools.reduce(lambda a, b: a + b, [c[i] for c in columns]) * scale for i in range(4)]
                 row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
                 at = (row * s.num_queries + r // s.group) * s.num_heads + head * s.group + r % s.group
-                words = [lanes.pack(*merged[i : i + 2], s.dtype.name) for i in (0, 2)]
+                words = [lane_pairs.pack(*merged[i : i + 2], s.dtype.name) for i in (0, 2)]
                 lanes.store_global(merged_ref, at * (s.head_dim // 2) + quad * 2, *words)
                 with lanes.when(quad == 0):
                     lse = m + lanes.log2(lanes.where(nothing, 1.0, total)) * (1.0 / LOG2E)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import clusters, lane_copies, lanes
+from pallas_kernels import clusters, lane_copies, lane_pairs, lanes
 
 MOST_TOKENS = 8
 CHUNK = 64
@@ -273,7 +273,7 @@ class _Tiles:
         for step in range(CHUNK // 16):
             for m in range(s.rows // 16):
                 at = slot + m * 16 * CHUNK_WORDS + lane_copies.swizzled(lane & 15, (lane >> 4) + 2 * step, CHUNK * 2)
-                sums[m] = lanes.mma(sums[m], lanes.load_matrices(ring_s, at), tokens[2 * step :][:2], s.dtype)
+                sums[m] = lane_pairs.mma(sums[m], lane_pairs.load_matrices(ring_s, at), tokens[2 * step :][:2], s.dtype)
         acc = [x for four in sums for x in four]
         last = n % s.turns == s.turns - 1
         with lanes.when(last):
@@ -287,10 +287,10 @@ class _Tiles:
         for half in range(2):
             piece = (lane >> 3) + 4 * half
             row = lanes.minimum(lane & 7, s.tokens - 1)
-            words += lanes.load_matrices(ring_s, start + lane_copies.swizzled(row, piece, CHUNK * 2))
+            words += lane_pairs.load_matrices(ring_s, start + lane_copies.swizzled(row, piece, CHUNK * 2))
             if s.norm_eps is not None:
-                norm += lanes.load_matrices(ring_s, start + lane_copies.swizzled(lanes.i32(s.tokens), piece, CHUNK * 2))
-        return words if s.norm_eps is None else [lanes.multiply_pairs(a, b, s.dtype) for a, b in zip(words, norm, strict=True)]
+                norm += lane_pairs.load_matrices(ring_s, start + lane_copies.swizzled(lanes.i32(s.tokens), piece, CHUNK * 2))
+        return words if s.norm_eps is None else [lane_pairs.multiply_pairs(a, b, s.dtype) for a, b in zip(words, norm, strict=True)]
 
     def _add_squares(self) -> None:
         """Sums of squares of the tokens, each warp over its share; `_scale` adds them up."""
@@ -301,7 +301,7 @@ class _Tiles:
                 i = lanes.thread() + start
                 piece = lanes.where(i < s.width // 8, i, 0)
                 words = lanes.load_global_16_bytes(self.inputs["x"], piece * 16 + token * s.width * 2)
-                values = [x for word in words for x in lanes.unpack(word, s.dtype)]
+                values = [x for word in words for x in lane_pairs.unpack(word, s.dtype)]
                 squares = functools.reduce(lambda a, b: a + b, [x * x for x in values])
                 total = total + lanes.where(i < s.width // 8, squares, 0.0)
             for distance in (16, 8, 4, 2, 1):
@@ -349,7 +349,7 @@ class _Tiles:
             results = [[x * scale for x in two] for two in results]
         if s.biased:
             rows = [self._row(self.inputs["biases"], unit, part) for part in range(s.parts)]
-            biases = [lanes.unpack(lanes.load_global(ref, row // 2), s.dtype) for ref, row, _ in rows]
+            biases = [lane_pairs.unpack(lanes.load_global(ref, row // 2), s.dtype) for ref, row, _ in rows]
             results = [_add(*twos) for twos in zip(results, biases, strict=True)]
         if s.half:
             results = self._rotate(results, token, unit)
@@ -357,7 +357,7 @@ class _Tiles:
             results = [[_silu(gate) * up for gate, up in zip(*results, strict=True)]]
         if s.residual:
             word = lanes.load_global(self.inputs["residual"], (token * s.units + unit) // 2)
-            results = [_add(results[0], lanes.unpack(word, s.dtype))]
+            results = [_add(results[0], lane_pairs.unpack(word, s.dtype))]
         for part, two in enumerate(results):
             self._store(token, unit, part, two)
 
@@ -379,7 +379,7 @@ class _Tiles:
         if s.out_dtype == "float32":
             lanes.store_global(ref, at, *two)
         else:
-            lanes.store_global(ref, at // 2, lanes.pack(*two, s.dtype))
+            lanes.store_global(ref, at // 2, lane_pairs.pack(*two, s.dtype))
 
 
 def _add(a, b):

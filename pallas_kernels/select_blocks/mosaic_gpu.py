@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import clusters, lane_copies, lanes
+from pallas_kernels import clusters, lane_copies, lane_pairs, lanes
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.select_blocks.api import selection_width
@@ -266,7 +266,7 @@ def _mean_column(s: Shape, q_ref, row, head, column, d):
 
     def add(member, *total):
         words = _query_words(s, q_ref, row, head, query, member, d)
-        return [a + b for a, b in zip(total, [x for word in words for x in lanes.unpack(word, s.dtype)], strict=True)]
+        return [a + b for a, b in zip(total, [x for word in words for x in lane_pairs.unpack(word, s.dtype)], strict=True)]
 
     total = lanes.loop(s.group, [lanes.f32(0.0)] * 8, add)
     words = []
@@ -274,9 +274,9 @@ def _mean_column(s: Shape, q_ref, row, head, column, d):
         rest = [x * (1.0 / s.group) for x in total[2 * pair : 2 * pair + 2]]
         word = lanes.i32(0)
         for n in range(3):
-            rounded = lanes.pack(*rest, s.dtype)
+            rounded = lane_pairs.pack(*rest, s.dtype)
             word = lanes.where(part == n, rounded, word)
-            rest = [x - y for x, y in zip(rest, lanes.unpack(rounded, s.dtype), strict=True)]
+            rest = [x - y for x, y in zip(rest, lane_pairs.unpack(rounded, s.dtype), strict=True)]
         words.append(word)
     return words
 
@@ -343,7 +343,7 @@ def _written_columns(s: Shape, length, t):
 def _products(s: Shape, ring_s, slot, queries_s, lane, columns):
     """Scores of the index rows g and g + 8 of the slot, in each of the four lanes (g, t)."""
     rows = [
-        lanes.load_matrices(ring_s, slot + lane_copies.swizzled(lane & 15, (lane >> 4) + 2 * step, 4 * s.row_words))
+        lane_pairs.load_matrices(ring_s, slot + lane_copies.swizzled(lane & 15, (lane >> 4) + 2 * step, 4 * s.row_words))
         for step in range(2 * s.chunks)
     ]
     best = [lanes.f32(float("-inf"))] * 2
@@ -353,7 +353,7 @@ def _products(s: Shape, ring_s, slot, queries_s, lane, columns):
             b = lanes.load_shared(queries_s, (lane + (tile * s.chunks + j) * 32) * 4, count=4)
             for step in range(2):
                 chain = (2 * j + step) % 4
-                sums[chain] = lanes.mma(sums[chain], rows[2 * j + step], b[2 * step :][:2], s.dtype)
+                sums[chain] = lane_pairs.mma(sums[chain], rows[2 * j + step], b[2 * step :][:2], s.dtype)
         acc = [(a + b) + (c + d) for a, b, c, d in zip(*sums, strict=True)]
         for n in range(2):
             values = acc[2 * n : 2 * n + 2]
