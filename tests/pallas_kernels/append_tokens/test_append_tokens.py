@@ -291,6 +291,7 @@ def _thread_by_thread(threads, monkeypatch, without=None):
             partial_s = threads.Memory(np.full(mosaic_gpu.PARTIAL_WORDS, -1, np.int32))
             cta = threads.Cta([*pools, *built, partial_s], without)
             monkeypatch.setattr(mosaic_gpu, "lanes", cta)
+            monkeypatch.setattr(mosaic_gpu, "lane_pairs", cta)
             unit = [threads.Numbers(np.int32(x)) for x in (row, head)]
             mosaic_gpu._write(s, *unit, places, table, tokens, pools)
             mosaic_gpu._seal(s, *unit, places, table, pools[0], built, partial_s)
