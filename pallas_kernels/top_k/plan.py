@@ -26,6 +26,15 @@ MOST_K = 4096
 MOST_CAPACITY = 12288
 MOST_CTAS = 16
 
+WHOLE = 8192
+"""A row of up to so many scores is all candidates: to look for a threshold first takes longer."""
+
+LEAST_SHARE = 4096
+"""Scores that a CTA of a cluster gets at least: fewer CTAs agree sooner."""
+
+SHORT_ROW = 32768
+"""Up to so many scores half the usual sample will do."""
+
 MOST_SECANTS = 5
 """Passes that look for a threshold by interpolation before digits do."""
 
@@ -169,23 +178,28 @@ class Shape:
 
 def shape_of(batch: int, row: int, k: int, config: Config, *, has_lengths: bool, counted: bool) -> Shape:
     """The sizes of a call. Raises ValueError for a config whose capacity does not hold k."""
-    capacity = config.capacity or _capacity(k)
+    capacity = config.capacity or _capacity(k, row)
     if capacity < min(k, row):
         raise ValueError(f"capacity {capacity} of the config is less than k {k}; leave it None or take at least k")
-    sample = config.sample or min(max(4096, _power_of_two(row // 128)), 16384)
+    sample = config.sample or _sample(row)
 
     def of(ctas: int) -> Shape:
         return Shape(batch, row, k, config.start, capacity, sample, ctas, has_lengths, counted)
 
     if row <= capacity or config.ctas:
         return of(config.ctas if row > capacity else 1)
-    usual = clusters.ctas_per_unit(batch)
+    usual = min(clusters.ctas_per_unit(batch), -(-row // LEAST_SHARE))
     return next((s for s in map(of, range(usual, MOST_CTAS + 1)) if s.fits), of(usual))  # more CTAs than run at once, for long rows
 
 
-def _capacity(k: int) -> int:
-    """Three times k, rounded up to a power of two, at least 4,096 and at most `MOST_CAPACITY`."""
-    return min(max(4096, _power_of_two(3 * k)), MOST_CAPACITY)
+def _capacity(k: int, row: int) -> int:
+    """Three times k, rounded up to a power of two, at least 4,096 and at most `MOST_CAPACITY`; enough for a short row."""
+    return min(max(4096, _power_of_two(3 * k), WHOLE if row <= WHOLE else 0), MOST_CAPACITY)
+
+
+def _sample(row: int) -> int:
+    """2,048 scores of a short row, of others 4,096 or, rounded up to a power of two, every 128th, at most 16,384."""
+    return 2048 if row <= SHORT_ROW else min(max(4096, _power_of_two(row // 128)), 16384)
 
 
 def _power_of_two(n: int) -> int:
