@@ -14,13 +14,13 @@ from pallas_kernels.query_sparse_attention.api import ESTIMATES
 from pallas_kernels.union_blocks import union_blocks
 
 CHANGES: dict[str, dict[str, str | None]] = {
+    "quantile": {"estimate": "quantile"},
     "score": {"rank": "score"},
+    "untrimmed": {"k_trim": None},
     "plain": {"delta": "plain"},
     "uncorrected": {"delta": "off"},
-    "buckets": {"estimate": "buckets"},
-    "untrimmed": {"k_trim": None},
 }
-"""What can stand behind a short name: "momo:128/8+score+plain" is the policy as published."""
+"""What can stand behind a short name: "momo:128/8+quantile+score+plain" is the policy as published."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class MeasureOnceMaskOnce(TileLists):
     corrects the others.
 
     rank: by what blocks are trimmed; "mass", the attention that the tile's exact queries pay, summed; or "score", the mean of their
-    log-sum-exps, as published (Algorithm 2). estimate: how the other k - k_exact blocks are found; by a "quantile", as published
-    (equation 6), or in "buckets" (see `query_sparse_attention`). delta: "damped" (`delta_correction`), "plain" (equation 3 as published)
-    or "off".
+    log-sum-exps, as published (Algorithm 2). estimate: how the other k - k_exact blocks are found; in "buckets", or by a "quantile",
+    as published (equation 6; see `query_sparse_attention`). delta: "damped" (`delta_correction`), "plain" (equation 3 as published) or
+    "off".
 
     Blocks that sinks or window hold anyway take no place in a list. dense_below: sequences up to this many tokens are dense although
     lists would not hold everything, because that is faster there (0: none).
@@ -51,7 +51,7 @@ class MeasureOnceMaskOnce(TileLists):
     window_tokens: int = 1024
     dense_below: int = 0
     rank: str = "mass"
-    estimate: str = "quantile"
+    estimate: str = "buckets"
     delta: str = "damped"
 
     def __post_init__(self):

@@ -78,10 +78,10 @@ def ablation(
     exacts: Sequence[int] = (0, 4, 8),
 ) -> tuple[MeasureOnceMaskOnce, ...]:
     """Variants of a policy, one thing changed at a time: gamma x chi; k (and k_trim) x k_exact, all exact too; without trimming, ranked by
-    score, in buckets, corrected in full."""
+    score, by the quantile, corrected in full."""
     changes: list[dict[str, Any]] = [{"gamma": gamma, "chi": chi} for gamma in gammas for chi in chis if chi % gamma == 0]
     changes += [{"k": k, "k_trim": k, "k_exact": exact} for k in ks for exact in dict.fromkeys((*exacts, k)) if exact <= k]
-    changes += [{"k_trim": None}, {"rank": "score"}, {"estimate": "buckets"}, {"delta": "plain"}]
+    changes += [{"k_trim": None}, {"rank": "score"}, {"estimate": "quantile"}, {"delta": "plain"}]
     return tuple(dict.fromkeys((base, *(dataclasses.replace(base, **change) for change in changes))))
 
 

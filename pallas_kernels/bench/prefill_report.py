@@ -79,42 +79,18 @@ def time_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     )
 
 
+def _length(row: Row) -> int:
+    return row["tokens"]
+
+
 def time_table(rows: Sequence[Row]) -> str:
-    """Time to first token."""
-    return markdown(TIME_COLUMNS, (time_cells(row, rows) for row in rows))
-
-
-PROJECTION_COLUMNS = ("shape", "tokens", "dense, measured s", "dense, projected s", "sparse, measured s", "projected / sparse")
-
-
-def projection_table(rows: Sequence[Row], ops: Sequence[Row]) -> str:
-    """Dense time to first token as its parts say, beside what was measured: attention is `layers` times that of one layer over the whole
-    prompt, and everything else takes in every chunk what it took in those of the longest dense prompt that was profiled. Seconds."""
-    lines = []
-    timed = [row for row in rows if "median_s" in row]
-    for shape in dict.fromkeys(row["shape"] for row in timed):
-        profiled = [row for row in timed if row["shape"] == shape and row["policy"] == "dense" and row.get("profile")]
-        if not profiled:
-            continue
-        longest = max(profiled, key=lambda row: row["tokens"])
-        parts = longest["profile"]["parts_s"]
-        rest = sum(sum(seconds for name, seconds in of.items() if name != "dense attention") for of in parts) / len(parts)
-        for op in ops:
-            if (op["shape"], op["op"], op["policy"]) != (shape, "dense", "paged"):
-                continue
-            here = {row["policy"]: row["median_s"] for row in timed if (row["shape"], row["tokens"]) == (shape, op["tokens"])}
-            sparse = min((seconds for policy, seconds in here.items() if policy != "dense"), default=None)
-            if sparse is None:
-                continue
-            projected = longest["layers"] * op["median_s"] + op["tokens"] / longest["chunk"] * rest
-            measured = f"{here['dense']:,.2f}" if "dense" in here else "-"
-            lines.append((shape, tokens_text(op["tokens"]), measured, f"{projected:,.2f}", f"{sparse:,.2f}", f"{projected / sparse:.2f}"))
-    return markdown(PROJECTION_COLUMNS, lines)
+    """Time to first token, short prompts first."""
+    return markdown(TIME_COLUMNS, (time_cells(row, rows) for row in sorted(rows, key=_length)))
 
 
 def split_table(rows: Sequence[Row]) -> str:
-    """Where the time of the profiled chunks goes."""
-    profiled = [row for row in rows if row.get("profile")]
+    """Where the time of the profiled chunks goes, short prompts first."""
+    profiled = sorted((row for row in rows if row.get("profile")), key=_length)
     lines = []
     for row in profiled:
         parts = row["profile"]["parts_s"]

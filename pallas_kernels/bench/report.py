@@ -188,12 +188,6 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
 
     of_top_k = {name: sourced(*made) for name, made in top_k_report.parts(runs).items()}
 
-    def projected() -> str:
-        if not prefill_ops or not prefills:
-            return "*Not measured yet.*"
-        made = prefill_report.projection_table(merged(prefills), merged(prefill_ops))
-        return f"{made}\n\nMade from the runs of the tables of one layer and of time to first token."
-
     def targets() -> str:
         needles, designs = ([run for run in runs if run["bench"].startswith(k)] for k in ("sparse-prefill-needles", "designs-prefill"))
         return prefill_targets.targets_table(*map(merged, (prefill_ops, prefills, measures)), needles, designs)
@@ -210,7 +204,6 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "prefill-ops": of(prefill_ops, prefill_report.op_table),
         "prefill-steps": of(prefill_ops, prefill_report.steps_table),
         "prefill-time": of(prefills, prefill_report.time_table),
-        "prefill-projected": projected,
         "prefill-split": of(prefills, prefill_report.split_table),
         "prefill-measures": of(measures, prefill_report.measures_table),
     }

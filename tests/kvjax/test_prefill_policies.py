@@ -39,7 +39,7 @@ COVERING = {
 }
 SPARSE = {
     "momo": MeasureOnceMaskOnce(**SIZES, **MOMO),
-    "momo, buckets": MeasureOnceMaskOnce(**SIZES | MOMO | {"key_block": 1, "k": 20, "k_trim": 30}, estimate="buckets"),
+    "momo, quantile": MeasureOnceMaskOnce(**SIZES | MOMO | {"key_block": 1, "k": 20, "k_trim": 30}, estimate="quantile"),
     "momo, no delta": MeasureOnceMaskOnce(**SIZES, **MOMO, delta="off"),
     "mean": MeanPooled(**SIZES, k=3),
     "oracle": OracleBlocks(**SIZES, k=3),
@@ -436,10 +436,9 @@ def test_memory_is_bounded(name):
         ("dense", DensePrefill()),
         ("momo:128/8", MeasureOnceMaskOnce()),
         ("momo:64/64", MeasureOnceMaskOnce(k=64, k_exact=64, k_trim=64)),
-        ("momo:128/8+score+plain", MeasureOnceMaskOnce(rank="score", delta="plain")),
-        ("momo:128/8+buckets", MeasureOnceMaskOnce(estimate="buckets")),
-        ("momo:32/8+score+buckets", MeasureOnceMaskOnce(k=32, k_trim=32, rank="score", estimate="buckets")),
-        ("momo:16/8+uncorrected+untrimmed", MeasureOnceMaskOnce(k=16, k_trim=None, delta="off")),
+        ("momo:128/8+quantile+score+plain", MeasureOnceMaskOnce(estimate="quantile", rank="score", delta="plain")),
+        ("momo:32/8+quantile", MeasureOnceMaskOnce(k=32, k_trim=32, estimate="quantile")),
+        ("momo:16/8+untrimmed+uncorrected", MeasureOnceMaskOnce(k=16, k_trim=None, delta="off")),
         ("window:64+1024", SinkWindow()),
         ("delta:4+100/16", SinkWindow(4, 100, gamma=16)),
         ("mean:32", MeanPooled(32)),

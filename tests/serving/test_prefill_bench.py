@@ -139,21 +139,6 @@ def test_tables(op_rows, time_rows):
     assert len(prefill_report.op_table(op_rows).splitlines()) == len(OPS) + 2
 
 
-def test_dense_prefill_is_projected_from_its_parts():
-    """Two layers of 3 s, and four chunks of 0.5 s beside attention; the shorter profiled prompt does not count."""
-
-    def time(policy, tokens, seconds, parts=None):
-        fields = {"shape": "s", "tokens": tokens, "policy": policy, "layers": 2, "chunk": 256, "median_s": seconds}
-        return fields | ({"profile": {"parts_s": parts}} if parts else {})
-
-    parts = [{"dense attention": 9.0, "projections": 0.3, "idle": 0.1}, {"dense attention": 1.0, "projections": 0.5, "idle": 0.1}]
-    times = [time("dense", 256, 5.0, [{"projections": 7.0}]), time("dense", 512, 6.0, parts), time("momo:8/8", 1024, 2.0)]
-    op = {"shape": "s", "op": "dense", "policy": "paged"}
-    ops = [op | {"tokens": 1024, "median_s": 3.0}, op | {"tokens": 2048, "median_s": 9.0}, op | {"policy": "contiguous", "tokens": 1024}]
-    (line,) = prefill_report.projection_table(times, ops).splitlines()[2:]
-    assert [cell.strip() for cell in line.strip("|").split("|")] == ["s", "1K", "-", "8.00", "2.00", "4.00"]
-
-
 def test_policies_written_out_are_told_apart_by_what_differs():
     written_out = [f"MeasureOnceMaskOnce(gamma={gamma}, chi=64, k_trim=None)" for gamma in (8, 16)]
     figures = dict.fromkeys(("captured", "of_oracle", "error", "sparsity"), 0.5)
