@@ -136,7 +136,8 @@ class MeasureOnceMaskOnce(TileLists):
     def describe(self) -> str:
         """For reports."""
         trimmed = "untrimmed" if self.k_trim is None else f"trimmed to {self.k_trim} by {self.rank}"
-        estimated = f", the others by {self.estimate}" if self.k > self.k_exact else ""
+        how = {"buckets": "in buckets", "quantile": "by a quantile"}[self.estimate]
+        estimated = f", the others {how}" if self.k > self.k_exact else ""
         corrected = "no delta correction" if self.delta == "off" else f"{self.delta} delta correction"
         return (
             f"{self} prefill (every {self.gamma}th query lists {self.k} blocks of {self.key_block}, {self.k_exact} of them exactly"

@@ -28,6 +28,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.query_sparse_attention import query_sparse_attention
+from pallas_kernels.query_sparse_attention.api import ESTIMATES
 
 
 def captured_mass(
@@ -78,10 +79,15 @@ def ablation(
     exacts: Sequence[int] = (0, 4, 8),
 ) -> tuple[MeasureOnceMaskOnce, ...]:
     """Variants of a policy, one thing changed at a time: gamma x chi; k (and k_trim) x k_exact, all exact too; without trimming, ranked by
-    score, by the quantile, corrected in full."""
+    score, the others estimated otherwise, corrected in full."""
     changes: list[dict[str, Any]] = [{"gamma": gamma, "chi": chi} for gamma in gammas for chi in chis if chi % gamma == 0]
     changes += [{"k": k, "k_trim": k, "k_exact": exact} for k in ks for exact in dict.fromkeys((*exacts, k)) if exact <= k]
-    changes += [{"k_trim": None}, {"rank": "score"}, {"estimate": "quantile"}, {"delta": "plain"}]
+    changes += [
+        {"k_trim": None},
+        {"rank": "score"},
+        {"estimate": next(name for name in ESTIMATES if name != base.estimate)},
+        {"delta": "plain"},
+    ]
     return tuple(dict.fromkeys((base, *(dataclasses.replace(base, **change) for change in changes))))
 
 

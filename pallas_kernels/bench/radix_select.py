@@ -4,9 +4,10 @@ What exact selections that know nothing of their input do ("Guess-Verify-Refine"
 of them) one pass over the row counts those that agree in all digits before (a histogram in shared memory) and narrows to the digit in
 which the k-th largest lies; one more pass collects. Every pass reads the row from global memory (the L2, from the second on).
 
-Two forms. By default a cluster of CTAs shares a row, as many as `top_k` has, and histograms are summed through distributed shared memory:
-what this chip can do with that algorithm. With `ctas=1` one CTA of 512 threads has a row to itself, as the production kernel that the paper
-compares with (section 6.1: "single-row (one CTA), with 512 threads per block"; its own kernel has one CTA a row, too, section 5.1).
+Two forms. By default a cluster of CTAs shares a row, as many as let all rows run at once, and histograms are summed through distributed
+shared memory: what this chip can do with that algorithm. With `ctas=1` one CTA of 512 threads has a row to itself, as the production kernel
+that the paper compares with (section 6.1: "single-row (one CTA), with 512 threads per block"; its own kernel has one CTA a row, too,
+section 5.1).
 
 The paper's baseline differs in its scans: a coarse pass of 16 bits comes before digits of 11, 11 and 10, each pass scans the row twice
 (count, then filter), and it stops early and sorts once fewer than 2,048 scores are left (section 2); very long rows go over 10
@@ -82,7 +83,7 @@ class Shape:
 def radix_top_k(scores: Float[Array, "B N"], k: int, ctas: int | None = None) -> tuple[Float[Array, "B k"], Int[Array, "B k"]]:
     """The k largest of each row and their indices, in no particular order; see the top of this file for ties and what scores may be.
 
-    scores: float32, N a multiple of 4. ctas: that share a row, 1 to 16; None: as many as let all rows run at once, as `top_k` has them.
+    scores: float32, N a multiple of 4. ctas: that share a row, 1 to 16; None: as many as let all rows run at once.
     Raises ValueError for other arrays, for k outside 1 to N, for k above `MOST_K`, and for other ctas.
     """
     if scores.ndim != 2 or scores.dtype != jnp.float32 or scores.shape[1] % 4:

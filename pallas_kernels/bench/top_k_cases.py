@@ -4,8 +4,9 @@ A name is `rows/scores/batch/k/hint/implementation`, as in `normal/128k/b1/k2048
 
 rows            a distribution of `score_rows`, yarn, or FILE.LAYER of captured rows (`--rows`)
 hint            none, random, stale-20, -40, -80 (a step old, with that share of the answer), step (a step old, whatever it shares), static
-implementation  top_k (the op; top_k:start=hint with that field of its `Config`), radix (`radix_select`, a row over as many CTAs as the op
-                has), radix-one-cta (the same, one CTA a row), lax.top_k, approx_max_k, torch (torch.topk, sorted=False), torch-sorted
+implementation  top_k (the op; top_k:start=hint with that field of its `Config`), radix (`radix_select`, a row over as many CTAs as let all
+                rows run at once), radix-one-cta (the same, one CTA a row), lax.top_k, approx_max_k, torch (torch.topk, sorted=False),
+                torch-sorted
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STALE = (20, 40, 80)
 HINTS = ("none", "random", *(f"stale-{share}" for share in STALE))
 YARN_HINTS = ("random", "static", "step")
 RADIX = {"radix": None, "radix-one-cta": 1}
-"""The radix selection's CTAs a row, by implementation; None: as many as the op has."""
+"""The radix selection's CTAs a row, by implementation; None: as many as let all rows run at once."""
 
 BASELINES = (*RADIX, "lax.top_k", "torch")
 LIBRARY_LENGTHS = tuple(n * 1024 for n in (8, 64, 128, 1024))

@@ -27,7 +27,7 @@ MOST_CAPACITY = 12288
 MOST_CTAS = 16
 
 WHOLE = 8192
-"""A row of up to so many scores is all candidates: to look for a threshold first takes longer."""
+"""A row of up to so many scores is all candidates, whatever k is: to look for a threshold first takes longer."""
 
 LEAST_SHARE = 4096
 """Scores that a CTA of a cluster gets at least: fewer CTAs agree sooner."""
@@ -46,8 +46,9 @@ class Config:
     """Choices that change the time, never the answer.
 
     start: where the first threshold comes from, "sample" (scores from all over the row) or "hint" (the mean of the hinted scores).
-    capacity: candidates that are refined at most, a multiple of 512; None: by k. sample: scores looked at, a multiple of 2,048; None: by
-    the length of a row. ctas: of the cluster that serves a row, at most 16; None: by the batch.
+    capacity: candidates that are refined at most, a multiple of 512; None: by k, and what a short row has. sample: scores looked at, a
+    multiple of 2,048; None: by the length of a row. ctas: of the cluster that serves a row, at most 16; None: by the batch and the length
+    of a row. A row of at most `capacity` scores is all candidates: there is no threshold, and one CTA.
     Raises ValueError for other values.
     """
 
@@ -188,13 +189,14 @@ def shape_of(batch: int, row: int, k: int, config: Config, *, has_lengths: bool,
 
     if row <= capacity or config.ctas:
         return of(config.ctas if row > capacity else 1)
-    usual = min(clusters.ctas_per_unit(batch), -(-row // LEAST_SHARE))
+    most = min(clusters.ctas_per_unit(batch), row // LEAST_SHARE)
+    usual = next((ctas for ctas in clusters.RESIDENT if ctas <= most), 1)
     return next((s for s in map(of, range(usual, MOST_CTAS + 1)) if s.fits), of(usual))  # more CTAs than run at once, for long rows
 
 
 def _capacity(k: int, row: int) -> int:
-    """Three times k, rounded up to a power of two, at least 4,096 and at most `MOST_CAPACITY`; enough for a short row."""
-    return min(max(4096, _power_of_two(3 * k), WHOLE if row <= WHOLE else 0), MOST_CAPACITY)
+    """Three times k or, if it is short, the row, rounded up to a power of two; at least 4,096 and at most `MOST_CAPACITY`."""
+    return min(max(4096, _power_of_two(3 * k), _power_of_two(row) if row <= WHOLE else 0), MOST_CAPACITY)
 
 
 def _sample(row: int) -> int:

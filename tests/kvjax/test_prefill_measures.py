@@ -36,15 +36,15 @@ def written():
     return jnp.asarray(q, jnp.float32), layer, ctx, weights / weights.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("k_exact", [0, 1, 3])
-def test_what_rows_capture_is_the_share_of_the_softmax(written, k_exact):
+@pytest.mark.parametrize(("k_exact", "estimate"), [(0, "buckets"), (0, "quantile"), (1, "buckets"), (3, "buckets")])
+def test_what_rows_capture_is_the_share_of_the_softmax(written, k_exact, estimate):
     """Of their own blocks, as the op lists them, and of the best, found by trying all."""
     query, layer, ctx, weights = written
-    policy = dataclasses.replace(MOMO, k_exact=k_exact)
+    policy = dataclasses.replace(MOMO, k_exact=k_exact, estimate=estimate)
     pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
     lse = flash_attention(query, *pages, sm_scale=0.5)[1]
     sizes = {"gamma": 4, "block_size": 8, "k_blocks": 3, "window": (8, policy.row_window), "sm_scale": 0.5}
-    ids = np.asarray(query_sparse_attention(query, *pages, k_exact=k_exact, **sizes)[2])
+    ids = np.asarray(query_sparse_attention(query, *pages, k_exact=k_exact, estimate=estimate, **sizes)[2])
     own, best = map(np.asarray, captured_by_rows(policy, query, layer, ctx, lse))
     assert own.shape == best.shape == (1, 8, 2)
     blocks = np.arange(64) // 8

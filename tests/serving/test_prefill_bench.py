@@ -260,6 +260,7 @@ def test_targets_say_what_is_short_and_what_was_not_run():
     assert first(0.99, 1.01) == "short by less than its own spread (p10 to p90)"
     assert first(1.2, 1.2) == "no"
     of_layers = [{"policy": "momo:32/8", "tokens": 2**14, "layer": n, "error": 0.2, "error_with_delta": 0.1 + n / 5} for n in (0, 1)]
+    of_layers = [row | {"error_between": 0.2, "error_between_with_delta": 0.3} for row in of_layers]
 
     def captured(*shares):
         rows = [row | {"of_oracle": share} for row, share in zip(of_layers, shares, strict=True)]
@@ -268,7 +269,7 @@ def test_targets_say_what_is_short_and_what_was_not_run():
     assert "| 1.00% short in the mean, 1.00% in layer 0 | yes |" in captured(0.99, 0.99)
     assert "| 1.00% short in the mean, 2.00% in layer 1; beyond it: layer 1 | in the mean, not in every layer |" in captured(1.0, 0.98)
     assert "| 2.00% short in the mean, 2.00% in layer 0; beyond it: layer 0, 1 | no |" in captured(0.98, 0.98)
-    assert "| in 1 of 2 | no |" in captured(0.99, 0.99)
+    assert "| in 1 of 2 (of the queries between the exact ones alone: in 0) | no |" in captured(0.99, 0.99)
 
 
 def test_one_failure_loses_no_other_row(monkeypatch):

@@ -417,7 +417,7 @@ def test_targets_that_hold():
         ({"hint": 12.6}, "128K scores, 1 row, hint"),
         ({"none": 18.1}, "128K scores, 1 row, no hint"),
         ({"lax": 41.0}, "against; least at lax"),
-        ({"lax": 16.0}, "every cell against lax"),
+        ({"lax": 16.0}, "against lax.top_k, in every cell"),
         ({"small": 12.1}, "8K scores"),
         ({"large": 22.5}, "1M scores"),
         ({"radix": 22.0}, "over as many CTAs as ours"),

@@ -291,9 +291,40 @@ PRODUCTION = {f"{k} of {n}, batch {b}": production(SIZES[n], k, b) for n in SIZE
     "counts": production(128 << 10, 2048, return_counts=True),
     "the best first": production(128 << 10, 512, sort=True),
     "no multiple of four": production(100_001, 512, 3),
+    "a short row": production(5000, 32),
+    "two CTAs": production(8196, 512),
+    "four CTAs": production(20_000, 2048),
+    "eight CTAs": production(32 << 10, 2048),
     "2048 of 1000": production(1000, 2048),
     "1 of 1": production(1, 1),
 }
+
+
+@pytest.mark.parametrize(
+    ("batch", "row", "k", "expected"),
+    [
+        (1, 1000, 32, (4096, 1, 2048)),
+        (1, 4096, 32, (4096, 1, 2048)),
+        (1, 4100, 32, (8192, 1, 2048)),
+        (64, 8192, 32, (8192, 1, 2048)),
+        (1, 8192, 2048, (8192, 1, 2048)),
+        (1, 8196, 512, (4096, 2, 2048)),
+        (1, 16384, 512, (4096, 4, 2048)),
+        (1, 20000, 2048, (8192, 4, 2048)),
+        (1, 32768, 2048, (8192, 8, 2048)),
+        (1, 32772, 2048, (8192, 8, 4096)),
+        (1, 65536, 2048, (8192, 16, 4096)),
+        (8, 65536, 2048, (8192, 8, 4096)),
+        (64, 32768, 2048, (8192, 2, 2048)),
+        (1, 1 << 20, 4096, (12288, 16, 8192)),
+    ],
+)
+def test_how_a_row_is_shared_out(batch, row, k, expected):
+    """Capacity, CTAs and samples: of at most 4,096 scores and of at most 8,192 all are candidates; a CTA has 4,096 at least."""
+    s = plan.shape_of(batch, row, k, Config(), has_lengths=False, counted=False)
+    assert (s.capacity, s.ctas, s.sample) == expected
+    assert s.whole == (row <= 8192)
+    assert s.fits
 
 
 @pytest.mark.parametrize("name", PRODUCTION)

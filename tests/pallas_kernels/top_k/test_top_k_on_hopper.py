@@ -86,7 +86,7 @@ def test_production_sizes(suite, n, batch, k):
 
 
 @pytest.mark.parametrize("config", [None, HINTED, SMALL], ids=["sample", "hint", "few candidates"])
-@pytest.mark.parametrize(("n", "k"), [(8192, 512), (131072, 512), (1 << 20, 32)])
+@pytest.mark.parametrize(("n", "k"), [(8192, 512), (16384, 512), (131072, 512), (1 << 20, 32)])
 def test_counts_are_those_of_the_replay(suite, n, k, config):
     rng = np.random.default_rng(n + k)
     scores = np.stack([np.asarray(suite.KINDS[kind](rng, n, k), np.float32) for kind in LONG])
@@ -129,7 +129,7 @@ def test_it_is_picked_here():
 
 
 def test_inside_a_compiled_program(suite):
-    rows = suite.rows_of(suite.Case(5001, 32, hint="stale"))
+    rows = suite.rows_of(suite.Case(20001, 32, hint="stale"))
 
     @jax.jit
     def step(scores, hint, lengths):
