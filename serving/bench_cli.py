@@ -80,7 +80,7 @@ def prefill_command(
         bool, typer.Option("--measures", help="Measure instead what lists capture and how far outputs are off; needs a real model.")
     ] = False,
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="With --measures: vary gamma, chi, k, k_exact, quantile, trimming and correction.")
+        bool, typer.Option("--ablate", help="With --measures: vary gamma, chi, k, k_exact, the estimate, trimming and correction.")
     ] = False,
     text: Annotated[list[Path] | None, typer.Option(help="With --measures: prose to prefill. [default: Python's documentation]")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each.")] = None,
