@@ -327,6 +327,28 @@ def cuda():
     return Cuda
 
 
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Dispatch believes that it is on a Hopper GPU."""
+    names = lambda op, backend=None: tuple(n for n in dispatch.IMPLEMENTATIONS[op] if n != "mosaic_tpu")  # noqa: E731
+    monkeypatch.setattr(dispatch, "available", names)
+
+
+@pytest.fixture(scope="session")
+def picked():
+    """(case, **keywords) -> by op, the implementations that dispatch picks for a call of the public op, which is traced. case: (op, arrays,
+    static), as `cuda.lower` takes them apart."""
+
+    def picked(case: tuple, **keywords) -> dict[str, str]:
+        op, arrays, static = case
+        structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
+        with dispatch.listening() as heard:
+            jax.eval_shape(functools.partial(getattr(importlib.import_module(f"pallas_kernels.{op}"), op), **static, **keywords), **structs)
+        return heard
+
+    return picked
+
+
 # The interpreter of Mosaic GPU kernels, with what it lacks for ours. All use of JAX's private interpreter is here. It lacks: `wgmma` whose
 # left operand is in registers, `pl.run_state` over an accumulator, and a look at whether what `wgmma` reads from shared memory has arrived
 # and been published. Written for jax 0.11.2 to 0.12.

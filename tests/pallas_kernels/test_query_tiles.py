@@ -5,19 +5,12 @@ What only a GPU can tell is in `test_flash_attention_on_hopper.py` and `test_blo
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
-
-from pallas_kernels import dispatch
-from pallas_kernels.block_sparse_attention import block_sparse_attention
-from pallas_kernels.flash_attention import flash_attention
 
 
 @pytest.mark.timeout(600)
@@ -78,7 +71,6 @@ def test_lowers(cuda, case):
 
 # Valid input that is none for these kernels: refused when named, passed by when picked.
 
-OPS = {"flash_attention": flash_attention, "block_sparse_attention": block_sparse_attention}
 NOT_HERE = {
     "float32": (production(dtype="float32"), "bfloat16 or float16, q and k alike; got q float32, k float32"),
     "head dim 32": (production(head_dim=32), "head dim must be 64, 128 or 256, got 32"),
@@ -90,36 +82,21 @@ NOT_HERE = {
 }
 
 
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Dispatch believes that it is on a Hopper GPU."""
-    monkeypatch.setattr(dispatch, "available", lambda op, backend=None: ("mosaic_gpu", "xla", "reference"))
-
-
-def _trace(case: tuple, **keywords) -> str:
-    """Trace a call of the public op; the name of the implementation that dispatch chose."""
-    op, arrays, static = case
-    structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
-    with dispatch.listening() as heard:
-        jax.eval_shape(functools.partial(OPS[op], **static, **keywords), **structs)
-    return heard[op]
-
-
 @pytest.mark.parametrize("case", NOT_HERE)
-def test_what_it_cannot_do_goes_to_another(on_hopper, case):
+def test_what_it_cannot_do_goes_to_another(on_hopper, picked, case):
     call, reason = NOT_HERE[case]
-    assert _trace(call) == "xla"
+    assert picked(call) == {call[0]: "xla"}
     with pytest.raises(NotImplementedError, match=reason):
-        _trace(call, implementation="mosaic_gpu")
+        picked(call, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize("case", ["dense", "lists"])
-def test_it_is_preferred_on_hopper(on_hopper, case):
-    assert _trace(SPILL_FREE[case]) == "mosaic_gpu"
+def test_it_is_preferred_on_hopper(on_hopper, picked, case):
+    assert picked(SPILL_FREE[case]) == {SPILL_FREE[case][0]: "mosaic_gpu"}
 
 
 @pytest.mark.parametrize("case", ["dense", "lists"])
-def test_it_takes_no_config(on_hopper, case):
+def test_it_takes_no_config(on_hopper, picked, case):
     op, arrays, static = SPILL_FREE[case]
     with pytest.raises(ValueError, match=f"'mosaic_gpu' of {op} takes no config, got 3"):
-        _trace((op, arrays, static | {"config": 3}), implementation="mosaic_gpu")
+        picked((op, arrays, static | {"config": 3}), implementation="mosaic_gpu")

@@ -6,7 +6,6 @@ What only a GPU can tell is in `test_gather_attention_on_hopper.py`.
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -207,52 +206,37 @@ NOT_HERE = {
 }
 
 
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Dispatch believes that it is on a Hopper GPU."""
-    monkeypatch.setattr(dispatch, "available", lambda op, backend=None: ("mosaic_gpu", "xla", "reference"))
-
-
-def _trace(case: tuple, **keywords) -> str:
-    """Trace a call of the public op; the name of the implementation that dispatch chose."""
-    op, arrays, static = case
-    structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
-    with dispatch.listening() as heard:
-        jax.eval_shape(functools.partial(gather_attention, **static, **keywords), **structs)
-    return heard[op]
-
-
 @pytest.mark.parametrize("case", NOT_HERE)
-def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, case):
+def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, picked, case):
     call, reason = NOT_HERE[case]
     with pytest.raises(NotImplementedError, match=reason):
-        _trace(call, implementation="mosaic_gpu")
-    assert _trace(call) == "xla"
+        picked(call, implementation="mosaic_gpu")
+    assert picked(call)["gather_attention"] == "xla"
 
 
 @pytest.mark.parametrize("case", ["28/4, dense", "28/4, list", "list, 8 drafts, window", "64 query rows"])
-def test_what_it_can_do_is_picked(on_hopper, case):
-    assert _trace(SPILL_FREE[case]) == "mosaic_gpu"
+def test_what_it_can_do_is_picked(on_hopper, picked, case):
+    assert picked(SPILL_FREE[case])["gather_attention"] == "mosaic_gpu"
 
 
-def test_mixed_dtypes_are_passed_by(on_hopper):
+def test_mixed_dtypes_are_passed_by(on_hopper, picked):
     op, arrays, static = production()
     mixed = op, arrays | {"q": (arrays["q"][0], "float16")}, static
     with pytest.raises(NotImplementedError, match="got q float16, k bfloat16"):
-        _trace(mixed, implementation="mosaic_gpu")
-    assert _trace(mixed) == "xla"
+        picked(mixed, implementation="mosaic_gpu")
+    assert picked(mixed)["gather_attention"] == "xla"
 
 
-def test_elsewhere_it_is_refused():
+def test_elsewhere_it_is_refused(picked):
     if "mosaic_gpu" in dispatch.available("gather_attention"):
         pytest.skip("it runs here")
     with pytest.raises(NotImplementedError, match="no implementation 'mosaic_gpu' on backend"):
-        _trace(production(), implementation="mosaic_gpu")
+        picked(production(), implementation="mosaic_gpu")
 
 
-def test_config_of_another_is_refused(on_hopper):
+def test_config_of_another_is_refused(on_hopper, picked):
     with pytest.raises(ValueError, match=r"takes a pallas_kernels.gather_attention.mosaic_gpu.Config, got Config\(tile_tokens=512"):
-        _trace(production(config=xla.Config()), implementation="mosaic_gpu")
+        picked(production(config=xla.Config()), implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize("sizes", [{"tile_tokens": 96}, {"stages": 0}, {"splits": -1}])

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import dispatch
-from pallas_kernels.query_sparse_attention import query_sparse_attention, xla
+from pallas_kernels.query_sparse_attention import xla
 
 
 def production(heads: tuple[int, int] = (28, 4), head_dim: int = 128, page_size: int = 128, dtype: str = "bfloat16", **static) -> tuple:
@@ -75,33 +70,18 @@ NOT_HERE = {
 }
 
 
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Dispatch believes that it is on a Hopper GPU."""
-    monkeypatch.setattr(dispatch, "available", lambda op, backend=None: ("mosaic_gpu", "xla", "reference"))
-
-
-def _trace(case: tuple, **keywords) -> str:
-    """Trace a call of the public op; the name of the implementation that dispatch chose."""
-    op, arrays, static = case
-    structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
-    with dispatch.listening() as heard:
-        jax.eval_shape(functools.partial(query_sparse_attention, **static, **keywords), **structs)
-    return heard[op]
-
-
 @pytest.mark.parametrize("case", NOT_HERE)
-def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, case):
+def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, picked, case):
     call, reason = NOT_HERE[case]
     with pytest.raises(NotImplementedError, match=reason):
-        _trace(call, implementation="mosaic_gpu")
-    assert _trace(call) == "xla"
+        picked(call, implementation="mosaic_gpu")
+    assert picked(call)["query_sparse_attention"] == "xla"
 
 
-def test_what_it_can_do_is_picked(on_hopper):
-    assert _trace(SPILL_FREE["28/4, 128/8"]) == "mosaic_gpu"
+def test_what_it_can_do_is_picked(on_hopper, picked):
+    assert picked(SPILL_FREE["28/4, 128/8"])["query_sparse_attention"] == "mosaic_gpu"
 
 
-def test_config_of_another_is_refused(on_hopper):
+def test_config_of_another_is_refused(on_hopper, picked):
     with pytest.raises(ValueError, match="'mosaic_gpu' of query_sparse_attention takes no config"):
-        _trace(production(config=xla.Config()), implementation="mosaic_gpu")
+        picked(production(config=xla.Config()), implementation="mosaic_gpu")

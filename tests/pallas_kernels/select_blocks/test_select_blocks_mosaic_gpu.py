@@ -5,15 +5,10 @@ What only a GPU can tell is in `test_select_blocks_on_hopper.py`.
 
 from __future__ import annotations
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.page_index import INDEX_ROWS
-from pallas_kernels.select_blocks import select_blocks
 
 
 def production(
@@ -95,45 +90,32 @@ NOT_HERE = {
     ),
 }
 
-
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Dispatch believes that it is on a Hopper GPU."""
-    monkeypatch.setattr(dispatch, "available", lambda op, backend=None: ("mosaic_gpu", "xla", "reference"))
-
-
-def _trace(case: tuple, **keywords) -> str:
-    """Trace a call of the public op; the name of the implementation that dispatch chose."""
-    op, arrays, sizes = case
-    structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
-    with dispatch.listening() as heard:
-        jax.eval_shape(functools.partial(select_blocks, **sizes, **keywords), **structs)
-    return heard[op]
+COMPOSED = {"select_blocks": "composed", "top_k": "mosaic_gpu"}
 
 
 @pytest.mark.parametrize("case", NOT_HERE)
-def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, case):
+def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, picked, case):
     call, reason = NOT_HERE[case]
     with pytest.raises(NotImplementedError, match=reason):
-        _trace(call, implementation="mosaic_gpu")
-    assert _trace(call) == "xla"
+        picked(call, implementation="mosaic_gpu")
+    assert picked(call) == COMPOSED
 
 
 @pytest.mark.parametrize("case", ["28/4, batch 40", "28/4, means", "64 query rows", "k of none"])
-def test_what_it_can_do_is_picked(on_hopper, case):
-    assert _trace(SPILL_FREE[case]) == "mosaic_gpu"
+def test_what_it_can_do_is_picked(on_hopper, picked, case):
+    assert picked(SPILL_FREE[case])["select_blocks"] == "mosaic_gpu"
 
 
-def test_mixed_dtypes_are_passed_by(on_hopper):
+def test_mixed_dtypes_are_passed_by(on_hopper, picked):
     op, arrays, sizes = production()
     mixed = op, arrays | {"q": (arrays["q"][0], "float16")}, sizes
     with pytest.raises(NotImplementedError, match="got q float16, index bfloat16"):
-        _trace(mixed, implementation="mosaic_gpu")
-    assert _trace(mixed) == "xla"
+        picked(mixed, implementation="mosaic_gpu")
+    assert picked(mixed) == COMPOSED
 
 
-def test_elsewhere_it_is_refused():
+def test_elsewhere_it_is_refused(picked):
     if "mosaic_gpu" in dispatch.available("select_blocks"):
         pytest.skip("it runs here")
     with pytest.raises(NotImplementedError, match="no implementation 'mosaic_gpu' on backend"):
-        _trace(production(), implementation="mosaic_gpu")
+        picked(production(), implementation="mosaic_gpu")

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import dispatch
 from pallas_kernels.page_index import INDEX_ROWS
-from pallas_kernels.selected_attention import selected_attention
 
 
 def production(
@@ -99,41 +93,25 @@ NOT_HERE = {
 }
 
 
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Dispatch believes that it is on a Hopper GPU."""
-    names = lambda op, backend=None: tuple(n for n in dispatch.IMPLEMENTATIONS[op] if n != "mosaic_tpu")  # noqa: E731
-    monkeypatch.setattr(dispatch, "available", names)
-
-
-def _trace(case: tuple, **keywords) -> dict[str, str]:
-    """Trace a call of the public op; the implementations that dispatch chose."""
-    _, arrays, static = case
-    structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
-    with dispatch.listening() as heard:
-        jax.eval_shape(functools.partial(selected_attention, **static, **keywords), **structs)
-    return heard
-
-
 @pytest.mark.parametrize("case", NOT_HERE)
-def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, case):
+def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, picked, case):
     call, reason = NOT_HERE[case]
     with pytest.raises(NotImplementedError, match=reason):
-        _trace(call, implementation="mosaic_gpu")
-    assert _trace(call)["selected_attention"] == "composed"
+        picked(call, implementation="mosaic_gpu")
+    assert picked(call)["selected_attention"] == "composed"
 
 
-def test_the_two_ops_are_kernels_where_they_can_be(on_hopper):
+def test_the_two_ops_are_kernels_where_they_can_be(on_hopper, picked):
     """17 query rows are too many for one launch, and not too many for two."""
     kernel = "mosaic_gpu"
-    assert _trace(NOT_HERE["17 query rows"][0]) == {"selected_attention": "composed", "select_blocks": kernel, "gather_attention": kernel}
+    assert picked(NOT_HERE["17 query rows"][0]) == {"selected_attention": "composed", "select_blocks": kernel, "gather_attention": kernel}
 
 
 @pytest.mark.parametrize("case", ["28/4, batch 40", "28/4, means", "16 query rows, means", "budget of none"])
-def test_what_it_can_do_is_picked(on_hopper, case):
-    assert _trace(SPILL_FREE[case]) == {"selected_attention": "mosaic_gpu"}
+def test_what_it_can_do_is_picked(on_hopper, picked, case):
+    assert picked(SPILL_FREE[case]) == {"selected_attention": "mosaic_gpu"}
 
 
-def test_it_takes_no_config(on_hopper):
+def test_it_takes_no_config(on_hopper, picked):
     with pytest.raises(ValueError, match="'mosaic_gpu' of selected_attention takes no config, got 3"):
-        _trace(production(config=3), implementation="mosaic_gpu")
+        picked(production(config=3), implementation="mosaic_gpu")

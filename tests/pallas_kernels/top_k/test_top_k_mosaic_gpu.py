@@ -345,12 +345,6 @@ def test_compiles_without_spilling(cuda, tmp_path, capsys):
 # Valid input that is none for this kernel: refused when named, passed by when picked.
 
 
-@pytest.fixture
-def on_hopper(monkeypatch):
-    """Dispatch believes that it is on a Hopper GPU."""
-    monkeypatch.setattr(dispatch, "available", lambda op, backend=None: ("mosaic_gpu", "xla", "reference"))
-
-
 def _trace(n: int, k: int, batch: int = 1, dtype: str = "float32", **keywords) -> str:
     """Trace a call of the public op; the name of the implementation that dispatch chose."""
     with dispatch.listening() as heard:
