@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -19,122 +18,52 @@ IMPLEMENTATIONS = {"xla": XLA, "composed": functools.partial(select_blocks, impl
 """What does every input of this suite; the kernels for one chip have suites of their own beside it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """index: integers (scores are exact, with many ties), floats, equal, infinite (scores overflow to -inf), nan, denormal."""
-
-    kind: str = "bounds"
-    index: str = "integers"
-    lengths: tuple[int, ...] = (0, 1, 15, 16, 17, 40, 95, 96)
-    num_queries: int = 1
-    kv_heads: int = 2
-    group: int = 4
-    head_dim: int = 32
-    page_size: int = 16
-    width: int = 6
-    block_size: int = 4
-    k: int = 5
-    sink: int = 1
-    local: int = 2
-    dtype: str = "float32"
-    hole: bool = False
-
-    @property
-    def sizes(self) -> dict:
-        return {name: getattr(self, name) for name in ("kind", "page_size", "block_size", "k", "sink", "local")}
-
-
-CASES = {
-    "bounds": Case(),
-    "mean": Case("mean"),
-    "blocks are pages": Case(block_size=16, k=2, local=1),
-    "tokens": Case(block_size=1, k=9, local=5),
-    "floats": Case(index="floats"),
-    "floats, mean": Case("mean", "floats"),
-    "drafts": Case(num_queries=3, index="floats"),
-    "drafts, mean": Case("mean", num_queries=3),
-    "many drafts": Case(num_queries=21),
-    "bfloat16": Case(dtype="bfloat16", num_queries=3),
-    "float16, mean": Case("mean", dtype="float16"),
-    "one head": Case(kv_heads=1, group=1),
-    "one KV head of 8": Case("mean", kv_heads=1, group=8),
-    "groups of 7": Case(group=7, head_dim=128),
-    "8 KV heads": Case(kv_heads=8, group=1),
-    "equal scores": Case(index="equal"),
-    "scores of -inf": Case(index="infinite"),
-    "NaN in the index": Case(index="nan", k=12),
-    "denormals": Case(index="denormal"),
-    "k covers everything": Case(k=40),
-    "k of none": Case(k=0),
-    "no sink": Case(sink=0),
-    "wide sink and local": Case(sink=6, local=9),
-    "a page is missing": Case(hole=True, k=12),
+COMMON = {"lengths": (0, 1, 15, 16, 17, 40, 95, 96), "kv_heads": 2, "group": 4, "head_dim": 32, "page_size": 16, "block_size": 4}
+CASES: dict[str, dict] = {
+    "bounds": {},
+    "mean": {"kind": "mean"},
+    "blocks are pages": {"block_size": 16, "k": 2, "local": 1},
+    "tokens": {"block_size": 1, "k": 9, "local": 5},
+    "floats": {"index": "floats"},
+    "floats, mean": {"kind": "mean", "index": "floats"},
+    "drafts": {"num_queries": 3, "index": "floats"},
+    "drafts, mean": {"kind": "mean", "num_queries": 3},
+    "many drafts": {"num_queries": 21},
+    "bfloat16": {"dtype": "bfloat16", "num_queries": 3},
+    "float16, mean": {"kind": "mean", "dtype": "float16"},
+    "one head": {"kv_heads": 1, "group": 1},
+    "one KV head of 8": {"kind": "mean", "kv_heads": 1, "group": 8},
+    "groups of 7": {"group": 7, "head_dim": 128},
+    "8 KV heads": {"kv_heads": 8, "group": 1},
+    "equal scores": {"index": "equal"},
+    "scores of -inf": {"index": "infinite"},
+    "NaN in the index": {"index": "nan", "k": 12},
+    "denormals": {"index": "denormal"},
+    "k covers everything": {"k": 40},
+    "k of none": {"k": 0},
+    "no sink": {"sink": 0},
+    "wide sink and local": {"sink": 6, "local": 9},
+    "a page is missing": {"hole": True, "k": 12},
 }
 
 
-@functools.cache
-def arguments(name: str) -> tuple:
-    """q, index, page_table, lengths. Index rows of pages that are not sealed, or not named, hold NaN or scores that beat all others;
-    page 0 and the last one are never named."""
-    case = CASES[name]
-    rng = np.random.default_rng(sum(map(ord, name)))
-    used = [-(-n // case.page_size) for n in case.lengths]
-    num_pages = sum(used) + 2
-    table = np.full((len(used), case.width), -1, np.int32)
-    free = list(rng.permutation(np.arange(1, num_pages - 1)))
-    shape = (case.kv_heads, case.page_size // case.block_size, INDEX_ROWS[case.kind], case.head_dim)
-    index = np.where(rng.random((num_pages, *shape[:2], 1, 1)) < 0.5, np.nan, 100.0) * np.ones((num_pages, *shape))
-    for row, length in enumerate(case.lengths):
-        table[row, : used[row]] = [free.pop() for _ in range(used[row])]
-        if row == len(used) - 1 and len(used) > 1:
-            table[row, 0] = table[row - 1, 0]
-        sealed = max(length - case.num_queries, 0) // case.page_size
-        content = rng.standard_normal((sealed, *shape)) if case.index == "floats" else rng.integers(-2, 3, (sealed, *shape)).astype(float)
-        index[table[row, :sealed]] = -np.sort(-content, axis=-2)
-    if case.index == "equal":
-        index[:] = 1
-    elif case.index == "infinite":
-        index[table[-2, :4], :, 1:] = -3e38
-    elif case.index == "nan":
-        index[table[-1, 2:4], :, :2] = np.nan
-    elif case.index == "denormal":
-        index = index * 1e-40
-    if case.hole:
-        table[-1, 1] = -1
-    num_heads = case.kv_heads * case.group
-    q = rng.integers(-3, 4, (len(used), case.num_queries, num_heads, case.head_dim)).astype(float) * case.group
-    if case.index == "floats":
-        q = rng.standard_normal(q.shape)
-    elif case.index == "infinite":
-        q = np.abs(q) + 1
-    q[case.lengths.index(0), :] = np.nan if 0 in case.lengths else q[0]
-    index, q = (jnp.asarray(x, case.dtype) for x in (index, q))
-    return q, index, jnp.asarray(table), jnp.asarray(case.lengths, jnp.int32)
-
-
-@functools.cache
-def expected(name: str) -> np.ndarray:
-    return np.asarray(select_blocks(*arguments(name), **CASES[name].sizes, implementation="reference"))
-
-
-def check(op, name: str) -> None:
-    ids = op(*arguments(name), **CASES[name].sizes)
-    assert ids.dtype == jnp.int32
-    np.testing.assert_array_equal(np.asarray(ids), expected(name))
+@pytest.fixture(scope="module")
+def suite(suite_of):
+    return suite_of(CASES, **COMMON)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_matches_reference(name, case):
-    check(IMPLEMENTATIONS[name], case)
+def test_matches_reference(suite, name, case):
+    suite.check(IMPLEMENTATIONS[name], case)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_reference_keeps_the_rules(name):
+def test_reference_keeps_the_rules(suite, name):
     """Each list, taken apart in plain Python: sink, local, open page, candidates, count, order."""
-    case = CASES[name]
-    table = np.asarray(arguments(name)[2])
-    ids = expected(name)
+    case = suite.cases[name]
+    table = np.asarray(suite.arguments(name)[2])
+    ids = suite.expected(name)
     assert ids.shape[2] == selection_width(
         case.num_queries, **{x: case.sizes[x] for x in ("page_size", "block_size", "k", "sink", "local")}
     )
@@ -157,10 +86,10 @@ def test_reference_keeps_the_rules(name):
 
 
 @pytest.mark.parametrize("name", ["bounds", "mean", "floats", "drafts", "equal scores", "bfloat16"])
-def test_reference_keeps_the_top_k(name):
+def test_reference_keeps_the_top_k(suite, name):
     """The distant blocks are those that jax.lax.top_k takes among the candidates of the last row, from scores computed by numpy."""
-    case = CASES[name]
-    q, index, table, lengths = (np.asarray(x, np.float32) if x.dtype != np.int32 else np.asarray(x) for x in arguments(name))
+    case = suite.cases[name]
+    q, index, table, lengths = (np.asarray(x, np.float32) if x.dtype != np.int32 else np.asarray(x) for x in suite.arguments(name))
     first_local = (lengths[-1] - case.num_queries) // case.page_size * (case.page_size // case.block_size)
     per_head = index[table[-1]].swapaxes(0, 1).reshape(case.kv_heads, -1, INDEX_ROWS[case.kind], case.head_dim)
     for head in range(case.kv_heads):
@@ -171,13 +100,13 @@ def test_reference_keeps_the_top_k(name):
         else:
             score = np.einsum("td,sd->ts", group.mean(1), rows[:, 0])[:, None]
         top = np.asarray(jax.lax.top_k(jnp.asarray(score.max((0, 1))), case.k)[1]) + case.sink
-        listed = expected(name)[-1, head]
+        listed = suite.expected(name)[-1, head]
         np.testing.assert_array_equal(listed[(listed >= case.sink) & (listed < first_local)], np.sort(top))
 
 
-def test_ties_go_to_the_lower_block():
+def test_ties_go_to_the_lower_block(suite):
     """With every score equal, the distant blocks are the first ones after the sink."""
-    ids = np.asarray(select_blocks(*arguments("equal scores"), **CASES["equal scores"].sizes))
+    ids = np.asarray(select_blocks(*suite.arguments("equal scores"), **suite.sizes("equal scores")))
     assert ids[-1, 0].tolist()[:6] == [0, 1, 2, 3, 4, 5]
 
 
@@ -216,121 +145,25 @@ def test_width_is_the_most_that_can_be_local(num_queries, block_size, local):
 
 
 @pytest.mark.parametrize("case", ["floats", "bfloat16"])
-def test_bits_twice_and_in_any_company_and_table(tools, case):
-    q, index, table, lengths = arguments(case)
-    once = np.asarray(XLA(q, index, table, lengths, **CASES[case].sizes))
-    tools.assert_same_bits(once, XLA(q, index, table, lengths, **CASES[case].sizes))
+def test_bits_twice_and_in_any_company_and_table(suite, tools, case):
+    q, index, table, lengths = suite.arguments(case)
+    once = np.asarray(XLA(q, index, table, lengths, **suite.sizes(case)))
+    tools.assert_same_bits(once, XLA(q, index, table, lengths, **suite.sizes(case)))
     wide = jnp.pad(table, ((0, 0), (0, 5)), constant_values=-1)
-    tools.assert_same_bits(once, XLA(q, index, wide, lengths, **CASES[case].sizes))
+    tools.assert_same_bits(once, XLA(q, index, wide, lengths, **suite.sizes(case)))
     others = jnp.arange(8) != 5
     changed = XLA(
         jnp.where(others[:, None, None, None], -q, q),
         index,
         jnp.where(others[:, None], table[-1], table),
         jnp.where(others, 96, lengths),
-        **CASES[case].sizes,
+        **suite.sizes(case),
     )
     tools.assert_same_bits(once[5], changed[5])
 
 
-# Mutants: what a selector gets wrong, expressed on its arguments or its results.
-
-
-def _ids(change):
-    return lambda *arrays, **sizes: change(XLA(*arrays, **sizes))
-
-
-def _length_off(by):
-    return lambda q, index, table, lengths, **sizes: XLA(q, index, table, jnp.maximum(lengths + by, 0), **sizes)
-
-
-def _index(change):
-    return lambda q, index, table, lengths, **sizes: XLA(q, change(index), table, lengths, **sizes)
-
-
-def _sized(**by):
-    """With sizes off by some, the list cut or filled to the right width."""
-
-    def op(q, *arrays, **sizes):
-        width = selection_width(q.shape[1], **{name: sizes[name] for name in ("page_size", "block_size", "k", "sink", "local")})
-        ids = XLA(q, *arrays, **(sizes | {name: max(sizes[name] + n, name == "local") for name, n in by.items()}))
-        return jnp.pad(ids, ((0, 0), (0, 0), (0, width)), constant_values=-1)[..., :width]
-
-    return op
-
-
-def _one_query_for_the_group(q, index, *arrays, **sizes):
-    grouped = q.reshape(*q.shape[:2], index.shape[1], -1, q.shape[3])
-    return XLA(jnp.broadcast_to(grouped.mean(3, keepdims=True), grouped.shape).reshape(q.shape), index, *arrays, **sizes)
-
-
-def _first_head_of_the_group(q, index, *arrays, **sizes):
-    grouped = q.reshape(*q.shape[:2], index.shape[1], -1, q.shape[3])
-    return XLA(jnp.broadcast_to(grouped[:, :, :, :1], grouped.shape).reshape(q.shape), index, *arrays, **sizes)
-
-
-def _heads_interleaved(q, index, *arrays, **sizes):
-    return XLA(q.reshape(*q.shape[:2], -1, index.shape[1], q.shape[3]).swapaxes(2, 3).reshape(q.shape), index, *arrays, **sizes)
-
-
-def _last_query_only(q, *arrays, **sizes):
-    return XLA(jnp.broadcast_to(q[:, -1:], q.shape), *arrays, **sizes)
-
-
-def _open_page_forgotten(q, *arrays, **sizes):
-    """The selection as if every token but the last had been sealed with its page."""
-    ids = XLA(q[:, -1:], *arrays, **sizes)
-    width = selection_width(q.shape[1], **{name: sizes[name] for name in ("page_size", "block_size", "k", "sink", "local")})
-    return jnp.pad(ids, ((0, 0), (0, 0), (0, width - ids.shape[2])), constant_values=-1)
-
-
-def _ties_to_the_higher_block(q, index, table, lengths, **sizes):
-    """One dimension more, in which later blocks are a thousandth better: integers still decide first."""
-    place = jnp.zeros(index.shape[0]).at[table].set(jnp.arange(table.shape[1]) * index.shape[2], mode="drop")
-    better = (place[:, None] + jnp.arange(index.shape[2])) / 1000
-    better = jnp.broadcast_to(better[:, None, :, None, None], (*index.shape[:-1], 1))
-    ones = jnp.ones((*q.shape[:-1], 1))
-    return XLA(jnp.concatenate([q, ones], -1), jnp.concatenate([index, better], -1), table, lengths, **sizes)
-
-
-def _a_block_twice(*arrays, **sizes):
-    ids = XLA(*arrays, **sizes)
-    return ids.at[..., 1:2].set(jnp.where(ids[..., 1:2] >= 0, ids[..., :1], -1))
-
-
-MUTANTS = {
-    "zeros": _ids(jnp.zeros_like),
-    "sink dropped": _ids(lambda ids: jnp.concatenate([ids[..., 1:], jnp.full_like(ids[..., :1], -1)], -1)),
-    "descending": _ids(lambda ids: ids[..., ::-1]),
-    "a block twice": _a_block_twice,
-    "every block one off": _ids(lambda ids: jnp.where(ids >= 0, ids + 1, -1)),
-    "the first head's list": _ids(lambda ids: jnp.broadcast_to(ids[:, :1], ids.shape)),
-    "0 for none": _ids(lambda ids: jnp.maximum(ids, 0)),
-    "length one short": _length_off(-1),
-    "length one long": _length_off(1),
-    "one distant block less": _sized(k=-1),
-    "one sink block less": _sized(sink=-1),
-    "one sink block more": _sized(sink=1),
-    "one local block less": _sized(local=-1),
-    "one local block more": _sized(local=1),
-    "mean instead of maximum over the group": _one_query_for_the_group,
-    "first head instead of the group": _first_head_of_the_group,
-    "heads interleaved": _heads_interleaved,
-    "only the last draft is scored": _last_query_only,
-    "open page forgotten": _open_page_forgotten,
-    "lower bounds": _index(lambda index: index[..., ::-1, :]),
-    "maximum taken for minimum": _index(lambda index: jnp.broadcast_to(index[..., :1, :], index.shape)),
-    "blocks reversed in their page": _index(lambda index: index[:, :, ::-1]),
-    "NaN ranks first": _index(lambda index: jnp.nan_to_num(index, nan=1000)),
-    "ties to the higher block": _ties_to_the_higher_block,
-    "-1 in the table wraps": lambda q, index, table, lengths, **sizes: XLA(q, index, jnp.where(table < 0, 0, table), lengths, **sizes),
-    "the neighbour's table": lambda q, index, table, *rest, **sizes: XLA(q, index, jnp.roll(table, 1, 0), *rest, **sizes),
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_fails(tools, mutant):
-    tools.must_fail(check, MUTANTS[mutant], CASES)
+def test_mutant_fails(suite, mutants, tools, mutant):
+    tools.must_fail(suite.check, mutants[mutant](XLA), CASES)
 
 
 SIZES = {"kind": "bounds", "page_size": 16, "block_size": 4, "k": 5, "sink": 1, "local": 2}
@@ -352,8 +185,8 @@ BAD = {
 }
 
 
-def test_what_the_kernel_refuses_is_composed_where_top_k_has_one(monkeypatch):
-    arrays, static = arguments("bounds"), SIZES
+def test_what_the_kernel_refuses_is_composed_where_top_k_has_one(suite, monkeypatch):
+    arrays, static = suite.arguments("bounds"), SIZES
     names = {"select_blocks": ("mosaic_gpu", "composed", "xla", "reference"), "top_k": ("mosaic_gpu", "xla", "reference")}
     monkeypatch.setattr(dispatch, "available", lambda op, backend=None: names[op])
     assert dispatch.choose("select_blocks", None, "", arrays, static) == "composed"
@@ -371,8 +204,8 @@ def test_wrong_input_is_refused(case):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("q", jnp.int8), ("index", jnp.int8), ("page_table", jnp.uint8), ("lengths", jnp.float32)])
-def test_wrong_dtype_is_refused(name, dtype):
-    arrays = dict(zip(("q", "index", "page_table", "lengths"), arguments("bounds"), strict=True))
+def test_wrong_dtype_is_refused(suite, name, dtype):
+    arrays = dict(zip(("q", "index", "page_table", "lengths"), suite.arguments("bounds"), strict=True))
     arrays[name] = arrays[name].astype(dtype)
     with pytest.raises(ValueError, match=jnp.dtype(dtype).name):
         select_blocks(**arrays, **SIZES)

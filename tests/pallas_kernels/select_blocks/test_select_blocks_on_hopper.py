@@ -5,7 +5,6 @@ Where scores are integers they are exact and full of ties, so that lists must ag
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -14,140 +13,80 @@ import numpy as np
 import pytest
 
 from pallas_kernels.page_index import INDEX_ROWS
-from pallas_kernels.select_blocks import select_blocks, selection_width
+from pallas_kernels.select_blocks import select_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
 KERNEL = functools.partial(select_blocks, implementation="mosaic_gpu")
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """index: integers (scores are exact, with many ties), floats, equal, infinite (scores overflow to -inf), nan, denormal."""
-
-    kind: str = "bounds"
-    index: str = "integers"
-    lengths: tuple[int, ...] = (0, 1, 127, 128, 129, 300, 767, 768)
-    num_queries: int = 1
-    kv_heads: int = 4
-    group: int = 7
-    head_dim: int = 128
-    page_size: int = 128
-    width: int = 6
-    block_size: int = 16
-    k: int = 5
-    sink: int = 1
-    local: int = 2
-    dtype: str = "bfloat16"
-    hole: bool = False
-
-    @property
-    def sizes(self) -> dict:
-        return {name: getattr(self, name) for name in ("kind", "page_size", "block_size", "k", "sink", "local")}
-
-
+COMMON = {
+    "lengths": (0, 1, 127, 128, 129, 300, 767, 768),
+    "kv_heads": 4,
+    "group": 7,
+    "head_dim": 128,
+    "page_size": 128,
+    "block_size": 16,
+    "dtype": "bfloat16",
+}
 LONG = (5, 40000, 65536)
 """512 pages of 128."""
 
-CASES = {
-    "bounds": Case(),
-    "mean": Case("mean"),
-    "blocks are pages": Case(block_size=128, k=2, local=1),
-    "blocks of 32, 32/8": Case(block_size=32, kv_heads=8, group=4),
-    "mean, blocks of 64, 32/8 of 64": Case("mean", block_size=64, kv_heads=8, group=4, head_dim=64),
-    "blocks of 4": Case(block_size=4, k=19, local=5),
-    "pages of 64": Case(page_size=64, block_size=64, k=2, lengths=(0, 1, 63, 64, 65, 150, 383, 384)),
-    "pages of 256": Case(page_size=256, block_size=128, k=3, lengths=(0, 1, 255, 256, 257, 600, 1535, 1536)),
-    "floats": Case(index="floats"),
-    "floats, mean": Case("mean", "floats"),
-    "drafts": Case(num_queries=3, index="floats"),
-    "drafts, mean": Case("mean", num_queries=3),
-    "many drafts": Case(num_queries=9),
-    "many drafts, mean": Case("mean", num_queries=9),
-    "64 query rows": Case(num_queries=8, group=8, kv_heads=2),
-    "float16": Case(dtype="float16", num_queries=2),
-    "float16, mean": Case("mean", dtype="float16", index="floats"),
-    "one head": Case(kv_heads=1, group=1),
-    "8 KV heads": Case(kv_heads=8, group=1),
-    "head dim 64": Case(head_dim=64, group=8),
-    "head dim 256": Case(head_dim=256, kv_heads=2, group=8),
-    "head dim 256, mean": Case("mean", head_dim=256, kv_heads=2, group=8, dtype="float16"),
-    "equal scores": Case(index="equal"),
-    "scores of -inf": Case(index="infinite"),
-    "NaN in the index": Case(index="nan", k=30),
-    "denormals": Case(index="denormal"),
-    "k covers everything": Case(k=60),
-    "k is far more than there is": Case(k=300, lengths=(768, 40)),
-    "k of none": Case(k=0),
-    "no sink": Case(sink=0),
-    "wide sink and local": Case(sink=9, local=20),
-    "sink beyond the end": Case(sink=60, k=2),
-    "a page is missing": Case(hole=True, k=30),
-    "batch of 1": Case(lengths=(768,), k=9),
-    "batch of 1, equal scores": Case(lengths=(768,), k=9, index="equal"),
-    "batch of 40": Case(lengths=tuple(range(0, 760, 19)), k=9),
-    "long": Case(lengths=LONG, width=512, k=32, block_size=64),
-    "long, floats": Case("mean", "floats", lengths=LONG, width=512, k=32, block_size=64),
-    "long, equal scores": Case(index="equal", lengths=LONG, width=512, k=32, block_size=64),
-    "long, NaN": Case(index="nan", lengths=LONG, width=512, k=1000, block_size=128, hole=True),
+CASES: dict[str, dict] = {
+    "bounds": {},
+    "mean": {"kind": "mean"},
+    "blocks are pages": {"block_size": 128, "k": 2, "local": 1},
+    "blocks of 32, 32/8": {"block_size": 32, "kv_heads": 8, "group": 4},
+    "mean, blocks of 64, 32/8 of 64": {"kind": "mean", "block_size": 64, "kv_heads": 8, "group": 4, "head_dim": 64},
+    "blocks of 4": {"block_size": 4, "k": 19, "local": 5},
+    "pages of 64": {"page_size": 64, "block_size": 64, "k": 2, "lengths": (0, 1, 63, 64, 65, 150, 383, 384)},
+    "pages of 256": {"page_size": 256, "block_size": 128, "k": 3, "lengths": (0, 1, 255, 256, 257, 600, 1535, 1536)},
+    "floats": {"index": "floats"},
+    "floats, mean": {"kind": "mean", "index": "floats"},
+    "drafts": {"num_queries": 3, "index": "floats"},
+    "drafts, mean": {"kind": "mean", "num_queries": 3},
+    "many drafts": {"num_queries": 9},
+    "many drafts, mean": {"kind": "mean", "num_queries": 9},
+    "64 query rows": {"num_queries": 8, "group": 8, "kv_heads": 2},
+    "float16": {"dtype": "float16", "num_queries": 2},
+    "float16, mean": {"kind": "mean", "dtype": "float16", "index": "floats"},
+    "one head": {"kv_heads": 1, "group": 1},
+    "8 KV heads": {"kv_heads": 8, "group": 1},
+    "head dim 64": {"head_dim": 64, "group": 8},
+    "head dim 256": {"head_dim": 256, "kv_heads": 2, "group": 8},
+    "head dim 256, mean": {"kind": "mean", "head_dim": 256, "kv_heads": 2, "group": 8, "dtype": "float16"},
+    "equal scores": {"index": "equal"},
+    "scores of -inf": {"index": "infinite"},
+    "NaN in the index": {"index": "nan", "k": 30},
+    "denormals": {"index": "denormal"},
+    "k covers everything": {"k": 60},
+    "k is far more than there is": {"k": 300, "lengths": (768, 40)},
+    "k of none": {"k": 0},
+    "no sink": {"sink": 0},
+    "wide sink and local": {"sink": 9, "local": 20},
+    "sink beyond the end": {"sink": 60, "k": 2},
+    "a page is missing": {"hole": True, "k": 30},
+    "batch of 1": {"lengths": (768,), "k": 9},
+    "batch of 1, equal scores": {"lengths": (768,), "k": 9, "index": "equal"},
+    "batch of 40": {"lengths": tuple(range(0, 760, 19)), "k": 9},
+    "long": {"lengths": LONG, "width": 512, "k": 32, "block_size": 64},
+    "long, floats": {"kind": "mean", "index": "floats", "lengths": LONG, "width": 512, "k": 32, "block_size": 64},
+    "long, equal scores": {"index": "equal", "lengths": LONG, "width": 512, "k": 32, "block_size": 64},
+    "long, NaN": {"index": "nan", "lengths": LONG, "width": 512, "k": 1000, "block_size": 128, "hole": True},
 }
 FOR_MUTANTS = ("bounds", "drafts", "equal scores", "NaN in the index", "a page is missing", "scores of -inf")
+NO_MUTANTS = ("ties to the higher block",)
+"""It needs a head dim that the kernel does not take."""
 
 
-@functools.cache
-def arguments(name: str) -> tuple:
-    """q, index, page_table, lengths. Index rows of pages that are not sealed, or not named, hold NaN or scores that beat all others;
-    page 0 and the last one are never named."""
-    case = CASES[name]
-    rng = np.random.default_rng(sum(map(ord, name)))
-    used = [-(-n // case.page_size) for n in case.lengths]
-    num_pages = sum(used) + 2
-    table = np.full((len(used), case.width), -1, np.int32)
-    free = list(rng.permutation(np.arange(1, num_pages - 1)))
-    shape = (case.kv_heads, case.page_size // case.block_size, INDEX_ROWS[case.kind], case.head_dim)
-    index = np.where(rng.random((num_pages, *shape[:2], 1, 1)) < 0.5, np.nan, 100.0) * np.ones((num_pages, *shape))
-    for row, length in enumerate(case.lengths):
-        table[row, : used[row]] = [free.pop() for _ in range(used[row])]
-        if row == len(used) - 1 and len(used) > 1 and min(case.lengths[-2:]) >= case.page_size:
-            table[row, 0] = table[row - 1, 0]
-        sealed = max(length - case.num_queries, 0) // case.page_size
-        content = rng.standard_normal((sealed, *shape)) if case.index == "floats" else rng.integers(-2, 3, (sealed, *shape)).astype(float)
-        index[table[row, :sealed]] = -np.sort(-content, axis=-2)
-    if case.index == "equal":
-        index[:] = 1
-    elif case.index == "infinite":
-        index[table[-2, :4], :, 1:] = -3e38
-    elif case.index == "nan":
-        index[table[-1, 2:4], :, :2] = np.nan
-    elif case.index == "denormal":
-        index = index * 1e-40
-    if case.hole:
-        table[-1, 1:400:99] = -1
-    q = rng.integers(-3, 4, (len(used), case.num_queries, case.kv_heads * case.group, case.head_dim)).astype(float) * case.group
-    if case.index == "floats":
-        q = rng.standard_normal(q.shape)
-    elif case.index == "infinite":
-        q = np.abs(q) + 1
-    if 0 in case.lengths:
-        q[case.lengths.index(0)] = np.nan
-    index, q = (jnp.asarray(x, case.dtype) for x in (index, q))
-    return q, index, jnp.asarray(table), jnp.asarray(case.lengths, jnp.int32)
-
-
-@functools.cache
-def expected(name: str) -> np.ndarray:
-    return np.asarray(select_blocks(*arguments(name), **CASES[name].sizes, implementation="reference"))
-
-
-def check(op, name: str) -> None:
-    ids = op(*arguments(name), **CASES[name].sizes)
-    assert ids.dtype == jnp.int32
-    np.testing.assert_array_equal(np.asarray(ids), expected(name))
+@pytest.fixture(scope="module")
+def suite(suite_of):
+    return suite_of(CASES, **COMMON)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_matches_reference(case):
-    check(KERNEL, case)
+def test_matches_reference(suite, case):
+    suite.check(KERNEL, case)
 
 
 # Contexts of a million tokens, with shared pages; what to expect from `xla`, which sorts.
@@ -178,95 +117,17 @@ def test_a_million_tokens(case):
     np.testing.assert_array_equal(np.asarray(op(implementation="mosaic_gpu")), np.asarray(op(implementation="xla")))
 
 
-# Mutants: what a selector gets wrong, expressed on its arguments or its results.
-
-
-def _ids(change):
-    return lambda *arrays, **sizes: change(KERNEL(*arrays, **sizes))
-
-
-def _of_arrays(change):
-    return lambda *arrays, **sizes: KERNEL(*change(*arrays), **sizes)
-
-
-def _width(q, sizes) -> int:
-    return selection_width(q.shape[1], **{name: sizes[name] for name in ("page_size", "block_size", "k", "sink", "local")})
-
-
-def _sized(**by):
-    """With sizes off by some, the list cut or filled to the right width."""
-
-    def op(q, *arrays, **sizes):
-        ids = KERNEL(q, *arrays, **(sizes | {name: max(sizes[name] + n, name == "local") for name, n in by.items()}))
-        return jnp.pad(ids, ((0, 0), (0, 0), (0, _width(q, sizes))), constant_values=-1)[..., : _width(q, sizes)]
-
-    return op
-
-
-def _group(change):
-    def op(q, index, *rest, **sizes):
-        grouped = q.reshape(*q.shape[:2], index.shape[1], -1, q.shape[3])
-        return KERNEL(jnp.broadcast_to(change(grouped), grouped.shape).reshape(q.shape), index, *rest, **sizes)
-
-    return op
-
-
-def _heads_interleaved(q, index, *rest):
-    return q.reshape(*q.shape[:2], -1, index.shape[1], q.shape[3]).swapaxes(2, 3).reshape(q.shape), index, *rest
-
-
-def _open_page_forgotten(q, *arrays, **sizes):
-    """The selection as if every token but the last had been sealed with its page."""
-    ids = KERNEL(q[:, -1:], *arrays, **sizes)
-    return jnp.pad(ids, ((0, 0), (0, 0), (0, _width(q, sizes) - ids.shape[2])), constant_values=-1)
-
-
-def _a_block_twice(ids):
-    return ids.at[..., 1:2].set(jnp.where(ids[..., 1:2] >= 0, ids[..., :1], -1))
-
-
-MUTANTS = {
-    "zeros": _ids(jnp.zeros_like),
-    "sink dropped": _ids(lambda ids: jnp.concatenate([ids[..., 1:], jnp.full_like(ids[..., :1], -1)], -1)),
-    "descending": _ids(lambda ids: ids[..., ::-1]),
-    "a block twice": _ids(_a_block_twice),
-    "every block one off": _ids(lambda ids: jnp.where(ids >= 0, ids + 1, -1)),
-    "the first head's list": _ids(lambda ids: jnp.broadcast_to(ids[:, :1], ids.shape)),
-    "0 for none": _ids(lambda ids: jnp.maximum(ids, 0)),
-    "length one short": _of_arrays(lambda *arrays: (*arrays[:3], jnp.maximum(arrays[3] - 1, 0))),
-    "length one long": _of_arrays(lambda *arrays: (*arrays[:3], arrays[3] + 1)),
-    "one distant block less": _sized(k=-1),
-    "one sink block less": _sized(sink=-1),
-    "one sink block more": _sized(sink=1),
-    "one local block less": _sized(local=-1),
-    "one local block more": _sized(local=1),
-    "mean instead of maximum over the group": _group(lambda grouped: grouped.mean(3, keepdims=True)),
-    "first head instead of the group": _group(lambda grouped: grouped[:, :, :, :1]),
-    "heads interleaved": _of_arrays(_heads_interleaved),
-    "only the last draft is scored": _of_arrays(lambda q, *rest: (jnp.broadcast_to(q[:, -1:], q.shape), *rest)),
-    "open page forgotten": _open_page_forgotten,
-    "lower bounds": _of_arrays(lambda q, index, *rest: (q, index[..., ::-1, :], *rest)),
-    "maximum taken for minimum": _of_arrays(lambda q, index, *rest: (q, jnp.broadcast_to(index[..., :1, :], index.shape), *rest)),
-    "blocks reversed in their page": _of_arrays(lambda q, index, *rest: (q, index[:, :, ::-1], *rest)),
-    "NaN ranks first": _of_arrays(lambda q, index, *rest: (q, jnp.nan_to_num(index, nan=1000), *rest)),
-    "-inf is no candidate": _of_arrays(lambda q, index, *rest: (jnp.where(q == 0, 1, q), jnp.maximum(index, -1e30), *rest)),
-    "-1 in the table is a page": _of_arrays(lambda q, index, table, n: (q, index, jnp.where(table < 0, 0, table), n)),
-    "the neighbour's table": _of_arrays(lambda q, index, table, n: (q, index, jnp.roll(table, 1, 0), n)),
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_fails(tools, mutant):
-    tools.must_fail(check, MUTANTS[mutant], FOR_MUTANTS)
+def test_mutant_fails(suite, mutants, tools, mutant):
+    tools.must_fail(suite.check, mutants[mutant](KERNEL), FOR_MUTANTS)
 
 
 # Bits.
 
 
 @pytest.mark.parametrize("case", ["floats", "floats, mean", "drafts"])
-def test_the_same_list_every_time_and_in_any_company_and_table(tools, case):
-    q, index, table, lengths = arguments(case)
-    op = functools.partial(KERNEL, **CASES[case].sizes)
+def test_the_same_list_every_time_and_in_any_company_and_table(suite, tools, case):
+    q, index, table, lengths = suite.arguments(case)
+    op = functools.partial(KERNEL, **suite.sizes(case))
     once = np.asarray(op(q, index, table, lengths))
     for _ in range(20):
         tools.assert_same_bits(once, op(q, index, table, lengths))
@@ -312,16 +173,16 @@ def test_pool_past_2_to_the_31_elements(tools, kind):
     np.testing.assert_array_equal(np.asarray(found), np.asarray(ref))
 
 
-def test_it_is_what_runs_here(tools):
+def test_it_is_what_runs_here(suite, tools):
     """Named or picked, the kernel runs; what it cannot do is refused by name, with the values, and done by another."""
-    arrays, sizes = arguments("bounds"), CASES["bounds"].sizes
+    arrays, sizes = suite.arguments("bounds"), suite.sizes("bounds")
     tools.assert_same_bits(select_blocks(*arrays, **sizes), KERNEL(*arrays, **sizes))
     wide = tuple(x.astype(jnp.float32) for x in arrays[:2]) + arrays[2:]
     with pytest.raises(NotImplementedError, match="got q float32, index float32"):
         KERNEL(*wide, **sizes)
-    np.testing.assert_array_equal(np.asarray(select_blocks(*wide, **sizes)), expected("bounds"))
+    np.testing.assert_array_equal(np.asarray(select_blocks(*wide, **sizes)), suite.expected("bounds"))
 
 
-def test_under_jit(tools):
-    arrays, sizes = arguments("floats"), CASES["floats"].sizes
+def test_under_jit(suite, tools):
+    arrays, sizes = suite.arguments("floats"), suite.sizes("floats")
     tools.assert_same_bits(jax.jit(functools.partial(KERNEL, **sizes))(*arrays), KERNEL(*arrays, **sizes))
