@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from pallas_kernels.bench.formats import markdown, tokens_text
@@ -79,18 +80,14 @@ def time_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     )
 
 
-def _length(row: Row) -> int:
-    return row["tokens"]
-
-
 def time_table(rows: Sequence[Row]) -> str:
     """Time to first token, short prompts first."""
-    return markdown(TIME_COLUMNS, (time_cells(row, rows) for row in sorted(rows, key=_length)))
+    return markdown(TIME_COLUMNS, (time_cells(row, rows) for row in sorted(rows, key=itemgetter("tokens"))))
 
 
 def split_table(rows: Sequence[Row]) -> str:
     """Where the time of the profiled chunks goes, short prompts first."""
-    profiled = sorted((row for row in rows if row.get("profile")), key=_length)
+    profiled = sorted((row for row in rows if row.get("profile")), key=itemgetter("tokens"))
     lines = []
     for row in profiled:
         parts = row["profile"]["parts_s"]

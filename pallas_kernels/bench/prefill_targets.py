@@ -15,7 +15,7 @@ CUDNN = {"qwen2.5-7b": (2**15, 2**17), "llama-3.1-8b": (2**15, 2**17)}
 """Lengths at which dense attention is to be at least as fast as cuDNN."""
 PAGED_WITHIN = 0.05
 SPARSE_TIMES = {2**15: 1.0, 2**17: 3.0, 2**19: 5.5, 2**20: 7.5}
-"""Times as fast as the fastest dense attention of one layer that the sparse one is to be, 28 query heads on 4."""
+"""Times as fast as the fastest dense attention of one layer that the sparse one is to be, of either shape."""
 FIRST_TOKEN_S, FIRST_TOKEN_TOKENS, MOST_BYTES = 90.0, 2**20, 6e9
 WITHIN_ORACLE = 0.015
 MEASURED = tuple((f"momo:{k}/8{how}", tokens) for tokens in (2**14, 2**15) for k in (32, 128) for how in ("", "+quantile"))

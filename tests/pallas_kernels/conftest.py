@@ -330,8 +330,11 @@ def cuda():
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Dispatch believes that it is on a Hopper GPU."""
-    names = lambda op, backend=None: tuple(n for n in dispatch.IMPLEMENTATIONS[op] if n != "mosaic_tpu")  # noqa: E731
-    monkeypatch.setattr(dispatch, "available", names)
+
+    def available(op, backend=None):
+        return tuple(name for name in dispatch.IMPLEMENTATIONS[op] if name != "mosaic_tpu")
+
+    monkeypatch.setattr(dispatch, "available", available)
 
 
 @pytest.fixture(scope="session")

@@ -206,10 +206,5 @@ MUTANTS = {
 
 def pytest_generate_tests(metafunc):
     if "mutant" in metafunc.fixturenames:
-        metafunc.parametrize("mutant", [name for name in MUTANTS if name not in getattr(metafunc.module, "NO_MUTANTS", ())])
-
-
-@pytest.fixture(scope="session")
-def mutants():
-    """`MUTANTS`."""
-    return MUTANTS
+        names = [name for name in MUTANTS if name not in getattr(metafunc.module, "NO_MUTANTS", ())]
+        metafunc.parametrize("mutant", [MUTANTS[name] for name in names], ids=names)

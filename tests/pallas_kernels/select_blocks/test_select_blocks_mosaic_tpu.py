@@ -92,8 +92,8 @@ def test_bits_twice_and_in_any_company_and_table(suite, tools):
     tools.assert_same_bits(once[4], changed[4])
 
 
-def test_mutant_fails(suite, mutants, tools, mutant):
-    tools.must_fail(suite.check, mutants[mutant](SMALL_TILES), FOR_MUTANTS)
+def test_mutant_fails(suite, tools, mutant):
+    tools.must_fail(suite.check, mutant(SMALL_TILES), FOR_MUTANTS)
 
 
 def _one_tie_less(sizes, keys, tiles):
