@@ -2,11 +2,12 @@
 
 bin := .venv/bin
 
-.PHONY: help demo test lint venv lock clean
+.PHONY: help demo test long lint venv lock clean
 
 help:
 	@echo "make demo   watch the embedded model answer 8K-token prompts under four decode policies"
-	@echo "make test   lint, check the format, run every test"
+	@echo "make test   lint, check the format, run every test but the long ones"
+	@echo "make long   run the long tests: random histories, kills and interrupts by the hundred"
 	@echo "make lint   only lint and check the format"
 	@echo "make venv   only make .venv"
 	@echo "make lock   write requirements.lock anew, with the newest versions that pyproject.toml allows"
@@ -16,7 +17,10 @@ demo: venv
 	@$(bin)/kvjax demo
 
 test: lint
-	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0
+	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not long"
+
+long: venv
+	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0 -m long --timeout 3600
 
 lint: venv
 	@$(bin)/ruff check
