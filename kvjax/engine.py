@@ -136,7 +136,7 @@ class Engine:
         """
         if reserve < 0:
             raise ValueError(f"reserve must not be negative, got {reserve}")
-        prompts = [self._check_tokens(prompt) for prompt in prompts]
+        prompts = [self.check_tokens(prompt) for prompt in prompts]
         for prompt in prompts:
             self.check_length(len(prompt) + reserve)
         needed = sum(self.pages_for(len(prompt) + reserve) for prompt in prompts)
@@ -158,7 +158,7 @@ class Engine:
         `prefill` does.
         """
         self._check_live([sequence])
-        tokens = self._check_tokens(tokens)
+        tokens = self.check_tokens(tokens)
         self.check_length(sequence.length + len(tokens))
         self.reserve([sequence], len(tokens))
         return self._write(sequence, tokens, all_logits=all_logits)
@@ -173,7 +173,7 @@ class Engine:
         if len(tokens) != len(sequences):
             raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each")
         slots = self._slots(sequences)
-        tokens = self._check_tokens(tokens)
+        tokens = self.check_tokens(tokens)
         padded = np.zeros((len(slots), 1), np.int32)
         padded[: len(sequences), 0] = tokens
         (logits,) = self._decode(decode_step, slots, padded, policy)
@@ -440,7 +440,7 @@ class Engine:
         if len(set(sequences)) < len(sequences):
             raise ValueError("a sequence stands twice in one batch; fork it to decode it twice")
 
-    def _check_tokens(self, tokens: Sequence[int]) -> list[int]:
+    def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary."""
         ids = np.asarray(tokens)
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+"""A higher temperature draws as this one does: evenly."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -80,7 +83,7 @@ class SamplingRows:
         """One row each; None (an empty slot) is greedy."""
         filled = [sampling or Sampling() for sampling in samplings]
         return cls(
-            temperature=np.array([s.temperature for s in filled], np.float32),
+            temperature=np.array([min(s.temperature, FLOAT32_MAX) for s in filled], np.float32),
             top_k=np.array([s.top_k for s in filled], np.int32),
             top_p=np.array([s.top_p for s in filled], np.float32),
             seed=np.array([s.seed for s in filled], np.uint32),
@@ -120,8 +123,14 @@ def kept(ranked: Float[Array, "B V"], rows: SamplingRows) -> Bool[Array, "B V"]:
 
 
 def _draw(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array, "B"]) -> Int[Array, "B"]:
-    """A draw for every row; rows of temperature 0 get one too, which the caller drops."""
-    scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    """A draw for every row; rows of temperature 0 get one too, which the caller drops.
+
+    The row's maximum is subtracted before the division, so that the best token stays at 0 however small the temperature is: logits / T
+    overflows below T of about 1e-36. 0 and minus infinity stay what they are, also where a device flushes T, or its inverse, to 0.
+    """
+    below = logits - jnp.max(logits, axis=-1, keepdims=True)
+    scaled = below / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    scaled = jnp.where((below == 0) | jnp.isinf(below), below, scaled)
     order = jnp.argsort(-scaled, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
 

@@ -38,7 +38,8 @@ def score(
 
     Text becomes tokens as in `encode_pair`. The prompt is prefilled; under `Dense` so is the continuation, under any other policy each of
     its tokens is decoded through the policy. Raises ValueError for an empty prompt or continuation, lists of different lengths, or a pair
-    longer than the model's positions; OutOfPages where the pool is too small.
+    longer than the model's positions, or a token outside the vocabulary; OutOfPages where the pool is too small; FloatingPointError where
+    the model's logits are not finite.
     """
     single = is_single(prompts)
     if not single and len(prompts) != len(continuations):
@@ -48,6 +49,8 @@ def score(
     encoded = [encode_pair(tokenizer, *pair) for pair in pairs]
     engine = model if isinstance(model, Engine) else engine_for(model, [(*head, *rest) for head, rest in encoded], 1, policy, DEFAULT_SLOTS)
     chosen = engine.declared(policy)
+    for _, rest in encoded:
+        engine.check_tokens(rest)  # before a prefill that may take minutes
     scores = [_score_pair(engine, head, rest, chosen) for head, rest in encoded]
     return scores[0] if single else scores
 
@@ -58,8 +61,10 @@ def continuation_logprobs(
     """Log-probability of each token of a continuation, float32, and whether it is the greedy one.
 
     sequence: fresh from prefill or extend, so that its `.logits` predict the first token; it grows by all but the last. Logits are held one
-    chunk, `[prefill_chunk, V]`, at a time: all of a long document's would not fit.
+    chunk, `[prefill_chunk, V]`, at a time: all of a long document's would not fit. ValueError for a token outside the vocabulary;
+    FloatingPointError where the logits are not finite.
     """
+    continuation = engine.check_tokens(continuation)
     found = [_look_up(sequence.logits[None], jnp.asarray(continuation[:1]))]
     dense, chunk, done = isinstance(policy, Dense), engine.prefill_chunk, 0
     while done < len(continuation) - 1:
@@ -68,8 +73,11 @@ def continuation_logprobs(
         logits = engine.extend(sequence, given, all_logits=True) if dense else engine.decode([sequence], given, policy)
         found.append(_look_up(logits, jnp.asarray(continuation[done + 1 : stop + 1])))
         done = stop
-    logprobs, greedy = zip(*jax.device_get(found), strict=True)
-    return np.concatenate(logprobs), np.concatenate(greedy)
+    logprobs, greedy = map(np.concatenate, zip(*jax.device_get(found), strict=True))
+    if not np.isfinite(logprobs).all():
+        place = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+        raise FloatingPointError(f"the log-probability of token {place} of the continuation is {logprobs[place]}; try dtype float32")
+    return logprobs, greedy
 
 
 def _score_pair(engine: Engine, prompt: Sequence[int], continuation: Sequence[int], policy: DecodePolicy) -> Score:

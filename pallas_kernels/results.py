@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("kvjax", "jax", "jaxlib", "numpy", "transformers")
 
@@ -43,9 +45,30 @@ def _command() -> str:
     return shlex.join(words)
 
 
+def finite(figures: dict[str, Any]) -> dict[str, Any]:
+    """The figures as JSON can hold them: null for NaN and infinity, which it does not have, and an `error` that names their places."""
+    places: list[str] = []
+
+    def clean(value: Any, place: str) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item, f"{place}.{key}" if place else str(key)) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [clean(item, f"{place}[{number}]") for number, item in enumerate(value)]
+        if isinstance(value, float) and not math.isfinite(value):
+            places.append(place)
+            return None
+        return value
+
+    cleaned = clean(figures, "")
+    if not places:
+        return figures
+    named = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
+    return cleaned | {"error": f"not finite, so written as null: {named}"}
+
+
 def write_result(path: Path, figures: dict) -> None:
-    """Write figures and their provenance as JSON, beside `path` and renamed."""
+    """Write figures and their provenance as JSON, beside `path` and renamed; figures that are not finite as `finite` says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps({"provenance": provenance(), **figures}, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(finite({"provenance": provenance(), **figures}), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(partial, path)

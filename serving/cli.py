@@ -198,17 +198,22 @@ def score_command(
     after = _prompt_text(continuation, continuation_file, "CONTINUATION", "--continuation-file")
 
     import json
-    import math
+
+    import numpy as np
 
     from kvjax.generation import encode
     from kvjax.scoring import score
+    from pallas_kernels.results import finite
 
     loaded = load_model(model, dtype)
     engine = _engine(loaded, policy, len(encode(loaded.tokenizer, before + after)), pages, page_size, prefill_chunk)
     found = score(engine, before, after)
     tokens = len(found.token_ids)
-    figures = {"logprob": found.logprob, "tokens": tokens, "perplexity": math.exp(-found.logprob / tokens), "is_greedy": found.is_greedy}
-    typer.echo(json.dumps(figures | {"token_ids": found.token_ids, "token_logprobs": found.token_logprobs}))
+    with np.errstate(over="ignore"):  # a perplexity beyond the largest number is infinite
+        perplexity = float(np.exp(-np.float64(found.logprob) / tokens))
+    figures = {"logprob": found.logprob, "tokens": tokens, "perplexity": perplexity, "is_greedy": found.is_greedy}
+    figures |= {"token_ids": found.token_ids, "token_logprobs": found.token_logprobs}
+    typer.echo(json.dumps(finite(figures), allow_nan=False))
 
 
 @app.command("plan")

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from pallas_kernels.results import finite
+
 SYNC_SECONDS = 1.0
 """A killed process loses nothing that was written; a machine that loses power loses at most the entries of this many seconds."""
 
@@ -51,9 +53,10 @@ class Journal:
         raise NotImplementedError
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        """Write one entry; it survives the process from here on."""
+        """Write one entry; it survives the process from here on. Figures that are not finite become null, and `error` names them."""
+        entry = finite(dict(entry))
         offset = self._write(entry)
-        self._keep(dict(entry), offset, earlier=False)
+        self._keep(entry, offset, earlier=False)
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync()
 
@@ -112,7 +115,7 @@ class Journal:
 
 
 def dump(value: Any) -> bytes:
-    """A value as a line of JSON."""
+    """A value as a line of JSON. ValueError for NaN and infinity, which JSON does not have."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import time
 from typing import TYPE_CHECKING, Any
 
 from kvjax.serving.records import CHAT, Record
+from pallas_kernels.results import finite
 
 if TYPE_CHECKING:
     from kvjax.generation import Completion
@@ -33,9 +33,9 @@ def answered(record: Record, completion: Completion, *, model: str, tokenizer: A
     """The result of a completion; one that carries an error, or log-probabilities that are not finite, becomes `refused`."""
     if completion.error is not None:
         return refused(record, str(completion.error))
-    if completion.logprobs is not None and not all(map(math.isfinite, completion.logprobs)):
-        return refused(record, "the model gave log-probabilities that are not finite; try --dtype float32")
     output = _plain(record, completion) if record.endpoint is None else _openai(record, completion, model, tokenizer)
+    if finite(output) is not output:
+        return refused(record, "the model gave log-probabilities that are not finite; try --dtype float32")
     return Result(
         line=record.line,
         output=output,

@@ -13,7 +13,7 @@ import kvjax
 from kvjax import Engine, OutOfPages, Request, Sampling, generate, score
 from kvjax.generation import run
 from kvjax.sampling import SamplingRows, sample_step
-from kvjax.scoring import encode_pair
+from kvjax.scoring import continuation_logprobs, encode_pair
 
 PROMPTS = ["The whale", "A much longer prompt about ships, captains and the sea. " * 3, "x", "Call me"]
 
@@ -241,6 +241,32 @@ def test_a_token_across_the_border_does_not_change_what_is_scored():
     assert encode_pair(Merging(), "x a", "bc") == ([88, 0, 65], [66, 67])
     assert encode_pair(Merging(), "xab", "c") == ([88, 90], [67])
     assert encode_pair(Merging(), "a", "b") == ([65], [66])
+
+
+@pytest.mark.parametrize("policy", ["dense", "top:2"])
+@pytest.mark.parametrize("token", [-1, 97, 2**31, -(2**31) - 1])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_every_continuation_token_is_checked(engine, policy, token, place):
+    """The last one is written nowhere, only looked up: -1 took another token's logits, 97 gave NaN."""
+    continuation = [5, 6, 7]
+    continuation[place] = token
+    for call in (
+        lambda: score(engine, [1, 2, 3], continuation, policy=policy),
+        lambda: continuation_logprobs(engine, engine.prefill([[1, 2, 3]])[0], continuation, engine.declared(policy)),
+    ):
+        with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of 97"):
+            call()
+    for sequence in set(engine.sequences):
+        engine.free(sequence)
+
+
+def test_a_score_that_is_not_finite_is_an_error(speaker):
+    params = jax.tree.map(lambda leaf: leaf, speaker.params)
+    params["final_norm"] = params["final_norm"].at[3].set(jnp.nan)
+    engine = Engine(dataclasses.replace(speaker, params=params), pages=16)
+    with pytest.raises(FloatingPointError, match="token 0 of the continuation is nan"):
+        score(engine, "Call me", " Ishmael")
+    assert engine.sequences == set()
 
 
 def test_score_of_several_pairs_is_a_list(speaker):

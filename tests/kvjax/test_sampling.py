@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvjax import Sampling
 from kvjax.sampling import SamplingRows, kept, sample_step
@@ -92,3 +94,46 @@ def test_rows_are_independent_of_their_company_and_positions_differ():
 def test_impossible_settings_are_refused(fields, match):
     with pytest.raises(ValueError, match=match):
         Sampling(**fields)
+
+
+TEMPERATURES = [5e-324, 1e-60, 1e-45, 1.4e-45, 1e-44, 1e-40, 1.18e-38, 1e-37, 1e-36, 1e-30, 1e-20, 1e-9, 1e-3]
+
+
+@pytest.mark.filterwarnings("error")
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(TEMPERATURES) | st.floats(5e-324, 1e-3),
+    st.lists(st.integers(-(10**6), 10**6), min_size=2, max_size=12, unique=True),
+    st.sampled_from([{}, {"top_k": 2}, {"top_p": 0.9}]),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_tiny_temperature_takes_the_greedy_token(temperature, logits, cuts, seed):
+    """Logits are whole numbers apart, so at T up to 1e-3 the others have a probability of at most exp(-1000)."""
+    padded = np.full(12, -np.inf, np.float32)
+    padded[: len(logits)] = logits
+    token, logprob = sample_step(
+        padded[None], SamplingRows.of([Sampling(temperature=temperature, seed=seed, **cuts)]), np.zeros(1, np.int32)
+    )
+    assert int(token[0]) == int(np.argmax(logits))
+    assert np.isfinite(logprob[0])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [1e-44, 1e-38, 1e-30, 1e-6])
+def test_equals_are_drawn_evenly_at_any_temperature(temperature):
+    count = 2000
+    rows = SamplingRows.of([Sampling(temperature=temperature, seed=seed) for seed in range(count)])
+    logits = np.tile(np.array([7.0, 30.0, -5.0, 30.0], np.float32), (count, 1))
+    tokens, _ = sample_step(logits, rows, np.zeros(count, np.int32))
+    shares = np.bincount(np.asarray(tokens), minlength=4) / count
+    # A device that flushes denormals takes such a temperature for 0, which is greedy.
+    greedy = temperature < np.finfo(np.float32).tiny and shares[1] == 1
+    assert greedy or np.allclose(shares, [0, 0.5, 0, 0.5], atol=0.06)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_huge_temperature_draws_evenly_and_never_what_is_impossible():
+    settings = [Sampling(temperature=temperature, seed=seed) for temperature in (1e30, 1e39, 1e300) for seed in range(700)]
+    logits = np.tile(np.array([0.0, -np.inf, 20.0], np.float32), (len(settings), 1))
+    tokens, _ = sample_step(logits, SamplingRows.of(settings), np.zeros(len(settings), np.int32))
+    np.testing.assert_allclose(np.bincount(np.asarray(tokens), minlength=3) / len(settings), [0.5, 0, 0.5], atol=0.06)

@@ -228,6 +228,20 @@ def test_score_prints_what_score_returns(kvjax, model_folder, loaded, tmp_path, 
     assert kvjax("score", continuation, "--prompt-file", tmp_path / "prompt.txt", "--model", model_folder, "--policy", policy)[1] == out
 
 
+@pytest.mark.parametrize(("logprobs", "perplexity"), [((-3e38, -3e38), None), ((-800.0,), None), ((-1.0, -3.0), 2.718281828459045**2)])
+def test_score_prints_json_whatever_the_figures(kvjax, model_folder, monkeypatch, logprobs, perplexity):
+    """JSON has neither NaN nor infinity."""
+    from kvjax import scoring
+
+    found = scoring.Score(sum(logprobs), logprobs, tuple(range(len(logprobs))), False)
+    monkeypatch.setattr(scoring, "score", lambda *_: found)
+    status, out, err = kvjax("score", "amber", " basil", "--model", model_folder)
+    assert (status, err) == (0, "")
+    figures = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert figures["perplexity"] == (perplexity and pytest.approx(perplexity))
+    assert figures.get("error") == (None if perplexity else "not finite, so written as null: perplexity")
+
+
 # plan, needle, train-needle
 
 

@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from kvjax.serving.fidelity_cli import Records
 from kvjax.serving.partial import Partial
 from kvjax.serving.results import Result
 
@@ -136,3 +137,18 @@ def test_the_output_is_replaced_whole(path, monkeypatch):
     monkeypatch.undo()
     assert out.read_text() == "old"
     assert sorted(Partial(path, JOB).earlier) == [1]
+
+
+def test_a_journal_holds_no_nan(tmp_path):
+    """Measured figures may be anything; JSON has no word for NaN and infinity."""
+    journal = Records(tmp_path / "records.jsonl", JOB)
+    journal.append("unit", {"kl": [[0.25, float("nan")]], "seconds": float("inf")})
+    assert journal.done == {"unit": {"kl": [[0.25, None]], "seconds": None}}
+    journal.close()
+    text = (tmp_path / "records.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    assert json.loads(text.splitlines()[1])["error"] == "not finite, so written as null: record.kl[0][1], record.seconds"
+    again = Records(tmp_path / "records.jsonl", JOB)
+    assert again.done == journal.done
+    again.close()

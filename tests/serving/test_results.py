@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -111,6 +112,14 @@ def test_what_failed_in_the_engine_is_an_error_too():
     broken = Completion(text="x", token_ids=(1,), logprobs=(float("nan"),))
     result = answer({"id": "a", "prompt": "x", "logprobs": True}, broken)
     assert "not finite" in result.output["error"]
+
+
+@pytest.mark.parametrize("field", ["blocks_per_step", "keys_per_step"])
+@pytest.mark.parametrize("line", [{"id": "a", "prompt": "x"}, openai(CHAT)])
+def test_a_figure_that_is_not_finite_makes_an_error_of_its_record(line, field):
+    result = answer(line, dataclasses.replace(COMPLETION, **{field: float("inf")}))
+    assert result.failed
+    assert "not finite" in json.dumps(result.output, allow_nan=False)
 
 
 @pytest.mark.parametrize("line", [{"id": "é\u2028\x00", "prompt": "x"}, openai(CHAT), openai(COMPLETIONS, logprobs=0)])
