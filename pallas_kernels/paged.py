@@ -13,18 +13,19 @@ from pallas_kernels import dispatch
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def check(q: Array, k: Array, v: Array, page_table: Array, sm_scale: float, window: tuple[int, int] | None, **of_row: Array) -> None:
+def check(q: Array, k: Array, v: Array | None, page_table: Array, sm_scale: float, window: tuple[int, int] | None, **of_row: Array) -> None:
     """Raise ValueError, with every shape, unless the arguments that the attention ops share fit together.
 
-    of_row: int32 arrays `[B]` by name (lengths, starts).
+    v: None for an op that reads keys only. of_row: int32 arrays `[B]` by name (lengths, starts).
     """
+    pool = "k" if v is None else "k and v"
     arrays = dispatch.signature(q=q, k=k, v=v, page_table=page_table, **of_row)
     if q.ndim != 4 or k.ndim != 4 or page_table.ndim != 2 or any(x.ndim != 1 for x in of_row.values()):
-        raise ValueError(f"needs q [B,T,H,D], k and v [N,K,P,D], page_table [B,M], {' and '.join(of_row)} [B]; got {arrays}")
-    if k.shape != v.shape or k.dtype != v.dtype:
+        raise ValueError(f"needs q [B,T,H,D], {pool} [N,K,P,D], page_table [B,M], {' and '.join(of_row)} [B]; got {arrays}")
+    if v is not None and (k.shape != v.shape or k.dtype != v.dtype):
         raise ValueError(f"k and v must have one shape and dtype; got {arrays}")
     if 0 in (*q.shape, *k.shape, *page_table.shape):
-        raise ValueError(f"no axis of q, k, v and page_table may be empty; got {arrays}")
+        raise ValueError(f"no axis of q, {pool} and page_table may be empty; got {arrays}")
     if q.shape[3] != k.shape[3] or q.shape[2] % k.shape[1]:
         raise ValueError(f"q heads must be a multiple of KV heads, and the head dims equal; got {arrays}")
     if any(x.shape[0] != q.shape[0] for x in (page_table, *of_row.values())):
@@ -32,7 +33,7 @@ def check(q: Array, k: Array, v: Array, page_table: Array, sm_scale: float, wind
     if any(x.dtype != jnp.int32 for x in (page_table, *of_row.values())):
         raise ValueError(f"page_table, {' and '.join(of_row)} must be int32; got {arrays}")
     if q.dtype.name not in DTYPES or k.dtype.name not in DTYPES:
-        raise ValueError(f"q, k and v must be one of {', '.join(DTYPES)}; got {arrays}")
+        raise ValueError(f"q, {pool} must be one of {', '.join(DTYPES)}; got {arrays}")
     if not isinstance(sm_scale, numbers.Real):
         raise ValueError(f"sm_scale must be a number known when compiling, got {sm_scale!r}")
     if window is not None:

@@ -1,0 +1,58 @@
+"""block_mass: signature, validation, dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels import dispatch, paged
+
+
+def block_mass(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "N K P D"],
+    page_table: Int[Array, "B M"],
+    starts: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    lse: Float32[Array, "B T H"],
+    first_query: Int[Array, "B"],
+    *,
+    block_size: int,
+    sm_scale: float,
+    config: Any = None,
+    implementation: str | None = None,
+) -> Float32[Array, "B H nb"]:
+    """How much attention the queries of a chunk pay to each block of keys, summed over the queries: what policies learn from prefill.
+
+    q, k, page_table, starts, lengths: as for `flash_attention`: T consecutive tokens of each sequence from position starts[b] on, heads of
+    one KV head adjacent, over pages that hold `lengths` tokens, the chunk's own included. Pages that no table names, tokens past
+    `lengths`, and queries at or past `lengths` (padding), with their lse, may hold anything, NaN too. q and k float32, bfloat16 or float16.
+
+    lse: float32, log-sum-exp of each query's scaled logits, natural log, as `flash_attention` returns it; a query whose lse is -inf read
+    nothing and counts nothing. first_query: int32, position from which on queries count: 0 for all of the chunk's (H2O), lengths - n for
+    the last n (SnapKV). block_size: tokens per block, divides P. sm_scale: multiplies the logits, positive or not. config: the
+    implementation's own; "xla" takes `pallas_kernels.block_mass.xla.Config`. implementation: see `pallas_kernels.dispatch`.
+
+    Returns mass `[B, H, M * P // block_size]` float32: for each query head, the sum over queries at positions p = starts[b] + t with
+    first_query[b] <= p < lengths[b] of exp(sm_scale * q.k - lse) over the block's keys at or before p that are written and have a page.
+    With the lse of all these keys, a query's mass is 1 in all. Blocks that no query sees get 0. The same call gives the same bits.
+
+    Memory: that of the result, of lse once more, and a tile; never T x S. Traffic: keys once per query head (a CTA keeps its tile of
+    them), queries once per tile of keys, which the last-level cache serves.
+
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+
+    Source: H2O (arXiv 2306.14048), accumulated attention; SnapKV (arXiv 2404.14469), that of a window of last queries.
+    """
+    paged.check(q, k, None, page_table, sm_scale, None, starts=starts, lengths=lengths, first_query=first_query)
+    arrays = dispatch.signature(q=q, k=k, page_table=page_table, lse=lse)
+    if not isinstance(block_size, int) or block_size <= 0 or k.shape[2] % block_size:
+        raise ValueError(f"block_size {block_size} does not divide the page size {k.shape[2]}; got {arrays}")
+    if lse.shape != q.shape[:3] or lse.dtype != jnp.float32:
+        raise ValueError(f"lse must be float32 [B={q.shape[0]}, T={q.shape[1]}, H={q.shape[2]}]; got {arrays}")
+    operands = (q, k, page_table, starts, lengths, lse, first_query)
+    static = {"block_size": block_size, "sm_scale": sm_scale, "config": config}
+    name = dispatch.choose("block_mass", implementation, f"{arrays} block_size {block_size}", operands, static)
+    return dispatch.load("block_mass", name)(*operands, **static)

@@ -1,0 +1,32 @@
+"""block_mass by definition, in float32: each sequence laid out, every weight of every query, those that count added up.
+
+As wasteful as it reads (T x S per head): keep it to tests and debugging.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(jax.jit, static_argnames=("block_size", "sm_scale", "config"))
+def block_mass(q, k, page_table, starts, lengths, lse, first_query, *, block_size, sm_scale, config):
+    """See `pallas_kernels.block_mass.block_mass`; takes no config."""
+    if config is not None:
+        raise ValueError(f"implementation 'reference' of block_mass takes no config, got {config!r}")
+    num_kv_heads, page_size, head_dim = k.shape[1:]
+
+    def of_row(q, table, start, length, lse, first):  # q [T, H, D]
+        pos, query_pos = jnp.arange(table.size * page_size), start + jnp.arange(q.shape[0])
+        there = (jnp.repeat(table, page_size) >= 0) & (pos < length)
+        counts = ((query_pos >= first) & (query_pos < length))[:, None] & (lse != -jnp.inf)  # [T, H]
+        seen = there & (pos <= query_pos[:, None]) & counts.T[:, :, None]  # [H, T, S]
+        keys = jnp.where(there[:, None, None], k[table].swapaxes(1, 2).reshape(-1, num_kv_heads, head_dim), 0)
+        keys = jnp.repeat(keys.astype(jnp.float32), q.shape[1] // num_kv_heads, axis=1)
+        logits = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * sm_scale
+        weights = jnp.where(seen, jnp.exp(logits - lse.T[:, :, None]), 0)
+        return weights.sum(1).reshape(q.shape[1], -1, block_size).sum(2)
+
+    return jax.vmap(of_row)(q, page_table, starts, lengths, lse, first_query)
