@@ -25,6 +25,7 @@ _HOMES = {
     "MeanPooled": "kvjax.prefill",
     "MeasureOnceMaskOnce": "kvjax.prefill",
     "ModelConfig": "kvjax.model",
+    "NotFinite": "kvjax.sampling",
     "OracleBlocks": "kvjax.prefill",
     "OutOfPages": "kvjax.cache",
     "Request": "kvjax.generation",

@@ -24,7 +24,7 @@ from kvjax.model import Model, fingerprint
 from kvjax.policies import Auto, Choice, DecodePolicy, StateSpec, TopTokens, parse
 from kvjax.prefill import DensePrefill, PrefillPolicy, parse_prefill
 from kvjax.prefill.lists import TileLists
-from kvjax.sampling import SamplingRows, sample_step
+from kvjax.sampling import Sampled, SamplingRows, sample_step
 from kvjax.steps import Reads, decode_and_sample, decode_step, prefill_step
 
 logger = logging.getLogger(__name__)
@@ -183,16 +183,16 @@ class Engine:
 
     def decode_and_sample(
         self, slots: Sequence[CachedSequence | None], tokens: Int[Array, "B"], rows: SamplingRows, policy: str | DecodePolicy | None = None
-    ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    ) -> Sampled:
         """Write one token per slot (None: empty) and sample the next one, all in one jitted call.
 
         tokens may still be on their way from the last step; nothing here waits for the device. The caller appends the written tokens to
-        `.tokens` when it learns them. Returns the next tokens and their log-probabilities.
+        `.tokens` when it learns them, and drops a row whose logits were not finite.
         """
         if len(slots) not in self.batch_buckets:
             raise ValueError(f"{len(slots)} slots are no batch bucket of this engine: {self.batch_buckets}")
-        chosen, logprobs = self._decode(decode_and_sample, slots, tokens, policy, rows)
-        return chosen, logprobs
+        (sampled,) = self._decode(decode_and_sample, slots, tokens, policy, rows)
+        return sampled
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same history: sealed pages are shared, the open one is copied. OutOfPages if none is free for it."""

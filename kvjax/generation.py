@@ -11,14 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
 from kvjax.cache import OutOfPages
 from kvjax.engine import MIN_TABLE_PAGES, CachedSequence, Engine
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy
 from kvjax.prefill import PrefillPolicy
-from kvjax.sampling import Sampling, SamplingRows, sample_step
+from kvjax.sampling import NotFinite, Sampled, Sampling, SamplingRows, sample_step
 from kvjax.steps import Reads
 from kvjax.text import TextStream
 
@@ -86,8 +85,8 @@ def run(
     """Run requests over `slots` places (None: 8, or the engine's largest batch bucket) and yield each with its completion as it finishes.
 
     A place that becomes free takes the next request, so the batch keeps its size and a request's bits do not depend on which others run.
-    A request that cannot be run (too long, a bad token, more pages than the pool has) yields a completion with `error` and the loop goes
-    on. on_prefill: called with the number of prompt tokens done.
+    A request that cannot be run (too long, a bad token, more pages than the pool has), or for which the model gives NaN (`NotFinite`),
+    yields a completion with `error` and the loop goes on. on_prefill: called with the number of prompt tokens done.
     """
     loop = _Loop(engine, policy, slots, on_token, on_prefill)
     try:
@@ -178,6 +177,7 @@ class _Row:
     blocks: int = 0
     keys: int = 0
     finish_reason: str | None = None
+    error: NotFinite | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +185,7 @@ class _Flight:
     """A dispatched step whose results the host has not read."""
 
     rows: list[_Row | None]
-    tokens: Int[Array, "B"]
-    logprobs: Any
+    sampled: Sampled
     reads: Reads
 
 
@@ -277,9 +276,9 @@ class _Loop:
         self.rows[place] = row
         self.sampling_rows = None
         position = np.array([sequence.length], np.int32)
-        token, logprob = sample_step(sequence.logits[None], SamplingRows.of([sampling]), position)
-        self.tokens = self.tokens.at[place].set(token[0])
-        self._take(row, int(token[0]), float(logprob[0]))
+        sampled = sample_step(sequence.logits[None], SamplingRows.of([sampling]), position)
+        self.tokens = self.tokens.at[place].set(sampled.tokens[0])
+        self._take(row, jax.device_get(sampled), 0)
         return None
 
     def _dispatch(self) -> _Flight | None:
@@ -292,27 +291,32 @@ class _Loop:
         if self.sampling_rows is None:
             self.sampling_rows = SamplingRows.of([row.request.sampling if row else None for row in self.rows])
         slots = [row.sequence if row else None for row in rows]
-        self.tokens, logprobs = self.engine.decode_and_sample(slots, self.tokens, self.sampling_rows, self.policy)
+        sampled = self.engine.decode_and_sample(slots, self.tokens, self.sampling_rows, self.policy)
+        self.tokens = sampled.tokens
         for row in rows:
             if row:
                 row.issued += 1
-        return _Flight(rows, self.tokens, logprobs, self.engine.last_reads)
+        return _Flight(rows, sampled, self.engine.last_reads)
 
     def _read(self, flight: _Flight) -> None:
         """Fold a step's results into its rows; rows that had ended before it are left alone."""
-        tokens, logprobs, reads = jax.device_get((flight.tokens, flight.logprobs, flight.reads))
+        sampled, reads = jax.device_get((flight.sampled, flight.reads))
         for place, row in enumerate(flight.rows):
             if row is None or row.finish_reason is not None:
                 continue
             row.steps += 1
             row.blocks += int(reads.blocks[place])
             row.keys += int(reads.keys[place])
-            self._take(row, int(tokens[place]), float(logprobs[place]))
+            self._take(row, sampled, place)
 
-    def _take(self, row: _Row, token: int, logprob: float) -> None:
-        """One more token of a row: its text, and whether it ends it."""
+    def _take(self, row: _Row, sampled: Sampled, place: int) -> None:
+        """One more token of a row, read from the device: its text, and whether it ends it. Logits that are not finite end it too."""
+        if not sampled.finite[place]:
+            row.error, row.finish_reason = NotFinite(row.prompt_tokens + len(row.ids)), "error"
+            return
+        token = int(sampled.tokens[place])
         row.ids.append(token)
-        row.logprobs.append(logprob)
+        row.logprobs.append(float(sampled.logprobs[place]))
         ends = token in row.stop_ids
         piece = "" if ends or row.stream is None else row.stream.push(token)
         if ends or (row.stream is not None and row.stream.stopped):
@@ -331,6 +335,9 @@ class _Loop:
                 continue
             self.engine.free(row.sequence)
             self.rows[place] = None
+            if row.error is not None:
+                yield row.request, Completion(finish_reason="error", prompt_tokens=row.prompt_tokens, error=row.error)
+                continue
             heads = self.engine.config.num_layers * self.engine.config.num_kv_heads * max(row.steps, 1)
             yield (
                 row.request,

@@ -91,7 +91,31 @@ class SamplingRows:
         )
 
 
-def sample(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array, "B"]) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+class NotFinite(FloatingPointError):
+    """A model's logits were NaN or infinite, so they say nothing about the next token. position: where that token would stand."""
+
+    def __init__(self, position: int):
+        self.position = position
+        super().__init__(
+            f"the logits for the token at position {position:,} are not finite (NaN or infinity): load the model in float32 or bfloat16 "
+            "if it runs in float16, and check its weights for NaN if that does not help"
+        )
+
+
+@flax.struct.dataclass
+class Sampled:
+    """What sampling says of every row: the token, its log-probability, and whether there was anything to sample from.
+
+    finite: False where the row's logits hold NaN or +inf, or nothing but -inf (a token whose logit is -inf is never chosen, which is no
+    fault). Token and log-probability then mean nothing, and whoever reads them raises `NotFinite` for the row.
+    """
+
+    tokens: Int[Array, "B"]
+    logprobs: Float[Array, "B"]
+    finite: Bool[Array, "B"]
+
+
+def sample(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array, "B"]) -> Sampled:
     """The next token of every row, and its log-probability under softmax(logits).
 
     positions: the token's place in its sequence; with the row's seed it makes the row's random key, so a row's draw does not depend on
@@ -103,7 +127,12 @@ def sample(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array
     if rows.draws:
         chosen = jnp.where(rows.temperature > 0, _draw(logits, rows, positions), chosen)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    return chosen, jnp.take_along_axis(logprobs, chosen[:, None], axis=1)[:, 0]
+    return Sampled(chosen, jnp.take_along_axis(logprobs, chosen[:, None], axis=1)[:, 0], all_finite(logits))
+
+
+def all_finite(logits: Float[Array, "... V"]) -> Bool[Array, "..."]:
+    """Whether rows of logits can be sampled from, as `Sampled.finite` says: the largest is NaN if one is NaN."""
+    return jnp.isfinite(jnp.max(logits, axis=-1))
 
 
 sample_step = jax.jit(sample)

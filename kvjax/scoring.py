@@ -15,6 +15,7 @@ from kvjax.engine import CachedSequence, Engine
 from kvjax.generation import DEFAULT_SLOTS, Prompt, encode, engine_for, is_single
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy, Dense
+from kvjax.sampling import NotFinite, all_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +39,8 @@ def score(
 
     Text becomes tokens as in `encode_pair`. The prompt is prefilled; under `Dense` so is the continuation, under any other policy each of
     its tokens is decoded through the policy. Raises ValueError for an empty prompt or continuation, lists of different lengths, or a pair
-    longer than the model's positions, or a token outside the vocabulary; OutOfPages where the pool is too small; FloatingPointError where
-    the model's logits are not finite.
+    longer than the model's positions, or a token outside the vocabulary; OutOfPages where the pool is too small; NotFinite where the model
+    gives NaN, FloatingPointError where it gives a token of the continuation a probability of 0.
     """
     single = is_single(prompts)
     if not single and len(prompts) != len(continuations):
@@ -61,10 +62,10 @@ def continuation_logprobs(
     """Log-probability of each token of a continuation, float32, and whether it is the greedy one.
 
     sequence: fresh from prefill or extend, so that its `.logits` predict the first token; it grows by all but the last. Logits are held one
-    chunk, `[prefill_chunk, V]`, at a time: all of a long document's would not fit. ValueError for a token outside the vocabulary;
-    FloatingPointError where the logits are not finite.
+    chunk, `[prefill_chunk, V]`, at a time: all of a long document's would not fit. ValueError for a token outside the vocabulary; NotFinite
+    where the model gives NaN, FloatingPointError where it gives a token a probability of 0.
     """
-    continuation = engine.check_tokens(continuation)
+    continuation, begun = engine.check_tokens(continuation), sequence.length
     found = [_look_up(sequence.logits[None], jnp.asarray(continuation[:1]))]
     dense, chunk, done = isinstance(policy, Dense), engine.prefill_chunk, 0
     while done < len(continuation) - 1:
@@ -73,10 +74,12 @@ def continuation_logprobs(
         logits = engine.extend(sequence, given, all_logits=True) if dense else engine.decode([sequence], given, policy)
         found.append(_look_up(logits, jnp.asarray(continuation[done + 1 : stop + 1])))
         done = stop
-    logprobs, greedy = map(np.concatenate, zip(*jax.device_get(found), strict=True))
+    logprobs, greedy, finite = (np.concatenate(each) for each in zip(*jax.device_get(found), strict=True))
+    if not finite.all():
+        raise NotFinite(begun + int(np.argmin(finite)))
     if not np.isfinite(logprobs).all():
-        place = int(np.flatnonzero(~np.isfinite(logprobs))[0])
-        raise FloatingPointError(f"the log-probability of token {place} of the continuation is {logprobs[place]}; try dtype float32")
+        place = int(np.argmin(np.isfinite(logprobs)))
+        raise FloatingPointError(f"token {continuation[place]} at place {place} of the continuation has a probability of 0 in this model")
     return logprobs, greedy
 
 
@@ -110,7 +113,7 @@ def encode_pair(tokenizer: Any, prompt: Prompt, continuation: Prompt) -> tuple[l
 
 
 @jax.jit
-def _look_up(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each token under its row of logits, and whether it is the largest."""
+def _look_up(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probability of each token under its row of logits, whether it is the largest, and whether the row is finite."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], jnp.argmax(logits, axis=-1) == tokens
+    return jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0], jnp.argmax(logits, axis=-1) == tokens, all_finite(logits)

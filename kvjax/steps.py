@@ -14,7 +14,7 @@ from kvjax.cache import FULL, Cache, IndexSpec, PagedKV, append
 from kvjax.model import Decoder, Params
 from kvjax.policies import Blocks, DecodePolicy, SelectContext
 from kvjax.prefill import PrefillContext, PrefillPolicy
-from kvjax.sampling import SamplingRows, sample
+from kvjax.sampling import Sampled, SamplingRows, sample
 
 
 @flax.struct.dataclass
@@ -112,11 +112,10 @@ def decode_and_sample(
     active: Bool[Array, "B"],
     states: tuple[Any, ...],
     rows: SamplingRows,
-) -> tuple[Int[Array, "B"], Float[Array, "B"], Cache, tuple[Any, ...], Reads]:
-    """One step from token to next token in one call: the sampled tokens and their log-probabilities. DONATES cache."""
+) -> tuple[Sampled, Cache, tuple[Any, ...], Reads]:
+    """One step from token to next token in one call. DONATES cache."""
     logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, tokens[:, None], active, states)
-    chosen, logprobs = sample(logits[:, 0], rows, cache.lengths)
-    return chosen, logprobs, cache, states, reads
+    return sample(logits[:, 0], rows, cache.lengths), cache, states, reads
 
 
 def _count_reads(listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], page_size: int, num_tokens: int, num_kv_heads: int) -> Reads:

@@ -242,10 +242,10 @@ def _round(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cach
     """Seconds of `steps` steps from the start of the round, waited for once. DONATES cache."""
     cache, tokens, active = _ready(plan, length, cache)
     started = time.perf_counter()
-    logprobs, cache = _steps(runner, params, cache, tokens, active, rows, plan.steps)
+    finite, cache = _steps(runner, params, cache, tokens, active, rows, plan.steps)
     seconds = time.perf_counter() - started
-    if not np.isfinite(logprobs).all():
-        raise RuntimeError(f"{runner.policy} at {length:,} tokens: log-probabilities are not finite, so something reads what it must not")
+    if not np.asarray(finite).all():
+        raise RuntimeError(f"{runner.policy} at {length:,} tokens: logits are not finite, so something reads what it must not")
     return seconds, cache
 
 
@@ -272,12 +272,13 @@ def _ready(plan: Plan, length: int, cache: Cache) -> tuple[Cache, Array, Array]:
 def _steps(
     runner: _Runner, params: Params, cache: Cache, tokens: Array, active: Array, rows: SamplingRows, steps: int
 ) -> tuple[Array, Cache]:
-    """Run steps, each on the tokens of the one before, and wait for the last. DONATES cache."""
+    """Run steps, each on the tokens of the one before, and wait for the last. Returns whether its logits were finite. DONATES cache."""
     states = runner.states
     for _ in range(steps):
-        tokens, logprobs, cache, states, runner.reads = runner.step(params, cache, tokens, active, states, rows)
+        sampled, cache, states, runner.reads = runner.step(params, cache, tokens, active, states, rows)
+        tokens = sampled.tokens
     jax.block_until_ready((tokens, cache.lengths))
-    return logprobs, cache
+    return sampled.finite, cache
 
 
 def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) -> dict[str, Any]:

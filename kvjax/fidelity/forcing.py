@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.engine import CachedSequence, Engine
 from kvjax.fidelity.retrieval import forked, speak
 from kvjax.policies import DecodePolicy, Dense
+from kvjax.sampling import NotFinite
 
 SYNC_STEPS = 16
 """Steps the host may run ahead of the device: each holds logits of every policy until it is done."""
@@ -81,7 +82,7 @@ def force(
     sequences: prefilled, all freed by the caller; what is decoded goes to forks of them. continuations: one per sequence, all of one
     length n + 1: tokens 0 to n-1 are fed, and 1 to n are what the n steps should have said. policies: by the name that results carry.
     Device memory beside the cache: logits of SYNC_STEPS steps. ValueError for continuations that do not fit together; OutOfPages where the
-    pool does not hold (policies + 2) forks of each sequence.
+    pool does not hold (policies + 2) forks of each sequence; NotFinite where the model gives NaN.
     """
     text = np.asarray(continuations, np.int32) if len({len(each) for each in continuations}) == 1 else np.empty((0, 0), np.int32)
     if text.shape[0] != len(sequences) or text.shape[1] < 2:
@@ -108,6 +109,10 @@ def force(
         found = jax.device_get(found)
     steps = {name: np.stack([row[name] for row, _ in found], axis=-1) for name in ("dense", *policies, ALONE)}
     keys = {name: float(np.mean([np.sum(reads[name]) for _, reads in found])) / heads for name in ("dense", *policies)}
+    for figures in steps.values():
+        bad_steps, bad_rows = np.nonzero(np.isnan(figures).any(axis=0).T)
+        if bad_steps.size:
+            raise NotFinite(sequences[bad_rows[0]].length + int(bad_steps[0]) + 1)
     margin, nll = steps.pop("dense")
     return Forced(margin, nll, {name: Beside(*figures) for name, figures in steps.items()}, keys)
 

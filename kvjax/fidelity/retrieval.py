@@ -18,6 +18,7 @@ from kvjax.engine import CachedSequence, Engine
 from kvjax.fidelity.needle import NeedleTask, Trial, encode_text, exact_match_by_depth, vocabulary_words
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy, parse
+from kvjax.sampling import NotFinite, all_finite
 
 ANSWER_ROOM = 32
 """Tokens at the end of a context kept for each answer, and for questions of different lengths in one batch."""
@@ -165,21 +166,26 @@ def speak(
     """Decode every sequence along its script, greedily where the model speaks: token ids of each turn of each sequence.
 
     A row that is through while others are not goes on with its own tokens. Also returns, for every step, the blocks and the keys that one
-    KV head of one layer read on average. The host waits for the device only where the next token is the model's own.
+    KV head of one layer read on average. The host waits for the device only where the next token is the model's own. NotFinite where the
+    model gives NaN.
     """
     # One entry per token of a row's script: the token given, or None where it is the model's own.
     plans = [[token for ids, count in turns for token in (*ids, *[None] * count)] for turns in scripts]
-    reads, said = [], [[] for _ in plans]
+    reads, finite, said = [], [], [[] for _ in plans]
     tokens = [plan[0] for plan in plans]
     for step in range(1, max(map(len, plans))):
-        greedy = _greedy(engine.decode(sequences, tokens, policy=policy))
+        greedy, usable = _greedy(engine.decode(sequences, tokens, policy=policy))
         reads.append((engine.last_reads.blocks, engine.last_reads.keys))
+        finite.append(usable)
         given = [plan[step] if step < len(plan) else None for plan in plans]
         own = np.asarray(greedy).tolist() if None in given else given
         tokens = [mine if token is None else token for token, mine in zip(given, own, strict=True)]
         for row, plan in enumerate(plans):
             if step < len(plan) and plan[step] is None:
                 said[row].append(tokens[row])
+    bad_steps, bad_rows = np.nonzero(~np.array(jax.device_get(finite)))
+    if bad_steps.size:
+        raise NotFinite(sequences[bad_rows[0]].length - len(finite) + int(bad_steps[0]) + 1)
     heads = engine.config.num_layers * engine.config.num_kv_heads * len(plans)
     blocks, keys = np.array([[np.sum(count) / heads for count in read] for read in jax.device_get(reads)]).T
     cut = [np.split(ids, np.cumsum([count for _, count in turns])[:-1]) for ids, turns in zip(said, scripts, strict=True)]
@@ -235,5 +241,6 @@ def forked(engine: Engine, sequences: Sequence[CachedSequence]) -> Iterator[list
 
 
 @jax.jit
-def _greedy(logits: jax.Array) -> jax.Array:
-    return jnp.argmax(logits, axis=-1)
+def _greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The most likely token of every row, and whether the row is finite."""
+    return jnp.argmax(logits, axis=-1), all_finite(logits)

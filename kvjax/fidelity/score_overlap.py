@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.engine import Engine
 from kvjax.model import Model
 from kvjax.policies import Stateless, select_and_attend
+from kvjax.sampling import NotFinite, all_finite
 from pallas_kernels.bench.score_rows import overlap, top_indices
 
 KINDS = ("relu", "logits")
@@ -113,8 +114,10 @@ def capture_scores(
     (sequence,) = engine.prefill([tokens[:start]], reserve=steps, on_tokens=on_tokens)
     listening = _Listening(hear, kind)
     for step in range(start, total):
-        engine.decode([sequence], [int(tokens[step])], listening)
+        logits = engine.decode([sequence], [int(tokens[step])], listening)
         jax.effects_barrier()
+        if not all_finite(logits).all():
+            raise NotFinite(step + 1)
         if on_tokens:
             on_tokens(1)
     layers = model.config.num_layers

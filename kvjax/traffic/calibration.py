@@ -72,8 +72,9 @@ def _cells(model: Model, names: Sequence[str], page_size: int, batch: int, until
         tokens = np.zeros(batch, np.int32)
         started = time.perf_counter()
         for _ in range(STEPS):
-            tokens, logprobs = engine.decode_and_sample(sequences, tokens, rows, name)
-        jax.block_until_ready(logprobs)
+            sampled = engine.decode_and_sample(sequences, tokens, rows, name)
+            tokens = sampled.tokens
+        jax.block_until_ready(sampled)
         if number:  # the first compiles
             found.setdefault((length, name), []).append((time.perf_counter() - started) / STEPS)
     sizes = {"dtype": engine.dtype.name, "page_size": page_size}

@@ -428,7 +428,7 @@ def test_warmup_compiles_what_the_first_call_needs(model_factory, text):
             sequences = engine.prefill([(text * 2)[:length], text[:5], text[:9]])
             tokens = np.zeros(4, np.int32)
             for _ in range(2):
-                tokens, _ = engine.decode_and_sample([*sequences, None], tokens, SamplingRows.of([None] * 4))
+                tokens = engine.decode_and_sample([*sequences, None], tokens, SamplingRows.of([None] * 4)).tokens
             for sequence in sequences:
                 engine.free(sequence)
         assert not compiled

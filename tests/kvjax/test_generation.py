@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import Engine, OutOfPages, Request, Sampling, generate, score
+from kvjax import Engine, NotFinite, OutOfPages, Request, Sampling, generate, score
 from kvjax.generation import run
 from kvjax.sampling import SamplingRows, sample_step
 from kvjax.scoring import continuation_logprobs, encode_pair
@@ -73,7 +73,7 @@ def test_draws_are_those_of_seed_and_position(speaker, engine):
     result = generate(engine, "Call me", max_new_tokens=8, temperature=9.0, top_k=80, seed=6, stop_token_ids=(), details=True)
     logits = speaker.full_forward((ids + list(result.token_ids) + [0] * 256)[:256])
     rows = SamplingRows.of([Sampling(temperature=9.0, top_k=80, seed=6)])
-    expected = [int(sample_step(logits[None, n - 1], rows, np.array([n], np.int32))[0][0]) for n in range(len(ids), len(ids) + 8)]
+    expected = [int(sample_step(logits[None, n - 1], rows, np.array([n], np.int32)).tokens[0]) for n in range(len(ids), len(ids) + 8)]
     assert list(result.token_ids) == expected
 
 
@@ -264,7 +264,7 @@ def test_a_score_that_is_not_finite_is_an_error(speaker):
     params = jax.tree.map(lambda leaf: leaf, speaker.params)
     params["final_norm"] = params["final_norm"].at[3].set(jnp.nan)
     engine = Engine(dataclasses.replace(speaker, params=params), pages=16)
-    with pytest.raises(FloatingPointError, match="token 0 of the continuation is nan"):
+    with pytest.raises(NotFinite, match="position 7 are not finite"):
         score(engine, "Call me", " Ishmael")
     assert engine.sequences == set()
 

@@ -15,15 +15,15 @@ LOGITS = np.log(np.array([0.05, 0.4, 0.25, 0.2, 0.1], np.float32))
 
 def draws(count=4000, **fields):
     settings = [Sampling(seed=seed, **fields) for seed in range(count)]
-    tokens, _ = sample_step(jnp.tile(LOGITS, (count, 1)), SamplingRows.of(settings), np.full(count, 3, np.int32))
-    return np.bincount(np.asarray(tokens), minlength=5) / count
+    drawn = sample_step(jnp.tile(LOGITS, (count, 1)), SamplingRows.of(settings), np.full(count, 3, np.int32))
+    return np.bincount(np.asarray(drawn.tokens), minlength=5) / count
 
 
 def test_greedy_takes_the_largest_and_the_lower_of_equals():
     logits = jnp.array([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0]])
-    tokens, logprobs = sample_step(logits, SamplingRows.of([None, None]), np.zeros(2, np.int32))
-    assert np.asarray(tokens).tolist() == [1, 0]
-    np.testing.assert_allclose(np.asarray(logprobs)[1], np.log(0.25), rtol=1e-6)
+    sampled = sample_step(logits, SamplingRows.of([None, None]), np.zeros(2, np.int32))
+    assert np.asarray(sampled.tokens).tolist() == [1, 0]
+    np.testing.assert_allclose(np.asarray(sampled.logprobs)[1], np.log(0.25), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_a_top_p_of_one_cuts_nothing():
 def test_rows_are_independent_of_their_company_and_positions_differ():
     mixed = [Sampling(temperature=1.0, seed=5), Sampling(), Sampling(temperature=2.0, seed=9), Sampling(temperature=1.0, seed=5)]
     positions = np.array([8, 8, 8, 8], np.int32)
-    tokens, _ = sample_step(jnp.tile(LOGITS, (4, 1)), SamplingRows.of(mixed), positions)
+    tokens = sample_step(jnp.tile(LOGITS, (4, 1)), SamplingRows.of(mixed), positions).tokens
     assert tokens[0] == tokens[3]
     assert tokens[1] == 1
     sequence = [
-        int(sample_step(LOGITS[None], SamplingRows.of([Sampling(temperature=1.0, seed=5)]), np.array([p], np.int32))[0][0])
+        int(sample_step(LOGITS[None], SamplingRows.of([Sampling(temperature=1.0, seed=5)]), np.array([p], np.int32)).tokens[0])
         for p in range(40)
     ]
     assert len(set(sequence)) > 2, "each position draws anew"

@@ -16,7 +16,7 @@ from kvjax import Engine
 from kvjax.model import ModelConfig, fingerprint
 from kvjax.policies import Auto, Bound, DecodePolicy, Dense, parse
 from kvjax.policies import auto as auto_module
-from kvjax.sampling import SamplingRows
+from kvjax.sampling import Sampled, SamplingRows
 from kvjax.steps import decode_step
 from kvjax.traffic import Bill, Evidence, Fidelity, calibration, evidence, parse_level, step_bytes
 from kvjax.traffic.bill import Price, sizes_of
@@ -417,7 +417,7 @@ def clock(model, monkeypatch):
         decode["calls"].append((policy, slots[0].length, len(slots)))
         for slot in slots:
             slot.length += 1
-        return tokens, jax.numpy.zeros(len(slots))
+        return Sampled(tokens, jax.numpy.zeros(len(slots)), jax.numpy.ones(len(slots), bool))
 
     monkeypatch.setattr(calibration, "time", clock)
     monkeypatch.setattr(Engine, "decode_and_sample", step)
