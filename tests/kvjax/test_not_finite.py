@@ -127,3 +127,11 @@ def test_fidelity_measures_no_nan(sound):
         continuation_logprobs(engine, engine.fork(engine.prefill([[1] * 20])[0]), [3, BAD, 4], engine.declared("window:1+4"))
     with pytest.raises(NotFinite, match="position 32 are"):
         capture_scores(engine.model, [*[1] * 31, BAD, 3], 4, page_size=16, prefill_chunk=16)
+
+
+def test_a_token_that_the_model_bars_has_no_score(sound):
+    engine = Engine(sound, pages=24, page_size=16, prefill_chunk=32)
+    (sequence,) = engine.prefill([[1, 2, 3]])
+    sequence.logits = sequence.logits.at[9].set(-jnp.inf)
+    with pytest.raises(FloatingPointError, match="token 9 at place 0 of the continuation has a probability of 0"):
+        continuation_logprobs(engine, sequence, [9, 4], engine.declared("dense"))

@@ -111,11 +111,9 @@ def test_a_tiny_temperature_takes_the_greedy_token(temperature, logits, cuts, se
     """Logits are whole numbers apart, so at T up to 1e-3 the others have a probability of at most exp(-1000)."""
     padded = np.full(12, -np.inf, np.float32)
     padded[: len(logits)] = logits
-    token, logprob = sample_step(
-        padded[None], SamplingRows.of([Sampling(temperature=temperature, seed=seed, **cuts)]), np.zeros(1, np.int32)
-    )
-    assert int(token[0]) == int(np.argmax(logits))
-    assert np.isfinite(logprob[0])
+    sampled = sample_step(padded[None], SamplingRows.of([Sampling(temperature=temperature, seed=seed, **cuts)]), np.zeros(1, np.int32))
+    assert int(sampled.tokens[0]) == int(np.argmax(logits))
+    assert np.isfinite(sampled.logprobs[0])
 
 
 @pytest.mark.filterwarnings("error")
@@ -124,7 +122,7 @@ def test_equals_are_drawn_evenly_at_any_temperature(temperature):
     count = 2000
     rows = SamplingRows.of([Sampling(temperature=temperature, seed=seed) for seed in range(count)])
     logits = np.tile(np.array([7.0, 30.0, -5.0, 30.0], np.float32), (count, 1))
-    tokens, _ = sample_step(logits, rows, np.zeros(count, np.int32))
+    tokens = sample_step(logits, rows, np.zeros(count, np.int32)).tokens
     shares = np.bincount(np.asarray(tokens), minlength=4) / count
     # A device that flushes denormals takes such a temperature for 0, which is greedy.
     greedy = temperature < np.finfo(np.float32).tiny and shares[1] == 1
@@ -135,5 +133,5 @@ def test_equals_are_drawn_evenly_at_any_temperature(temperature):
 def test_a_huge_temperature_draws_evenly_and_never_what_is_impossible():
     settings = [Sampling(temperature=temperature, seed=seed) for temperature in (1e30, 1e39, 1e300) for seed in range(700)]
     logits = np.tile(np.array([0.0, -np.inf, 20.0], np.float32), (len(settings), 1))
-    tokens, _ = sample_step(logits, SamplingRows.of(settings), np.zeros(len(settings), np.int32))
+    tokens = sample_step(logits, SamplingRows.of(settings), np.zeros(len(settings), np.int32)).tokens
     np.testing.assert_allclose(np.bincount(np.asarray(tokens), minlength=3) / len(settings), [0.5, 0, 0.5], atol=0.06)
