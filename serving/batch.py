@@ -24,7 +24,8 @@ from rich.console import Console
 from kvjax.engine import Engine
 from kvjax.generation import OnToken, Request, run
 from kvjax.model import Model, fingerprint
-from kvjax.policies import DecodePolicy, parse
+from kvjax.policies import DecodePolicy, identity, parse
+from kvjax.prefill import identity as prefill_identity
 from kvjax.sampling import Sampling
 from kvjax.serving.partial import Partial
 from kvjax.serving.progress import JobProgress
@@ -122,8 +123,8 @@ def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path
     return {
         "model": fingerprint(engine.model),
         "tokenizer": _tokenizer_digest(engine.model.tokenizer),
-        "policy": repr(engine.policy if policy is None else parse(policy)),
-        "prefill": repr(engine.prefill_policy),
+        "policy": identity(engine.policy if policy is None else parse(policy)),
+        "prefill": prefill_identity(engine.prefill_policy),
         "page size": engine.page_size,
         "prefill chunk": engine.prefill_chunk,
         "dtype": str(engine.dtype),

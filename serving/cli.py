@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.registry import passed_through_a_policy_file, place_and_error
 from kvjax.serving.bench_cli import bench_app
 from kvjax.serving.cli_options import (
     ChunkOption,
@@ -382,6 +383,8 @@ def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT",
 
 def _one_line(error: Exception) -> str:
     """An error's message on one line, with its type where the message was hardly written for people."""
+    if passed_through_a_policy_file(error):
+        return place_and_error(error)
     text = " ".join(str(error).split())
     meant_for_people = text and isinstance(error, ValueError | NotImplementedError | OSError | RuntimeError)
     return text if meant_for_people else f"{type(error).__name__}: {text}"

@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvjax.registry import FORMS as OWN_FORMS
+
 if TYPE_CHECKING:
     from kvjax.model import Model
 
 POLICIES = (
     "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (128 of them sinks), top:K, mean:K (blocks of 128 tokens), "
-    "quest:K (blocks of 16) or auto"
+    "quest:K (blocks of 16), auto, " + OWN_FORMS
 )
 PREFILLS = (
     "dense, momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; with +quantile behind it the others "
     "by a quantile, with +score or +untrimmed lists are trimmed otherwise, with +plain or +uncorrected outputs are corrected otherwise), "
     "window:SINK+WINDOW (tokens, as window:64+1024), "
-    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS"
+    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, " + OWN_FORMS
 )
 
 

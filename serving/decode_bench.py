@@ -24,7 +24,7 @@ from kvjax.engine import MIN_TABLE_PAGES
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.models.loading import read_config
-from kvjax.policies import DecodePolicy, StateSpec, parse
+from kvjax.policies import DecodePolicy, StateSpec, name_of, parse
 from kvjax.sampling import SamplingRows
 from kvjax.steps import Reads, decode_and_sample
 from pallas_kernels import dispatch
@@ -309,7 +309,7 @@ def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) 
 
 
 def _fields(plan: Plan, length: int, policy: DecodePolicy) -> dict[str, Any]:
-    named = {"op": "decode", "shape": plan.shape, "tokens": length, "batch": plan.batch, "policy": str(policy)}
+    named = {"op": "decode", "shape": plan.shape, "tokens": length, "batch": plan.batch, "policy": name_of(policy)}
     return named | {"layers": plan.config.num_layers, "dtype": plan.dtype, "steps": plan.steps, "describe": policy.describe()}
 
 

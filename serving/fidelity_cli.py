@@ -160,6 +160,7 @@ def describe(panel: Panel) -> dict[str, Any]:
     import jax
 
     from kvjax.model import fingerprint
+    from kvjax.policies import identity, parse
     from pallas_kernels.results import versions
 
     job = {
@@ -168,6 +169,7 @@ def describe(panel: Panel) -> dict[str, Any]:
         "device": jax.local_devices()[0].device_kind,
         "versions": versions(),
         TEXT_HASH: hashlib.sha256(panel.text_ids.tobytes()).hexdigest(),
+        "each policy": [identity(parse(name)) for name in panel.plan.policies],
     }
     return json.loads(json.dumps(job | dataclasses.asdict(panel.plan)))
 

@@ -22,7 +22,7 @@ import numpy as np
 from kvjax.cache import FULL, Cache, empty_layer
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.prefill import PrefillPolicy, parse_prefill
+from kvjax.prefill import PrefillPolicy, name_of, parse_prefill
 from kvjax.serving.decode_bench import MEMORY_SHARE, PAGE_SIZE, pages_of, random_params, table_width
 from kvjax.steps import prefill_step
 from pallas_kernels import dispatch
@@ -189,5 +189,5 @@ def _chunks(plan: PrefillPlan, length: int) -> list[tuple]:
 
 
 def _fields(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> dict[str, Any]:
-    named = {"op": "prefill", "shape": plan.shape, "tokens": length, "batch": 1, "policy": str(policy)}
+    named = {"op": "prefill", "shape": plan.shape, "tokens": length, "batch": 1, "policy": name_of(policy)}
     return named | {"layers": plan.config.num_layers, "dtype": plan.dtype, "chunk": plan.chunk, "describe": policy.describe()}

@@ -94,6 +94,7 @@ def predict_command(
     from rich.console import Console
     from rich.table import Table
 
+    from kvjax.policies import name_of
     from kvjax.serving.decode_bench import config_of, parse_lengths, policies_of
 
     bill = _bill(fit, device, shape, bandwidth, no_overhead)
@@ -110,7 +111,7 @@ def predict_command(
                 reasons |= dict.fromkeys(found.projection)
                 gigabytes = (f"{count / 1e9:.3f}" for count in (found.bytes.weights, found.bytes.kv, found.bytes.index))
                 figures = f"{found.seconds * 1e3:.3f}", f"{dense.seconds / found.seconds:.2f}", "projection" if found.projection else ""
-                shown.add_row(f"{length:,}", str(batch), str(policy), *gigabytes, *figures)
+                shown.add_row(f"{length:,}", str(batch), name_of(policy), *gigabytes, *figures)
     typer.echo(str(bill))
     Console(width=None if Console().is_terminal else 160).print(shown)
     for reason in reasons:

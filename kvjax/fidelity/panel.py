@@ -27,7 +27,7 @@ from kvjax.fidelity.retrieval import ANSWER_ROOM, Answer, ask, forked, prefilled
 from kvjax.fidelity.tasks import HAYSTACKS, TASKS, answers_of, make_trials
 from kvjax.memory import memory_plan
 from kvjax.model import Model
-from kvjax.policies import Auto, Dense, parse
+from kvjax.policies import Auto, DecodePolicy, Dense, name_of, parse
 
 TIMED_STEPS, TIMED_ROUNDS = 16, 3
 
@@ -38,13 +38,14 @@ Advance = Callable[[int], None]
 class Plan:
     """What a panel measures.
 
-    policies: names of `kvjax.policies.parse`; dense is run, named or not. lengths: tokens of whole contexts, answers and forced text
-    included. tasks, haystacks: of `kvjax.fidelity.tasks`. trials: of each task in each haystack at each length. distractors: further
+    policies: names of `kvjax.policies.parse`, or policies, which become the names that `kvjax.policies.name_of` gives; dense is run, named
+    or not. lengths: tokens of whole contexts, answers and forced text included.
+    tasks, haystacks: of `kvjax.fidelity.tasks`. trials: of each task in each haystack at each length. distractors: further
     facts in the haystacks that have them. windows: disjoint pieces of text for teacher forcing. steps: forced tokens of each. free_steps:
     tokens written freely, for the exact prefix. batch: contexts held and decoded together.
     """
 
-    policies: tuple[str, ...]
+    policies: tuple[str | DecodePolicy, ...]
     lengths: tuple[int, ...]
     tasks: tuple[str, ...] = ("needle",)
     haystacks: tuple[str, ...] = ("codes",)
@@ -59,6 +60,8 @@ class Plan:
     prefill_chunk: int = 512
 
     def __post_init__(self):
+        names = tuple(policy if isinstance(policy, str) else name_of(policy) for policy in self.policies)
+        object.__setattr__(self, "policies", names)
         for name in ("policies", "lengths", "tasks", "haystacks"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvjax.fidelity.forcing import ALONE
-from kvjax.policies import parse
+from kvjax.policies import name_of, parse
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,7 +97,7 @@ def _family(name: str) -> str:
     """What policies of different budgets have in common: the name before the colon."""
     if name in (ALONE, "dense"):
         return name
-    return str(parse(name)).split(":", 1)[0]
+    return name_of(parse(name)).split(":", 1)[0]
 
 
 def _save(figure: Figure, path: Path) -> Path:

@@ -17,7 +17,7 @@ import numpy as np
 from kvjax.engine import CachedSequence, Engine
 from kvjax.fidelity.needle import NeedleTask, Trial, encode_text, exact_match_by_depth, vocabulary_words
 from kvjax.model import Model
-from kvjax.policies import DecodePolicy, parse
+from kvjax.policies import DecodePolicy, name_of, parse
 from kvjax.sampling import NotFinite, all_finite
 
 ANSWER_ROOM = 32
@@ -74,7 +74,7 @@ class NeedleResult:
 def needle_panel(
     model: Model,
     text: str,
-    policies: Sequence[str],
+    policies: Sequence[str | DecodePolicy],
     *,
     length: int,
     trials: int,
@@ -113,7 +113,7 @@ def prompt_start(tokenizer: Any) -> tuple[int, ...]:
 def needle_exact_match(
     engine: Engine,
     trials: Sequence[Trial],
-    policies: Sequence[str],
+    policies: Sequence[str | DecodePolicy],
     tokenizer: Any,
     *,
     batch: int = 8,
@@ -123,6 +123,7 @@ def needle_exact_match(
 
     on_tokens: called with the number of haystack tokens done.
     """
+    policies = [policy if isinstance(policy, str) else name_of(policy) for policy in policies]
     answers: dict[str, list[Answer]] = {policy: [] for policy in policies}
     seconds = dict.fromkeys(policies, 0.0)
     reads: dict[str, list[np.ndarray]] = {policy: [] for policy in policies}

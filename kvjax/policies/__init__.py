@@ -1,9 +1,9 @@
-"""Decode policies: which blocks a step reads. `parse("top:8")` names them; a new one is a new class with `select`."""
+"""Decode policies: which blocks a step reads. `parse("top:8")` names them; a new one is a frozen dataclass with `select`."""
 
 from kvjax.policies.auto import Auto, Bound, Choice
 from kvjax.policies.base import Blocks, DecodePolicy, IndexerQuery, SelectContext, Stateless, StateSpec, select_and_attend
 from kvjax.policies.dense import Dense
-from kvjax.policies.naming import FORMS, parse
+from kvjax.policies.naming import FORMS, identity, name_of, parse, register
 from kvjax.policies.top_blocks import TopBlocks
 from kvjax.policies.top_tokens import TopTokens
 from kvjax.policies.window import Window
@@ -23,6 +23,9 @@ __all__ = [
     "TopBlocks",
     "TopTokens",
     "Window",
+    "identity",
+    "name_of",
     "parse",
+    "register",
     "select_and_attend",
 ]

@@ -131,3 +131,7 @@ class Stateless:
     def attend(self, query, layer, ctx, state):
         """The list, then attention over it."""
         return select_and_attend(self, query, layer, ctx, state)
+
+    def describe(self) -> str:
+        """For reports: the name alone, unless a policy says more."""
+        return str(self)

@@ -9,23 +9,38 @@ from kvjax.policies.base import DecodePolicy
 from kvjax.policies.dense import Dense
 from kvjax.policies.top_blocks import TopBlocks
 from kvjax.policies.window import Window
+from kvjax.registry import FORMS as OWN_FORMS
+from kvjax.registry import Registry
 
 WINDOW_SINK = 128
 """Sink tokens of `window:KEYS`: one block, so that KEYS compares with the keys of top:K, which keeps the same."""
 
 FORMS = (
     "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (tokens, 128 of them sinks), "
-    "top:K, mean:K (blocks of 128), quest:K (blocks of 16), auto or auto:LEVEL"
+    "top:K, mean:K (blocks of 128), quest:K (blocks of 16), auto, auto:LEVEL, " + OWN_FORMS
 )
 
 
 def parse(name: str | DecodePolicy) -> DecodePolicy:
-    """The policy a short name stands for; a policy is returned as it is. Raises ValueError that lists the known forms."""
+    """The policy a name stands for: built in, registered (`register`), or a class in a file, as my_file.py:Mine or my_file.py:Mine:8/r=4.
+
+    A file's class is called with what is behind the second colon, Python literals with '/' between them: Mine(8, r=4). A policy is
+    returned as it is. ValueError that lists the known forms, or says in one sentence what is wrong with one's own.
+    """
     if not isinstance(name, str):
-        if isinstance(name, DecodePolicy):
-            return name
-        raise ValueError(f"{name!r} is neither a policy nor a policy's name; names are {FORMS}")
+        if not hasattr(name, "select"):
+            raise ValueError(f"{name!r} is neither a policy nor a policy's name; names are {FORMS}")
+        _OWN.check(name)
+        return name
     text = name.strip()
+    policy = _built_in(text) or _OWN.find(text)
+    if policy is None:
+        raise ValueError(f"policy {name!r} is not understood; there are {FORMS}")
+    return policy
+
+
+def _built_in(text: str) -> DecodePolicy | None:
+    """The policy of a built-in name; ValueError for numbers that it cannot have."""
     if text == "dense":
         return Dense()
     if text == "auto":
@@ -38,7 +53,7 @@ def parse(name: str | DecodePolicy) -> DecodePolicy:
         keys = int(match[1])
         if keys <= WINDOW_SINK:
             raise ValueError(
-                f"policy {name!r}: the {keys} keys of window:KEYS count {WINDOW_SINK} sink tokens, which leaves no window: "
+                f"policy {text!r}: the {keys} keys of window:KEYS count {WINDOW_SINK} sink tokens, which leaves no window: "
                 f"use more than {WINDOW_SINK}, or window:SINK+WINDOW"
             )
         return Window(WINDOW_SINK, keys - WINDOW_SINK)
@@ -47,4 +62,14 @@ def parse(name: str | DecodePolicy) -> DecodePolicy:
         if match[1] == "quest":
             return TopBlocks(k, sink=1, local=32, block_size=16)
         return TopBlocks(k, index="bounds" if match[1] == "top" else "mean")
-    raise ValueError(f"policy {name!r} is not understood; there are {FORMS}")
+    return None
+
+
+_OWN = Registry(
+    "policy",
+    "inherit from kvjax.policies.Stateless",
+    ("learns", "indexes", "init", "select", "observe", "attend", "describe"),
+    ("dense", "window", "top", "mean", "quest", "auto"),
+    _built_in,
+)
+register, name_of, identity = _OWN.register, _OWN.name_of, _OWN.identity

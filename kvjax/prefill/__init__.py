@@ -5,7 +5,7 @@ from kvjax.prefill.delta import delta_correction
 from kvjax.prefill.dense import DensePrefill
 from kvjax.prefill.mean_pooled import MeanPooled
 from kvjax.prefill.measure_once import MeasureOnceMaskOnce
-from kvjax.prefill.naming import FORMS, parse_prefill
+from kvjax.prefill.naming import FORMS, identity, name_of, parse_prefill, register
 from kvjax.prefill.oracle_blocks import OracleBlocks, attention_mass
 from kvjax.prefill.sink_window import SinkWindow
 from kvjax.prefill.vertical_slash import VerticalSlash
@@ -22,5 +22,8 @@ __all__ = [
     "VerticalSlash",
     "attention_mass",
     "delta_correction",
+    "identity",
+    "name_of",
     "parse_prefill",
+    "register",
 ]

@@ -11,29 +11,42 @@ from kvjax.prefill.measure_once import CHANGES, MeasureOnceMaskOnce
 from kvjax.prefill.oracle_blocks import OracleBlocks
 from kvjax.prefill.sink_window import SinkWindow
 from kvjax.prefill.vertical_slash import VerticalSlash
+from kvjax.registry import FORMS as OWN_FORMS
+from kvjax.registry import Registry
 
 FORMS = (
     "dense, momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; with +quantile behind it the others "
     "by a quantile, with +score or +untrimmed lists are trimmed otherwise, with +plain or +uncorrected outputs are corrected otherwise), "
     "window:SINK+WINDOW (tokens, as window:64+1024), "
-    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS"
+    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, " + OWN_FORMS
 )
 
 
 def parse_prefill(name: str | PrefillPolicy) -> PrefillPolicy:
-    """The prefill policy a short name stands for; a policy is returned as it is. Raises ValueError that lists the known forms."""
+    """The prefill policy a name stands for: built in, registered (`kvjax.prefill.register`), or a class in a file, named as
+    `kvjax.policies.parse` says; a policy is returned as it is. ValueError that lists the known forms, or says what is wrong with one's own.
+    """
     if not isinstance(name, str):
-        if isinstance(name, PrefillPolicy):
-            return name
-        raise ValueError(f"{name!r} is neither a prefill policy nor a prefill policy's name; names are {FORMS}")
+        if not hasattr(name, "attend"):
+            raise ValueError(f"{name!r} is neither a prefill policy nor a prefill policy's name; names are {FORMS}")
+        _OWN.check(name)
+        return name
     text = name.strip()
+    policy = _built_in(text) or _OWN.find(text)
+    if policy is None:
+        raise ValueError(f"prefill policy {name!r} is not understood; there are {FORMS}")
+    return policy
+
+
+def _built_in(text: str) -> PrefillPolicy | None:
+    """The prefill policy of a built-in name; ValueError for numbers that it cannot have."""
     if text == "dense":
         return DensePrefill()
     if match := re.fullmatch(rf"momo:(\d+)/(\d+)((?:\+(?:{'|'.join(CHANGES)}))*)", text):
         k, k_exact, changes = int(match[1]), int(match[2]), match[3].split("+")[1:]
         fields = [field for change in changes for field in CHANGES[change]]
         if len(set(fields)) < len(fields):
-            raise ValueError(f"prefill policy {name!r} says twice how one thing is done; say it once")
+            raise ValueError(f"prefill policy {text!r} says twice how one thing is done; say it once")
         return MeasureOnceMaskOnce(
             k=k, k_exact=k_exact, **({"k_trim": k} | {f: v for change in changes for f, v in CHANGES[change].items()})
         )
@@ -45,4 +58,14 @@ def parse_prefill(name: str | PrefillPolicy) -> PrefillPolicy:
         return VerticalSlash(*map(int, match.groups()))
     if match := re.fullmatch(r"(mean|oracle):(\d+)", text):
         return (MeanPooled if match[1] == "mean" else OracleBlocks)(int(match[2]))
-    raise ValueError(f"prefill policy {name!r} is not understood; there are {FORMS}")
+    return None
+
+
+_OWN = Registry(
+    "prefill policy",
+    "kvjax.prefill.PrefillPolicy says what each does",
+    ("queries_stand_alone", "attend", "describe"),
+    ("dense", "momo", "window", "delta", "vertical-slash", "mean", "oracle"),
+    _built_in,
+)
+register, name_of, identity = _OWN.register, _OWN.name_of, _OWN.identity

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from kvjax.model import ModelConfig
 from kvjax.policies.base import DecodePolicy
-from kvjax.policies.naming import parse
+from kvjax.policies.naming import name_of, parse
 from kvjax.policies.top_blocks import TopBlocks
 from kvjax.traffic.volume import StepBytes, step_bytes
 
@@ -116,20 +116,20 @@ class Bill:
         """c1 of a policy, and why it is not a measured one: between two measured budgets it is interpolated, never beyond."""
         policy = parse(policy)
         prices = {"dense": Price(0.0), **dict(self.c1)}
-        if str(policy) in prices:
-            return prices[str(policy)], ()
+        if name_of(policy) in prices:
+            return prices[name_of(policy)], ()
         found = interpolated(policy, prices)
         if found is None:
             raise ValueError(
                 f"the bill of {self.device} has no c1 for {policy}; it has {', '.join(prices)}. "
-                f"Measure it: kvjax bench decode --policies dense,{policy} --json FILE, then kvjax bill fit FILE"
+                f"Measure it: kvjax bench decode --policies dense,{name_of(policy)} --json FILE, then kvjax bill fit FILE"
             )
         return found, (f"c1 of {policy} is interpolated between measured budgets",)
 
     def has_price(self, policy: str | DecodePolicy) -> bool:
         """Whether `price` knows it."""
         policy, prices = parse(policy), {"dense": Price(0.0), **dict(self.c1)}
-        return str(policy) in prices or interpolated(policy, prices) is not None
+        return name_of(policy) in prices or interpolated(policy, prices) is not None
 
     def projected(self, why: str, **changes: Any) -> Bill:
         """This bill with fields changed by hand (another chip's bytes_per_s, c0=0, links): every prediction of it says `why`."""

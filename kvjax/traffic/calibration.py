@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.engine import CachedSequence, Engine
 from kvjax.model import Model
 from kvjax.policies.auto import Auto
-from kvjax.policies.naming import parse
+from kvjax.policies.naming import name_of, parse
 from kvjax.sampling import SamplingRows
 from kvjax.traffic.bill import Bill
 from kvjax.traffic.fitting import Cell, fit
@@ -39,7 +39,7 @@ def calibrate(
     if not policies:
         raise ValueError("a calibration needs at least one policy besides dense, as top:32")
     started = time.perf_counter()
-    names = ["dense", *dict.fromkeys(str(parse(name)) for name in policies if str(parse(name)) != "dense")]
+    names = ["dense", *dict.fromkeys(name for policy in policies if (name := name_of(parse(policy))) != "dense")]
     cells: list[Cell] = []
     for number, batch in enumerate(batches):
         share = seconds / len(batches)

@@ -169,13 +169,21 @@ def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, 
             if policy not in names or (valid is None and length in tested):
                 continue
             lost = None if valid is None else row["against_dense"]["lost"]
-            same = str(parse(policy)), length, kl[length, policy], task, haystack
+            same = _name_to_record(policy), length, kl[length, policy], task, haystack
             added.append(Evidence(settings["model"], mark, *same, valid, lost, source))
     except KeyError as error:
         raise ValueError(f"{source} has no {error}, so it is no panel.json of kvjax fidelity") from None
     replaced = {(row.fingerprint, row.policy, row.length) for row in added}
     kept = [row for row in rows if (row.fingerprint, row.policy, row.length) not in replaced]
     return tuple(sorted((*kept, *added), key=lambda row: (row.model, row.fingerprint, row.policy, row.length, row.task, row.haystack)))
+
+
+def _name_to_record(name: str) -> str:
+    """A built-in policy's name; ValueError for others, which another process could not make."""
+    policy = parse(name)
+    if not type(policy).__module__.startswith("kvjax.policies"):
+        raise ValueError(f"policy {name!r} is not built in, and auto chooses among built-in policies: leave it out of the panel")
+    return str(policy)
 
 
 def _is_whole(dense: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from scipy.optimize import brentq
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
 from kvjax.policies.base import DecodePolicy
-from kvjax.policies.naming import parse
+from kvjax.policies.naming import name_of, parse
 from kvjax.traffic.bill import Bill
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def regime_map(
             speedup[row, column] = dense.seconds / sparse.seconds
             projected[row, column] = bool(sparse.projection)
             fits[row, column] = batch * -(-length // page_size) <= plan.pages_that_fit
-    return RegimeMap(bill, str(policy), tuple(lengths), tuple(batches), speedup, projected, fits)
+    return RegimeMap(bill, name_of(policy), tuple(lengths), tuple(batches), speedup, projected, fits)
 
 
 def crossover(

@@ -1,0 +1,200 @@
+"""Policies of one's own by name: registered in this process, loaded from a Python file, or made and passed as objects.
+
+`kvjax.policies` and `kvjax.prefill` hold one `Registry` each and ask it for every name that is not built in.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FORMS = "a registered name, FILE.py:CLASS or FILE.py:CLASS:ARGS (as my_file.py:Mine:8/recent=4)"
+
+_IN_FILE = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<args>.*))?", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z][\w-]*")
+_files: dict[tuple[Path, str], ModuleType] = {}
+"""Files loaded so far, by path and SHA-256: an unchanged file gives the same class again, so that its policies are equal."""
+
+
+class Registry:
+    """Names of one kind of policy that are not built in.
+
+    kind: for messages, "policy" or "prefill policy". remedy: for messages, how to get parts that are missing. parts: attributes that such
+    a policy has. reserved: first words of built-in names. built_in: the policy of a built-in name, None for other names.
+    """
+
+    def __init__(self, kind: str, remedy: str, parts: tuple[str, ...], reserved: tuple[str, ...], built_in: Callable[[str], Any | None]):
+        self.kind, self.remedy, self.parts, self.reserved, self.built_in = kind, remedy, parts, reserved, built_in
+        self._factories: dict[str, Callable[..., Any]] = {}
+        self._named: dict[str, Any] = {}
+        self._names: dict[Any, str] = {}
+        self._sources: dict[Any, str] = {}
+
+    def register(self, name: str, factory: Callable[..., Any], *, replace: bool = False) -> None:
+        """Let `name` and `name:ARGS` stand for `factory()` and `factory("ARGS")`, in this process.
+
+        replace: take the place of an earlier factory of that name. ValueError for a name that is built in, registered, or no name.
+        """
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ValueError(f"{name!r} cannot name a {self.kind}: use a letter, then letters, digits, '_' and '-'")
+        if name in self.reserved:
+            raise ValueError(f"{name!r} is a built-in {self.kind}; choose another name")
+        if name in self._factories and not replace:
+            raise ValueError(f"{name!r} is registered already; choose another name, or pass replace=True")
+        if not callable(factory):
+            raise ValueError(f"the factory of {self.kind} {name!r} must be callable, a class for instance; got {factory!r:.60}")
+        self._factories[name] = factory
+
+    def find(self, name: str) -> Any | None:
+        """The policy of a name of one's own; None for a name that is not known here.
+
+        ValueError where the file is missing or fails, has no such class, or makes no policy; in one sentence with file, line and error.
+        """
+        if match := _IN_FILE.fullmatch(name):
+            policy = self._from_file(name, Path(match["path"]), match["name"], match["args"])
+        elif name in self._named:
+            return self._named[name]
+        else:
+            word, colon, args = name.partition(":")
+            if word not in self._factories:
+                return None
+            factory = self._factories[word]
+            try:
+                policy = factory(args) if colon else factory()
+            except Exception as error:
+                raise ValueError(f"{self.kind} {name!r} could not be made: {place_and_error(error, _file_of(factory))}") from error
+        self.check(policy, name)
+        self._names.setdefault(policy, name)
+        return policy
+
+    def check(self, policy: Any, name: str | None = None) -> None:
+        """ValueError unless a policy has its parts, and can be hashed and compared by value."""
+        named = f"{self.kind} {name!r}" if name else f"{policy!r:.60}"
+        if inspect.isclass(policy):
+            raise ValueError(f"{named} is a class; make a {self.kind} of it: {policy.__name__}(...)")
+        if missing := [part for part in self.parts if not hasattr(policy, part)]:
+            raise ValueError(f"{named} is no {self.kind}: a {type(policy).__name__} has no {', '.join(missing)}; {self.remedy}")
+        frozen = f"make {type(policy).__name__} a frozen dataclass (@dataclasses.dataclass(frozen=True)) of numbers and strings"
+        try:
+            hash(policy)
+        except TypeError as error:
+            raise ValueError(f"{named} must be hashable ({error}): {frozen}") from None
+        if type(policy).__eq__ is object.__eq__:
+            raise ValueError(f"{named} must be equal to another of the same settings: {frozen}")
+
+    def name_of(self, policy: Any) -> str:
+        """The name under which reports list a policy, and which gives the policy back: the one it was asked for by, else its `str`.
+
+        Two policies of one `str` share the name, and the later has it. ValueError where the `str` is another's name.
+        """
+        self.check(policy)
+        name = str(policy)
+        if type(self.built_in(name)) is type(policy):
+            return name
+        if policy in self._names:
+            return self._names[policy]
+        if _IN_FILE.fullmatch(name) or name.partition(":")[0] in (*self.reserved, *self._factories):
+            raise ValueError(f"{self.kind} {policy!r} calls itself {name!r}, which names another: give it a __str__ of its own")
+        self._named[name] = policy
+        return name
+
+    def identity(self, policy: Any) -> str:
+        """What decides what a policy does, for journals of jobs: all of its fields and, where it comes from a file, that file's SHA-256."""
+        name, source = self._names.get(policy), self._sources.get(type(policy))
+        parts = (Path(name).name if source and name else name, repr(policy), source)
+        return ", ".join(part for part in parts if part)
+
+    def _from_file(self, name: str, path: Path, class_name: str, args: str | None) -> Any:
+        module, digest = _load(path, f"{self.kind} {name!r}")
+        made = getattr(module, class_name, None)
+        if not inspect.isclass(made):
+            classes = [each.__name__ for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
+            raise ValueError(f"{self.kind} {name!r}: {path} has no class {class_name}; its classes are {', '.join(classes) or 'none'}")
+        positional, named = _arguments(args, f"{self.kind} {name!r}")
+        try:
+            policy = made(*positional, **named)
+        except Exception as error:
+            raise ValueError(f"{self.kind} {name!r} could not be made: {place_and_error(error, path)}") from error
+        self._sources[made] = f"file with SHA-256 {digest}"
+        return policy
+
+
+def place_and_error(error: BaseException, path: Path | None = None) -> str:
+    """An error with the file and line where it passed last through `path` (None: through any policy file), on one line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, SyntaxError) and error.filename and path is not None and Path(error.filename) == path.resolve():
+        return f"{path}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    files = {path.resolve()} if path is not None else {file for file, _ in _files}
+    lines = [(file, line) for file, line in _frames(error) if Path(file) in files]
+    if not lines:
+        return text
+    file, line = lines[-1]
+    return f"{path or _as_seen_from_here(Path(file))}, line {line}: {text}"
+
+
+def _as_seen_from_here(file: Path) -> Path:
+    return file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+
+
+def passed_through_a_policy_file(error: BaseException) -> bool:
+    """Whether a policy's own file has a part in an error."""
+    files = {str(file) for file, _ in _files}
+    return any(file in files for file, _ in _frames(error))
+
+
+def _frames(error: BaseException) -> Iterator[tuple[str, int]]:
+    """File and line of every frame that an error passed through."""
+    yield from ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+
+
+def _load(path: Path, named: str) -> tuple[ModuleType, str]:
+    """The module of a file, and the file's SHA-256. A file that changed is loaded anew; a file cannot import the files beside it."""
+    if not path.is_file():
+        raise ValueError(f"{named}: there is no file {path}")
+    file = path.resolve()
+    source = file.read_bytes()
+    digest = hashlib.sha256(source).hexdigest()
+    if (file, digest) not in _files:
+        module = ModuleType(f"kvjax_policy_file_{digest[:16]}_{len(_files)}")
+        module.__file__ = str(file)
+        sys.modules[module.__name__] = module  # dataclasses look their module up
+        try:
+            exec(compile(source, str(file), "exec"), vars(module))
+        except Exception as error:
+            del sys.modules[module.__name__]
+            raise ValueError(f"{named}: {place_and_error(error, path)}") from error
+        _files[file, digest] = module
+    return _files[file, digest], digest
+
+
+def _arguments(text: str | None, named: str) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of a call, Python literals with '/' between them: "8/recent=4" is (8, recent=4)."""
+    positional, keywords = [], {}
+    for part in text.split("/") if text else ():
+        key, equals, value = part.partition("=")
+        try:
+            literal = ast.literal_eval(value.strip() if equals else part.strip())
+        except (ValueError, SyntaxError):
+            raise ValueError(f"{named}: {part!r} is no number or quoted string; ARGS are as in CLASS:8/recent=4") from None
+        if not equals:
+            positional.append(literal)
+        else:
+            keywords[key.strip()] = literal
+    return positional, keywords
+
+
+def _file_of(factory: Callable[..., Any]) -> Path | None:
+    """Where a factory is written, if in a file."""
+    try:
+        file = inspect.getsourcefile(factory)
+    except TypeError:
+        return None
+    return Path(file) if file else None
