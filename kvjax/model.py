@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
+import re
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
 import jax
@@ -136,20 +140,55 @@ class Model(Protocol):
     def tokenizer(self) -> Any: ...
 
 
-def fingerprint(model: Model) -> str:
-    """A short digest of configuration and weights (path, shape, dtype and every bit of every tensor): which model made a file.
+CHUNK_BYTES = 4 << 20
+"""Of a tensor, hashed at a time. Fixed, so that a fingerprint does not depend on the machine."""
 
-    Reads all weights once, on their device. It tells models apart; it is no defence against one made to collide.
+_digests: dict[int, tuple[weakref.ref[Array], bytes]] = {}
+"""Digests of arrays that are alive, by id. An array never changes, so its digest never goes stale."""
+
+
+def fingerprint(model: Model) -> str:
+    """Which model made a file: "sha256-" and the first 32 hex digits of a SHA-256 over configuration and weights.
+
+    Every tensor counts with its path, shape, dtype and bytes, so the result is the same on every device. The weights are copied to the
+    host one tensor at a time and hashed by one thread per core; `tools/time_fingerprint.py` measures how fast. An array's digest is kept
+    while the array lives, so asking again for a loaded model is free.
     """
     digest = hashlib.sha256(repr(model.config).encode())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        digest.update(np.asarray(_checksum(leaf)).tobytes())
-    return digest.hexdigest()[:16]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+            digest.update(_sha256(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode()))
+            digest.update(_content(leaf, pool))
+    return f"sha256-{digest.hexdigest()[:32]}"
 
 
-@jax.jit
-def _checksum(leaf: Array) -> Array:
-    """A uint32 that depends on every bit and its place: the sum, modulo 2**32, of odd multiples of the elements' bit patterns."""
-    bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype("uint32").reshape(-1)
-    return (bits * (2 * jax.lax.iota("uint32", bits.size) + 1)).sum(dtype="uint32")
+def check_fingerprint(mark: object, where: str, remedy: str) -> None:
+    """ValueError for a fingerprint of 16 hex digits, as earlier versions wrote them: two models could have the same.
+
+    where: the file that names its model so. remedy: what its owner can do. The message has both.
+    """
+    if isinstance(mark, str) and re.fullmatch("[0-9a-f]{16}", mark):
+        raise ValueError(f"{where} was made by an earlier version of kvjax, whose fingerprint ({mark}) other models may share; {remedy}")
+
+
+def _content(leaf: Array, pool: ThreadPoolExecutor) -> bytes:
+    """The digest of an array's bytes in row-major order: the SHA-256 of the SHA-256 of each chunk."""
+    kept = _digests.get(id(leaf))
+    if kept is not None and kept[0]() is leaf:
+        return kept[1]
+    digest = _sha256(b"".join(pool.map(_sha256, _chunks(leaf))))
+    key = id(leaf)
+    _digests[key] = weakref.ref(leaf, lambda _: _digests.pop(key, None)), digest
+    return digest
+
+
+def _chunks(leaf: Array) -> list[np.ndarray]:
+    """An array's bytes on the host, in pieces."""
+    # An array keeps the host copy it once made. So a second array over the same device memory makes it, and both go at once.
+    host = np.ascontiguousarray(leaf.addressable_data(0) if leaf.is_fully_replicated else leaf.copy())
+    data = host.reshape(-1).view(np.uint8)
+    return [data[start : start + CHUNK_BYTES] for start in range(0, data.size, CHUNK_BYTES)]
+
+
+def _sha256(data: bytes | np.ndarray) -> bytes:
+    return hashlib.sha256(data).digest()

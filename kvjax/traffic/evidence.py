@@ -5,7 +5,8 @@ The table is `evidence.json` in this folder, written by `kvjax bill evidence` fr
     {"rows": [{"model": "needle", "fingerprint": "0123456789abcdef", "policy": "top:32", "length": 8192, "kl": 0.0123,
                "task": "needle", "haystack": "codes", "valid": 200, "lost": 1, "source": "benchmarks/results/h200/fidelity-8192.json"}]}
 
-fingerprint: `kvjax.model.fingerprint`, so other weights or another dtype have no evidence. length: tokens. kl: upper end of the 95%
+fingerprint: `kvjax.model.fingerprint`, so other weights or another dtype have no evidence (the committed rows were measured under an
+earlier kind of fingerprint; only that key was computed anew, no measurement changed). length: tokens. kl: upper end of the 95%
 interval, over windows of text, of the mean KL divergence of dense from the policy per forced step, in nats. valid: trials of the task that
 dense answered; lost: those of them that the policy did not. Both are null where dense itself fails at any depth.
 """
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.model import check_fingerprint
 from kvjax.policies.auto import Auto
 from kvjax.policies.naming import parse
 
@@ -89,6 +91,7 @@ class Evidence:
             raise ValueError(f"evidence needs 0 <= lost <= valid with valid above 0, or null for both, got {self.lost} and {self.valid}")
         if not self.source:
             raise ValueError(f"evidence for {self.policy} names no source: give the file it was measured in")
+        check_fingerprint(self.fingerprint, f"the evidence for {self.policy} from {self.source}", "measure it again with kvjax fidelity")
 
     @property
     def loss(self) -> float | None:

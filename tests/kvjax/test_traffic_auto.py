@@ -181,6 +181,23 @@ def test_too_little_forced_text_is_no_evidence(settings):
         with_panel((), panel(**settings), "panel.json")
 
 
+def test_evidence_of_an_earlier_versions_fingerprint_is_refused():
+    old = "0123456789abcdef"
+    with pytest.raises(ValueError, match=r"earlier version of kvjax.*measure it again"):
+        with_panel((), panel(fingerprint=old), "panel.json")
+    with pytest.raises(ValueError, match=r"earlier version of kvjax.*measure it again"):
+        read_evidence(json.dumps({"rows": [dataclasses.asdict(row()) | {"fingerprint": old}]}))
+
+
+def test_the_committed_evidence_is_found_for_the_embedded_model(monkeypatch):
+    asked = []
+    monkeypatch.setattr(calibration, "calibrate", lambda model, names, **_: asked.append(names) or bill(model.config))
+    model = kvjax.load("needle", dtype="bfloat16", tokenizer=False)
+    bound = Auto().bind(model, page_size=128, dtype="bfloat16").bound
+    assert bound.evidence == evidence.recorded_evidence() != ()
+    assert asked, "there is something to choose between"
+
+
 def test_nothing_is_recorded_about_auto():
     with pytest.raises(ValueError, match="'auto:fast' chooses among several"):
         row(policy="auto:fast")

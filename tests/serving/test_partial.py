@@ -108,6 +108,13 @@ def test_another_job_is_refused_and_nothing_is_lost(path, other):
     assert path.read_bytes() == before
 
 
+def test_a_model_named_by_an_earlier_versions_fingerprint_is_refused(path):
+    Partial(path, JOB | {"model": "0123456789abcdef"}).close()
+    for now in ("0123456789abcdef", "sha256-" + "0" * 32):
+        with pytest.raises(ValueError, match=r"partial was made by an earlier version of kvjax.*; delete the file to start over"):
+            Partial(path, JOB | {"model": now})
+
+
 @pytest.mark.parametrize("content", [b"notes of mine\n", b'{"a": 1}\n', b"notes\nof mine", b"notes"])
 def test_another_file_is_refused_and_nothing_is_lost(path, content):
     path.write_bytes(content)

@@ -1,0 +1,121 @@
+"""A fingerprint tells models apart, is the same everywhere, and is kept with the weights it was computed from."""
+
+import dataclasses
+import gc
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import model as module
+from kvjax.model import check_fingerprint, fingerprint
+
+PAIRS = 200
+BITS = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}
+
+
+def scaled(x, rng):
+    return x * x.dtype.type(rng.choice([2, 0.5, -1, 4, 0.25]))
+
+
+def one_scaled(x, rng):
+    x[rng.integers(x.size)] *= x.dtype.type(rng.choice([2, 0.5]))
+    return x
+
+
+def signs(x, rng):
+    """One or two, as two flips of the highest bit cancel in a sum."""
+    x[rng.choice(x.size, rng.integers(1, 3), replace=False)] *= x.dtype.type(-1)
+    return x
+
+
+def swapped(x, rng):
+    a, b = rng.choice(x.size, 2, replace=False)
+    x[[a, b]] = x[[b, a]]
+    return x
+
+
+def permuted(x, rng):
+    return x[rng.permutation(x.size)]
+
+
+def one_bit(x, rng):
+    bits = x.view(BITS[x.dtype.name])
+    bits[rng.integers(x.size)] ^= bits.dtype.type(1 << rng.integers(8 * x.dtype.itemsize))
+    return x
+
+
+CHANGES = (scaled, one_scaled, signs, swapped, permuted, one_bit)
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_models_that_differ_in_one_thing_have_different_fingerprints(model_factory, dtype):
+    model, rng = model_factory(jnp.dtype(dtype)), np.random.default_rng(0)
+    leaves, structure = jax.tree.flatten(model.params)
+    same, pairs = [], 0
+    while pairs < PAIRS:
+        number, change = int(rng.integers(len(leaves))), CHANGES[pairs % len(CHANGES)]
+        before = np.array(leaves[number])
+        after = change(before.reshape(-1).copy(), rng).reshape(before.shape)
+        if after.tobytes() == before.tobytes():  # zeros scaled, equal elements swapped: one model, not two
+            continue
+        pairs += 1
+        other = [*leaves[:number], jnp.asarray(after), *leaves[number + 1 :]]
+        if fingerprint(dataclasses.replace(model, params=jax.tree.unflatten(structure, other))) == fingerprint(model):
+            same.append((change.__name__, number))
+    assert not same
+
+
+def test_constant_tensors_names_shapes_and_configurations_count(model):
+    def of(params, config=model.config):
+        return fingerprint(Named(params, config))
+
+    ones = jnp.ones((4, 6))
+    params = [{"a": ones}, {"a": 2 * ones}, {"b": ones}, {"a": ones.reshape(6, 4)}, {"a": ones.astype("int32")}, {"a": ones, "b": ones[:0]}]
+    assert len({of(each) for each in params}) == len(params)
+    assert of(params[0]) != of(params[0], dataclasses.replace(model.config, rope_theta=5e5))
+    assert of({"a": ones, "b": 2 * ones}) != of({"a": 2 * ones, "b": ones})
+
+
+@dataclasses.dataclass
+class Named:
+    params: dict
+    config: object
+
+
+def test_it_does_not_depend_on_the_number_of_cores_or_on_which_arrays_hold_the_weights(model, monkeypatch):
+    big = {"a": jax.random.normal(jax.random.key(0), (3 * module.CHUNK_BYTES // 8,))}  # a chunk and a half
+    found = {fingerprint(Named(big, model.config))}
+    for cores in (1, 7, None):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        found.add(fingerprint(Named(jax.tree.map(jnp.copy, big), model.config)))
+    assert len(found) == 1
+    for place in (0, module.CHUNK_BYTES // 4 - 1, module.CHUNK_BYTES // 4, -1):
+        found.add(fingerprint(Named({"a": big["a"].at[place].multiply(2)}, model.config)))
+    assert len(found) == 5, "the last element of a chunk, the first of the next"
+
+
+def test_weights_are_hashed_once_while_they_live(model_factory, monkeypatch):
+    model = model_factory()
+    mark = fingerprint(model)
+    hashed = []
+    monkeypatch.setattr(module, "_chunks", lambda leaf, chunks=module._chunks: hashed.append(leaf.shape) or chunks(leaf))
+    assert fingerprint(dataclasses.replace(model)) == mark
+    assert not hashed
+    other = dataclasses.replace(model, params=model.params | {"embed": 2 * model.params["embed"]})
+    assert fingerprint(other) != mark
+    assert hashed == [model.params["embed"].shape]
+    model.params["embed"] = other.params["embed"]  # in place: the same model object
+    assert fingerprint(model) == fingerprint(other)
+    kept = len(module._digests)
+    del other, model
+    gc.collect()
+    assert len(module._digests) < kept
+
+
+def test_fingerprints_of_earlier_versions_are_refused():
+    with pytest.raises(ValueError, match=r"^a\.json was made by an earlier version of kvjax, whose fingerprint \(0123456789abcdef\)"):
+        check_fingerprint("0123456789abcdef", "a.json", "measure it again")
+    check_fingerprint("sha256-" + "0" * 32, "a.json", "measure it again")
