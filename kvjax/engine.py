@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import FULL, Cache, OutOfPages, PageAllocator, PagedKV, copy_page, empty_layer, seal
 from kvjax.cache.files import read_sequence, write_sequence
+from kvjax.inspection import StepRead, inspect_step, read_of
 from kvjax.memory import MemoryPlan, memory_plan
 from kvjax.model import Model, fingerprint
 from kvjax.policies import Auto, Choice, DecodePolicy, StateSpec, TopTokens, parse
@@ -170,16 +171,29 @@ class Engine:
 
         For forcing known text and for own sampling; `kvjax.generate` samples inside the step.
         """
-        if len(tokens) != len(sequences):
-            raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each")
-        slots = self._slots(sequences)
-        tokens = self.check_tokens(tokens)
-        padded = np.zeros((len(slots), 1), np.int32)
-        padded[: len(sequences), 0] = tokens
-        (logits,) = self._decode(decode_step, slots, padded, policy)
-        for sequence, token in zip(sequences, tokens, strict=True):
+        slots, tokens = self._one_token_each(sequences, tokens)
+        (logits,) = self._decode(decode_step, slots, tokens, policy)
+        for sequence, token in zip(sequences, tokens[:, 0].tolist(), strict=False):
             sequence.tokens.append(token)
         return logits[: len(sequences), 0]
+
+    def inspect(self, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None = None) -> StepRead:
+        """What a decode step would read, layer by layer and KV head by KV head, with scores, and its logits; any policy.
+
+        The step runs as `decode` runs it, and attends to what is listed once more for the scores; the sequences stay as they are, and so do
+        the states of learning policies. `last_reads` and `last_choice` too. Waits for the device. Raises as `decode` does.
+        """
+        slots, tokens = self._one_token_each(sequences, tokens)
+        self._check_live(sequences)
+        kept, pages = (self.last_reads, self.last_choice), [len(sequence.pages) for sequence in sequences]
+        try:
+            chosen, (logits, watched), _ = self._step(inspect_step, slots, tokens, policy)
+            return read_of(chosen, len(sequences), logits, watched)
+        finally:
+            self.last_reads, self.last_choice = kept
+            for sequence, count in zip(sequences, pages, strict=True):
+                self.allocator.release(sequence.pages[count:])
+                del sequence.pages[count:]
 
     def decode_and_sample(
         self, slots: Sequence[CachedSequence | None], tokens: Int[Array, "B"], rows: SamplingRows, policy: str | DecodePolicy | None = None
@@ -357,6 +371,18 @@ class Engine:
 
     def _decode(self, step: Callable, slots: Sequence[CachedSequence | None], tokens, policy: str | DecodePolicy | None, *rest):
         """Run one decode step over padded slots and keep the books. Returns what the step returned before the cache."""
+        policy, results, states = self._step(step, slots, tokens, policy, *rest)
+        for row, sequence in enumerate(slots):
+            if sequence is not None:
+                sequence.length += 1
+                sequence.logits = None
+                if jax.tree.leaves(states):
+                    sequence.states[policy] = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states)
+        return results
+
+    def _step(self, step: Callable, slots: Sequence[CachedSequence | None], tokens, policy: str | DecodePolicy | None, *rest):
+        """Run one decode step, which leaves every sequence as long as it was. Returns the policy that ran, what the step returned before
+        the cache, and the policy's states."""
         policy = self.declared(policy)
         live = [slot for slot in slots if slot is not None]
         self._check_live(live)
@@ -370,13 +396,7 @@ class Engine:
         states = self._batch_states(policy, slots)
         args = (self.model.decoder, policy, self.indexes, self.model.params, cache, tokens, active, states, *rest)
         *results, _, states, self.last_reads = self._run(step, *args, layers=lambda result: result[-3].layers)
-        for row, sequence in enumerate(slots):
-            if sequence is not None:
-                sequence.length += 1
-                sequence.logits = None
-                if jax.tree.leaves(states):
-                    sequence.states[policy] = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states)
-        return results
+        return policy, results, states
 
     def _bound(self, policy: str | DecodePolicy) -> DecodePolicy:
         """The policy of a name; `auto` bound to this model, once."""
@@ -414,6 +434,17 @@ class Engine:
             return fresh
         rows = [slot.states.get(policy, fresh) if slot else fresh for slot in slots]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
+
+    def _one_token_each(
+        self, sequences: Sequence[CachedSequence], tokens: Sequence[int]
+    ) -> tuple[list[CachedSequence | None], Int[np.ndarray, "B 1"]]:
+        """Slots and tokens of a step over whole sequences, padded to a batch bucket."""
+        if len(tokens) != len(sequences):
+            raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each")
+        slots = self._slots(sequences)
+        padded = np.zeros((len(slots), 1), np.int32)
+        padded[: len(sequences), 0] = self.check_tokens(tokens)
+        return slots, padded
 
     def _slots(self, sequences: Sequence[CachedSequence]) -> list[CachedSequence | None]:
         """The sequences padded with None to their batch bucket."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -69,11 +70,14 @@ def decode(
     tokens: Int[Array, "B T"],
     active: Bool[Array, "B"],
     states: tuple[Any, ...],
+    *,
+    watch: Callable[..., None] | None = None,
 ) -> tuple[Float[Array, "B T V"], Cache, tuple[Any, ...], Reads]:
     """One step: write T tokens of every active row, attend to the blocks the policy lists, return logits (float32) for each.
 
     cache.lengths comes in without the new tokens and goes out with them. T is 1, or a few drafted tokens. states: one per layer, from
-    `policy.init`. Inactive rows write nothing and their logits mean nothing.
+    `policy.init`. Inactive rows write nothing and their logits mean nothing. watch: called while tracing, layer by layer, with query,
+    pages, context, list, and the state that the list was made with (`kvjax.inspection`).
     """
     num_tokens = tokens.shape[1]
     positions = cache.lengths[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
@@ -89,6 +93,8 @@ def decode(
             table, lengths, layer=layer, num_layers=config.num_layers, page_size=written.k.shape[2], sm_scale=config.sm_scale
         )
         out, blocks, state = policy.attend(q, written, ctx, states[layer])
+        if watch is not None:
+            watch(q, written, ctx, blocks, states[layer])
         return out, (_replace(layers, layer, written), _replace(states, layer, state), (*listed, blocks))
 
     hidden, (layers, states, listed) = decoder.hidden(params, tokens, positions, attend, (cache.layers, states, ()))

@@ -1,7 +1,16 @@
 """Decode policies: which blocks a step reads. `parse("top:8")` names them; a new one is a frozen dataclass with `select`."""
 
 from kvjax.policies.auto import Auto, Bound, Choice
-from kvjax.policies.base import Blocks, DecodePolicy, IndexerQuery, SelectContext, Stateless, StateSpec, select_and_attend
+from kvjax.policies.base import (
+    Blocks,
+    DecodePolicy,
+    IndexerQuery,
+    ScoresBlocks,
+    SelectContext,
+    Stateless,
+    StateSpec,
+    select_and_attend,
+)
 from kvjax.policies.dense import Dense
 from kvjax.policies.naming import FORMS, identity, name_of, parse, register
 from kvjax.policies.top_blocks import TopBlocks
@@ -17,6 +26,7 @@ __all__ = [
     "DecodePolicy",
     "Dense",
     "IndexerQuery",
+    "ScoresBlocks",
     "SelectContext",
     "StateSpec",
     "Stateless",

@@ -100,6 +100,15 @@ class DecodePolicy(Protocol):
         ...
 
 
+@runtime_checkable
+class ScoresBlocks(Protocol):
+    """A policy that can say what it chose by, for `Engine.inspect`. Optional."""
+
+    def scores(self, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: State) -> Float32[Array, "B K S"] | None:
+        """Of every block of the table, per KV head, larger is better; -inf where there is no choice. None: this layer has no scores."""
+        ...
+
+
 def select_and_attend(
     policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: State
 ) -> tuple[Float[Array, "B T H D"], Blocks | None, State]:

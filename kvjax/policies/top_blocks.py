@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache.types import IndexSpec, LatentPages, LayerCache
 from kvjax.policies.base import Blocks, Stateless, select_and_attend
-from pallas_kernels.select_blocks import select_blocks
+from pallas_kernels.select_blocks import score_blocks, select_blocks
 from pallas_kernels.selected_attention import selected_attention
 
 
@@ -80,6 +81,14 @@ class TopBlocks(Stateless):
             sm_scale=ctx.sm_scale,
         )
         return out, Blocks(ids, self.block_size), state
+
+    def scores(self, query, layer, ctx, state):
+        """Bounds or means of sealed pages against the query; those of open pages, which are always read, are -inf."""
+        if ctx.layer < self.dense_layers:
+            return None
+        found = score_blocks(query, self._index(layer), ctx.page_table, kind=self.index)
+        first_open = (ctx.lengths - query.shape[1]) // ctx.page_size * (ctx.page_size // self.block_size)
+        return jnp.where((jnp.arange(found.shape[2]) < first_open[:, None])[:, None], found, -jnp.inf)
 
     def _index(self, layer: LayerCache) -> Float[Array, "N K nb R D"]:
         name = self.indexes()[0].name

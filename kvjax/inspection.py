@@ -1,0 +1,94 @@
+"""What one decode step reads: the lists of every layer and KV head, with scores. `Engine.inspect` runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
+from kvjax.cache import Cache
+from kvjax.cache.types import LayerCache
+from kvjax.policies import Blocks, DecodePolicy, ScoresBlocks, SelectContext
+from kvjax.steps import decode
+from pallas_kernels.gather_attention import gather_attention
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerRead:
+    """What one layer reads in one step of n sequences; numpy arrays.
+
+    ids: listed blocks of `block_size` tokens, -1 where there is none; where a policy lists nothing, every page that is written. lse: of
+    each query head over each listed block, log-sum-exp of the scaled logits, natural log, -inf where there is no block. scores: of every
+    block of the sequence, what the policy chose by, -inf where it had no choice (open pages); None for policies that do not say
+    (`kvjax.policies.ScoresBlocks`). window: see `kvjax.policies.Blocks`.
+    """
+
+    ids: Int32[np.ndarray, "n K W"]
+    lse: Float32[np.ndarray, "n H W"]
+    scores: Float32[np.ndarray, "n K S"] | None
+    block_size: int
+    window: tuple[int, int] | None
+
+    @functools.cached_property
+    def mass(self) -> Float32[np.ndarray, "n H W"]:
+        """The share of each query head's attention that falls on each listed block: 1 in all."""
+        most = self.lse.max(axis=2, keepdims=True)
+        paid = np.exp(self.lse - most)
+        return paid / paid.sum(axis=2, keepdims=True)
+
+    def listed(self, row: int, kv_head: int) -> list[int]:
+        """The blocks that one KV head reads of one sequence, ascending."""
+        return [block for block in self.ids[row, kv_head].tolist() if block >= 0]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepRead:
+    """One step that was looked at: the policy that ran, next-token logits float32, and what each layer read."""
+
+    policy: DecodePolicy
+    logits: Float32[np.ndarray, "n V"]
+    layers: tuple[LayerRead, ...]
+
+
+def watch(
+    policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, blocks: Blocks | None, state: Any
+) -> tuple[Blocks, Float32[Array, "B T H W"], Float32[Array, "B K S"] | None]:
+    """What a layer read: the list (of every page, where there is none), the LSE of each of its blocks, and the policy's scores.
+
+    state: that which the policy selected with. Attends to the listed blocks once more, for the LSE.
+    """
+    scores = policy.scores(query, layer, ctx, state) if blocks is not None and isinstance(policy, ScoresBlocks) else None
+    if blocks is None:
+        pages = jnp.arange(ctx.page_table.shape[1], dtype=jnp.int32)
+        ids = jnp.where(pages * ctx.page_size < ctx.lengths[:, None], pages, -1)[:, None]
+        blocks = Blocks(jnp.repeat(ids, layer.k.shape[1], axis=1), ctx.page_size)
+    listed = {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
+    static = {"value_dim": layer.value_dim, "sm_scale": ctx.sm_scale, "return_block_lse": True}
+    _, _, lse = gather_attention(query, layer.k, layer.v, ctx.page_table, ctx.lengths, **static, **listed)
+    return blocks, lse, scores
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")
+def inspect_step(decoder, policy, indexes, params, cache: Cache, tokens, active, states):
+    """`kvjax.steps.decode`, and before the cache what `watch` saw of every layer. DONATES cache."""
+    watched: list[Any] = []
+    logits, *after = decode(
+        decoder, policy, indexes, params, cache, tokens, active, states, watch=lambda *seen: watched.append(watch(policy, *seen))
+    )
+    return logits, tuple(watched), *after
+
+
+def read_of(policy: DecodePolicy, rows: int, logits: Float32[Array, "B 1 V"], watched: tuple[Any, ...]) -> StepRead:
+    """The first `rows` rows of what `inspect_step` returned for one token each, without columns that no row lists."""
+    layers = []
+    for blocks, lse, scores in jax.device_get(watched):
+        width = int((blocks.ids[:rows] >= 0).any(axis=(0, 1)).nonzero()[0][-1]) + 1
+        last = int(blocks.ids[:rows].max())  # the block that the token is written to, which is always read
+        scores = None if scores is None else scores[:rows, :, : last + 1]
+        layers.append(LayerRead(blocks.ids[:rows, :, :width], lse[:rows, 0, :, :width], scores, blocks.block_size, blocks.window))
+    return StepRead(policy, np.asarray(logits)[:rows, 0], tuple(layers))
