@@ -196,16 +196,25 @@ class Engine:
                 del sequence.pages[count:]
 
     def decode_and_sample(
-        self, slots: Sequence[CachedSequence | None], tokens: Int[Array, "B"], rows: SamplingRows, policy: str | DecodePolicy | None = None
+        self,
+        slots: Sequence[CachedSequence | None],
+        tokens: Int[Array, "B"],
+        rows: SamplingRows,
+        policy: str | DecodePolicy | None = None,
+        *,
+        counts: Int[Array, "B V"] | None = None,
     ) -> Sampled:
         """Write one token per slot (None: empty) and sample the next one, all in one jitted call.
 
         tokens may still be on their way from the last step; nothing here waits for the device. The caller appends the written tokens to
-        `.tokens` when it learns them, and drops a row whose logits were not finite.
+        `.tokens` when it learns them, and drops a row whose logits were not finite. counts: of the tokens each row holds
+        (`kvjax.sampling.seen_tokens`), int32, where a row has a penalty. DONATES counts; the result has them with the written tokens added.
         """
+        if rows.penalises and counts is None:
+            raise ValueError("a row has a penalty, which needs counts of its tokens: pass counts, as kvjax.sampling.seen_tokens makes them")
         if len(slots) not in self.batch_buckets:
             raise ValueError(f"{len(slots)} slots are no batch bucket of this engine: {self.batch_buckets}")
-        (sampled,) = self._decode(decode_and_sample, slots, tokens, policy, rows)
+        (sampled,) = self._decode(decode_and_sample, slots, tokens, policy, rows, counts)
         return sampled
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import heapq
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -11,13 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int
 
 from kvjax.cache import OutOfPages
 from kvjax.engine import MIN_TABLE_PAGES, CachedSequence, Engine
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy
 from kvjax.prefill import PrefillPolicy
-from kvjax.sampling import NotFinite, Sampled, Sampling, SamplingRows, sample_step
+from kvjax.sampling import NotFinite, Sampled, Sampling, SamplingRows, sample_step, seen_tokens
 from kvjax.steps import Reads
 from kvjax.text import TextStream
 
@@ -39,9 +42,10 @@ class Completion:
     """What became of a request.
 
     text: the continuation without stop string and special tokens. token_ids: every generated token, the one that ended it included.
-    logprobs: one per token, where asked for. finish_reason: "stop" (stop token or string), "length" (max_new_tokens) or "error".
-    blocks_per_step and keys_per_step: what one KV head of one layer read on average per decoded token (0 if no step was taken). error:
-    what went wrong; everything else is then empty.
+    logprobs: one per token, where asked for; top_logprobs: per token the pairs (token id, log-probability) of the most likely ones, best
+    first, where asked for. finish_reason: "stop" (stop token or string), "length" (max_new_tokens) or "error". choices: with n above 1,
+    every sample in order, of which this is the first; else (). blocks_per_step and keys_per_step: what one KV head of one layer read on
+    average per decoded token (0 if no step was taken). error: what went wrong; everything else is then empty.
     """
 
     text: str = ""
@@ -52,6 +56,8 @@ class Completion:
     blocks_per_step: float = 0.0
     keys_per_step: float = 0.0
     error: Exception | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    choices: tuple[Completion, ...] = ()
 
 
 OnToken = Callable[[Request, int, str], None]
@@ -86,7 +92,9 @@ def run(
 
     A place that becomes free takes the next request, so the batch keeps its size and a request's bits do not depend on which others run.
     A request that cannot be run (too long, a bad token, more pages than the pool has), or for which the model gives NaN (`NotFinite`),
-    yields a completion with `error` and the loop goes on. on_prefill: called with the number of prompt tokens done.
+    yields a completion with `error` and the loop goes on. Each sample of a request with n above 1 takes a place; the prompt is prefilled
+    once and forked. on_prefill: called with the number of prompt tokens done. While a request with a penalty runs, the tokens of every
+    place are counted on the device, in `[bucket, V]` int32 (4.9 MB for 8 places and 152K tokens).
     """
     loop = _Loop(engine, policy, slots, on_token, on_prefill)
     try:
@@ -117,15 +125,17 @@ def generate(
     dense for a model. prefill: the prefill policy, for a model; None is dense. An engine has its own, so with one a prefill policy is a
     ValueError. sampling: fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on. stream: called with the
     prompt's number and each new piece of text. details: return `Completion` objects instead of text. Prompts may be lists of
-    token ids. Raises what `Completion.error` would hold.
+    token ids. With n above 1, a list of n texts stands in the place of each text. Raises what `Completion.error` would hold.
     """
     single = is_single(prompts)
     listed = [prompts] if single else list(prompts)
     settings = Sampling(**sampling)
     if isinstance(model, Engine) and prefill is not None:
         raise ValueError(f"prefill {prefill} was given with an engine, which prefills by its own policy: name it in Engine(prefill=...)")
-    wanted = max(1, min(len(listed), DEFAULT_SLOTS)) if slots is None else slots
-    engine = model if isinstance(model, Engine) else engine_for(model, listed, settings.max_new_tokens, policy, wanted, prefill)
+    if stream is not None and settings.n > 1:
+        raise ValueError(f"stream shows one sample of a prompt, and n is {settings.n}: leave one of them out")
+    wanted = max(1, min(len(listed) * settings.n, DEFAULT_SLOTS)) if slots is None else slots
+    engine = model if isinstance(model, Engine) else engine_for(model, listed, settings.max_new_tokens, policy, wanted, prefill, settings.n)
     if slots is None:
         wanted = min(wanted, engine.batch_buckets[-1])
     requests = []
@@ -134,7 +144,7 @@ def generate(
         prompt = prompt if isinstance(prompt, str) else tuple(encode(None, prompt))
         # Equal prompts in one list are different samples; the first of them is what it would be alone.
         own = dataclasses.replace(settings, seed=(settings.seed + seen[prompt]) % 2**32)
-        seen[prompt] += 1
+        seen[prompt] += settings.n
         requests.append(Request(prompt, own, number))
     on_token = None if stream is None else (lambda request, _, piece: stream(request.id, piece))
     results: list[Completion | None] = [None] * len(requests)
@@ -142,8 +152,12 @@ def generate(
         if completion.error is not None:
             raise completion.error
         results[request.id] = completion
-    answers = results if details else [completion.text for completion in results]
+    answers = results if details else [_text(completion) for completion in results]
     return answers[0] if single else answers
+
+
+def _text(completion: Completion) -> str | list[str]:
+    return [choice.text for choice in completion.choices] if completion.choices else completion.text
 
 
 def engine_for(
@@ -153,26 +167,52 @@ def engine_for(
     policy: str | DecodePolicy | None,
     slots: int,
     prefill: str | PrefillPolicy | None = None,
+    samples: int = 1,
 ) -> Engine:
     """An engine whose pool holds the `slots` longest of these prompts at once, rounded up so that later calls find the steps compiled."""
-    lengths = sorted((len(encode(model.tokenizer, prompt)) + new_tokens for prompt in prompts), reverse=True)
-    pages = sum(-(-length // 128) for length in lengths[:slots])
+    lengths = [(len(encode(model.tokenizer, prompt)) + new_tokens, samples) for prompt in prompts]
+    pages = pages_needed(lengths, slots, 128)
     pages = max(MIN_TABLE_PAGES, 1 << (max(pages, 1) - 1).bit_length())
     return Engine(model, "dense" if policy is None else policy, pages=pages, prefill="dense" if prefill is None else prefill)
 
 
+def pages_needed(requests: Iterable[tuple[int, int]], slots: int, page_size: int) -> int:
+    """Pages that the `slots` longest of these requests take at once. requests: of each its tokens, prompt and answer, and its samples."""
+    pages = [(-(-tokens // page_size), samples) for tokens, samples in requests]
+    # A prompt waits in a page of its own until the last of its samples has a place.
+    longest = heapq.nlargest(slots, (count for count, samples in pages for _ in range(min(samples, slots))))
+    return sum(longest) + any(samples > 1 for _, samples in pages)
+
+
 @dataclasses.dataclass(eq=False)
-class _Row:
-    """A request in its place: what it has written and what is still on its way (`issued` counts both)."""
+class _Prefilled:
+    """A request whose prompt is in the cache: `started` of its samples have or had a place, `done` are finished.
+
+    seen: `seen_tokens` of the prompt, where the request has a penalty. The last sample takes over `sequence`.
+    """
 
     request: Request
+    sequence: CachedSequence | None
+    prompt_tokens: int
+    seen: Int[np.ndarray, " V"] | None
+    started: int = 0
+    done: dict[int, Completion] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(eq=False)
+class _Row:
+    """A sample of a request in its place: what it has written and what is still on its way (`issued` counts both)."""
+
+    prefilled: _Prefilled
+    index: int
+    sampling: Sampling
     sequence: CachedSequence
     stream: TextStream | None
     stop_ids: frozenset[int]
-    prompt_tokens: int
     issued: int = 1
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = dataclasses.field(default_factory=list)
     steps: int = 0
     blocks: int = 0
     keys: int = 0
@@ -210,93 +250,131 @@ class _Loop:
         self.tokens = jnp.zeros(bucket, jnp.int32)
         self.flight: _Flight | None = None
         self.sampling_rows: SamplingRows | None = None
+        self.counts: Int[Array, "B V"] | None = None  # tokens of every place, while a row has a penalty
+        self.waiting: Request | _Prefilled | None = None
+        self.short = False  # pages did not suffice for `waiting`, and none came back since
 
     def run(self, source: Iterator[Request]) -> Iterator[tuple[Request, Completion]]:
-        waiting: Request | None = None
-        exhausted = short = False  # short: pages did not suffice for `waiting`, and none came back since
         while True:
-            for place in () if short else range(self.usable):
-                while self.rows[place] is None and not exhausted:
-                    request = waiting if waiting is not None else next(source, None)
-                    waiting = None
-                    if request is None:
-                        exhausted = True
+            for place in range(self.usable):
+                while self.rows[place] is None and not self.short:
+                    self.waiting = self.waiting or next(source, None)
+                    if self.waiting is None:
                         break
-                    outcome = self._admit(place, request)
-                    if outcome == "wait":
-                        waiting, short = request, True
-                        break
-                    if isinstance(outcome, Completion):
-                        yield request, outcome
-                if short:
-                    break
+                    refused = self._admit(place)
+                    if refused is not None:
+                        yield refused
             if not any(self.rows):
-                if waiting is None:
+                if self.waiting is None:
                     return
                 continue
             landed = self.flight
             self.flight = self._dispatch()
             if landed is not None:
                 self._read(landed)
-            for finished in self._finished():
-                short = False
-                yield finished
+            yield from self._finished()
 
     def release(self) -> None:
         """Free what still runs: the caller stopped early, or something failed."""
-        for row in self.rows:
-            if row is not None:
-                self.engine.free(row.sequence)
-        self.rows = [None] * len(self.rows)
+        waiting = self.waiting.sequence if isinstance(self.waiting, _Prefilled) else None
+        for sequence in [waiting, *(row.sequence for row in self.rows if row)]:
+            if sequence is not None:
+                self.engine.free(sequence)
+        self.rows, self.waiting = [None] * len(self.rows), None
 
-    def _admit(self, place: int, request: Request) -> Completion | str | None:
-        """Prefill a request into a place and sample its first token.
+    def _admit(self, place: int) -> tuple[Request, Completion] | None:
+        """Prefill the request that waits, unless it is, and start a sample of it in a place.
 
-        Returns its completion if it failed, "wait" if pages are short only because others run, None if it runs now.
+        It goes on waiting while it has further samples, or where pages are short only because others run. Returns it with its completion if
+        it failed.
         """
-        engine, sampling = self.engine, request.sampling
-        prompt_tokens = 0
+        request = self.waiting.request if isinstance(self.waiting, _Prefilled) else self.waiting
+        ids: list[int] = []
         try:
-            ids = encode(engine.model.tokenizer, request.prompt)
-            prompt_tokens = len(ids)
-            if sampling.stop and engine.model.tokenizer is None:
-                raise ValueError("stop strings need a tokenizer, and the model has none")
-            engine.check_length(len(ids) + sampling.max_new_tokens - 1)
+            if not isinstance(self.waiting, _Prefilled):
+                ids = encode(self.engine.model.tokenizer, request.prompt)
+                self._check(request, ids)
             try:
-                (sequence,) = engine.prefill([ids], reserve=sampling.max_new_tokens - 1, on_tokens=self.on_prefill)
+                if not isinstance(self.waiting, _Prefilled):
+                    self.waiting = self._prefill(request, ids)
+                sequence = self._take_sequence(self.waiting)
             except OutOfPages:
                 if any(self.rows):
-                    return "wait"
+                    self.short = True
+                    return None
                 raise
         except (ValueError, OutOfPages) as error:
-            return Completion(finish_reason="error", prompt_tokens=prompt_tokens, error=error)
+            if isinstance(self.waiting, _Prefilled):
+                self.engine.free(self.waiting.sequence)
+            self.waiting = None
+            return request, Completion(finish_reason="error", prompt_tokens=len(ids), error=error)
+        prefilled = self.waiting
+        self.waiting = None if prefilled.sequence is None else prefilled
+        self._start(place, prefilled, sequence)
+        return None
+
+    def _check(self, request: Request, ids: list[int]) -> None:
+        """Raise for what cannot run, however many pages come back."""
+        if request.sampling.stop and self.engine.model.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the model has none")
+        self.engine.check_length(len(ids) + request.sampling.max_new_tokens - 1)
+
+    def _prefill(self, request: Request, ids: list[int]) -> _Prefilled:
+        sampling = request.sampling
+        reserve = sampling.max_new_tokens - 1 if sampling.n == 1 else 0  # several samples reserve pages of their own
+        (sequence,) = self.engine.prefill([ids], reserve=reserve, on_tokens=self.on_prefill)
+        seen = seen_tokens(ids, self.engine.config.vocab_size) if sampling.penalises else None
+        return _Prefilled(request, sequence, len(ids), seen)
+
+    def _take_sequence(self, prefilled: _Prefilled) -> CachedSequence:
+        """The sequence of the next sample: a fork of the prompt, or for the last sample the prompt itself. OutOfPages changes nothing."""
+        sampling, last = prefilled.request.sampling, prefilled.started == prefilled.request.sampling.n - 1
+        sequence = prefilled.sequence if last else self.engine.fork(prefilled.sequence)
+        try:
+            self.engine.reserve([sequence], sampling.max_new_tokens - 1)
+        except OutOfPages:
+            if not last:
+                self.engine.free(sequence)
+            raise
+        prefilled.started += 1
+        prefilled.sequence = None if last else prefilled.sequence
+        return sequence
+
+    def _start(self, place: int, prefilled: _Prefilled, sequence: CachedSequence) -> None:
+        """Put a sample into a place and choose its first token."""
+        engine, index, sampling = self.engine, prefilled.started - 1, prefilled.request.sampling
+        sampling = dataclasses.replace(sampling, seed=(sampling.seed + index) % 2**32)
         stream = None if engine.model.tokenizer is None else TextStream(engine.model.tokenizer, sampling.stop)
-        stop_ids = engine.config.eos_token_ids if sampling.stop_token_ids is None else sampling.stop_token_ids
-        row = _Row(request, sequence, stream, frozenset(stop_ids), len(ids))
-        self.rows[place] = row
+        stop_ids = sampling.stop_token_ids
+        if stop_ids is None:
+            stop_ids = () if sampling.ignore_eos else engine.config.eos_token_ids
+        self.rows[place] = row = _Row(prefilled, index, sampling, sequence, stream, frozenset(stop_ids))
         self.sampling_rows = None
+        counts = None
+        if prefilled.seen is not None:
+            if self.counts is None:
+                self.counts = jnp.zeros((len(self.rows), engine.config.vocab_size), jnp.int32)
+            self.counts, counts = _set_counts(self.counts, place, prefilled.seen), prefilled.seen[None]
         position = np.array([sequence.length], np.int32)
-        sampled = sample_step(sequence.logits[None], SamplingRows.of([sampling]), position)
+        sampled = sample_step(sequence.logits[None], SamplingRows.of([sampling]), position, counts)
         self.tokens = self.tokens.at[place].set(sampled.tokens[0])
         self._take(row, jax.device_get(sampled), 0)
-        return None
 
     def _dispatch(self) -> _Flight | None:
         """Start one step for the rows that want more tokens than they have or await."""
-        rows = [
-            row if row and row.finish_reason is None and row.issued < row.request.sampling.max_new_tokens else None for row in self.rows
-        ]
+        rows = [row if row and row.finish_reason is None and row.issued < row.sampling.max_new_tokens else None for row in self.rows]
         if not any(rows):
             return None
         if self.sampling_rows is None:
-            self.sampling_rows = SamplingRows.of([row.request.sampling if row else None for row in self.rows])
+            self.sampling_rows = SamplingRows.of([row.sampling if row else None for row in self.rows])
+            self.counts = self.counts if self.sampling_rows.penalises else None
         slots = [row.sequence if row else None for row in rows]
-        sampled = self.engine.decode_and_sample(slots, self.tokens, self.sampling_rows, self.policy)
-        self.tokens = sampled.tokens
+        sampled = self.engine.decode_and_sample(slots, self.tokens, self.sampling_rows, self.policy, counts=self.counts)
+        self.tokens, self.counts = sampled.tokens, sampled.counts
         for row in rows:
             if row:
                 row.issued += 1
-        return _Flight(rows, sampled, self.engine.last_reads)
+        return _Flight(rows, sampled.replace(counts=None), self.engine.last_reads)
 
     def _read(self, flight: _Flight) -> None:
         """Fold a step's results into its rows; rows that had ended before it are left alone."""
@@ -312,42 +390,58 @@ class _Loop:
     def _take(self, row: _Row, sampled: Sampled, place: int) -> None:
         """One more token of a row, read from the device: its text, and whether it ends it. Logits that are not finite end it too."""
         if not sampled.finite[place]:
-            row.error, row.finish_reason = NotFinite(row.prompt_tokens + len(row.ids)), "error"
+            row.error, row.finish_reason = NotFinite(row.prefilled.prompt_tokens + len(row.ids)), "error"
             return
         token = int(sampled.tokens[place])
         row.ids.append(token)
         row.logprobs.append(float(sampled.logprobs[place]))
+        if count := row.sampling.top_logprobs:
+            best = zip(sampled.top_tokens[place, :count].tolist(), sampled.top_logprobs[place, :count].tolist(), strict=True)
+            row.top_logprobs.append(tuple((token, value) for token, value in best if value > -np.inf))  # no token that is never chosen
         ends = token in row.stop_ids
         piece = "" if ends or row.stream is None else row.stream.push(token)
         if ends or (row.stream is not None and row.stream.stopped):
             row.finish_reason = "stop"
-        elif len(row.ids) == row.request.sampling.max_new_tokens:
+        elif len(row.ids) == row.sampling.max_new_tokens:
             row.finish_reason = "length"
         if row.finish_reason and row.stream is not None:
             piece += row.stream.close()
         if self.on_token:
-            self.on_token(row.request, token, piece)
+            self.on_token(row.prefilled.request, token, piece)
 
     def _finished(self) -> Iterator[tuple[Request, Completion]]:
-        """Free the places of rows that ended and yield their completions."""
+        """Free the places of rows that ended; yield the requests whose samples have all ended, with their completions."""
         for place, row in enumerate(self.rows):
             if row is None or row.finish_reason is None:
                 continue
             self.engine.free(row.sequence)
-            self.rows[place] = None
-            if row.error is not None:
-                yield row.request, Completion(finish_reason="error", prompt_tokens=row.prompt_tokens, error=row.error)
-                continue
-            heads = self.engine.config.num_layers * self.engine.config.num_kv_heads * max(row.steps, 1)
-            yield (
-                row.request,
-                Completion(
-                    text=row.stream.text if row.stream else "",
-                    token_ids=tuple(row.ids),
-                    logprobs=tuple(row.logprobs) if row.request.sampling.logprobs else None,
-                    finish_reason=row.finish_reason,
-                    prompt_tokens=row.prompt_tokens,
-                    blocks_per_step=row.blocks / heads,
-                    keys_per_step=row.keys / heads,
-                ),
-            )
+            self.rows[place], self.short = None, False
+            request, done = row.prefilled.request, row.prefilled.done
+            done[row.index] = self._completion(row)
+            if request.sampling.n == 1:
+                yield request, done[0]
+            elif len(done) == request.sampling.n:
+                choices = tuple(done[index] for index in range(len(done)))
+                failed = next((choice for choice in choices if choice.error is not None), None)
+                yield request, failed or dataclasses.replace(choices[0], choices=choices)
+
+    def _completion(self, row: _Row) -> Completion:
+        if row.error is not None:
+            return Completion(finish_reason="error", prompt_tokens=row.prefilled.prompt_tokens, error=row.error)
+        heads = self.engine.config.num_layers * self.engine.config.num_kv_heads * max(row.steps, 1)
+        return Completion(
+            text=row.stream.text if row.stream else "",
+            token_ids=tuple(row.ids),
+            logprobs=tuple(row.logprobs) if row.sampling.logprobs else None,
+            top_logprobs=tuple(row.top_logprobs) if row.sampling.top_logprobs else None,
+            finish_reason=row.finish_reason,
+            prompt_tokens=row.prefilled.prompt_tokens,
+            blocks_per_step=row.blocks / heads,
+            keys_per_step=row.keys / heads,
+        )
+
+
+@functools.partial(jax.jit, donate_argnames="counts")
+def _set_counts(counts: Int[Array, "B V"], place: Int[Array, ""], row: Int[Array, " V"]) -> Int[Array, "B V"]:
+    """Counts of a place replaced. DONATES counts."""
+    return counts.at[place].set(row)

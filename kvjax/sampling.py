@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy, temperature, top-k, top-p; per row, so that a batch may mix them."""
+"""Choosing the next token: greedy, temperature, top-k, top-p, min-p, penalties; per row, so that a batch may mix them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+MAX_TOP_LOGPROBS = 20
+MAX_SAMPLES = 128
+_WHOLE = (
+    ("max_new_tokens", 1, 2**31),
+    ("top_k", 0, 2**31),
+    ("seed", 0, 2**32),
+    ("n", 1, MAX_SAMPLES + 1),
+    ("top_logprobs", 0, MAX_TOP_LOGPROBS + 1),
+)
+_BETWEEN = (("min_p", 0, 1), ("repetition_penalty", 0.001, 1000), ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2))
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 """A higher temperature draws as this one does: evenly."""
 
@@ -23,7 +33,13 @@ class Sampling:
     max_new_tokens: tokens. temperature 0 is greedy. top_k 0 and top_p 1 keep every token. seed: the same seed, prompt and policy give the
     same tokens in any company of the same batch bucket. stop: strings that end the text (they are left out of it). stop_token_ids: None
     means the model's end-of-sequence tokens; () means none. logprobs: return the log-probability of each token under the model's own
-    distribution (temperature 1, nothing cut off).
+    distribution (temperature 1, nothing cut off, no penalty).
+
+    min_p: drop tokens less probable than this share of the best token's probability. repetition_penalty: divides positive and multiplies
+    negative logits of tokens that the prompt or the answer holds (as transformers does). presence_penalty and frequency_penalty: taken off
+    the logit of a token that the answer holds, once and once per occurrence (OpenAI's definition, -2 to 2). Penalties act first, also on
+    greedy rows. n: samples of the prompt, which is prefilled once; sample i draws with seed + i. ignore_eos: go on past the model's
+    end-of-sequence tokens. top_logprobs: how many of the most likely tokens to return at each place, needs logprobs.
     """
 
     max_new_tokens: int = 128
@@ -34,15 +50,23 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] | None = None
     logprobs: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    n: int = 1
+    ignore_eos: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self):
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if any(not isinstance(text, str) or not text for text in stops):
             raise ValueError(f"stop must be strings that are not empty, got {self.stop!r}")
         object.__setattr__(self, "stop", stops)
-        if not isinstance(self.logprobs, bool):
-            raise ValueError(f"logprobs must be True or False, got {self.logprobs!r}")
-        for name, least, below in (("max_new_tokens", 1, 2**31), ("top_k", 0, 2**31), ("seed", 0, 2**32)):
+        for name in ("logprobs", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name, least, below in _WHOLE:
             object.__setattr__(self, name, _whole(name, getattr(self, name), least, below))
         if self.stop_token_ids is not None:
             ids = tuple(_whole("a stop token id", token, 0, 2**31) for token in self.stop_token_ids)
@@ -51,6 +75,17 @@ class Sampling:
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature!r}")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        for name, least, most in _BETWEEN:
+            value = getattr(self, name)
+            if not _is_number(value) or not least <= value <= most:
+                raise ValueError(f"{name} must be a number from {least} to {most}, got {value!r}")
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs {self.top_logprobs} needs logprobs=True")
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on which tokens came before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 def _is_number(value: object) -> bool:
@@ -68,15 +103,22 @@ def _whole(name: str, value: object, least: int, below: int) -> int:
 class SamplingRows:
     """The sampling of every row of a batch, as arrays.
 
-    draws: whether any row draws at random, rather than take the largest logit. Static, so that a step of greedy rows is compiled without
-    the sort that drawing needs: a condition on the device would make the host wait for its answer in every step.
+    draws: whether any row draws at random, rather than take the largest logit. penalises: whether any row has a penalty. ranks: how many
+    of the most likely tokens are returned. All static, so that a step of greedy rows is compiled without the sort that drawing needs and
+    without counts of tokens: a condition on the device would make the host wait for its answer in every step.
     """
 
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
+    min_p: Float[Array, "B"]
+    repetition_penalty: Float[Array, "B"]
+    presence_penalty: Float[Array, "B"]
+    frequency_penalty: Float[Array, "B"]
     seed: Int[Array, "B"]
     draws: bool = flax.struct.field(pytree_node=False, default=True)
+    penalises: bool = flax.struct.field(pytree_node=False, default=False)
+    ranks: int = flax.struct.field(pytree_node=False, default=0)
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling | None]) -> SamplingRows:
@@ -86,8 +128,14 @@ class SamplingRows:
             temperature=np.array([min(s.temperature, FLOAT32_MAX) for s in filled], np.float32),
             top_k=np.array([s.top_k for s in filled], np.int32),
             top_p=np.array([s.top_p for s in filled], np.float32),
+            min_p=np.array([s.min_p for s in filled], np.float32),
+            repetition_penalty=np.array([s.repetition_penalty for s in filled], np.float32),
+            presence_penalty=np.array([s.presence_penalty for s in filled], np.float32),
+            frequency_penalty=np.array([s.frequency_penalty for s in filled], np.float32),
             seed=np.array([s.seed for s in filled], np.uint32),
             draws=any(s.temperature > 0 for s in filled),
+            penalises=any(s.penalises for s in filled),
+            ranks=MAX_TOP_LOGPROBS if any(s.top_logprobs for s in filled) else 0,
         )
 
 
@@ -107,27 +155,40 @@ class Sampled:
     """What sampling says of every row: the token, its log-probability, and whether there was anything to sample from.
 
     finite: False where the row's logits hold NaN or +inf, or nothing but -inf (a token whose logit is -inf is never chosen, which is no
-    fault). Token and log-probability then mean nothing, and whoever reads them raises `NotFinite` for the row.
+    fault). Token and log-probability then mean nothing, and whoever reads them raises `NotFinite` for the row. Log-probabilities are under
+    softmax(logits), natural log, float32. top_tokens and top_logprobs: the `rows.ranks` most likely tokens, best first (None without).
+    counts: those that were passed in (see `seen_tokens`), for the next step.
     """
 
     tokens: Int[Array, "B"]
     logprobs: Float[Array, "B"]
     finite: Bool[Array, "B"]
+    top_tokens: Int[Array, "B R"] | None = None
+    top_logprobs: Float[Array, "B R"] | None = None
+    counts: Int[Array, "B V"] | None = None
 
 
-def sample(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array, "B"]) -> Sampled:
-    """The next token of every row, and its log-probability under softmax(logits).
+def sample(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array, "B"], counts: Int[Array, "B V"] | None = None) -> Sampled:
+    """The next token of every row.
 
     positions: the token's place in its sequence; with the row's seed it makes the row's random key, so a row's draw does not depend on
-    its company. Order of the cuts: temperature, then top-k, then top-p over what is left; the best token always stays. Greedy
-    rows take the largest logit, the lower token id of equals. Memory: a few arrays of `[B, V]` float32.
+    its company. counts: which tokens each row holds, as `seen_tokens` and `count_tokens` make them; needed where `rows.penalises`. Order:
+    penalties (repetition, then frequency and presence), temperature, then top-k, then top-p over what is left, then min-p; the best token
+    always stays. Greedy rows take the largest logit, the lower token id of equals. Memory: a few arrays of `[B, V]` float32.
     """
     logits = jax.lax.optimization_barrier(logits.astype(jnp.float32))  # what comes before is the same whoever draws
-    chosen = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    weighed = penalised(logits, rows, counts) if rows.penalises else logits
+    chosen = jnp.argmax(weighed, axis=-1).astype(jnp.int32)
     if rows.draws:
-        chosen = jnp.where(rows.temperature > 0, _draw(logits, rows, positions), chosen)
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
-    return Sampled(chosen, jnp.take_along_axis(logprobs, chosen[:, None], axis=1)[:, 0], all_finite(logits))
+        chosen = jnp.where(rows.temperature > 0, _draw(weighed, rows, positions), chosen)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
+    largest, log_sum = jax.lax.optimization_barrier((largest, log_sum))  # the same sum whoever asks for the most likely tokens
+    logprobs = (jnp.take_along_axis(logits, chosen[:, None], axis=1) - largest - log_sum)[:, 0]
+    if not rows.ranks:
+        return Sampled(chosen, logprobs, all_finite(logits), counts=counts)
+    top_logits, top_tokens = jax.lax.top_k(logits, min(rows.ranks, logits.shape[-1]))
+    return Sampled(chosen, logprobs, all_finite(logits), top_tokens, top_logits - largest - log_sum, counts)
 
 
 def all_finite(logits: Float[Array, "... V"]) -> Bool[Array, "..."]:
@@ -139,6 +200,25 @@ sample_step = jax.jit(sample)
 """`sample`, jitted."""
 
 
+def seen_tokens(prompt: Sequence[int], vocab_size: int) -> Int[np.ndarray, " V"]:
+    """Counts of a row before its first token: 1 for tokens of the prompt. Each occurrence in the answer adds 2."""
+    counts = np.zeros(vocab_size, np.int32)
+    counts[np.asarray(prompt)] = 1
+    return counts
+
+
+def count_tokens(counts: Int[Array, "B V"], tokens: Int[Array, "B"], active: Bool[Array, "B"]) -> Int[Array, "B V"]:
+    """Counts with one more token in the answer of every active row."""
+    return counts.at[jnp.arange(tokens.shape[0]), tokens].add(jnp.where(active, 2, 0))
+
+
+def penalised(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, "B V"]) -> Float[Array, "B V"]:
+    """Logits after the penalties; those of a row without any are the same bits."""
+    generated, repetition = counts >> 1, rows.repetition_penalty[:, None]
+    logits = jnp.where(counts > 0, jnp.where(logits < 0, logits * repetition, logits / repetition), logits)
+    return logits - rows.frequency_penalty[:, None] * generated - rows.presence_penalty[:, None] * (generated > 0)
+
+
 def kept(ranked: Float[Array, "B V"], rows: SamplingRows) -> Bool[Array, "B V"]:
     """Which of the scaled logits, largest first, the cuts leave to draw from."""
     rank = jnp.arange(ranked.shape[-1])[None]
@@ -148,6 +228,7 @@ def kept(ranked: Float[Array, "B V"], rows: SamplingRows) -> Bool[Array, "B V"]:
     # A token stays while the mass before it is short of top_p, so the one that crosses the line stays. A top_p of 1 cuts nothing: the
     # rounded sum may reach 1 before the last token.
     keep &= (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1)
+    keep &= jnp.exp(ranked - ranked[:, :1]) >= rows.min_p[:, None]
     return keep | (rank == 0)
 
 

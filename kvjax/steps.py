@@ -15,7 +15,7 @@ from kvjax.cache import FULL, Cache, IndexSpec, PagedKV, append
 from kvjax.model import Decoder, Params
 from kvjax.policies import Blocks, DecodePolicy, SelectContext
 from kvjax.prefill import PrefillContext, PrefillPolicy
-from kvjax.sampling import Sampled, SamplingRows, sample
+from kvjax.sampling import Sampled, SamplingRows, count_tokens, sample
 
 
 @flax.struct.dataclass
@@ -107,7 +107,7 @@ decode_step = jax.jit(decode, static_argnames=("decoder", "policy", "indexes"), 
 """`decode`, jitted. DONATES cache."""
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames=("cache", "counts"))
 def decode_and_sample(
     decoder: Decoder,
     policy: DecodePolicy,
@@ -118,10 +118,15 @@ def decode_and_sample(
     active: Bool[Array, "B"],
     states: tuple[Any, ...],
     rows: SamplingRows,
+    counts: Int[Array, "B V"] | None = None,
 ) -> tuple[Sampled, Cache, tuple[Any, ...], Reads]:
-    """One step from token to next token in one call. DONATES cache."""
+    """One step from token to next token in one call. DONATES cache and counts.
+
+    counts: where `rows.penalises`, which tokens each row held before this step; the tokens written now are counted into it.
+    """
     logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, tokens[:, None], active, states)
-    return sample(logits[:, 0], rows, cache.lengths), cache, states, reads
+    counts = count_tokens(counts, tokens, active) if rows.penalises else counts
+    return sample(logits[:, 0], rows, cache.lengths, counts), cache, states, reads
 
 
 def _count_reads(listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], page_size: int, num_tokens: int, num_kv_heads: int) -> Reads:

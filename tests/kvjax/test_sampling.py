@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import Sampling
-from kvjax.sampling import SamplingRows, kept, sample_step
+from kvjax.sampling import SamplingRows, count_tokens, kept, penalised, sample_step, seen_tokens
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.25, 0.2, 0.1], np.float32))
 
@@ -135,3 +135,85 @@ def test_a_huge_temperature_draws_evenly_and_never_what_is_impossible():
     logits = np.tile(np.array([0.0, -np.inf, 20.0], np.float32), (len(settings), 1))
     tokens = sample_step(logits, SamplingRows.of(settings), np.zeros(len(settings), np.int32)).tokens
     np.testing.assert_allclose(np.bincount(np.asarray(tokens), minlength=3) / len(settings), [0.5, 0, 0.5], atol=0.06)
+
+
+def penalised_by_hand(logits, prompt, answer, sampling):
+    """The definitions, token by token: transformers' RepetitionPenaltyLogitsProcessor over prompt and answer, then OpenAI's formula."""
+    result = logits.astype(np.float64)
+    for token in range(len(logits)):
+        if token in prompt or token in answer:
+            penalty = np.float32(sampling.repetition_penalty)
+            result[token] = result[token] * penalty if result[token] < 0 else result[token] / penalty
+        times = list(answer).count(token)
+        result[token] -= times * np.float32(sampling.frequency_penalty)
+        result[token] -= (times > 0) * np.float32(sampling.presence_penalty)
+    return result
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 11), min_size=1, max_size=8),
+    st.lists(st.integers(0, 11), max_size=8),
+    st.floats(0.5, 2.0),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    st.integers(0, 2**31),
+)
+def test_penalties_are_those_of_their_definitions(prompt, answer, repetition, presence, frequency, seed):
+    logits = (np.random.default_rng(seed).normal(size=(3, 12)) * 4).astype(np.float32)
+    sampling = Sampling(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    counts = jnp.asarray(np.stack([seen_tokens(prompt, 12)] * 2 + [seen_tokens(range(12), 12)]))
+    for token in answer:
+        counts = count_tokens(counts, np.array([token, token, 3], np.int32), np.array([True, False, True]))
+    found = np.asarray(penalised(jnp.asarray(logits), SamplingRows.of([sampling, sampling, None]), counts))
+    np.testing.assert_allclose(found[0], penalised_by_hand(logits[0], prompt, answer, sampling), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[1], penalised_by_hand(logits[1], prompt, (), sampling), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(found[2], logits[2], "a row without penalties keeps its bits")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"min_p": 0.6}, [0, 0.4 / 0.65, 0.25 / 0.65, 0, 0]),
+        ({"min_p": 0.2}, [0, 0.4 / 0.95, 0.25 / 0.95, 0.2 / 0.95, 0.1 / 0.95]),
+        ({"min_p": 1.0}, [0, 1, 0, 0, 0]),
+        ({"min_p": 0.2, "top_k": 3}, [0, 0.4 / 0.85, 0.25 / 0.85, 0.2 / 0.85, 0]),
+        # At temperature 1/2 the shares of the best are squared: 0.39, 0.25, 0.0625, 0.0156.
+        ({"min_p": 0.1, "temperature": 0.5}, np.array([0, 0.16, 0.0625, 0.04, 0]) / 0.2625),
+    ],
+)
+def test_min_p_keeps_a_share_of_the_best(fields, expected):
+    observed = draws(**({"temperature": 1.0} | fields))
+    assert np.all(observed[np.asarray(expected) == 0] == 0)
+    np.testing.assert_allclose(observed, expected, atol=0.03)
+
+
+def test_the_most_likely_tokens_come_with_their_log_probabilities():
+    rows = SamplingRows.of([Sampling(logprobs=True, top_logprobs=3), None])
+    sampled = sample_step(jnp.tile(LOGITS, (2, 1)) + 7, rows, np.zeros(2, np.int32))
+    assert sampled.top_tokens.tolist() == [[1, 2, 3, 4, 0]] * 2
+    np.testing.assert_allclose(np.asarray(sampled.top_logprobs[0]), np.sort(LOGITS)[::-1], atol=1e-5)
+    assert sampled.top_logprobs[0, 0] == sampled.logprobs[0]
+    plain = sample_step(jnp.tile(LOGITS, (2, 1)) + 7, SamplingRows.of([None, None]), np.zeros(2, np.int32))
+    assert plain.top_tokens is None
+    np.testing.assert_array_equal(plain.logprobs, sampled.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"min_p": -0.1}, "min_p must be a number from 0 to 1, got -0.1"),
+        ({"min_p": float("nan")}, "min_p must be a number from 0 to 1, got nan"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number from 0.001 to 1000, got 0"),
+        ({"presence_penalty": 2.5}, "presence_penalty must be a number from -2 to 2, got 2.5"),
+        ({"frequency_penalty": "1"}, "frequency_penalty must be a number from -2 to 2, got '1'"),
+        ({"n": 0}, "n must be a whole number from 1 to 128, got 0"),
+        ({"n": 129}, "n must be a whole number from 1 to 128, got 129"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs must be a whole number from 0 to 20, got 21"),
+        ({"top_logprobs": 2}, "top_logprobs 2 needs logprobs=True"),
+    ],
+)
+def test_what_the_newer_settings_take(fields, match):
+    with pytest.raises(ValueError, match=match):
+        Sampling(**fields)
