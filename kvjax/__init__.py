@@ -12,8 +12,55 @@ Names are resolved on first use, so importing kvjax starts no device.
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what editors and type checkers see
+    from kvjax import fidelity as fidelity
+    from kvjax import models as models
+    from kvjax import policies as policies
+    from kvjax import serving as serving
+    from kvjax.cache import OutOfPages
+    from kvjax.engine import CachedSequence, Engine
+    from kvjax.generation import Completion, Request, generate, run
+    from kvjax.memory import memory_plan
+    from kvjax.model import ModelConfig
+    from kvjax.models import CausalLM, load, save
+    from kvjax.policies import Dense, TopBlocks, Window
+    from kvjax.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
+    from kvjax.sampling import Sampling
+    from kvjax.scoring import Score, score
+    from kvjax.serving import run_batch
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CachedSequence",
+    "CausalLM",
+    "Completion",
+    "Dense",
+    "DensePrefill",
+    "Engine",
+    "MeanPooled",
+    "MeasureOnceMaskOnce",
+    "ModelConfig",
+    "OracleBlocks",
+    "OutOfPages",
+    "Request",
+    "Sampling",
+    "Score",
+    "SinkWindow",
+    "TopBlocks",
+    "VerticalSlash",
+    "Window",
+    "__version__",
+    "generate",
+    "load",
+    "memory_plan",
+    "run",
+    "run_batch",
+    "save",
+    "score",
+]
 
 _HOMES = {
     "CachedSequence": "kvjax.engine",
@@ -43,14 +90,16 @@ _HOMES = {
     "save": "kvjax.models",
     "score": "kvjax.scoring",
 }
-__all__ = sorted((*_HOMES, "__version__"))
+_PACKAGES = ("fidelity", "models", "policies", "serving")
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"kvjax.{name}")
     raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted((*__all__, *_PACKAGES))

@@ -50,6 +50,19 @@ class CachedSequence:
     logits: Float[Array, " V"] | None = None
     states: dict[DecodePolicy, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"CachedSequence(length={self.length}, pages={len(self.pages)})"
+
+
+def check_model(model: object, caller: str) -> None:
+    """ValueError for what is given in the place of a model, such as its name. caller: the function of kvjax that it was given to."""
+    if isinstance(model, str | Path):
+        raise ValueError(
+            f"{str(model)!r} is a name, and kvjax.{caller} needs the model itself: kvjax.{caller}(kvjax.load({str(model)!r}), ...)"
+        )
+    if not all(hasattr(model, name) for name in ("decoder", "config", "params", "tokenizer")):
+        raise ValueError(f"kvjax.{caller} needs a model as kvjax.load(folder or Hub id) returns it, got {type(model).__name__}")
+
 
 class Engine:
     """Prefill, decode, extend, fork, truncate and free sequences of one model.
@@ -74,6 +87,7 @@ class Engine:
         prefill: str | PrefillPolicy = "dense",
         batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
     ):
+        check_model(model, "Engine")
         self.model, self.config = model, model.config
         if page_size <= 0 or prefill_chunk <= 0 or prefill_chunk % page_size:
             raise ValueError(f"prefill_chunk {prefill_chunk} must be a positive multiple of page_size {page_size}")
@@ -94,6 +108,13 @@ class Engine:
         self.sequences: set[CachedSequence] = set()
         self.last_reads: Reads | None = None
         self.last_choice: Choice | None = None
+
+    def __repr__(self) -> str:
+        used, total = self.allocator.total - self.allocator.free, self.allocator.total
+        name = getattr(self.model, "name", "") or self.config.family
+        policies = ", ".join(map(str, self.policies))
+        pool = f"{used:,} of {total:,} pages of {self.page_size} tokens in use"
+        return f"Engine({name!r}: {policies}; prefill {self.prefill_policy}; {pool}, sequences={len(self.sequences)})"
 
     # What there is room for
 

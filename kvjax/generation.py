@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import heapq
 import operator
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from kvjax.text import TextStream
 
 DEFAULT_SLOTS = 8
 Prompt = str | Sequence[int]
+SHORT = reprlib.Repr(maxstring=60, maxother=200)
+"""Cuts prompts, texts and token ids to what can be read at a glance."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +38,9 @@ class Request:
     prompt: Prompt
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     id: Any = None
+
+    def __repr__(self) -> str:
+        return f"Request({SHORT.repr(self.prompt)}, {self.sampling}, id={SHORT.repr(self.id)})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +64,12 @@ class Completion:
     error: Exception | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
     choices: tuple[Completion, ...] = ()
+
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"Completion(error={SHORT.repr(self.error)})"
+        counts = f"tokens={len(self.token_ids)}, keys_per_step={self.keys_per_step:.0f}"
+        return f"Completion({SHORT.repr(self.text)}, finish_reason={self.finish_reason!r}, {counts})"
 
 
 OnToken = Callable[[Request, int, str], None]

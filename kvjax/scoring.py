@@ -27,6 +27,9 @@ class Score:
     token_ids: tuple[int, ...]
     is_greedy: bool
 
+    def __repr__(self) -> str:
+        return f"Score(logprob={self.logprob:.6g}, tokens={len(self.token_ids)}, is_greedy={self.is_greedy})"
+
 
 def score(
     model: Model | Engine,

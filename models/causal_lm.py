@@ -6,7 +6,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from kvjax import generation
 from kvjax.model import ModelConfig, Params
+from kvjax.models.checkpoint import MAX_SHARD_BYTES
 from kvjax.models.decoder import TransformerDecoder
 
 
@@ -24,14 +28,17 @@ class CausalLM:
         """The decoder's configuration."""
         return self.decoder.config
 
-    def save(self, folder: str | Path, **options: Any) -> None:
+    generate = generation.generate
+
+    def save(self, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         """Write the model in Hugging Face format; see `kvjax.models.loading.save` for the options."""
         from kvjax.models import loading
 
-        loading.save(self, folder, **options)
+        loading.save(self, folder, overwrite=overwrite, max_shard_bytes=max_shard_bytes)
 
-    def generate(self, prompts: str | list, **options: Any) -> Any:
-        """Complete a prompt (str -> str) or several (list -> list); see `kvjax.generation.generate` for the options."""
-        from kvjax import generation
-
-        return generation.generate(self, prompts, **options)
+    def __repr__(self) -> str:
+        dtypes = "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(self.params)}))
+        count, config = self.config.num_params, self.config
+        size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+        layers = f"{config.num_layers} layers, {config.num_heads} heads, {config.num_kv_heads} KV heads"
+        return f"CausalLM({self.name!r}: {config.family}, {size} parameters in {dtypes}, {layers}, {config.max_positions:,} positions)"

@@ -30,6 +30,9 @@ TOKENIZER_FILES = (
     "chat_template*",
 )
 
+MAX_SHARD_BYTES = 5 * 10**9
+"""Largest weights file that `save` writes unless told otherwise."""
+
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """safetensors' name -> numpy's, of the stored types that can be read."""
 

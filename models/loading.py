@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Never
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,11 @@ from jaxtyping import Array, DTypeLike
 from kvjax.model import Model, ModelConfig, Params
 from kvjax.models import checkpoint, config_json
 from kvjax.models.causal_lm import CausalLM
-from kvjax.models.checkpoint import CONFIG_FILES, DTYPES, TOKENIZER_FILES, WEIGHT_FILES, Stored, Wanted
+from kvjax.models.checkpoint import CONFIG_FILES, DTYPES, MAX_SHARD_BYTES, TOKENIZER_FILES, WEIGHT_FILES, Stored, Wanted
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.models.family import TENSORS
+from kvjax.models.load_options import DtypeName, named_dtype, refuse
+from kvjax.models.transformers_import import import_transformers
 
 
 def read_config(path_or_id: str | Path) -> ModelConfig:
@@ -46,14 +48,18 @@ def expected_dtype(path_or_id: str | Path) -> np.dtype:
     return jnp.dtype(fields.get("dtype") or fields.get("torch_dtype") or jnp.bfloat16)
 
 
-def load(path_or_id: str | Path, *, dtype: DTypeLike | None = None, tokenizer: bool = True) -> CausalLM:
+def load(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None = None, tokenizer: bool = True, **unknown: Never) -> CausalLM:
     """Read a model from its folder or Hub id onto the default device.
 
-    dtype: of all parameters, float32, bfloat16 or float16; None is float32 on the CPU, which has no fast bfloat16, and the stored
-    type elsewhere. tokenizer: whether to read the tokenizer too, through transformers. A tied model may also store `lm_head.weight`
-    if it equals the embedding. Raises ValueError for an unsupported configuration, for tensors that are missing, extra or misshapen,
-    and for a tokenizer that is missing or has more ids than the model.
+    dtype: of all parameters, float32, bfloat16 or float16 ("fp32", "bf16", "fp16" and "half" for short); "auto" is the stored type; None
+    is float32 on the CPU, which has no fast bfloat16, and the stored type elsewhere. tokenizer: whether to read the tokenizer too,
+    through transformers. A tied model may also store `lm_head.weight` if it equals the embedding. Raises ValueError for an unsupported
+    configuration, for tensors that are missing, extra or misshapen, and for a tokenizer that is missing or has more ids than the model;
+    TypeError, with a hint, for any other option.
     """
+    if unknown:
+        refuse(unknown)
+    dtype = None if dtype is None else named_dtype(dtype)
     folder = checkpoint.find_folder(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
     config, tensors = _config(folder), checkpoint.stored_tensors(folder)
     checkpoint.check_tensors(config, tensors)
@@ -65,7 +71,7 @@ def load(path_or_id: str | Path, *, dtype: DTypeLike | None = None, tokenizer: b
     return CausalLM(TransformerDecoder(config), params, read_tokenizer, str(path_or_id))
 
 
-def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = 5 * 10**9) -> None:
+def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write a model in Hugging Face format: config, weights in the parameters' dtype, tokenizer. `transformers` and `load` read it.
 
     The files are written to a folder beside `folder`, which is then renamed, so a folder of that name is always whole. overwrite:
@@ -95,13 +101,11 @@ def _config(folder: Path) -> ModelConfig:
     return config_json.parse(fields, checkpoint.read_json(generation) if generation.is_file() else None)
 
 
-def _dtype(config: ModelConfig, tensors: dict[str, Stored], dtype: DTypeLike | None) -> np.dtype:
+def _dtype(config: ModelConfig, tensors: dict[str, Stored], dtype: np.dtype | Literal["auto"] | None) -> np.dtype:
     """The parameters' dtype, worked out as `load` documents."""
-    if dtype is not None:
-        if jnp.dtype(dtype).name not in DTYPES.values():
-            raise ValueError(f"dtype is {jnp.dtype(dtype).name}; supported: {', '.join(DTYPES.values())}")
-        return jnp.dtype(dtype)
-    if jax.default_backend() == "cpu":
+    if isinstance(dtype, np.dtype):
+        return dtype
+    if dtype is None and jax.default_backend() == "cpu":
         return jnp.dtype(jnp.float32)
     stored = {DTYPES[tensors[w.name].dtype] for w in checkpoint.wanted_tensors(config)[0]}
     if len(stored) > 1:
@@ -129,12 +133,11 @@ def _check_tied(tensors: dict[str, Stored]) -> None:
 
 
 def _tokenizer(folder: Path, config: ModelConfig) -> Any:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{folder} holds no tokenizer; pass tokenizer=False to load the model alone")
     # tokenizer.json says everything. AutoTokenizer would rebuild it as the family's own tokenizer and split another text differently.
-    kind = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    transformers = import_transformers()
+    kind = transformers.PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else transformers.AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the libraries below raise bare Exception for a damaged file

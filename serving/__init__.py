@@ -3,7 +3,13 @@
 `run_batch` and `run_file` are resolved on first use, so that the command line starts without importing JAX.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvjax.serving.batch import run_batch, run_file
+    from kvjax.serving.harness import KvjaxLM
+    from kvjax.serving.records import Defaults
+    from kvjax.serving.results import Summary
 
 __all__ = ["Defaults", "KvjaxLM", "Summary", "run_batch", "run_file"]
 
@@ -16,3 +22,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -72,8 +71,6 @@ def main() -> None:
 
     An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from.
     """
-    # transformers would advise on every start to install PyTorch, which kvjax has no use for.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         app()
     except KeyboardInterrupt:

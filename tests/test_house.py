@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import importlib.metadata
 import os
 import re
@@ -67,9 +68,19 @@ def imported_modules(tree: ast.Module, name: str) -> list[tuple[str, int]]:
     return found
 
 
+def for_type_checkers(node: ast.stmt) -> bool:
+    """Whether this is `if TYPE_CHECKING:`, which never runs."""
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
 def upward_imports(tree: ast.Module, name: str) -> list[str]:
-    """What a file imports from a layer above its own, or names as a string so as to import it."""
+    """What a file imports from a layer above its own, or names as a string so as to import it.
+
+    The front door shows the names of all layers to type checkers, and only to them.
+    """
     own = RANKS[layer(name)]
+    if name == FRONT_DOOR:
+        tree = ast.Module([node for node in tree.body if not for_type_checkers(node)], [])
     found = [(module, line) for module, line in imported_modules(tree, name) if RANKS.get(layer(module), -1) > own]
     # A name of the front door, `from kvjax import load`, may live in any layer.
     if own <= RANKS["kvjax.models"]:
@@ -100,6 +111,8 @@ def test_imports_point_one_way(path):
         ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.models.loading')"),
         ("kvjax.models.loading", "import kvjax.serving.cli"),
         ("kvjax.__init__", "from kvjax.models import load"),
+        ("kvjax.__init__", "if TYPE_CHECKING:\n    pass\nfrom kvjax.models import load"),
+        ("kvjax.engine", "if TYPE_CHECKING:\n    from kvjax.models import load"),
     ],
 )
 def test_an_upward_import_is_found(name, code):
@@ -113,6 +126,7 @@ def test_an_upward_import_is_found(name, code):
         ("kvjax.models.loading", "from kvjax.model import ModelConfig\nfrom .decoder import init_params"),
         ("kvjax.serving.cli", "from kvjax import load"),
         ("kvjax.__init__", "HOMES = {'load': 'kvjax.models'}"),
+        ("kvjax.__init__", "if TYPE_CHECKING:\n    from kvjax.models import load"),
     ],
 )
 def test_a_downward_import_is_allowed(name, code):
@@ -176,6 +190,23 @@ def test_front_door_hides_no_module():
 
     modules = {name.split(".")[1] for name in MODULES if name.startswith("kvjax.")}
     assert not set(kvjax.__all__) & modules
+
+
+@pytest.mark.parametrize("name", ["kvjax", "kvjax.models", "kvjax.serving"])
+def test_type_checkers_see_the_names_that_are_resolved_on_first_use(name):
+    """Each is imported under TYPE_CHECKING from where it is defined, and listed in a literal `__all__`."""
+    package = importlib.import_module(name)
+    tree = parse(next(path for path in SOURCES if module_name(path) == f"{name}.__init__"))
+    (block,) = [node for node in tree.body if for_type_checkers(node)]
+    seen = {alias.asname or alias.name: node.module for node in block.body for alias in node.names}
+    for each, home in seen.items():
+        module = f"{home}.{each}"
+        defined = importlib.import_module(module) if module in MODULES else getattr(importlib.import_module(home), each)
+        assert getattr(package, each) is defined
+    (listed,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
+    names = {each for each in seen if f"{name}.{each}" not in MODULES}
+    assert names == set(package._HOMES) == set(ast.literal_eval(listed)) - {"__version__"}
+    assert set(seen) <= set(dir(package))
 
 
 @pytest.mark.parametrize("path", ALL_PYTHON, ids=label)
@@ -248,6 +279,11 @@ def test_every_data_file_is_shipped_and_every_pattern_finds_one():
         if path.is_file() and path.suffix != ".py" and "__pycache__" not in path.parts
     }
     assert present == shipped
+
+
+def test_type_checkers_are_told_that_the_packages_have_types():
+    for package in ("kvjax", "pallas_kernels"):
+        assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"][package]
 
 
 def test_what_is_imported_is_declared():

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from kvjax.models.transformers_import import import_transformers
+
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 
@@ -37,9 +39,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 def transformers_tokenizer(path: str | Path, max_positions: int) -> Any:
     """The tokenizer file as `transformers` sees it, with its special tokens named: what is exported with the model."""
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(
+    return import_transformers().PreTrainedTokenizerFast(
         tokenizer_file=str(path),
         eos_token=END_OF_TEXT,
         pad_token=PAD,

@@ -1,0 +1,84 @@
+"""What `load` is given: names of dtypes, hints for options of other libraries; and what it prints, which is nothing."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.models import CausalLM, load
+from kvjax.models.loading import save
+from kvjax.models.transformers_import import ADVICE
+
+
+@pytest.fixture(scope="module")
+def needle():
+    return load("needle", tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def stored_as_float16(needle, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "half"
+    save(CausalLM(needle.decoder, jax.tree.map(lambda leaf: leaf.astype(jnp.float16), needle.params)), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("fp32", "float32"), ("float", "float32"), ("fp16", "float16"), ("half", "float16"), ("bf16", "bfloat16"), (np.float32, "float32")],
+)
+def test_dtypes_have_short_names(dtype, name, stored_as_float16):
+    loaded = load(stored_as_float16, dtype=dtype, tokenizer=False)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(loaded.params)} == {name}
+
+
+def test_auto_is_the_stored_type(stored_as_float16):
+    assert load(stored_as_float16, dtype="auto", tokenizer=False).params["embed"].dtype == jnp.float16
+    assert load(stored_as_float16, tokenizer=False).params["embed"].dtype == jnp.float32, "the default on the CPU"
+
+
+@pytest.mark.parametrize("dtype", ["float8", "int8", "double", jnp.int32, 3, object])
+def test_other_dtypes_are_refused_before_anything_is_read(dtype):
+    with pytest.raises(ValueError, match=r"supported: float32, float16, bfloat16 .*'auto', the stored type"):
+        load("/nowhere", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ({"torch_dtype": "bfloat16"}, "no option 'torch_dtype': it is called dtype here"),
+        ({"device": "cuda"}, "no option 'device': .*jax_default_device"),
+        ({"device_map": "auto"}, "no option 'device_map': leave it out"),
+        ({"nonsense": 1}, "no option 'nonsense': there are dtype and tokenizer"),
+    ],
+)
+def test_options_of_other_libraries_get_a_hint(option, hint):
+    with pytest.raises(TypeError, match=hint):
+        load("needle", **option)
+
+
+def test_a_model_shows_itself_in_one_line(needle):
+    shown = repr(needle)
+    assert shown == "CausalLM('needle': qwen2, 11.6M parameters in float32, 6 layers, 8 heads, 2 KV heads, 32,768 positions)"
+
+
+def test_loading_prints_nothing():
+    """transformers' first import advises to install PyTorch where there is none, as the second process shows; other warnings are heard."""
+    begin, end = "import logging, sys; sys.modules['torch'] = None\n", "\nlogging.getLogger('transformers').warning('heard')"
+    ours = run_python(f"{begin}import kvjax; kvjax.load('needle'){end}")
+    assert (ours.returncode, ours.stdout, ours.stderr) == (0, "", "[transformers] heard\n")
+    assert ADVICE in run_python(f"{begin}import transformers").stderr
+
+
+def run_python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_packages_can_be_reached_by_name():
+    code = "import kvjax; kvjax.policies.parse('top:8'); kvjax.models.load; kvjax.serving.run_batch; kvjax.fidelity"
+    ran = run_python(code)
+    assert ran.returncode == 0, ran.stderr
+    assert {"policies", "models", "load", "generate"} <= set(dir(kvjax))
