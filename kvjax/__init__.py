@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.models import CausalLM, load, save
     from kvjax.policies import Dense, TopBlocks, Window
     from kvjax.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
-    from kvjax.sampling import Sampling
+    from kvjax.sampling import NotFinite, Sampling
     from kvjax.scoring import Score, score
     from kvjax.serving import run_batch
 
@@ -43,6 +43,7 @@ __all__ = [
     "MeanPooled",
     "MeasureOnceMaskOnce",
     "ModelConfig",
+    "NotFinite",
     "OracleBlocks",
     "OutOfPages",
     "Request",
