@@ -27,6 +27,7 @@ from kvjax.serving.cli_options import (
     load_model,
     read_text,
 )
+from kvjax.serving.echo_cli import echo_command
 from kvjax.serving.fidelity_cli import fidelity_command
 from kvjax.serving.needle_cli import needle_command
 from kvjax.serving.regime_cli import bill_app, regime_map_command
@@ -49,6 +50,7 @@ app.add_typer(bill_app, name="bill")
 app.command("regime-map")(regime_map_command)
 app.command("fidelity")(fidelity_command)
 app.command("needle")(needle_command)
+app.command("echo")(echo_command)
 _traceback = contextvars.ContextVar("traceback", default=False)
 
 

@@ -153,11 +153,17 @@ def _alone(logits: Float[Array, "n V"], true: Int[Array, " n"]) -> Float[Array, 
 def _beside(reference: Float[Array, "n V"], logits: Float[Array, "n V"], true: Int[Array, " n"]) -> Float[Array, "4 n"]:
     """Agreement, KL(reference || policy), total variation, and the policy's negative log-likelihood."""
     log_p, log_q = jax.nn.log_softmax(reference), jax.nn.log_softmax(logits)
-    p, q, difference = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
-    # Each term is p times something not negative: sum p log(p/q) alone is lost in rounding where the policies nearly agree.
-    terms = jnp.where(jnp.abs(difference) < 0.5, p * (jnp.expm1(difference) - difference), q - p - p * difference)
     agrees = jnp.argmax(reference, axis=-1) == jnp.argmax(logits, axis=-1)
-    return jnp.stack([agrees.astype(jnp.float32), terms.sum(-1), 0.5 * jnp.abs(p - q).sum(-1), _nll(log_q, true)])
+    variation = 0.5 * jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)).sum(-1)
+    return jnp.stack([agrees.astype(jnp.float32), divergence(log_p, log_q), variation, _nll(log_q, true)])
+
+
+def divergence(log_p: Float[Array, "n V"], log_q: Float[Array, "n V"]) -> Float[Array, " n"]:
+    """KL(p || q) of each row, in nats, from log-probabilities."""
+    p, q, difference = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
+    # Each term is p times something not negative: sum p log(p/q) alone is lost in rounding where the two nearly agree.
+    terms = jnp.where(jnp.abs(difference) < 0.5, p * (jnp.expm1(difference) - difference), q - p - p * difference)
+    return terms.sum(-1)
 
 
 def _nll(logprobs: Float[Array, "n V"], true: Int[Array, " n"]) -> Float[Array, " n"]:

@@ -3,7 +3,8 @@
 Rates get Wilson intervals. Two policies that answered the same trials are compared pair by pair: only trials that one answered and the
 other did not tell them apart (McNemar). Teacher-forced steps are compared step by step; neighbouring steps are alike, and so are all
 steps of one window of text. What is said about text in general therefore rests on the windows, one figure each (`over_windows`); a
-bootstrap over blocks of BLOCK_STEPS steps says how well the figure of these very windows is known, and no more.
+bootstrap over blocks of BLOCK_STEPS steps says how well the figure of these very windows is known, and no more. Where several trials
+share a prompt, counts are divided by the design effect of the prompts before an interval is made (Rao and Scott 1992, Biometrics 48:577).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.proportion import proportion_confint
@@ -54,8 +55,8 @@ class Paired:
     p_loss: float
 
 
-def proportion(hits: int, trials: int) -> Interval:
-    """A share of successes and its Wilson 95% interval. ValueError where there were no trials."""
+def proportion(hits: float, trials: float) -> Interval:
+    """A share of successes and its Wilson 95% interval; counts need not be whole. ValueError where there were no trials."""
     _check_counts(hits, trials)
     return Interval(hits / trials, *map(float, proportion_confint(hits, trials, alpha=1 - CONFIDENCE, method="wilson")))
 
@@ -76,6 +77,35 @@ def paired(reference: Sequence[bool], policy: Sequence[bool]) -> Paired:
     p_loss = stats.binomtest(lost, lost + gained, 0.5, alternative="greater").pvalue if lost + gained else 1.0
     p_value = mcnemar([[both, lost], [gained, neither]], exact=True).pvalue if lost + gained else 1.0
     return Paired(both, lost, gained, neither, _newcombe(both, lost, gained, neither), float(p_value), float(p_loss))
+
+
+@dataclasses.dataclass(frozen=True)
+class Clustered:
+    """One policy against the reference on trials that come in clusters of one size, several to a prompt.
+
+    both, lost, gained, neither: as in `Paired`. difference: of the shares, policy minus reference. share: the policy's own. Their intervals
+    are Newcombe's and Wilson's of counts divided by the design effect: how many times as far the clusters' means scatter (variance) as
+    those of independent trials would, at least 1. design_effect: the difference's.
+    """
+
+    both: int
+    lost: int
+    gained: int
+    neither: int
+    share: Interval
+    difference: Interval
+    design_effect: float
+
+
+def clustered(reference: Bool[np.ndarray, "clusters trials"], policy: Bool[np.ndarray, "clusters trials"]) -> Clustered:
+    """Two policies' successes on the same trials, one row per cluster. ValueError for fewer than two clusters."""
+    first, second = np.asarray(reference, bool), np.asarray(policy, bool)
+    if first.shape != second.shape or first.ndim != 2 or len(first) < 2 or not first.size:
+        raise ValueError(f"clustered trials are two tables of one shape, at least two clusters, got {first.shape} and {second.shape}")
+    counts = [int(np.sum(which)) for which in (first & second, first & ~second, ~first & second, ~first & ~second)]
+    effect = _design_effect(second.astype(float) - first)
+    hits, own = counts[0] + counts[2], _design_effect(second.astype(float))
+    return Clustered(*counts, proportion(hits / own, first.size / own), _newcombe(*(count / effect for count in counts)), effect)
 
 
 def over_windows(figures: Float[np.ndarray, " n"], transform: Callable = float) -> Interval:
@@ -125,7 +155,13 @@ def _bootstrapped(sample: Float[np.ndarray, " n"], statistic: Callable) -> Inter
     return Interval(value, float(done.confidence_interval.low), float(done.confidence_interval.high))
 
 
-def _newcombe(both: int, lost: int, gained: int, neither: int) -> Interval:
+def _design_effect(values: Float[np.ndarray, "clusters trials"]) -> float:
+    """Variance of the clusters' means over what it would be if trials of a cluster were independent; at least 1."""
+    independent = float(values.var()) / values.shape[1]
+    return max(1.0, float(values.mean(axis=1).var(ddof=1)) / independent) if independent else 1.0
+
+
+def _newcombe(both: float, lost: float, gained: float, neither: float) -> Interval:
     """Difference of paired proportions by squaring and adding Wilson limits (Newcombe 1998, Statistics in Medicine 17:2635, method 10).
 
     Neither library has an interval for this difference that stays honest without discordant pairs, where a bootstrap's has no width.
@@ -147,6 +183,6 @@ def _newcombe(both: int, lost: int, gained: int, neither: int) -> Interval:
     return Interval(value, value - below, value + above)
 
 
-def _check_counts(hits: int, trials: int) -> None:
-    if not 0 <= hits <= trials or trials < 1:
+def _check_counts(hits: float, trials: float) -> None:
+    if not 0 <= hits <= trials or trials <= 0:
         raise ValueError(f"a share needs at least one trial and no more hits than trials, got {hits} of {trials}")

@@ -8,6 +8,7 @@ import pytest
 from kvjax.fidelity.statistics import (
     Interval,
     block_means,
+    clustered,
     lower_bound,
     mean_over_blocks,
     over_windows,
@@ -175,3 +176,35 @@ def test_windows_that_differ_are_covered_and_blocks_of_them_are_not():
         held["blocks"] += 1.0 in mean_over_blocks(steps.ravel())
     assert held["windows"] >= 88
     assert held["blocks"] < 70
+
+
+def test_clusters_that_are_like_independent_trials_give_the_paired_interval():
+    """Each prompt loses one of its four facts: means do not scatter, so the design effect is 1."""
+    reference, policy = np.ones((5, 4), bool), np.tile([True, True, True, False], (5, 1))
+    found, plain = clustered(reference, policy), paired(reference.ravel(), policy.ravel())
+    assert (found.both, found.lost, found.gained, found.neither) == (15, 5, 0, 0)
+    assert found.design_effect == 1.0
+    assert found.difference == plain.difference
+    assert found.share == proportion(15, 20)
+
+
+def test_clusters_that_fall_together_count_as_one_trial_each():
+    """Whole prompts are lost: twenty facts of five prompts say no more than five facts."""
+    reference, policy = np.ones((5, 4), bool), np.repeat([[True], [True], [True], [True], [False]], 4, axis=1)
+    found = clustered(reference, policy)
+    assert found.design_effect == pytest.approx(4 * 5 / 4)  # the sample variance divides by one cluster less
+    plain = paired(reference.ravel(), policy.ravel()).difference
+    assert found.difference.value == pytest.approx(plain.value) == pytest.approx(-0.2)
+    assert found.difference.low < plain.low < plain.high < found.difference.high
+    assert found.share.high - found.share.low > proportion(16, 20).high - proportion(16, 20).low
+
+
+def test_clusters_without_a_difference_keep_a_width():
+    found = clustered(np.ones((3, 4), bool), np.ones((3, 4), bool))
+    assert found.difference.low < 0 == found.difference.value < found.difference.high
+
+
+@pytest.mark.parametrize(("first", "second"), [((1, 4), (1, 4)), ((2, 4), (2, 3)), ((4,), (4,)), ((2, 0), (2, 0))])
+def test_clusters_of_other_shapes_are_refused(first, second):
+    with pytest.raises(ValueError, match="at least two clusters"):
+        clustered(np.ones(first, bool), np.ones(second, bool))

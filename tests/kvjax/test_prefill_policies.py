@@ -11,6 +11,7 @@ import pytest
 import kvjax
 from kvjax import Engine
 from kvjax.cache import PagedKV
+from kvjax.fidelity.echo import ListedDense
 from kvjax.prefill import (
     DensePrefill,
     MeanPooled,
@@ -36,6 +37,7 @@ COVERING = {
     "slash": VerticalSlash(**SIZES, vertical=1, slash=16, last_queries=6),
     "window": SinkWindow(8, 120),
     "window with delta": SinkWindow(8, 120, gamma=4),
+    "every block listed": ListedDense(**SIZES),
 }
 SPARSE = {
     "momo": MeasureOnceMaskOnce(**SIZES, **MOMO),
