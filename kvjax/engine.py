@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import FULL, Cache, OutOfPages, PageAllocator, PagedKV, copy_page, empty_layer, seal
 from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.inspection import StepRead, inspect_step, read_of
-from kvjax.memory import MemoryPlan, memory_plan
+from kvjax.memory import MemoryPlan, check_pool, memory_plan
 from kvjax.model import Model, fingerprint
 from kvjax.policies import Auto, Choice, DecodePolicy, StateSpec, TopTokens, parse
 from kvjax.prefill import DensePrefill, PrefillPolicy, parse_prefill
@@ -102,6 +102,8 @@ class Engine:
         self.prefill_policy = parse_prefill(prefill)
         if isinstance(self.prefill_policy, TileLists):
             self.prefill_policy.check_pages(page_size)
+        if pages is not None:
+            check_pool(self._plan_beside_weights(), pages)
         self.allocator = PageAllocator(self._default_pages() if pages is None else pages)
         shape = (self.allocator.total, self.config.num_kv_heads, page_size, self.config.head_dim)
         self._layers = tuple(empty_layer(*shape, self.dtype, self.indexes) for _ in range(self.config.num_layers))

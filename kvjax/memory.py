@@ -76,6 +76,17 @@ def free_bytes() -> int:
     return int(HOST_SHARE * os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE"))
 
 
+def check_pool(plan: MemoryPlan, pages: int) -> None:
+    """ValueError for a pool that is larger than all memory of the first device; asked for by mistake, the host would run out first."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    total = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if pages * plan.page_bytes > total:
+        raise ValueError(
+            f"a pool of {pages:,} pages takes {_size(pages * plan.page_bytes)}, and all memory of the device is {_size(total)}: "
+            f"give at most {total // plan.page_bytes:,} pages"
+        )
+
+
 def _size(count: int) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":

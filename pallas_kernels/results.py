@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -10,6 +11,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +68,25 @@ def finite(figures: dict[str, Any]) -> dict[str, Any]:
     return cleaned | {"error": f"not finite, so written as null: {named}"}
 
 
+@contextlib.contextmanager
+def replacing(path: Path, suffix: str = ".partial") -> Iterator[Path]:
+    """A file beside `path`, called as it is with a suffix, to write in the block.
+
+    It becomes `path` at the end. Where the block fails, on a full disk say, it is removed.
+    """
+    partial = path.with_name(path.name + suffix)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # those of open files do not say which
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
 def write_result(path: Path, figures: dict) -> None:
     """Write figures and their provenance as JSON, beside `path` and renamed; figures that are not finite as `finite` says."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(finite({"provenance": provenance(), **figures}), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(finite({"provenance": provenance(), **figures}), indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -106,6 +106,8 @@ def check_paths(source: Path, out: Path, overwrite: bool) -> None:
     """ValueError if a job cannot read `source` or may not write `out`; quick, so that it can be asked before a model is loaded."""
     if not source.is_file():
         raise ValueError(f"there is no input file {source}")
+    if source.stat().st_size == 0:
+        raise ValueError(f"{source} is empty; it needs a record on each line")
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent} to write {out.name} to")
     if out.is_dir():

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvjax.serving.cli_options import LARGEST_BATCH, JsonOption, ModelOption, whole
+
 bench_app = typer.Typer(
     help="Time whole models. Single ops: python -m pallas_kernels.bench --help.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -24,14 +26,14 @@ def decode_command(
     ] = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between them.")] = "8k,32k,128k,512k,1m",
     policies: Annotated[str, typer.Option(help="Decode policies, with commas between them; they take turns.")] = "dense,top:8,top:32",
-    batch: Annotated[int, typer.Option(help="Sequences decoded together, all of the same length.")] = 1,
-    steps: Annotated[int, typer.Option(help="Tokens per round; the host waits at the end of a round only.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Timed rounds of every policy, after one to warm up.")] = 5,
+    batch: Annotated[int, typer.Option(help="Sequences decoded together, all of the same length.", **whole(most=LARGEST_BATCH))] = 1,
+    steps: Annotated[int, typer.Option(help="Tokens per round; the host waits at the end of a round only.", **whole())] = 64,
+    rounds: Annotated[int, typer.Option(help="Timed rounds of every policy, after one to warm up.", **whole())] = 5,
     dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
     layers: Annotated[
-        int | None, typer.Option(help="Only so many layers, for small machines. [default: the shape's]", show_default=False)
+        int | None, typer.Option(help="Only so many layers, for small machines. [default: the shape's]", show_default=False, **whole())
     ] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each length.")] = None,
+    json_out: JsonOption = None,
 ) -> None:
     """Time whole decode steps, embedding to sampled token, with random weights and a random cache on the device.
 
@@ -41,8 +43,6 @@ def decode_command(
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{dtype!r} is none of bfloat16, float16, float32", param_hint="--dtype")
-    if layers is not None and layers < 1:
-        raise typer.BadParameter(f"must be at least 1, got {layers}", param_hint="--layers")
     plan = Plan(shape, config_of(shape, layers), dtype, parse_lengths(lengths), policies_of(policies), batch, steps, rounds)
 
     from rich.console import Console
@@ -62,9 +62,11 @@ def prefill_command(
     policies: Annotated[str, typer.Option(help="Prefill policies, with commas between them.")] = "dense,momo:128/8",
     chunk: Annotated[
         int | None,
-        typer.Option(help="Tokens per prefill step, a multiple of 128. [default: 8192; 2048 with --measures]", show_default=False),
+        typer.Option(
+            help="Tokens per prefill step, a multiple of 128. [default: 8192; 2048 with --measures]", show_default=False, **whole()
+        ),
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Timed runs of every prompt. [default: 1]", show_default=False)] = None,
+    rounds: Annotated[int | None, typer.Option(help="Timed runs of every prompt. [default: 1]", show_default=False, **whole())] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -72,7 +74,7 @@ def prefill_command(
             show_default=False,
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Only so many layers. [default: the shape's]", show_default=False)] = None,
+    layers: Annotated[int | None, typer.Option(help="Only so many layers. [default: the shape's]", show_default=False, **whole())] = None,
     ops: Annotated[
         bool, typer.Option("--ops", help="Time the attention of one layer and its steps instead, beside other people's dense kernels.")
     ] = False,
@@ -83,7 +85,7 @@ def prefill_command(
         bool, typer.Option("--ablate", help="With --measures: vary gamma, chi, k, k_exact, the estimate, trimming and correction.")
     ] = False,
     text: Annotated[list[Path] | None, typer.Option(help="With --measures: prose to prefill. [default: Python's documentation]")] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each.")] = None,
+    json_out: JsonOption = None,
 ) -> None:
     """Time to first token of whole prompts, with random weights; or (--ops, --measures) a closer look at their attention."""
     from kvjax.serving import prefill_cli
@@ -114,17 +116,17 @@ def prefill_command(
 
 @bench_app.command("overlap")
 def overlap_command(
-    model: Annotated[str, typer.Option(help="needle, or a model folder or hub id.")] = "needle",
+    model: ModelOption = "needle",
     length: Annotated[str, typer.Option(help="Tokens of text, the decoded ones included.")] = "16k",
-    steps: Annotated[int, typer.Option(help="Decode steps at the end of it.")] = 64,
+    steps: Annotated[int, typer.Option(help="Decode steps at the end of it.", **whole(2))] = 64,
     ks: Annotated[str, typer.Option("--k", help="How many keys of a step, with commas between them.")] = "512,2048",
     kind: Annotated[str, typer.Option(help="relu: as a lightning indexer scores; logits: without relu.")] = "relu",
     text: Annotated[list[Path] | None, typer.Option(help="Prose to decode. [default: Python's documentation]")] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them here, PNG.")] = None,
+    json_out: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw them here, PNG.")] = None,
     save: Annotated[
         Path | None,
-        typer.Option(help="Write the last two steps' scores here, .npz, for --rows of pallas_kernels.bench.top_k_bench."),
+        typer.Option(dir_okay=False, help="Write the last two steps' scores here, .npz, for --rows of pallas_kernels.bench.top_k_bench."),
     ] = None,
 ) -> None:
     """Measure how many of a query's highest-scoring keys the query before had, layer by layer: what a hint to top_k is worth.

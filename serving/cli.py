@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextvars
+import errno
+import os
+import re
 import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.exceptions import TyperException
 
 from kvjax.registry import passed_through_a_policy_file, place_and_error
 from kvjax.serving.bench_cli import bench_app
 from kvjax.serving.cli_options import (
+    LARGEST_BATCH,
     ChunkOption,
     Dtype,
     DtypeOption,
@@ -23,9 +28,10 @@ from kvjax.serving.cli_options import (
     PrefillOption,
     SeedOption,
     TokensOption,
-    at_least_one,
     load_model,
+    number,
     read_text,
+    whole,
 )
 from kvjax.serving.echo_cli import echo_command
 from kvjax.serving.fidelity_cli import fidelity_command
@@ -74,15 +80,23 @@ def main() -> None:
     An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from.
     """
     try:
-        app()
+        status = app(standalone_mode=False)
+        sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.exit(130)
+        status = 130
+    except TyperException as error:
+        error.message = _short(error.message)
+        error.show()
+        status = error.exit_code
     except Exception as error:
         if _traceback.get():
             traceback.print_exception(error)
         else:
             print(f"kvjax: {_one_line(error)}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ValueError | NotImplementedError | FileNotFoundError) else 1)
+        if isinstance(error, OSError):
+            _drop_output()
+        status = 2 if isinstance(error, ValueError | NotImplementedError | FileNotFoundError) else 1
+    sys.exit(status)
 
 
 @app.command("batch")
@@ -92,15 +106,18 @@ def batch_command(
     model: ModelOption,
     policy: PolicyOption = "dense",
     prefill: PrefillOption = "dense",
-    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for records that do not say.")] = 128,
+    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=LARGEST_BATCH))] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for records that do not say.", **whole())] = 128,
     temperature: Annotated[
         float | None,
-        typer.Option(help="For records that do not say; 0 is greedy. [default: 0; 1 for OpenAI's format]", show_default=False),
+        typer.Option(
+            help="For records that do not say; 0 is greedy. [default: 0; 1 for OpenAI's format]", show_default=False, **number(least=0)
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Makes, with a record's id, the seed of a record that has none.")] = 0,
+    seed: Annotated[int, typer.Option(help="Makes, with a record's id, the seed of a record that has none.", **whole(0, 2**32 - 1))] = 0,
     pages: Annotated[
-        int | None, typer.Option(help="Pages in the pool. [default: 8 sequences of 32K tokens, or what fits]", show_default=False)
+        int | None,
+        typer.Option(help="Pages in the pool. [default: 8 sequences of 32K tokens, or what fits]", show_default=False, **whole()),
     ] = None,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
@@ -118,8 +135,6 @@ def batch_command(
     from kvjax.serving.batch import check_paths, partial_path, run_file
     from kvjax.serving.records import Defaults
 
-    at_least_one("--max-batch", max_batch)
-    at_least_one("--max-new-tokens", max_new_tokens)
     check_paths(source, out, overwrite)
     loaded = load_model(model, dtype)
     sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
@@ -145,9 +160,11 @@ def generate_command(
     policy: PolicyOption = "dense",
     prefill: PrefillOption = "dense",
     max_new_tokens: TokensOption = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Draw from this many best tokens; 0 is all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the best tokens that together have this probability.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", **number(least=0))] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many best tokens; 0 is all.", **whole(0))] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the best tokens that together have this probability.", **number(above=0, most=1))
+    ] = 1.0,
     seed: SeedOption = 0,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.", show_default=False)
@@ -226,13 +243,11 @@ def plan_command(
         typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False),
     ] = None,
     memory: Annotated[
-        float | None, typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False)
+        float | None,
+        typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False, **number(above=0, most=2**30)),
     ] = None,
 ) -> None:
     """Print what weights and cache take and how many pages fit, from the model's configuration alone."""
-    if memory is not None and memory <= 0:
-        raise typer.BadParameter(f"must be above 0, got {memory}", param_hint="--memory")
-
     import jax.numpy as jnp
 
     from kvjax.memory import memory_plan
@@ -253,13 +268,12 @@ def plan_command(
 
 @app.command("demo")
 def demo_command(
-    picture: Annotated[Path, typer.Option(help="Where a picture (PNG) of the table goes.")] = Path("demo.png"),
-    prompts: Annotated[int, typer.Option(help="How many prompts.")] = 16,
-    length: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 8192,
+    picture: Annotated[Path, typer.Option(dir_okay=False, help="Where a picture (PNG) of the table goes.")] = Path("demo.png"),
+    prompts: Annotated[int, typer.Option(help="How many prompts.", **whole(most=LARGEST_BATCH))] = 16,
+    length: Annotated[int, typer.Option(help="Tokens of each prompt.", **whole(512, 32_768))] = 8192,
     seed: SeedOption = 0,
 ) -> None:
     """Watch the embedded model answer long prompts, reading all of the cache and then a constant number of pages of it."""
-    at_least_one("--prompts", prompts)
     if not picture.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {picture.parent}", param_hint="--picture")
 
@@ -270,16 +284,20 @@ def demo_command(
 
 @app.command("train-needle")
 def train_needle_command(
-    folder: Annotated[Path, typer.Argument(help="Folder of the run: checkpoints, loss curve, and the model in folder/model.")],
+    folder: Annotated[
+        Path, typer.Argument(file_okay=False, help="Folder of the run: checkpoints, loss curve, and the model in folder/model.")
+    ],
     text: Annotated[list[Path], typer.Option(help="Training text: a .txt or .py file, or a folder of them; may be given several times.")],
     held_out: Annotated[list[Path], typer.Option(help="Text that training never sees, for evaluation; may be given several times.")],
     recipe: Annotated[str, typer.Option(help="needle (the embedded model; wants an accelerator) or toy (minutes on a CPU).")] = "needle",
     python_sources: Annotated[bool, typer.Option(help="Train on the standard library's sources as well.")] = True,
     workers: Annotated[
-        int | None, typer.Option(help="Processes that make batches. [default: by the CPUs there are]", show_default=False)
+        int | None,
+        typer.Option(help="Processes that make batches. [default: by the CPUs there are]", show_default=False, **whole(most=1024)),
     ] = None,
     stop_at: Annotated[
-        int | None, typer.Option(help="Stop after this many steps, with a checkpoint. [default: the recipe's end]", show_default=False)
+        int | None,
+        typer.Option(help="Stop after this many steps, with a checkpoint. [default: the recipe's end]", show_default=False, **whole()),
     ] = None,
 ) -> None:
     """Train the model that finds needles, or go on where an earlier run of the same folder stopped."""
@@ -384,6 +402,24 @@ def _one_line(error: Exception) -> str:
     """An error's message on one line, with its type where the message was hardly written for people."""
     if passed_through_a_policy_file(error):
         return place_and_error(error)
-    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f"writing {error.filename}" if error.filename else "writing the output"
+        return f"no space is left on the disk ({where}): free some, then run the same command again"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return _short(f"{error.filename}: {error.strerror}")
+    text = _short(str(error))
     meant_for_people = text and isinstance(error, ValueError | NotImplementedError | OSError | RuntimeError)
     return text if meant_for_people else f"{type(error).__name__}: {text}"
+
+
+def _short(text: str) -> str:
+    """A message on one line; a word that nobody would read to its end, such as a number of 5,000 digits, is cut."""
+    return re.sub(r"\S{300,}", lambda word: f"{word[0][:60]}... ({len(word[0]):,} characters)", " ".join(text.split()))
+
+
+def _drop_output() -> None:
+    """Forget what could not be written to standard output: at exit Python would try once more, and complain of it in its own words."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

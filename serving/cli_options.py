@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import json
+import math
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +28,43 @@ PREFILLS = (
 )
 
 
+LARGEST = 2**31 - 1
+"""Of a count: tokens, pages and token ids are 32-bit integers on the device."""
+
+LARGEST_BATCH = 2**16
+"""Of what is decoded together. Far above what any device holds, and far below what would take the host minutes to find out."""
+
+
+def whole(least: int = 1, most: int = LARGEST) -> Any:
+    """What an option of whole numbers from `least` to `most` says to typer."""
+
+    def parsed(text: object) -> int:
+        word = str(text)
+        # Python's int() refuses thousands of digits in words of its own, and takes 1_000.
+        if not re.fullmatch(r"[+-]?[0-9]{1,20}", word) or not least <= int(word) <= most:
+            raise typer.BadParameter(f"must be a whole number from {least} to {most}, got {word}")
+        return int(word)
+
+    return {"parser": parsed, "metavar": "<int>"}
+
+
+def number(*, above: float | None = None, least: float | None = None, most: float = math.inf) -> Any:
+    """What an option of finite numbers says to typer: more than `above` or at least `least`, and at most `most`."""
+
+    def parsed(text: object) -> float:
+        try:
+            value = float(str(text))
+        except ValueError:
+            value = math.nan
+        low = value > above if above is not None else value >= least
+        if not (low and value <= most and math.isfinite(value)):
+            reach = f"above {above:g}" if above is not None else f"of at least {least:g}"
+            raise typer.BadParameter(f"must be a number {reach}{f' and at most {most:g}' if most < math.inf else ''}, got {text}")
+        return value
+
+    return {"parser": parsed, "metavar": "<float>"}
+
+
 class Dtype(enum.StrEnum):
     """What weights and cache are stored in."""
 
@@ -41,13 +81,16 @@ PrefillOption = Annotated[str, typer.Option(help=f"How the prompt attends to its
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False)
 ]
-PageSizeOption = Annotated[int, typer.Option(help="Tokens per page of the cache.")]
-ChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of the page size.")]
+PageSizeOption = Annotated[int, typer.Option(help="Tokens per page of the cache.", **whole())]
+ChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of the page size.", **whole())]
 PagesOption = Annotated[
-    int | None, typer.Option(help="Pages in the pool. [default: what the job needs, where it fits]", show_default=False)
+    int | None, typer.Option(help="Pages in the pool. [default: what the job needs, where it fits]", show_default=False, **whole())
 ]
-TokensOption = Annotated[int, typer.Option(help="Most tokens to generate.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of random draws.")]
+TokensOption = Annotated[int, typer.Option(help="Most tokens to generate.", **whole())]
+SeedOption = Annotated[int, typer.Option(help="Seed of random draws.", **whole(0, 2**32 - 1))]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", dir_okay=False, help="Write the figures and where they come from here.", show_default=False)
+]
 
 
 def load_model(model: str, dtype: Dtype | None) -> Model:
@@ -67,7 +110,12 @@ def read_text(path: Path, option: str) -> str:
         raise typer.BadParameter(f"{path} is not UTF-8 text (byte {error.start})", param_hint=option) from None
 
 
-def at_least_one(option: str, value: int) -> None:
-    """BadParameter for a count below 1."""
-    if value < 1:
-        raise typer.BadParameter(f"must be at least 1, got {value}", param_hint=option)
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object of a file; what: it should be, for the message."""
+    try:
+        found = json.loads(read_text(path, what))
+    except ValueError as error:
+        raise typer.BadParameter(f"{path} is not JSON ({error}); give {what}") from None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{path} holds no JSON object; give {what}")
+    return found

@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ from kvjax.engine import MIN_TABLE_PAGES
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.models.loading import read_config
-from kvjax.policies import DecodePolicy, StateSpec, name_of, parse
+from kvjax.policies import Auto, DecodePolicy, StateSpec, name_of, parse
 from kvjax.sampling import SamplingRows
 from kvjax.steps import Reads, decode_and_sample
 from pallas_kernels import dispatch
@@ -93,6 +95,8 @@ class Plan:
     rounds: int
 
     def __post_init__(self):
+        if auto := [policy for policy in self.policies if isinstance(policy, Auto)]:
+            raise ValueError(f"policy {auto[0]} chooses among others and is not timed itself: name those")
         for name, values in (("batch", (self.batch,)), ("steps", (self.steps,)), ("rounds", (self.rounds,)), ("lengths", self.lengths)):
             if not values or min(values) < 1:
                 raise ValueError(f"{name} must be at least 1, got {values}")
@@ -106,19 +110,24 @@ class Plan:
 
 
 def config_of(shape: str, layers: int | None = None) -> ModelConfig:
-    """A known shape, or that of a model's folder or hub id; layers: with only so many."""
-    config = SHAPES[shape] if shape in SHAPES else read_config(shape)
+    """A known shape, or that of a model's folder or hub id; layers: with only so many. ValueError that lists the shapes for neither."""
+    try:
+        config = SHAPES[shape] if shape in SHAPES else read_config(shape)
+    except (ValueError, OSError) as error:
+        if "/" in shape or Path(shape).exists():  # a folder or a hub id was meant
+            raise
+        raise ValueError(f"shape {shape!r} is not known; there are {', '.join(SHAPES)}, or give a model folder or hub id") from error
     return config if layers is None else dataclasses.replace(config, num_layers=layers)
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
-    """Tokens from "8k,128k,1m" or plain numbers. ValueError for anything else."""
-    units = {"k": 2**10, "m": 2**20}
-    try:
-        words = [word.strip().lower() for word in text.split(",")]
-        return tuple(int(word[:-1]) * units[word[-1]] if word[-1:] in units else int(word) for word in words)
-    except (ValueError, KeyError):
-        raise ValueError(f"lengths {text!r} are not understood; write them as 8k,128k,1m or 8192,131072") from None
+def parse_lengths(text: str, what: str = "lengths") -> tuple[int, ...]:
+    """Counts from "8k,128k,1m" or plain numbers, each at least 1; what: they are, for the message. ValueError for anything else."""
+    units = {"": 1, "k": 2**10, "m": 2**20}
+    words = [re.fullmatch(r"([0-9]{1,10})([km]?)", word.strip().lower()) for word in text.split(",")]
+    counts = tuple(int(word[1]) * units[word[2]] for word in words if word)
+    if len(counts) < len(words) or not 1 <= min(counts) <= max(counts) < 2**31:
+        raise ValueError(f"{what} {text!r} are not understood; write whole numbers from 1 to 2147483647, as 8k,128k,1m or 8192,131072")
+    return counts
 
 
 def policies_of(text: str) -> tuple[DecodePolicy, ...]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.serving.cli_options import LARGEST_BATCH, ChunkOption, PageSizeOption, SeedOption, read_text, whole
 from kvjax.serving.journal import Journal
 
 if TYPE_CHECKING:
@@ -63,24 +63,23 @@ def fidelity_command(
     text: Annotated[
         list[Path] | None,
         typer.Option(
-            exists=True,
-            dir_okay=False,
             help="Text file to hide facts in and to force; may be given several times. [default: Python's own documentation]",
             show_default=False,
         ),
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for panel.json, panel.csv, pictures, and the records to go on from.")
+        Path,
+        typer.Option("--out", "-o", file_okay=False, help="Folder for panel.json, panel.csv, pictures and records."),
     ] = Path("fidelity"),
-    trials: Annotated[int, typer.Option(help="Trials of each task in each haystack at each length.")] = 200,
-    distractors: Annotated[int, typer.Option(help="Further facts in haystacks 'codes' and 'near-miss'.")] = 16,
-    windows: Annotated[int, typer.Option(help="Disjoint pieces of the text for teacher forcing.")] = 5,
-    steps: Annotated[int, typer.Option(help="Forced tokens of each window, within its length.")] = 1024,
-    free_steps: Annotated[int, typer.Option(help="Tokens written freely, for the length of the exact prefix.")] = 128,
-    max_batch: Annotated[int, typer.Option(help="Contexts held and decoded together.")] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of random draws.")] = 0,
-    page_size: Annotated[int, typer.Option(help="Tokens per page of the cache.")] = 128,
-    prefill_chunk: Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of the page size.")] = 512,
+    trials: Annotated[int, typer.Option(help="Trials of each task in each haystack at each length.", **whole(2, LARGEST_BATCH))] = 200,
+    distractors: Annotated[int, typer.Option(help="Further facts in haystacks 'codes' and 'near-miss'.", **whole(0, LARGEST_BATCH))] = 16,
+    windows: Annotated[int, typer.Option(help="Disjoint pieces of the text for teacher forcing.", **whole(2, LARGEST_BATCH))] = 5,
+    steps: Annotated[int, typer.Option(help="Forced tokens of each window, within its length.", **whole())] = 1024,
+    free_steps: Annotated[int, typer.Option(help="Tokens written freely, for the length of the exact prefix.", **whole())] = 128,
+    max_batch: Annotated[int, typer.Option(help="Contexts held and decoded together.", **whole(2, LARGEST_BATCH))] = 32,
+    seed: SeedOption = 0,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16. [default: float32 on the CPU, else the checkpoint's]", show_default=False),
@@ -100,8 +99,6 @@ def fidelity_command(
 
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise typer.BadParameter(f"{dtype!r} is none of float32, bfloat16, float16", param_hint="--dtype")
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"{out} is a file; name a folder", param_hint="--out")
     plan = Plan(
         policies=_listed(policies),
         lengths=parse_lengths(lengths),
@@ -117,7 +114,7 @@ def fidelity_command(
         page_size=page_size,
         prefill_chunk=prefill_chunk,
     )
-    source = "\n\n".join(map(_read, text or ())) or documentation_text()
+    source = "\n\n".join(read_text(path, "--text") for path in text or ()) or documentation_text()
     panel = Panel(load(model, dtype=dtype), source, plan)
     out.mkdir(parents=True, exist_ok=True)
     try:
@@ -197,19 +194,12 @@ def write_report(panel: Panel, records: Iterable[dict[str, Any]], out: Path, sou
 
 
 def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", newline="", encoding="utf-8") as file:
+    from pallas_kernels.results import replacing
+
+    with replacing(path) as partial, open(partial, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    os.replace(partial, path)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"{path} is not UTF-8 text (byte {error.start})", param_hint="--text") from None
 
 
 def _listed(text: str) -> tuple[str, ...]:

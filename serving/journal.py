@@ -6,11 +6,12 @@ file behind; at most its last line is torn, and that line is dropped when the jo
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,19 +36,35 @@ class Journal:
     def __init__(self, path: Path, job: Mapping[str, Any]):
         self.path = path
         self._synced = 0.0
+        header = dump({"format": self.FORMAT, **job})  # what is no JSON must not leave a file behind
         self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 (closed by close)
         try:
             self._lock()
-            self._load({"format": self.FORMAT, **job})
+            self._load(header)
         except BaseException:
-            self._file.close()
+            self._let_go()
             raise
 
     def close(self) -> None:
         """Flush and let go of the file."""
         if not self._file.closed:
-            self._sync()
+            try:
+                self._sync()
+            finally:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Close the file. What a full disk did not take has been said by then, and closing would say it again."""
+        with contextlib.suppress(OSError):
             self._file.close()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """An OSError of the block says which file it is about: those of open files do not."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _keep(self, entry: dict[str, Any], offset: int, *, earlier: bool) -> None:
         """Remember what is needed of an entry that stands at `offset`; earlier: another run wrote it."""
@@ -56,7 +73,7 @@ class Journal:
     def _append(self, entry: Mapping[str, Any]) -> None:
         """Write one entry; it survives the process from here on. Figures that are not finite become null, and `error` names them."""
         entry = finite(dict(entry))
-        offset = self._write(entry)
+        offset = self._write(dump(entry))
         self._keep(entry, offset, earlier=False)
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync()
@@ -67,14 +84,14 @@ class Journal:
         except BlockingIOError:
             raise BlockingIOError(f"{self.path} is being written by another job that is still running") from None
 
-    def _load(self, header: Mapping[str, Any]) -> None:
+    def _load(self, header: bytes) -> None:
         """Read what is there, cut off a torn last line, and refuse another job's entries."""
         self._file.seek(0)
         whole = 0
         for number, text in enumerate(iter(self._file.readline, b""), 1):
             entry = _entry(text, {"format"} if number == 1 else self.KEYS)
             if number == 1 and (entry is not None or not self._torn_header(text)):
-                self._check(entry or {}, header)
+                self._check(entry or {}, json.loads(header))
             elif entry is None:
                 if self._file.read(1):
                     raise ValueError(f"{self.path}, line {number}, is damaged; delete the file to start over")
@@ -84,8 +101,12 @@ class Journal:
             whole += len(text)
         self._file.truncate(whole)
         if whole == 0:
-            self._write(header)
-            self._sync()
+            try:
+                self._write(header)
+                self._sync()
+            except OSError:
+                self.path.unlink()
+                raise
             sync_folder(self.path.parent)
 
     def _check(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> None:
@@ -104,15 +125,17 @@ class Journal:
         begun = dump({"format": self.FORMAT})[:-2]
         return not text.endswith(b"\n") and begun.startswith(text[: len(begun)])
 
-    def _write(self, line: Mapping[str, Any]) -> int:
-        offset = self._file.seek(0, os.SEEK_END)
-        self._file.write(dump(line))
-        self._file.flush()
+    def _write(self, line: bytes) -> int:
+        with self._named():
+            offset = self._file.seek(0, os.SEEK_END)
+            self._file.write(line)
+            self._file.flush()
         return offset
 
     def _sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._named():
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
 

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.serving.cli_options import (
+    LARGEST_BATCH,
     POLICIES,
     PREFILLS,
     ChunkOption,
     DtypeOption,
+    JsonOption,
     ModelOption,
     PageSizeOption,
     SeedOption,
-    at_least_one,
     load_model,
     read_text,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -44,11 +46,13 @@ def needle_command(
             help="Text file to hide needles in; may be given several times. [default: Python's own documentation]", show_default=False
         ),
     ] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the figures here as JSON as well.", show_default=False)] = None,
-    length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer.")] = 8192,
-    trials: Annotated[int, typer.Option(help="Needles to look for.")] = 16,
-    distractors: Annotated[int, typer.Option(help="Further needles of the same template in each haystack.")] = 16,
-    max_batch: Annotated[int, typer.Option(help="Haystacks held and decoded together.")] = 8,
+    json_out: JsonOption = None,
+    length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer.", **whole())] = 8192,
+    trials: Annotated[int, typer.Option(help="Needles to look for.", **whole(most=LARGEST_BATCH))] = 16,
+    distractors: Annotated[
+        int, typer.Option(help="Further needles of the same template in each haystack.", **whole(0, LARGEST_BATCH))
+    ] = 16,
+    max_batch: Annotated[int, typer.Option(help="Haystacks held and decoded together.", **whole(most=LARGEST_BATCH))] = 8,
     seed: SeedOption = 0,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
@@ -58,9 +62,6 @@ def needle_command(
 
     With several prefill policies the whole is run once for each, and paired differences from the first are printed.
     """
-    for name, value in (("--trials", trials), ("--max-batch", max_batch), ("--length", length)):
-        at_least_one(name, value)
-
     haystack = "\n\n".join(read_text(path, "--text") for path in text or ())
     policies = policy or ["dense", "top:8"]
 

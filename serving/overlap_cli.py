@@ -30,13 +30,15 @@ def measure_overlap(
     save: Path | None,
 ) -> list[dict[str, Any]]:
     """Measure, write what is asked for, print a table; returns the rows. ValueError for what cannot be measured."""
-    lengths, sizes = parse_lengths(length), parse_lengths(ks)
+    lengths, sizes = parse_lengths(length), parse_lengths(ks, "k")
     if len(lengths) != 1:
         raise ValueError(f"one length at a time, got {length!r}")
     (tokens,) = lengths
     if steps < 2:
         raise ValueError(f"steps must be at least 2, one to compare with the other, got {steps}")
-    if max(sizes) > tokens - steps + 1 or min(sizes) < 1:  # not only after minutes of prefill
+    if tokens <= steps:
+        raise ValueError(f"--length {tokens} leaves no keys before {steps} decode steps: use a greater --length or fewer --steps")
+    if max(sizes) > tokens - steps + 1:  # not only after minutes of prefill
         raise ValueError(f"k must be from 1 to {tokens - steps + 1}, the keys of the first step, got {ks!r}")
     loaded = kvjax.load(model)
     prose = "\n\n".join(read_text(file, "--text") for file in files) or documentation_text()

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvjax.serving.journal import Journal, dump, sync_folder
 from kvjax.serving.results import Result
+from pallas_kernels.results import replacing
 
 
 class Partial(Journal):
@@ -40,14 +41,12 @@ class Partial(Journal):
     def finish(self, out: Path) -> None:
         """Write the outputs in input order, rename them to `out`, and remove this file."""
         self._sync()
-        ordered = out.with_name(out.name + ".tmp")
-        with open(ordered, "wb") as file:
+        with replacing(out, ".tmp") as ordered, open(ordered, "wb") as file:
             for line in sorted(self._spans):
                 self._file.seek(self._spans[line])
                 file.write(dump(json.loads(self._file.readline())["output"]))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(ordered, out)
         sync_folder(out.parent)
         self.path.unlink()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from kvjax.serving.cli_options import JsonOption, PageSizeOption, number, read_json, read_text
 
 if TYPE_CHECKING:
     from kvjax.model import ModelConfig
@@ -28,7 +29,9 @@ FitOption = Annotated[
     Path | None, typer.Option("--fit", help="A bill that kvjax bill fit wrote. [default: the built-in one of --device]", show_default=False)
 ]
 DeviceOption = Annotated[str, typer.Option(help="Device whose built-in bill is used, as JAX names it.")]
-BandwidthOption = Annotated[float | None, typer.Option(help="TB/s of another chip; makes every figure a projection.", show_default=False)]
+BandwidthOption = Annotated[
+    float | None, typer.Option(help="TB/s of another chip; makes every figure a projection.", show_default=False, **number(above=0))
+]
 NoOverheadOption = Annotated[bool, typer.Option("--no-overhead", help="Set c0 to 0; makes every figure a projection.")]
 
 
@@ -36,7 +39,7 @@ NoOverheadOption = Annotated[bool, typer.Option("--no-overhead", help="Set c0 to
 def fit_command(
     results: RunsArgument,
     form: FormOption = "scan",
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the bills here.", show_default=False)] = None,
+    json_out: JsonOption = None,
     into: Annotated[list[Path] | None, typer.Option(help="Document whose marked parts are replaced; may be given several times.")] = None,
 ) -> None:
     """Fit the bill to measured steps and print how wrong it is on cells it has not seen, and what choosing by it would lose.
@@ -48,13 +51,18 @@ def fit_command(
 
     from kvjax.serving.decode_bench import config_of
     from kvjax.traffic.bill import to_json
-    from kvjax.traffic.fitting import fit
+    from kvjax.traffic.fitting import FORMS, fit
     from kvjax.traffic.report import TABLES, checks, projections, rendered
     from pallas_kernels.results import provenance, write_result
 
+    if form not in FORMS:
+        raise typer.BadParameter(f"{form!r} is none of {', '.join(FORMS)}", param_hint="--form")
+    measured = _cells(results)
+    if not measured:
+        raise typer.BadParameter(f"no row of {', '.join(map(str, results))} has a time to fit", param_hint="RESULT.json...")
     figures: dict[str, Any] = {"form": form, "bills": [], "held_out": []}
     source = " ".join(map(_in_repository, results))
-    for (device, shape, layers, dtype), cells in _cells(results).items():
+    for (device, shape, layers, dtype), cells in measured.items():
         config = config_of(shape, layers)
         bill = fit(cells, config, device=device, model=shape, dtype=dtype, source=source, form=form)
         typer.echo(str(bill))
@@ -70,7 +78,7 @@ def fit_command(
     if json_out is not None:
         write_result(json_out, figures)
     for document in into or ():
-        text = rendered(document.read_text(encoding="utf-8"), {"provenance": provenance(), **figures})
+        text = rendered(read_text(document, "--into"), {"provenance": provenance(), **figures})
         document.write_text(text, encoding="utf-8")
 
 
@@ -84,9 +92,11 @@ def predict_command(
     device: DeviceOption = "NVIDIA H200",
     dtype: Annotated[str | None, typer.Option(help="Of weights. [default: the bill's]", show_default=False)] = None,
     cache_dtype: Annotated[str | None, typer.Option(help="Of keys and values. [default: that of the weights]", show_default=False)] = None,
-    page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 128,
+    page_size: PageSizeOption = 128,
     tier: Annotated[str, typer.Option(help="Where keys and values lie: device, host or disk.")] = "device",
-    link: Annotated[float | None, typer.Option(help="GB/s at which they come from host or disk.", show_default=False)] = None,
+    link: Annotated[
+        float | None, typer.Option(help="GB/s at which they come from host or disk.", show_default=False, **number(above=0))
+    ] = None,
     bandwidth: BandwidthOption = None,
     no_overhead: NoOverheadOption = False,
 ) -> None:
@@ -98,13 +108,15 @@ def predict_command(
     from kvjax.serving.decode_bench import config_of, parse_lengths, policies_of
 
     bill = _bill(fit, device, shape, bandwidth, no_overhead)
+    if tier != "device" and link is None:
+        raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s at which they come from there", param_hint="--tier")
     if link is not None:
         bill = bill.projected(f"a {tier} link of {link:g} GB/s", links=((tier, link * 1e9),))
     config, options = config_of(shape), {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size, "tier": tier}
     shown = Table("tokens", "batch", "policy", "GB weights", "GB K and V", "GB index", "ms", "x dense", "")
     reasons: dict[str, None] = {}
     for length in parse_lengths(lengths):
-        for batch in _numbers(batches, "--batches"):
+        for batch in parse_lengths(batches, "batches"):
             dense = bill.predict(config, "dense", length, batch, **options)
             for policy in policies_of(policies):
                 found = bill.predict(config, policy, length, batch, **options)
@@ -122,8 +134,8 @@ def predict_command(
 def calibrate_command(
     model: Annotated[str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle'.")],
     policies: Annotated[str, typer.Option(help="Policies to price besides dense, with commas between them.")] = "top:8,top:32",
-    seconds: Annotated[float, typer.Option(help="How long it may take.")] = 20.0,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the bill here.", show_default=False)] = None,
+    seconds: Annotated[float, typer.Option(help="How long it may take.", **number(above=0))] = 20.0,
+    json_out: JsonOption = None,
 ) -> None:
     """Fit a bill to this device in a few seconds of a model's own steps: what `auto` does by itself where there is no built-in bill."""
     from kvjax.models.loading import load
@@ -151,18 +163,20 @@ def choose_command(
     from kvjax.policies import Auto
     from kvjax.serving.decode_bench import parse_lengths
 
+    cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
     loaded = load(model)
     auto = Auto(level).bind(loaded, page_size=128, dtype=jax.tree.leaves(loaded.params)[0].dtype.name)
     typer.echo(auto.describe())
-    for length in parse_lengths(lengths):
-        for batch in _numbers(batches, "--batches"):
-            typer.echo(f"{length:,} tokens, batch {batch}: {auto.choose([length] * batch)}")
+    for length, batch in cells:
+        typer.echo(f"{length:,} tokens, batch {batch}: {auto.choose([length] * batch)}")
 
 
 @bill_app.command("evidence")
 def evidence_command(
     panels: Annotated[list[Path], typer.Argument(metavar="PANEL.json...", help="The panel.json of kvjax fidelity.")],
-    into: Annotated[Path, typer.Option(help="The table: kvjax/traffic/evidence.json in a checkout. Made if it is not there.")],
+    into: Annotated[
+        Path, typer.Option(dir_okay=False, help="The table: kvjax/traffic/evidence.json in a checkout. Made if it is not there.")
+    ],
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="The model that was run, for panels without its fingerprint.", show_default=False)
     ] = None,
@@ -177,9 +191,9 @@ def evidence_command(
         from kvjax.models.loading import load
 
         mark = fingerprint(load(model, dtype=dtype))
-    rows = read_evidence(into.read_text(encoding="utf-8")) if into.is_file() else ()
+    rows = read_evidence(read_text(into, "--into")) if into.is_file() else ()
     for panel in panels:
-        rows = with_panel(rows, json.loads(panel.read_text(encoding="utf-8")), _in_repository(panel), mark)
+        rows = with_panel(rows, read_json(panel, "the panel.json of kvjax fidelity"), _in_repository(panel), mark)
     write_evidence(rows, into)
     typer.echo(f"{into}: {len(rows)} rows of {len({row.fingerprint for row in rows})} models")
 
@@ -191,14 +205,17 @@ def regime_map_command(
     batches: Annotated[str, typer.Option(help="Smallest and largest.")] = "1,64",
     fit: FitOption = None,
     device: DeviceOption = "NVIDIA H200",
-    memory: Annotated[float | None, typer.Option(help="GiB for weights and cache; what is beyond stays blank.", show_default=False)] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(help="GiB for weights and cache; what is beyond stays blank.", show_default=False, **number(above=0, most=2**30)),
+    ] = None,
     measured: Annotated[
         list[Path] | None, typer.Option(help="Results of kvjax bench decode whose cells are marked; may be given several times.")
     ] = None,
     bandwidth: BandwidthOption = None,
     no_overhead: NoOverheadOption = False,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture (PNG) goes.")] = Path("regime-map.png"),
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write the speed-ups here as well.", show_default=False)] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="Where the picture (PNG) goes.")] = Path("regime-map.png"),
+    json_out: JsonOption = None,
 ) -> None:
     """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill; what is a projection is hatched."""
     import numpy as np
@@ -207,7 +224,7 @@ def regime_map_command(
     from kvjax.traffic.regimes import crossover, regime_map, save
     from pallas_kernels.results import write_result
 
-    ends, sizes = parse_lengths(lengths), _numbers(batches, "--batches")
+    ends, sizes = parse_lengths(lengths), parse_lengths(batches, "batches")
     for option, pair in (("--lengths", ends), ("--batches", sizes)):
         if len(pair) != 2 or not 1 <= pair[0] < pair[1]:
             raise typer.BadParameter(f"wants the smallest and the largest, as 4,64; got {pair}", param_hint=option)
@@ -215,6 +232,8 @@ def regime_map_command(
     grid, rows = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
     held = None if memory is None else int(memory * 2**30)
     maps = [regime_map(bill, config, policy, grid, rows, memory_bytes=held) for policy in policies.split(",")]
+    if not any(found.fits.any() for found in maps):
+        raise typer.BadParameter(f"{memory:g} GiB do not hold the weights and one sequence of {ends[0]:,} tokens", param_hint="--memory")
     dots = {(cell.length, cell.batch) for cells in _cells(measured or []).values() for cell in cells}
     save(maps, out, sorted(dots))
     typer.echo(str(bill))
@@ -234,10 +253,14 @@ def _cells(files: list[Path]) -> dict[tuple[str, str, int, str], list[Cell]]:
     from kvjax.traffic.fitting import merged, read_cells
 
     found: dict[tuple[str, str, int, str], list[Cell]] = {}
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    for run in sorted(runs, key=lambda run: run["provenance"]["date"]):
-        for key, cells in read_cells(run, config_of).items():
-            found.setdefault(key, []).extend(cells)
+    runs = [(file, read_json(file, "a result of kvjax bench decode")) for file in files]
+    try:
+        for _, run in sorted(runs, key=lambda pair: pair[1]["provenance"]["date"]):
+            for key, cells in read_cells(run, config_of).items():
+                found.setdefault(key, []).extend(cells)
+    except KeyError as error:
+        names = ", ".join(str(file) for file, _ in runs)
+        raise typer.BadParameter(f"{error} is missing from a result of kvjax bench decode; look at {names}") from None
     return {key: merged(cells) for key, cells in found.items()}
 
 
@@ -259,13 +282,6 @@ def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no
     if bandwidth is not None:
         bill = bill.projected(f"bandwidth set to {bandwidth:g} TB/s", bytes_per_s=bandwidth * 1e12)
     return bill.without_overhead() if no_overhead else bill
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"wants whole numbers with commas between them, got {text!r}", param_hint=option) from None
 
 
 def _in_repository(file: Path) -> str:

@@ -124,7 +124,9 @@ class NeedleTask:
     def start_of_text(self, fill: int, length: int, rng: np.random.Generator, rest: str) -> int:
         """Where to begin `fill` tokens of the text; ValueError if `rest` leaves less than none, or the text is shorter."""
         if fill < 0:
-            raise ValueError(f"{rest} take {length - fill} tokens: more than the length {length}")
+            raise ValueError(
+                f"{rest} take {length - fill} tokens, and a length of {length} is left for them: use a greater length or fewer distractors"
+            )
         if fill > len(self.text_ids):
             raise ValueError(f"the text has {len(self.text_ids)} tokens, a trial of length {length} needs {fill}: pass a longer text")
         return int(rng.integers(0, len(self.text_ids) - fill + 1))

@@ -76,6 +76,8 @@ class Plan:
         for name, least in (("trials", 2), ("windows", 2), ("batch", 2), ("steps", 1), ("free_steps", 1), ("distractors", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.page_size < 1 or self.prefill_chunk < 1 or self.prefill_chunk % self.page_size:
+            raise ValueError(f"prefill_chunk {self.prefill_chunk} must be a positive multiple of page_size {self.page_size}")
         if self.free_steps > self.steps:
             raise ValueError(f"free_steps {self.free_steps} are more than the {self.steps} forced steps whose place they take")
         if min(self.lengths) < self.steps + 2:

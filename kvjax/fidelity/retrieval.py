@@ -93,6 +93,8 @@ def needle_panel(
     held and decoded together. on_tokens: called with the number of haystack tokens done. Raises ValueError if a context does not fit the
     model or the text is too short, OutOfPages if memory does not hold `batch` contexts.
     """
+    if length <= ANSWER_ROOM:
+        raise ValueError(f"length {length} must be more than the {ANSWER_ROOM} tokens that are kept for the answer")
     tokenizer = model.tokenizer
     batch = min(batch, trials)
     words = vocabulary_words(tokenizer)

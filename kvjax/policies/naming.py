@@ -21,6 +21,17 @@ FORMS = (
 )
 
 
+LARGEST = 2**31 - 1
+"""Of the numbers in a name: counts of blocks and tokens are 32-bit integers on the device."""
+
+
+def check_numbers(name: str) -> None:
+    """ValueError for a policy's name with a number that no policy can use. Python's int() refuses thousands of digits in its own words."""
+    form = re.fullmatch(r"[a-z-]+:(.*)", name)
+    if form and any(len(number) > 10 or int(number) > LARGEST for number in re.findall(r"[0-9]+", form[1])):
+        raise ValueError(f"policy {name!r} has a number above {LARGEST}, the largest that can be used: name a smaller one")
+
+
 def parse(name: str | DecodePolicy) -> DecodePolicy:
     """The policy a name stands for: built in, registered (`register`), or a class in a file, as my_file.py:Mine or my_file.py:Mine:8/r=4.
 
@@ -47,6 +58,7 @@ def _built_in(text: str) -> DecodePolicy | None:
         return Auto()
     if text.startswith("auto:"):
         return Auto(text.removeprefix("auto:"))
+    check_numbers(text)
     if match := re.fullmatch(r"window:(\d+)\+(\d+)", text):
         return Window(int(match[1]), int(match[2]))
     if match := re.fullmatch(r"window:(\d+)", text):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from kvjax.policies.naming import check_numbers
 from kvjax.prefill.base import PrefillPolicy
 from kvjax.prefill.dense import DensePrefill
 from kvjax.prefill.mean_pooled import MeanPooled
@@ -40,6 +41,7 @@ def parse_prefill(name: str | PrefillPolicy) -> PrefillPolicy:
 
 def _built_in(text: str) -> PrefillPolicy | None:
     """The prefill policy of a built-in name; ValueError for numbers that it cannot have."""
+    check_numbers(text)
     if text == "dense":
         return DensePrefill()
     if match := re.fullmatch(rf"momo:(\d+)/(\d+)((?:\+(?:{'|'.join(CHANGES)}))*)", text):

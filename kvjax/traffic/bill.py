@@ -228,8 +228,11 @@ def from_json(fields: dict[str, Any]) -> Bill:
 
 
 def load_bills(file: Path) -> tuple[Bill, ...]:
-    """The bills of a file that `kvjax bill fit --json` wrote."""
-    return tuple(map(from_json, json.loads(file.read_text(encoding="utf-8"))["bills"]))
+    """The bills of a file that `kvjax bill fit --json` wrote; ValueError for another file."""
+    try:
+        return tuple(map(from_json, json.loads(file.read_text(encoding="utf-8"))["bills"]))
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} holds no bills ({error}): give a file that kvjax bill fit --json wrote") from None
 
 
 @functools.cache

@@ -62,7 +62,7 @@ def step_bytes(
     tokens. tier: where keys and values lie ("device", "host", "disk"). Every weight is read once, whatever the batch; of an embedding that
     is not the head too, one row per sequence. Index rows are those of whole pages, of layers in which the policy selects.
 
-    Raises ValueError for sizes below 1, and NotImplementedError for a policy that does not say what it reads.
+    Raises ValueError for sizes below 1 and unknown dtypes, and NotImplementedError for a policy that does not say what it reads.
     """
     for name, value in (("length", length), ("batch", batch), ("page_size", page_size)):
         if value < 1:
@@ -86,4 +86,8 @@ def step_bytes(
 
 
 def _bytes(elements: int, dtype: Any) -> int:
-    return -(-elements * jax.dtypes.itemsize_bits(jnp.dtype(dtype)) // 8)
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        raise ValueError(f"dtype {dtype!r} is not known; write it as bfloat16, float32, int8, int4 or float8_e4m3fn") from None
+    return -(-elements * jax.dtypes.itemsize_bits(known) // 8)

@@ -7,6 +7,7 @@ import pytest
 
 from kvjax.cache import IndexSpec, PagedKV
 from kvjax.policies import Dense, SelectContext, TopBlocks, Window, parse
+from kvjax.prefill import parse_prefill
 from pallas_kernels.page_index import page_index
 
 P, K, G, D = 128, 2, 2, 16
@@ -222,3 +223,15 @@ def test_unknown_names_say_what_there_is(name):
 def test_impossible_policies_are_refused_when_built(build, match):
     with pytest.raises(ValueError, match=match):
         build()
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "99999999999999999999", "99999999999", "2147483648"], ids=len)
+@pytest.mark.parametrize(
+    ("named", "form"),
+    [(parse, form) for form in ("window:{}", "window:1+{}", "window:{}+4", "top:{}", "mean:{}", "quest:{}")]
+    + [(parse_prefill, form) for form in ("window:64+{}", "delta:64+1024/{}", "momo:{}/8", "momo:128/{}+quantile", "mean:{}")]
+    + [(parse_prefill, form) for form in ("oracle:{}", "vertical-slash:{}+1")],
+)
+def test_a_number_that_no_policy_can_use_is_refused_by_name(named, form, digits):
+    with pytest.raises(ValueError, match=r"has a number above 2147483647, the largest that can be used: name a smaller one$"):
+        named(form.format(digits))

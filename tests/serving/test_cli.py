@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -101,7 +102,7 @@ def test_version(kvjax):
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--prefill", "top:8"], "prefill policy 'top:8' is not understood"),
         (["generate", "x", "--model", "{model}", "--prefill", "momo:4/8"], "k_exact 8 exceeds k 4"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--max-batch", "0"], "--max-batch"),
-        (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--pages", "0"], "at least one page"),
+        (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--pages", "0"], "--pages"),
         (["generate", "--model", "{model}"], "PROMPT"),
         (["generate", "x", "--file", "{in}", "--model", "{model}"], "one of them"),
         (["generate", "", "--model", "{model}"], "is empty"),
@@ -139,6 +140,34 @@ def test_a_traceback_is_shown_on_request(kvjax, tmp_path):
     status, _, err = kvjax("--traceback", "plan", "--model", tmp_path)
     assert status == 2
     assert "Traceback" in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bill", "predict", "--lengths", "8k"]])
+def test_output_that_does_not_fit_is_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*START, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "kvjax: no space is left on the disk (writing the output): free some, then run the same command again\n"
+
+
+def test_a_batch_job_on_a_full_disk_is_one_line_and_goes_on_later(kvjax, model_folder, tmp_path, monkeypatch):
+    from kvjax.serving import journal
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source, out_path = write(tmp_path / "in.jsonl", RECORDS[:3]), tmp_path / "out.jsonl"
+    arguments = ("batch", source, "--out", out_path, "--model", model_folder, "--max-new-tokens", 2, "--pages", 40, *PAGES)
+    monkeypatch.setattr(journal.os, "fsync", full)
+    status, _, err = kvjax(*arguments)
+    assert status == 1
+    assert err.splitlines()[1:] == [
+        f"kvjax: no space is left on the disk (writing {out_path}.partial): free some, then run the same command again"
+    ]
+    monkeypatch.undo()
+    assert kvjax(*arguments)[0] == 0
+    assert len(lines(out_path)) == 3
 
 
 def test_an_unexpected_failure_has_status_1_and_its_type(kvjax, monkeypatch, model_folder):

@@ -167,10 +167,10 @@ def test_another_panel_does_not_go_on_with_the_records_of_this_one(whole, argume
         (["--haystacks", "hay"], "'hay' is not known"),
         (["--windows", "90"], "pass a longer text, or use fewer or shorter windows"),
         (["--steps", "300"], "use fewer steps"),
-        (["--trials", "1"], "trials must be at least 2"),
+        (["--trials", "1"], "Invalid value for '--trials': must be a whole number from 2 to 65536, got 1"),
         (["--dtype", "int8"], "int8"),
         (["--text", "none.txt"], "none.txt"),
-        (["--out", "{file}"], "is a file; name a folder"),
+        (["--out", "{file}"], "is a file."),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(arguments, kvjax, tmp_path, text, change, said):

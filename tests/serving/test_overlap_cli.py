@@ -50,3 +50,8 @@ def test_a_mistake_is_one_line():
     assert done.exit_code == 2
     assert "one length at a time" in done.output
     assert isinstance(done.exception, (SystemExit, typer.Exit))
+
+
+def test_the_model_has_its_short_option():
+    done = CliRunner().invoke(bench_cli.bench_app, ["overlap", "-m", "needle", "--length", "1k,2k"])
+    assert "one length at a time" in done.output

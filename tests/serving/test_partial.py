@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gc
+import io
 import json
+import math
 import os
+import sys
 
 import pytest
 
+from kvjax.serving import journal
+from kvjax.serving import partial as partial_module
 from kvjax.serving.fidelity_cli import Records
 from kvjax.serving.partial import Partial
 from kvjax.serving.results import Result
@@ -159,3 +167,89 @@ def test_a_journal_holds_no_nan(tmp_path):
     again = Records(tmp_path / "records.jsonl", JOB)
     assert again.done == journal.done
     again.close()
+
+
+# A full disk
+
+
+class FullDisk(io.FileIO):
+    """A file on a disk that takes no more than `room` bytes of it."""
+
+    room = 0
+
+    def write(self, data):
+        left = max(self.room - os.fstat(self.fileno()).st_size, 0)
+        if not left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(memoryview(data)[:left])
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Journals and what is written in their place lie on a disk with room for so many bytes a file."""
+
+    def opened(path, mode):
+        raw = FullDisk(path, mode.replace("b", ""))
+        return (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
+
+    def limit(room):
+        FullDisk.room = room
+        for module in (journal, partial_module):
+            monkeypatch.setattr(module, "open", opened, raising=False)
+
+    return limit
+
+
+@pytest.fixture
+def unraisable(monkeypatch):
+    """What Python would print as "Exception ignored in"."""
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    return seen
+
+
+def test_a_disk_that_fills_up_keeps_what_was_there(path, full_disk, unraisable, monkeypatch):
+    begin(path, 1)
+    full_disk(path.stat().st_size + 30)
+    partial = Partial(path, JOB)
+    with pytest.raises(OSError, match="No space left") as caught:
+        partial.append(result(2))
+    with contextlib.suppress(OSError):
+        partial.close()
+    assert caught.value.filename == str(path)
+    del partial, caught
+    gc.collect()
+    assert unraisable == []
+    monkeypatch.undo()
+    again = Partial(path, JOB)
+    assert sorted(again.earlier) == [1]
+    again.append(result(2))
+    assert [line["id"] for line in outputs(path, again)] == [1, 2]
+
+
+def test_a_full_disk_leaves_no_empty_file(path, full_disk, unraisable):
+    full_disk(10)
+    with pytest.raises(OSError, match="No space left"):
+        Partial(path, JOB)
+    gc.collect()
+    assert (list(path.parent.iterdir()), unraisable) == ([], [])
+
+
+def test_an_output_that_does_not_fit_leaves_the_results_alone(path, full_disk, unraisable):
+    begin(path, 1, 2)
+    held = path.read_bytes()
+    partial = Partial(path, JOB)
+    full_disk(20)
+    with pytest.raises(OSError, match="No space left") as caught:
+        partial.finish(path.with_name("out.jsonl"))
+    partial.close()
+    del partial
+    gc.collect()
+    assert (caught.value.filename, unraisable) == (str(path.with_name("out.jsonl")), [])
+    assert (list(path.parent.iterdir()), path.read_bytes()) == ([path], held)
+
+
+def test_a_job_that_is_no_json_leaves_no_file(path):
+    with pytest.raises(ValueError, match="JSON"):
+        Partial(path, JOB | {"--temperature": math.nan})
+    assert list(path.parent.iterdir()) == []

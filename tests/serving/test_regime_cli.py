@@ -167,9 +167,9 @@ def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
     ("arguments", "words"),
     [
         (("bill", "predict", "--device", "an abacus"), "no built-in bill of 'an abacus', only of NVIDIA H200"),
-        (("bill", "predict", "--batches", "many"), "whole numbers with commas between them, got 'many'"),
+        (("bill", "predict", "--batches", "many"), "batches 'many' are not understood"),
         (("bill", "predict", "--policies", "dense,mean:3"), "has no c1 for mean:3"),
-        (("bill", "predict", "--tier", "host"), "no bandwidth for the tier 'host'"),
+        (("bill", "predict", "--tier", "host"), "keys and values on 'host' need --link"),
         (("regime-map", "--batches", "4"), "the smallest and the largest"),
         (("regime-map", "--lengths", "1m,4k"), "the smallest and the largest"),
         (("bill", "fit", "ops.json"), "no result of kvjax bench decode"),
