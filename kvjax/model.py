@@ -36,12 +36,12 @@ and is threaded through the layers.
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained length.
 
-    kind "llama3": low frequencies divided by `factor`, with a smooth band between `low_freq_factor` and `high_freq_factor`
-    (wavelengths counted in `original_max_positions`). kind "yarn": NTK-by-parts between `beta_fast` and `beta_slow` (YaRN,
-    arXiv 2309.00071), with cos and sin multiplied by `attention_factor`.
+    kind "linear": every frequency divided by `factor`. kind "llama3": low frequencies divided by `factor`, with a smooth band between
+    `low_freq_factor` and `high_freq_factor` (wavelengths counted in `original_max_positions`). kind "yarn": NTK-by-parts between
+    `beta_fast` and `beta_slow` (YaRN, arXiv 2309.00071), with cos and sin multiplied by `attention_factor`.
     """
 
-    kind: Literal["llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn"]
     factor: float
     original_max_positions: int
     low_freq_factor: float = 1.0

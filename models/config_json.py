@@ -19,6 +19,7 @@ Fields = Mapping[str, Any]
 
 _ROPE_KEYS = {
     "default": frozenset(),
+    "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
     "yarn": frozenset(
         ["factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"]
@@ -31,7 +32,8 @@ def parse(fields: Fields, generation: Fields | None = None) -> ModelConfig:
 
     The end-of-sequence ids are generation_config.json's if it names any, else config.json's, as transformers generates.
     With YaRN, `max_positions` covers the stretched length (original length times factor) even where config.json still names the
-    original one, as model cards that tell users to add the scaling leave it. Raises ValueError that lists every field at fault.
+    original one, as model cards that tell users to add the scaling leave it; with linear scaling it is what config.json says.
+    Raises ValueError that lists every field at fault.
     """
     family = family_of(fields)
     _check_fields(fields, family)
@@ -165,7 +167,10 @@ def _rope_scaling(given: dict[str, Any], read: Fields, name: str) -> RopeScaling
         return None
     original = given.get("original_max_position_embeddings")
     original = _size(read, "max_position_embeddings") if original is None else _size(given, "original_max_position_embeddings")
-    scaling = _llama3(given, original) if kind == "llama3" else _yarn(given, original, _size(read, "max_position_embeddings"))
+    if kind == "linear":
+        scaling = RopeScaling("linear", _number(given, "factor"), original)
+    else:
+        scaling = _llama3(given, original) if kind == "llama3" else _yarn(given, original, _size(read, "max_position_embeddings"))
     if scaling.factor < 1:
         raise ValueError(f"config.json: {name} has factor {scaling.factor}; it must be at least 1")
     return scaling
@@ -206,6 +211,8 @@ def mscale(factor: float, weight: float) -> float:
 def _rope_fields(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
+    if scaling.kind == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
     fields = {"rope_type": scaling.kind, "factor": scaling.factor, "original_max_position_embeddings": scaling.original_max_positions}
     names = {
         "llama3": ("low_freq_factor", "high_freq_factor"),

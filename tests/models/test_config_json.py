@@ -256,8 +256,9 @@ EVERY_FAMILY = {
     "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a positive integer"),
     "epsilon": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
     "rope list": ({"rope_scaling": [1]}, "rope_scaling is \\[1\\]; it must be an object"),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'; supported: default, llama3, yarn"),
-    "linear": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'; supported: default, linear, llama3, yarn"),
+    "linear without factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor is None"),
+    "linear shrinks": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor 0.5"),
     "longrope": ({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}}, "rope_type 'longrope'"),
     "mrope": ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type 'mrope'"),
     "new dynamic": (

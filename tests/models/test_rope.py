@@ -11,6 +11,7 @@ from kvjax.models import config_json, rope
 from pallas_kernels.bench.score_rows import Yarn
 from pallas_kernels.elementwise import rotate
 
+BITS = dict(np.load(Path(__file__).with_name("golden") / "rope-bits.npz"))
 CASES = json.loads(Path(__file__).with_name("golden").joinpath("rope.json").read_text())
 
 
@@ -24,6 +25,38 @@ def test_frequencies_are_those_of_transformers(case):
     c = config(case["head_dim"], case["parameters"])
     np.testing.assert_allclose(rope.frequencies(c), case["frequencies"], rtol=1e-6)
     assert (c.rope_scaling.attention_factor if c.rope_scaling else 1.0) == pytest.approx(case["attention_factor"], rel=1e-12)
+
+
+def bits_of(code):
+    """[(configuration, periods, frequencies)] of the 200 in rope-bits.npz, as one of PyTorch's codes computes them."""
+    arrays = {name: BITS[name] for name in ("periods", "frequencies")}
+    if code != "scalar":
+        arrays = {name: (array.view(np.int32) + BITS[f"{name}_{code}"]).view(np.float32) for name, array in arrays.items()}
+    configs = [config(head_dim, parameters) for head_dim, parameters in json.loads(str(BITS["configs"]))]
+    ends = np.cumsum([c.head_dim // 2 for c in configs])[:-1]
+    return list(zip(configs, *(np.split(array, ends) for array in arrays.values()), strict=True))
+
+
+def ulps(ours, theirs):
+    """Distance of float32 numbers in units in the last place."""
+    return np.abs(np.asarray(ours, np.float32).view(np.int32) - np.asarray(theirs, np.float32).view(np.int32))
+
+
+@pytest.mark.parametrize("code", ["scalar", "avx2", "avx512"])
+def test_scaling_is_transformers_to_the_last_bit(code):
+    cases = bits_of(code)
+    assert len(cases) == 200
+    assert {c.rope_scaling and c.rope_scaling.kind for c, _, _ in cases} == {None, "linear", "llama3", "yarn"}
+    for c, periods, frequencies in cases:
+        np.testing.assert_array_equal(rope.scaled(periods, c), frequencies, err_msg=str(c))
+
+
+@pytest.mark.parametrize(("code", "share"), [("scalar", 0.0004), ("avx2", 0.009), ("avx512", 0.009)])
+def test_frequencies_are_pytorchs_but_for_last_bits_in_which_pytorch_differs_from_itself(code, share):
+    far = np.concatenate([ulps(rope.frequencies(c), frequencies) for c, _, frequencies in bits_of(code)])
+    print(f"{code}: {(far > 0).sum()} of {far.size} frequencies differ ({(far > 0).mean():.2%}), by at most {far.max()}")
+    assert far.max() <= 3
+    assert (far > 0).mean() <= share
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
