@@ -56,9 +56,10 @@ def echo_command(
     from rich.table import Table
 
     from kvjax.fidelity.echo import EchoPlan, EchoRun
-    from kvjax.fidelity.echo_report import COLUMNS, echo_rows, remarks, summarize
+    from kvjax.fidelity.echo_report import summarize
     from kvjax.fidelity.needle import documentation_text
     from kvjax.serving.decode_bench import parse_lengths
+    from pallas_kernels.bench.echo_report import COLUMNS, echo_rows, remarks
     from pallas_kernels.results import write_result
 
     plan = EchoPlan(

@@ -1,4 +1,4 @@
-"""From the records of an echo run to its figures: one JSON value, and rows for tables."""
+"""From the records of an echo run to its figures, one JSON value (`pallas_kernels.bench.echo_report` makes tables of it)."""
 
 from __future__ import annotations
 
@@ -97,41 +97,3 @@ def _validity(rows: Sequence[dict], control: str) -> dict[str, list[str]]:
     if window["passages"]["value"] > (1 - CONTROL_LOSS) * dense["passages"]["value"]:
         passages.append(f"the control {control} still predicts {window['passages']['value']:.1%} of {dense['passages']['value']:.1%}")
     return {"facts_invalid": facts, "passages_invalid": passages}
-
-
-COLUMNS = ("tokens", "prefill", "facts", "95%", "lost/gained", "difference, 95%", "by distance", "passages", "difference, 95%")
-COLUMNS += ("KL, text", "95%", "KL, all")
-
-
-def echo_rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The cells of `COLUMNS`, a row per length and policy; what stands in an invalid cell is marked."""
-    return [_cells(row, next(cell for cell in figures["cells"] if cell["length"] == row["length"])) for row in figures["rows"]]
-
-
-def _cells(row: dict[str, Any], cell: dict[str, Any]) -> tuple[str, ...]:
-    name = f"{ALONE} (noise)" if row["policy"] == ALONE else row["policy"]
-    dense, kl = row["policy"] == "dense", row["kl_text"]
-    facts, passages = ("invalid", *[""] * 4), ("invalid", "")
-    if not cell["facts_invalid"]:
-        share, shares = row["share"], [f"{each['hits'] / each['facts']:.0%}" if each["facts"] else "-" for each in row["by_distance"]]
-        pairs = ("", "") if dense else ("-{lost}/+{gained}".format(**row["against_dense"]), _points(row["against_dense"]["difference"]))
-        facts = (f"{row['hits']}/{row['facts']}", f"{share['low']:.3f} to {share['high']:.3f}", *pairs, ", ".join(shares))
-    if not cell["passages_invalid"]:
-        passages = (f"{row['passages']['value']:.1%}", "" if dense else _points(row["passages_against_dense"]))
-    apart = ("", "", "") if dense else (f"{kl['value']:.2g}", f"{kl['low']:.2g} to {kl['high']:.2g}", f"{row['kl']['value']:.2g}")
-    return f"{row['length']:,}", name, *facts, *passages, *apart
-
-
-def _points(interval: dict[str, float]) -> str:
-    return "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**interval)
-
-
-def remarks(figures: dict[str, Any]) -> list[str]:
-    """What must be read with the table: cells that say nothing, lengths that are not finished, policies that failed."""
-    lines = []
-    for cell in figures["cells"]:
-        for which in ("facts", "passages"):
-            lines += [f"invalid, {which} at {cell['length']:,} tokens: {why}" for why in cell[f"{which}_invalid"]]
-        if cell["prompts"] < cell["of"]:
-            lines.append(f"{cell['length']:,} tokens: {cell['prompts']} of {cell['of']} prompts done")
-    return lines + [f"{name} failed and was left out: {why}" for name, why in figures["failed"].items()]

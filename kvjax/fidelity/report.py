@@ -22,7 +22,7 @@ from kvjax.fidelity.statistics import (
     proportion,
     ratio_of_perplexities,
 )
-from kvjax.policies import Dense, parse
+from kvjax.policies import Dense, Window, parse
 
 CONFIDENT_MARGIN = 1.0
 """Nats between dense's two most likely tokens above which a step counts as confident."""
@@ -41,6 +41,9 @@ KEPT_KL = 0.02
 
 FEW_TRIALS = 50
 """With fewer that count, nothing is said about holding: the interval of a difference is too wide to show a loss."""
+
+CONTROL_LOSS = 0.5
+"""Share of what dense finds that the narrowest window must lose for a cell to tell policies apart."""
 
 DEPTH_BINS = 5
 MARGIN_EDGES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, float("inf"))
@@ -316,9 +319,9 @@ def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]
 
 
 def remarks(figures: dict[str, Any]) -> list[str]:
-    """What must be read with the tables: which policies hold, cells that do not count, bootstraps of too little, equal budgets, pools of
-    confident steps, and how long it took."""
-    lines = verdicts(figures)
+    """What must be read with the tables: which policies hold, whether the one that must fail does, cells that do not count, bootstraps of
+    too little, equal budgets, pools of confident steps, and how long it took."""
+    lines = [*verdicts(figures), *controls(figures)]
     for row in figures["retrieval"]:
         bad = [cell for cell in row["by_depth"] if not cell["valid"]]
         if row["policy"] == "dense" and bad:
@@ -372,6 +375,30 @@ def verdicts(figures: dict[str, Any]) -> list[str]:
             said = f"hold: {', '.join(holds) or 'none'}; fail: {'; '.join(fails) or 'none'}"
             lines.append(f"{task} in {haystack} at {length:,} tokens: {said}")
     return lines
+
+
+def controls(figures: dict[str, Any]) -> list[str]:
+    """Whether the narrowest window, which must fail, does: loses at least `CONTROL_LOSS` of what dense finds, and has a KL above `KEPT_KL`.
+
+    Where no window was run, nothing shows that a policy that reads too little would fail, and that is said.
+    """
+    names = dict.fromkeys(row["policy"] for row in figures["retrieval"])
+    windows = {name: keys for name in names if name != ALONE and isinstance(parse(name), Window) and (keys := _nominal_keys(name))}
+    if not windows:
+        return ["no control: no window was run, so that nothing here shows that a policy which reads too little would fail"]
+    name, fails, passes = min(windows, key=windows.get), [], []
+    for row in (row for row in figures["retrieval"] if row["policy"] == name):
+        where = f"{row['task']} in {row['haystack']} at {row['length']:,} tokens"
+        if row["trials"] >= FEW_TRIALS:
+            lost, found = row["against_dense"]["lost"], row["against_dense"]["both"] + row["against_dense"]["lost"]
+            (fails if lost >= CONTROL_LOSS * found else passes).append(f"{where} ({lost} of {found} lost)")
+        elif row["trials"]:
+            passes.append(f"{where} ({row['trials']} trials are too few)")
+    for row in (row for row in figures["forced"] if row["policy"] == name):
+        (fails if row["kl"]["value"] > KEPT_KL else passes).append(f"KL at {row['length']:,} tokens ({row['kl']['value']:.2g})")
+    said = [f"fails as it must in {', '.join(fails)}"] if fails else []
+    said += [f"does not fail in {', '.join(passes)}, so that these do not tell policies apart"] if passes else []
+    return [f"control {policy_and_keys(name)} {'; '.join(said)}"]
 
 
 def _cells(figures: dict[str, Any], row: dict[str, Any]) -> list[str]:

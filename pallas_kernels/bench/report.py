@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pallas_kernels.bench import prefill_report, prefill_targets, top_k_report
+from pallas_kernels.bench import echo_report, prefill_report, prefill_targets, top_k_report
 from pallas_kernels.bench.formats import markdown, tokens_text
 
 Row = dict[str, Any]
@@ -186,11 +186,13 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     def of(kind: Sequence[dict[str, Any]], make: Callable[[list[Row]], str]) -> Callable[[], str]:
         return sourced(kind, lambda: make(merged(kind)))
 
+    needles = [run for run in runs if run["bench"].startswith("sparse-prefill-needles")]
+    echoes = [run for run in runs if run["bench"] == "prefill-echo"]
     of_top_k = {name: sourced(*made) for name, made in top_k_report.parts(runs).items()}
 
     def targets() -> str:
-        needles, designs = ([run for run in runs if run["bench"].startswith(k)] for k in ("sparse-prefill-needles", "designs-prefill"))
-        return prefill_targets.targets_table(*map(merged, (prefill_ops, prefills, measures)), needles, designs)
+        designs = [run for run in runs if run["bench"] == "designs-prefill"]
+        return prefill_targets.targets_table(*map(merged, (prefill_ops, prefills, measures)), needles, designs, echoes)
 
     return of_top_k | {
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
@@ -206,6 +208,8 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "prefill-time": of(prefills, prefill_report.time_table),
         "prefill-split": of(prefills, prefill_report.split_table),
         "prefill-measures": of(measures, prefill_report.measures_table),
+        "prefill-needles": sourced(needles, lambda: echo_report.needles_table(needles)),
+        "prefill-echo": sourced(echoes, lambda: echo_report.echo_table(echoes)),
     }
 
 
@@ -304,7 +308,9 @@ def _times(row: Row) -> str:
 def write_documents(
     files: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Runs of pallas_kernels.bench or kvjax bench decode.")],
     into: Annotated[list[Path] | None, typer.Option(help="Document whose marked parts are replaced; may be given several times.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder for decode-op.png, decode-step.png, top-k.png, top-k-overlap.png.")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Folder for decode-op.png, decode-step.png, top-k.png, top-k-overlap.png, prefill-echo.png.")
+    ] = None,
 ) -> None:
     """Make tables and plots from results. Without --into, print every part."""
     runs = load(files)
@@ -315,6 +321,8 @@ def write_documents(
     for kind, name, draw in (("top-k", "top-k", top_k_report.plot), ("overlap", "top-k-overlap", top_k_report.plot_overlap)):
         if plots is not None and (of_kind := [run for run in runs if run["bench"] == kind]):
             draw(top_k_report.merged(of_kind) if kind == "top-k" else of_kind[-1]["rows"], plots / f"{name}.png")
+    if plots is not None and (echoes := [run for run in runs if run["bench"] == "prefill-echo"]):
+        echo_report.plot(echoes, plots / "prefill-echo.png")
     for kind, name, scale, unit in (("ops", "decode-op", 1e6, "us"), ("decode", "decode-step", 1e3, "ms")):
         if plots is not None and any(run["bench"] == kind for run in runs):
             rows = merged([run for run in runs if run["bench"] == kind])

@@ -12,10 +12,12 @@ import pytest
 
 from kvjax.fidelity import echo, needle
 from kvjax.fidelity.echo import EchoPlan, EchoRun, EchoTask
-from kvjax.fidelity.echo_report import echo_rows, remarks, summarize
+from kvjax.fidelity.echo_report import summarize
 from kvjax.fidelity.forcing import ALONE
 from kvjax.models import load
 from kvjax.models.needle import path
+from pallas_kernels.bench.echo_report import echo_rows, echo_table, plot, remarks
+from pallas_kernels.bench.prefill_targets import targets_table
 
 PLAN = EchoPlan(
     prefills=("oracle:1",),
@@ -247,3 +249,40 @@ def test_plans_that_measure_nothing_are_refused(change, message):
 def test_lengths_beyond_the_model_are_refused(embedded, text):
     with pytest.raises(ValueError, match="more than the model's 32,768 positions"):
         EchoRun(embedded, text, dataclasses.replace(PLAN, lengths=(65_536,)))
+
+
+def test_tables_and_plot_are_made_from_the_json(scripted, tmp_path):
+    run = scripted()
+    figures = summarize(run.plan, run.records(), run.failed)
+    ScriptedEngine.missing = {}
+    invalid = summarize(run.plan, run.records(), run.failed)
+    lines = echo_table([figures]).splitlines()
+    assert [line.split("|")[1:4] for line in lines[2:6]] == [
+        [" 512 ", " dense ", " 8/8 "],
+        [" 512 ", " window:16+64 ", " 0/8 "],
+        [" 512 ", " oracle:1 ", " 7/8 "],
+        [" 512 ", " dense again (noise) ", " 8/8 "],
+    ]
+    assert "| -1/+0 | -0.125 [" in lines[4]
+    text = echo_table([invalid])
+    assert text.count("| invalid |") == 2 * 8
+    assert "* invalid, facts at 640 tokens: the control window:16+64 loses only 0 of 8 facts" in text
+    for row in figures["rows"]:
+        row["kl_text"]["value"] = 1e-3  # what is repeated is all that these engines miss
+    plot([figures], tmp_path / "plots" / "echo.png")
+    assert (tmp_path / "plots" / "echo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_target_is_judged_where_the_cell_is_valid():
+    def line(value, why=()):
+        pair = {"difference": {"value": value, "low": value - 0.01, "high": value + 0.01}}
+        row = {"policy": "momo:32/8", "length": 2**14, "hits": 390, "facts": 400, "against_dense": pair}
+        run = {"rows": [row], "cells": [{"length": 2**14, "facts_invalid": list(why)}]}
+        (found,) = (
+            each for each in targets_table((), (), (), (), (), [run]).splitlines() if "after momo:32/8, 16K: at most 1 point" in each
+        )
+        return found
+
+    assert "| 390/400, -0.010 [-0.020, +0.000] | yes |" in line(-0.01)
+    assert line(-0.0125).endswith("| no |")
+    assert line(0.0, ["the control fails"]).endswith("| invalid: the control fails | not measured |")

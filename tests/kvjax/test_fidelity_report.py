@@ -10,7 +10,7 @@ from kvjax.fidelity import report
 from kvjax.fidelity.forcing import ALONE
 from kvjax.fidelity.panel import Panel, Plan, Unit
 from kvjax.fidelity.plots import draw
-from kvjax.fidelity.report import csv_rows, policy_and_keys, remarks, summarize, tables, verdicts
+from kvjax.fidelity.report import controls, csv_rows, policy_and_keys, remarks, summarize, tables, verdicts
 
 PLAN = Plan(policies=("dense", "top:8", "mean:8", "window:640"), lengths=(2048,), trials=20, windows=2, steps=64, free_steps=8, batch=10)
 NAMES = ("dense", *PLAN.others, ALONE)
@@ -245,3 +245,30 @@ def test_a_length_beyond_the_model_or_the_text_is_refused(speaker):
         Panel(speaker, "x" * 50_000, dataclasses.replace(PLAN, lengths=(2048, 8192)))
     with pytest.raises(ValueError, match=r"2 disjoint windows of 2,048 tokens need 4,096 tokens of text, and there are 3,000"):
         Panel(speaker, "x" * 3_000, PLAN)
+
+
+def test_a_window_that_fails_is_named_as_the_control(figures, few_trials):
+    """It loses all 16 valid trials, and its KL of 0.01 is no failure."""
+    (line,) = controls(figures)
+    assert line == (
+        "control window:640 (640) fails as it must in needle in codes at 2,048 tokens (16 of 16 lost); "
+        "does not fail in KL at 2,048 tokens (0.01), so that these do not tell policies apart"
+    )
+    assert line in remarks(figures)
+
+
+def test_a_window_that_finds_what_dense_finds_is_no_control(few_trials):
+    wrong = WRONG | {"window:640": {0, 1, 2, 3, 4, 5}}
+    (line,) = controls(summarize(PLAN, [retrieval(0, wrong=wrong), retrieval(10, wrong=wrong), forced()]))
+    assert line.startswith("control window:640 (640) does not fail in needle in codes at 2,048 tokens (4 of 16 lost), KL at")
+
+
+def test_few_trials_are_no_control(figures):
+    (line,) = controls(figures)
+    assert "does not fail in needle in codes at 2,048 tokens (16 trials are too few)" in line
+
+
+def test_a_panel_without_a_window_says_that_it_has_no_control():
+    plan = dataclasses.replace(PLAN, policies=("top:8", "mean:8"))
+    (line,) = controls(summarize(plan, [retrieval(0, wrong=WRONG), retrieval(10, wrong=WRONG), forced()]))
+    assert line.startswith("no control: no window was run")

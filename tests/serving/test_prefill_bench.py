@@ -251,7 +251,7 @@ def test_targets_say_what_is_short_and_what_was_not_run():
     def first(paged, contiguous):
         times = (("paged", paged), ("contiguous", contiguous))
         ours = [op | {"policy": name, "median_s": t, "p10_s": 0.95 * t, "p90_s": 1.05 * t} for name, t in times]
-        lines = prefill_targets.targets_table([cudnn, *ours], (), (), (), ()).splitlines()[2:]
+        lines = prefill_targets.targets_table([cudnn, *ours], (), (), (), (), ()).splitlines()[2:]
         assert all("not measured" in line or "not run" in line for line in lines[1:])
         return lines[0].split("|")[-2].strip()
 
@@ -264,7 +264,7 @@ def test_targets_say_what_is_short_and_what_was_not_run():
 
     def captured(*shares):
         rows = [row | {"of_oracle": share} for row, share in zip(of_layers, shares, strict=True)]
-        return prefill_targets.targets_table((), (), rows, (), ())
+        return prefill_targets.targets_table((), (), rows, (), (), ())
 
     assert "| 1.00% short in the mean, 1.00% in layer 0 | yes |" in captured(0.99, 0.99)
     assert "| 1.00% short in the mean, 2.00% in layer 1; beyond it: layer 1 | in the mean, not in every layer |" in captured(1.0, 0.98)

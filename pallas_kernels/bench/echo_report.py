@@ -1,0 +1,94 @@
+"""Tables and the plot of `kvjax echo`, and the table of needles found after a sparse prefill, from their JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.bench.formats import markdown, tokens_text
+
+NOISE = "dense again"
+COLUMNS = ("tokens", "prefill", "facts", "95%", "lost/gained", "difference, 95%", "by distance", "passages", "difference, 95%")
+COLUMNS += ("KL, text", "95%", "KL, all")
+
+
+def echo_rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The cells of `COLUMNS`, a row per length and policy; what stands in an invalid cell is marked."""
+    return [_cells(row, next(cell for cell in figures["cells"] if cell["length"] == row["length"])) for row in figures["rows"]]
+
+
+def _cells(row: dict[str, Any], cell: dict[str, Any]) -> tuple[str, ...]:
+    name = f"{NOISE} (noise)" if row["policy"] == NOISE else row["policy"]
+    dense, kl = row["policy"] == "dense", row["kl_text"]
+    facts, passages = ("invalid", *[""] * 4), ("invalid", "")
+    if not cell["facts_invalid"]:
+        share, shares = row["share"], [f"{each['hits'] / each['facts']:.0%}" if each["facts"] else "-" for each in row["by_distance"]]
+        pairs = ("", "") if dense else ("-{lost}/+{gained}".format(**row["against_dense"]), _points(row["against_dense"]["difference"]))
+        facts = (f"{row['hits']}/{row['facts']}", f"{share['low']:.3f} to {share['high']:.3f}", *pairs, ", ".join(shares))
+    if not cell["passages_invalid"]:
+        passages = (f"{row['passages']['value']:.1%}", "" if dense else _points(row["passages_against_dense"]))
+    apart = ("", "", "") if dense else (f"{kl['value']:.2g}", f"{kl['low']:.2g} to {kl['high']:.2g}", f"{row['kl']['value']:.2g}")
+    return f"{row['length']:,}", name, *facts, *passages, *apart
+
+
+def _points(interval: dict[str, float]) -> str:
+    return "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**interval)
+
+
+def remarks(figures: dict[str, Any]) -> list[str]:
+    """What must be read with the table: cells that say nothing, lengths that are not finished, policies that failed."""
+    lines = []
+    for cell in figures["cells"]:
+        for which in ("facts", "passages"):
+            lines += [f"invalid, {which} at {cell['length']:,} tokens: {why}" for why in cell[f"{which}_invalid"]]
+        if cell["prompts"] < cell["of"]:
+            lines.append(f"{cell['length']:,} tokens: {cell['prompts']} of {cell['of']} prompts done")
+    return lines + [f"{name} failed and was left out: {why}" for name, why in figures["failed"].items()]
+
+
+def echo_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Every run's rows and remarks, by length."""
+    found = sorted(((cells[0], run, cells) for run in runs for cells in echo_rows(run)), key=lambda each: int(each[0].replace(",", "")))
+    lines = [f"* {line}" for run in runs for line in remarks(run)]
+    return "\n\n".join(filter(None, (markdown(COLUMNS, [cells for *_, cells in found]), "\n".join(lines))))
+
+
+def needles_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Needles found by dense decoding after each prefill policy beside dense prefill, on the same haystacks."""
+    rows = []
+    for run in sorted(runs, key=lambda run: run["length"]):
+        (dense,) = run["results"]
+        for pair, other in zip(run["pairs"], run["other_prefills"], strict=True):
+            found = [f"{result['hits']}/{run['trials']}" for result in (dense, *other["results"])]
+            rows.append((f"{run['length']:,}", pair["prefill"], *found, f"-{pair['lost']}/+{pair['gained']}", _points(pair["difference"])))
+    return markdown(("tokens", "prefill", "found after dense", "after this", "lost/gained", "difference, 95%"), rows)
+
+
+def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
+    """Facts predicted by policy, a bar per length with its Wilson interval, over KL of running text on a logarithmic axis."""
+    from matplotlib.figure import Figure
+
+    rows = {(row["length"], row["policy"]): row for run in runs for row in run["rows"]}
+    lengths = sorted({length for length, _ in rows})
+    policies = list(dict.fromkeys(name for _, name in rows))
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    for number, length in enumerate(lengths):
+        here = [(place, rows[length, name]) for place, name in enumerate(policies) if (length, name) in rows]
+        places = [place + 0.26 * (number - (len(lengths) - 1) / 2) for place, _ in here]
+        shares, label = [row["share"] for _, row in here], f"{tokens_text(length)} tokens"
+        errors = [[max(0.0, each["value"] - each["low"]) for each in shares], [max(0.0, each["high"] - each["value"]) for each in shares]]
+        style = {"width": 0.24, "color": f"C{number}", "label": label}
+        above.bar(places, [each["value"] for each in shares], yerr=errors, capsize=2, **style)
+        apart = [(place, row["kl_text"]["value"]) for place, (_, row) in zip(places, here, strict=True) if row["policy"] != "dense"]
+        below.bar(*zip(*apart, strict=True), **style)
+    above.set(ylabel="facts predicted (95%)", ylim=(0, 1.05))
+    below.set(ylabel="KL to dense, running text, nats", yscale="log")
+    below.set_xticks(range(len(policies)), policies, rotation=30, ha="right")
+    for axis in (above, below):
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_axisbelow(True)
+    figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=len(lengths))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=120, format="png")

@@ -1,0 +1,122 @@
+"""Every table of evidence has a row that must fail, and it does, or the page says what the table cannot show (docs/fidelity.md)."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvjax.fidelity.report import CONTROL_LOSS, KEPT_KL, controls
+from kvjax.traffic.evidence import parse_level, qualified, recorded_evidence
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (ROOT / "docs" / "fidelity.md").read_text(encoding="utf-8")
+REGISTER = PAGE[PAGE.index("## What must fail, and does") : PAGE.index("## One command per figure")]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+MARKED = sorted({name for file in DOCUMENTS for name in re.findall(r"<!-- (\w+:[\w-]+) -->", file.read_text(encoding="utf-8"))})
+
+
+def result(name):
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def prefill_text():
+    return " ".join((ROOT / "docs" / "prefill.md").read_text(encoding="utf-8").split())
+
+
+def test_every_marked_table_names_what_must_fail():
+    assert len(MARKED) > 20
+    assert sorted(set(re.findall(r"`(\w+:[a-z][\w-]+)`", REGISTER)) & set(MARKED)) == MARKED
+    assert [name for name in re.findall(r"`((?:bench|bill|fidelity):[\w-]+)`", REGISTER) if name not in MARKED] == []
+
+
+@pytest.mark.parametrize("name", ["fidelity-panel", "fidelity-haystacks"])
+def test_a_window_fails_wherever_dense_answers(name):
+    figures = result(f"h200/{name}")
+    rows = [row for row in figures["retrieval"] if row["policy"] == "window:640" and row["trials"]]
+    assert {row["length"] for row in rows} == set(figures["settings"]["lengths"])
+    for row in rows:
+        pairs = row["against_dense"]
+        assert pairs["lost"] >= CONTROL_LOSS * (pairs["both"] + pairs["lost"])
+    assert all(row["kl"]["value"] > KEPT_KL for row in figures["forced"] if row["policy"] == "window:640")
+    (line,) = controls(figures)
+    assert line in PAGE
+    assert "does not fail" not in line
+
+
+@pytest.mark.parametrize("name", ["fidelity-budgets", "fidelity-tasks", "fidelity-long"])
+def test_a_panel_without_a_window_that_fails_says_so(name):
+    (line,) = controls(result(f"h200/{name}"))
+    assert line in PAGE
+    assert line.startswith("no control: ") or "too few" in line
+
+
+def test_budgets_were_asked_what_the_window_of_the_panel_failed():
+    panel, budgets = (result(f"h200/fidelity-{name}")["settings"] for name in ("panel", "budgets"))
+    same = ("text", "text with SHA-256", "seed", "trials", "distractors", "lengths", "tasks", "haystacks", "page_size")
+    assert {name: panel[name] for name in same} == {name: budgets[name] for name in same}
+
+
+def test_the_window_fails_echo_in_every_cell_that_is_not_marked_invalid():
+    """And in none is it marked for facts: dense does well at all three lengths."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("h200/prefill-echo*.json")]
+    cells = [(run, cell) for run in runs for cell in run["cells"]]
+    if not runs:
+        assert "<!-- bench:prefill-echo -->\n*Not measured yet.*" in (ROOT / "docs" / "prefill.md").read_text(encoding="utf-8")
+        return
+    assert sorted(cell["length"] for _, cell in cells) == [8192, 16384, 32768]
+    for run, cell in cells:
+        assert (cell["facts_invalid"], cell["prompts"], run["failed"]) == ([], cell["of"], {})
+        rows = {row["policy"]: row for row in run["rows"] if row["length"] == cell["length"]}
+        assert {row["facts"] for row in rows.values()} == {400}
+        assert rows["dense"]["share"]["value"] >= 0.9
+        assert rows["window:64+1024"]["hits"] <= 0.5 * rows["dense"]["hits"]
+        # The noise floor is no copy of dense, and loses nothing.
+        assert 0 < rows["dense again"]["kl"]["value"] < 0.01
+        assert abs(rows["dense again"]["against_dense"]["difference"]["value"]) <= 0.01
+        assert rows["oracle:32"]["kl_text"]["value"] < rows["window:64+1024"]["kl_text"]["value"]
+        for which in ("facts", "passages"):
+            for why in cell[f"{which}_invalid"]:
+                assert why in prefill_text()
+
+
+def test_needles_after_a_sparse_prefill_say_what_they_cannot_show():
+    assert "**This table cannot show what a sparse prefill loses.**" in prefill_text()
+    for length in (16384, 32768):
+        found = result(f"h200/sparse-prefill-needles-{length}")
+        for pair, other in zip(found["pairs"], found["other_prefills"], strict=True):
+            assert pair["prefill"] == other["prefill"]
+            if pair["prefill"].startswith("window"):  # if it failed here, needles would show something after all
+                assert other["results"][0]["hits"] > 0.9 * found["results"][0]["hits"]
+
+
+def test_a_random_hint_does_not_help_the_op_that_starts_from_it():
+    rows = {row["case"]: row for row in result("h200/top-k")["rows"] if "median_s" in row}
+    for scores, length in (("normal", "128k"), ("normal", "1024k"), ("yarn", "128k")):
+        place = f"{scores}/{length}/b1/k2048"
+        assert rows[f"{place}/random/top_k:start=hint"]["median_s"] > rows[f"{place}/none/top_k"]["median_s"]
+
+
+def test_chance_shares_less_than_any_layer():
+    for row in result("cpu/top-k-overlap")["rows"]:
+        assert row["chance"] < 0.5 * row["raw"]
+
+
+def test_a_bill_without_a_sparse_parameter_is_worse_and_so_is_always_dense():
+    bill = json.loads((ROOT / "kvjax" / "traffic" / "bills" / "nvidia-h200.json").read_text(encoding="utf-8"))
+    (held_out,) = bill["held_out"]
+    for errors in held_out["errors"].values():
+        assert 2 < errors["none"]["mean"] / errors["scan"]["mean"] < 3.5
+    for regrets in held_out["regret"].values():
+        for regret in regrets.values():
+            assert regret["mean"] < 0.01 < 0.5 < regret["always_dense"]
+
+
+def test_policies_that_fail_are_not_on_record_as_assured():
+    on_record = {row.policy for row in recorded_evidence()}
+    assert on_record >= {"mean:8", "mean:16", "mean:32", "top:8", "top:32"}
+    for length in (8192, 16384, 32768):
+        kept = qualified(recorded_evidence(), parse_level("assured"), length)
+        assert "top:32" in kept
+        assert not {"mean:8", "mean:16", "mean:32", "top:8"} & set(kept)
