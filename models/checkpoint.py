@@ -15,7 +15,6 @@ from kvjax.model import ModelConfig
 from kvjax.models import needle
 from kvjax.models.decoder import param_shapes
 from kvjax.models.families import FAMILIES
-from kvjax.models.family import TENSORS
 
 CONFIG_FILES = ("config.json", "generation_config.json")
 WEIGHT_FILES = ("model*.safetensors", "model.safetensors.index.json")
@@ -42,11 +41,12 @@ _COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_fr
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """One tensor as a file holds it."""
+    """One tensor as a file holds it, under the name `name`."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _headers(file: Path) -> dict[str, Stored]:
     try:
         with safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
-            return {name: Stored(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+            return {name: Stored(file, tuple(s.get_shape()), s.get_dtype(), name) for name, s in slices.items()}
     except SafetensorError as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
@@ -156,14 +156,9 @@ def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
 
 
 def check_tensors(config: ModelConfig, tensors: Mapping[str, Stored]) -> None:
-    """Raises ValueError that lists every tensor that is missing, extra, misshapen or of a type that cannot be read.
-
-    A tied model may hold `lm_head.weight` all the same (`loading.load` then checks that it equals the embedding).
-    """
+    """Raises ValueError that lists every tensor that is missing, extra, misshapen or of a type that cannot be read."""
     wanted = {w.name: w.shape for w in wanted_tensors(config)[0]}
-    allowed = {TENSORS["lm_head"]: wanted[TENSORS["embed"]]} if config.tie_embeddings else {}
-    extra = {name for name in tensors.keys() - wanted.keys() - allowed.keys() if not _COMPUTED.fullmatch(name)}
-    shapes = wanted | {name: shape for name, shape in allowed.items() if name in tensors}
+    extra = {name for name in tensors.keys() - wanted.keys() if not _COMPUTED.fullmatch(name)}
     problems = [
         ("missing", [f"{name} {list(shape)}" for name, shape in wanted.items() if name not in tensors]),
         ("extra", [f"{name} {list(tensors[name].shape)}" for name in sorted(extra)]),
@@ -171,7 +166,7 @@ def check_tensors(config: ModelConfig, tensors: Mapping[str, Stored]) -> None:
             "misshapen",
             [
                 f"{name} is {list(tensors[name].shape)}, must be {list(shape)}"
-                for name, shape in shapes.items()
+                for name, shape in wanted.items()
                 if name in tensors and tensors[name].shape != shape
             ],
         ),

@@ -1,12 +1,16 @@
 """Models in Hugging Face format, from a folder or the Hub to the device and back.
 
-Weights go from file to device one tensor at a time: beside the growing model there is never more than one tensor on the host and one
-on the device.
+Weights go from file to device in pieces of at most READ_BYTES (a row, where that is longer): beside the growing model the host holds a
+few of them, and the device one.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+import logging
+import math
 import os
 import shutil
 import tempfile
@@ -27,6 +31,11 @@ from kvjax.models.decoder import TransformerDecoder
 from kvjax.models.family import TENSORS
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
 from kvjax.models.transformers_import import import_transformers
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 8 << 20
+"""Of a tensor, read at a time."""
 
 
 def read_config(path_or_id: str | Path) -> ModelConfig:
@@ -53,19 +62,17 @@ def load(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None = None, 
 
     dtype: of all parameters, float32, bfloat16 or float16 ("fp32", "bf16", "fp16" and "half" for short); "auto" is the stored type; None
     is float32 on the CPU, which has no fast bfloat16, and the stored type elsewhere. tokenizer: whether to read the tokenizer too,
-    through transformers. A tied model may also store `lm_head.weight` if it equals the embedding. Raises ValueError for an unsupported
-    configuration, for tensors that are missing, extra or misshapen, and for a tokenizer that is missing or has more ids than the model;
-    TypeError, with a hint, for any other option.
+    through transformers. Where config.json says `tie_word_embeddings` and another `lm_head.weight` is stored, the model is loaded untied,
+    with a warning, as transformers does. Raises ValueError for an unsupported configuration, for tensors that are missing, extra or
+    misshapen, and for a tokenizer that is missing or has more ids than the model; TypeError, with a hint, for any other option.
     """
     if unknown:
         refuse(unknown)
     dtype = None if dtype is None else named_dtype(dtype)
     folder = checkpoint.find_folder(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
-    config, tensors = _config(folder), checkpoint.stored_tensors(folder)
+    config, tensors = _tied_as_stored(_config(folder), checkpoint.stored_tensors(folder))
     checkpoint.check_tensors(config, tensors)
     read_tokenizer = _tokenizer(folder, config) if tokenizer else None
-    if config.tie_embeddings and TENSORS["lm_head"] in tensors:
-        _check_tied(tensors)
     wanted, structure = checkpoint.wanted_tensors(config)
     params = jax.tree.unflatten(structure, list(_place_all(wanted, tensors, _dtype(config, tensors, dtype))))
     return CausalLM(TransformerDecoder(config), params, read_tokenizer, str(path_or_id))
@@ -114,22 +121,58 @@ def _dtype(config: ModelConfig, tensors: dict[str, Stored], dtype: np.dtype | Li
 
 
 def _place_all(wanted: list[Wanted], tensors: dict[str, Stored], dtype: np.dtype) -> Iterator[Array]:
-    """Every parameter in turn, on the device. Waits for each, so that its host copy is gone before the next is read."""
+    """Every parameter in turn, on the device. Waits for each piece, so that its host copy is gone before the next is read."""
     for w in wanted:
-        yield jnp.asarray(_read(tensors[w.name], w.name)).astype(dtype).block_until_ready()
+        placed = None
+        for start, rows in _pieces(tensors[w.name]):
+            if len(rows) == w.shape[0]:
+                placed = jnp.asarray(rows).astype(dtype)
+            else:
+                placed = _write_rows(jnp.zeros(w.shape, dtype) if placed is None else placed, rows, np.int32(start))
+            placed.block_until_ready()
+        yield placed
 
 
-def _read(stored: Stored, name: str) -> np.ndarray:
+@functools.partial(jax.jit, donate_argnames="placed")
+def _write_rows(placed: Array, rows: Array, start: Array) -> Array:
+    """`placed` with `rows` from row `start` on. DONATES placed."""
+    return jax.lax.dynamic_update_slice_in_dim(placed, rows.astype(placed.dtype), start, axis=0)
+
+
+def _pieces(stored: Stored) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, rows) of a tensor, in order, in the stored type."""
     from safetensors import safe_open
 
-    with safe_open(stored.file, framework="np") as opened:
-        return opened.get_tensor(name)
+    row_bytes = math.prod(stored.shape[1:]) * jnp.dtype(DTYPES[stored.dtype]).itemsize
+    count = max(1, READ_BYTES // row_bytes)
+    for start in range(0, stored.shape[0], count):
+        with safe_open(stored.file, framework="np") as opened:  # anew for each piece: what was read stays mapped until it is closed
+            rows = opened.get_slice(stored.name)[start : min(start + count, stored.shape[0])]
+        yield start, rows
 
 
-def _check_tied(tensors: dict[str, Stored]) -> None:
-    embed, head = (_read(tensors[TENSORS[name]], TENSORS[name]) for name in ("embed", "lm_head"))
-    if not np.array_equal(embed, head):
-        raise ValueError("config.json says tie_word_embeddings, but lm_head.weight does not equal model.embed_tokens.weight")
+def _tied_as_stored(config: ModelConfig, tensors: dict[str, Stored]) -> tuple[ModelConfig, dict[str, Stored]]:
+    """Configuration and tensors of a model that config.json calls tied, by what is stored, as transformers does.
+
+    Only the head is stored: it is the embedding too. Both are, and are equal: tied. Both, and they differ: not tied.
+    """
+    embed, head = TENSORS["embed"], TENSORS["lm_head"]
+    if not config.tie_embeddings or head not in tensors:
+        return config, tensors
+    others = {name: stored for name, stored in tensors.items() if name != head}
+    if embed not in tensors:
+        return config, others | {embed: tensors[head]}
+    if _equal(tensors[embed], tensors[head]):
+        return config, others
+    logger.warning("config.json says tie_word_embeddings, but %s is stored and differs from %s: not tied, as in transformers", head, embed)
+    return dataclasses.replace(config, tie_embeddings=False), tensors
+
+
+def _equal(first: Stored, second: Stored) -> bool:
+    """Whether two tensors have the same shape, type and values. A type that cannot be read equals nothing."""
+    if first.shape != second.shape or first.dtype != second.dtype or first.dtype not in DTYPES:
+        return False
+    return all(np.array_equal(a, b) for (_, a), (_, b) in zip(_pieces(first), _pieces(second), strict=True))
 
 
 def _tokenizer(folder: Path, config: ModelConfig) -> Any:

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import math
 import subprocess
 import sys
 import tracemalloc
@@ -207,12 +208,9 @@ def replace(name, make):
         (UNTIED, replace("model.norm.weight", lambda t: t["model.norm.weight"][:-1]), r"model.norm.weight is \[15\], must be \[16\]"),
         (UNTIED, replace(Q, lambda t: t[Q].astype(np.int8)), rf"1 stored in another type than F32, F16, BF16: {Q} I8"),
         (UNTIED, lambda t: (t.pop(Q), t.update(stray=t["model.norm.weight"])), "1 missing: .*; 1 extra: stray"),
-        (
-            TIED,
-            lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2}),
-            "tie_word_embeddings, but lm_head.weight does not",
-        ),
         (TIED, lambda t: t.update({"lm_head.weight": t["model.norm.weight"]}), "misshapen: lm_head.weight"),
+        (TIED, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].astype(np.int8)}), "another type.*lm_head.weight I8"),
+        (TIED, lambda t: t.pop("model.embed_tokens.weight"), r"missing: model\.embed_tokens\.weight"),
         (TIED, lambda t: t.pop("model.layers.0.self_attn.q_norm.weight"), "missing: .*q_norm"),
     ],
 )
@@ -232,6 +230,29 @@ def test_known_spares_are_accepted(edited):
     model = load(edited(TIED, edit), tokenizer=False)
     assert "lm_head" not in model.params
     assert same_params(model.params, load(GOLDEN / TIED, tokenizer=False).params)
+
+
+def test_a_tied_configuration_with_another_head_stored_is_not_tied(edited, tmp_path, caplog):
+    """As transformers 5 does."""
+
+    def edit(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
+        tensors["lm_head.weight"][-1] = 0
+
+    model = load(edited(TIED, edit), tokenizer=False)
+    assert "lm_head.weight is stored and differs from model.embed_tokens.weight: not tied" in caplog.text
+    assert model.config == dataclasses.replace(load(GOLDEN / TIED, tokenizer=False).config, tie_embeddings=False)
+    np.testing.assert_array_equal(model.params["lm_head"][:-1], 2 * model.params["embed"][:-1])
+    assert not model.params["lm_head"][-1].any()
+    save(model, tmp_path / "saved")
+    again = load(tmp_path / "saved", tokenizer=False)
+    assert (again.config, same_params(again.params, model.params)) == (model.config, True)
+
+
+def test_a_tied_model_may_store_the_head_alone(edited):
+    """As transformers 5 does."""
+    folder = edited(TIED, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    assert same_params(load(folder, tokenizer=False).params, load(GOLDEN / TIED, tokenizer=False).params)
 
 
 def test_stored_types_may_differ_from_one_another(edited, monkeypatch):
@@ -314,23 +335,68 @@ def test_loading_never_holds_the_model_twice(tmp_path):
 
 
 def test_params_on_the_device_are_no_second_copy(tmp_path, monkeypatch):
-    """While tensor n is placed, the live arrays are those before it, itself, and at most one as it was stored."""
+    """While a piece of tensor n is placed, the live arrays are those before it, itself, and at most one piece as it was stored."""
     save(random_model(), tmp_path / "m")
-    largest = 4 * max(leaf.size for leaf in jax.tree.leaves(random_model().params))
+    monkeypatch.setattr(loading, "READ_BYTES", 256)
     gc.collect()
     before = sum(array.nbytes for array in jax.live_arrays())
-    seen, real = [], loading._read
+    seen, real = [], loading._pieces
 
-    def read(stored, name):
-        seen.append(sum(array.nbytes for array in jax.live_arrays()) - before)
-        return real(stored, name)
+    def pieces(stored):
+        for start, rows in real(stored):
+            seen.append(sum(array.nbytes for array in jax.live_arrays()) - before)
+            assert rows.nbytes <= 256
+            yield start, rows
 
-    monkeypatch.setattr(loading, "_read", read)
+    monkeypatch.setattr(loading, "_pieces", pieces)
     model = load(tmp_path / "m", tokenizer=False)
     assert seen == sorted(seen)
-    assert seen[-1] < 4 * CONFIG.num_params + largest
+    assert seen[-1] <= 4 * CONFIG.num_params + 256
     assert sum(array.nbytes for array in jax.live_arrays()) - before == 4 * CONFIG.num_params
     del model
+
+
+@pytest.mark.parametrize("read_bytes", [1, 100, 1000])
+def test_pieces_of_any_size_make_the_same_weights(read_bytes, tmp_path, monkeypatch):
+    model = random_model(jnp.bfloat16)
+    save(model, tmp_path / "m")
+    monkeypatch.setattr(loading, "READ_BYTES", read_bytes)
+    assert same_params(load(tmp_path / "m", dtype="bfloat16", tokenizer=False).params, model.params)
+
+
+MEASURED = """
+import re, sys
+from pathlib import Path
+from kvjax.models import load
+
+def resident(name):
+    return 1024 * int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+load(sys.argv[1], tokenizer=False)  # so that imports do not count
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+before = resident("VmRSS")
+params = load(sys.argv[2], dtype="bfloat16", tokenizer=False).params
+print(resident("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of resident memory is read from /proc")
+def test_the_hosts_peak_is_at_most_115_percent_of_the_weights(tmp_path):
+    """What is resident in a process of its own counts, anonymous or mapped from the file, compiled programs too."""
+    config = dataclasses.replace(CONFIG, hidden_size=2048, intermediate_size=12288, num_layers=3, num_heads=16, head_dim=128)
+    tensors, end = {}, 0
+    for wanted in checkpoint.wanted_tensors(config)[0]:
+        begin, end = end, end + 2 * math.prod(wanted.shape)
+        tensors[wanted.name] = {"dtype": "BF16", "shape": wanted.shape, "data_offsets": [begin, end]}
+    header = json.dumps(tensors).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:  # zeros, which take no disk
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+    (tmp_path / "config.json").write_text(json.dumps(config_json.to_fields(config, "bfloat16")))
+    asked = [sys.executable, "-c", MEASURED, str(GOLDEN / UNTIED), str(tmp_path)]
+    peak = int(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
+    print(f"the peak grew by {peak / end:.3f} of the weights, {end:,} bytes")
+    assert 0.95 * end < peak < 1.15 * end
 
 
 # Tokenizer.
