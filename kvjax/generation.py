@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import heapq
-import operator
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -21,12 +20,12 @@ from kvjax.engine import MIN_TABLE_PAGES, CachedSequence, Engine
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy
 from kvjax.prefill import PrefillPolicy
+from kvjax.prompts import Prompt, encode, is_single
 from kvjax.sampling import NotFinite, Sampled, Sampling, SamplingRows, sample_step, seen_tokens
 from kvjax.steps import Reads
 from kvjax.text import TextStream
 
 DEFAULT_SLOTS = 8
-Prompt = str | Sequence[int]
 SHORT = reprlib.Repr(maxstring=60, maxother=200)
 """Cuts prompts, texts and token ids to what can be read at a glance."""
 
@@ -76,21 +75,6 @@ OnToken = Callable[[Request, int, str], None]
 """Called with the request, the token id, and the text that became certain with it (possibly empty)."""
 
 
-def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt; ids stay as they are. ValueError for neither text nor ids, and for text without a tokenizer that reads it."""
-    if not isinstance(prompt, str):
-        try:
-            return [operator.index(token) for token in prompt]
-        except TypeError as error:
-            raise ValueError(f"a prompt is text or a list of token ids, got {prompt!r:.60}") from error
-    if tokenizer is None:
-        raise ValueError("the model has no tokenizer: pass token ids instead of text")
-    try:
-        return list(tokenizer(prompt)["input_ids"])
-    except Exception as error:  # whatever a tokenizer raises is about this prompt, and others may go on
-        raise ValueError(f"the tokenizer cannot read the prompt: {error}") from error
-
-
 def run(
     engine: Engine,
     requests: Iterable[Request],
@@ -113,11 +97,6 @@ def run(
         yield from loop.run(iter(requests))
     finally:
         loop.release()
-
-
-def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt (text, or a row of token ids) rather than several."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0)
 
 
 def generate(

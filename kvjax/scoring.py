@@ -12,9 +12,10 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from kvjax.engine import CachedSequence, Engine
-from kvjax.generation import DEFAULT_SLOTS, Prompt, encode, engine_for, is_single
+from kvjax.generation import DEFAULT_SLOTS, engine_for
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy, Dense
+from kvjax.prompts import Prompt, encode, is_single
 from kvjax.sampling import NotFinite, all_finite
 
 

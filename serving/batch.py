@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from typing import Any
 from rich.console import Console
 
 from kvjax.engine import Engine
-from kvjax.generation import OnToken, Request, run
+from kvjax.generation import OnToken, Request, pages_needed, run
 from kvjax.model import Model, fingerprint
 from kvjax.policies import DecodePolicy, identity, parse
 from kvjax.prefill import identity as prefill_identity
+from kvjax.prompts import chat_ids, encode
 from kvjax.sampling import Sampling
 from kvjax.serving.partial import Partial
 from kvjax.serving.progress import JobProgress
@@ -80,7 +81,7 @@ def run_file(
         raise ValueError(f"{source} holds no records")
     started = time.monotonic()
     partial = Partial(partial_path(out), describe_job(engine, policy, source, defaults))
-    summary = Summary()
+    summary = Summary(ignored=dict(Counter(name for record in records for name in record.ignored)))
     try:
         for result in partial.earlier.values():
             summary.add(result, earlier=True)
@@ -100,6 +101,21 @@ def run_file(
 def partial_path(out: Path) -> Path:
     """Where a job keeps its answers until all are there."""
     return out.with_name(out.name + ".partial")
+
+
+def pages_of_job(source: Path, defaults: Defaults, model: Model, slots: int, page_size: int) -> int:
+    """Pages that the `slots` longest records of a file take at once, at least 1. Reads and tokenises the file; keeps only lengths."""
+    sizes = []
+    with open(source, "rb") as file:
+        for record in read(file, defaults):
+            try:
+                request = _request(record, model.tokenizer) if record.error is None else None
+                tokens = len(encode(model.tokenizer, request.prompt)) + request.sampling.max_new_tokens - 1 if request else 0
+            except ValueError:  # the record's own answer will say so
+                continue
+            if 0 < tokens <= model.config.max_positions:
+                sizes.append((tokens, request.sampling.n))
+    return max(1, pages_needed(sizes, slots, page_size))
 
 
 def check_paths(source: Path, out: Path, overwrite: bool) -> None:
@@ -182,24 +198,8 @@ def _drain(results: deque[Result]) -> Iterator[Result]:
 def _request(record: Record, tokenizer: Any) -> Request:
     """The engine's request of a record: messages rendered and tokenised. ValueError says what is wrong with it."""
     sampling = Sampling(**record.sampling)
-    prompt = record.prompt if record.messages is None else chat_ids(record.messages, tokenizer)
+    prompt = record.prompt if record.messages is None else chat_ids(record.messages, tokenizer, record.template_options)
     return Request(prompt, sampling, record.line)
-
-
-def chat_ids(messages: Iterable[Mapping[str, str]], tokenizer: Any) -> tuple[int, ...]:
-    """Token ids of a conversation, rendered by the model's chat template and opened for the assistant's answer."""
-    if tokenizer is None:
-        raise ValueError("the model has no tokenizer: give prompt as token ids")
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("the model has no chat template for messages: give prompt, or put a chat_template.jinja in the model's folder")
-    try:
-        text = tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, add_generation_prompt=True)
-    except ImportError:  # jinja2 is missing, which is no record's fault
-        raise
-    except Exception as error:  # templates are programs of the model's makers and raise what they like
-        raise ValueError(f"the model's chat template does not take these messages: {error}") from error
-    # The template writes the special tokens itself.
-    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def model_name(model: Model) -> str:

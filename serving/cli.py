@@ -40,6 +40,7 @@ from kvjax.serving.regime_cli import bill_app, regime_map_command
 
 if TYPE_CHECKING:
     from kvjax.engine import Engine
+    from kvjax.memory import MemoryPlan
     from kvjax.model import Model
 
 app = typer.Typer(
@@ -117,12 +118,13 @@ def batch_command(
     seed: Annotated[int, typer.Option(help="Makes, with a record's id, the seed of a record that has none.", **whole(0, 2**32 - 1))] = 0,
     pages: Annotated[
         int | None,
-        typer.Option(help="Pages in the pool. [default: 8 sequences of 32K tokens, or what fits]", show_default=False, **whole()),
+        typer.Option(help="Pages in the pool. [default: what the longest records take, or what fits]", show_default=False, **whole()),
     ] = None,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")] = False,
+    fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Exit with status 1 if a record could not be answered.")] = False,
 ) -> None:
     """Answer every record of a file.
 
@@ -132,22 +134,31 @@ def batch_command(
     from rich.console import Console
 
     from kvjax.engine import Engine
-    from kvjax.serving.batch import check_paths, partial_path, run_file
+    from kvjax.serving.batch import check_paths, pages_of_job, partial_path, run_file
     from kvjax.serving.records import Defaults
 
     check_paths(source, out, overwrite)
     loaded = load_model(model, dtype)
+    defaults = Defaults(max_new_tokens, temperature, seed)
+    if pages is None:
+        needed = pages_of_job(source, defaults, loaded, max_batch, page_size)
+        pages = max(1, min(needed, _plan_beside_weights(loaded, policy, page_size).pages_that_fit))
     sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
     engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes)
     policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
     typer.echo(f"{model}, {policies}, {engine.allocator.total:,} pages of {page_size} tokens", err=True)
-    defaults = Defaults(max_new_tokens, temperature, seed)
     try:
         summary = run_file(source, out, engine, slots=max_batch, defaults=defaults, overwrite=overwrite, console=Console(stderr=True))
     except KeyboardInterrupt:
         typer.echo(f"interrupted; what was answered is kept in {partial_path(out)}: run the same command again to go on", err=True)
         raise
     typer.echo(str(summary))
+    for line, message in summary.first_errors:
+        typer.echo(f"line {line}: {message}", err=True)
+    if summary.errors > len(summary.first_errors):
+        typer.echo(f"and {summary.errors - len(summary.first_errors):,} more records with an error; see {out}", err=True)
+    if fail_on_error and summary.errors:
+        raise typer.Exit(1)
 
 
 @app.command("generate")
@@ -180,14 +191,13 @@ def generate_command(
     if system is not None and not chat:
         raise typer.BadParameter("a system message needs --chat", param_hint="--system")
 
-    from kvjax.generation import encode
+    from kvjax.prompts import chat_ids, encode
     from kvjax.sampling import Sampling
-    from kvjax.serving.batch import chat_ids
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
     loaded = load_model(model, dtype)
     messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
-    ids = list(chat_ids(messages, loaded.tokenizer)) if chat else encode(loaded.tokenizer, text)
+    ids = list(chat_ids(messages, loaded.tokenizer, {})) if chat else encode(loaded.tokenizer, text)
     engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk, prefill)
     _stream(engine, ids, sampling, stats)
 
@@ -218,7 +228,7 @@ def score_command(
 
     import numpy as np
 
-    from kvjax.generation import encode
+    from kvjax.prompts import encode
     from kvjax.scoring import score
     from pallas_kernels.results import finite
 
@@ -371,6 +381,16 @@ def _engine(
 
 def _check_fits(model: Model, policy: str, tokens: int, pages: int, page_size: int) -> None:
     """ValueError if the pages of one sequence are more than memory has room for."""
+    plan = _plan_beside_weights(model, policy, page_size)
+    if pages > plan.pages_that_fit:
+        raise ValueError(
+            f"{tokens:,} tokens take {pages:,} pages, and memory has room for {plan.pages_that_fit:,} beside the weights: "
+            "shorten the prompt, choose a smaller --dtype, or give --pages to try all the same"
+        )
+
+
+def _plan_beside_weights(model: Model, policy: str, page_size: int) -> MemoryPlan:
+    """What fits into memory now that the weights are there."""
     import jax
 
     from kvjax.memory import memory_plan
@@ -380,12 +400,7 @@ def _check_fits(model: Model, policy: str, tokens: int, pages: int, page_size: i
     chosen = parse(policy)
     if isinstance(chosen, Auto):  # its candidates, and so its indexes, are those on record for this model
         chosen = chosen.bind(model, page_size=page_size, dtype=dtype.name)
-    plan = memory_plan(model.config, dtype=dtype, page_size=page_size, indexes=chosen.indexes(), weights_bytes=0)
-    if pages > plan.pages_that_fit:
-        raise ValueError(
-            f"{tokens:,} tokens take {pages:,} pages, and memory has room for {plan.pages_that_fit:,} beside the weights: "
-            "shorten the prompt, choose a smaller --dtype, or give --pages to try all the same"
-        )
+    return memory_plan(model.config, dtype=dtype, page_size=page_size, indexes=chosen.indexes(), weights_bytes=0)
 
 
 def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT", option: str = "--file") -> str:

@@ -16,6 +16,8 @@ from kvjax.serving.journal import Journal, dump, sync_folder
 from kvjax.serving.results import Result
 from pallas_kernels.results import replacing
 
+COUNTS = ("failed", "prompt_tokens", "generated_tokens", "blocks_per_step", "keys_per_step", "samples")
+
 
 class Partial(Journal):
     """The results of one job so far. job: what must agree for a later run to go on with them; any JSON values.
@@ -23,19 +25,19 @@ class Partial(Journal):
     Raises ValueError where another job left the file, or something that is no such file, and BlockingIOError where a running job holds it.
     """
 
-    FORMAT = "kvjax batch 1"
+    FORMAT = "kvjax batch 2"
     WHAT = "a partial result of a kvjax batch job"
     KEYS = frozenset(("line", "counts", "output"))
 
     def __init__(self, path: Path, job: Mapping[str, Any]):
         self.earlier: dict[int, Result] = {}
-        """Results an earlier run had finished, by input line, without their outputs."""
+        """Results an earlier run had finished, by input line, without their outputs, but for errors."""
         self._spans: dict[int, int] = {}
         super().__init__(path, job)
 
     def append(self, result: Result) -> None:
         """Write one result; it survives the process from here on."""
-        counts = [result.failed, result.prompt_tokens, result.generated_tokens, result.blocks_per_step, result.keys_per_step]
+        counts = [getattr(result, name) for name in COUNTS]
         self._append({"line": result.line, "counts": counts, "output": result.output})
 
     def finish(self, out: Path) -> None:
@@ -53,4 +55,5 @@ class Partial(Journal):
     def _keep(self, entry: dict[str, Any], offset: int, *, earlier: bool) -> None:
         self._spans[entry["line"]] = offset
         if earlier:
-            self.earlier[entry["line"]] = Result(entry["line"], {}, *entry["counts"])
+            counts = dict(zip(COUNTS, entry["counts"], strict=True))
+            self.earlier[entry["line"]] = Result(entry["line"], entry["output"] if counts["failed"] else {}, **counts)

@@ -3,12 +3,14 @@
 Two formats, told apart line by line:
 
 * plain: `id` (text or whole number, unique; the line number where there is none), `prompt` (text, or token ids) or `messages`, and
-  `max_new_tokens` or `max_tokens`, `temperature`, `top_k`, `top_p`, `seed`, `stop`, `stop_token_ids`, `logprobs`.
+  `max_new_tokens` or `max_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`,
+  `frequency_penalty`, `seed`, `n`, `stop`, `stop_token_ids`, `ignore_eos`, `logprobs`, `top_logprobs`; beside `messages`,
+  `chat_template_kwargs` for the model's chat template.
 * OpenAI's batch file format: `custom_id`, `body`, and `method`, `url` where given; chat completions and completions. The body may also hold
-  `top_k` and `stop_token_ids`, which that API does not have.
+  `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos` and `chat_template_kwargs`, which that API does not have.
 
-A field that is unknown, or asks for something kvjax does not do, makes an error of its record: no field is passed over. null means the
-same as leaving the field out.
+`user`, `metadata` and `store` change no answer: they are ignored, and the job's summary says so. Any other field that is unknown, or asks
+for something kvjax does not do, makes an error of its record. null means the same as leaving the field out.
 
 Where a record does not say: plain records are greedy and OpenAI requests have that API's temperature of 1, unless the job names a
 temperature; the length limit is the job's. The seed is made from the record's id and the job's seed, so that equal prompts under
@@ -29,21 +31,23 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 ROLES = ("system", "user", "assistant")
 
-_SAMPLING = ("temperature", "top_k", "top_p", "seed", "stop", "stop_token_ids", "logprobs")
-_PLAIN = {"id", "prompt", "messages", "max_new_tokens", "max_tokens", *_SAMPLING}
+IGNORED = ("user", "metadata", "store")
+"""Fields that are for whoever keeps requests, not for the model."""
+
+_NUMBERS = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_COUNTS = {"top_k": 0, "n": 1}
+_SAMPLING = ("temperature", *_NUMBERS, *_COUNTS, "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", *IGNORED)
+_CHAT = {"messages", "chat_template_kwargs", "top_logprobs"}
+_PLAIN = {"id", "prompt", "max_new_tokens", "max_tokens", *_CHAT, *_SAMPLING}
 _ENVELOPE = {"custom_id", "method", "url", "body"}
 _BODY = {"model", "max_tokens", *_SAMPLING}
-_ENDPOINTS = {CHAT: _BODY | {"messages", "max_completion_tokens"}, COMPLETIONS: _BODY | {"prompt"}}
+_ENDPOINTS = {CHAT: _BODY | _CHAT | {"max_completion_tokens"}, COMPLETIONS: _BODY | {"prompt"}}
 _PROMPTS = {None: "prompt or messages", CHAT: "body.messages", COMPLETIONS: "body.prompt"}
 # Fields of the API that ask for nothing at these values, and for something kvjax does not do at any other.
 _NEUTRAL = {
-    "n": (1,),
     "best_of": (1,),
     "stream": (False,),
     "echo": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "top_logprobs": (0,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tools": ([],),
@@ -65,7 +69,8 @@ class Record:
     """One line of the input. Exactly one of prompt (text or token ids), messages and error is set.
 
     line: its number in the input, from 1. endpoint: None for a plain record, else the OpenAI endpoint. sampling: arguments of
-    `kvjax.Sampling`.
+    `kvjax.Sampling`. template_options: what the chat template is given beside the messages. ignored: fields that were given and change
+    nothing.
     """
 
     line: int
@@ -74,6 +79,8 @@ class Record:
     prompt: str | tuple[int, ...] | None = None
     messages: tuple[dict[str, str], ...] | None = None
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     error: str | None = None
 
     @property
@@ -130,7 +137,19 @@ def _refused(record: Record, error: str) -> Record:
 
 def _fill(record: Record, body: Mapping[str, Any], defaults: Defaults) -> Record:
     prompt, messages = _prompt(body, record.endpoint)
-    return dataclasses.replace(record, prompt=prompt, messages=messages, sampling=_sampling(body, record, defaults))
+    options = body.get("chat_template_kwargs", {})
+    if not isinstance(options, Mapping):
+        raise _Wrong(f"chat_template_kwargs must be a JSON object, got {_kind(options)}")
+    if options and messages is None:
+        raise _Wrong("chat_template_kwargs are for messages, and this record has a prompt")
+    return dataclasses.replace(
+        record,
+        prompt=prompt,
+        messages=messages,
+        sampling=_sampling(body, record, defaults),
+        template_options=dict(options),
+        ignored=tuple(name for name in IGNORED if name in body),
+    )
 
 
 def _load(line: bytes | str) -> dict[str, Any]:
@@ -264,10 +283,11 @@ def _sampling(body: Mapping[str, Any], record: Record, defaults: Defaults) -> di
     sampling = {
         "max_new_tokens": _integer(limits[0], body[limits[0]]) if limits else defaults.max_new_tokens,
         "temperature": _number("temperature", body.get("temperature", temperature)),
-        "top_p": _number("top_p", body.get("top_p", 1.0)),
-        "top_k": _integer("top_k", body.get("top_k", 0)),
+        **{name: _number(name, body.get(name, value)) for name, value in _NUMBERS.items()},
+        **{name: _integer(name, body.get(name, value)) for name, value in _COUNTS.items()},
         "seed": _integer("seed", body["seed"], 2**32) if "seed" in body else seed_of(record.id, defaults.seed),
-        "logprobs": _logprobs(body.get("logprobs"), record.endpoint),
+        "ignore_eos": _boolean("ignore_eos", body.get("ignore_eos", False)),
+        **_logprobs(body, record.endpoint),
     }
     if "stop" in body:
         stop = body["stop"]
@@ -282,15 +302,21 @@ def seed_of(record_id: str | int | None, job_seed: int) -> int:
     return int.from_bytes(hashlib.sha256(json.dumps([job_seed, record_id]).encode()).digest()[:4], "big")
 
 
-def _logprobs(value: Any, endpoint: str | None) -> bool:
-    """Whether the chosen tokens' log-probabilities are wanted. Alternatives to the chosen token are not available."""
-    if value is None or (isinstance(value, bool) and endpoint != COMPLETIONS):
-        return bool(value)
-    if endpoint != COMPLETIONS:
-        raise _Wrong(f"logprobs must be true or false, got {_show(value)}")
-    if _integer("logprobs", value) != 0:
-        raise _Wrong(f"logprobs {value} asks for alternatives to the chosen token, which are not available; 0 gives the chosen token's own")
-    return True
+def _logprobs(body: Mapping[str, Any], endpoint: str | None) -> dict[str, Any]:
+    """Whether log-probabilities are wanted, and of how many of the most likely tokens. A completion says both in one number."""
+    if endpoint == COMPLETIONS:
+        wanted = "logprobs" in body
+        return {"logprobs": wanted, "top_logprobs": _integer("logprobs", body["logprobs"]) if wanted else 0}
+    return {
+        "logprobs": _boolean("logprobs", body.get("logprobs", False)),
+        "top_logprobs": _integer("top_logprobs", body.get("top_logprobs", 0)),
+    }
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _Wrong(f"{name} must be true or false, got {_show(value)}")
+    return value
 
 
 def _text(name: str, value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvjax.serving.records import CHAT, Record
@@ -13,12 +14,16 @@ from pallas_kernels.results import finite
 if TYPE_CHECKING:
     from kvjax.generation import Completion
 
+FIRST_ERRORS = 3
 INVALID = "invalid_request_error"
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A record's answer. output: the line, ready for JSON. Counts in tokens; blocks and keys per step as `Completion` has them."""
+    """A record's answer. output: the line, ready for JSON. Counts in tokens; blocks and keys per step as `Completion` has them.
+
+    Tokens, blocks and keys are those of all samples.
+    """
 
     line: int
     output: dict[str, Any]
@@ -27,24 +32,35 @@ class Result:
     generated_tokens: int = 0
     blocks_per_step: float = 0.0
     keys_per_step: float = 0.0
+    samples: int = 1
 
 
 def answered(record: Record, completion: Completion, *, model: str, tokenizer: Any) -> Result:
     """The result of a completion; one that carries an error, or log-probabilities that are not finite, becomes `refused`."""
     if completion.error is not None:
         return refused(record, str(completion.error))
-    output = _plain(record, completion) if record.endpoint is None else _openai(record, completion, model, tokenizer)
+    choices = completion.choices or (completion,)
+    generated = sum(len(choice.token_ids) for choice in choices)
+    blocks, keys = (_per_step(choices, field) for field in ("blocks_per_step", "keys_per_step"))
+    counts = {"prompt_tokens": completion.prompt_tokens, "generated_tokens": generated, "blocks_per_step": blocks, "keys_per_step": keys}
+    output = _plain(record, choices, counts) if record.endpoint is None else _openai(record, choices, counts, model, tokenizer)
     if finite(output) is not output:
         return refused(record, "the model gave log-probabilities that are not finite; try --dtype float32")
-    return Result(
-        line=record.line,
-        output=output,
-        failed=False,
-        prompt_tokens=completion.prompt_tokens,
-        generated_tokens=len(completion.token_ids),
-        blocks_per_step=completion.blocks_per_step,
-        keys_per_step=completion.keys_per_step,
-    )
+    return Result(line=record.line, output=output, failed=False, samples=len(choices), **counts)
+
+
+def _per_step(choices: Sequence[Completion], field: str) -> float:
+    """The mean over the steps of all samples; 0 where none took a step."""
+    if len(choices) == 1:
+        return getattr(choices[0], field)
+    steps = [len(choice.token_ids) - 1 for choice in choices]
+    return sum(count * getattr(choice, field) for count, choice in zip(steps, choices, strict=True)) / max(sum(steps), 1)
+
+
+def error_of(output: Mapping[str, Any]) -> str | None:
+    """What an output line says went wrong."""
+    error = output.get("error")
+    return error["message"] if isinstance(error, Mapping) else error
 
 
 def refused(record: Record, error: str) -> Result:
@@ -59,50 +75,70 @@ def refused(record: Record, error: str) -> Result:
     return Result(record.line, _envelope(record, 400, body, {"code": INVALID, "message": error}), failed=True)
 
 
-def _plain(record: Record, completion: Completion) -> dict[str, Any]:
-    output = {
-        "id": record.id,
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "prompt_tokens": completion.prompt_tokens,
-        "generated_tokens": len(completion.token_ids),
-        "blocks_per_step": completion.blocks_per_step,
-        "keys_per_step": completion.keys_per_step,
-        "error": None,
-    }
-    if record.sampling["logprobs"]:
-        output |= {"token_ids": list(completion.token_ids), "logprobs": list(completion.logprobs)}
-    return output
+def _plain(record: Record, choices: Sequence[Completion], counts: Mapping[str, Any]) -> dict[str, Any]:
+    """With n above 1, the samples are in `choices`, each with its own number of generated tokens."""
+    said = []
+    for choice in choices:
+        said.append({"text": choice.text, "finish_reason": choice.finish_reason})
+        if record.sampling["logprobs"]:
+            said[-1] |= {"token_ids": list(choice.token_ids), "logprobs": list(choice.logprobs)}
+        if record.sampling["top_logprobs"]:
+            said[-1]["top_logprobs"] = [[list(pair) for pair in best] for best in choice.top_logprobs]
+    if len(choices) == 1:
+        return {"id": record.id, **said[0], **counts, "error": None}
+    numbered = enumerate(zip(said, choices, strict=True))
+    several = [{"index": index, **each, "generated_tokens": len(choice.token_ids)} for index, (each, choice) in numbered]
+    return {"id": record.id, "choices": several, **counts, "error": None}
 
 
-def _openai(record: Record, completion: Completion, model: str, tokenizer: Any) -> dict[str, Any]:
+def _openai(record: Record, choices: Sequence[Completion], counts: Mapping[str, Any], model: str, tokenizer: Any) -> dict[str, Any]:
     chat = record.endpoint == CHAT
-    choice = {"index": 0, "finish_reason": completion.finish_reason, "logprobs": None}
-    choice |= {"message": {"role": "assistant", "content": completion.text, "refusal": None}} if chat else {"text": completion.text}
-    if record.sampling["logprobs"]:
-        tokens = [tokenizer.decode([token]) for token in completion.token_ids]
-        choice["logprobs"] = _chat_logprobs(tokens, completion) if chat else _text_logprobs(tokens, completion)
-    prompt, generated = completion.prompt_tokens, len(completion.token_ids)
+    prompt, generated = counts["prompt_tokens"], counts["generated_tokens"]
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{_digest(record)}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice],
+        "choices": [_choice(index, choice, record, tokenizer) for index, choice in enumerate(choices)],
         "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
-        "kvjax": {"blocks_per_step": completion.blocks_per_step, "keys_per_step": completion.keys_per_step},
+        "kvjax": {"blocks_per_step": counts["blocks_per_step"], "keys_per_step": counts["keys_per_step"]},
     }
     return _envelope(record, 200, body, None)
 
 
-def _chat_logprobs(tokens: list[str], completion: Completion) -> dict[str, Any]:
+def _choice(index: int, completion: Completion, record: Record, tokenizer: Any) -> dict[str, Any]:
+    chat = record.endpoint == CHAT
+    choice = {"index": index, "finish_reason": completion.finish_reason, "logprobs": None}
+    choice |= {"message": {"role": "assistant", "content": completion.text, "refusal": None}} if chat else {"text": completion.text}
+    if record.sampling["logprobs"]:
+        pairs = [(tokenizer.decode([token]), value) for token, value in zip(completion.token_ids, completion.logprobs, strict=True)]
+        best = [[(tokenizer.decode([token]), value) for token, value in place] for place in completion.top_logprobs or [()] * len(pairs)]
+        choice["logprobs"] = _chat_logprobs(pairs, best) if chat else _text_logprobs(pairs, best)
+    return choice
+
+
+def _chat_logprobs(pairs: list[tuple[str, float]], best: list[list[tuple[str, float]]]) -> dict[str, Any]:
     """No `bytes`: a token that is part of a character has no text of its own, and its bytes are the tokenizer's secret."""
-    pairs = zip(tokens, completion.logprobs, strict=True)
-    return {"content": [{"token": token, "logprob": value, "bytes": None, "top_logprobs": []} for token, value in pairs], "refusal": None}
+    fields = [
+        {**_entry(*pair), "top_logprobs": [_entry(token, value) for token, value in place]} for pair, place in zip(pairs, best, strict=True)
+    ]
+    return {"content": fields, "refusal": None}
 
 
-def _text_logprobs(tokens: list[str], completion: Completion) -> dict[str, Any]:
-    return {"tokens": tokens, "token_logprobs": list(completion.logprobs), "top_logprobs": None, "text_offset": None}
+def _entry(token: str, value: float) -> dict[str, Any]:
+    return {"token": token, "logprob": value, "bytes": None}
+
+
+def _text_logprobs(pairs: list[tuple[str, float]], best: list[list[tuple[str, float]]]) -> dict[str, Any]:
+    """The most likely tokens of a place are an object by text, the chosen token among them; of tokens of one text the likeliest stays."""
+    tops = [dict(sorted([pair, *place], key=lambda entry: entry[1])) for pair, place in zip(pairs, best, strict=True)]
+    tops = [dict(sorted(top.items(), key=lambda entry: -entry[1])) for top in tops] if any(best) else None
+    return {
+        "tokens": [token for token, _ in pairs],
+        "token_logprobs": [value for _, value in pairs],
+        "top_logprobs": tops,
+        "text_offset": None,
+    }
 
 
 def _envelope(record: Record, status: int, body: dict[str, Any], error: dict[str, Any] | None) -> dict[str, Any]:
@@ -121,7 +157,8 @@ class Summary:
     """The closing figures of a job.
 
     records, errors, prompt_tokens, generated_tokens: of the whole output. earlier: records that a run before this one had finished.
-    seconds, and the tokens per second: of this run alone. blocks_per_step and keys_per_step: means over all decode steps.
+    seconds, and the tokens per second: of this run alone. blocks_per_step and keys_per_step: means over all decode steps. first_errors:
+    (line, message) of the first records that failed, by line. ignored: how many records gave each field that changes nothing.
     """
 
     records: int = 0
@@ -130,6 +167,8 @@ class Summary:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     seconds: float = 0.0
+    first_errors: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    ignored: dict[str, int] = dataclasses.field(default_factory=dict)
     _new_prompt_tokens: int = 0
     _new_generated_tokens: int = 0
     _steps: int = 0
@@ -140,14 +179,16 @@ class Summary:
         """Count a result; earlier: one that an earlier run had finished."""
         self.records += 1
         self.errors += result.failed
+        if result.failed:
+            self.first_errors = sorted([*self.first_errors, (result.line, error_of(result.output))])[:FIRST_ERRORS]
         self.earlier += earlier
         self.prompt_tokens += result.prompt_tokens
         self.generated_tokens += result.generated_tokens
         if not earlier:
             self._new_prompt_tokens += result.prompt_tokens
             self._new_generated_tokens += result.generated_tokens
-        # The first token comes from the prompt's own pass; each later one took a step.
-        steps = max(result.generated_tokens - 1, 0)
+        # The first token of a sample comes from the prompt's own pass; each later one took a step.
+        steps = max(result.generated_tokens - result.samples, 0)
         self._steps += steps
         self._blocks += steps * result.blocks_per_step
         self._keys += steps * result.keys_per_step
@@ -183,4 +224,6 @@ class Summary:
         ]
         if self._steps:
             rows += [("blocks per step", f"{self.blocks_per_step:,.1f}"), ("keys per step", f"{self.keys_per_step:,.0f}")]
+        if self.ignored:
+            rows.append(("ignored fields", ", ".join(f"{name} ({count:,} records)" for name, count in sorted(self.ignored.items()))))
         return "\n".join(f"{name:<18} {value}" for name, value in rows)

@@ -14,9 +14,10 @@ from kvjax.engine import Engine
 from kvjax.generation import Request, generate, run
 from kvjax.models import CausalLM, init_params
 from kvjax.prefill import MeanPooled
+from kvjax.prompts import chat_ids
 from kvjax.sampling import Sampling
 from kvjax.serving import batch
-from kvjax.serving.batch import chat_ids, run_batch, run_file
+from kvjax.serving.batch import run_batch, run_file
 from kvjax.serving.records import Defaults, parse
 
 SLOTS = 3
@@ -137,7 +138,9 @@ def test_bad_records_get_errors_and_the_job_goes_on(engine, expected):
         ("vocabulary", {"id": "vocabulary", "prompt": [1, 480]}, "480"),
         ("positions", {"id": "positions", "prompt": [1] * 500, "max_new_tokens": 100}, "512"),
         ("short", {"id": "short", "prompt": "again"}, "already used on line 1"),
-        ("o-bad", {"custom_id": "o-bad", "body": {"prompt": "x", "n": 3}}, "body.n"),
+        ("o-bad", {"custom_id": "o-bad", "body": {"prompt": "x", "best_of": 3}}, "body.best_of"),
+        ("o-n", {"custom_id": "o-n", "body": {"prompt": "x", "n": 300}}, "n must be a whole number from 1 to 128, got 300"),
+        ("top", {"id": "top", "prompt": "x", "top_logprobs": 3}, "top_logprobs 3 needs logprobs"),
     ]
     mixed = [RECORDS[0], *(record for _, record, _ in bad), RECORDS[1]]
     found = list(run_batch(mixed, engine, slots=SLOTS, defaults=DEFAULTS))
@@ -171,6 +174,48 @@ def test_messages_need_a_chat_template(engine, model, monkeypatch):
     assert "no system messages here" in answers(engine, record)["chat"]["error"]
 
 
+def test_options_reach_the_chat_template(engine, model, monkeypatch):
+    monkeypatch.setattr(model.tokenizer, "chat_template", "{{ messages[0].content }}{% if loud %} coral{% endif %}")
+    messages = [{"role": "user", "content": "amber basil"}]
+    records = [
+        {"id": "quiet", "messages": messages},
+        {"id": "loud", "messages": messages, "chat_template_kwargs": {"loud": True}},
+        {"id": "as text", "prompt": "amber basil coral"},
+        {"id": "no", "messages": messages, "chat_template_kwargs": {"tokenize": True}},
+    ]
+    found = answers(engine, records)
+    assert found["loud"]["text"] == found["as text"]["text"] != found["quiet"]["text"]
+    assert "'tokenize' is none" in found["no"]["error"]
+
+
+def test_several_samples_are_choices_of_one_answer(engine):
+    settings = {"max_new_tokens": 9, "temperature": 1.0, "logprobs": True, "top_logprobs": 2, "repetition_penalty": 1.3}
+    sampled = {"prompt": "amber basil", "n": 4, "seed": 7} | settings
+    body = {"messages": [{"role": "user", "content": "umber"}], "n": 2, "max_tokens": 6, "logprobs": True, "top_logprobs": 2}
+    text = {"prompt": "velvet", "n": 2, "max_tokens": 6, "logprobs": 2}
+    found = answers(engine, [{"id": "many", **sampled}, {"custom_id": "chat", "body": body}, {"custom_id": "text", "body": text}])
+    alone = [next(run(engine, [Request("amber basil", Sampling(seed=7 + index, **settings))], slots=SLOTS))[1] for index in range(4)]
+    many = found["many"]
+    assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in many["choices"]] == [completion.text for completion in alone]
+    assert [choice["logprobs"] for choice in many["choices"]] == [list(completion.logprobs) for completion in alone]
+    assert many["choices"][1]["top_logprobs"][0] == [list(pair) for pair in alone[1].top_logprobs[0]]
+    assert many["generated_tokens"] == sum(len(completion.token_ids) for completion in alone)
+    assert many["keys_per_step"] == pytest.approx(
+        sum(completion.keys_per_step * (len(completion.token_ids) - 1) for completion in alone)
+        / sum(len(completion.token_ids) - 1 for completion in alone)
+    )
+    for name in ("chat", "text"):
+        answer = found[name]["response"]["body"]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        assert answer["usage"]["completion_tokens"] == 12
+    places = found["chat"]["response"]["body"]["choices"][1]["logprobs"]["content"]
+    assert all(place["top_logprobs"][0]["logprob"] >= place["logprob"] for place in places)
+    assert all(len(place["top_logprobs"]) == 2 for place in places)
+    logprobs = found["text"]["response"]["body"]["choices"][0]["logprobs"]
+    assert all(logprobs["tokens"][place] in top for place, top in enumerate(logprobs["top_logprobs"]))
+
+
 def test_the_chat_template_writes_the_special_tokens_itself():
     class Beginning:
         chat_template = "there is one"
@@ -182,9 +227,9 @@ def test_the_chat_template_writes_the_special_tokens_itself():
         def __call__(self, text, add_special_tokens=True):
             return {"input_ids": ([1] if add_special_tokens else []) + [ord(letter) for letter in text]}
 
-    assert chat_ids([{"role": "user", "content": "ab"}], Beginning()) == tuple(b"<s>ab")
+    assert chat_ids([{"role": "user", "content": "ab"}], Beginning(), {}) == tuple(b"<s>ab")
     with pytest.raises(ValueError, match="no tokenizer"):
-        chat_ids([{"role": "user", "content": "ab"}], None)
+        chat_ids([{"role": "user", "content": "ab"}], None, {})
 
 
 def test_equal_prompts_under_different_ids_are_different_samples(engine):
@@ -263,6 +308,38 @@ def test_a_file_job_answers_in_input_order(job, engine):
     assert summary.prompt_tokens == sum(o["prompt_tokens"] for o in plain) + sum(u["prompt_tokens"] for u in usages)
     assert summary.tokens_per_second == pytest.approx(summary.generated_tokens / summary.seconds)
     assert 0 < summary.keys_per_step <= 32
+
+
+def test_ignored_fields_and_first_errors_are_in_the_summary(tmp_path, engine, monkeypatch):
+    records = [{"id": n, "prompt": "amber", "max_new_tokens": 1, "user": "me"} for n in range(4)] + [
+        {"id": 9, "colour": n} for n in range(5)
+    ]
+    write(tmp_path / "in.jsonl", records)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 7)
+        with pytest.raises(KeyboardInterrupt):
+            file_job(tmp_path, engine)
+    summary = file_job(tmp_path, engine)
+    assert summary.ignored == {"user": 4}
+    assert summary.errors == 5
+    assert [line for line, _ in summary.first_errors] == [5, 6, 7], "also those that an earlier run had"
+    assert "'colour'" in summary.first_errors[0][1]
+    assert "ignored fields     user (4 records)" in str(summary)
+
+
+def test_a_pool_is_as_large_as_the_longest_records_together(tmp_path, model):
+    records = [{"id": n, "prompt": [5] * 20, "max_new_tokens": 13} for n in range(50)]  # 32 tokens are written: 2 pages
+    records += [{"id": "bad"}, {"id": "long", "prompt": [5] * 500, "max_new_tokens": 100}, {"id": "wrong", "prompt": "x", "top_k": -1}]
+    source = write(tmp_path / "in.jsonl", records)
+
+    def pages(slots):
+        return batch.pages_of_job(source, DEFAULTS, model, slots, 16)
+
+    assert (pages(1), pages(8), pages(64)) == (2, 16, 100)
+    write(source, [*records, {"id": "n", "prompt": [5] * 40, "max_new_tokens": 9, "n": 3}])
+    assert pages(4) == 3 * 3 + 2 + 1
+    write(source, [{"id": "bad"}])
+    assert pages(8) == 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 8])
@@ -344,8 +421,11 @@ def test_paths_are_checked_first(tmp_path, engine):
         run_file(source, tmp_path, engine, overwrite=True)
     with pytest.raises(ValueError, match="is the input"):
         run_file(source, source, engine, overwrite=True)
-    with pytest.raises(ValueError, match="holds no records"):
+    with pytest.raises(ValueError, match="is empty"):
         run_file(write(tmp_path / "empty.jsonl", []), tmp_path / "out.jsonl", engine)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no records"):
+        run_file(tmp_path / "empty.jsonl", tmp_path / "out.jsonl", engine)
 
 
 def test_progress_shows_rates(job, engine):

@@ -409,6 +409,24 @@ def test_batch_hands_over_its_options(kvjax, model_folder, tmp_path):
     assert kvjax(*arguments, "--overwrite")[0] == 0
 
 
+def test_batch_prints_the_first_errors_and_fails_on_request(kvjax, model_folder, tmp_path):
+    records = [{"id": "good", "prompt": "amber", "max_new_tokens": 2, "store": True}, *({"id": n, "shape": n} for n in range(5))]
+    source = write(tmp_path / "in.jsonl", records)
+    arguments = ("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, *PAGES)
+    status, out, err = kvjax(*arguments)
+    assert status == 0
+    assert "1 pages of 16 tokens" in err, "the pool is sized by the records"
+    assert re.findall("^line (.*)$", err, re.MULTILINE) == [f"{line}: unknown or unsupported field 'shape'" for line in (2, 3, 4)]
+    assert re.search(r"^and 2 more records with an error; see .*out\.jsonl$", err, re.MULTILINE)
+    assert re.search(r"ignored fields +store \(1 records\)", out)
+    assert kvjax(*arguments, "--overwrite", "--fail-on-error")[0] == 1
+    assert len(lines(tmp_path / "out.jsonl")) == 6
+    write(source, records[:1])
+    status, _, err = kvjax(*arguments, "--overwrite", "--fail-on-error")
+    assert status == 0
+    assert "line" not in err
+
+
 def test_batch_decodes_as_many_together_as_it_is_told(kvjax, model_folder, tmp_path, monkeypatch):
     from kvjax.serving import batch, results
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvjax.sampling import Sampling
 from kvjax.serving.records import CHAT, COMPLETIONS, Defaults, Record, parse, read
 
 
@@ -36,7 +37,7 @@ def test_a_plain_record_is_greedy_and_has_the_jobs_length():
 def test_every_sampling_field_arrives():
     given = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "seed": 11, "stop": ["x", "y"], "stop_token_ids": [3, 4], "logprobs": True}
     sampling = plain(max_new_tokens=5, **given).sampling
-    assert sampling == {**given, "max_new_tokens": 5, "stop": ("x", "y"), "stop_token_ids": (3, 4)}
+    assert Sampling(**sampling) == Sampling(**{**given, "max_new_tokens": 5, "stop": ("x", "y"), "stop_token_ids": (3, 4)})
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens"])
@@ -96,6 +97,7 @@ def test_openai_length_limits_and_log_probabilities():
 
 def test_fields_that_ask_for_nothing_are_taken():
     neutral = {"n": 1, "stream": False, "presence_penalty": 0, "frequency_penalty": 0.0, "top_logprobs": 0, "logit_bias": {}}
+    neutral |= {"min_p": 0, "repetition_penalty": 1, "ignore_eos": False, "chat_template_kwargs": {}}
     record = chat(model="m", response_format={"type": "text"}, tools=[], user=None, **neutral)
     assert record.error is None
     assert record.sampling == chat().sampling
@@ -105,20 +107,14 @@ def test_fields_that_ask_for_nothing_are_taken():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("n", True),
         ("stream", True),
         ("stream", 0),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
-        ("top_logprobs", 5),
         ("logit_bias", {"5": 1}),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "auto"),
         ("reasoning_effort", "low"),
-        ("user", "me"),
-        ("min_p", 0.1),
+        ("best_of", 2),
         ("prompt", "hello"),
         ("max_new_tokens", 4),
     ],
@@ -129,12 +125,43 @@ def test_a_chat_field_that_is_not_done_is_named(field, value):
     assert f"body.{field}" in error
 
 
-@pytest.mark.parametrize("field", ["messages", "max_completion_tokens", "typo"])
+FIELDS = {"n": 3, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -0.5, "frequency_penalty": 2, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("record", [plain(**FIELDS), chat(**FIELDS), completions(**FIELDS)], ids=["plain", "chat", "completions"])
+def test_the_fields_that_people_send_reach_the_sampling(record):
+    assert record.error is None
+    sampling = Sampling(**record.sampling)
+    assert {name: getattr(sampling, name) for name in FIELDS} == FIELDS
+
+
+def test_how_many_of_the_most_likely_tokens():
+    for record in (plain(logprobs=True, top_logprobs=4), chat(logprobs=True, top_logprobs=4), completions(logprobs=4)):
+        assert (record.sampling["logprobs"], record.sampling["top_logprobs"]) == (True, 4)
+    assert completions(logprobs=0).sampling["top_logprobs"] == 0
+
+
+def test_what_is_for_the_keeper_of_requests_is_ignored_and_remembered():
+    for make in (plain, chat, completions):
+        record = make(user="me", metadata={"a": 1}, store=True)
+        assert record.error is None
+        assert record.ignored == ("user", "metadata", "store")
+        assert record.sampling == make().sampling
+        assert make(user=None).ignored == ()
+
+
+def test_options_of_the_chat_template_are_kept():
+    assert chat(chat_template_kwargs={"enable_thinking": False}).template_options == {"enable_thinking": False}
+    record = parse({"id": 1, "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": [1]}}, 1)
+    assert record.template_options == {"a": [1]}
+
+
+@pytest.mark.parametrize("field", ["messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "typo"])
 def test_a_completions_field_that_is_not_known_is_named(field):
     assert f"body.{field}" in completions(**{field: 1}).error
 
 
-@pytest.mark.parametrize("field", ["maxtokens", "n", "model", "custom", "max_completion_tokens", "stream"])
+@pytest.mark.parametrize("field", ["maxtokens", "model", "custom", "max_completion_tokens", "stream"])
 def test_a_plain_field_that_is_not_known_is_named(field):
     assert repr(field) in plain(**{field: 1}).error
 
@@ -173,6 +200,13 @@ def test_a_plain_field_that_is_not_known_is_named(field):
         ({"stop": [3]}, "stop must be text"),
         ({"stop_token_ids": 3}, "stop_token_ids must be a list"),
         ({"logprobs": 2}, "logprobs must be true or false"),
+        ({"top_logprobs": True}, "top_logprobs must be a whole number"),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false"),
+        ({"n": True}, "n must be a whole number"),
+        ({"min_p": "0.1"}, "min_p must be a number"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty must be a number"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs are for messages"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be a JSON object"),
     ],
 )
 def test_what_is_wrong_is_said(fields, said):
@@ -201,7 +235,6 @@ def test_what_is_wrong_is_said(fields, said):
         (b'{"custom_id": "a", "body": {"prompt": "x"}, "extra": 1}', "'extra'"),
         (b'{"custom_id": "a", "body": {"prompt": "x", "model": 3}}', "body.model must be text"),
         (b'{"custom_id": "a", "body": {"prompt": ["x", "y"]}}', "prompt[0] must be a token id"),
-        (b'{"custom_id": "a", "body": {"prompt": "x", "logprobs": 3}}', "0 gives the chosen token's own"),
         (b'{"custom_id": "a", "body": {"prompt": "x", "logprobs": true}}', "logprobs must be a whole number"),
         (b'{"custom_id": "a", "url": "/v1/chat/completions", "body": {}}', "body.messages is missing"),
     ],

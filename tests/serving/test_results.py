@@ -88,6 +88,28 @@ def test_a_completions_answer():
     assert answer(openai(COMPLETIONS)).output["response"]["body"]["choices"][0]["logprobs"] is None
 
 
+def test_the_most_likely_tokens_stand_where_each_format_has_them():
+    completion = dataclasses.replace(COMPLETION, top_logprobs=(((7, -0.5), (9, -1.0)), ((9, -0.25), (8, -1.25)), ((8, -0.1), (9, -0.2))))
+    assert answer({"id": "a", "prompt": "x", "logprobs": True, "top_logprobs": 2}, completion).output["top_logprobs"] == [
+        [[7, -0.5], [9, -1.0]],
+        [[9, -0.25], [8, -1.25]],
+        [[8, -0.1], [9, -0.2]],
+    ]
+    chat = answer(openai(CHAT, logprobs=True, top_logprobs=2), completion).output["response"]["body"]["choices"][0]["logprobs"]
+    assert chat["content"][1] == {
+        "token": "i",
+        "logprob": -1.25,
+        "bytes": None,
+        "top_logprobs": [{"token": "j", "logprob": -0.25, "bytes": None}, {"token": "i", "logprob": -1.25, "bytes": None}],
+    }
+    text = answer(openai(COMPLETIONS, logprobs=2), completion).output["response"]["body"]["choices"][0]["logprobs"]
+    assert [list(top.items()) for top in text["top_logprobs"]] == [
+        [("h", -0.5), ("j", -1.0)],
+        [("j", -0.25), ("i", -1.25)],
+        [("i", -0.1), ("j", -0.2), ("a", -2.0)],  # the chosen token too
+    ]
+
+
 def test_names_of_answers_stay_the_same():
     first, again = answer(openai(CHAT)).output, answer(openai(CHAT)).output
     other = answered(parse({**openai(CHAT), "custom_id": "b"}, 3), COMPLETION, model="tiny", tokenizer=None).output
