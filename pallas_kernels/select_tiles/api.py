@@ -1,0 +1,91 @@
+"""select_tiles: signature, validation, dispatch."""
+
+from __future__ import annotations
+
+import numbers
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch, paged
+
+POOLINGS = ("sum", "max")
+"""How a tile's queries are taken together."""
+
+
+def select_tiles(
+    q: Float[Array, "B T H D"],
+    bounds: Float[Array, "N K nb 2 D"],
+    page_table: Int[Array, "B M"],
+    starts: Int[Array, "B"],
+    lengths: Int[Array, "B"],
+    *,
+    k: int,
+    block_size: int,
+    query_tile: int,
+    window: tuple[int, int],
+    pooling: str = "sum",
+    sm_scale: float,
+    implementation: str | None = None,
+) -> Int[Array, "B C H W"]:
+    """Per tile of queries and query head, the k distant blocks that its queries may pay the most attention to.
+
+    q: T consecutive tokens of each sequence, the first at position starts[b]; those at or past lengths[b] are padding. bounds: per page
+    and block of keys the elementwise max and min of its keys (`page_index`, kind "bounds"), the chunk's own pages included. Only blocks of
+    sealed pages count, that is of pages that `lengths` tokens fill whole and that page_table names; the rows of others may hold anything,
+    NaN too.
+
+    Query t at position p bounds its logit with any key of a block that begins at or before p by
+    sm_scale * (max(q, 0) . max_keys + min(q, 0) . min_keys). Softmax over these blocks is what the query may pay each of them. A tile of
+    `query_tile` queries pays a block the sum of that over its queries (pooling "sum"), or their maximum ("max").
+
+    Candidates of a tile are blocks that hold a key which its last query may see and which neither the first window[0] tokens (sinks) nor
+    that query's last window[1] tokens hold whole: `block_sparse_attention` reads those anyway. window[1] must be at least the tokens
+    of a page, so that no candidate is unsealed. k: at least 1. block_size: tokens, divides the page. sm_scale: multiplies logits.
+
+    Returns blocks int32 `[B, C, H, W]`, C = ceil(T / query_tile), W = min(k, M * nb): logical block numbers, ascending, -1 at the end where
+    there are fewer candidates; of equal ones the lower block. Scores are float32, so implementations may differ where two blocks differ by
+    rounding; each gives the same bits every time. Memory: the bounds that a sequence's table names, and C x H x M * nb float32: a tile's
+    scores, never a query's.
+
+    Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
+
+    Source: bounds of Quest (Tang et al., ICML 2024), of every query of a tile rather than of one.
+    """
+    arrays = dispatch.signature(q=q, bounds=bounds, page_table=page_table, starts=starts, lengths=lengths)
+    if q.ndim != 4 or bounds.ndim != 5 or bounds.shape[3] != 2 or page_table.ndim != 2 or starts.ndim != 1 or lengths.ndim != 1:
+        raise ValueError(f"needs q [B,T,H,D], bounds [N,K,nb,2,D], page_table [B,M], starts and lengths [B]; got {arrays}")
+    if 0 in (*q.shape, *bounds.shape, *page_table.shape):
+        raise ValueError(f"no axis of q, bounds and page_table may be empty; got {arrays}")
+    if q.shape[3] != bounds.shape[4] or q.shape[2] % bounds.shape[1]:
+        raise ValueError(f"q heads must be a multiple of KV heads, and the head dims equal; got {arrays}")
+    if any(x.shape[0] != q.shape[0] for x in (page_table, starts, lengths)):
+        raise ValueError(f"q, page_table, starts and lengths must have the same batch; got {arrays}")
+    if any(x.dtype != jnp.int32 for x in (page_table, starts, lengths)):
+        raise ValueError(f"page_table, starts and lengths must be int32; got {arrays}")
+    if q.dtype.name not in paged.DTYPES or bounds.dtype.name not in paged.DTYPES:
+        raise ValueError(f"q and bounds must be one of {', '.join(paged.DTYPES)}; got {arrays}")
+    for name, value in (("k", k), ("block_size", block_size), ("query_tile", query_tile)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}")
+    paged.check_window(window)
+    if window[1] < block_size * bounds.shape[2]:
+        raise ValueError(
+            f"the window of {window[1]} tokens is shorter than a page of {block_size * bounds.shape[2]}: a block of the open page, which "
+            "has no bounds, would be a candidate; use a window of at least a page"
+        )
+    if pooling not in POOLINGS:
+        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+    if not isinstance(sm_scale, numbers.Real):
+        raise ValueError(f"sm_scale must be a number known when compiling, got {sm_scale!r}")
+    static = {
+        "k": k,
+        "block_size": block_size,
+        "query_tile": query_tile,
+        "window": window,
+        "pooling": pooling,
+        "sm_scale": sm_scale,
+    }
+    operands = (q, bounds, page_table, starts, lengths)
+    name = dispatch.choose("select_tiles", implementation, f"{arrays} {static}", operands, static)
+    return dispatch.load("select_tiles", name)(*operands, **static)
