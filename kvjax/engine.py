@@ -23,7 +23,7 @@ from kvjax.inspection import StepRead, inspect_step, read_of
 from kvjax.memory import MemoryPlan, check_pool, memory_plan
 from kvjax.model import Model, fingerprint
 from kvjax.policies import Auto, Choice, DecodePolicy, StateSpec, TopTokens, parse
-from kvjax.prefill import DensePrefill, PrefillPolicy, parse_prefill
+from kvjax.prefill import DensePrefill, PrefillPolicy, indexes_of, parse_prefill
 from kvjax.prefill.lists import TileLists
 from kvjax.sampling import Sampled, SamplingRows, sample_step
 from kvjax.steps import Reads, decode_and_sample, decode_step, prefill_step
@@ -98,8 +98,9 @@ class Engine:
         self._autos: dict[Auto, Auto] = {}
         self.policy = self._bound(policy)
         self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, policies))))
-        self.indexes = tuple(dict.fromkeys(spec for each in self.policies for spec in each.indexes()))
         self.prefill_policy = parse_prefill(prefill)
+        scanned = [each.indexes() for each in self.policies] + [indexes_of(self.prefill_policy)]
+        self.indexes = tuple(dict.fromkeys(spec for indexes in scanned for spec in indexes))
         if isinstance(self.prefill_policy, TileLists):
             self.prefill_policy.check_pages(page_size)
         if pages is not None:

@@ -1,6 +1,7 @@
 """Prefill policies: how the queries of a prompt attend to it. `parse_prefill("momo:128/8")` names them."""
 
-from kvjax.prefill.base import PrefillContext, PrefillPolicy
+from kvjax.prefill.base import PrefillContext, PrefillPolicy, indexes_of
+from kvjax.prefill.bounds import BoundsBlocks
 from kvjax.prefill.delta import delta_correction
 from kvjax.prefill.dense import DensePrefill
 from kvjax.prefill.mean_pooled import MeanPooled
@@ -12,6 +13,7 @@ from kvjax.prefill.vertical_slash import VerticalSlash
 
 __all__ = [
     "FORMS",
+    "BoundsBlocks",
     "DensePrefill",
     "MeanPooled",
     "MeasureOnceMaskOnce",
@@ -23,6 +25,7 @@ __all__ = [
     "attention_mass",
     "delta_correction",
     "identity",
+    "indexes_of",
     "name_of",
     "parse_prefill",
     "register",

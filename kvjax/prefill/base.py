@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import flax.struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.types import PagedKV
+from kvjax.cache.types import IndexSpec, PagedKV
 
 
 @flax.struct.dataclass
@@ -26,7 +26,7 @@ class PrefillContext:
 
 @runtime_checkable
 class PrefillPolicy(Protocol):
-    """A frozen dataclass: static, hashable, holds no arrays."""
+    """A frozen dataclass: static, hashable, holds no arrays. It may define `indexes` (`indexes_of`)."""
 
     @property
     def queries_stand_alone(self) -> bool:
@@ -41,3 +41,8 @@ class PrefillPolicy(Protocol):
     def describe(self) -> str:
         """The policy and what it reads, for reports."""
         ...
+
+
+def indexes_of(policy: PrefillPolicy) -> tuple[IndexSpec, ...]:
+    """What sealing a page must build for a prefill policy: what its `indexes()` says, nothing if it has none."""
+    return policy.indexes() if hasattr(policy, "indexes") else ()

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from kvjax.cache.types import PagedKV
 from kvjax.engine import Engine
 from kvjax.model import Model
-from kvjax.prefill.base import PrefillContext, PrefillPolicy
+from kvjax.prefill.base import PrefillContext, PrefillPolicy, indexes_of
 from kvjax.prefill.dense import DensePrefill
 from kvjax.prefill.lists import TileLists, covered_tokens, sorted_lists
 from kvjax.prefill.measure_once import MeasureOnceMaskOnce
@@ -27,6 +27,7 @@ from kvjax.prefill.sink_window import SinkWindow
 from pallas_kernels import dispatch
 from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.page_index import page_index
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 from pallas_kernels.query_sparse_attention.api import ESTIMATES
 
@@ -155,7 +156,8 @@ def measure_recorded(recorded: RecordedPrefill, policy: TileLists | SinkWindow) 
     with dispatch.listening() as path:
         for number, query, place in recorded.chunks:
             ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
-            layer = PagedKV(*map(jnp.asarray, recorded.pools[number]), {})
+            k, v = map(jnp.asarray, recorded.pools[number])
+            layer = PagedKV(k, v, {x.name: page_index(k, kind=x.kind, block_size=x.block_size) for x in indexes_of(policy)})
             found = np.asarray(compare(jnp.asarray(query), layer, ctx), np.float64)
             sums[number] = sums.get(number, 0) + found
     row = _window_row if isinstance(policy, SinkWindow) else _row

@@ -6,6 +6,7 @@ import re
 
 from kvjax.policies.naming import check_numbers
 from kvjax.prefill.base import PrefillPolicy
+from kvjax.prefill.bounds import BoundsBlocks
 from kvjax.prefill.dense import DensePrefill
 from kvjax.prefill.mean_pooled import MeanPooled
 from kvjax.prefill.measure_once import CHANGES, MeasureOnceMaskOnce
@@ -16,7 +17,7 @@ from kvjax.registry import FORMS as OWN_FORMS
 from kvjax.registry import Registry
 
 FORMS = (
-    "dense, momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; with +quantile behind it the others "
+    "dense, bounds:K (blocks of 128), momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; with +quantile behind it the others "
     "by a quantile, with +score or +untrimmed lists are trimmed otherwise, with +plain or +uncorrected outputs are corrected otherwise), "
     "window:SINK+WINDOW (tokens, as window:64+1024), "
     "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, " + OWN_FORMS
@@ -58,8 +59,8 @@ def _built_in(text: str) -> PrefillPolicy | None:
         return SinkWindow(*map(int, match.groups()))
     if match := re.fullmatch(r"vertical-slash:(\d+)\+(\d+)", text):
         return VerticalSlash(*map(int, match.groups()))
-    if match := re.fullmatch(r"(mean|oracle):(\d+)", text):
-        return (MeanPooled if match[1] == "mean" else OracleBlocks)(int(match[2]))
+    if match := re.fullmatch(r"(bounds|mean|oracle):(\d+)", text):
+        return {"bounds": BoundsBlocks, "mean": MeanPooled, "oracle": OracleBlocks}[match[1]](int(match[2]))
     return None
 
 
@@ -67,7 +68,7 @@ _OWN = Registry(
     "prefill policy",
     "kvjax.prefill.PrefillPolicy says what each does",
     ("queries_stand_alone", "attend", "describe"),
-    ("dense", "momo", "window", "delta", "vertical-slash", "mean", "oracle"),
+    ("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle"),
     _built_in,
 )
 register, name_of, identity = _OWN.register, _OWN.name_of, _OWN.identity

@@ -13,6 +13,7 @@ from kvjax import Engine
 from kvjax.cache import PagedKV
 from kvjax.fidelity.echo import ListedDense
 from kvjax.prefill import (
+    BoundsBlocks,
     DensePrefill,
     MeanPooled,
     MeasureOnceMaskOnce,
@@ -24,13 +25,16 @@ from kvjax.prefill import (
     delta_correction,
     parse_prefill,
 )
+from pallas_kernels.page_index import page_index
 
 SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
+PAGE_WINDOW = {"window_tokens": 16}
 MOMO = {"gamma": 4, "k": 5, "k_exact": 2, "k_trim": 4}
 COVERING = {
     "momo": MeasureOnceMaskOnce(**SIZES, gamma=4, k=16, k_exact=3, k_trim=16),
     "momo, exact, untrimmed": MeasureOnceMaskOnce(**SIZES, gamma=2, k=16, k_exact=16, k_trim=None),
     "momo, all estimated, no delta": MeasureOnceMaskOnce(**SIZES, gamma=4, k=16, k_exact=0, k_trim=16, delta="off"),
+    "bounds": BoundsBlocks(**SIZES | PAGE_WINDOW, k=16),
     "mean": MeanPooled(**SIZES, k=16),
     "oracle": OracleBlocks(**SIZES, k=16),
     "vertical": VerticalSlash(**SIZES, vertical=16, slash=1, last_queries=6),
@@ -43,13 +47,15 @@ SPARSE = {
     "momo": MeasureOnceMaskOnce(**SIZES, **MOMO),
     "momo, quantile": MeasureOnceMaskOnce(**SIZES | MOMO | {"key_block": 1, "k": 20, "k_trim": 30}, estimate="quantile"),
     "momo, no delta": MeasureOnceMaskOnce(**SIZES, **MOMO, delta="off"),
+    "bounds": BoundsBlocks(**SIZES | PAGE_WINDOW, k=3),
+    "bounds, maximum": BoundsBlocks(**SIZES | PAGE_WINDOW, k=3, pooling="max"),
     "mean": MeanPooled(**SIZES, k=3),
     "oracle": OracleBlocks(**SIZES, k=3),
     "vertical-slash": VerticalSlash(**SIZES, vertical=2, slash=1, last_queries=6),
     "window": SinkWindow(8, 12),
     "window with delta": SinkWindow(8, 12, gamma=4),
 }
-LISTING = ("momo", "mean", "oracle", "vertical-slash")
+LISTING = ("momo", "bounds", "mean", "oracle", "vertical-slash")
 SCALE = 0.35
 
 
@@ -81,7 +87,8 @@ def chunk(seed=0, start=64, length=120, num_queries=64, page_size=16, capacity=1
     query = 2 * rng.standard_normal((1, num_queries, 6, 8))
     used = -(-length // page_size)
     table = np.where(np.arange(pages) < used, table, -1)[None].astype(np.int32)
-    layer = PagedKV(jnp.asarray(pool[0]), jnp.asarray(pool[1]), {})
+    k, v = map(jnp.asarray, pool)
+    layer = PagedKV(k, v, {"bounds8": page_index(k, kind="bounds", block_size=8)} if page_size == 16 else {})
     positions = (jnp.asarray(table), jnp.array([start], jnp.int32), jnp.array([length], jnp.int32))
     return jnp.asarray(query, jnp.float32), layer, PrefillContext(*positions, layer=0, sm_scale=SCALE)
 
@@ -364,7 +371,7 @@ def test_padding_changes_nothing(name):
     assert np.asarray(found[:, :56]).tobytes() == np.asarray(other[:, :56]).tobytes()
 
 
-@pytest.mark.parametrize("name", ["momo", "mean", "oracle", "window", "window with delta"])
+@pytest.mark.parametrize("name", ["momo", "bounds", "mean", "oracle", "window", "window with delta"])
 def test_chunks_are_slices_of_the_whole(name):
     """Earlier chunks' keys are read from pages; tiles and gammas are cut at the same positions."""
     query, layer, ctx = chunk(start=0, length=128, num_queries=128)
@@ -436,6 +443,8 @@ def test_memory_is_bounded(name):
     ("name", "policy"),
     [
         ("dense", DensePrefill()),
+        ("bounds:32", BoundsBlocks()),
+        ("bounds:8", BoundsBlocks(k=8)),
         ("momo:128/8", MeasureOnceMaskOnce()),
         ("momo:64/64", MeasureOnceMaskOnce(k=64, k_exact=64, k_trim=64)),
         ("momo:128/8+quantile+score+plain", MeasureOnceMaskOnce(estimate="quantile", rank="score", delta="plain")),
@@ -458,7 +467,7 @@ def test_names(name, policy):
 
 @pytest.mark.parametrize("name", ["momo", "momo:8", "momo:8/8+all", "mean:x", "window:5", "top:8"])
 def test_wrong_names_are_refused(name):
-    with pytest.raises(ValueError, match="is not understood; there are dense, momo:K/EXACT"):
+    with pytest.raises(ValueError, match="is not understood; there are dense, bounds:K"):
         parse_prefill(name)
 
 
