@@ -12,7 +12,7 @@ from pallas_kernels.select_tiles.api import POOLINGS
 
 @dataclasses.dataclass(frozen=True)
 class BoundsBlocks(TileLists):
-    """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks that the tile's queries may pay the most attention.
+    """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks that its queries may pay the most attention.
 
     What a query may pay a block is softmax, over all earlier blocks, of its bound of the logits there: elementwise maxima and minima of
     the block's keys, the index that `top:K` scans when it decodes. So every query is asked, and none of the keys is read to ask it.
@@ -47,8 +47,8 @@ class BoundsBlocks(TileLists):
         super().check_pages(page_size)
         if page_size > self.window_tokens:
             raise ValueError(
-                f"prefill {self} has a window of {self.window_tokens} tokens, shorter than a page of {page_size}: a block of the open page, "
-                "which has no bounds, would be a candidate; choose a smaller page_size or a longer window"
+                f"prefill {self} has a window of {self.window_tokens} tokens, shorter than a page of {page_size}: a block of the open "
+                "page, which has no bounds, would be a candidate; choose a smaller page_size or a longer window"
             )
 
     def lists(self, query, layer, ctx):
