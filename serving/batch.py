@@ -86,7 +86,8 @@ def run_file(
         for result in partial.earlier.values():
             summary.add(result, earlier=True)
         missing = [record for record in records if record.line not in partial.earlier]
-        with JobProgress(len(records), len(partial.earlier), console or Console(quiet=True)) as progress:
+        work = {record.line: record.size // 4 + record.sampling.get("max_new_tokens", 1) for record in records}
+        with JobProgress(work, partial.earlier, console or Console(quiet=True)) as progress:
             for result in _answer(missing, engine, policy=policy, slots=slots, on_token=progress.token, on_prefill=progress.prefill):
                 partial.append(result)
                 summary.add(result)

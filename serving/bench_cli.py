@@ -47,10 +47,11 @@ def decode_command(
 
     from rich.console import Console
 
+    from pallas_kernels.bench.formats import show
     from pallas_kernels.bench.report import step_table
 
     rows = _measured(plan, json_out, Console(stderr=True))
-    Console(width=None if Console().is_terminal else 200).print(step_table(rows))
+    show(step_table(rows))
     if any("failed" in row for row in rows):
         raise typer.Exit(1)
 

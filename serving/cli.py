@@ -331,26 +331,26 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
     import time
 
     from rich.console import Console
-    from rich.progress import Progress
 
     from kvjax.generation import Request, run
+    from kvjax.serving.progress import bar
 
     if stats:
         # Otherwise the rates would be those of the compiler.
         engine.warmup(tokens=len(ids) + sampling.max_new_tokens - 1)
     console = Console(stderr=True)
-    bar = Progress(console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal)
-    task = bar.add_task("prefill", total=len(ids))
+    progress = bar(console, redirect_stdout=False)
+    task = progress.add_task("prefill", total=len(ids))
     started, times = time.monotonic(), []
 
     def show(request: Request, token: int, piece: str) -> None:
-        bar.stop()
+        progress.stop()
         times.append(time.monotonic())
         typer.echo(piece, nl=False)
         sys.stdout.flush()
 
-    with bar:
-        on_prefill = (lambda tokens: bar.advance(task, tokens)) if console.is_terminal else None
+    with progress:
+        on_prefill = (lambda tokens: progress.advance(task, tokens)) if console.is_terminal else None
         ((_, completion),) = run(engine, [Request(tuple(ids), sampling)], slots=1, on_token=show, on_prefill=on_prefill)
     if completion.error is not None:
         raise completion.error

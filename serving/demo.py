@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from kvjax.serving.progress import bar
+from pallas_kernels.bench.formats import table as terminal_table
 
 if TYPE_CHECKING:
     from kvjax.fidelity.retrieval import NeedleResult
@@ -31,8 +34,9 @@ def run_demo(picture: Path, *, prompts: int = 16, length: int = 8192, seed: int 
     model = kvjax.load("needle")
     print(f"{prompts} prompts of {length:,} tokens: Python's documentation, a five-digit needle and 16 distractors in each", flush=True)
     start = time.perf_counter()
-    with _progress(console) as progress:
-        bar = progress.add_task("prefill", total=prompts * length)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with bar(console, *columns, transient=False) as progress:
+        task = progress.add_task("prefill", total=prompts * length)
         results = needle_panel(
             model,
             documentation_text(),
@@ -41,9 +45,9 @@ def run_demo(picture: Path, *, prompts: int = 16, length: int = 8192, seed: int 
             trials=prompts,
             batch=prompts,
             seed=seed,
-            on_tokens=lambda count: progress.advance(bar, count),
+            on_tokens=lambda count: progress.advance(task, count),
         )
-        progress.update(bar, completed=prompts * length)
+        progress.update(task, completed=prompts * length)
     console.print(table(results))
     save_picture(results, picture, f"{prompts} needles, each in {length:,} tokens of Python's documentation")
     elapsed = time.perf_counter() - start
@@ -69,12 +73,7 @@ def rows(results: list[NeedleResult]) -> list[tuple[str, ...]]:
 
 def table(results: list[NeedleResult]) -> Table:
     """The results as a table for the terminal."""
-    made = Table(*COLUMNS)
-    for column in made.columns[1:]:
-        column.justify = "right"
-    for row in rows(results):
-        made.add_row(*row)
-    return made
+    return terminal_table(COLUMNS, rows(results))
 
 
 def save_picture(results: list[NeedleResult], path: Path, title: str) -> None:
@@ -96,14 +95,3 @@ def save_picture(results: list[NeedleResult], path: Path, title: str) -> None:
     partial = path.with_name(path.name + ".partial")
     figure.savefig(partial, format="png", dpi=120)
     partial.replace(path)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )

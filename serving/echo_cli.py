@@ -52,14 +52,14 @@ def echo_command(
 
     import jax
     from rich.console import Console
-    from rich.progress import Progress
-    from rich.table import Table
 
     from kvjax.fidelity.echo import EchoPlan, EchoRun
     from kvjax.fidelity.echo_report import summarize
     from kvjax.fidelity.needle import documentation_text
     from kvjax.serving.decode_bench import parse_lengths
+    from kvjax.serving.progress import bar
     from pallas_kernels.bench.echo_report import COLUMNS, echo_rows, remarks
+    from pallas_kernels.bench.formats import show, table
     from pallas_kernels.results import write_result
 
     plan = EchoPlan(
@@ -81,18 +81,15 @@ def echo_command(
     names = [path.name for path in text or ()] or ["pydoc_data.topics"]
     settings = {"model": model, "dtype": stored, "text": names, **dataclasses.asdict(plan)}
     records, figures = [], None
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("prefill", total=run.work)
-        for record in run.records(lambda tokens: progress.advance(bar, tokens)):
+    with bar(Console(stderr=True)) as progress:
+        task = progress.add_task("prefill", total=run.work)
+        for record in run.records(lambda tokens: progress.advance(task, tokens)):
             records.append(record)
-            progress.update(bar, description=f"{record['length']:,} tokens, prompt {record['prompt'] + 1} of {plan.prompts}")
+            progress.update(task, description=f"{record['length']:,} tokens, prompt {record['prompt'] + 1} of {plan.prompts}")
             figures = summarize(plan, records, run.failed)
             if json_out is not None:
                 write_result(json_out, {"bench": "prefill-echo", "settings": settings, **figures})
-    table = Table(*COLUMNS)
-    for row in echo_rows(figures):
-        table.add_row(*row)
-    Console(width=None if Console().is_terminal else 220).print(table)
+    show(table(COLUMNS, echo_rows(figures), left=2))
     for line in remarks(figures):
         typer.echo(line)
     if run.failed:

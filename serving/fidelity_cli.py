@@ -175,19 +175,16 @@ def write_report(panel: Panel, records: Iterable[dict[str, Any]], out: Path, sou
     """Summarize records, write panel.json, panel.csv and the pictures to `out`, and print tables and remarks."""
     import dataclasses
 
-    from rich.console import Console
-
     from kvjax.fidelity.plots import draw
     from kvjax.fidelity.report import csv_rows, remarks, summarize, tables
+    from pallas_kernels.bench.formats import show
     from pallas_kernels.results import write_result
 
     figures = summarize(panel.plan, records)
     write_result(out / "panel.json", {"settings": source | dataclasses.asdict(panel.plan), **figures})
     _write_csv(out / "panel.csv", csv_rows(figures))
     pictures = draw(figures, out)
-    console = Console(width=None if Console().is_terminal else 200)
-    for table in tables(figures):
-        console.print(table)
+    show(*tables(figures))
     for line in remarks(figures):
         typer.echo(line)
     typer.echo("written: " + ", ".join(str(path) for path in (out / "panel.json", out / "panel.csv", *pictures)))

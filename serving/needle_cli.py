@@ -66,13 +66,14 @@ def needle_command(
     policies = policy or ["dense", "top:8"]
 
     from rich.console import Console
-    from rich.progress import Progress
 
     from kvjax.fidelity.needle import documentation_text
     from kvjax.fidelity.retrieval import needle_panel
     from kvjax.policies import parse
     from kvjax.prefill import parse_prefill
     from kvjax.serving.demo import table
+    from kvjax.serving.progress import bar
+    from pallas_kernels.bench.formats import estimate, show
     from pallas_kernels.results import write_result
 
     prefills = list(dict.fromkeys(prefill or ["dense"]))
@@ -83,8 +84,8 @@ def needle_command(
     loaded = load_model(model, dtype)
     sizes = {"length": length, "trials": trials, "distractors": distractors, "seed": seed}
     found = {}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("prefill", total=trials * length * len(prefills))
+    with bar(Console(stderr=True)) as progress:
+        task = progress.add_task("prefill", total=trials * length * len(prefills))
         for name in prefills:
             found[name] = needle_panel(
                 loaded,
@@ -95,18 +96,18 @@ def needle_command(
                 page_size=page_size,
                 prefill_chunk=prefill_chunk,
                 prefill=name,
-                on_tokens=lambda count: progress.advance(bar, count),
+                on_tokens=lambda count: progress.advance(task, count),
             )
     typer.echo(f"{trials} needles in {length:,} tokens, {distractors} distractors each")
     for name, results in found.items():
         if prefill:
             typer.echo(f"{parse_prefill(name).describe()}:")
-        Console().print(table(results))
+        show(table(results))
         for result in results:
             typer.echo(f"{result.policy}: found by third of depth " + ", ".join(f"{share:.0%}" for share in result.by_depth()))
     pairs = [_beside(prefills[0], name, *both) for name in prefills[1:] for both in zip(found[prefills[0]], found[name], strict=True)]
     for pair in pairs:
-        difference = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**pair["difference"])
+        difference = estimate(pair["difference"])
         typer.echo(
             f"{pair['prefill']} prefill, {pair['policy']} decode: -{pair['lost']}/+{pair['gained']} beside {prefills[0]}, {difference}"
         )

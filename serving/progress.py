@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
 from kvjax.serving.results import Result
@@ -13,113 +15,137 @@ from kvjax.serving.results import Result
 LOG_SECONDS = 30.0
 """Between two lines where the console is no terminal."""
 
+SETTLE_SECONDS = 60.0
+"""The time left is worked out from this much of the past: what was compiled before that no longer counts."""
 
-class JobProgress:
-    """Counts records and tokens of a running job and shows them on `console`; a context manager.
+UPDATE_SECONDS = 0.1
+"""At least so much between two updates of a bar. It works out the time left from its last 1,000 updates."""
 
-    total: records of the job. done: those an earlier run finished.
-    """
 
-    def __init__(self, total: int, done: int, console: Console):
-        self._total, self._done, self._errors, self._console = total, done, 0, console
-        self._prompt_tokens = self._generated = 0
-        self._started = self._logged = time.monotonic()
-        # Only the bar gives way: rates and times must be readable on a terminal of 80 columns.
-        columns = (
-            BarColumn(None, table_column=Column(ratio=1)),
-            MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        )
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True, expand=True)
+def bar(
+    console: Console, *columns: ProgressColumn, clock: Callable[[], float] = time.monotonic, transient: bool = True, **options: Any
+) -> Progress:
+    """A bar whose time left settles within `SETTLE_SECONDS`; shown on a terminal only. columns: rich's by default."""
+    return Progress(
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        transient=transient,
+        speed_estimate_period=SETTLE_SECONDS,
+        get_time=clock,
+        **options,
+    )
+
+
+class _Job:
+    """What both kinds of progress share: a bar over work done, and the time left by it."""
+
+    def __init__(self, total: float, done: float, console: Console, clock: Callable[[], float], *columns: ProgressColumn, **options: Any):
+        self._total, self._work, self._console, self._clock = total, done, console, clock
+        self._started = self._logged = clock()
+        self._updated = -UPDATE_SECONDS
+        self._bar = bar(console, *columns, clock=clock, **options)
         self._task = self._bar.add_task("", total=total, completed=done)
 
-    def __enter__(self) -> JobProgress:
+    def __enter__(self):
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    @property
+    def seconds_left(self) -> float | None:
+        """At the rate of the last `SETTLE_SECONDS`; None before there is one."""
+        return self._bar.tasks[0].time_remaining
+
+    def _show(self, said: str, line: Callable[[str], str], *, now: bool = False) -> None:
+        """Move the bar; line: (about how long it still takes) -> what a log says."""
+        time_ = self._clock()
+        if now or time_ - self._updated >= UPDATE_SECONDS:
+            self._updated = time_
+            self._bar.update(self._task, completed=self._work, description=said)
+        if not self._console.is_terminal and time_ - self._logged > LOG_SECONDS:
+            self._logged = time_
+            left = self.seconds_left
+            self._console.print(line("" if left is None else f", about {left / 60:.1f} min left"), highlight=False)
+
+
+class JobProgress(_Job):
+    """Counts records and tokens of a running job and shows them on `console`; a context manager.
+
+    work: about how many tokens each record takes, prompt and answer, by its line: records differ in that, and the longest come first, so
+    the time left goes by tokens. earlier: lines of the records that an earlier run finished.
+    """
+
+    def __init__(self, work: Mapping[int, int], earlier: Collection[int], console: Console, clock: Callable[[], float] = time.monotonic):
+        self._work_of, self._done, self._errors = work, len(earlier), 0
+        self._prompt_tokens = self._generated = self._running = 0
+        self._finished = sum(work[line] for line in earlier)
+        # Only the bar gives way: rates and times must be readable on a terminal of 80 columns.
+        columns = (
+            BarColumn(None, table_column=Column(ratio=1)),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        )
+        super().__init__(sum(work.values()), self._finished, console, clock, *columns, expand=True)
+
     def token(self, *_: object) -> None:
         """A token was generated."""
         self._generated += 1
-        self._show()
+        self._advance(1)
 
     def prefill(self, tokens: int) -> None:
         """Tokens of a prompt were written to the cache."""
         self._prompt_tokens += tokens
-        self._show()
+        self._advance(tokens)
 
     def result(self, result: Result) -> None:
         """A record is answered."""
         self._done += 1
         self._errors += result.failed
-        self._show()
+        self._finished += self._work_of[result.line]
+        self._advance(-min(result.prompt_tokens + result.generated_tokens, self._running), now=True)
 
     @property
     def text(self) -> str:
         """The rates so far, in tokens per second of this run."""
-        seconds = max(time.monotonic() - self._started, 1e-9)
+        seconds = max(self._clock() - self._started, 1e-9)
         errors = f", {self._errors} errors" if self._errors else ""
         return f"{self._prompt_tokens / seconds:,.0f} prompt + {self._generated / seconds:,.1f} generated tokens/s{errors}"
 
-    def _show(self) -> None:
-        self._bar.update(self._task, completed=self._done, description=self.text)
-        now = time.monotonic()
-        if not self._console.is_terminal and now - self._logged > LOG_SECONDS:
-            self._logged = now
-            self._console.print(f"{self._done:,}/{self._total:,} records, {self.text}", highlight=False)
+    def _advance(self, tokens: int, *, now: bool = False) -> None:
+        """Tokens of records that still run, more or fewer."""
+        self._running += tokens
+        self._work = min(self._finished + self._running, self._total)
+        records = f"{self._done:,}/{len(self._work_of):,}"
+        self._show(f"{records} {self.text}", lambda left: f"{records} records, {self.text}{left}", now=now)
 
 
-class WorkProgress:
+class WorkProgress(_Job):
     """How much of some work is done, what is being done, and the time left; a context manager.
 
     total: the work, in any unit. done: what an earlier run did of it.
     """
 
-    def __init__(self, total: int, done: int, console: Console):
-        self._total, self._done, self._earlier, self._console = total, done, done, console
-        self._started = self._logged = time.monotonic()
+    def __init__(self, total: int, done: int, console: Console, clock: Callable[[], float] = time.monotonic):
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        # Units differ in what a piece of their work takes, and the first is compiled: a long memory evens that out.
-        self._bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True, speed_estimate_period=600)
-        self._task = self._bar.add_task("", total=total, completed=done)
+        super().__init__(total, done, console, clock, *columns)
         self._what = ""
-
-    def __enter__(self) -> WorkProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def begin(self, what: str) -> None:
         """Something new is being done."""
         self._what = what
-        self._show()
+        self._reached(self._work)
 
     def advance(self, work: int) -> None:
         """So much more is done."""
-        self._done += work
-        self._show()
+        self._reached(self._work + work)
 
     def reach(self, done: int) -> None:
         """So much is done in all: a unit is through, however its parts were counted."""
-        self._done = done
-        self._show()
+        self._reached(done)
 
-    @property
-    def seconds_left(self) -> float | None:
-        """At this run's rate; None before there is one."""
-        worked = self._done - self._earlier
-        return (time.monotonic() - self._started) * (self._total - self._done) / worked if worked > 0 else None
-
-    def _show(self) -> None:
-        self._bar.update(self._task, completed=self._done, description=self._what)
-        now = time.monotonic()
-        if not self._console.is_terminal and now - self._logged > LOG_SECONDS:
-            self._logged = now
-            left = self.seconds_left
-            rest = "" if left is None else f", about {max(left, 0) / 60:.1f} min left"
-            self._console.print(f"{self._done / self._total:.0%} done{rest}: {self._what}", highlight=False)
+    def _reached(self, done: float) -> None:
+        self._work = done
+        self._show(self._what, lambda left: f"{self._work / self._total:.0%} done{left}: {self._what}", now=True)

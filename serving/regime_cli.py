@@ -46,13 +46,11 @@ def fit_command(
 
     Bandwidth and c0 come from dense rows only. One bill for each device, model and dtype in the results.
     """
-    from rich.console import Console
-    from rich.table import Table
-
     from kvjax.serving.decode_bench import config_of
     from kvjax.traffic.bill import to_json
     from kvjax.traffic.fitting import FORMS, fit
     from kvjax.traffic.report import TABLES, checks, projections, rendered
+    from pallas_kernels.bench.formats import show, table
     from pallas_kernels.results import provenance, write_result
 
     if form not in FORMS:
@@ -68,13 +66,7 @@ def fit_command(
         typer.echo(str(bill))
         figures["bills"].append(to_json(bill))
         figures["held_out"].append(checks(cells, form) | {"projections": projections(bill, config)})
-    console = Console(width=None if Console().is_terminal else 160)
-    for name, make in TABLES.items():
-        columns, rows = make(figures)
-        shown = Table(*columns, title=name)
-        for row in rows:
-            shown.add_row(*row)
-        console.print(shown)
+    show(*(table(*make(figures), title=name, left=2) for name, make in TABLES.items()))
     if json_out is not None:
         write_result(json_out, figures)
     for document in into or ():
@@ -101,11 +93,10 @@ def predict_command(
     no_overhead: NoOverheadOption = False,
 ) -> None:
     """Print bytes and seconds of a step. What the measurements do not cover is marked as a projection, with the reasons below."""
-    from rich.console import Console
-    from rich.table import Table
-
     from kvjax.policies import name_of
     from kvjax.serving.decode_bench import config_of, parse_lengths, policies_of
+    from kvjax.traffic.report import known_from
+    from pallas_kernels.bench.formats import show, table
 
     bill = _bill(fit, device, shape, bandwidth, no_overhead)
     if tier != "device" and link is None:
@@ -113,7 +104,8 @@ def predict_command(
     if link is not None:
         bill = bill.projected(f"a {tier} link of {link:g} GB/s", links=((tier, link * 1e9),))
     config, options = config_of(shape), {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size, "tier": tier}
-    shown = Table("tokens", "batch", "policy", "GB weights", "GB K and V", "GB index", "ms", "x dense", "")
+    columns = ("tokens", "batch", "policy", "GB weights", "GB K and V", "GB index", "ms", "x dense", "from")
+    rows: list[tuple[str, ...]] = []
     reasons: dict[str, None] = {}
     for length in parse_lengths(lengths):
         for batch in parse_lengths(batches, "batches"):
@@ -122,10 +114,10 @@ def predict_command(
                 found = bill.predict(config, policy, length, batch, **options)
                 reasons |= dict.fromkeys(found.projection)
                 gigabytes = (f"{count / 1e9:.3f}" for count in (found.bytes.weights, found.bytes.kv, found.bytes.index))
-                figures = f"{found.seconds * 1e3:.3f}", f"{dense.seconds / found.seconds:.2f}", "projection" if found.projection else ""
-                shown.add_row(f"{length:,}", str(batch), name_of(policy), *gigabytes, *figures)
+                figures = f"{found.seconds * 1e3:.3f}", f"{dense.seconds / found.seconds:.2f}", known_from(found)
+                rows.append((f"{length:,}", str(batch), name_of(policy), *gigabytes, *figures))
     typer.echo(str(bill))
-    Console(width=None if Console().is_terminal else 160).print(shown)
+    show(table(columns, rows, left=3))
     for reason in reasons:
         typer.echo(f"projection: {reason}")
 
@@ -221,7 +213,9 @@ def regime_map_command(
     import numpy as np
 
     from kvjax.serving.decode_bench import config_of, parse_lengths
-    from kvjax.traffic.regimes import crossover, regime_map, save
+    from kvjax.traffic.regimes import regime_map, save
+    from kvjax.traffic.report import BATCHES, CROSSINGS, crossing
+    from pallas_kernels.bench.formats import show, table
     from pallas_kernels.results import write_result
 
     ends, sizes = parse_lengths(lengths), parse_lengths(batches, "batches")
@@ -229,22 +223,19 @@ def regime_map_command(
         if len(pair) != 2 or not 1 <= pair[0] < pair[1]:
             raise typer.BadParameter(f"wants the smallest and the largest, as 4,64; got {pair}", param_hint=option)
     bill, config = _bill(fit, device, shape, bandwidth, no_overhead), config_of(shape)
-    grid, rows = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
+    grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
     held = None if memory is None else int(memory * 2**30)
-    maps = [regime_map(bill, config, policy, grid, rows, memory_bytes=held) for policy in policies.split(",")]
+    maps = [regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held) for policy in policies.split(",")]
     if not any(found.fits.any() for found in maps):
         raise typer.BadParameter(f"{memory:g} GiB do not hold the weights and one sequence of {ends[0]:,} tokens", param_hint="--memory")
     dots = {(cell.length, cell.batch) for cells in _cells(measured or []).values() for cell in cells}
     save(maps, out, sorted(dots))
     typer.echo(str(bill))
-    for found in maps:
-        for batch in (n for n in (1, 2, 4, 8, 16, 32, 64) if sizes[0] <= n <= sizes[1]):
-            start = crossover(bill, config, found.policy, batch)
-            reasons = () if start is None else bill.predict(config, found.policy, start, batch).projection
-            words = "never faster than dense" if start is None else f"faster from {start:,} tokens"
-            typer.echo(f"{found.policy}, batch {batch}: {words}" + "".join(f"; projection: {reason}" for reason in reasons))
+    rows = [crossing(bill, config, found.policy, batch) for found in maps for batch in BATCHES if sizes[0] <= batch <= sizes[1]]
+    show(table(CROSSINGS, rows, left=4))
     if json_out is not None:
         write_result(json_out, {"maps": [found.figures() for found in maps]})
+    typer.echo("written: " + ", ".join(map(str, filter(None, (out, json_out)))))
 
 
 def _cells(files: list[Path]) -> dict[tuple[str, str, int, str], list[Cell]]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax.fidelity.forcing import ALONE
 from kvjax.policies import name_of, parse
+from pallas_kernels.bench.formats import span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +57,7 @@ def disagreements(figures: dict[str, Any], length: int, axis: Axes) -> None:
     """Share of forced steps on which a policy and dense disagree, by the margin that dense had."""
     rows = [row for row in figures["forced"] if row["length"] == length and row["policy"] != "dense"]
     cells = rows[0]["by_margin"]
-    ranges = [f"{cell['from']:g}-{cell['to']:g}" if cell["to"] else f"over {cell['from']:g}" for cell in cells]
+    ranges = [span(cell["from"], cell["to"], "g") if cell["to"] else f"over {cell['from']:g}" for cell in cells]
     for number, row in enumerate(rows):
         shares = [cell["disagreements"] / cell["steps"] if cell["steps"] else np.nan for cell in row["by_margin"]]
         style = {"color": "gray", "linestyle": ":"} if row["policy"] == ALONE else {"color": f"C{number}"}

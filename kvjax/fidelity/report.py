@@ -23,6 +23,8 @@ from kvjax.fidelity.statistics import (
     ratio_of_perplexities,
 )
 from kvjax.policies import Dense, Window, parse
+from pallas_kernels.bench.formats import estimate, span
+from pallas_kernels.bench.formats import table as terminal_table
 
 CONFIDENT_MARGIN = 1.0
 """Nats between dense's two most likely tokens above which a step counts as confident."""
@@ -276,8 +278,8 @@ def csv_rows(figures: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-COLUMNS = ("policy (keys)", "read", "found", "95%", "lost/gained", "p", "agree", "margin>1", "KL", "95%")
-COLUMNS += ("perplexity", "ratio 95%", "prefix", "ms/step")
+COLUMNS = ("policy (keys)", "keys read", "found", "found, 95%", "lost/gained", "p", "agree", "agree, margin>1", "KL", "KL, 95%")
+COLUMNS += ("perplexity", "ratio, 95%", "prefix", "ms/step")
 
 
 def panel_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[int, list[str]]]]:
@@ -293,17 +295,12 @@ def tables(figures: dict[str, Any]) -> list[Table]:
     columns, rows = panel_rows(figures)
     made = []
     for length in dict.fromkeys(length for length, _ in rows):
-        table = _table(f"{length:,} tokens: {first['task']} in {first['haystack']}, forced text, speed", columns)
-        for number, cells in enumerate(cells for at, cells in rows if at == length):
-            table.add_row(*cells, end_section=not number)  # dense stands first
-        made.append(table)
+        here = [cells for at, cells in rows if at == length]
+        title = f"{length:,} tokens: {first['task']} in {first['haystack']}, forced text, speed"
+        made.append(terminal_table(columns, here, title=title))
+        made[-1].rows[0].end_section = True  # dense stands first
     columns, rows = kinds_rows(figures)
-    if rows:
-        table = _table("found, of valid trials (lost/gained)", columns)
-        for row in rows:
-            table.add_row(*row)
-        made.append(table)
-    return made
+    return [*made, terminal_table(columns, rows, title="found, of valid trials (lost/gained)")] if rows else made
 
 
 def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
@@ -325,7 +322,7 @@ def remarks(figures: dict[str, Any]) -> list[str]:
     for row in figures["retrieval"]:
         bad = [cell for cell in row["by_depth"] if not cell["valid"]]
         if row["policy"] == "dense" and bad:
-            cells = ", ".join(f"{cell['from']:.1f}-{cell['to']:.1f} ({cell['hits']}/{cell['trials']})" for cell in bad)
+            cells = ", ".join(f"{span(cell['from'], cell['to'], '.1f')} ({cell['hits']}/{cell['trials']})" for cell in bad)
             lines.append(
                 f"invalid, not counted: {row['task']} in {row['haystack']} at {row['length']:,} tokens, depth {cells} found by dense"
             )
@@ -335,11 +332,9 @@ def remarks(figures: dict[str, Any]) -> list[str]:
     for row in figures["equal_budget"]:
         kl, ratio = row["kl_difference"], row["perplexity_ratio"]
         pair = f"{policy_and_keys(row['second'])} against {policy_and_keys(row['first'])} at {row['length']:,} tokens"
-        said = [f"KL {kl['value']:+.2g} [{kl['low']:+.2g}, {kl['high']:+.2g}]"]
-        said.append(f"perplexity x{ratio['value']:.4f} [{ratio['low']:.4f}, {ratio['high']:.4f}]")
+        said = [f"KL {estimate(kl, '+.2g')}", f"perplexity x{estimate(ratio, '.4f')}"]
         for cell in row["retrieval"]:
-            found = cell["difference"]
-            spread = f"{found['value']:+.3f} [{found['low']:+.3f}, {found['high']:+.3f}], p {cell['p_value']:.2g}"
+            spread = f"{estimate(cell['difference'])}, p {cell['p_value']:.2g}"
             said.append(f"{cell['task']} in {cell['haystack']} -{cell['lost']}/+{cell['gained']}: {spread}")
         said.append(f"noise: KL {_find(figures['forced'], {'length': row['length'], 'policy': ALONE})['kl']['value']:.2g}")
         lines.append(f"{pair}: {'; '.join(said)}")
@@ -347,8 +342,7 @@ def remarks(figures: dict[str, Any]) -> list[str]:
         if pool["steps"]:
             lengths = ", ".join(f"{length:,}" for length in dict.fromkeys(member["length"] for member in pool["members"]))
             spread = f"windows from {pool['rates']['least']:.3f} to {pool['rates']['most']:.3f}"
-            ends = f"[{pool['agreement']['low']:.4f}, {pool['agreement']['high']:.4f}]"
-            agree = f"{pool['hits']:,}/{pool['steps']:,} = {pool['agreement']['value']:.4f} {ends} of confident steps agree"
+            agree = f"{pool['hits']:,}/{pool['steps']:,} = {estimate(pool['agreement'], '.4f')} of confident steps agree"
             lines.append(f"{pool['policy']} at {lengths} tokens: {agree} ({len(pool['members'])} windows, {spread})")
     took = ", ".join(f"{seconds:.0f} s at {int(length):,} tokens" for length, seconds in figures["took"].items())
     return [*lines, f"wall-clock time, compilation included: {took}"]
@@ -407,7 +401,7 @@ def _cells(figures: dict[str, Any], row: dict[str, Any]) -> list[str]:
     forced, speed = _find(figures["forced"], row), _find(figures["speed"], row)
     matched = row["exact_match"]
     cells = [policy_and_keys(name), f"{row['keys_per_step']:,.0f}", _found(row)]
-    cells.append(f"{matched['low']:.3f}-{matched['high']:.3f}" if matched else "")
+    cells.append(span(matched["low"], matched["high"]) if matched else "")
     pairs = row["against_dense"]
     cells += ["", ""] if name == "dense" or not pairs else [_pairs(row), f"{pairs['p_value']:.2g}"]
     if name == "dense":
@@ -416,9 +410,9 @@ def _cells(figures: dict[str, Any], row: dict[str, Any]) -> list[str]:
         hits, steps = (sum(member[field] for member in forced["confident"]) for field in ("hits", "steps"))
         kl, ratio = forced["kl"], forced["perplexity_ratio"]
         cells += [f"{forced['agreement']['value']:.4f}", f"{hits / steps:.4f}" if steps else "", f"{kl['value']:.2g}"]
-        cells += [f"{kl['low']:.2g}-{kl['high']:.2g}", f"{forced['perplexity']:.3f}", f"{ratio['low']:.4f}-{ratio['high']:.4f}"]
+        cells += [span(kl["low"], kl["high"], ".2g"), f"{forced['perplexity']:.3f}", span(ratio["low"], ratio["high"], ".4f")]
         cells.append(f"{forced['exact_prefix']['median']:.0f}/{forced['exact_prefix']['of']}")
-    return [*cells, "{:.2f}-{:.2f}".format(*speed["ms_of_rounds"]) if speed else ""]
+    return [*cells, span(*speed["ms_of_rounds"], ".2f") if speed else ""]
 
 
 def policy_and_keys(name: str) -> str:
@@ -434,13 +428,6 @@ def _nominal_keys(name: str) -> int | None:
     """Keys that a policy keeps whatever the sequence; None where that is no fixed number."""
     keys = getattr(parse(name), "keys", None)
     return keys if isinstance(keys, int) else None
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=not number)
-    return table
 
 
 def _found(row: dict[str, Any]) -> str:

@@ -18,6 +18,8 @@ from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.proportion import proportion_confint
 
+from pallas_kernels.bench.formats import estimate
+
 CONFIDENCE = 0.95
 BLOCK_STEPS = 32
 RESAMPLES = 4_999
@@ -35,7 +37,7 @@ class Interval:
         return self.low <= figure <= self.high
 
     def __str__(self) -> str:
-        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+        return estimate(dataclasses.asdict(self), ".3g")
 
 
 @dataclasses.dataclass(frozen=True)

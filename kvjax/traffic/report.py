@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvjax.traffic.fitting import FORMS, GROUPS, Cell, errors, forecasts
+from kvjax.traffic.regimes import crossover
 from kvjax.traffic.regret import regrets, summary
 from pallas_kernels.bench.report import markdown
 
 if TYPE_CHECKING:
     from kvjax.model import ModelConfig
-    from kvjax.traffic.bill import Bill
+    from kvjax.traffic.bill import Bill, Prediction
 
 MARK = re.compile(r"(<!-- bill:([\w-]+) -->\n).*?(<!-- /bill -->)", re.DOTALL)
 IN_SAMPLE = "nothing"
@@ -111,6 +112,28 @@ def projection_table(file: dict[str, Any]) -> Rows:
                 )
             rows.append((bill["model"], str(row["batch"]), f"{row['tokens']:,}", *cells))
     return ("model", "batch", "tokens", *(f"{name}: as fitted, c0 = 0" for name in names)), rows
+
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CROSSINGS = ("policy", "batch", "faster than dense", "from")
+"""Columns of `crossing`."""
+
+
+def known_from(found: Prediction) -> str:
+    """What a prediction stands on, in a word."""
+    return "projection" if found.projection else "measurements"
+
+
+def crossing(bill: Bill, config: ModelConfig, policy: str, batch: int) -> tuple[str, str, str, str]:
+    """Where a policy begins to be faster than dense at a batch, and whether that was measured: the cells of `CROSSINGS`."""
+    start = crossover(bill, config, policy, batch)
+    if start is None:
+        return policy, f"{batch}", "never", "-"
+    found = bill.predict(config, policy, start, batch)
+    beside = [max((size for size, *_ in bill.measured if size <= batch), default=0)]
+    beside.append(min((size for size, *_ in bill.measured if size >= batch), default=0))
+    known = "measurements at this batch" if beside[0] == batch else f"between batches {beside[0]} and {beside[1]}; this one not measured"
+    return policy, f"{batch}", f"from {start:,} tokens", f"projection: {'; '.join(found.projection)}" if found.projection else known
 
 
 TABLES = {"parameters": parameter_table, "errors": error_table, "regret": regret_table, "projections": projection_table}

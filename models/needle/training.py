@@ -184,7 +184,7 @@ def _fit(recipe: Recipe, data: Data, decoder, attend, folder: Path, last: int, w
         if done:
             state = manager.restore(done, args=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state)))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        progress = Progress(*columns)
+        progress = Progress(*columns, speed_estimate_period=60)
         curve = Curve(folder, recipe, done, on_record)
         with progress, batches(recipe, data.vocabulary, data.train_path, first=done, last=last, workers=workers) as source:
             task = progress.add_task(recipe.name, total=recipe.steps, completed=done)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,11 +45,12 @@ def bench(
 
     from rich.console import Console
 
+    from pallas_kernels.bench.formats import show
     from pallas_kernels.bench.report import table
     from pallas_kernels.bench.session import run
 
     rows = run(chosen, implementation, baselines=baselines, json_out=json_out, console=Console(stderr=True))
-    Console(width=None if sys.stdout.isatty() else 200).print(table(rows))
+    show(table(rows))
     if failed := [row for row in rows if "failed" in row]:
         _say(failed)
         raise typer.Exit(1)

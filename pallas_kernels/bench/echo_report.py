@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.bench.formats import markdown, tokens_text
+from pallas_kernels.bench.formats import estimate, markdown, span, tokens_text
 
 NOISE = "dense again"
-COLUMNS = ("tokens", "prefill", "facts", "95%", "lost/gained", "difference, 95%", "by distance", "passages", "difference, 95%")
-COLUMNS += ("KL, text", "95%", "KL, all")
+COLUMNS = ("tokens", "prefill", "facts", "facts, 95%", "lost/gained", "facts, difference, 95%", "by distance", "passages")
+COLUMNS += ("passages, difference, 95%", "KL, text", "KL, text, 95%", "KL, all")
 
 
 def echo_rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -24,16 +24,12 @@ def _cells(row: dict[str, Any], cell: dict[str, Any]) -> tuple[str, ...]:
     facts, passages = ("invalid", *[""] * 4), ("invalid", "")
     if not cell["facts_invalid"]:
         share, shares = row["share"], [f"{each['hits'] / each['facts']:.0%}" if each["facts"] else "-" for each in row["by_distance"]]
-        pairs = ("", "") if dense else ("-{lost}/+{gained}".format(**row["against_dense"]), _points(row["against_dense"]["difference"]))
-        facts = (f"{row['hits']}/{row['facts']}", f"{share['low']:.3f} to {share['high']:.3f}", *pairs, ", ".join(shares))
+        pairs = ("", "") if dense else ("-{lost}/+{gained}".format(**row["against_dense"]), estimate(row["against_dense"]["difference"]))
+        facts = (f"{row['hits']}/{row['facts']}", span(share["low"], share["high"]), *pairs, ", ".join(shares))
     if not cell["passages_invalid"]:
-        passages = (f"{row['passages']['value']:.1%}", "" if dense else _points(row["passages_against_dense"]))
-    apart = ("", "", "") if dense else (f"{kl['value']:.2g}", f"{kl['low']:.2g} to {kl['high']:.2g}", f"{row['kl']['value']:.2g}")
+        passages = (f"{row['passages']['value']:.1%}", "" if dense else estimate(row["passages_against_dense"]))
+    apart = ("", "", "") if dense else (f"{kl['value']:.2g}", span(kl["low"], kl["high"], ".2g"), f"{row['kl']['value']:.2g}")
     return f"{row['length']:,}", name, *facts, *passages, *apart
-
-
-def _points(interval: dict[str, float]) -> str:
-    return "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**interval)
 
 
 def remarks(figures: dict[str, Any]) -> list[str]:
@@ -61,7 +57,7 @@ def needles_table(runs: Sequence[dict[str, Any]]) -> str:
         (dense,) = run["results"]
         for pair, other in zip(run["pairs"], run["other_prefills"], strict=True):
             found = [f"{result['hits']}/{run['trials']}" for result in (dense, *other["results"])]
-            rows.append((f"{run['length']:,}", pair["prefill"], *found, f"-{pair['lost']}/+{pair['gained']}", _points(pair["difference"])))
+            rows.append((f"{run['length']:,}", pair["prefill"], *found, f"-{pair['lost']}/+{pair['gained']}", estimate(pair["difference"])))
     return markdown(("tokens", "prefill", "found after dense", "after this", "lost/gained", "difference, 95%"), rows)
 
 

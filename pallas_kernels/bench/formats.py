@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+TEXT_WIDTH = 220
+"""Columns of a table that goes to a file or a pipe."""
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: int = 1) -> Table:
+    """A table for the terminal, the first `left` columns to the left, the others to the right. ValueError for a column without a name."""
+    if not all(columns):
+        raise ValueError(f"every column of a table needs a name, got {list(columns)}")
+    made = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="left" if number < left else "right", no_wrap=not number)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def show(*tables: Table) -> None:
+    """Print tables: as wide as the terminal, and as `TEXT_WIDTH` elsewhere."""
+    console = Console(width=None if Console().is_terminal else TEXT_WIDTH)
+    for each in tables:
+        console.print(each)
+
+
+def span(low: float, high: float, form: str = ".3f") -> str:
+    """Two ends of an interval. Not with a dash, which reads as a minus: -0.031 to 0.110."""
+    return f"{low:{form}} to {high:{form}}"
+
+
+def estimate(figure: Mapping[str, float], form: str = "+.3f") -> str:
+    """A figure with its interval, from its `value`, `low` and `high`: +0.010 [-0.031 to +0.110]."""
+    return f"{figure['value']:{form}} [{span(figure['low'], figure['high'], form)}]"
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from pallas_kernels.bench.formats import markdown, tokens_text
+from pallas_kernels.bench.formats import estimate, markdown, tokens_text
 
 Row = dict[str, Any]
 Line = tuple[str, str, str]
@@ -129,7 +129,7 @@ def _echo(runs: Sequence[dict[str, Any]]) -> Iterator[Line]:
             yield what, "not run" if row is None else "invalid: " + "; ".join(invalid[tokens]), "not measured"
             continue
         pair = row["against_dense"]
-        spread = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**pair["difference"])
+        spread = estimate(pair["difference"])
         yield what, f"{row['hits']}/{row['facts']}, {spread}", _yes(pair["difference"]["value"] >= ECHO_ABOVE)
 
 
@@ -139,7 +139,7 @@ def _needles(runs: Iterable[dict[str, Any]]) -> Iterator[Line]:
             if not pair["prefill"].startswith("momo"):  # asked of nothing else: the window is there to show what needles cannot
                 continue
             what = f"needles after {pair['prefill']}, {tokens_text(run['length'])}: 95% interval of the loss above -3 points"
-            spread = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**pair["difference"])
+            spread = estimate(pair["difference"])
             yield what, f"{spread}, {run['trials']} paired trials", _yes(pair["difference"]["low"] > NEEDLES_ABOVE)
 
 

@@ -17,11 +17,12 @@ import typer
 from rich.table import Table
 
 from pallas_kernels.bench import echo_report, prefill_report, prefill_targets, top_k_report
-from pallas_kernels.bench.formats import markdown, tokens_text
+from pallas_kernels.bench.formats import markdown, span, tokens_text
+from pallas_kernels.bench.formats import table as terminal_table
 
 Row = dict[str, Any]
 MARK = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
-COLUMNS = ("case", "path", "blocks", "keys", "us", "p10-p90", "idle us", "MB", "TB/s", "of copy", "error", "same bits", "x best dense")
+COLUMNS = ("case", "path", "blocks", "keys", "us", "p10 to p90", "idle us", "MB", "TB/s", "of copy", "error", "same bits", "x best dense")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -36,7 +37,7 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row['blocks_read']:,.0f}",
         f"{row['keys_read']:,.0f}",
         f"{micro['median_s']:,.2f}",
-        f"{micro['p10_s']:,.2f}-{micro['p90_s']:,.2f}",
+        span(micro["p10_s"], micro["p90_s"], ",.2f"),
         "" if row["idle_s"] is None else f"{row['idle_s'] * 1e6:.2f}",
         f"{sum(row['bytes'].values()) / 1e6:,.2f}",
         f"{row['bytes_per_s'] / 1e12:.3f}",
@@ -49,12 +50,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def table(rows: Sequence[Row]) -> Table:
     """For the terminal."""
-    shown = Table()
-    for number, name in enumerate(COLUMNS):
-        shown.add_column(name, justify="left" if number < 2 else "right", no_wrap=number != 1)
-    for row in rows:
-        shown.add_row(*cells(row))
-    return shown
+    return terminal_table(COLUMNS, map(cells, rows), left=2)
 
 
 def source(run: dict[str, Any]) -> str:
@@ -111,7 +107,7 @@ STEP_COLUMNS = (
     "blocks",
     "keys",
     "ms",
-    "p10-p90",
+    "p10 to p90",
     "device ms",
     "idle ms",
     "in graphs",
@@ -135,7 +131,7 @@ def step_cells(row: Row) -> tuple[str, ...]:
         f"{row['blocks_read']:,.1f}" + (" (all)" if row["reads_everything"] else ""),
         f"{row['keys_read']:,.0f}",
         f"{milli['median_s']:.2f}",
-        f"{milli['p10_s']:.2f}-{milli['p90_s']:.2f}",
+        span(milli["p10_s"], milli["p90_s"], ".2f"),
         f"{profile['period_s'] * 1e3:.2f}" if profile else "",
         f"{profile['idle_s'] * 1e3:.2f}" if profile else "",
         f"{profile['in_graphs']:.0%}" if profile else "",
@@ -148,12 +144,7 @@ def step_cells(row: Row) -> tuple[str, ...]:
 
 def step_table(rows: Sequence[Row]) -> Table:
     """For the terminal."""
-    shown = Table()
-    for number, name in enumerate(STEP_COLUMNS):
-        shown.add_column(name, justify="left" if number < 5 else "right")
-    for row in rows:
-        shown.add_row(*step_cells(row))
-    return shown
+    return terminal_table(STEP_COLUMNS, map(step_cells, rows), left=5)
 
 
 def step_short(rows: Sequence[Row]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.bench.formats import markdown, tokens_text
+from pallas_kernels.bench.formats import markdown, span, tokens_text
 
 Row = dict[str, Any]
 HINT = "stale-40"
@@ -25,7 +25,7 @@ ROW_COLUMNS = (
     "case",
     "path",
     "us",
-    "p10-p90",
+    "p10 to p90",
     "MB",
     "TB/s",
     "of copy",
@@ -143,7 +143,7 @@ def row_cells(row: Row) -> tuple[str, ...]:
         row["case"],
         row["path"] if row["clock"] == "trace" else f"{row['path']} ({row['clock']})",
         f"{row['median_s'] * 1e6:,.2f}",
-        f"{row['p10_s'] * 1e6:,.2f}-{row['p90_s'] * 1e6:,.2f}",
+        span(row["p10_s"] * 1e6, row["p90_s"] * 1e6, ",.2f"),
         f"{sum(row['bytes'].values()) / 1e6:,.2f}",
         f"{row['bytes_per_s'] / 1e12:.3f}",
         f"{row['fraction_of_copy']:.2f}",
@@ -324,7 +324,7 @@ def overlap_table(rows: Sequence[Row]) -> str:
     for k, layer in dict.fromkeys((row["k"], row["layer"]) for row in sorted(rows, key=lambda row: (row["k"], row["layer"]))):
         here = {row["age"]: row for row in rows if (row["k"], row["layer"]) == (k, layer)}
         near = here[ages[0]]
-        reach = f"{near['raw']:.2f} ({near['raw_p10']:.2f}-{near['raw_p90']:.2f})"
+        reach = f"{near['raw']:.2f} ({span(near['raw_p10'], near['raw_p90'], '.2f')})"
         lines.append(
             (
                 f"{k:,}",
@@ -335,7 +335,7 @@ def overlap_table(rows: Sequence[Row]) -> str:
                 f"{near['chance']:.2f}",
             )
         )
-    return markdown(("k", "layer", f"raw, {ages[0]} step apart (p10-p90)", *map(str, ages[1:]), "shifted", "chance"), lines)
+    return markdown(("k", "layer", f"raw, {ages[0]} step apart (p10 to p90)", *map(str, ages[1:]), "shifted", "chance"), lines)
 
 
 def plot_overlap(rows: Sequence[Row], file: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_cell_where_dense_fails_enters_no_average(figures):
     assert top["exact_match"]["low"] < 15 / 16 < top["exact_match"]["high"]
     mean = row_of(figures, "retrieval", "mean:8")
     assert mean["against_dense"]["p_value"] == pytest.approx(2 * 0.5**5)
-    assert any("depth 0.2-0.4 (2/4) found by dense" in line for line in remarks(figures))
+    assert any("depth 0.2 to 0.4 (2/4) found by dense" in line for line in remarks(figures))
 
 
 def test_a_task_that_dense_cannot_do_is_invalid_and_has_no_figures():

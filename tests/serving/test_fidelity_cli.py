@@ -15,7 +15,6 @@ import pytest
 from rich.table import Table
 
 from kvjax.serving import cli, fidelity_cli
-from kvjax.serving.progress import WorkProgress
 
 START = [sys.executable, "-c", "from kvjax.serving.cli import main; main()"]
 SIZES = ("--lengths", "256,320", "--trials", "4", "--distractors", "2", "--windows", "2", "--steps", "24", "--free-steps", "6")
@@ -210,23 +209,3 @@ def test_records_of_something_else_are_left_alone(tmp_path):
     (tmp_path / "records.jsonl").write_text('{"format": "kvjax batch 1"}\n')
     with pytest.raises(ValueError, match="is not the records of a kvjax fidelity panel"):
         fidelity_cli.Records(tmp_path / "records.jsonl", {})
-
-
-def test_progress_in_a_log_says_the_time_left(monkeypatch):
-    import io
-
-    from rich.console import Console
-
-    monkeypatch.setattr("kvjax.serving.progress.LOG_SECONDS", -1.0)
-    written = io.StringIO()
-    with WorkProgress(200, 100, Console(file=written)) as progress:
-        progress.begin("forced text")
-        assert progress.seconds_left is None
-        progress._started -= 60
-        progress.advance(50)
-        assert progress.seconds_left == pytest.approx(60, abs=1)
-        progress.reach(200)
-        assert progress.seconds_left == 0
-    log = written.getvalue().splitlines()
-    assert log[0] == "50% done: forced text"
-    assert re.fullmatch(r"75% done, about 1\.0 min left: forced text", log[1])

@@ -21,7 +21,7 @@ def test_measured_written_and_drawn(tmp_path):
         arguments += [option, str(tmp_path / name)]
     done = CliRunner().invoke(bench_cli.bench_app, arguments)
     assert done.exit_code == 0, done.output
-    assert "| k | layer | raw, 1 step apart (p10-p90) | 2 | shifted | chance |" in done.output
+    assert "| k | layer | raw, 1 step apart (p10 to p90) | 2 | shifted | chance |" in done.output
     found = json.loads((tmp_path / "overlap.json").read_text())
     assert (found["bench"], found["tokens"], found["steps"], found["kind"], found["text"]) == ("overlap", 200, 3, "relu", ["book.txt"])
     assert len(found["rows"]) == 6 * 2 * 2

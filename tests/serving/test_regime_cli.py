@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -93,6 +94,7 @@ def test_a_fitted_bill_predicts_and_draws(kvjax, runs):
     assert status == 0
     assert f"{seconds * 1e3:.3f}" in out
     assert out.count("projection") == 2, "top:16 is interpolated; the reason stands below"
+    assert re.findall(r"(measurements|projection) │", out) == ["measurements", "measurements", "projection"]
     for option, reason in (
         (("--no-overhead",), "c0 set to 0"),
         (("--bandwidth", 8), "bandwidth set to 8 TB/s"),
@@ -106,7 +108,14 @@ def test_a_fitted_bill_predicts_and_draws(kvjax, runs):
     drawn = ("--fit", "bill.json", "--policies", "top:32", "--measured", runs[0], "--memory", 139, "--json", "map.json", "-o", "map.png")
     status, out, _ = kvjax("regime-map", *drawn)
     assert status == 0
-    assert "top:32, batch 1: faster from " in out
+    marked = re.findall(r"top:32 │ (\d+) +│ (?:from [\d,]+ tokens|never) +│ ([^│]*?) +│", out)
+    assert [(batch, words.partition(":")[0].partition(";")[0]) for batch, words in marked] == [
+        ("1", "measurements at this batch"),
+        ("2", "between batches 1 and 4"),
+        ("4", "measurements at this batch"),
+        *((batch, "projection") for batch in ("8", "16", "32", "64")),
+    ]
+    assert out.endswith("written: map.png, map.json\n")
     assert Path("map.png").stat().st_size > 10_000
     (found,) = json.loads(Path("map.json").read_text())["maps"]
     assert len(found["speedup"]) == len(found["batches"])
@@ -181,3 +190,10 @@ def test_wrong_usage_is_named(kvjax, arguments, words):
     status, _, err = kvjax(*arguments)
     assert status == 2
     assert words in " ".join(err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("command", [("bill", "predict"), ("regime-map",), ("bench", "decode"), ("bench", "prefill")])
+def test_help_lists_the_shapes(kvjax, command):
+    status, out, _ = kvjax(*command, "--help")
+    assert status == 0
+    assert f"{', '.join(SHAPES)}, or a model folder or hub id" in " ".join(out.split())

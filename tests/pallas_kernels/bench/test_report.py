@@ -82,7 +82,7 @@ def test_every_column_of_a_row():
         "blocks": "13",
         "keys": "1,664",
         "us": "7.50",
-        "p10-p90": "6.75-9.00",
+        "p10 to p90": "6.75 to 9.00",
         "idle us": "1.00",
         "MB": "4.50",
         "TB/s": "0.600",

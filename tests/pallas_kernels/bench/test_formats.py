@@ -1,0 +1,47 @@
+"""How tables and intervals are written, everywhere: one function each."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from kvjax.fidelity import report as fidelity_report
+from kvjax.serving import demo
+from kvjax.traffic import report as bill_report
+from pallas_kernels.bench import echo_report, formats, report, top_k_report
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_an_interval_says_to():
+    assert formats.span(-0.0312, 0.11) == "-0.031 to 0.110"
+    assert formats.estimate({"value": 0.01, "low": -0.0312, "high": 0.11}) == "+0.010 [-0.031 to +0.110]"
+
+
+def test_a_table_keeps_its_columns_apart():
+    text = io.StringIO()
+    made = formats.table(("policy", "ms"), [("top:8", "1.5")], title="steps")
+    Console(file=text, width=60).print(made)
+    assert re.search(r"┃ policy ┃  ms ┃", text.getvalue())
+    assert re.search(r"│ top:8  │ 1.5 │", text.getvalue())
+    with pytest.raises(ValueError, match="every column of a table needs a name"):
+        formats.table(("policy", ""), [])
+
+
+def test_no_two_columns_of_a_table_have_one_name():
+    columns = [fidelity_report.COLUMNS, echo_report.COLUMNS, report.COLUMNS, report.STEP_COLUMNS, top_k_report.ROW_COLUMNS]
+    for names in (*columns, demo.COLUMNS, bill_report.CROSSINGS):
+        assert all(names)
+        assert len(set(names)) == len(names), names
+
+
+def test_tables_and_intervals_are_written_nowhere_else():
+    """A dash between two figures reads as a minus, and a table built by hand has columns without a name."""
+    folders = ("pallas_kernels", "kvjax", "models", "serving")
+    sources = {str(file.relative_to(ROOT)): file.read_text() for folder in folders for file in (ROOT / folder).rglob("*.py")}
+    assert [name for name, text in sources.items() if re.search(r"\}-\{[^}]*:[^}]*[efg]\}", text)] == []
+    assert [name for name, text in sources.items() if re.search(r"\bTable\(", text)] == ["pallas_kernels/bench/formats.py"]
