@@ -28,7 +28,7 @@ BACKENDS: dict[str, tuple[str, ...] | None] = {
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "append_tokens": ("mosaic_gpu", "xla", "reference"),
-    "block_mass": ("xla", "reference"),
+    "block_mass": ("mosaic_gpu", "xla", "reference"),
     "block_sparse_attention": ("mosaic_gpu", "xla", "reference"),
     "flash_attention": ("mosaic_gpu", "xla", "reference"),
     "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),

@@ -259,7 +259,10 @@ def test_every_package_folder_is_listed():
     assert folders == set(PYPROJECT["tool"]["setuptools"]["packages"])
     in_packages = {module_name(path).rpartition(".")[0] for path in SOURCES}
     assert in_packages <= folders, "a folder of source files lacks __init__.py"
-    assert PYPROJECT["tool"]["setuptools"]["package-dir"] == {name: folder for folder, name in LAYERS.items()}
+    assert PYPROJECT["tool"]["setuptools"]["package-dir"] == {"": "imports"}
+    assert {(ROOT / "imports" / name.replace(".", "/")).resolve() for name in LAYERS.values()} == {
+        (ROOT / folder).resolve() for folder in LAYERS
+    }
 
 
 def test_every_data_file_is_shipped_and_every_pattern_finds_one():
@@ -341,6 +344,6 @@ def test_build_lists_every_source_and_test_folder():
     build = (ROOT / "BUILD").read_text()
     assert set(re.findall(r'py_library\(\n    name = "(\w+)"', build)) == set(LAYERS)
     for folder in LAYERS:
-        assert f'glob(["{folder}/**/*.py"])' in build
+        assert f'glob(["{folder}/**/*.py"]' in build
     listed = set(re.findall(r'^    \("(\w+)", "\w+"\),$', build, re.MULTILINE))
     assert listed == {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and any(path.rglob("test_*.py"))}

@@ -15,14 +15,20 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"pallas_kernels": "pallas_kernels", "kvjax": "kvjax", "models": "kvjax/models", "serving": "kvjax/serving"}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """The wheel, built by way of the source distribution from a copy: building leaves folders behind."""
-    source = tmp_path_factory.mktemp("source")
+def copy_project(source: Path) -> None:
+    """What building and installing read: both leave folders behind, and so take a copy."""
+    source.mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (*FOLDERS, "imports"):
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built by way of the source distribution."""
+    source = tmp_path_factory.mktemp("wheel") / "source"
+    copy_project(source)
     out = source / "out"
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -62,6 +68,64 @@ print(*{module.__file__ for name, module in sys.modules.items() if name.split(".
     files = ran.stdout.split("\n")[:-1]
     assert len(files) > 10
     assert all(Path(file).is_relative_to(unpacked) for file in files)
+
+
+# An editable install
+
+
+@pytest.fixture(scope="module")
+def editable(tmp_path_factory) -> tuple[Path, Path]:
+    """A clone in a folder `kvjax`, and the Python of an environment that it is installed in place in, as tools/make_venv.py does it."""
+    clone, environment = tmp_path_factory.mktemp("parent") / "kvjax", tmp_path_factory.mktemp("environment")
+    copy_project(clone)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    (site_packages,) = environment.glob("lib/python3*/site-packages")
+    # pip, setuptools and what kvjax depends on; files of that folder are not run, so its own kvjax cannot be imported.
+    (site_packages / "others.pth").write_text(f"{Path(pytest.__file__).parent.parent}\n")
+    python = environment / "bin" / "python"
+    command = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(clone)]
+    installed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    return clone, python
+
+
+def import_in(folder: Path, python: Path, code: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run([python, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("place", ["the folder that holds the clone", "a folder with a link to it", "the clone", "elsewhere"])
+def test_an_editable_install_is_what_python_imports(editable, tmp_path, place):
+    """Python looks in the folder it is started in first, and takes a folder `kvjax` without an `__init__.py` for a package if it must."""
+    clone, python = editable
+    folder = {"the folder that holds the clone": clone.parent, "the clone": clone}.get(place, tmp_path)
+    if place == "a folder with a link to it":
+        (tmp_path / "kvjax").symlink_to(clone)
+    code = """
+import os, kvjax, kvjax.models, kvjax.serving, pallas_kernels
+kvjax.load
+print(*(os.path.realpath(module.__file__) for module in (kvjax, kvjax.models, kvjax.serving, pallas_kernels)), sep="\\n")
+"""
+    ran = import_in(folder, python, code)
+    assert ran.returncode == 0, ran.stderr
+    expected = [clone.resolve() / name / "__init__.py" for name in ("kvjax", "models", "serving", "pallas_kernels")]
+    assert [Path(line) for line in ran.stdout.splitlines()] == expected
+
+
+def test_an_editable_install_brings_no_models_or_serving_of_its_own(editable, tmp_path):
+    _, python = editable
+    for name in ("models", "serving"):
+        ran = import_in(tmp_path, python, f"import {name}")
+        assert f"No module named '{name}'" in ran.stderr
+
+
+def test_an_editable_install_sees_new_files(editable, tmp_path):
+    clone, python = editable
+    for folder in FOLDERS:
+        (clone / folder / "written_later.py").write_text("")
+    names = ", ".join(f"{name.replace('/', '.')}.written_later" for name in FOLDERS.values())
+    ran = import_in(tmp_path, python, f"import {names}")
+    assert ran.returncode == 0, ran.stderr
 
 
 # tools/find_python.sh, with made-up Pythons
