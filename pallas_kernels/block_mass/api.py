@@ -39,8 +39,8 @@ def block_mass(
     first_query[b] <= p < lengths[b] of exp(sm_scale * q.k - lse) over the block's keys at or before p that are written and have a page.
     With the lse of all these keys, a query's mass is 1 in all. Blocks that no query sees get 0. The same call gives the same bits.
 
-    Memory: that of the result, of lse once more, and a tile; never T x S. Traffic: keys once per query head (a CTA keeps its tile of
-    them), queries once per tile of keys, which the last-level cache serves.
+    Memory: that of the result, of q and lse once more, and a tile; never T x S. Traffic: keys once per query head (a CTA keeps its tile
+    of them), queries once per tile of keys, which the last-level cache serves.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
 
