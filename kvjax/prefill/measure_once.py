@@ -13,12 +13,14 @@ from pallas_kernels.query_sparse_attention import query_sparse_attention
 from pallas_kernels.query_sparse_attention.api import ESTIMATES
 from pallas_kernels.union_blocks import union_blocks
 
-CHANGES: dict[str, dict[str, str | None]] = {
+CHANGES: dict[str, dict[str, str | int | None]] = {
     "quantile": {"estimate": "quantile"},
     "score": {"rank": "score"},
     "untrimmed": {"k_trim": None},
     "plain": {"delta": "plain"},
     "uncorrected": {"delta": "off"},
+    "gamma4": {"gamma": 4},
+    "gamma1": {"gamma": 1},
 }
 """What can stand behind a short name: "momo:128/8+quantile+score+plain" is the policy as published."""
 
