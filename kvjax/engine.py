@@ -506,7 +506,11 @@ class Engine:
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary."""
+        if isinstance(tokens, str):
+            raise ValueError(f"an engine takes token ids, got text, {tokens!r:.60}: engine.model.tokenizer(text)['input_ids'] gives them")
         ids = np.asarray(tokens)
+        if ids.ndim == 0:
+            raise ValueError(f"token ids must be a list, got {tokens!r:.60}: one prompt among several is [ids], as in prefill([ids])")
         if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
             raise ValueError(f"token ids must be a list of whole numbers, got {tokens!r:.60}")
         if not ids.size:

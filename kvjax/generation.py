@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import heapq
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from kvjax.engine import MIN_TABLE_PAGES, CachedSequence, Engine
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy
 from kvjax.prefill import PrefillPolicy
-from kvjax.prompts import Prompt, encode, is_single
+from kvjax.prompts import Prompt, encode, one_by_one
 from kvjax.sampling import NotFinite, Sampled, Sampling, SamplingRows, sample_step, seen_tokens
 from kvjax.steps import Reads
 from kvjax.text import TextStream
@@ -32,7 +32,7 @@ SHORT = reprlib.Repr(maxstring=60, maxother=200)
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt (text, or token ids) and how to continue it. `id` is the caller's own."""
+    """A prompt (text, token ids, or chat messages) and how to continue it. `id` is the caller's own."""
 
     prompt: Prompt
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
@@ -102,52 +102,73 @@ def run(
 def generate(
     model: Model | Engine,
     prompts: Prompt | Sequence[Prompt],
-    *,
+    *misplaced: Any,
     policy: str | DecodePolicy | None = None,
     prefill: str | PrefillPolicy | None = None,
     stream: Callable[[int, str], None] | None = None,
     details: bool = False,
     slots: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    on_error: str = "raise",
     **sampling: Any,
 ) -> Any:
     """Continue one prompt (text gives text) or several (a list gives a list).
 
+    A prompt is text, a list of token ids, a list of chat messages (`{"role": ..., "content": ...}`, through the model's chat template with
+    `chat_template_kwargs` as its variables), or what a Hugging Face tokenizer returns, for one text or several.
+
     model: a model, for which a pool is made that fits these prompts, or an engine. policy: the decode policy; None is the engine's own,
     dense for a model. prefill: the prefill policy, for a model; None is dense. An engine has its own, so with one a prefill policy is a
     ValueError. sampling: fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on. stream: called with the
-    prompt's number and each new piece of text. details: return `Completion` objects instead of text. Prompts may be lists of
-    token ids. With n above 1, a list of n texts stands in the place of each text. Raises what `Completion.error` would hold.
+    prompt's number and each new piece of text. details: return `Completion` objects instead of text. With n above 1, a list of n texts
+    stands in the place of each text. on_error: "raise" raises what `Completion.error` would hold; with "return" the other prompts go on,
+    and that error stands in the place of the text.
     """
-    single = is_single(prompts)
-    listed = [prompts] if single else list(prompts)
+    if misplaced:
+        hint = "give its fields by name, as in temperature=0.7" if isinstance(misplaced[0], Sampling) else "name every other argument"
+        raise TypeError(f"generate takes a model and prompts; {misplaced[0]!r:.60} came third: {hint}")
+    if on_error not in ("raise", "return"):
+        raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
+    listed, single = one_by_one(prompts)
     settings = Sampling(**sampling)
     if isinstance(model, Engine) and prefill is not None:
         raise ValueError(f"prefill {prefill} was given with an engine, which prefills by its own policy: name it in Engine(prefill=...)")
     if stream is not None and settings.n > 1:
         raise ValueError(f"stream shows one sample of a prompt, and n is {settings.n}: leave one of them out")
     wanted = max(1, min(len(listed) * settings.n, DEFAULT_SLOTS)) if slots is None else slots
-    engine = model if isinstance(model, Engine) else engine_for(model, listed, settings.max_new_tokens, policy, wanted, prefill, settings.n)
+    tokenizer = model.model.tokenizer if isinstance(model, Engine) else model.tokenizer
+    results: list[Completion | None] = [None] * len(listed)
+    encoded: dict[int, tuple[int, ...]] = {}
+    for number, prompt in enumerate(listed):
+        try:
+            encoded[number] = tuple(encode(tokenizer, prompt, chat_template_kwargs))
+        except ValueError as error:
+            if on_error == "raise":
+                raise
+            results[number] = Completion(finish_reason="error", error=error)
+    several = (list(encoded.values()), settings.max_new_tokens, policy, wanted, prefill, settings.n)
+    engine = model if isinstance(model, Engine) else engine_for(model, *several)
     if slots is None:
         wanted = min(wanted, engine.batch_buckets[-1])
     requests = []
     seen: collections.Counter = collections.Counter()
-    for number, prompt in enumerate(listed):
-        prompt = prompt if isinstance(prompt, str) else tuple(encode(None, prompt))
+    for number, prompt in encoded.items():
         # Equal prompts in one list are different samples; the first of them is what it would be alone.
         own = dataclasses.replace(settings, seed=(settings.seed + seen[prompt]) % 2**32)
         seen[prompt] += settings.n
         requests.append(Request(prompt, own, number))
     on_token = None if stream is None else (lambda request, _, piece: stream(request.id, piece))
-    results: list[Completion | None] = [None] * len(requests)
     for request, completion in run(engine, requests, policy=policy, slots=wanted, on_token=on_token):
-        if completion.error is not None:
+        if completion.error is not None and on_error == "raise":
             raise completion.error
         results[request.id] = completion
     answers = results if details else [_text(completion) for completion in results]
     return answers[0] if single else answers
 
 
-def _text(completion: Completion) -> str | list[str]:
+def _text(completion: Completion) -> str | list[str] | Exception:
+    if completion.error is not None:
+        return completion.error
     return [choice.text for choice in completion.choices] if completion.choices else completion.text
 
 
@@ -161,7 +182,8 @@ def engine_for(
     samples: int = 1,
 ) -> Engine:
     """An engine whose pool holds the `slots` longest of these prompts at once, rounded up so that later calls find the steps compiled."""
-    lengths = [(len(encode(model.tokenizer, prompt)) + new_tokens, samples) for prompt in prompts]
+    longest = model.config.max_positions  # a longer one is refused when its turn comes
+    lengths = [(min(len(encode(model.tokenizer, prompt)) + new_tokens, longest), samples) for prompt in prompts]
     pages = pages_needed(lengths, slots, 128)
     pages = max(MIN_TABLE_PAGES, 1 << (max(pages, 1) - 1).bit_length())
     return Engine(model, "dense" if policy is None else policy, pages=pages, prefill="dense" if prefill is None else prefill)

@@ -9,11 +9,19 @@ from typing import Any
 
 import numpy as np
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Mapping[str, Any]
+"""Text; token ids; the messages of a chat, each with role and content; or what a Hugging Face tokenizer returns for one text."""
 
 
-def encode(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt; ids stay as they are. ValueError for neither text nor ids, and for text without a tokenizer that reads it."""
+def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] | None = None) -> list[int]:
+    """Token ids of a prompt; ids stay as they are, messages go through the chat template (`chat_ids`).
+
+    ValueError for anything else, and for text or messages that the model's tokenizer cannot read.
+    """
+    if isinstance(prompt, Mapping):
+        prompt = _rows(prompt)
+    if _is_chat(prompt):
+        return list(chat_ids(prompt, tokenizer, template_options or {}))
     if not isinstance(prompt, str):
         try:
             return [operator.index(token) for token in prompt]
@@ -39,7 +47,10 @@ def chat_ids(messages: Iterable[Mapping[str, str]], tokenizer: Any, template_opt
         raise ValueError("the model has no chat template for messages: give prompt, or put a chat_template.jinja in the model's folder")
     for name in inspect.signature(tokenizer.apply_chat_template).parameters.keys() & template_options.keys():
         raise ValueError(f"chat_template_kwargs may hold only variables of the model's chat template, and {name!r} is none")
-    given = [dict(message) for message in messages]
+    given = [dict(message) if isinstance(message, Mapping) else message for message in messages]
+    wrong = next((message for message in given if not isinstance(message, dict) or not {"role", "content"} <= message.keys()), None)
+    if wrong is not None:
+        raise ValueError(f"a message has a role and a content, got {wrong!r:.60}")
     try:
         text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True, **template_options)
     except ImportError:  # jinja2 is missing, which is no record's fault
@@ -50,6 +61,27 @@ def chat_ids(messages: Iterable[Mapping[str, str]], tokenizer: Any, template_opt
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """Whether this is one prompt (text, or a row of token ids) rather than several."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0)
+def one_by_one(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """The prompts as a list, and whether a single one was given rather than several."""
+    if isinstance(prompts, Mapping):
+        prompts = _rows(prompts)
+    single = isinstance(prompts, str) or _is_chat(prompts)
+    single = single or (len(prompts) > 0 and not isinstance(prompts[0], str | Mapping) and np.ndim(prompts[0]) == 0)
+    return ([prompts], True) if single else (list(prompts), False)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping) and "input_ids" not in prompt[0]
+
+
+def _rows(encoding: Mapping[str, Any]) -> list:
+    """The token ids that a tokenizer returned, of one text or of several, without the padding that its attention mask shows."""
+    if "input_ids" not in encoding:
+        raise ValueError(f"a prompt is text, token ids, or a list of messages, got a mapping with {', '.join(map(repr, encoding)):.60}")
+    ids = encoding["input_ids"]
+    mask = encoding.get("attention_mask")
+    if mask is None:
+        return list(ids)
+    if len(ids) and np.ndim(ids[0]) == 0:
+        return [token for token, real in zip(ids, mask, strict=True) if real]
+    return [[token for token, real in zip(*row, strict=True) if real] for row in zip(ids, mask, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -22,6 +23,21 @@ _WHOLE = (
     ("top_logprobs", 0, MAX_TOP_LOGPROBS + 1),
 )
 _BETWEEN = (("min_p", 0, 1), ("repetition_penalty", 0.001, 1000), ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2))
+_HINTS = {
+    "do_sample": "a temperature above 0 samples, 0 is greedy",
+    "max_length": "max_new_tokens counts the new tokens alone, without the prompt",
+    "num_return_sequences": "it is called n",
+    "num_beams": "there is no beam search; n draws several samples",
+    "eos_token_id": "it is called stop_token_ids, a list",
+    "pad_token_id": "prompts of different lengths need no padding; leave it out",
+    "streamer": "give generate a function, stream=lambda number, text: print(text, end='')",
+    "device": "JAX chooses the device: load and run the model inside `with jax.default_device(...)`",
+    "sampling": "give its fields by name, as in temperature=0.7",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_gen_toks"), "it is called max_new_tokens"),
+    **dict.fromkeys(("stop_strings", "stop_sequences", "until"), "it is called stop"),
+    **dict.fromkeys(("torch_dtype", "dtype"), "the model is loaded in its dtype, kvjax.load(name, dtype='bfloat16')"),
+    "device_map": "JAX chooses the device: load and run the model inside `with jax.default_device(...)`",
+}
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 """A higher temperature draws as this one does: evenly."""
 
@@ -57,6 +73,14 @@ class Sampling:
     n: int = 1
     ignore_eos: bool = False
     top_logprobs: int = 0
+
+    def __new__(cls, *values: Any, **fields: Any) -> Sampling:
+        """An instance, unless a name is none of the fields; other libraries' names for things get a hint."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise TypeError(f"there is no {name!r} in kvjax.Sampling: {_HINTS.get(name, f'its fields are {", ".join(known)}')}")
+        return super().__new__(cls)
 
     def __post_init__(self):
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)

@@ -15,7 +15,7 @@ from kvjax.engine import CachedSequence, Engine
 from kvjax.generation import DEFAULT_SLOTS, engine_for
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy, Dense
-from kvjax.prompts import Prompt, encode, is_single
+from kvjax.prompts import Prompt, encode, one_by_one
 from kvjax.sampling import NotFinite, all_finite
 
 
@@ -46,10 +46,14 @@ def score(
     longer than the model's positions, or a token outside the vocabulary; OutOfPages where the pool is too small; NotFinite where the model
     gives NaN, FloatingPointError where it gives a token of the continuation a probability of 0.
     """
-    single = is_single(prompts)
+    prompts, single = one_by_one(prompts)
+    continuations, alone = one_by_one(continuations)
+    if single != alone and continuations:
+        one, several, count = ("prompt", "continuations", len(continuations)) if single else ("continuation", "prompts", len(prompts))
+        raise ValueError(f"one {one} and a list of {count} {several}: give a list of {one}s too, as in [{one}] * {count}")
     if not single and len(prompts) != len(continuations):
         raise ValueError(f"{len(prompts)} prompts and {len(continuations)} continuations; each prompt needs one")
-    pairs = [(prompts, continuations)] if single else list(zip(prompts, continuations, strict=True))
+    pairs = list(zip(prompts, [()] if single and not continuations else continuations, strict=True))
     tokenizer = model.model.tokenizer if isinstance(model, Engine) else model.tokenizer
     encoded = [encode_pair(tokenizer, *pair) for pair in pairs]
     engine = model if isinstance(model, Engine) else engine_for(model, [(*head, *rest) for head, rest in encoded], 1, policy, DEFAULT_SLOTS)

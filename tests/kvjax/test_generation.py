@@ -334,7 +334,7 @@ def test_a_prompt_that_waits_is_not_read_again_at_every_step(speaker):
 
     tokenizer.decode = speaker.tokenizer.decode
     engine = Engine(dataclasses.replace(speaker, tokenizer=tokenizer), pages=4, page_size=128, prefill_chunk=128)
-    assert len(generate(engine, ["a" * 300, "b" * 300], max_new_tokens=40, slots=2, stop_token_ids=())) == 2
+    assert len(list(run(engine, [Request(letter * 300, Sampling(40, stop_token_ids=())) for letter in "ab"], slots=2))) == 2
     assert len(read) == 3, "once each, and again when pages came back"
 
 

@@ -1,0 +1,142 @@
+"""What people give as a prompt, and names they know from elsewhere: it works, or one sentence says what to do instead."""
+
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from kvjax import Engine, Sampling, generate, score
+from kvjax.prompts import encode, one_by_one
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }} {% endfor %}"
+TEMPLATE += "{% if loud %}! {% endif %}{% if add_generation_prompt %}a: {% endif %}"
+CHAT = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hi"}]
+SETTINGS = {"max_new_tokens": 4, "slots": 4}
+
+
+@pytest.fixture(scope="module")
+def engine(speaker):
+    return Engine(speaker, pages=16, page_size=128, prefill_chunk=128, batch_buckets=(4,))
+
+
+@pytest.fixture
+def chatty(speaker, monkeypatch):
+    monkeypatch.setattr(speaker.tokenizer, "chat_template", TEMPLATE)
+    return speaker.tokenizer
+
+
+def test_messages_go_through_the_chat_template(engine, chatty):
+    as_text = generate(engine, "s: be short u: hi a: ", **SETTINGS)
+    assert generate(engine, CHAT, **SETTINGS) == as_text
+    assert generate(engine, tuple(CHAT), **SETTINGS) == as_text
+    assert generate(engine, [CHAT, "x", CHAT[1:]], **SETTINGS) == [
+        as_text,
+        generate(engine, "x", **SETTINGS),
+        generate(engine, "u: hi a: ", **SETTINGS),
+    ]
+    loud = generate(engine, CHAT, chat_template_kwargs={"loud": True}, **SETTINGS)
+    assert loud == generate(engine, "s: be short u: hi ! a: ", **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([{"role": "user"}], "a message has a role and a content, got {'role': 'user'}"),
+        ([CHAT[0], "hello"], "a message has a role and a content, got 'hello'"),
+        (CHAT[0], "a prompt is text, token ids, or a list of messages, got a mapping with 'role', 'content'"),
+        ([[5, "a"]], "a prompt is text or a list of token ids, got"),
+    ],
+)
+def test_what_is_no_prompt_is_said(engine, chatty, prompt, said):
+    with pytest.raises(ValueError, match=said):
+        generate(engine, prompt, **SETTINGS)
+
+
+def test_messages_need_a_template(engine):
+    with pytest.raises(ValueError, match="no chat template"):
+        generate(engine, CHAT, **SETTINGS)
+
+
+def test_what_a_tokenizer_returns_is_a_prompt_without_its_padding(speaker, chatty):
+    tokenizer = speaker.tokenizer
+    tokenizer.pad_token = tokenizer.eos_token
+    ids = [tokenizer(text)["input_ids"] for text in ("One", "Two more")]
+    assert one_by_one(tokenizer("One")) == ([ids[0]], True)
+    assert one_by_one(tokenizer(["One", "Two more"])) == (ids, False)
+    for side in ("left", "right"):
+        padded = tokenizer(["One", "Two more"], padding=True, return_tensors="np", padding_side=side)
+        prompts, single = one_by_one(padded)
+        assert ([encode(None, prompt) for prompt in prompts], single) == (ids, False)
+    prompts, single = one_by_one([tokenizer("One"), "Two more", {"input_ids": ids[1]}])
+    assert ([encode(tokenizer, prompt) for prompt in prompts], single) == ([ids[0], ids[1], ids[1]], False)
+
+
+def test_one_bad_prompt_does_not_lose_the_others(engine):
+    prompts = ["Call me", [1, 500], "x", [1] * 4094, [], [5.5]]
+    for details in (False, True):
+        found = generate(engine, prompts, on_error="return", details=details, **SETTINGS)
+        errors = [each.error if details else each for each in found]
+        assert [isinstance(error, ValueError) for error in errors] == [False, True, False, True, True, True]
+        assert "500 is outside the vocabulary" in str(errors[1])
+        assert "positions" in str(errors[3])
+    texts = generate(engine, prompts, on_error="return", **SETTINGS)
+    assert [texts[0], texts[2]] == generate(engine, ["Call me", "x"], **SETTINGS)
+    with pytest.raises(ValueError, match="500 is outside the vocabulary"):
+        generate(engine, prompts[:3], **SETTINGS)
+    with pytest.raises(ValueError, match='on_error must be "raise" or "return", got \'ignore\''):
+        generate(engine, "x", on_error="ignore")
+
+
+def test_the_pool_of_a_list_is_not_made_for_a_prompt_that_is_too_long(model_factory):
+    model = model_factory(max_positions=256)
+    texts = generate(model, [[1, 2], [1] * 10**6], on_error="return", max_new_tokens=2, details=True)
+    assert len(texts[0].token_ids) == 2
+    assert "longer than the model's 256 positions" in str(texts[1].error)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("torch_dtype", "the model is loaded in its dtype, kvjax.load"),
+        ("device", "JAX chooses the device"),
+        ("do_sample", "a temperature above 0 samples"),
+        ("max_length", "max_new_tokens counts the new tokens alone"),
+        ("max_tokens", "it is called max_new_tokens"),
+        ("num_return_sequences", "it is called n"),
+        ("sampling", "give its fields by name"),
+        ("temprature", "its fields are max_new_tokens, temperature"),
+    ],
+)
+def test_names_from_elsewhere_get_a_hint(engine, name, hint):
+    for call in (lambda: generate(engine, "x", **{name: 1}), lambda: Sampling(**{name: 1})):
+        with pytest.raises(TypeError, match=f"there is no '{name}' in kvjax.Sampling: {hint}"):
+            call()
+
+
+def test_a_positional_sampling_gets_a_hint(engine):
+    with pytest.raises(TypeError, match=r"Sampling\(.* came third: give its fields by name"):
+        generate(engine, "x", Sampling(temperature=0.5))
+    with pytest.raises(TypeError, match="'top:8' came third: name every other argument"):
+        generate(engine, "x", "top:8")
+
+
+def test_sampling_is_copied_as_before():
+    sampling = Sampling(5, temperature=0.5, n=2)
+    assert pickle.loads(pickle.dumps(sampling)) == sampling == dataclasses.replace(sampling)
+    assert dataclasses.replace(sampling, seed=3).seed == 3
+
+
+def test_an_engine_and_score_say_what_they_take(engine):
+    with pytest.raises(ValueError, match=r"an engine takes token ids, got text, 'One': engine.model.tokenizer\(text\)"):
+        engine.prefill(["One"])
+    with pytest.raises(ValueError, match=r"got 5: one prompt among several is \[ids\]"):
+        engine.prefill([5, 6])
+    with pytest.raises(ValueError, match=r"one continuation and a list of 2 prompts: .*\[continuation\] \* 2"):
+        score(engine, ["a", "b"], " 42")
+    with pytest.raises(ValueError, match=r"one continuation and a list of 3 prompts"):
+        score(engine, ["a", "b", "c"], " 42")
+    with pytest.raises(ValueError, match=r"one prompt and a list of 2 continuations: .*\[prompt\] \* 2"):
+        score(engine, "a", [" 42", " 43"])
+    assert score(engine, [], []) == []
+    assert np.isfinite(score(engine, engine.model.tokenizer("a"), [5, 6]).logprob)
