@@ -20,9 +20,10 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import FULL, Cache, OutOfPages, PageAllocator, PagedKV, copy_page, empty_layer, seal
 from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.inspection import StepRead, inspect_step, read_of
+from kvjax.learning import OpenChunk, PolicyStates, after_chunk
 from kvjax.memory import MemoryPlan, check_pool, memory_plan
 from kvjax.model import Model, fingerprint
-from kvjax.policies import Auto, Choice, DecodePolicy, StateSpec, TopTokens, parse
+from kvjax.policies import Auto, Choice, DecodePolicy, TopTokens, parse
 from kvjax.prefill import DensePrefill, PrefillPolicy, indexes_of, parse_prefill
 from kvjax.prefill.lists import TileLists
 from kvjax.sampling import Sampled, SamplingRows, sample_step
@@ -41,7 +42,8 @@ class CachedSequence:
     """A sequence whose keys and values lie in an engine's pages.
 
     tokens: what was written so far, as far as the host knows it. length: tokens written. pages: physical pages, in order; reserved ones
-    included. logits: next-token logits `[V]` float32 after the last prefill or extend; None after anything else.
+    included. logits: next-token logits `[V]` float32 after the last prefill or extend; None after anything else. states: of learning
+    policies, per layer. open_chunk: what prefill goes on with so that they learn the same however a prompt is cut; None after decoding.
     """
 
     tokens: list[int]
@@ -49,6 +51,7 @@ class CachedSequence:
     pages: list[int] = dataclasses.field(default_factory=list)
     logits: Float[Array, " V"] | None = None
     states: dict[DecodePolicy, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    open_chunk: OpenChunk | None = None
 
     def __repr__(self) -> str:
         return f"CachedSequence(length={self.length}, pages={len(self.pages)})"
@@ -98,6 +101,7 @@ class Engine:
         self._autos: dict[Auto, Auto] = {}
         self.policy = self._bound(policy)
         self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, policies))))
+        self._states = PolicyStates(self.policies, self.config, page_size=page_size, prefill_chunk=prefill_chunk)
         self.prefill_policy = parse_prefill(prefill)
         scanned = [each.indexes() for each in self.policies] + [indexes_of(self.prefill_policy)]
         self.indexes = tuple(dict.fromkeys(spec for indexes in scanned for spec in indexes))
@@ -146,6 +150,7 @@ class Engine:
             raise ValueError(
                 f"policy {chosen} needs the index {missing[0]}, which this engine does not build: name it in Engine(policies=...)"
             )
+        self._states.check_declared(chosen)
         return chosen
 
     # Sequences
@@ -245,7 +250,7 @@ class Engine:
         """A second sequence with the same history: sealed pages are shared, the open one is copied. OutOfPages if none is free for it."""
         self._check_live([sequence])
         sealed = sequence.length // self.page_size
-        child = CachedSequence(list(sequence.tokens), sequence.length, [], sequence.logits, dict(sequence.states))
+        child = CachedSequence(list(sequence.tokens), sequence.length, [], sequence.logits, dict(sequence.states), sequence.open_chunk)
         with self._kept(child):
             self.allocator.share(sequence.pages[:sealed])
             child.pages = sequence.pages[:sealed]
@@ -270,7 +275,7 @@ class Engine:
         self.allocator.release(sequence.pages[keep:])
         del sequence.pages[keep:], sequence.tokens[length:]
         sequence.length = length
-        sequence.logits = None
+        sequence.logits = sequence.open_chunk = None
 
     def free(self, sequence: CachedSequence) -> None:
         """Give the sequence's pages back. It cannot be used afterwards."""
@@ -291,7 +296,8 @@ class Engine:
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
         """Write a sequence's pages and tokens to a file that `restore` reads; the file is written beside and renamed.
 
-        The states of learning policies are not written. ValueError if `.tokens` does not hold the token of every position.
+        The states of learning policies are not written: those that learn from prefill refuse to decode what is restored. ValueError if
+        `.tokens` does not hold the token of every position.
         """
         self._check_live([sequence])
         if len(sequence.tokens) != sequence.length:
@@ -377,8 +383,11 @@ class Engine:
                 logger.info("positions %d to %d go into a chunk begun earlier: dense, not %s", first, last - 1, self.prefill_policy)
             chunk = np.zeros((1, self.prefill_chunk), np.int32)
             chunk[0, first - start : last - start] = tokens[first - fresh : last - fresh]
+            learning, opened = self._states.before_chunk(sequence, start, first, whole=whole)
+            if opened is not None:
+                chunk[0, opened.position - start : first - start] = opened.tokens
             cache = Cache(self._layers, {FULL: table}, np.array([last], np.int32))
-            logits, _ = self._run(
+            logits, _, learned = self._run(
                 prefill_step,
                 self.model.decoder,
                 self.prefill_policy if whole else DensePrefill(),
@@ -389,10 +398,12 @@ class Engine:
                 np.array([start], np.int32),
                 np.array([first], np.int32),
                 all_logits=all_logits,
+                learning=learning,
                 layers=lambda result: result[1].layers,
             )
             sequence.tokens += tokens[first - fresh : last - fresh]
             sequence.length = last
+            after_chunk(sequence, learning, opened, learned, tokens[first - fresh : last - fresh])
             if all_logits:
                 collected.append(logits[0, first - start : last - start])
             if on_tokens:
@@ -408,7 +419,7 @@ class Engine:
         for row, sequence in enumerate(slots):
             if sequence is not None:
                 sequence.length += 1
-                sequence.logits = None
+                sequence.logits = sequence.open_chunk = None
                 if jax.tree.leaves(states):
                     sequence.states[policy] = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states)
         return results
@@ -426,7 +437,7 @@ class Engine:
         active = np.array([slot is not None for slot in slots])
         lengths = np.array([slot.length if slot else 0 for slot in slots], np.int32)
         cache = Cache(self._layers, {FULL: self._table(slots)}, lengths)
-        states = self._batch_states(policy, slots)
+        states = self._states.of_batch(policy, slots)
         args = (self.model.decoder, policy, self.indexes, self.model.params, cache, tokens, active, states, *rest)
         *results, _, states, self.last_reads = self._run(step, *args, layers=lambda result: result[-3].layers)
         return policy, results, states
@@ -457,16 +468,6 @@ class Engine:
             logger.info("%s: %s", policy, choice)
         self.last_choice = choice
         return policy if choice is None else choice.policy
-
-    def _batch_states(self, policy: DecodePolicy, slots: Sequence[CachedSequence | None]) -> tuple[Any, ...]:
-        """Per layer, the policy's state of all slots; sequences it has not seen start afresh."""
-        max_pages = self.pages_for(self.config.max_positions)
-        spec = StateSpec(self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.page_size, max_pages)
-        fresh = tuple(policy.init(spec, 1) for _ in range(self.config.num_layers))
-        if not jax.tree.leaves(fresh):
-            return fresh
-        rows = [slot.states.get(policy, fresh) if slot else fresh for slot in slots]
-        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
 
     def _one_token_each(
         self, sequences: Sequence[CachedSequence], tokens: Sequence[int]

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import FULL, Cache, IndexSpec, PagedKV, append
+from kvjax.cache import FULL, Cache, IndexSpec, append
+from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Decoder, Params
 from kvjax.policies import Blocks, DecodePolicy, SelectContext
 from kvjax.prefill import PrefillContext, PrefillPolicy
@@ -38,27 +39,31 @@ def prefill_step(
     fresh: Int[Array, "B"],
     *,
     all_logits: bool = False,
-) -> tuple[Float[Array, "B *T V"], Cache]:
-    """Write one chunk of each row to the cache and return next-token logits. DONATES cache.
+    learning: Learning | None = None,
+) -> tuple[Float[Array, "B *T V"], Cache, tuple[Any, ...]]:
+    """Write one chunk of each row to the cache; return next-token logits and what was learned. DONATES cache.
 
     The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
     rows are padding. Because a token always sits in the row its absolute position gives it, its bits do not depend on how the history was
     cut into calls. all_logits: logits of every row, `[B, T, V]`, instead of those of the last written token, `[B, V]`; float32.
+    learning: decode policies that learn from prefill; their states after the chunk come back, per policy and layer.
     """
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
     table = cache.page_tables[FULL]
 
-    def attend(layer: int, q, k, v, layers: tuple[PagedKV, ...]):
+    def attend(layer: int, q, k, v, carry):
+        layers, learned = carry
         written = append(layers[layer], k, v, positions, valid, table, indexes)
         ctx = PrefillContext(table, starts, cache.lengths, layer=layer, sm_scale=decoder.config.sm_scale)
-        return policy.attend(q, written, ctx), _replace(layers, layer, written)
+        out, states = attend_and_learn(policy, q, written, ctx, learning)
+        return out, (_replace(layers, layer, written), (*learned, states))
 
-    hidden, layers = decoder.hidden(params, tokens, positions, attend, cache.layers)
+    hidden, (layers, learned) = decoder.hidden(params, tokens, positions, attend, (cache.layers, ()))
     if not all_logits:
         last = jnp.clip(cache.lengths - 1 - starts, 0, tokens.shape[1] - 1)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return decoder.logits(params, hidden), cache.replace(layers=layers)
+    return decoder.logits(params, hidden), cache.replace(layers=layers), tuple(zip(*learned, strict=True))
 
 
 def decode(

@@ -12,6 +12,7 @@ from kvjax.policies.base import (
     select_and_attend,
 )
 from kvjax.policies.dense import Dense
+from kvjax.policies.mass import LearnsFromPrefill, MassContext, PrefillMass, largest_blocks, mass_of_step
 from kvjax.policies.naming import FORMS, identity, name_of, parse, register
 from kvjax.policies.top_blocks import TopBlocks
 from kvjax.policies.top_tokens import TopTokens
@@ -26,6 +27,9 @@ __all__ = [
     "DecodePolicy",
     "Dense",
     "IndexerQuery",
+    "LearnsFromPrefill",
+    "MassContext",
+    "PrefillMass",
     "ScoresBlocks",
     "SelectContext",
     "StateSpec",
@@ -34,6 +38,8 @@ __all__ = [
     "TopTokens",
     "Window",
     "identity",
+    "largest_blocks",
+    "mass_of_step",
     "name_of",
     "parse",
     "register",

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxtyping import Array, Float, Float32
+
+from kvjax.cache.types import PagedKV
+from kvjax.prefill.base import PrefillContext
 from pallas_kernels.flash_attention import flash_attention
 
 
@@ -15,8 +19,13 @@ class DensePrefill:
 
     def attend(self, query, layer, ctx):
         """Causal attention over all pages of the sequence."""
-        out, _ = flash_attention(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths, sm_scale=ctx.sm_scale)
-        return out
+        return self.attend_with_lse(query, layer, ctx)[0]
+
+    def attend_with_lse(
+        self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext
+    ) -> tuple[Float[Array, "B T H D"], Float32[Array, "B T H"]]:
+        """The same, and the log-sum-exp of each query's scaled logits, natural log."""
+        return flash_attention(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths, sm_scale=ctx.sm_scale)
 
     def __str__(self) -> str:
         return "dense"

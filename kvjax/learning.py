@@ -1,0 +1,178 @@
+"""Learning from prefill: the attention mass of a chunk for the policies that ask for it, and what is kept while a chunk is open."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int
+
+from kvjax.cache import PagedKV
+from kvjax.model import ModelConfig
+from kvjax.policies import DecodePolicy, LearnsFromPrefill, MassContext, PrefillMass, StateSpec
+from kvjax.policies.mass import fitted
+from kvjax.prefill import DensePrefill, PrefillContext, PrefillPolicy
+from pallas_kernels.block_mass import block_mass
+from pallas_kernels.flash_attention import flash_attention
+
+if TYPE_CHECKING:
+    from kvjax.engine import CachedSequence
+
+States = tuple[Any, ...]
+"""A policy's state of every layer."""
+
+
+@flax.struct.dataclass
+class Learning:
+    """What one prefill step learns: policies, their states before the chunk, and the position from which on queries count.
+
+    max_pages: pages of a sequence as long as the model has positions, which states are as wide as.
+    """
+
+    states: tuple[States, ...]
+    first: Int[Array, "B"]
+    policies: tuple[LearnsFromPrefill, ...] = flax.struct.field(pytree_node=False)
+    max_pages: int = flax.struct.field(pytree_node=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenChunk:
+    """A sequence's last chunk while it is not full: what policies knew before `position`, and the tokens prefilled from there on.
+
+    The next call goes through these tokens' queries again, which costs nothing, as a chunk always has all of its rows, and gives every cut
+    of a prompt the same bits.
+    """
+
+    position: int
+    tokens: tuple[int, ...]
+    states: Mapping[DecodePolicy, States]
+
+
+def learns_from_prefill(policy: DecodePolicy) -> bool:
+    """Whether a policy asks for the mass of prefill."""
+    return isinstance(policy, LearnsFromPrefill) and policy.prefill_mass is not None
+
+
+class PolicyStates:
+    """What an engine needs to keep policies' states: `policies` are those of its own that learn from prefill.
+
+    ValueError for a policy that asks for what the engine's sizes cannot give.
+    """
+
+    def __init__(self, policies: Sequence[DecodePolicy], config: ModelConfig, *, page_size: int, prefill_chunk: int):
+        self.policies = tuple(policy for policy in policies if learns_from_prefill(policy))
+        for policy in self.policies:
+            _check(policy, page_size, prefill_chunk)
+        self.max_pages = -(-config.max_positions // page_size)
+        self.spec = StateSpec(config.num_heads, config.num_kv_heads, config.head_dim, page_size, self.max_pages)
+        self.num_layers = config.num_layers
+
+    def check_declared(self, policy: DecodePolicy) -> None:
+        """ValueError for a policy that should have learned from prefill and was not told."""
+        if learns_from_prefill(policy) and policy not in self.policies:
+            raise ValueError(f"policy {policy} learns from prefill, which this engine did not show it: name it in Engine(policies=...)")
+
+    def fresh(self, policy: DecodePolicy) -> States:
+        """A policy's states of one sequence before its first token."""
+        return tuple(policy.init(self.spec, 1) for _ in range(self.num_layers))
+
+    def of_batch(self, policy: DecodePolicy, slots: Sequence[CachedSequence | None]) -> States:
+        """Per layer, the policy's state of all slots. Sequences it has not seen start afresh; ValueError if it should have seen prefill."""
+        fresh = self.fresh(policy)
+        if policy in self.policies and any(slot and policy not in slot.states for slot in slots):
+            raise ValueError(
+                f"policy {policy} learns from prefill, and a sequence restored from a file does not hold what it learned: prefill it again"
+            )
+        if not jax.tree.leaves(fresh):
+            return fresh
+        rows = [slot.states.get(policy, fresh) if slot else fresh for slot in slots]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
+
+    def before_chunk(self, sequence: CachedSequence, start: int, first: int, *, whole: bool) -> tuple[Learning | None, OpenChunk | None]:
+        """What a prefill step over the chunk from `start` on learns, where `first` is the first token that it writes.
+
+        whole: the queries of the chunk give what they gave the call that wrote them. (None, None) where there is nothing to learn.
+        """
+        if not sequence.length:
+            sequence.states = {policy: self.fresh(policy) for policy in self.policies}
+        told = tuple(policy for policy in self.policies if policy in sequence.states)
+        if not told:
+            return None, None
+        opened = sequence.open_chunk
+        if not whole or opened is None or opened.position < start:
+            opened = OpenChunk(first, (), dict(sequence.states))
+        states = tuple(opened.states[policy] for policy in told)
+        return Learning(states, np.array([opened.position], np.int32), told, self.max_pages), opened
+
+
+def after_chunk(
+    sequence: CachedSequence, learning: Learning | None, opened: OpenChunk | None, learned: tuple[States, ...], written: Sequence[int]
+) -> None:
+    """Keep what a prefill step learned, and what the next call goes on with. written: its tokens."""
+    if learning is not None:
+        sequence.states = sequence.states | dict(zip(learning.policies, learned, strict=True))
+        sequence.open_chunk = dataclasses.replace(opened, tokens=(*opened.tokens, *written))
+
+
+def _check(policy: LearnsFromPrefill, page_size: int, prefill_chunk: int) -> None:
+    asked = policy.prefill_mass
+    if not isinstance(asked, PrefillMass):
+        raise ValueError(f"policy {policy}: prefill_mass must be a kvjax.policies.PrefillMass or None, got {asked!r}")
+    if page_size % asked.block_size:
+        raise ValueError(f"policy {policy} asks for blocks of {asked.block_size} tokens, which do not divide the page size {page_size}")
+    if asked.queries is not None and asked.queries > prefill_chunk:
+        raise ValueError(
+            f"policy {policy} asks for the last {asked.queries} queries, which is more than a chunk of {prefill_chunk} tokens: "
+            f"use Engine(prefill_chunk=...) of at least {asked.queries}, or ask for every query (None)"
+        )
+
+
+def attend_and_learn(
+    policy: PrefillPolicy, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext, learning: Learning | None
+) -> tuple[Float[Array, "B T H D"], tuple[Any, ...]]:
+    """A chunk's attention in one layer, and what every learning policy knows after it."""
+    if learning is None:
+        return policy.attend(query, layer, ctx), ()
+    out, lse = policy.attend_with_lse(query, layer, ctx) if isinstance(policy, DensePrefill) else (policy.attend(query, layer, ctx), None)
+    masses = {
+        asked: _mass(asked, query, lse, layer, ctx, learning) for asked in dict.fromkeys(each.prefill_mass for each in learning.policies)
+    }
+    states = []
+    for each, before in zip(learning.policies, learning.states, strict=True):
+        mass, first = masses[each.prefill_mass]
+        at = MassContext(first, ctx.lengths, layer=ctx.layer, page_size=layer.k.shape[2])
+        states.append(each.observe_prefill(mass, at, before[ctx.layer]))
+    return out, tuple(states)
+
+
+def _mass(
+    asked: PrefillMass,
+    query: Float[Array, "B T H D"],
+    lse: Float32[Array, "B T H"] | None,
+    layer: PagedKV,
+    ctx: PrefillContext,
+    learning: Learning,
+) -> tuple[Float32[Array, "B H S"], Int[Array, "B"]]:
+    """Mass of every block, and the first observed position. Only observed rows are gone through; lse None: they attend densely first."""
+    rows, starts, first = query.shape[1], ctx.starts, learning.first
+    if asked.queries is not None:
+        first = jnp.maximum(first, ctx.lengths - asked.queries)
+        count = min(asked.queries, rows)
+        offset = jnp.clip(ctx.lengths - starts - count, 0, rows - count)
+        query, starts = _rows(query, offset, count), starts + offset
+        lse = None if lse is None else _rows(lse, offset, count)
+    if lse is None:
+        _, lse = flash_attention(query, layer.k, layer.v, ctx.page_table, starts, ctx.lengths, sm_scale=ctx.sm_scale)
+    sizes = {"block_size": asked.block_size, "sm_scale": ctx.sm_scale}
+    mass = block_mass(query, layer.k, ctx.page_table, starts, ctx.lengths, lse, first, **sizes)
+    return fitted(mass, learning.max_pages * layer.k.shape[2] // asked.block_size), first
+
+
+def _rows(array: Array, offset: Int[Array, "B"], count: int) -> Array:
+    """`count` rows of the second axis from each offset on."""
+    return jax.vmap(lambda each, at: jax.lax.dynamic_slice_in_dim(each, at, count))(array, offset)
