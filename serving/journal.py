@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from kvjax.model import check_fingerprint
 from pallas_kernels.results import finite
 
 SYNC_SECONDS = 1.0
@@ -112,6 +111,8 @@ class Journal:
     def _check(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> None:
         if found.get("format") != self.FORMAT:
             raise ValueError(f"{self.path} is not {self.WHAT}; move it away, or choose another --out")
+        from kvjax.model import check_fingerprint  # it imports JAX, which `kvjax --help` must not wait for
+
         check_fingerprint(found.get("model"), str(self.path), "delete the file to start over")
         for name, value in header.items():
             if found.get(name) != value:
