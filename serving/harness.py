@@ -1,26 +1,34 @@
 """An adapter for EleutherAI's lm-evaluation-harness: its tasks, run on an engine under any decode policy.
 
-    import lm_eval
-    from kvjax.serving import KvjaxLM
+    python -m kvjax.serving.harness --model kvjax --model_args pretrained=needle,policy=top:8 --tasks arc_easy
+
+is `lm_eval` with one more model. lm_eval's releases up to 0.4.13 know only the models of their own package; later ones find kvjax by
+its entry point (group `lm_eval.models`), and `lm_eval --model kvjax ...` is the same. In Python:
 
     lm_eval.simple_evaluate(model=KvjaxLM(engine), tasks=["arc_easy"])
 
-Contexts are prefilled densely, once for all continuations that share them; continuations are read through the decode policy, token by
+Contexts are prefilled once for all continuations that share them; continuations are read through the decode policy, token by
 token (under the dense policy, in chunks). Nothing is cut to fit: text longer than the model's positions or the pool is an error. lm_eval
 is not needed to import or use this module; where it is installed, `KvjaxLM` is one of its models.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
+import jax
 import numpy as np
 
+from kvjax import prefill
 from kvjax.engine import CachedSequence, Engine
 from kvjax.generation import Request, run
-from kvjax.policies import DecodePolicy, parse
+from kvjax.model import fingerprint
+from kvjax.models import load
+from kvjax.policies import DecodePolicy, identity, parse
 from kvjax.sampling import Sampling
 from kvjax.scoring import continuation_logprobs
 
@@ -31,6 +39,9 @@ else:
 
 MAX_NEW_TOKENS = 256
 """What `generate_until` generates at most where a task does not say, as the harness's own models do."""
+
+MODEL_ARGS = ("pretrained", "policy", "prefill", "dtype", "pages", "page_size", "prefill_chunk", "max_length", "seed")
+"""What `--model_args` may name."""
 
 
 class KvjaxLM(LM):
@@ -59,6 +70,52 @@ class KvjaxLM(LM):
         self.engine, self.tokenizer, self.slots, self.seed = engine, engine.model.tokenizer, slots, seed
         self.policy = engine.policy if policy is None else parse(policy)
         self.max_length = max_length or engine.config.max_positions
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None) -> Self:
+        """The model of a command line.
+
+        arg_dict: `--model_args`. pretrained: a folder, Hub id or "needle"; dtype as for `kvjax.load`; policy, prefill, pages, page_size and
+        prefill_chunk as for `kvjax.Engine`; max_length and seed as here. additional_config: batch_size is `slots` ("auto": max_batch_size);
+        the harness always names a device, and JAX's default device is used. ValueError for any other argument.
+        """
+        given, more = dict(arg_dict), dict(additional_config or {})
+        if unknown := sorted(set(given) - set(MODEL_ARGS)):
+            raise ValueError(f"model_args name {unknown[0]!r}, which kvjax does not have; there are {', '.join(MODEL_ARGS)}")
+        if "pretrained" not in given:
+            raise ValueError("model_args need pretrained=, a model folder, a Hub id or needle")
+        batch, most = more.get("batch_size"), more.get("max_batch_size")
+        slots = most if batch is None or str(batch).startswith("auto") else int(batch)
+        own = {name: given.pop(name) for name in ("max_length", "seed") if name in given}
+        model = load(str(given.pop("pretrained")), dtype=given.pop("dtype", None))
+        return cls(Engine(model, **given), slots=slots, **own)
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any] | None = None) -> Self:
+        """The same from "pretrained=needle,policy=top:8"."""
+        from lm_eval.utils import simple_parse_args_string
+
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes under "config" of its results: checkpoint, policies, sizes and versions."""
+        engine = self.engine
+        return {
+            "model_name": getattr(engine.model, "name", ""),
+            "model_fingerprint": fingerprint(engine.model),
+            "model_num_parameters": engine.config.num_params,
+            "model_dtype": engine.dtype.name,
+            "model_device": next(iter(jax.tree.leaves(engine.model.params)[0].devices())).device_kind,
+            "policy": str(self.policy),
+            "policy_in_full": identity(self.policy),
+            "prefill": str(engine.prefill_policy),
+            "prefill_in_full": prefill.identity(engine.prefill_policy),
+            "page_size": engine.page_size,
+            "prefill_chunk": engine.prefill_chunk,
+            "max_length": self.max_length,
+            "kvjax_version": importlib.metadata.version("kvjax"),
+            "jax_version": importlib.metadata.version("jax"),
+        }
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Per request (context, continuation): the continuation's log-probability, and whether greedy decoding would write it."""
@@ -191,3 +248,20 @@ def windows(length: int, max_length: int) -> Iterator[tuple[int, int, int]]:
     for first in range(1, length, max_length):
         stop = min(first + max_length, length)
         yield max(0, stop - 1 - max_length), first, stop
+
+
+def main() -> None:
+    """lm_eval's own command line, with kvjax among its models."""
+    if LM is object:
+        sys.exit("lm_eval is not installed: pip install lm_eval")
+    import lm_eval.models  # noqa: F401 (registers the harness's own models)
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import model_registry
+
+    if "kvjax" not in model_registry:
+        model_registry.register("kvjax", target="kvjax.serving.harness:KvjaxLM")
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -46,6 +46,8 @@ def test_wheel_holds_the_source_folders_and_nothing_else(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == expected
     assert any(name.endswith("licenses/LICENSE") for name in zipfile.ZipFile(wheel).namelist())
+    (entry_points,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("/entry_points.txt")]
+    assert b"[lm_eval.models]\nkvjax = kvjax.serving.harness:KvjaxLM" in zipfile.ZipFile(wheel).read(entry_points)
 
 
 def test_wheel_imports_beside_a_models_folder_of_the_users_own(wheel, tmp_path):
