@@ -32,6 +32,9 @@ TOKENIZER_FILES = (
 MAX_SHARD_BYTES = 5 * 10**9
 """Largest weights file that `save` writes unless told otherwise."""
 
+OTHER_FORMATS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "*.pt", "*.safetensors", "tf_model.h5", "flax_model.msgpack")
+"""Files of weights that are not read."""
+
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """safetensors' name -> numpy's, of the stored types that can be read."""
 
@@ -98,14 +101,25 @@ def _download(repo_id: str, patterns: tuple[str, ...]) -> Path:
         ) from error
 
 
+AGAIN = "download the model again (`hf download OWNER/NAME --local-dir FOLDER` brings every file)"
+
+
+def check_pointer(path: Path) -> None:
+    """ValueError if a file is a Git LFS pointer: what `git clone` leaves where Git LFS is not installed."""
+    with open(path, "rb") as file:
+        if file.read(64).startswith(b"version https://git-lfs"):
+            raise ValueError(f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder, or {AGAIN}")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError naming the file when it is missing or is not an object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"{path.parent} holds no {path.name}") from error
+        raise ValueError(f"{path.parent} holds no {path.name}; {AGAIN}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        check_pointer(path)
+        raise ValueError(f"{path} is not JSON ({error}); {AGAIN}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(content).__name__}")
     return content
@@ -120,19 +134,26 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     if single.is_file():
         return _headers(single)
     if not index.is_file():
-        raise ValueError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json; convert other formats first")
+        if shards := sorted(path.name for path in folder.glob("model-*.safetensors")):
+            raise ValueError(f"{folder} holds {shards[0]}, but no {index.name}, which says what the shards hold; {AGAIN}")
+        if others := sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern)):
+            raise ValueError(
+                f"{folder} holds {others[0]}, but no model.safetensors: save it as safetensors with the program that reads it "
+                "(transformers: model.save_pretrained(FOLDER)), or download a copy that has them"
+            )
+        raise ValueError(f"{folder} holds neither model.safetensors nor {index.name}; {AGAIN}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{index} has no weight_map")
+        raise ValueError(f"{index} has no weight_map; {AGAIN}")
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name or not (folder / name).is_file():
-            raise ValueError(f"{index} names the shard {name}, which is not in {folder}")
+            raise ValueError(f"{index} names the shard {name}, which is not in {folder}; {AGAIN}")
     tensors: dict[str, Stored] = {}
     for file in sorted(set(weight_map.values())):
         held = _headers(folder / file)
         stray = sorted(held.keys() ^ {name for name, where in weight_map.items() if where == file})
         if stray:
-            raise ValueError(f"{index} and {file} disagree about {_listed(stray)}")
+            raise ValueError(f"{index} and {file} disagree about {_listed(stray)}; {AGAIN}")
         tensors |= held
     return tensors
 
@@ -145,7 +166,8 @@ def _headers(file: Path) -> dict[str, Stored]:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
             return {name: Stored(file, tuple(s.get_shape()), s.get_dtype(), name) for name, s in slices.items()}
     except SafetensorError as error:
-        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+        check_pointer(file)
+        raise ValueError(f"{file} is not a whole safetensors file ({error}); {AGAIN}") from error
 
 
 def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:

@@ -13,9 +13,11 @@ from typing import Any
 
 from kvjax.model import ModelConfig, RopeScaling
 from kvjax.models.families import FAMILIES, family_of
-from kvjax.models.family import HARMLESS, ONLY, Family
+from kvjax.models.family import HARMLESS, ONLY, REMEDIES, Family
 
 Fields = Mapping[str, Any]
+
+_SLIDING = frozenset({"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"})
 
 _ROPE_KEYS = {
     "default": frozenset(),
@@ -45,6 +47,7 @@ def parse(fields: Fields, generation: Fields | None = None) -> ModelConfig:
         max_positions = max(max_positions, int(scaling.original_max_positions * scaling.factor))
     if read.get("dual_chunk_attention_config"):  # qwen2.py says why
         max_positions = min(max_positions, _size(read["dual_chunk_attention_config"], "original_max_position_embeddings"))
+    _check_sliding(fields, family, _size(read, "num_hidden_layers"), max_positions)
     return ModelConfig(
         family=family.model_type,
         vocab_size=_size(read, "vocab_size"),
@@ -104,19 +107,47 @@ def to_generation_fields(config: ModelConfig) -> dict[str, Any]:
 def _check_fields(fields: Fields, family: Family) -> None:
     """Every field is read, supported or harmless; otherwise one error for all that are not."""
     only = dict(ONLY) | dict(family.only)
+    known = family.defaults.keys() | HARMLESS | family.harmless | _SLIDING
     problems = []
     for name, value in fields.items():
-        if name in family.defaults or name in HARMLESS or name in family.harmless:
-            continue
-        if name not in only:
-            problems.append(f"{name} is {value!r}: not known for {family.model_type}, so it may change what the model computes")
-        elif name == "layer_types" and value is not None:
-            if set(value) != {"full_attention"}:
-                problems.append(f"layer_types is {value}; supported: 'full_attention' in every layer")
-        else:
-            problems += wrong_values({name: value}, only)
+        if name not in known and name not in only:
+            problems.append(
+                f"{name} is {value!r}: not known for {family.model_type}, so it may change what the model computes (if you know that it "
+                "does not, delete it from config.json)"
+            )
+        elif name not in known:
+            problems += [f"{wrong}{_remedy(name)}" for wrong in wrong_values({name: value}, only)]
     if problems:
         raise ValueError(f"unsupported config.json of a {family.architecture}: " + "; ".join(problems))
+
+
+def _remedy(name: str) -> str:
+    return f" ({REMEDIES[name]})" if name in REMEDIES else ""
+
+
+def _check_sliding(fields: Fields, family: Family, layers: int, max_positions: int) -> None:
+    """ValueError if a layer attends to a sliding window that is shorter than `max_positions` tokens."""
+    window, types = fields.get("sliding_window"), fields.get("layer_types")
+    if window is not None:
+        window = _size(fields, "sliding_window")
+    if types is not None:
+        if not isinstance(types, list) or not set(types) <= {"full_attention", "sliding_attention"} or len(types) != layers:
+            raise ValueError(
+                f"config.json: layer_types is {types}; it must be a list of 'full_attention' or 'sliding_attention', one for each of "
+                f"{layers} layers"
+            )
+        sliding = [number for number, kind in enumerate(types) if kind == "sliding_attention"]
+    elif not family.window_switch:
+        sliding = [] if window is None else list(range(layers))
+    else:
+        switch = False if fields.get("use_sliding_window") is None else _boolean(fields, "use_sliding_window")
+        first = 28 if fields.get("max_window_layers") is None else _integer(fields, "max_window_layers")  # as transformers takes it
+        sliding = [] if window is None or not switch else list(range(max(0, first), layers))
+    if sliding and (window is None or window < max_positions):
+        raise ValueError(
+            f"unsupported config.json of a {family.architecture}: {len(sliding)} of {layers} layers attend to a sliding window of {window} "
+            f"tokens, which is not supported; if your sequences are no longer, set max_position_embeddings to {window or 'that length'}"
+        )
 
 
 def wrong_values(fields: Fields, only: Mapping[str, tuple[Any, ...]]) -> list[str]:

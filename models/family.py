@@ -28,7 +28,14 @@ LAYER_TENSORS = {
 """The same inside `model.layers.N.`; families add to it."""
 
 ONLY: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
+    "rope_interleaved": (None, False),
+    "use_mrope": (None, False),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "num_experts_per_tok": (None, 0),
     "quantization_config": (None,),
     "compression_config": (None,),
     "auto_map": (None,),
@@ -39,6 +46,13 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that would change what is computed, and the only values that are supported (`save` writes the first, unless it is None)."""
 
+REMEDIES: Mapping[str, str] = {
+    "quantization_config": "load the checkpoint that it was quantized from",
+    "compression_config": "load the checkpoint that it was compressed from",
+    "auto_map": "if the weights are those of the plain architecture, delete it from config.json",
+}
+"""What to do about a value of `ONLY` that is not supported, where something can be done."""
+
 # fmt: off
 HARMLESS = frozenset({
     # What the file is, and how it was stored or trained.
@@ -47,9 +61,13 @@ HARMLESS = frozenset({
     "unsloth_fixed", "unsloth_version",
     # How other programs run it: all compute the same function.
     "use_cache", "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
+    "_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions", "pretraining_tp",
     "chunk_size_feed_forward", "is_decoder", "output_attentions", "output_hidden_states", "output_scores",
     "return_dict", "return_dict_in_generate", "cross_attention_hidden_size", "tie_encoder_decoder",
     "transformers.js_config",
+    # Of training, or of the tokenizer.
+    "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    "classifier_dropout", "neftune_noise_alpha", "model_max_length", "max_sequence_length",
     # Ids and labels that nothing here reads.
     "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id", "decoder_start_token_id",
     "tokenizer_class", "prefix", "forced_bos_token_id", "forced_eos_token_id", "finetuning_task",
@@ -70,14 +88,16 @@ class Family:
 
     defaults: the fields it reads, each with the value transformers takes when config.json leaves it out.
     only: more entries for `ONLY`. harmless: more entries for `HARMLESS`. extra_tensors: more entries for `LAYER_TENSORS`.
+    window_switch: whether `sliding_window` holds only where `use_sliding_window` is true, and from layer `max_window_layers` on.
     """
 
     model_type: str
     architecture: str
     defaults: Mapping[str, Any]
-    only: Mapping[str, tuple[Any, ...]]
+    only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
     extra_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    window_switch: bool = False
 
     @property
     def qkv_bias(self) -> bool:

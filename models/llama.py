@@ -22,13 +22,6 @@ FAMILY = Family(
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    only={
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "pretraining_tp": (1, None),
-        "rope_interleaved": (None, False),
-        "layer_types": (None, "full_attention"),
-        "sliding_window": (None,),
-    },
+    only={"attention_bias": (False, None), "mlp_bias": (False, None)},
     harmless=frozenset({"is_llama_config"}),
 )

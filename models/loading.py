@@ -177,15 +177,21 @@ def _equal(first: Stored, second: Stored) -> bool:
 
 def _tokenizer(folder: Path, config: ModelConfig) -> Any:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise ValueError(f"{folder} holds no tokenizer; pass tokenizer=False to load the model alone")
+        raise ValueError(
+            f"{folder} holds no tokenizer; copy tokenizer.json and tokenizer_config.json there from the model that it was made from "
+            "(in Python, tokenizer=False loads the model alone)"
+        )
     # tokenizer.json says everything. AutoTokenizer would rebuild it as the family's own tokenizer and split another text differently.
     transformers = import_transformers()
     kind = transformers.PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else transformers.AutoTokenizer
     try:
         tokenizer = kind.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the libraries below raise bare Exception for a damaged file
+        for file in folder.glob("tokenizer*"):
+            checkpoint.check_pointer(file)
         raise ValueError(
-            f"transformers cannot read the tokenizer in {folder} ({_first_line(error)}); tokenizer=False loads without"
+            f"transformers cannot read the tokenizer in {folder} ({_first_line(error)}); {checkpoint.AGAIN} "
+            "(in Python, tokenizer=False loads the model alone)"
         ) from error
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"the tokenizer in {folder} has {len(tokenizer)} ids, the model's vocabulary only {config.vocab_size}")

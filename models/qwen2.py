@@ -27,12 +27,6 @@ FAMILY = Family(
         "eos_token_id": None,
         "dual_chunk_attention_config": None,
     },
-    only={
-        "use_sliding_window": (False,),
-        "layer_types": (None, "full_attention"),
-        "use_mrope": (None, False),
-    },
-    # Read by transformers only where use_sliding_window is true.
-    harmless=frozenset({"sliding_window", "max_window_layers"}),
+    window_switch=True,
     extra_tensors={"q_bias": "self_attn.q_proj.bias", "k_bias": "self_attn.k_proj.bias", "v_bias": "self_attn.v_proj.bias"},
 )

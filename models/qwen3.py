@@ -22,12 +22,7 @@ FAMILY = Family(
         "bos_token_id": None,
         "eos_token_id": None,
     },
-    only={
-        "attention_bias": (False,),
-        "use_sliding_window": (False,),
-        "layer_types": (None, "full_attention"),
-    },
-    # Read by transformers only where use_sliding_window is true.
-    harmless=frozenset({"sliding_window", "max_window_layers"}),
+    only={"attention_bias": (False, None)},
+    window_switch=True,
     extra_tensors={"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"},
 )

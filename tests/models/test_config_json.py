@@ -290,21 +290,27 @@ ONE_FAMILY = {
     "llama": [
         ({"attention_bias": True}, "attention_bias is True; supported: False"),
         ({"mlp_bias": True}, "mlp_bias is True; supported: False"),
-        ({"pretraining_tp": 2}, "pretraining_tp is 2; supported: 1"),
-        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"sliding_window": 4096}, "32 of 32 layers attend to a sliding window of 4096 tokens.*set max_position_embeddings to 4096"),
         ({"rope_interleaved": True}, "rope_interleaved is True"),
         ({"num_attention_heads": 30, "num_key_value_heads": 30}, "hidden_size 4096 is not a multiple"),
         ({"num_key_value_heads": 5}, "not a multiple of num_kv_heads 5"),
-        ({"use_sliding_window": False}, "use_sliding_window is False: not known for llama"),
     ],
     "qwen2": [
-        ({"use_sliding_window": True}, "use_sliding_window is True; supported: False"),
+        (
+            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20},
+            r"layers attend to a sliding window of 4096 tokens.*set max_position_embeddings to 4096",
+        ),
+        ({"use_sliding_window": 1, "sliding_window": 4096}, "use_sliding_window is 1; it must be true or false"),
         ({"use_mrope": True}, "use_mrope is True"),
-        ({"attention_bias": True}, "attention_bias is True: not known for qwen2"),
+        ({"attention_bias": True}, "attention_bias is True; supported: None or False"),
         ({"dual_chunk_attention_config": {"chunk_size": 1}}, "original_max_position_embeddings is None"),
     ],
     "qwen3": [
-        ({"use_sliding_window": True}, "use_sliding_window is True; supported: False"),
+        (
+            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20},
+            r"layers attend to a sliding window of 4096 tokens.*set max_position_embeddings to 4096",
+        ),
+        ({"use_sliding_window": 1, "sliding_window": 4096}, "use_sliding_window is 1; it must be true or false"),
         ({"attention_bias": True}, "attention_bias is True; supported: False"),
         ({"head_dim": None}, "head_dim is null"),
     ],
@@ -351,3 +357,57 @@ def test_either_name_of_the_family_is_enough():
     config = config_json.parse(QWEN_3_8B)
     for absent in ("architectures", "model_type"):
         assert config_json.parse({k: v for k, v in QWEN_3_8B.items() if k != absent}) == config
+
+
+FIELDS = json.loads((GOLDEN / "config-fields.json").read_text())
+REFUSED = [  # though transformers computes the same: they ask for what the family, or this version of transformers, does not do
+    {"mlp_bias": True},
+    {"attention_bias": True},
+    {"partial_rotary_factor": 0.5},
+    {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+]
+
+
+def parsed(family, fields):
+    """The configuration, or None where it is refused."""
+    try:
+        return config_json.parse({"model_type": family} | FIELDS["base"] | fields)
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize(("family", "fields", "outcome"), FIELDS["tried"], ids=lambda value: str(value)[:60])
+def test_a_field_does_what_it_does_in_transformers(family, fields, outcome):
+    """Where it changes nothing there the model loads the same; where it changes something it is read or refused."""
+    found, base = parsed(family, fields), parsed(family, {})
+    if outcome == "other":
+        assert found != base
+    elif outcome == "same":
+        assert found == (None if fields in REFUSED else base)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_that_transformers_writes_loads(family):
+    """With the values that transformers takes where config.json has none."""
+    written = config_json.parse(FIELDS["defaults"][family])
+    assert written == config_json.parse({"model_type": family})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("types", ["full_attention", ["full_attention"], ["chunked_attention"] * 3])
+def test_layer_types_must_name_every_layer(family, types):
+    with pytest.raises(ValueError, match="one for each of 3 layers"):
+        config_json.parse({"model_type": family} | FIELDS["base"] | {"layer_types": types})
+
+
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"quantization_config": {"bits": 4}}, "load the checkpoint that it was quantized from"),
+        ({"auto_map": {"AutoModel": "m.M"}}, "delete it from config.json"),
+        ({"attention_sink_size": 4}, "if you know that it does not, delete it from config.json"),
+    ],
+)
+def test_a_refused_field_comes_with_a_remedy(fields, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        config_json.parse(LLAMA_3_1_8B | fields)

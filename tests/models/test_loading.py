@@ -283,6 +283,44 @@ def test_files_that_are_missing_or_broken_are_named(tmp_path, edited):
         load(folder, tokenizer=False)
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 15231271864\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_git_lfs_pointer_is_named(name, edited):
+    folder = edited(UNTIED, lambda tensors: None)
+    (folder / name).write_text(POINTER)
+    with pytest.raises(ValueError, match=rf"{name} is a Git LFS pointer, not the file itself: run `git lfs pull`.*hf download") as error:
+        load(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_missing_or_cut_off_comes_with_a_remedy(edited, tmp_path):
+    folder = edited(UNTIED, lambda tensors: None)
+    whole, config = (folder / "model.safetensors").read_bytes(), (folder / "config.json").read_bytes()
+    with pytest.raises(ValueError, match=r"copy tokenizer.json and tokenizer_config.json there .*in Python, tokenizer=False"):
+        load(folder)
+    for cut in (0, 5, 100, len(whole) - 1):
+        (folder / "model.safetensors").write_bytes(whole[:cut])
+        with pytest.raises(ValueError, match=r"not a whole safetensors file .*; download the model again \(`hf download"):
+            load(folder, tokenizer=False)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"holds model-00001-of-00002.safetensors, but no model.safetensors.index.json.*`hf download"):
+        load(folder, tokenizer=False)
+    (folder / "model-00001-of-00002.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"holds pytorch_model.bin, but no model.safetensors: save it as safetensors"):
+        load(folder, tokenizer=False)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ValueError, match=r"holds neither .*`hf download"):
+        load(folder, tokenizer=False)
+    (folder / "config.json").write_bytes(config[:50])
+    with pytest.raises(ValueError, match=r"config.json is not JSON .*`hf download"):
+        load(folder, tokenizer=False)
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no config.json; .*`hf download"):
+        load(folder, tokenizer=False)
+
+
 def test_index_and_shards_must_agree(tmp_path):
     save(random_model(), tmp_path / "s", max_shard_bytes=4000)
     path = tmp_path / "s" / "model.safetensors.index.json"
@@ -429,7 +467,7 @@ def test_tokenizer_goes_along(family, tokenizer, tmp_path):
 
 def test_tokenizer_must_exist_and_fit(tokenizer, tmp_path):
     save(random_model(), tmp_path / "none")
-    with pytest.raises(ValueError, match="holds no tokenizer; pass tokenizer=False"):
+    with pytest.raises(ValueError, match="holds no tokenizer; copy tokenizer"):
         load(tmp_path / "none")
     (tmp_path / "none" / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"cannot read the tokenizer in .*none"):
