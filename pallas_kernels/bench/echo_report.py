@@ -75,7 +75,7 @@ def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
         places = [place + 0.26 * (number - (len(lengths) - 1) / 2) for place, _ in here]
         shares, label = [row["share"] for _, row in here], f"{tokens_text(length)} tokens"
         errors = [[max(0.0, each["value"] - each["low"]) for each in shares], [max(0.0, each["high"] - each["value"]) for each in shares]]
-        style = {"width": 0.24, "color": f"C{number}", "label": label}
+        style = {"width": 0.24, "color": f"{0.8 - 0.6 * (number + 1) / len(lengths):.2f}", "ecolor": "C1", "label": label}
         above.bar(places, [each["value"] for each in shares], yerr=errors, capsize=2, **style)
         apart = [(place, row["kl_text"]["value"]) for place, (_, row) in zip(places, here, strict=True) if row["policy"] != "dense"]
         below.bar(*zip(*apart, strict=True), **style)
