@@ -8,7 +8,7 @@ import functools
 import heapq
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache import OutOfPages
-from kvjax.engine import MIN_TABLE_PAGES, CachedSequence, Engine
+from kvjax.engine import MIN_TABLE_PAGES, CachedSequence, Engine, check_model
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy
 from kvjax.prefill import PrefillPolicy
 from kvjax.prompts import Prompt, encode, one_by_one
-from kvjax.sampling import NotFinite, Sampled, Sampling, SamplingRows, sample_step, seen_tokens
+from kvjax.sampling import NotFinite, OneSample, Sampled, Sampling, SamplingOptions, SamplingRows, sample_step, seen_tokens
 from kvjax.steps import Reads
 from kvjax.text import TextStream
 
@@ -99,6 +99,76 @@ def run(
         loop.release()
 
 
+@overload
+def generate(
+    model: Model | Engine,
+    prompts: str,
+    *,
+    policy: str | DecodePolicy | None = None,
+    prefill: str | PrefillPolicy | None = None,
+    stream: Callable[[int, str], None] | None = None,
+    details: Literal[False] = False,
+    slots: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    on_error: Literal["raise"] = "raise",
+    **sampling: Unpack[OneSample],
+) -> str: ...
+@overload
+def generate(
+    model: Model | Engine,
+    prompts: str,
+    *,
+    policy: str | DecodePolicy | None = None,
+    prefill: str | PrefillPolicy | None = None,
+    stream: Callable[[int, str], None] | None = None,
+    details: Literal[True],
+    slots: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    on_error: Literal["raise"] = "raise",
+    **sampling: Unpack[OneSample],
+) -> Completion: ...
+@overload
+def generate(
+    model: Model | Engine,
+    prompts: Sequence[str],
+    *,
+    policy: str | DecodePolicy | None = None,
+    prefill: str | PrefillPolicy | None = None,
+    stream: Callable[[int, str], None] | None = None,
+    details: Literal[False] = False,
+    slots: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    on_error: Literal["raise"] = "raise",
+    **sampling: Unpack[OneSample],
+) -> list[str]: ...
+@overload
+def generate(
+    model: Model | Engine,
+    prompts: Sequence[str],
+    *,
+    policy: str | DecodePolicy | None = None,
+    prefill: str | PrefillPolicy | None = None,
+    stream: Callable[[int, str], None] | None = None,
+    details: Literal[True],
+    slots: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    on_error: Literal["raise"] = "raise",
+    **sampling: Unpack[OneSample],
+) -> list[Completion]: ...
+@overload
+def generate(
+    model: Model | Engine,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    policy: str | DecodePolicy | None = None,
+    prefill: str | PrefillPolicy | None = None,
+    stream: Callable[[int, str], None] | None = None,
+    details: bool = False,
+    slots: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    on_error: Literal["raise", "return"] = "raise",
+    **sampling: Unpack[SamplingOptions],
+) -> Any: ...
 def generate(
     model: Model | Engine,
     prompts: Prompt | Sequence[Prompt],
@@ -109,7 +179,7 @@ def generate(
     details: bool = False,
     slots: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    on_error: str = "raise",
+    on_error: Literal["raise", "return"] = "raise",
     **sampling: Any,
 ) -> Any:
     """Continue one prompt (text gives text) or several (a list gives a list).
@@ -129,6 +199,8 @@ def generate(
         raise TypeError(f"generate takes a model and prompts; {misplaced[0]!r:.60} came third: {hint}")
     if on_error not in ("raise", "return"):
         raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
+    if not isinstance(model, Engine):
+        check_model(model, "generate")
     listed, single = one_by_one(prompts)
     settings = Sampling(**sampling)
     if isinstance(model, Engine) and prefill is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import flax.struct
 import jax
@@ -106,10 +107,43 @@ class Sampling:
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs {self.top_logprobs} needs logprobs=True")
 
+    def __repr__(self) -> str:
+        differs = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        return f"Sampling({', '.join(f'{name}={getattr(self, name)!r}' for name in differs)})"
+
     @property
     def penalises(self) -> bool:
         """Whether logits depend on which tokens came before."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+# With a __new__ of its own, a notebook would show that one's arguments.
+Sampling.__signature__ = inspect.Signature(list(inspect.signature(Sampling.__init__).parameters.values())[1:])
+
+
+class OneSample(TypedDict, total=False):
+    """Fields of `Sampling` as options of a function, for editors and type checkers; all but `n`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int] | None
+    logprobs: bool
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    ignore_eos: bool
+    top_logprobs: int
+
+
+class SamplingOptions(OneSample, total=False):
+    """Fields of `Sampling` as options of a function, for editors and type checkers."""
+
+    n: int
 
 
 def _is_number(value: object) -> bool:

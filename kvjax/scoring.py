@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax.engine import CachedSequence, Engine
+from kvjax.engine import CachedSequence, Engine, check_model
 from kvjax.generation import DEFAULT_SLOTS, engine_for
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy, Dense
@@ -32,6 +32,20 @@ class Score:
         return f"Score(logprob={self.logprob:.6g}, tokens={len(self.token_ids)}, is_greedy={self.is_greedy})"
 
 
+@overload
+def score(model: Model | Engine, prompts: str, continuations: str, *, policy: str | DecodePolicy | None = None) -> Score: ...
+@overload
+def score(
+    model: Model | Engine, prompts: Sequence[str], continuations: Sequence[str], *, policy: str | DecodePolicy | None = None
+) -> list[Score]: ...
+@overload
+def score(
+    model: Model | Engine,
+    prompts: Prompt | Sequence[Prompt],
+    continuations: Prompt | Sequence[Prompt],
+    *,
+    policy: str | DecodePolicy | None = None,
+) -> Any: ...
 def score(
     model: Model | Engine,
     prompts: Prompt | Sequence[Prompt],
@@ -46,6 +60,8 @@ def score(
     longer than the model's positions, or a token outside the vocabulary; OutOfPages where the pool is too small; NotFinite where the model
     gives NaN, FloatingPointError where it gives a token of the continuation a probability of 0.
     """
+    if not isinstance(model, Engine):
+        check_model(model, "score")
     prompts, single = one_by_one(prompts)
     continuations, alone = one_by_one(continuations)
     if single != alone and continuations:

@@ -53,6 +53,13 @@ def test_what_is_long_is_cut(held):
     assert "\n" not in repr(held)
 
 
+def test_sampling_shows_what_was_chosen():
+    assert repr(Sampling()) == "Sampling()"
+    chosen = Sampling(temperature=0.7, stop="end", seed=3)
+    assert repr(chosen) == "Sampling(temperature=0.7, seed=3, stop=('end',))"
+    assert eval(repr(chosen)) == chosen
+
+
 def test_a_score_shows_its_sum(engine):
     found = score(engine, [1, 2], [3, 4])
     assert repr(found) == f"Score(logprob={found.logprob:.6g}, tokens=2, is_greedy=False)"
