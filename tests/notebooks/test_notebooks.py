@@ -46,6 +46,15 @@ def test_it_runs(path):
         assert names["mass"][:, names["where"]].max() > 0.5
         assert names["where"] in names["selected"]
         assert 0 <= names["kept"].min() < names["kept"].mean() < 1
+    if path.stem == "a_policy_of_your_own":
+        assert len(names["source"].strip().splitlines()) < 60
+        h2o, snapkv = names["h2o"], names["snapkv"]
+        assert names["heads"][snapkv, "question in the prompt"] > names["heads"][h2o, "question in the prompt"]
+        assert "48213" in names["found"]["dense"]
+        assert "48213" in names["found"][snapkv]
+        assert "48213" not in names["found"][h2o]
+        assert list(names["record"]["beside"]) == [snapkv, "window:896", "dense again"]
+        assert names["printed"].rstrip("\n") == names["found"][snapkv].rstrip("\n")
     if path.stem == "the_bill":
         chosen = {length: str(choice.policy) for length, choice in names["choices"].items()}
         assert (chosen[131_072], chosen[2**20], chosen[2**21]) == ("top:32", "top:32", "dense")
