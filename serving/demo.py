@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvjax.serving.progress import bar
 from pallas_kernels.bench.formats import table as terminal_table
+from pallas_kernels.bench.pictures import color_of, picture
 
 if TYPE_CHECKING:
     from kvjax.fidelity.retrieval import NeedleResult
@@ -20,7 +21,7 @@ POLICIES = ("dense", "window:64+4544", "top:8", "top:32")
 COLUMNS = ("policy", "blocks/step", "keys/step", "needles found", "seconds")
 
 
-def run_demo(picture: Path, *, prompts: int = 16, length: int = 8192, seed: int = 0) -> list[NeedleResult]:
+def run_demo(file: Path, *, prompts: int = 16, length: int = 8192, seed: int = 0) -> list[NeedleResult]:
     """Hide a five-digit number among 16 others in `prompts` pieces of Python's documentation and ask for it under each policy.
 
     Each prompt of `length` tokens is prefilled once and forked for every policy; the question itself is read through the policy. Prints
@@ -49,11 +50,11 @@ def run_demo(picture: Path, *, prompts: int = 16, length: int = 8192, seed: int 
         )
         progress.update(task, completed=prompts * length)
     console.print(table(results))
-    save_picture(results, picture, f"{prompts} needles, each in {length:,} tokens of Python's documentation")
+    save_picture(results, file, f"{prompts} needles, each in {length:,} tokens of Python's documentation")
     elapsed = time.perf_counter() - start
     decoding = sum(result.seconds for result in results)
     # Not through rich, which would break the line and take brackets in a path for its markup.
-    print(f"prefill and compilation {elapsed - decoding:.0f} s, questions and answers {decoding:.0f} s; picture of the table: {picture}")
+    print(f"prefill and compilation {elapsed - decoding:.0f} s, questions and answers {decoding:.0f} s; picture of the table: {file}")
     return results
 
 
@@ -78,20 +79,17 @@ def table(results: list[NeedleResult]) -> Table:
 
 def save_picture(results: list[NeedleResult], path: Path, title: str) -> None:
     """Keys read and needles found per policy as bars, and the table below them."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplot_mosaic([["keys", "found"], ["table", "table"]], height_ratios=[3, 2])
     names = [result.policy for result in results]
-    axes["keys"].barh(names, [result.keys_per_step for result in results], color="tab:blue")
-    axes["keys"].set_xlabel("keys read per step and KV head")
-    axes["found"].barh(names, [100 * result.exact_match for result in results], color="tab:green")
-    axes["found"].set(xlabel="needles found (%)", xlim=(0, 100), yticklabels=[])
-    for name in ("keys", "found"):
-        axes[name].invert_yaxis()
-    axes["table"].axis("off")
-    axes["table"].table(rows(results), colLabels=COLUMNS, loc="center").scale(1, 1.4)
-    figure.suptitle(title)
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, format="png", dpi=120)
-    partial.replace(path)
+    colors = [color_of(name) for name in names]
+    with picture(path, 2, 2, height=2.1, sharey="row", height_ratios=[3, 2]) as (figure, axes):
+        keys, found = axes[0]
+        keys.barh(names, [result.keys_per_step for result in results], color=colors)
+        keys.set_xlabel("keys read per step and KV head")
+        found.barh(names, [100 * result.exact_match for result in results], color=colors)
+        found.set(xlabel="needles found (%)", xlim=(0, 100))
+        keys.invert_yaxis()
+        below = figure.add_subplot(axes[1, 0].get_gridspec()[1, :])
+        for axis in (*axes[1], below):
+            axis.axis("off")
+        below.table(rows(results), colLabels=COLUMNS, loc="center").scale(1, 1.4)
+        figure.suptitle(title)

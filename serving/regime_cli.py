@@ -199,7 +199,7 @@ def regime_map_command(
     device: DeviceOption = "NVIDIA H200",
     memory: Annotated[
         float | None,
-        typer.Option(help="GiB for weights and cache; what is beyond stays blank.", show_default=False, **number(above=0, most=2**30)),
+        typer.Option(help="GiB for weights and cache; what is beyond is grey.", show_default=False, **number(above=0, most=2**30)),
     ] = None,
     measured: Annotated[
         list[Path] | None, typer.Option(help="Results of kvjax bench decode whose cells are marked; may be given several times.")
@@ -209,7 +209,7 @@ def regime_map_command(
     out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="Where the picture (PNG) goes.")] = Path("regime-map.png"),
     json_out: JsonOption = None,
 ) -> None:
-    """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill; what is a projection is hatched."""
+    """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill; what is a projection is pale."""
     import numpy as np
 
     from kvjax.serving.decode_bench import config_of, parse_lengths

@@ -17,6 +17,7 @@ from kvjax.model import ModelConfig
 from kvjax.policies.base import DecodePolicy
 from kvjax.policies.naming import name_of, parse
 from kvjax.traffic.bill import Bill
+from pallas_kernels.bench.pictures import LEAST_POINTS, grid_of, log_ticks, picture, token_ticks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,48 +85,52 @@ def crossover(
     return None if gain(last) <= 0 else round(2 ** brentq(gain, 0.0, last, xtol=1e-4))
 
 
+MARKED = (1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Speed-ups at which a map has a line."""
+
+
 def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ()) -> None:
-    """The map on a matplotlib axis: blue where sparse pays, red where it loses, a line at 1; dots at measured (length, batch), hatched
-    where it is a projection, blank where the cache does not fit."""
-    from matplotlib.colors import TwoSlopeNorm
+    """The map on a matplotlib axis: blue where sparse pays, red where it loses, a thick line at 1; dots at measured (length, batch), pale
+    beyond the dashed line where it is a projection, grey where the cache does not fit."""
+    from matplotlib.colors import LogNorm
 
     shown = np.ma.array(found.speedup, mask=~found.fits)
-    # A loss of a few percent should look like one, so the colours reach at least from 0.5 to 2.
-    high, low = (max(2.0, float(shown.max())), min(0.5, float(shown.min()))) if shown.count() else (2.0, 0.5)
-    mesh = axis.pcolormesh(found.lengths, found.batches, shown, cmap="RdBu", norm=TwoSlopeNorm(1.0, low, high), shading="nearest")
-    axis.figure.colorbar(mesh, ax=axis, label="speed-up over dense")
+    low, high = (float(shown.min()), float(shown.max())) if shown.count() else (1.0, 1.0)
+    # White is 1, and a loss of a few percent looks like one: as far from it as a gain of as much. The scale shows only what there is.
+    reach = max(2.0, high, 1 / low)
+    projected = found.projected & found.fits
+    alpha = np.where(projected, 0.45, 1.0)
+    axis.set_facecolor("0.88")
+    axis.pcolormesh(found.lengths, found.batches, np.where(found.fits, 1.0, 0.88), cmap="gray", vmin=0, vmax=1, shading="nearest")
+    mesh = axis.pcolormesh(
+        found.lengths, found.batches, shown, cmap="RdBu", norm=LogNorm(1 / reach, reach), shading="nearest", alpha=alpha, rasterized=True
+    )
+    bar = axis.figure.colorbar(mesh, ax=axis, label="speed-up over dense", orientation="horizontal")
+    bar.solids.set_alpha(1.0)
+    if high > low:
+        bar.ax.set_xlim(low, high)
+        log_ticks(bar.ax.xaxis)
     if min(shown.shape) > 1:
-        marked = [level for level in (1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24) if low < level < high]
-        if marked:
+        if marked := [level for level in MARKED if low < level < high]:
             widths = [2 if level == 1 else 0.6 for level in marked]
             lines = axis.contour(found.lengths, found.batches, shown, levels=marked, colors="black", linewidths=widths)
-            axis.clabel(lines, fmt=lambda level: f"{level:g}x", fontsize="small")
-        if (found.projected & found.fits).any():
-            edges = (found.projected & found.fits).astype(float)
-            axis.contourf(found.lengths, found.batches, edges, levels=[0.5, 1.5], colors="none", hatches=["/"], zorder=1)
+            axis.clabel(lines, fmt=lambda level: f"{level:g}x", fontsize=LEAST_POINTS)
+        border = np.ma.array(found.projected.astype(float), mask=~found.fits)
+        if projected.any() and border.min() == 0:
+            axis.contour(found.lengths, found.batches, border, levels=[0.5], colors="0.25", linestyles="dashed", linewidths=1)
     if measured:
-        axis.plot(*zip(*measured, strict=True), "o", color="black", markersize=4)
+        axis.plot(*zip(*measured, strict=True), "o", color="black", markersize=3)
     axis.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel="sequences decoded together")
-    axis.set_xticks(*_ticks(found.lengths))
-    axis.set_yticks(*_ticks(found.batches))
-    axis.minorticks_off()
-    note = "" if not found.projected.any() else " (projection)" if found.projected.all() else " (hatched: projection)"
-    axis.set_title(f"{found.policy}, {found.bill.device}, {found.bill.model}{note}", fontsize="medium")
+    token_ticks(axis.xaxis, found.lengths)
+    token_ticks(axis.yaxis, found.batches, most=8)
+    note = "" if not found.projected.any() else " (projection)" if found.projected.all() else " (pale: projection)"
+    axis.set_title(f"{found.policy}{note}\n{found.bill.device}, {found.bill.model}")
 
 
 def save(maps: Sequence[RegimeMap], file: Path, measured: Sequence[tuple[int, int]] = ()) -> None:
-    """Maps side by side as one PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.2 * len(maps), 4.6), layout="constrained")
-    for axis, found in zip(figure.subplots(1, len(maps), squeeze=False)[0], maps, strict=True):
-        draw(found, axis, measured)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120, format="png")
-
-
-def _ticks(values: Sequence[int]) -> tuple[list[int], list[str]]:
-    """Powers of two within the values, in K and M."""
-    powers = [2**power for power in range(63) if min(values) <= 2**power <= max(values)] or list(values)
-    names = [f"{n >> 20}M" if n % 2**20 == 0 else f"{n >> 10}K" if n % 2**10 == 0 else f"{n}" for n in powers]
-    return powers, names
+    """Maps two by two as one PNG."""
+    with picture(file, *grid_of(len(maps), 2), height=4.0) as (_, axes):
+        for axis, found in zip(axes.flat, maps, strict=False):
+            draw(found, axis, measured)
+        for axis in axes.flat[len(maps) :]:
+            axis.remove()

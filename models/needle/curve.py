@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.models.needle.recipe import Recipe
+from pallas_kernels.bench import pictures
+from pallas_kernels.bench.formats import tokens_text
 
 
 class Curve:
@@ -64,24 +66,30 @@ def read_records(path: Path) -> list[dict]:
 
 
 def plot(records: Sequence[dict], recipe: Recipe, picture: Path) -> None:
-    """Draw loss, held-out text loss, and needles found, over steps, as a PNG; stages are marked by their length."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    steps = [r["step"] for r in records]
-    evaluated = [r for r in records if "exact_match" in r]
-    axes.plot(steps, [r["loss"] for r in records], label="training loss (weighted)", color="tab:blue", linewidth=1)
-    at = [r["step"] for r in evaluated]
-    axes.plot(at, [r["text_nats"] for r in evaluated], "o-", label="held-out text", color="tab:gray", markersize=3)
-    axes.set(xlabel="step", ylabel="nats per token", title=f"{recipe.name}: {recipe.tokens(steps[-1]):,} tokens")
-    found = axes.twinx()
-    found.plot(at, [r["exact_match"] for r in evaluated], "s-", label="needles found", color="tab:green", markersize=3)
-    found.set(ylabel="exact match, held-out needles", ylim=(0, 1.08))
-    start = 0
-    for stage in recipe.stages:
-        axes.axvline(start, color="0.85", linewidth=1, zorder=0)
-        axes.annotate(f" {stage.length}", (start, 1), xycoords=("data", "axes fraction"), va="top", fontsize=8, color="0.4")
-        start += stage.steps
-    axes.legend(handles=[*axes.lines[:2], *found.lines], loc="center right")
-    figure.savefig(picture, format="png", dpi=120)
+    """Draw loss, held-out text loss, and needles found, over steps, as a PNG; lines carry their names, stages their length in tokens."""
+    with pictures.picture(picture, height=4.0) as (figure, grid):
+        axes = grid[0, 0]
+        found = axes.twinx()
+        steps = [r["step"] for r in records]
+        evaluated = [r for r in records if "exact_match" in r]
+        at = [r["step"] for r in evaluated]
+        lines = (
+            (axes, steps, [r["loss"] for r in records], "training loss (weighted)", "#0072b2", "-"),
+            (axes, at, [r["text_nats"] for r in evaluated], "held-out text", "#6b6b6b", "o-"),
+            (found, at, [r["exact_match"] for r in evaluated], "needles found (right axis)", "#009e73", "s-"),
+        )
+        for axis, x, y, name, color, style in lines:
+            axis.plot(x, y, style, color=color, markersize=3, label=name)
+        axes.set(
+            xlabel="step",
+            ylabel="nats per token",
+            title=f"{recipe.name}: {recipe.tokens(steps[-1]):,} tokens; at the top: tokens of a sample from the line on",
+        )
+        found.set(ylabel="exact match, held-out needles", ylim=(0, 1.15))
+        axes.set_ylim(top=1.1 * axes.get_ylim()[1])
+        start = 0
+        for stage in recipe.stages:
+            axes.axvline(start, color="0.85", linewidth=1, zorder=0)
+            axes.annotate(f" {tokens_text(stage.length)}", (start, 0.985), xycoords=("data", "axes fraction"), va="top", color="0.35")
+            start += stage.steps
+        pictures.legend_below(figure, [axes, found], columns=3)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.bench import pictures
 from pallas_kernels.bench.formats import estimate, markdown, span, tokens_text
 
 NOISE = "dense again"
@@ -63,28 +64,28 @@ def needles_table(runs: Sequence[dict[str, Any]]) -> str:
 
 def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
     """Facts predicted by policy, a bar per length with its Wilson interval, over KL of running text on a logarithmic axis."""
-    from matplotlib.figure import Figure
-
     rows = {(row["length"], row["policy"]): row for run in runs for row in run["rows"]}
     lengths = sorted({length for length, _ in rows})
     policies = list(dict.fromkeys(name for _, name in rows))
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    for number, length in enumerate(lengths):
-        here = [(place, rows[length, name]) for place, name in enumerate(policies) if (length, name) in rows]
-        places = [place + 0.26 * (number - (len(lengths) - 1) / 2) for place, _ in here]
-        shares, label = [row["share"] for _, row in here], f"{tokens_text(length)} tokens"
-        errors = [[max(0.0, each["value"] - each["low"]) for each in shares], [max(0.0, each["high"] - each["value"]) for each in shares]]
-        style = {"width": 0.24, "color": f"{0.8 - 0.6 * (number + 1) / len(lengths):.2f}", "ecolor": "C1", "label": label}
-        above.bar(places, [each["value"] for each in shares], yerr=errors, capsize=2, **style)
-        apart = [(place, row["kl_text"]["value"]) for place, (_, row) in zip(places, here, strict=True) if row["policy"] != "dense"]
-        below.bar(*zip(*apart, strict=True), **style)
-    above.set(ylabel="facts predicted (95%)", ylim=(0, 1.05))
-    below.set(ylabel="KL to dense, running text, nats", yscale="log")
-    below.set_xticks(range(len(policies)), policies, rotation=30, ha="right")
-    for axis in (above, below):
-        axis.grid(axis="y", alpha=0.3)
-        axis.set_axisbelow(True)
-    figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=len(lengths))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120, format="png")
+    with pictures.picture(file, 2, 1, height=2.6, sharex=True) as (figure, axes):
+        above, below = axes.flat
+        for number, length in enumerate(lengths):
+            here = [(place, rows[length, name]) for place, name in enumerate(policies) if (length, name) in rows]
+            places = [place + 0.26 * (number - (len(lengths) - 1) / 2) for place, _ in here]
+            shares, label = [row["share"] for _, row in here], f"{tokens_text(length)} tokens"
+            errors = [
+                [max(0.0, each["value"] - each["low"]) for each in shares],
+                [max(0.0, each["high"] - each["value"]) for each in shares],
+            ]
+            # A length is no policy: greys, the longest the darkest.
+            style = {"width": 0.24, "color": f"{0.8 - 0.55 * number / max(len(lengths) - 1, 1):.2f}", "ecolor": "C1", "label": label}
+            above.bar(places, [each["value"] for each in shares], yerr=errors, capsize=2, **style)
+            apart = [(place, row["kl_text"]["value"]) for place, (_, row) in zip(places, here, strict=True) if row["policy"] != "dense"]
+            below.bar(*zip(*apart, strict=True), **style)
+        above.set(ylabel="facts predicted (95%)", ylim=(0, 1.05))
+        pictures.log_ticks(below.yaxis)
+        below.set(ylabel="KL to dense, text, nats")
+        below.set_xticks(range(len(policies)), policies, rotation=30, ha="right")
+        for axis in (above, below):
+            axis.grid(axis="y")
+        pictures.legend_below(figure, [above])

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pallas_kernels.bench import echo_report, prefill_report, prefill_targets, top_k_report
+from pallas_kernels.bench import echo_report, pictures, prefill_report, prefill_targets, top_k_report
 from pallas_kernels.bench.formats import markdown, span, tokens_text
 from pallas_kernels.bench.formats import table as terminal_table
 
@@ -231,27 +231,23 @@ def load(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 def plot(rows: Sequence[Row], file: Path, *, scale: float, unit: str) -> None:
     """Time over tokens on two logarithmic axes: a panel per shape and batch, a line per policy. scale: units in a second."""
-    from matplotlib.figure import Figure
-
     timed = [row for row in rows if "median_s" in row and row["op"] in ("dense", "sparse", "baseline", "decode")]
     panels = sorted({(row["shape"], row["batch"]) for row in timed}, key=lambda panel: (panel[0] != "qwen2.5-7b", *panel))
     if not panels:
         raise ValueError("no row has a time to draw")
-    figure = Figure(figsize=(4.6 * len(panels), 4), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (shape, batch) in zip(axes, panels, strict=True):
-        here = [row for row in timed if (row["shape"], row["batch"]) == (shape, batch)]
-        for name, style in dict.fromkeys((row["policy"], ":" if row["op"] == "baseline" else "-") for row in here):
-            line = sorted((row["tokens"], row["median_s"] * scale) for row in here if row["policy"] == name)
-            axis.plot(*zip(*line, strict=True), style, marker="o", markersize=3, label=name)
-        axis.set(xscale="log", yscale="log", title=f"{shape}, batch {batch}", xlabel="tokens", ylabel=unit)
-        ticks = sorted({row["tokens"] for row in here})
-        axis.set_xticks(ticks, [tokens_text(n) for n in ticks])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize="small")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120, format="png")
+    with pictures.picture(file, *pictures.grid_of(len(panels)), height=2.5) as (figure, axes):
+        for axis, (shape, batch) in zip(axes.flat, panels, strict=False):
+            here = [row for row in timed if (row["shape"], row["batch"]) == (shape, batch)]
+            for name, style in dict.fromkeys((row["policy"], ":" if row["op"] == "baseline" else "-") for row in here):
+                line = sorted((row["tokens"], row["median_s"] * scale) for row in here if row["policy"] == name)
+                axis.plot(*zip(*line, strict=True), style, marker="o", label=name, color=pictures.color_of(name))
+            axis.set(title=f"{shape}, batch {batch}", xlabel="tokens", ylabel=unit)
+            pictures.token_ticks(axis.xaxis, [row["tokens"] for row in here])
+            pictures.log_ticks(axis.yaxis)
+            axis.grid()
+        for axis in axes.flat[len(panels) :]:
+            axis.remove()
+        pictures.legend_below(figure, axes.flat[: len(panels)])
 
 
 TIMELINE_PLACE = (2**17, 1)
@@ -260,32 +256,45 @@ TIMELINE_PLACE = (2**17, 1)
 TIMELINE_SECONDS = 300e-6
 """What is drawn of a step: two layers of a large model."""
 
+KERNEL_COLORS = {
+    "span": "#222222",
+    "selected": "#0072b2",
+    "merge": "#e6b400",
+    "append": "#cc79a7",
+    "project": "#9fc8a0",
+    "XLA": "#bdbdbd",
+}
+"""Of a timeline's bars. The names are what is before `_kernel` in ours; everything else is XLA's."""
+
+NAMED_SECONDS = 9e-6
+"""Bars at least so long have their name on them."""
+
 
 def plot_timeline(rows: Sequence[Row], file: Path) -> None:
-    """The first kernels of a step as bars, one line per row; every row has a timeline."""
-    from matplotlib import colormaps
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 1.2 + 0.6 * len(rows)), layout="constrained")
-    axis = figure.subplots()
-    names = dict.fromkeys(name for row in rows for name, start, _ in row["timeline"] if start * 1e-9 < TIMELINE_SECONDS)
-    for number, name in enumerate(names):
+    """The first kernels of a step as bars with their names on them, one line per row; every row has a timeline."""
+    with pictures.picture(file, height=1.1 + 0.62 * len(rows)) as (figure, axes):
+        axis = axes[0, 0]
         for line, row in enumerate(rows):
-            bars = [(start * 1e-3, length * 1e-3) for found, start, length in row["timeline"] if found == name]
-            axis.broken_barh(
-                bars,
-                (line - 0.4, 0.8),
-                color=colormaps["tab20"](number % 20),
-                edgecolor="white",
-                linewidth=0.5,
-                label=name if not line else None,
-            )
-    axis.set(xlim=(0, TIMELINE_SECONDS * 1e6), xlabel="us from the start of the step")
-    axis.set_yticks(range(len(rows)), [f"{row['shape']}, {row['policy']}" for row in rows])
-    axis.invert_yaxis()
-    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120, format="png")
+            for full, start, length in row["timeline"]:
+                if start * 1e-9 >= TIMELINE_SECONDS:
+                    continue
+                name = _kernel_name(full)
+                first, last = start * 1e-3, min(start + length, TIMELINE_SECONDS * 1e9) * 1e-3
+                style = {"color": KERNEL_COLORS.get(name, pictures.color_of(name)), "edgecolor": "white", "linewidth": 0.4}
+                axis.barh(line, last - first, left=first, height=0.84, label=name, **style)
+                if (last - first) * 1e-6 >= NAMED_SECONDS:
+                    place = {"ha": "center", "va": "center", "rotation": 0 if (last - first) * 1e-6 >= 3 * NAMED_SECONDS else 90}
+                    ink = "white" if name in ("span", "selected") else "black"
+                    axis.text((first + last) / 2, line, name, color=ink, size=pictures.LEAST_POINTS, **place)
+        axis.set(xlim=(0, TIMELINE_SECONDS * 1e6), xlabel="us from the start of the step")
+        axis.set_yticks(range(len(rows)), [f"{row['shape']}\n{row['policy']}" for row in rows])
+        axis.invert_yaxis()
+        pictures.legend_below(figure, [axis], columns=6)
+
+
+def _kernel_name(full: str) -> str:
+    """The name of one of our kernels, or XLA."""
+    return full.partition("_kernel")[0] if "mosaic" in full else "XLA"
 
 
 def _micro(row: Row) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.bench import pictures
 from pallas_kernels.bench.formats import markdown, span, tokens_text
 
 Row = dict[str, Any]
@@ -244,32 +245,30 @@ def picture(rows: Sequence[Row]) -> str:
 def plot(rows: Sequence[Row], file: Path) -> None:
     """Microseconds over the scores of a row, k 2,048: a panel per batch, a line per form of the op and, dotted, per other selection; and a
     panel by hint, of the op started from it."""
-    from matplotlib.figure import Figure
-
     kept = [row for row in timed(rows) if (row["rows"], row["k"]) == ("normal", 2048)]
     batches = sorted({row["batch"] for row in kept})
     if not batches:
         raise ValueError("no normal row with k = 2,048 has a time to draw")
     hinted = compared([row for row in kept if row["batch"] == 1])
-    figure = Figure(figsize=(4.6 * (len(batches) + bool(hinted)), 4.2), layout="constrained")
-    axes = figure.subplots(1, len(batches) + bool(hinted), squeeze=False)[0]
+    panels = len(batches) + bool(hinted)
     lines = [("none", "top_k", "no hint", "-"), (HINT, "top_k", "hint 40%", "--")]
     lines += [("none", name, label, ":") for name, label in OTHERS.items()]
-    for axis, batch in zip(axes, batches, strict=False):
-        here = {n: [row for row in kept if (row["batch"], row["n"]) == (batch, n)] for n in sorted({row["n"] for row in kept})}
-        for hint, implementation, label, style in lines:
-            line = [(n, found["median_s"] * 1e6) for n, of in here.items() if (found := at(of, hint, implementation))]
-            if line:
-                axis.plot(*zip(*line, strict=True), style, marker="o", markersize=3, label=label)
-        axis.set(xscale="log", yscale="log", title=f"{batch} row{'s' * (batch > 1)}, k 2,048", xlabel="scores of a row", ylabel="us")
-        axis.set_xticks(list(here), [tokens_text(n) for n in here])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(lines), fontsize="small")
-    if hinted:
-        _draw_hints(axes[-1], hinted)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120, format="png")
+    with pictures.picture(file, *pictures.grid_of(panels, 2), height=2.8) as (figure, axes):
+        for axis, batch in zip(axes.flat, batches, strict=False):
+            here = {n: [row for row in kept if (row["batch"], row["n"]) == (batch, n)] for n in sorted({row["n"] for row in kept})}
+            for number, (hint, implementation, label, style) in enumerate(lines):
+                line = [(n, found["median_s"] * 1e6) for n, of in here.items() if (found := at(of, hint, implementation))]
+                if line:
+                    axis.plot(*zip(*line, strict=True), style, marker="o", label=label, color=f"C{number}")
+            axis.set(title=f"{batch} row{'s' * (batch > 1)}, k 2,048", xlabel="scores of a row", ylabel="us")
+            pictures.token_ticks(axis.xaxis, list(here))
+            pictures.log_ticks(axis.yaxis)
+            axis.grid()
+        pictures.legend_below(figure, axes.flat[: len(batches)], columns=3)
+        if hinted:
+            _draw_hints(axes.flat[len(batches)], hinted)
+        for axis in axes.flat[panels:]:
+            axis.remove()
 
 
 def _draw_hints(axis, rows: Sequence[Row]) -> None:
@@ -278,13 +277,14 @@ def _draw_hints(axis, rows: Sequence[Row]) -> None:
     for number, n in enumerate(sorted({row["n"] for row in rows})):
         here = [row for row in rows if row["n"] == n]
         line = [(hint, found["median_s"] * 1e6) for hint in hints if (found := at(here, hint, FROM_HINT))]
-        style = {"color": f"C{number}"}
-        axis.plot(*zip(*line, strict=True), "-", marker="o", markersize=3, label=f"{tokens_text(n)}, from the hint", **style)
+        style = {"color": ("#555555", "#000000", "#999999")[number % 3]}  # a length is no implementation: greys
+        axis.plot(*zip(*line, strict=True), "-", marker="o", label=f"{tokens_text(n)}, from the hint", **style)
         if default := at(here, "none", "top_k"):
             axis.axhline(default["median_s"] * 1e6, linestyle=":", label=f"{tokens_text(n)}, default", **style)
-    axis.set(yscale="log", title="1 row, k 2,048, by hint", xlabel="hint", ylabel="us")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
+    pictures.log_ticks(axis.yaxis)
+    axis.set(title="1 row, k 2,048, by hint", xlabel="hint", ylabel="us", ylim=(None, 2.2 * axis.get_ylim()[1]))
+    axis.grid()
+    axis.legend(loc="upper center", ncols=2, handlelength=1.3, columnspacing=0.8, borderpad=0.2)
 
 
 # Documents
@@ -341,32 +341,29 @@ def overlap_table(rows: Sequence[Row]) -> str:
 def plot_overlap(rows: Sequence[Row], file: Path) -> None:
     """Per k, raw and shifted overlap of consecutive steps by layer, and raw overlap by age, a line per layer."""
     import numpy as np
-    from matplotlib.figure import Figure
 
     ks, layers = (list(dict.fromkeys(row[name] for row in rows)) for name in ("k", "layer"))
-    figure = Figure(figsize=(5.2 * len(ks), 6.4), layout="constrained")
-    axes = figure.subplots(2, len(ks), squeeze=False, sharey=True)
-    for above, below, k in zip(*axes, ks, strict=True):
-        here = [row for row in rows if row["k"] == k]
-        nearest = [row for row in here if row["age"] == min(row["age"] for row in here)]
-        for number, name in enumerate(("raw", "shifted")):
-            heights = np.array([row[name] for row in nearest])
-            reach = np.abs(np.array([[row[f"{name}_p{p}"] for row in nearest] for p in (10, 90)]) - heights)
-            above.bar(np.arange(len(layers)) + 0.4 * (number - 0.5), heights, 0.38, yerr=reach, capsize=2, label=name)
-        above.axhline(nearest[0]["chance"], color="0.4", linestyle=":", label="chance")
-        above.set(title=f"k = {k:,}, {nearest[0]['age']} step apart", xlabel="layer", ylim=(0, 1))
-        above.set_xticks(range(len(layers)), layers)
-        for layer in layers:
-            line = [(row["age"], row["raw"]) for row in here if row["layer"] == layer]
-            below.plot(*zip(*line, strict=True), marker="o", markersize=3, label=f"layer {layer}")
-        below.axhline(here[0]["chance"], color="0.4", linestyle=":")
-        ticks = sorted({row["age"] for row in here})
-        below.set(xlabel="steps apart", xscale="log", ylim=(0, 1))
-        below.set_xticks(ticks, ticks)
-        below.minorticks_off()
-    for axis, label in zip(axes[:, 0], ("shared top k (bars: 10% to 90%)", "shared top k, raw"), strict=True):
-        axis.set_ylabel(label)
-    for axis, corner in zip(axes[:, -1], ("upper center", "lower center"), strict=True):
-        axis.legend(fontsize="small", ncols=3, loc=corner)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=120, format="png")
+    with pictures.picture(file, 2, len(ks), height=2.8, sharey=True) as (figure, axes):
+        for above, below, k in zip(*axes, ks, strict=True):
+            here = [row for row in rows if row["k"] == k]
+            nearest = [row for row in here if row["age"] == min(row["age"] for row in here)]
+            for number, (name, color) in enumerate((("raw", "#333333"), ("shifted", "#bbbbbb"))):
+                heights = np.array([row[name] for row in nearest])
+                reach = np.abs(np.array([[row[f"{name}_p{p}"] for row in nearest] for p in (10, 90)]) - heights)
+                places = np.arange(len(layers)) + 0.4 * (number - 0.5)
+                above.bar(places, heights, 0.38, yerr=reach, ecolor="#d55e00", capsize=2, label=name, color=color)
+            above.axhline(nearest[0]["chance"], color="0.4", linestyle=":", label="chance")
+            above.set(title=f"k = {k:,}, {nearest[0]['age']} step apart", xlabel="layer", ylim=(0, 1))
+            above.set_xticks(range(len(layers)), layers)
+            for number, layer in enumerate(layers):
+                line = [(row["age"], row["raw"]) for row in here if row["layer"] == layer]
+                below.plot(*zip(*line, strict=True), marker="o", label=f"layer {layer}", color=f"C{number % 10}")
+            below.axhline(here[0]["chance"], color="0.4", linestyle=":")
+            ages = sorted({row["age"] for row in here})
+            below.set(xlabel="steps apart", xscale="log", ylim=(0, 1))
+            below.set_xticks(ages, ages)
+            below.minorticks_off()
+            below.grid()
+        for axis, label in zip(axes[:, 0], ("shared top k (bars: p10 to p90)", "shared top k, raw"), strict=True):
+            axis.set_ylabel(label)
+        pictures.legend_below(figure, axes[:, 0], columns=5)
