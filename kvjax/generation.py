@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import heapq
+import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
@@ -236,6 +237,16 @@ def generate(
         results[request.id] = completion
     answers = results if details else [_text(completion) for completion in results]
     return answers[0] if single else answers
+
+
+def _shown_signature() -> inspect.Signature:
+    """`generate` with the fields of Sampling one by one, as a notebook completes and shows it."""
+    own = [each for each in inspect.signature(generate).parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    fields = [each.replace(kind=each.KEYWORD_ONLY) for each in inspect.signature(Sampling).parameters.values()]
+    return inspect.Signature([*own, *fields])
+
+
+generate.__signature__ = _shown_signature()
 
 
 def _text(completion: Completion) -> str | list[str] | Exception:

@@ -34,6 +34,9 @@ class MemoryPlan:
         """Cache bytes of 1,024 tokens of one sequence."""
         return -(-1024 * self.page_bytes // self.page_size)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         tokens = self.pages_that_fit * self.page_size
         return "\n".join(

@@ -60,6 +60,10 @@ def test_sampling_shows_what_was_chosen():
     assert eval(repr(chosen)) == chosen
 
 
+def test_a_memory_plan_shows_its_table(engine):
+    assert "pages that fit" in repr(engine.memory_plan())
+
+
 def test_a_score_shows_its_sum(engine):
     found = score(engine, [1, 2], [3, 4])
     assert repr(found) == f"Score(logprob={found.logprob:.6g}, tokens=2, is_greedy=False)"

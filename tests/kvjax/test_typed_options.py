@@ -31,9 +31,18 @@ def test_options_have_the_types_of_the_fields():
 def test_what_comes_back_is_known_from_what_is_given(function, returns):
     overloads = typing.get_overloads(function)
     assert [typing.get_type_hints(each)["return"] for each in overloads] == returns
-    taken = [name for name, each in inspect.signature(function).parameters.items() if each.kind is not each.VAR_POSITIONAL]
+    taken = list(inspect.signature(function).parameters)
     for each in overloads:
-        assert list(inspect.signature(each).parameters) == taken
+        names = [name for name in inspect.signature(each).parameters if name != "sampling"]
+        assert names + (list(inspect.signature(Sampling).parameters) if function is generate else []) == taken
+
+
+def test_a_notebook_completes_sampling_options():
+    from kvjax.models import CausalLM
+
+    for shown in (inspect.signature(generate), inspect.signature(CausalLM.generate)):
+        assert {"temperature", "stop", "n", "policy", "on_error"} <= set(shown.parameters)
+        assert shown.parameters["max_new_tokens"].default == Sampling().max_new_tokens
 
 
 @pytest.mark.parametrize("call", [lambda: generate("needle", "text"), lambda: score("needle", "text", " more")])
