@@ -1,7 +1,7 @@
 """The cache's contract: however a history was built, and wherever its pages lie, the logits are those of one full forward.
 
-float32: within 1e-5 of the oracle. Equal bits, bfloat16 included, wherever the design promises them: prefill cut into any calls,
-any page placement, forks, any company in one batch bucket.
+float32: within BOUND of the oracle, relative to the largest logit of a row in magnitude. Equal bits, bfloat16 included, wherever the
+design promises them: prefill cut into any calls, any page placement, forks, any company in one batch bucket.
 """
 
 import itertools
@@ -17,6 +17,8 @@ from kvjax.cache import FULL, Cache
 from kvjax.policies import parse
 from kvjax.steps import decode_step, prefill_step
 
+BOUND = 2e-5
+"""What the README promises; tests/models/test_needle_golden.py holds the embedded model to it."""
 PAGE = 16
 POLICIES = ("dense", "top:40", "mean:40", "quest:40", "window:64+4544")
 
@@ -26,8 +28,9 @@ def engine_for(model, **options):
 
 
 def error(logits, oracle):
+    """Of the worst row: its largest difference, as a share of its largest logit in magnitude."""
     logits, oracle = np.asarray(logits, np.float32), np.asarray(oracle, np.float32)
-    return float(np.max(np.abs(logits - oracle)))
+    return float(np.max(np.abs(logits - oracle).max(-1) / np.abs(oracle).max(-1)))
 
 
 def scramble(engine, seed):
@@ -42,7 +45,7 @@ def test_one_prefill_equals_one_full_forward(model, text, chunk, length):
     engine = engine_for(model, prefill_chunk=chunk)
     scramble(engine, length)
     (sequence,) = engine.prefill([text[:length]])
-    assert error(sequence.logits, model.full_forward(text[:128])[length - 1]) < 1e-5
+    assert error(sequence.logits, model.full_forward(text[:128])[length - 1]) < BOUND
 
 
 def test_every_way_to_build_a_history_gives_the_full_forward(model, text):
@@ -61,7 +64,7 @@ def test_every_way_to_build_a_history_gives_the_full_forward(model, text):
     engine.extend(parent, [5, 6, 7])
     engine.extend(child, text[50:90])
     for logits in (whole, appended.logits, by_token, child.logits):
-        assert error(logits, oracle[89]) < 1e-5
+        assert error(logits, oracle[89]) < BOUND
 
 
 def test_extend_returns_the_logits_of_every_token(model, text):
@@ -69,7 +72,7 @@ def test_extend_returns_the_logits_of_every_token(model, text):
     (sequence,) = engine.prefill([text[:20]])
     logits = engine.extend(sequence, text[20:100], all_logits=True)
     assert logits.shape == (80, model.config.vocab_size)
-    assert error(logits, model.full_forward(text[:128])[20:100]) < 1e-5
+    assert error(logits, model.full_forward(text[:128])[20:100]) < BOUND
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -78,7 +81,7 @@ def test_a_policy_that_covers_everything_is_dense(model, text, policy):
     engine = Engine(model, policy, pages=8, page_size=128, prefill_chunk=128, batch_buckets=(1,))
     (sequence,) = engine.prefill([text[:100]])
     for position in range(100, 128):
-        assert error(engine.decode([sequence], [text[position]])[0], oracle[position]) < 1e-5
+        assert error(engine.decode([sequence], [text[position]])[0], oracle[position]) < BOUND
 
 
 def test_a_policy_that_drops_keys_is_not_dense(model, text):
@@ -146,7 +149,7 @@ def test_drafted_tokens_decode_together_as_one_by_one(model, text):
     logits, cache, _, reads = decode_step(
         model.decoder, parse("dense"), (), model.params, cache, tokens, np.array([True]), ((),) * model.config.num_layers
     )
-    assert error(logits[0], model.full_forward(text[:128])[30:34]) < 1e-5
+    assert error(logits[0], model.full_forward(text[:128])[30:34]) < BOUND
     assert int(cache.lengths[0]) == 34
     assert int(reads.keys[0]) == 34 * model.config.num_layers * model.config.num_kv_heads
 

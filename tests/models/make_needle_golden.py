@@ -7,6 +7,8 @@ tokens that transformers' own Qwen2, in float32 on the CPU, greedily adds to eac
     lengths  uint16[8]               tokens of each
     greedy   uint16[8, NEW_TOKENS]   what the model adds
     answers  uint16[8, 6]            the right answer: a space and five digits
+    rows     uint16[6]               tokens of the first prompt: its last, and those whose largest logit is smallest
+    logits   float32[6, 4096]        their logits
 """
 
 from pathlib import Path
@@ -94,6 +96,16 @@ def greedy(model, ids):
     return added, lead
 
 
+def row_logits(model, ids):
+    """(rows, their logits): the last token's, and the five whose largest logit is smallest, where rounding weighs most."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+    rows = [*logits.abs().amax(1)[:-1].argsort()[:5].sort().values.tolist(), len(ids) - 1]
+    return rows, logits[rows].numpy()
+
+
 def main():
     """Write the golden file."""
     model, tokenizer = load()
@@ -111,7 +123,8 @@ def main():
         added.append(tokens)
         answers.append(answer)
     arrays = {"prompts": np.concatenate(prompts), "lengths": [len(ids) for ids in prompts], "greedy": added, "answers": answers}
-    np.savez_compressed(GOLDEN, **{name: np.asarray(array, np.uint16) for name, array in arrays.items()})
+    arrays["rows"], logits = row_logits(model, prompts[0])
+    np.savez_compressed(GOLDEN, logits=logits, **{name: np.asarray(array, np.uint16) for name, array in arrays.items()})
 
 
 if __name__ == "__main__":

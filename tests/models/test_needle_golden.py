@@ -49,6 +49,20 @@ def test_dense_engine_gives_the_tokens_of_transformers(stored, model):
     assert [each.token_ids for each in done] == [tuple(row) for row in stored["greedy"].tolist()]
 
 
+def test_logits_are_those_of_transformers(stored, model):
+    """The bound of the README, for prompts prefilled and for their last token decoded: a share of a row's largest logit in magnitude."""
+    ids, rows, worst = stored["prompts"][0], stored["rows"].tolist(), 0.0
+    engine = Engine(model, pages=20, batch_buckets=(1,))
+    for row, want in zip(rows, stored["logits"], strict=True):
+        whole, begun = engine.prefill([ids[: row + 1], ids[:row]])
+        for logits in (whole.logits, engine.decode([begun], [ids[row]])[0]):
+            worst = max(worst, float(np.abs(np.asarray(logits) - want).max() / np.abs(want).max()))
+        engine.free(whole)
+        engine.free(begun)
+    print(f"largest difference: {worst:.1e} of the row's largest logit")
+    assert worst < 2e-5
+
+
 def test_the_answers_are_right(stored):
     right = (stored["greedy"][:, : stored["answers"].shape[1]] == stored["answers"]).all(1)
     assert right.all()
