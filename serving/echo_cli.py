@@ -7,7 +7,19 @@ from typing import Annotated
 
 import typer
 
-from kvjax.serving.cli_options import PREFILLS, ChunkOption, DtypeOption, ModelOption, PageSizeOption, SeedOption, load_model, read_text
+from kvjax.serving.cli_options import (
+    LARGEST_BATCH,
+    PREFILLS,
+    ChunkOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    PageSizeOption,
+    SeedOption,
+    load_model,
+    read_text,
+    whole,
+)
 
 
 def echo_command(
@@ -21,11 +33,11 @@ def echo_command(
         ),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of whole prompts, with commas between them.")] = "8k",
-    facts: Annotated[int, typer.Option(help="Facts of each length, a multiple of those in a prompt.")] = 400,
-    facts_per_prompt: Annotated[int, typer.Option(help="Facts stated and asked for in each prompt.")] = 16,
-    passages: Annotated[int, typer.Option(help="Passages repeated in each prompt.")] = 8,
-    passage_tokens: Annotated[int, typer.Option(help="Tokens of a passage.")] = 64,
-    run_in: Annotated[int, typer.Option(help="Tokens of a passage that are not counted: by them the model finds it.")] = 16,
+    facts: Annotated[int, typer.Option(help="Facts of each length, a multiple of those in a prompt.", **whole(most=LARGEST_BATCH))] = 400,
+    facts_per_prompt: Annotated[int, typer.Option(help="Facts stated and asked for in each prompt.", **whole(most=LARGEST_BATCH))] = 16,
+    passages: Annotated[int, typer.Option(help="Passages repeated in each prompt.", **whole(most=LARGEST_BATCH))] = 8,
+    passage_tokens: Annotated[int, typer.Option(help="Tokens of a passage.", **whole())] = 64,
+    run_in: Annotated[int, typer.Option(help="Tokens of a passage that are not counted: by them the model finds it.", **whole())] = 16,
     control: Annotated[str, typer.Option(help="Prefill policy that must fail; a cell in which it does not is invalid.")] = "window:64+1024",
     text: Annotated[
         list[Path] | None,
@@ -33,9 +45,7 @@ def echo_command(
             help="Text file to hide facts in; may be given several times. [default: Python's own documentation]", show_default=False
         ),
     ] = None,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures here as JSON, after every prompt.", show_default=False)
-    ] = None,
+    json_out: JsonOption = None,
     seed: SeedOption = 0,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,

@@ -28,6 +28,7 @@ CALIBRATE = "bill calibrate --model {model}"
 CHOOSE = "bill choose --model {model}"
 EVIDENCE = "bill evidence {panel} --into {out}"
 REGIME = "regime-map --out {out}"
+ECHO = "echo --model {model}"
 FIDELITY = "fidelity --model {model} --out {out}"
 
 WRONG = [
@@ -289,6 +290,25 @@ WRONG = [
     (REGIME + " --policies auto", "auto"),
     (REGIME + " --measured {none}", "none"),
     ("regime-map --out {folder}", "is a directory"),
+    # echo
+    (ECHO + " --prefill best", "best"),
+    (ECHO + " --prefill momo:{long}/8", "characters)"),
+    (ECHO + " --lengths 8q", "8q"),
+    (ECHO + " --lengths {long}", "characters)"),
+    (ECHO + " --facts 0", "0"),
+    (ECHO + " --facts {long}", "characters)"),
+    (ECHO + " --passages -1", "-1"),
+    (ECHO + " --passage-tokens 0", "0"),
+    (ECHO + " --run-in -1", "-1"),
+    (ECHO + " --control best", "best"),
+    (ECHO + " --seed -1", "-1"),
+    (ECHO + " --page-size 0", "got 0"),
+    (ECHO + " --text {none}", "no file"),
+    (ECHO + " --json {folder}", "is a directory"),
+    # policies of one's own
+    (BATCH + " --policy {none}.py:Mine", "none.py"),
+    (BATCH + " --policy {text}:Mine", "text.txt"),
+    (BATCH + " --prefill {none}.py:Mine", "none.py"),
     # fidelity
     (FIDELITY + " --policies best", "best"),
     (FIDELITY + " --policies top:{long}", "characters)"),
