@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import FULL, Cache, OutOfPages, PageAllocator, PagedKV, copy_page, empty_layer, seal
+from kvjax.cache import FULL, Cache, LayerCache, OutOfPages, PageAllocator, copy_page, empty_layer, restore_pages
 from kvjax.cache.files import read_sequence, write_sequence
+from kvjax.cache.pool import Pool
+from kvjax.cache.tables import MIN_TABLE_PAGES, page_table, table_width
+from kvjax.checks import whole_number
+from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect_step, read_of
 from kvjax.learning import OpenChunk, PolicyStates, after_chunk
 from kvjax.memory import MemoryPlan, check_pool, memory_plan
 from kvjax.model import Model, fingerprint
-from kvjax.policies import Auto, Choice, DecodePolicy, TopTokens, parse
+from kvjax.policies import Auto, Choice, DecodePolicy, TopTokens, check_budgets, parse
 from kvjax.prefill import DensePrefill, PrefillPolicy, indexes_of, parse_prefill
 from kvjax.prefill.lists import TileLists
 from kvjax.sampling import Sampled, SamplingRows, sample_step
@@ -32,7 +34,6 @@ from kvjax.steps import Reads, decode_and_sample, decode_step, prefill_step
 logger = logging.getLogger(__name__)
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-MIN_TABLE_PAGES = 16
 DEFAULT_POOL = (8, 32_768)
 """A default pool holds at most this many sequences of this many tokens."""
 
@@ -70,12 +71,16 @@ def check_model(model: object, caller: str) -> None:
 class Engine:
     """Prefill, decode, extend, fork, truncate and free sequences of one model.
 
-    policy: the decode policy, or its name (`kvjax.policies.parse`). policies: others that calls may name; the indexes of all are built as
-    pages are sealed. pages: size of the pool; None fits it to free memory. page_size and prefill_chunk are in tokens; the chunk is a
-    multiple of the page. prefill: the prefill policy, or its name (`kvjax.prefill.parse_prefill`). batch_buckets: decode batches are
-    padded to the next of these sizes, and a sequence's bits are the same in every batch of one bucket. sequences: those not freed yet.
+    policy: the decode policy, or its name (`kvjax.policies.parse`). policies: another that calls may name, or several; the indexes of all
+    are built as pages are sealed. pages: size of the pool; None fits it to free memory. page_size and prefill_chunk are in tokens; the
+    chunk is a multiple of the page. prefill: the prefill policy, or its name (`kvjax.prefill.parse_prefill`). batch_buckets: decode batches
+    are padded to the next of these sizes, and a sequence's bits are the same in every batch of one bucket. sequences: those not freed yet.
     last_reads: what the latest decode step read, summed over layers and KV heads (None before the first). last_choice: what `auto` chose
     for it and why (None under other policies).
+
+    One thread at a time: a method called while another thread is in one raises RuntimeError, and the other thread's call is not disturbed.
+    Ctrl-C takes effect between chunks of prefill and after other methods, so that pages and lengths are right after it (`kvjax.guard`).
+    RuntimeError also from an engine that lost its pages because a step failed half-way, as when device memory runs out: make a new one.
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class Engine:
         model: Model,
         policy: str | DecodePolicy = "dense",
         *,
-        policies: Iterable[str | DecodePolicy] = (),
+        policies: str | DecodePolicy | Iterable[str | DecodePolicy] = (),
         pages: int | None = None,
         page_size: int = 128,
         prefill_chunk: int = 512,
@@ -91,16 +96,19 @@ class Engine:
         batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
     ):
         check_model(model, "Engine")
+        self.guard = CallGuard("this engine")
         self.model, self.config = model, model.config
-        if page_size <= 0 or prefill_chunk <= 0 or prefill_chunk % page_size:
-            raise ValueError(f"prefill_chunk {prefill_chunk} must be a positive multiple of page_size {page_size}")
-        if not batch_buckets or sorted(set(batch_buckets)) != list(batch_buckets) or batch_buckets[0] < 1:
-            raise ValueError(f"batch_buckets must be ascending positive sizes, got {batch_buckets}")
-        self.page_size, self.prefill_chunk, self.batch_buckets = page_size, prefill_chunk, tuple(batch_buckets)
+        self.page_size, self.prefill_chunk = whole_number("page_size", page_size, 1), whole_number("prefill_chunk", prefill_chunk, 1)
+        if prefill_chunk % page_size:
+            raise ValueError(f"prefill_chunk {prefill_chunk} must be a multiple of page_size {page_size}")
+        self.batch_buckets = tuple(whole_number("each size in batch_buckets", size, 1) for size in batch_buckets)
+        if not self.batch_buckets or sorted(set(self.batch_buckets)) != list(self.batch_buckets):
+            raise ValueError(f"batch_buckets must be sizes in ascending order, as (1, 2, 4), got {batch_buckets}")
         self.dtype = jax.tree.leaves(model.params)[0].dtype
         self._autos: dict[Auto, Auto] = {}
         self.policy = self._bound(policy)
-        self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, policies))))
+        others = (policies,) if isinstance(policies, str) or hasattr(policies, "select") else policies
+        self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, others))))
         self._states = PolicyStates(self.policies, self.config, page_size=page_size, prefill_chunk=prefill_chunk)
         self.prefill_policy = parse_prefill(prefill)
         scanned = [each.indexes() for each in self.policies] + [indexes_of(self.prefill_policy)]
@@ -111,7 +119,7 @@ class Engine:
             check_pool(self._plan_beside_weights(), pages)
         self.allocator = PageAllocator(self._default_pages() if pages is None else pages)
         shape = (self.allocator.total, self.config.num_kv_heads, page_size, self.config.head_dim)
-        self._layers = tuple(empty_layer(*shape, self.dtype, self.indexes) for _ in range(self.config.num_layers))
+        self._pool = Pool(tuple(empty_layer(*shape, self.dtype, self.indexes) for _ in range(self.config.num_layers)))
         self.sequences: set[CachedSequence] = set()
         self.last_reads: Reads | None = None
         self.last_choice: Choice | None = None
@@ -155,6 +163,7 @@ class Engine:
 
     # Sequences
 
+    @guarded
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, reserve: int = 0, on_tokens: Callable[[int], None] | None = None
     ) -> list[CachedSequence]:
@@ -164,8 +173,7 @@ class Engine:
         of tokens done, chunk by chunk. One sequence at a time, so a prompt's bits do not depend on the others. Raises OutOfPages, and
         ValueError for an empty prompt, a token outside the vocabulary, or one too long for the model; whatever is raised, nothing is kept.
         """
-        if reserve < 0:
-            raise ValueError(f"reserve must not be negative, got {reserve}")
+        reserve = whole_number("reserve", reserve)
         prompts = [self.check_tokens(prompt) for prompt in prompts]
         for prompt in prompts:
             self.check_length(len(prompt) + reserve)
@@ -178,21 +186,25 @@ class Engine:
                 self.reserve([sequence], len(prompt) + reserve)
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 self._write(sequence, prompt, all_logits=False, on_tokens=on_tokens)
+            self.guard.interrupt_point()
         return sequences
 
+    @guarded
     def extend(self, sequence: CachedSequence, tokens: Sequence[int], *, all_logits: bool = False) -> Float[Array, "*T V"]:
         """Append tokens by prefill and return the logits after the last one, `[V]`, or after each, `[T, V]`; float32.
 
         The bits equal those of one prefill of the whole, unless the prefill policy looks at several queries of a chunk at once
         (`queries_stand_alone` is False): what then is appended to a chunk begun by an earlier call is prefilled densely. Raises as
-        `prefill` does.
+        `prefill` does. Whatever is raised while chunks are written (Ctrl-C, say), those already written stay: `.length` and `.tokens` say
+        how far, and `.logits` is None if there were any.
         """
         self._check_live([sequence])
         tokens = self.check_tokens(tokens)
         self.check_length(sequence.length + len(tokens))
-        self.reserve([sequence], len(tokens))
-        return self._write(sequence, tokens, all_logits=all_logits)
+        with self._reserved([sequence], len(tokens)):
+            return self._write(sequence, tokens, all_logits=all_logits)
 
+    @guarded
     def decode(
         self, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None = None
     ) -> Float[Array, "n V"]:
@@ -206,6 +218,7 @@ class Engine:
             sequence.tokens.append(token)
         return logits[: len(sequences), 0]
 
+    @guarded
     def inspect(self, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None = None) -> StepRead:
         """What a decode step would read, layer by layer and KV head by KV head, with scores, and its logits; any policy.
 
@@ -224,6 +237,7 @@ class Engine:
                 self.allocator.release(sequence.pages[count:])
                 del sequence.pages[count:]
 
+    @guarded
     def decode_and_sample(
         self,
         slots: Sequence[CachedSequence | None],
@@ -235,20 +249,32 @@ class Engine:
     ) -> Sampled:
         """Write one token per slot (None: empty) and sample the next one, all in one jitted call.
 
-        tokens may still be on their way from the last step; nothing here waits for the device. The caller appends the written tokens to
-        `.tokens` when it learns them, and drops a row whose logits were not finite. counts: of the tokens each row holds
-        (`kvjax.sampling.seen_tokens`), int32, where a row has a penalty. DONATES counts; the result has them with the written tokens added.
+        tokens may still be on their way from the last step; nothing here waits for the device, so ids in a JAX array are not checked: one
+        outside the vocabulary makes its row not finite. The caller appends the written tokens to `.tokens` when it learns them, and drops a
+        row whose logits were not finite. counts: of the tokens each row holds (`kvjax.sampling.seen_tokens`), int32, where a row has a
+        penalty. DONATES counts; the result has them with the written tokens added.
         """
         if rows.penalises and counts is None:
             raise ValueError("a row has a penalty, which needs counts of its tokens: pass counts, as kvjax.sampling.seen_tokens makes them")
         if len(slots) not in self.batch_buckets:
             raise ValueError(f"{len(slots)} slots are no batch bucket of this engine: {self.batch_buckets}")
+        if not isinstance(tokens, jax.Array):
+            tokens = np.array(self.check_tokens(tokens), np.int32)
+        elif not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"token ids must be whole numbers, got {tokens.dtype}")
+        for name, shape in {"tokens": tokens.shape, **rows.shapes()}.items():
+            if shape != (len(slots),):
+                raise ValueError(f"{name} must have one entry for each of {len(slots)} slots, got shape {shape}")
+        if counts is not None and np.shape(counts) != (len(slots), self.config.vocab_size):
+            raise ValueError(f"counts must be of {len(slots)} slots and {self.config.vocab_size} token ids, got shape {np.shape(counts)}")
         (sampled,) = self._decode(decode_and_sample, slots, tokens, policy, rows, counts)
         return sampled
 
+    @guarded
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same history: sealed pages are shared, the open one is copied. OutOfPages if none is free for it."""
         self._check_live([sequence])
+        self._pool.check()
         sealed = sequence.length // self.page_size
         child = CachedSequence(list(sequence.tokens), sequence.length, [], sequence.logits, dict(sequence.states), sequence.open_chunk)
         with self._kept(child):
@@ -256,15 +282,18 @@ class Engine:
             child.pages = sequence.pages[:sealed]
             if sequence.length % self.page_size:
                 child.pages += self._take(1)
-                self._run(_copy_page, self._layers, jnp.int32(sequence.pages[sealed]), jnp.int32(child.pages[sealed]))
+                self._pool.run(copy_page, self._layers, np.int32(sequence.pages[sealed]), np.int32(child.pages[sealed]))
+            self.guard.interrupt_point()
         return child
 
+    @guarded
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Drop the tokens from `length` on, which must lie in the open page: sealed pages may be shared and are never reopened.
 
         Reserved pages are given back too. What a learning policy gathered from the dropped tokens stays in its state.
         """
         self._check_live([sequence])
+        length = whole_number("length", length)
         lowest = sequence.length // self.page_size * self.page_size
         if not lowest <= length <= sequence.length:
             raise ValueError(
@@ -277,6 +306,7 @@ class Engine:
         sequence.length = length
         sequence.logits = sequence.open_chunk = None
 
+    @guarded
     def free(self, sequence: CachedSequence) -> None:
         """Give the sequence's pages back. It cannot be used afterwards."""
         self._check_live([sequence])
@@ -284,15 +314,18 @@ class Engine:
         self.sequences.remove(sequence)
         sequence.pages, sequence.logits = [], None
 
+    @guarded
     def reserve(self, sequences: Sequence[CachedSequence], tokens: int) -> None:
         """Take the pages that `tokens` more tokens of every sequence need, or raise OutOfPages and take none."""
         self._check_live(sequences)
+        tokens = whole_number("tokens", tokens)
         needed = [max(0, self.pages_for(sequence.length + tokens) - len(sequence.pages)) for sequence in sequences]
         taken = self._take(sum(needed))
         for sequence, count in zip(sequences, needed, strict=True):
             sequence.pages += taken[:count]
             del taken[:count]
 
+    @guarded
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
         """Write a sequence's pages and tokens to a file that `restore` reads; the file is written beside and renamed.
 
@@ -302,9 +335,11 @@ class Engine:
         self._check_live([sequence])
         if len(sequence.tokens) != sequence.length:
             raise ValueError(f"{sequence.length} tokens were written, but .tokens holds {len(sequence.tokens)}: append those decoded first")
+        self._pool.check()
         pages = np.asarray(sequence.pages[: self.pages_for(sequence.length)], np.int32)
         write_sequence(path, self._header, sequence.tokens, [(layer.k[pages], layer.v[pages]) for layer in self._layers])
 
+    @guarded
     def restore(self, path: str | Path) -> CachedSequence:
         """A sequence from a file of `save`, bit for bit. ValueError if another model, page size or dtype made it.
 
@@ -316,10 +351,12 @@ class Engine:
         with self._kept(sequence):
             self.reserve([sequence], len(tokens))
             sequence.length = len(tokens)
-            pages = jnp.asarray(sequence.pages, jnp.int32)
-            self._run(_restore_pages, self._layers, self.indexes, pages, pages[: sequence.length // self.page_size], layers)
+            pages = np.array(sequence.pages, np.int32)
+            self._pool.run(restore_pages, self._layers, self.indexes, pages, pages[: sequence.length // self.page_size], layers)
+            self.guard.interrupt_point()
         return sequence
 
+    @guarded
     def warmup(self, *, batch: int = 1, tokens: int | None = None, policy: str | DecodePolicy | None = None) -> None:
         """Compile the steps that `batch` sequences decoded together need before the first real call.
 
@@ -327,8 +364,8 @@ class Engine:
         tokens (None: one page's worth), for greedy decoding; steps in which a row draws at random are compiled when first used. Raises as
         `prefill` does.
         """
-        longest = self.pages_for(self.page_size if tokens is None else tokens)
-        sequences = self.prefill([[0]] * batch)
+        longest = self.pages_for(self.page_size if tokens is None else whole_number("tokens", tokens, 1))
+        sequences = self.prefill([[0]] * whole_number("batch", batch, 1))
         try:
             slots, rows = self._slots(sequences), SamplingRows.of([None])
             sample_step(sequences[0].logits[None], rows, np.ones(1, np.int32))
@@ -337,6 +374,7 @@ class Engine:
                 self.reserve(sequences[:1], min(width, longest) * self.page_size - sequences[0].length)
                 self.extend(sequences[0], [0])
                 for each in self._steps_of(policy, longest * self.page_size, batch):
+                    self.guard.interrupt_point()
                     jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, each))
                 if width >= longest:
                     return
@@ -346,6 +384,10 @@ class Engine:
                 self.free(sequence)
 
     # Inside
+
+    @property
+    def _layers(self) -> tuple[LayerCache, ...]:
+        return self._pool.layers
 
     @contextlib.contextmanager
     def _kept(self, *sequences: CachedSequence) -> Iterator[None]:
@@ -358,25 +400,27 @@ class Engine:
                 self.free(sequence)
             raise
 
-    def _run(self, step: Callable, *args: Any, layers: Callable[[Any], tuple[PagedKV, ...]] = lambda result: result, **kwargs: Any) -> Any:
-        """Call a jitted function that consumes the pool and keep the pool that it returns, which `layers` finds in the result.
-
-        RuntimeError if the pool was lost to an earlier call that failed after it had begun (out of device memory, say).
-        """
-        if self._layers[0].k.is_deleted():
-            raise RuntimeError("the cache was lost when an earlier step failed; make a new engine")
-        with _interrupts_held():
-            result = step(*args, **kwargs)
-            self._layers = layers(result)
-        return result
+    @contextlib.contextmanager
+    def _reserved(self, sequences: Sequence[CachedSequence], tokens: int) -> Iterator[None]:
+        """Pages for `tokens` more tokens of every sequence. Those that hold nothing are given back if what the block does fails."""
+        before = [len(sequence.pages) for sequence in sequences]
+        self.reserve(sequences, tokens)
+        try:
+            yield
+        except BaseException:
+            for sequence, count in zip(sequences, before, strict=True):
+                keep = max(count, self.pages_for(sequence.length))
+                self.allocator.release(sequence.pages[keep:])
+                del sequence.pages[keep:]
+            raise
 
     def _write(self, sequence: CachedSequence, tokens: list[int], *, all_logits: bool, on_tokens: Callable[[int], None] | None = None):
         """Run the chunks that hold positions [length, length + len(tokens)); they begin at multiples of the chunk, whatever came before."""
         fresh, end = sequence.length, sequence.length + len(tokens)
-        table = self._table([sequence])
+        table = page_table([sequence.pages])
         collected = []
-        sequence.logits = None
         for start in range(fresh // self.prefill_chunk * self.prefill_chunk, end, self.prefill_chunk):
+            self.guard.interrupt_point()
             first, last = max(start, fresh), min(start + self.prefill_chunk, end)
             whole = first == start or self.prefill_policy.queries_stand_alone
             if not whole:
@@ -387,7 +431,7 @@ class Engine:
             if opened is not None:
                 chunk[0, opened.position - start : first - start] = opened.tokens
             cache = Cache(self._layers, {FULL: table}, np.array([last], np.int32))
-            logits, _, learned = self._run(
+            logits, _, learned = self._pool.run(
                 prefill_step,
                 self.model.decoder,
                 self.prefill_policy if whole else DensePrefill(),
@@ -402,7 +446,7 @@ class Engine:
                 layers=lambda result: result[1].layers,
             )
             sequence.tokens += tokens[first - fresh : last - fresh]
-            sequence.length = last
+            sequence.length, sequence.logits = last, None
             after_chunk(sequence, learning, opened, learned, tokens[first - fresh : last - fresh])
             if all_logits:
                 collected.append(logits[0, first - start : last - start])
@@ -416,12 +460,14 @@ class Engine:
     def _decode(self, step: Callable, slots: Sequence[CachedSequence | None], tokens, policy: str | DecodePolicy | None, *rest):
         """Run one decode step over padded slots and keep the books. Returns what the step returned before the cache."""
         policy, results, states = self._step(step, slots, tokens, policy, *rest)
-        for row, sequence in enumerate(slots):
-            if sequence is not None:
-                sequence.length += 1
-                sequence.logits = sequence.open_chunk = None
-                if jax.tree.leaves(states):
-                    sequence.states[policy] = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states)
+        learns, rows = bool(jax.tree.leaves(states)), [row for row, sequence in enumerate(slots) if sequence is not None]
+        learned = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states) for row in rows] if learns else []
+        # Nothing can fail from here on.
+        for number, row in enumerate(rows):
+            slots[row].length += 1
+            slots[row].logits = slots[row].open_chunk = None
+            if learns:
+                slots[row].states[policy] = learned[number]
         return results
 
     def _step(self, step: Callable, slots: Sequence[CachedSequence | None], tokens, policy: str | DecodePolicy | None, *rest):
@@ -432,19 +478,20 @@ class Engine:
         self._check_live(live)
         for sequence in live:
             self.check_length(sequence.length + 1)
-        self.reserve(live, 1)
-        policy = self._chosen(policy, live)
-        active = np.array([slot is not None for slot in slots])
-        lengths = np.array([slot.length if slot else 0 for slot in slots], np.int32)
-        cache = Cache(self._layers, {FULL: self._table(slots)}, lengths)
-        states = self._states.of_batch(policy, slots)
-        args = (self.model.decoder, policy, self.indexes, self.model.params, cache, tokens, active, states, *rest)
-        *results, _, states, self.last_reads = self._run(step, *args, layers=lambda result: result[-3].layers)
+        with self._reserved(live, 1):
+            policy = self._chosen(policy, live)
+            active = np.array([slot is not None for slot in slots])
+            lengths = np.array([slot.length if slot else 0 for slot in slots], np.int32)
+            cache = Cache(self._layers, {FULL: page_table([slot.pages if slot else () for slot in slots])}, lengths)
+            states = self._states.of_batch(policy, slots)
+            args = (self.model.decoder, policy, self.indexes, self.model.params, cache, tokens, active, states, *rest)
+            *results, _, states, self.last_reads = self._pool.run(step, *args, layers=lambda result: result[-3].layers)
         return policy, results, states
 
     def _bound(self, policy: str | DecodePolicy) -> DecodePolicy:
         """The policy of a name; `auto` bound to this model, once."""
         policy = parse(policy)
+        check_budgets(policy, table_width(self.pages_for(self.config.max_positions)) * self.page_size)
         if isinstance(policy, TopTokens):
             raise ValueError(
                 f"policy {policy} needs latent pages and a lightning indexer, which no model of an engine has: use it with "
@@ -489,16 +536,6 @@ class Engine:
             raise ValueError(f"{len(sequences)} sequences are more than the largest batch bucket, {self.batch_buckets[-1]}")
         return [*sequences, *([None] * (bucket - len(sequences)))]
 
-    def _table(self, slots: Sequence[CachedSequence | None]) -> Int[np.ndarray, "B M"]:
-        """Page tables of the slots, as wide as the next power of two of the longest."""
-        longest = max((len(slot.pages) for slot in slots if slot), default=0)
-        width = max(MIN_TABLE_PAGES, 1 << (longest - 1).bit_length() if longest else 0)
-        table = np.full((len(slots), width), -1, np.int32)
-        for row, slot in enumerate(slots):
-            if slot:
-                table[row, : len(slot.pages)] = slot.pages
-        return table
-
     def _check_live(self, sequences: Sequence[CachedSequence]) -> None:
         if not self.sequences.issuperset(sequences):
             raise ValueError("the sequence was freed or is another engine's; prefill it here")
@@ -506,13 +543,15 @@ class Engine:
             raise ValueError("a sequence stands twice in one batch; fork it to decode it twice")
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary."""
+        """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary. True and False are no ids."""
         if isinstance(tokens, str):
             raise ValueError(f"an engine takes token ids, got text, {tokens!r:.60}: engine.model.tokenizer(text)['input_ids'] gives them")
         ids = np.asarray(tokens)
         if ids.ndim == 0:
             raise ValueError(f"token ids must be a list, got {tokens!r:.60}: one prompt among several is [ids], as in prefill([ids])")
-        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        listed = () if isinstance(tokens, np.ndarray | jax.Array) else tokens  # [1, True] makes an array of ints
+        number = not ids.size or np.issubdtype(ids.dtype, np.integer)
+        if ids.ndim != 1 or not number or any(isinstance(each, bool | np.bool_) for each in listed):
             raise ValueError(f"token ids must be a list of whole numbers, got {tokens!r:.60}")
         if not ids.size:
             raise ValueError("no tokens: a prompt needs at least one (add the model's beginning-of-sequence token)")
@@ -545,32 +584,3 @@ class Engine:
     @functools.cached_property
     def _header(self) -> dict:
         return {"model": fingerprint(self.model), "page_size": self.page_size, "dtype": str(self.dtype)}
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C takes effect at the end of the block: between a step that consumes the pool and keeping its result, it would lose the pool."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
-        yield
-        return
-    held: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            signal.raise_signal(signal.SIGINT)
-
-
-_copy_page = jax.jit(copy_page, donate_argnames="layers")
-
-
-@functools.partial(jax.jit, static_argnames="indexes", donate_argnames="layers")
-def _restore_pages(layers: tuple[PagedKV, ...], indexes, pages, sealed, stored) -> tuple[PagedKV, ...]:
-    """Put stored keys and values into `pages` of every layer and build the indexes of the `sealed` ones. DONATES layers."""
-    restored = []
-    for layer, (k, v) in zip(layers, stored, strict=True):
-        k_pages, v_pages = layer.k.at[pages].set(k), layer.v.at[pages].set(v)
-        restored.append(PagedKV(k_pages, v_pages, seal(layer.index, k_pages, sealed, indexes)))
-    return tuple(restored)

@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache import OutOfPages
-from kvjax.engine import MIN_TABLE_PAGES, CachedSequence, Engine, check_model
+from kvjax.cache.tables import table_width
+from kvjax.engine import CachedSequence, Engine, check_model
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy
 from kvjax.prefill import PrefillPolicy
@@ -267,8 +268,7 @@ def engine_for(
     """An engine whose pool holds the `slots` longest of these prompts at once, rounded up so that later calls find the steps compiled."""
     longest = model.config.max_positions  # a longer one is refused when its turn comes
     lengths = [(min(len(encode(model.tokenizer, prompt)) + new_tokens, longest), samples) for prompt in prompts]
-    pages = pages_needed(lengths, slots, 128)
-    pages = max(MIN_TABLE_PAGES, 1 << (max(pages, 1) - 1).bit_length())
+    pages = table_width(pages_needed(lengths, slots, 128))
     return Engine(model, "dense" if policy is None else policy, pages=pages, prefill="dense" if prefill is None else prefill)
 
 
@@ -357,26 +357,29 @@ class _Loop:
                     self.waiting = self.waiting or next(source, None)
                     if self.waiting is None:
                         break
-                    refused = self._admit(place)
+                    with self.engine.guard:  # no Ctrl-C between the prefill and where `release` finds the sequence
+                        refused = self._admit(place)
                     if refused is not None:
                         yield refused
             if not any(self.rows):
                 if self.waiting is None:
                     return
                 continue
-            landed = self.flight
-            self.flight = self._dispatch()
-            if landed is not None:
-                self._read(landed)
+            with self.engine.guard:
+                landed = self.flight
+                self.flight = self._dispatch()
+                if landed is not None:
+                    self._read(landed)
             yield from self._finished()
 
     def release(self) -> None:
         """Free what still runs: the caller stopped early, or something failed."""
-        waiting = self.waiting.sequence if isinstance(self.waiting, _Prefilled) else None
-        for sequence in [waiting, *(row.sequence for row in self.rows if row)]:
-            if sequence is not None:
-                self.engine.free(sequence)
-        self.rows, self.waiting = [None] * len(self.rows), None
+        with self.engine.guard:
+            waiting = self.waiting.sequence if isinstance(self.waiting, _Prefilled) else None
+            for sequence in [waiting, *(row.sequence for row in self.rows if row)]:
+                if sequence is not None:
+                    self.engine.free(sequence)
+            self.rows, self.waiting = [None] * len(self.rows), None
 
     def _admit(self, place: int) -> tuple[Request, Completion] | None:
         """Prefill the request that waits, unless it is, and start a sample of it in a place.
@@ -510,8 +513,9 @@ class _Loop:
         for place, row in enumerate(self.rows):
             if row is None or row.finish_reason is None:
                 continue
-            self.engine.free(row.sequence)
-            self.rows[place], self.short = None, False
+            with self.engine.guard:
+                self.engine.free(row.sequence)
+                self.rows[place], self.short = None, False
             request, done = row.prefilled.request, row.prefilled.done
             done[row.index] = self._completion(row)
             if request.sampling.n == 1:

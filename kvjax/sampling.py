@@ -178,6 +178,11 @@ class SamplingRows:
     penalises: bool = flax.struct.field(pytree_node=False, default=False)
     ranks: int = flax.struct.field(pytree_node=False, default=0)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the arrays, by name."""
+        arrays = [field.name for field in dataclasses.fields(self) if field.metadata.get("pytree_node", True)]
+        return {name: np.shape(getattr(self, name)) for name in arrays}
+
     @classmethod
     def of(cls, samplings: Sequence[Sampling | None]) -> SamplingRows:
         """One row each; None (an empty slot) is greedy."""

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import FULL, Cache, IndexSpec, PagedKV
-from kvjax.engine import MIN_TABLE_PAGES
+from kvjax.cache.tables import table_width
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.models.loading import read_config
@@ -145,7 +145,7 @@ def random_cache(plan: Plan, length: int) -> Cache:
     config, pages = plan.config, pages_of(length)
     total = pool_pages(plan.batch * pages)
     shape = (total, config.num_kv_heads, PAGE_SIZE, config.head_dim)
-    table = np.full((plan.batch, table_width(length)), -1, np.int32)
+    table = np.full((plan.batch, table_width(pages_of(length))), -1, np.int32)
     order = np.random.default_rng(length).permutation(np.arange(1, plan.batch * pages + 1, dtype=np.int32))
     table[:, :pages] = order.reshape(plan.batch, pages)
 
@@ -333,8 +333,3 @@ def _start(plan: Plan, length: int) -> Int[Array, "B"]:
 
 def pages_of(length: int) -> int:
     return -(-length // PAGE_SIZE)
-
-
-def table_width(length: int) -> int:
-    """As wide as the engine's."""
-    return max(MIN_TABLE_PAGES, 1 << (pages_of(length) - 1).bit_length())

@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import FULL, Cache, empty_layer
+from kvjax.cache.tables import table_width
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.prefill import PrefillPolicy, name_of, parse_prefill
-from kvjax.serving.decode_bench import MEMORY_SHARE, PAGE_SIZE, pages_of, random_params, table_width
+from kvjax.serving.decode_bench import MEMORY_SHARE, PAGE_SIZE, pages_of, random_params
 from kvjax.steps import prefill_step
 from pallas_kernels import dispatch
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages
@@ -72,7 +73,7 @@ def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
 def empty_cache(plan: PrefillPlan, length: int) -> Cache:
     """Room for one sequence of `length` tokens, its pages in random order."""
     config, pages = plan.config, pages_of(length)
-    table = np.full((1, table_width(length)), -1, np.int32)
+    table = np.full((1, table_width(pages_of(length))), -1, np.int32)
     table[0, :pages] = np.random.default_rng(length).permutation(np.arange(1, pages + 1, dtype=np.int32))
     sizes = (pool_pages(pages), config.num_kv_heads, PAGE_SIZE, config.head_dim)
     layers = tuple(empty_layer(*sizes, jnp.dtype(plan.dtype), ()) for _ in range(config.num_layers))

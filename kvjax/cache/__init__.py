@@ -14,7 +14,7 @@ from kvjax.cache.types import (
     empty_latents,
     empty_layer,
 )
-from kvjax.cache.writes import append, append_latents, copy_page, seal
+from kvjax.cache.writes import append, append_latents, copy_page, restore_pages, seal
 
 __all__ = [
     "FULL",
@@ -33,5 +33,6 @@ __all__ = [
     "copy_page",
     "empty_latents",
     "empty_layer",
+    "restore_pages",
     "seal",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvjax.checks import whole_number
+
 
 class OutOfPages(RuntimeError):
     """The pool has fewer free pages than a call needs. Nothing was written and no page was taken."""
@@ -21,9 +23,7 @@ class PageAllocator:
     """
 
     def __init__(self, total: int):
-        if total <= 0:
-            raise ValueError(f"a pool needs at least one page, got {total}")
-        self.total = total
+        self.total = total = whole_number("pages", total, 1)
         self._free = list(range(total - 1, -1, -1))
         self._owners = [0] * total
 

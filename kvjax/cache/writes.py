@@ -5,6 +5,8 @@ All functions are pure; under jit with a donated cache the updates are in place.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -89,6 +91,23 @@ def seal(
     return built
 
 
+@functools.partial(jax.jit, donate_argnames="layers")
 def copy_page(layers: tuple[LayerCache, ...], source: Int[Array, ""], target: Int[Array, ""]) -> tuple[LayerCache, ...]:
-    """Every layer with page `source` copied to page `target`, indexes included."""
+    """Every layer with page `source` copied to page `target`, indexes included. DONATES layers."""
     return jax.tree.map(lambda array: array.at[target].set(array[source]), layers)
+
+
+@functools.partial(jax.jit, static_argnames="indexes", donate_argnames="layers")
+def restore_pages(
+    layers: tuple[PagedKV, ...],
+    indexes: tuple[IndexSpec, ...],
+    pages: Int[Array, " n"],
+    sealed: Int[Array, " m"],
+    stored: list[tuple[Float[Array, "n K P D"], Float[Array, "n K P D"]]],
+) -> tuple[PagedKV, ...]:
+    """Put stored keys and values into `pages` of every layer and build the indexes of the `sealed` ones. DONATES layers."""
+    restored = []
+    for layer, (k, v) in zip(layers, stored, strict=True):
+        k_pages, v_pages = layer.k.at[pages].set(k), layer.v.at[pages].set(v)
+        restored.append(PagedKV(k_pages, v_pages, seal(layer.index, k_pages, sealed, indexes)))
+    return tuple(restored)

@@ -9,6 +9,7 @@ from kvjax.policies.base import (
     SelectContext,
     Stateless,
     StateSpec,
+    check_budgets,
     select_and_attend,
 )
 from kvjax.policies.dense import Dense
@@ -37,6 +38,7 @@ __all__ = [
     "TopBlocks",
     "TopTokens",
     "Window",
+    "check_budgets",
     "identity",
     "largest_blocks",
     "mass_of_step",

@@ -133,6 +133,10 @@ class Stateless:
         """No state."""
         return ()
 
+    def budgets(self) -> dict[str, tuple[int, int]]:
+        """Fields that say how much is kept: value, and tokens that one of it is. An engine refuses what its page tables cannot hold."""
+        return {}
+
     def observe(self, blocks, block_lse, ctx, state) -> State:
         """Nothing to fold in."""
         return state
@@ -144,3 +148,13 @@ class Stateless:
     def describe(self) -> str:
         """For reports: the name alone, unless a policy says more."""
         return str(self)
+
+
+def check_budgets(policy: DecodePolicy, room: int) -> None:
+    """ValueError if a policy is to keep more than `room` tokens, as many as the widest page table of an engine can name."""
+    for name, (value, tokens) in policy.budgets().items() if isinstance(policy, Stateless) else ():
+        if value * tokens > room:
+            raise ValueError(
+                f"policy {policy}: {name} {value} is more than a page table of this model can hold, which is {room // tokens}: "
+                f"use a smaller {name}, or the policy dense, which reads everything"
+            )

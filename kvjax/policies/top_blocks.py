@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache.types import IndexSpec, LatentPages, LayerCache
+from kvjax.checks import whole_number
 from kvjax.policies.base import Blocks, Stateless, select_and_attend
 from pallas_kernels.select_blocks import score_blocks, select_blocks
 from pallas_kernels.selected_attention import selected_attention
@@ -36,14 +37,17 @@ class TopBlocks(Stateless):
 
     def __post_init__(self):
         for name, least in (("k", 0), ("sink", 0), ("local", 1), ("block_size", 1), ("dense_layers", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
         IndexSpec(self.index, self.block_size)
 
     @property
     def keys(self) -> int:
         """Keys a KV head reads per step at most, where the open page lies within the local blocks."""
         return (self.sink + self.local + self.k) * self.block_size
+
+    def budgets(self) -> dict[str, tuple[int, int]]:
+        """Blocks of each part of the list."""
+        return {name: (getattr(self, name), self.block_size) for name in ("k", "sink", "local")}
 
     def indexes(self) -> tuple[IndexSpec, ...]:
         """The one index this policy scans."""

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from kvjax.checks import whole_number
 from kvjax.policies.base import Blocks, Stateless
 
 
@@ -20,15 +21,17 @@ class Window(Stateless):
     window_tokens: int
 
     def __post_init__(self):
-        if self.sink_tokens < 0:
-            raise ValueError(f"sink_tokens must not be negative, got {self.sink_tokens}")
-        if self.window_tokens < 1:
-            raise ValueError(f"window_tokens must be at least 1 (the current token), got {self.window_tokens}")
+        for name, least in (("sink_tokens", 0), ("window_tokens", 1)):  # a window holds the current token
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
 
     @property
     def keys(self) -> int:
         """Most keys a step reads."""
         return self.sink_tokens + self.window_tokens
+
+    def budgets(self) -> dict[str, tuple[int, int]]:
+        """Tokens of both parts."""
+        return {"sink_tokens": (self.sink_tokens, 1), "window_tokens": (self.window_tokens, 1)}
 
     def select(self, query, layer, ctx, state):
         """Sink pages, and the pages from the oldest token any current query may see to the newest."""

@@ -14,7 +14,7 @@ import pytest
 
 from kvjax import Engine, OutOfPages, memory_plan
 from kvjax.cache import IndexSpec
-from kvjax.engine import _copy_page, _restore_pages
+from kvjax.cache.writes import copy_page, restore_pages
 from kvjax.policies import Blocks, TopBlocks, TopTokens, select_and_attend
 from kvjax.sampling import SamplingRows
 from kvjax.steps import prefill_step
@@ -125,7 +125,7 @@ def test_a_failed_reservation_takes_no_page(engine, text):
         (lambda e, s: e.prefill([1, 2]), "must be a list of whole numbers, got 1"),
         (lambda e, s: e.prefill(["text"]), "must be a list of whole numbers, got 'text'"),
         (lambda e, s: e.extend(s, [1.5]), "must be a list of whole numbers"),
-        (lambda e, s: e.prefill([[1] * 40], reserve=-30), "reserve must not be negative, got -30"),
+        (lambda e, s: e.prefill([[1] * 40], reserve=-30), "reserve must be at least 0, got -30"),
     ],
 )
 def test_bad_calls_say_why(engine, text, call, match):
@@ -270,7 +270,7 @@ def test_the_models_positions_are_the_limit(model_factory, text):
         ({"page_size": 100, "prefill_chunk": 250}, "multiple of page_size"),
         ({"policy": "top:8", "page_size": 64, "prefill_chunk": 64}, "block_size 128 does not divide page_size 64"),
         ({"batch_buckets": (4, 2)}, "ascending"),
-        ({"pages": 0}, "at least one page"),
+        ({"pages": 0}, "pages must be at least 1, got 0"),
         ({"policy": "best:8"}, "not understood"),
         ({"policy": TopTokens(8)}, r"TopTokens\(8\) needs latent pages and a lightning indexer"),
         ({"policies": ["dense", TopTokens(8)]}, "no model of an engine has"),
@@ -442,7 +442,7 @@ def test_fork_and_restore_hold_no_second_copy_of_the_cache(model):
     layers, size = engine._layers, sum(layer.k.nbytes + layer.v.nbytes for layer in engine._layers)
     page, pages = jnp.int32(0), jnp.zeros(1, jnp.int32)
     stored = [(layer.k[:1], layer.v[:1]) for layer in layers]
-    copied = _copy_page.lower(layers, page, page).compile()
-    restored = _restore_pages.lower(layers, engine.indexes, pages, pages, stored).compile()
+    copied = copy_page.lower(layers, page, page).compile()
+    restored = restore_pages.lower(layers, engine.indexes, pages, pages, stored).compile()
     for compiled in (copied, restored):
         assert compiled.memory_analysis().temp_size_in_bytes < size / 20

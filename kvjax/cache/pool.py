@@ -1,0 +1,56 @@
+"""The pages on the device, and how a jitted call that consumes them is run so that a failure is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from kvjax.cache.types import LayerCache
+
+Layers = tuple[LayerCache, ...]
+
+
+class Pool:
+    """The layers' pages. Every step consumes them (they are donated) and returns them."""
+
+    def __init__(self, layers: Layers):
+        self.layers = layers
+        self._latest: jax.Array | None = None  # an output of the latest call, to learn whether it failed
+        self._failure: Exception | None = None
+
+    def run(self, step: Callable, *args: Any, layers: Callable[[Any], Layers] = lambda result: result, **kwargs: Any) -> Any:
+        """Call a jitted function that consumes the pages and keep those that it returns, which `layers` finds in the result.
+
+        What fails while it is traced or compiled is raised as it is, and nothing has changed. RuntimeError as `check` raises it.
+        """
+        self.check()
+        try:
+            result = step(*args, **kwargs)
+        except Exception as error:
+            self.check(error)
+            raise
+        self.layers, self._latest = layers(result), jax.tree.leaves(result)[0]
+        return result
+
+    def check(self, error: Exception | None = None) -> None:
+        """RuntimeError if a call failed after it had begun (out of device memory, say): the pages are gone, or hold what a failed
+        computation left.
+
+        error: what the latest call raised. Without one nothing here waits for the device, so a call that is still running passes.
+        """
+        if self._failure is None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self.layers)):
+            self._failure = error or RuntimeError("the pages were deleted")
+        latest = self._latest
+        if self._failure is None and latest is not None and not latest.is_deleted() and (error is not None or latest.is_ready()):
+            try:
+                latest.block_until_ready()
+            except Exception as earlier:
+                self._failure = earlier
+        if self._failure is not None:
+            said = str(self._failure).strip().partition("\n")[0]
+            raise RuntimeError(
+                f"this engine lost its pages when a step failed ({type(self._failure).__name__}: {said:.200}): make a new engine, and "
+                "prefill again"
+            ) from self._failure

@@ -1,0 +1,86 @@
+"""Calls on shared state: one thread at a time, and none of them torn by Ctrl-C."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Concatenate, Protocol, Self
+
+
+class CallGuard:
+    """A context manager around every call that touches an object's state. The owning thread may enter it again.
+
+    Another thread that enters meanwhile gets a RuntimeError at once; it is not made to wait. In the main thread, Ctrl-C is held back while
+    the guard is entered: it takes effect at `interrupt_point`, and else when the outermost call is over. An interrupt in the middle of a
+    call would leave its object half changed, and one in the middle of a JAX operation may leave all of JAX unusable.
+    """
+
+    def __init__(self, what: str):
+        self._what = what
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+        self._handler: Any = None
+        self._held: list[FrameType | None] = []
+
+    def __enter__(self) -> Self:
+        me = threading.get_ident()
+        if self._owner == me:
+            self._depth += 1
+            return self
+        held: list[FrameType | None] = []
+        handler = None
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not None:
+            handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(frame))
+        if not self._lock.acquire(blocking=False):
+            _give_back(handler, held)
+            raise RuntimeError(
+                f"{self._what} is being used by another thread, and is used by one thread at a time: make one for each thread, or put a "
+                "lock of your own around every use"
+            )
+        self._owner, self._depth, self._handler, self._held = me, 1, handler, held
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        handler, held = self._handler, self._held
+        self._owner = self._handler = None
+        self._lock.release()
+        _give_back(handler, held)
+
+    def interrupt_point(self) -> None:
+        """Let a Ctrl-C that was held back take effect here. For places from which an exception leads to a state that may stay."""
+        if self._held and callable(self._handler):
+            frame = self._held.pop()
+            self._held.clear()
+            self._handler(signal.SIGINT, frame)
+
+
+def _give_back(handler: Any, held: list[FrameType | None]) -> None:
+    """Ctrl-C does again what it did before; one that was held back does it now."""
+    if handler is not None:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
+class Guarded(Protocol):
+    """Whatever has a guard."""
+
+    guard: CallGuard
+
+
+def guarded[S: Guarded, **P, R](method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method that enters its object's guard for as long as it runs."""
+
+    @functools.wraps(method)
+    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.guard:
+            return method(self, *args, **kwargs)
+
+    return call

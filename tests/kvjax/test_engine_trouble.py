@@ -1,0 +1,294 @@
+"""What an engine says and keeps when it is used wrongly or a step fails: threads, failed steps, budgets, arguments of wrong kinds."""
+
+import dataclasses
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import Engine, generate
+from kvjax.policies import Dense, TopBlocks, Window, parse
+from kvjax.sampling import SamplingRows
+
+PAGES, PAGE = 24, 16
+
+
+@pytest.fixture
+def engine(model):
+    return Engine(model, pages=PAGES, page_size=PAGE, prefill_chunk=32, batch_buckets=(1, 2))
+
+
+def books(engine):
+    """All that must not change when a call is refused."""
+    held = [(each, each.length, list(each.tokens), list(each.pages), dict(each.states), each.logits is None) for each in engine.sequences]
+    return engine.allocator.free, held
+
+
+# One thread at a time
+
+
+def test_a_second_thread_is_refused_and_the_first_loses_nothing(engine, text):
+    (sequence,) = engine.prefill([text[:40]])
+    expected = np.asarray(engine.decode([engine.fork(sequence)], [5]))
+    inside, go_on = threading.Event(), threading.Event()
+    found = []
+
+    def wait(done):
+        inside.set()
+        go_on.wait(60)
+
+    worker = threading.Thread(target=lambda: found.extend(engine.prefill([text[:20]], on_tokens=wait)))
+    worker.start()
+    assert inside.wait(60)
+    rows = SamplingRows.of([None])
+    calls = [
+        lambda: engine.prefill([[1]]),
+        lambda: engine.extend(sequence, [1]),
+        lambda: engine.decode([sequence], [1]),
+        lambda: engine.decode_and_sample([sequence], np.zeros(1, np.int32), rows),
+        lambda: engine.fork(sequence),
+        lambda: engine.truncate(sequence, 39),
+        lambda: engine.free(sequence),
+        lambda: engine.reserve([sequence], 50),
+        lambda: engine.save(sequence, "nowhere"),
+        lambda: engine.restore("nowhere"),
+        lambda: engine.warmup(),
+        lambda: generate(engine, [1, 2], max_new_tokens=2),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"being used by another thread, and is used by one thread at a time: make one for each"):
+            call()
+    go_on.set()
+    worker.join(60)
+    assert (found[0].length, sequence.length, len(sequence.pages)) == (20, 40, 3)
+    np.testing.assert_array_equal(np.asarray(engine.decode([sequence], [5])), expected)
+
+
+def test_many_threads_get_a_clear_sentence_or_the_right_answer(engine, text):
+    (sequence,) = engine.prefill([text[:40]])
+    expected = np.asarray(engine.extend(engine.fork(sequence), [5, 6]))
+    right, refused, other, until = [], [], [], time.monotonic() + 2
+
+    def work():
+        while time.monotonic() < until:
+            try:
+                with engine.guard:
+                    fork = engine.fork(sequence)
+                    logits = np.asarray(engine.extend(fork, [5, 6]))
+                    engine.free(fork)
+                right.append(np.array_equal(logits, expected))
+            except RuntimeError as error:
+                (refused if "another thread" in str(error) else other).append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(right)
+    assert right
+    assert refused
+    assert not other
+    assert engine.allocator.owners(sequence.pages[0]) == len(engine.sequences)
+
+
+# A step that fails
+
+
+@dataclasses.dataclass(frozen=True)
+class FailsWhen(Dense):
+    """Reads everything, or fails: while it is traced, or while it runs (once the pages are the step's)."""
+
+    when: str = "run"
+
+    def attend(self, query, layer, ctx, state):
+        if self.when == "traced":
+            raise FileNotFoundError("no such table")
+
+        def fail(lengths):
+            raise FileNotFoundError("no such table")
+
+        lengths = jax.pure_callback(fail, jax.ShapeDtypeStruct(ctx.lengths.shape, ctx.lengths.dtype), ctx.lengths)
+        return super().attend(query + lengths.sum(), layer, ctx, state)
+
+    def describe(self):
+        return f"fails when it is {self.when}"
+
+
+@pytest.mark.parametrize("length", [37, 48])  # 48: the step needs a new page
+def test_a_step_that_fails_to_compile_changes_nothing(engine, text, length):
+    (sequence,) = engine.prefill([text[:length]])
+    before = books(engine)
+    rows = SamplingRows.of([None])
+    for call in (
+        lambda: engine.decode([sequence], [1], FailsWhen("traced")),
+        lambda: engine.decode_and_sample([sequence], np.zeros(1, np.int32), rows, FailsWhen("traced")),
+    ):
+        with pytest.raises(FileNotFoundError, match="no such table"):
+            call()
+        assert books(engine) == before
+    assert np.isfinite(np.asarray(engine.decode([sequence], [1]))).all()
+
+
+def test_an_extension_that_fails_to_compile_changes_nothing(engine, text, monkeypatch):
+    (sequence,) = engine.prefill([text[:37]])
+    before = books(engine)
+
+    def fail(*args, **kwargs):
+        raise FileNotFoundError("no such table")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvjax.engine.prefill_step", fail)
+        for call in (lambda: engine.extend(sequence, [1] * 60), lambda: engine.prefill([[1] * 60])):
+            with pytest.raises(FileNotFoundError):
+                call()
+            assert books(engine) == before
+    assert np.isfinite(np.asarray(engine.extend(sequence, [1]))).all()
+
+
+def test_an_engine_whose_step_failed_says_so_and_what_to_do(engine, text, tmp_path):
+    (sequence,) = engine.prefill([text[:37]])
+    with pytest.raises(RuntimeError, match="CpuCallback error"):
+        jax.block_until_ready(engine.decode([sequence], [1], FailsWhen("run")))
+    for call in (
+        lambda: engine.decode([sequence], [1]),
+        lambda: engine.extend(sequence, [1]),
+        lambda: engine.prefill([[1]]),
+        lambda: engine.fork(sequence),
+        lambda: engine.save(sequence, tmp_path / "file"),
+        lambda: engine.decode([sequence], [1]),
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"^this engine lost its pages when a step failed \(JaxRuntimeError: .*\): make a new engine"
+        ):
+            call()
+    for sequence in list(engine.sequences):
+        engine.free(sequence)
+    assert engine.allocator.free == PAGES
+
+
+# Budgets
+
+
+@pytest.mark.parametrize(
+    ("policy", "match"),
+    [
+        (TopBlocks(10**9, block_size=16), r"k 1000000000 is more than a page table of this model can hold, which is 256: use a smaller k"),
+        (TopBlocks(257, block_size=16), r"TopBlocks\(k=257, block_size=16\): k 257 is more"),
+        (TopBlocks(2, sink=300, block_size=16), "sink 300 is more"),
+        (TopBlocks(2, local=300, block_size=16), "local 300 is more"),
+        ("quest:300", "policy quest:300: k 300 is more"),
+        (Window(0, 10**6), "window_tokens 1000000 is more than a page table of this model can hold, which is 4096"),
+        ("window:5000+1", "sink_tokens 5000 is more"),
+    ],
+)
+def test_a_budget_beyond_the_page_table_is_refused_where_it_is_declared(model, engine, text, policy, match):
+    for declare in (lambda: Engine(model, policy, pages=4), lambda: Engine(model, policies=[policy], pages=4)):
+        with pytest.raises(ValueError, match=match):
+            declare()
+    (sequence,) = engine.prefill([text[:37]])
+    before = books(engine)
+    with pytest.raises(ValueError, match=match):
+        engine.decode([sequence], [1], policy)
+    assert books(engine) == before
+
+
+def test_the_largest_budget_is_taken(model):
+    Engine(model, TopBlocks(256, sink=256, local=256, block_size=16), pages=4, page_size=PAGE, prefill_chunk=32)
+    Engine(model, Window(4096, 4096), pages=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: TopBlocks(10**11), "k must be at most 2147483647, got 100000000000"),
+        (lambda: TopBlocks(2**31), "k must be at most"),
+        (lambda: TopBlocks(1, local=2**40), "local must be at most"),
+        (lambda: TopBlocks(1, sink=2**31), "sink must be at most"),
+        (lambda: Window(1, 10**20), "window_tokens must be at most"),
+        (lambda: parse("window:1+99999999999999999999"), "window_tokens must be at most"),
+        (lambda: TopBlocks(True), "k must be a whole number, got True"),
+        (lambda: TopBlocks(8.0), "k must be a whole number, got 8.0"),
+        (lambda: Window(1.5, 4), "sink_tokens must be a whole number"),
+    ],
+)
+def test_a_budget_that_can_never_make_sense_is_refused_at_once(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda e, s, rows: e.reserve([s], -1), "tokens must be at least 0, got -1"),
+        (lambda e, s, rows: e.reserve([s], 1.5), "tokens must be a whole number, got 1.5"),
+        (lambda e, s, rows: e.reserve([s], True), "tokens must be a whole number, got True"),
+        (lambda e, s, rows: e.truncate(s, True), "length must be a whole number, got True"),
+        (lambda e, s, rows: e.truncate(s, 36.0), "length must be a whole number, got 36.0"),
+        (lambda e, s, rows: e.prefill([[1]], reserve=True), "reserve must be a whole number"),
+        (lambda e, s, rows: e.prefill([[1]], reserve=0.5), "reserve must be a whole number"),
+        (lambda e, s, rows: e.prefill([[1, True]]), "token ids must be a list of whole numbers"),
+        (lambda e, s, rows: e.prefill([np.array([True, False])]), "token ids must be a list of whole numbers"),
+        (lambda e, s, rows: e.extend(s, [np.bool_(True), 3]), "token ids must be a list of whole numbers"),
+        (lambda e, s, rows: e.decode([s], [True]), "token ids must be a list of whole numbers"),
+        (lambda e, s, rows: e.warmup(batch=0), "batch must be at least 1"),
+        (lambda e, s, rows: e.warmup(batch=True), "batch must be a whole number"),
+        (lambda e, s, rows: e.warmup(tokens=-3), "tokens must be at least 1"),
+        (lambda e, s, rows: e.warmup(tokens=1.5), "tokens must be a whole number"),
+        (lambda e, s, rows: e.decode_and_sample([s], [97], rows), "token 97 is outside the vocabulary"),
+        (lambda e, s, rows: e.decode_and_sample([s], np.array([-1]), rows), "token -1 is outside"),
+        (lambda e, s, rows: e.decode_and_sample([s], np.zeros(1), rows), "token ids must be a list of whole numbers"),
+        (lambda e, s, rows: e.decode_and_sample([s], jnp.zeros(1), rows), "token ids must be whole numbers, got float32"),
+        (lambda e, s, rows: e.decode_and_sample([s], [1, 2], rows), r"tokens must have one entry for each of 1 slots, got shape \(2,\)"),
+        (lambda e, s, rows: e.decode_and_sample([s], jnp.zeros((1, 1), jnp.int32), rows), "tokens must have one entry"),
+        (lambda e, s, rows: e.decode_and_sample([s, None], [1, 1], rows), "temperature must have one entry for each of 2 slots"),
+        (lambda e, s, rows: e.decode_and_sample([s], [1], SamplingRows.of([None] * 3)), "must have one entry for each of 1 slots"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_refused_and_change_nothing(engine, text, call, match):
+    (sequence,) = engine.prefill([text[:37]])
+    before = books(engine)
+    with pytest.raises(ValueError, match=match):
+        call(engine, sequence, SamplingRows.of([None]))
+    assert books(engine) == before
+
+
+def test_a_token_on_the_device_outside_the_vocabulary_makes_its_row_not_finite(engine, text):
+    sequences = engine.prefill([text[:37], text[:20]])
+    for token in (97, -1, 2**31 - 1):
+        sampled = engine.decode_and_sample(sequences, jnp.array([token, 5], jnp.int32), SamplingRows.of([None, None]))
+        assert sampled.finite.tolist() == [False, True]
+        sequences = engine.prefill([text[:37], text[:20]])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"batch_buckets": (1.5,)}, "each size in batch_buckets must be a whole number, got 1.5"),
+        ({"batch_buckets": (True, 2)}, "each size in batch_buckets must be a whole number, got True"),
+        ({"batch_buckets": (0, 2)}, "each size in batch_buckets must be at least 1, got 0"),
+        ({"batch_buckets": ()}, "ascending order"),
+        ({"page_size": 16.0}, "page_size must be a whole number"),
+        ({"page_size": -16}, "page_size must be at least 1"),
+        ({"prefill_chunk": True}, "prefill_chunk must be a whole number"),
+        ({"pages": 1.5}, "pages must be a whole number"),
+        ({"pages": True}, "pages must be a whole number"),
+        ({"pages": -1}, "pages must be at least 1"),
+        ({"pages": 10**11}, "a pool of 100,000,000,000 pages takes"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused(model, options, match):
+    with pytest.raises(ValueError, match=match):
+        Engine(model, **({"pages": 4} | options))
+
+
+def test_a_lone_policy_is_taken_for_one(model):
+    assert Engine(model, policies="dense", pages=4).policies == (Dense(),)
+    assert Engine(model, policies="window:4+8", pages=4).policies == (Dense(), Window(4, 8))
+    assert Engine(model, policies=Window(4, 8), pages=4).policies == (Dense(), Window(4, 8))
