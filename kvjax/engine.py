@@ -337,15 +337,19 @@ class Engine:
             raise ValueError(f"{sequence.length} tokens were written, but .tokens holds {len(sequence.tokens)}: append those decoded first")
         self._pool.check()
         pages = np.asarray(sequence.pages[: self.pages_for(sequence.length)], np.int32)
-        write_sequence(path, self._header, sequence.tokens, [(layer.k[pages], layer.v[pages]) for layer in self._layers])
+        stored = [(layer.k[pages], layer.v[pages]) for layer in self._layers]
+        write_sequence(path, self._header, sequence.tokens, stored, self.guard.interrupt_point)
 
     @guarded
     def restore(self, path: str | Path) -> CachedSequence:
-        """A sequence from a file of `save`, bit for bit. ValueError if another model, page size or dtype made it.
+        """A sequence from a file of `save`, bit for bit. ValueError if another model, page size or dtype made it, and for a damaged file.
 
         `.logits` is None: extend it, or decode the next token.
         """
-        tokens, layers = read_sequence(path, self._header)
+        sizes = {"layers": self.config.num_layers, "vocab_size": self.config.vocab_size}
+        page_shape = (self.config.num_kv_heads, self.page_size, self.config.head_dim)
+        point = self.guard.interrupt_point
+        tokens, layers = read_sequence(path, self._header, page_shape=page_shape, interrupt_point=point, **sizes)
         self.check_length(len(tokens))
         sequence = CachedSequence(tokens)
         with self._kept(sequence):

@@ -1,48 +1,142 @@
-"""A prefilled sequence as a file: one safetensors file with its pages, its tokens and what it was made with."""
+"""A prefilled sequence as a file: one safetensors file with its pages, its tokens, what it was made with, and a digest of it all."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-FORMAT = "kvjax sequence 1"
+FORMAT, FORMER = "kvjax sequence 2", "kvjax sequence 1"
+UNSIGNED = "0" * 64
+"""Stands in the header where the SHA-256 belongs while the file is hashed: the digest covers every byte but its own."""
+PIECE = 1 << 24
+"""Bytes that are hashed between two interrupt points."""
 
 
-def write_sequence(path: str | Path, header: dict, tokens: list[int], layers: list[tuple[jax.Array, jax.Array]]) -> None:
-    """Write keys and values (`[pages, K, P, D]` per layer, in logical order) beside `path` and rename. ValueError if the folder is missing.
+def write_sequence(
+    path: str | Path,
+    header: dict,
+    tokens: list[int],
+    layers: list[tuple[jax.Array, jax.Array]],
+    interrupt_point: Callable[[], None] = lambda: None,
+) -> None:
+    """Write keys and values (`[pages, K, P, D]` per layer, in logical order) beside `path` and rename; whatever fails, nothing is left.
 
-    header: what must agree on loading (model, page size, dtype). Indexes are not stored: they are a function of the keys.
+    header: what must agree on loading (model, page size, dtype). Indexes are not stored: they are a function of the keys. interrupt_point:
+    called now and then, and may raise. ValueError if the folder is missing or `path` is one, OSError if it cannot be written.
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file to write")
     tensors = {"tokens": jax.numpy.asarray(np.asarray(tokens, np.int32))}
     for number, (k, v) in enumerate(layers):
         tensors |= {f"layers.{number}.k": k, f"layers.{number}.v": v}
     partial = path.with_name(path.name + ".partial")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
-    save_file(tensors, str(partial), metadata={"format": FORMAT, "header": json.dumps(header)})
-    os.replace(partial, path)
+    try:
+        save_file(tensors, str(partial), metadata={"format": FORMAT, "header": json.dumps(header), "sha256": UNSIGNED})
+        with open(partial, "r+b") as file:
+            place = _place_in_header(file, UNSIGNED)
+            digest = _digest(file, place, interrupt_point)
+            file.seek(place)
+            file.write(digest.encode())
+        os.replace(partial, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
-def read_sequence(path: str | Path, header: dict) -> tuple[list[int], list[tuple[jax.Array, jax.Array]]]:
-    """Tokens and per-layer keys and values of a file whose header equals `header`; ValueError naming the field that differs otherwise."""
+def read_sequence(
+    path: str | Path, header: dict, *, layers: int, page_shape: tuple[int, int, int], vocab_size: int, interrupt_point: Callable[[], None]
+) -> tuple[list[int], list[tuple[jax.Array, jax.Array]]]:
+    """Tokens, and keys and values of each of `layers` layers, of a file that `write_sequence` wrote.
+
+    page_shape: `(K, P, D)`. ValueError for a file that is damaged, for one whose header is not `header` (it names the field), and for
+    tensors that are missing, too many, or not of the shape, dtype and range that tokens and header ask for.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
     try:
         with safe_open(str(path), framework="flax") as file:
             metadata = file.metadata() or {}
+            if metadata.get("format") == FORMER:
+                raise ValueError(f"{path} was saved by an earlier version, without a digest: prefill again and save it again")
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"{path} is not a kvjax sequence file (format {metadata.get('format')!r}, expected {FORMAT!r})")
+            _check_digest(path, metadata.get("sha256", ""), interrupt_point)
             stored = json.loads(metadata["header"])
             for name, value in header.items():
                 if stored.get(name) != value:
                     raise ValueError(f"{path} was made with {name} {stored.get(name)!r}, this engine has {value!r}; prefill again")
-            count = sum(1 for name in file.keys() if name.endswith(".k"))  # noqa: SIM118 (safe_open is no mapping)
-            layers = [(file.get_tensor(f"layers.{i}.k"), file.get_tensor(f"layers.{i}.v")) for i in range(count)]
-            return np.asarray(file.get_tensor("tokens")).tolist(), layers
+            names = {"tokens", *(f"layers.{number}.{kind}" for number in range(layers) for kind in "kv")}
+            if set(file.keys()) != names:
+                odd = sorted(set(file.keys()) ^ names)[0]
+                raise ValueError(f"{path} {'lacks' if odd in names else 'has a surplus'} tensor {odd!r}; this engine has {layers} layers")
+            tokens = _tokens(path, file, vocab_size)
+            shape, found = [-(-len(tokens) // page_shape[1]), *page_shape], []
+            for number in range(layers):
+                interrupt_point()
+                k, v = (_tensor(path, file, f"layers.{number}.{kind}", shape, header["dtype"]) for kind in "kv")
+                found.append((k, v))
+            return tokens, found
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable kvjax sequence file: {error}") from error
+
+
+def _tokens(path: Path, file: Any, vocab_size: int) -> list[int]:
+    shape = file.get_slice("tokens").get_shape()
+    if len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"{path} has tokens of shape {shape}, where a row of at least one is needed")
+    tokens = np.asarray(_tensor(path, file, "tokens", shape, "int32"))
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{path} holds token {low if low < 0 else high}, which is outside the vocabulary of {vocab_size}")
+    return tokens.tolist()
+
+
+def _tensor(path: Path, file: Any, name: str, shape: list[int], dtype: str) -> jax.Array:
+    """A tensor of the file; ValueError if it is not of this shape and dtype. The shape is compared before anything is read."""
+    found = file.get_slice(name).get_shape()
+    if found != shape:
+        raise ValueError(f"{path} has {name} of shape {found}, and this engine's tokens and pages ask for {shape}")
+    tensor = file.get_tensor(name)
+    if tensor.dtype.name != dtype:
+        raise ValueError(f"{path} has {name} in {tensor.dtype}, and this engine works in {dtype}")
+    return tensor
+
+
+def _check_digest(path: Path, digest: str, interrupt_point: Callable[[], None]) -> None:
+    """ValueError unless the file hashes to the digest that its header gives."""
+    with open(path, "rb") as file:
+        place = _place_in_header(file, digest) if len(digest) == len(UNSIGNED) else -1
+        if place < 0 or _digest(file, place, interrupt_point) != digest:
+            raise ValueError(f"{path} is damaged: its bytes are not those that were saved (SHA-256); prefill again and save it again")
+
+
+def _place_in_header(file: BinaryIO, text: str) -> int:
+    """Where in a safetensors file its header has the text, or -1: after 8 bytes that say how long the header is."""
+    file.seek(0)
+    place = file.read(int.from_bytes(file.read(8), "little")).find(text.encode())
+    return -1 if place < 0 else 8 + place
+
+
+def _digest(file: BinaryIO, place: int, interrupt_point: Callable[[], None]) -> str:
+    """SHA-256 of a file, in hexadecimal digits, with UNSIGNED for what is at `place`."""
+    file.seek(0)
+    digest = hashlib.sha256(file.read(place) + UNSIGNED.encode())
+    file.seek(len(UNSIGNED), os.SEEK_CUR)
+    while piece := file.read(PIECE):
+        interrupt_point()
+        digest.update(piece)
+    return digest.hexdigest()
