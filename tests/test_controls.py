@@ -91,6 +91,8 @@ def test_what_is_said_of_echo_is_what_was_measured():
     assert "{} and {} (`momo:32/8+gamma4`)".format(*both("momo:32/8+gamma4")) in text
     assert "{} and {} (`momo:32/8+gamma1`)".format(*both("momo:32/8+gamma1")) in text
     assert "`vertical-slash:64+8` {} and {}".format(*both("vertical-slash:64+8")) in text
+    lost = [1 - hits / dense for name in ("momo:32/8", "momo:64/8") for hits, dense in zip(both(name), both("dense"), strict=True)]
+    assert 0.3 < min(lost) < 0.34 < 0.65 < max(lost) < 0.67
     assert (*both("mean:32"), *both("delta:64+1024/16")) == (25, 25, 25, 26)
     assert both("oracle:32") == both("bounds:32") == both("dense")
     assert tuple(d - b for d, b in zip(both("dense"), both("bounds:16"), strict=True)) == (14, 9)  # lost 14 and 10, gained 0 and 1
