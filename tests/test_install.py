@@ -20,8 +20,13 @@ def copy_project(source: Path) -> None:
     source.mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for folder in (*FOLDERS, "imports"):
-        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for folder in FOLDERS:
+        links = ("models", "serving") if folder == "kvjax" else ()
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", *links))
+    # Links are made anew: under Bazel every file is one. test_house.py compares those of the repository.
+    (source / "imports").mkdir()
+    for link in ("imports/kvjax", "imports/pallas_kernels", "kvjax/models", "kvjax/serving"):
+        (source / link).symlink_to(Path("..") / Path(link).name)
 
 
 @pytest.fixture(scope="module")
