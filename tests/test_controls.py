@@ -62,14 +62,14 @@ def test_the_window_fails_echo_in_every_cell_that_is_not_marked_invalid():
     """And in none is it marked for facts: dense does well at each length."""
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("h200/prefill-echo*.json")]
     cells = [(run, cell) for run in runs for cell in run["cells"]]
-    assert {cell["length"] for _, cell in cells} >= {8192, 16384}
+    assert {cell["length"] for _, cell in cells} == {8192, 16384, 32768}
     for run, cell in cells:
         assert (cell["facts_invalid"], cell["prompts"], run["failed"]) == ([], cell["of"], {})
         rows = {row["policy"]: row for row in run["rows"] if row["length"] == cell["length"]}
         assert {row["facts"] for row in rows.values()} == {400}
         assert rows["dense"]["share"]["value"] >= 0.9
         assert rows["window:64+1024"]["hits"] <= 0.5 * rows["dense"]["hits"]
-        assert set(rows["window:64+1024"]["hits_of_prompts"]) == {1}  # the fact that its sinks hold
+        assert set(rows["window:64+1024"]["hits_of_prompts"]) <= {0, 1}  # the fact that its sinks hold
         # The noise floor is no copy of dense, and loses nothing.
         assert 0 < rows["dense again"]["kl"]["value"] < 0.01
         assert abs(rows["dense again"]["against_dense"]["difference"]["value"]) <= 0.01
@@ -96,6 +96,9 @@ def test_what_is_said_of_echo_is_what_was_measured():
     assert (*both("mean:32"), *both("delta:64+1024/16")) == (25, 25, 25, 26)
     assert both("oracle:32") == both("bounds:32") == both("dense")
     assert tuple(d - b for d, b in zip(both("dense"), both("bounds:16"), strict=True)) == (14, 9)  # lost 14 and 10, gained 0 and 1
+    long = {row["policy"]: row["hits"] for row in result("h200/prefill-echo-32768")["rows"]}
+    said = "dense predicts {}, `momo:32/8` predicts {}, `momo:64/8` {}, `bounds:32` {}, `bounds:16` {} and `oracle:32` {}."
+    assert said.format(*(long[name] for name in ("dense", "momo:32/8", "momo:64/8", "bounds:32", "bounds:16", "oracle:32"))) in text
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert (
         "`momo:64/8` predicts {}, dense {} and `bounds:32` {}".format(*(both(n)[1] for n in ("momo:64/8", "dense", "bounds:32"))) in readme
@@ -109,7 +112,12 @@ def test_needles_after_a_sparse_prefill_say_what_they_cannot_show():
         found = result(f"h200/sparse-prefill-needles-{length}")
         for pair, other in zip(found["pairs"], found["other_prefills"], strict=True):
             assert pair["prefill"] == other["prefill"]
-            if pair["prefill"].startswith("window"):  # if it failed here, needles would show something after all
+            if pair["prefill"] == "window:64+1024":
+                hits = {other["prefill"]: other["results"][0]["hits"] for other in found["other_prefills"]}
+                said = "still finds {} of 400 needles at 32K, against {} after dense prefill and {} after `momo:64/8`"
+                assert (
+                    said.format(hits["window:64+1024"], found["results"][0]["hits"], hits["momo:64/8"]) in prefill_text()
+                )  # if it failed here, needles would show something after all
                 assert other["results"][0]["hits"] > 0.9 * found["results"][0]["hits"]
 
 
