@@ -68,6 +68,7 @@ class World:
             "extend, all logits": lambda a, b: engine.extend(a, [3] * 60, all_logits=True),
             "decode": lambda a, b: engine.decode([a, b], [1, 2]),
             "decode densely": lambda a, b: engine.decode([b], [2], "dense"),
+            "inspect": lambda a, b: engine.inspect([a], [1]),
             "decode_and_sample": lambda a, b: engine.decode_and_sample([a, b], np.zeros(2, np.int32), rows),
             "fork": lambda a, b: engine.fork(a),
             "truncate": lambda a, b: engine.truncate(a, 33),
