@@ -23,7 +23,7 @@ def test_tables_are_what_the_results_make(name):
 
 def test_tables_of_prefill_are_what_the_results_make():
     """After new measurements: the command at the top of docs/prefill.md."""
-    runs = report.load(RESULTS.parent.glob("*/*prefill*.json"))
+    runs = report.load(file for pattern in ("*/*prefill*.json", "*/block-mass.json") for file in RESULTS.parent.glob(pattern))
     text = (ROOT / "docs" / "prefill.md").read_text(encoding="utf-8")
     assert "<!-- bench:prefill-steps -->" in text
     assert report.rendered(text, runs) == text
@@ -301,3 +301,12 @@ def test_a_wrong_figure_is_noticed():
     text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     start = text.index("| 1 | 8K |")
     assert report.rendered(text[:start] + "| 1 | 9K |" + text[start + 10 :], RUNS) == text
+
+
+def test_what_is_said_about_the_attention_mass_is_what_was_measured():
+    shares = {row["last"] or 0: [] for row in measured("block-mass")}
+    for row in measured("block-mass"):
+        shares[row["last"] or 0].append(row["times_dense"])
+    all_queries = f"{min(shares[0]):.2f} to {max(shares[0]):.2f} of the dense attention beside it"
+    assert f"That costs {all_queries}, and {max(shares[64]):.2f} where only the last 64" in prefill_text()
+    assert all(row["same_bits"] and row["error"] < 1e-5 for row in measured("block-mass"))

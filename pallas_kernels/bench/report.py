@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pallas_kernels.bench import echo_report, pictures, prefill_report, prefill_targets, top_k_report
+from pallas_kernels.bench import echo_report, mass_bench, pictures, prefill_report, prefill_targets, top_k_report
 from pallas_kernels.bench.formats import markdown, span, tokens_text
 from pallas_kernels.bench.formats import table as terminal_table
 
@@ -179,6 +179,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
 
     needles = [run for run in runs if run["bench"].startswith("sparse-prefill-needles")]
     echoes = [run for run in runs if run["bench"] == "prefill-echo"]
+    masses = [run for run in runs if run["bench"] == "block-mass"]
     of_top_k = {name: sourced(*made) for name, made in top_k_report.parts(runs).items()}
 
     def targets() -> str:
@@ -199,6 +200,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "prefill-time": of(prefills, prefill_report.time_table),
         "prefill-split": of(prefills, prefill_report.split_table),
         "prefill-measures": of(measures, prefill_report.measures_table),
+        "block-mass": sourced(masses, lambda: mass_bench.table([row for run in masses for row in run["rows"]])),
         "prefill-needles": sourced(needles, lambda: echo_report.needles_table(needles)),
         "prefill-echo": sourced(echoes, lambda: echo_report.echo_table(echoes)),
     }
