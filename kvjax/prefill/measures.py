@@ -17,11 +17,13 @@ from jaxtyping import Array, Float
 
 from kvjax.cache.types import PagedKV
 from kvjax.engine import Engine
+from kvjax.fidelity.statistics import mean_over_blocks
 from kvjax.model import Model
 from kvjax.prefill.base import PrefillContext, PrefillPolicy, indexes_of
 from kvjax.prefill.dense import DensePrefill
 from kvjax.prefill.lists import TileLists, covered_tokens, sorted_lists
 from kvjax.prefill.measure_once import MeasureOnceMaskOnce
+from kvjax.prefill.missed import sample_every, sampled_miss
 from kvjax.prefill.oracle_blocks import OracleBlocks
 from kvjax.prefill.sink_window import SinkWindow
 from pallas_kernels import dispatch
@@ -149,19 +151,55 @@ def check_measurable(policies: Iterable[PrefillPolicy]) -> None:
             raise ValueError(f"{policy} gives tiles of queries no lists and no window, so there is nothing to measure")
 
 
-def measure_recorded(recorded: RecordedPrefill, policy: TileLists | SinkWindow) -> list[dict[str, Any]]:
-    """Rows of a policy, one per layer, in order; see `measure_prefill`."""
+def measure_recorded(
+    recorded: RecordedPrefill, policy: TileLists | SinkWindow, *, by_head: bool = False, seed: int = 0
+) -> list[dict[str, Any]]:
+    """Rows of a policy, one per layer, in order; see `measure_prefill`. seed: of the queries that `missed` is sampled from."""
     check_measurable([policy])
-    compare, sums = (_compare_window if isinstance(policy, SinkWindow) else _compare)(policy), {}
+    windowed, sums, lists = isinstance(policy, SinkWindow), {}, []
+    compare = (_compare_window if windowed else _compare)(policy)
     with dispatch.listening() as path:
         for number, query, place in recorded.chunks:
             ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
             k, v = map(jnp.asarray, recorded.pools[number])
             layer = PagedKV(k, v, {x.name: page_index(k, kind=x.kind, block_size=x.block_size) for x in indexes_of(policy)})
-            found = np.asarray(compare(jnp.asarray(query), layer, ctx), np.float64)
-            sums[number] = sums.get(number, 0) + found
-    row = _window_row if isinstance(policy, SinkWindow) else _row
-    return [row(number, policy, recorded.tokens, sums[number]) | {"path": dict(path)} for number in sorted(sums)]
+            found = compare(jnp.asarray(query), layer, ctx)
+            found, blocks = (found, None) if windowed else found
+            sums[number] = sums.get(number, 0) + np.asarray(found, np.float64)
+            lists.append(blocks)
+    row = _window_row if windowed else _row
+    rows = [row(number, policy, recorded.tokens, sums[number]) | {"path": dict(path)} for number in sorted(sums)]
+    if windowed:
+        return rows
+    return [row | _missed(recorded, policy, lists, row["layer"], row["listed"], by_head=by_head, seed=seed) for row in rows]
+
+
+def _missed(recorded: RecordedPrefill, policy: TileLists, lists: Sequence[Array], number: int, listed: float, *, by_head: bool, seed: int):
+    """Fields of a row: what a layer's lists miss, from sampled queries of those that the row counts."""
+    read = policy.sink_tokens + policy.window_tokens + round(listed * policy.key_block)
+    every = sample_every(recorded.tokens, read)
+    miss = jax.jit(lambda query, layer, ctx, blocks: sampled_miss(policy, query, layer, ctx, every=every, seed=seed, blocks=blocks))
+    shares = []
+    for (layer_number, query, place), blocks in zip(recorded.chunks, lists, strict=True):
+        if layer_number == number:
+            ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
+            layer = PagedKV(*map(jnp.asarray, recorded.pools[number]), {})
+            missed, positions, counts = map(np.asarray, miss(query, layer, ctx, blocks))
+            shares.append(missed[counts & (positions >= _counted_from(policy, blocks.shape[3]))])
+    of_queries = np.concatenate(shares).astype(np.float64)
+    fields = {"missed": _interval(of_queries.mean(1)), "sampled": len(of_queries), "sampled_every": every}
+    return fields | ({"missed_by_head": [_interval(of_head) for of_head in of_queries.T]} if by_head else {})
+
+
+def _interval(of_queries: np.ndarray) -> dict[str, float] | None:
+    """Mean and 95% bootstrap interval over sampled queries; None for fewer than two."""
+    return dataclasses.asdict(mean_over_blocks(of_queries)) if len(of_queries) > 1 else None
+
+
+def _counted_from(policy: TileLists, width: int) -> int:
+    """The first position whose candidates do not all fit into lists of `width` blocks, or of the policy's `k`."""
+    blocks = min(getattr(policy, "k", width), width)
+    return covered_tokens(blocks, policy.key_block, policy.sink_tokens, policy.window_tokens)
 
 
 def measure_prefill(
@@ -171,6 +209,7 @@ def measure_prefill(
     *,
     chunk: int = 2048,
     page_size: int = 128,
+    by_head: bool = False,
 ) -> list[dict[str, Any]]:
     """Rows, one per layer and policy, of a prompt of `tokens`.
 
@@ -181,6 +220,10 @@ def measure_prefill(
     but without delta correction; error_with_delta: with it, None where a policy has none. error_between and error_between_with_delta: the
     same over those queries alone that are not exact after correction anyway. queries: how many of them. sparsity: equation 9's. path: the
     implementation of each op.
+
+    missed: 1 - captured, estimated without bias from `sampled` random queries, one of `sampled_every` (`kvjax.prefill.missed`): value, low
+    and high, the ends of a 95% bootstrap interval over the queries; None where fewer than two were drawn. missed_by_head: the same of each
+    query head, if by_head.
 
     captured_by_rows and of_oracle_by_rows, of `MeasureOnceMaskOnce`: what the measured queries capture with the blocks that they selected
     themselves, and that as a share of what their own k best capture, over the rows with more than k candidates (`captured_by_rows`).
@@ -193,7 +236,7 @@ def measure_prefill(
     policies = tuple(policies)
     check_measurable(policies)
     recorded = record_prefill(model, tokens, chunk=chunk, page_size=page_size)
-    of_policies = [measure_recorded(recorded, policy) for policy in policies]
+    of_policies = [measure_recorded(recorded, policy, by_head=by_head) for policy in policies]
     return [row for of_layer in zip(*of_policies, strict=True) for row in of_layer]
 
 
@@ -204,8 +247,8 @@ ERRORS = ("queries", "error", "error_with_delta")
 
 
 def _compare(policy: TileLists):
-    """(query, layer, ctx) -> sums of `FIGURES` over the queries that count, of `BETWEEN` over those not measured exactly, of `ROWS` over
-    the measured ones with more candidates than places; jitted."""
+    """(query, layer, ctx) -> (sums of `FIGURES` over the queries that count, of `BETWEEN` over those not measured exactly, of `ROWS` over
+    the measured ones with more candidates than places; the lists), jitted."""
 
     @jax.jit
     def compare(query, layer, ctx):
@@ -226,13 +269,13 @@ def _compare(policy: TileLists):
         ones = jnp.ones_like(lse)
         figures = (ones, jnp.exp(sparse_lse - lse), jnp.exp(best_lse - lse), listed, *errors)
         position = ctx.starts[:, None] + jnp.arange(query.shape[1])
-        counts = (position < ctx.lengths[:, None]) & (position >= oracle.dense_tokens)
+        counts = (position < ctx.lengths[:, None]) & (position >= _counted_from(policy, width))
         over = [(counts, figure) for figure in figures] + [(counts & between, figure) for figure in (ones, *errors)]
         if corrects:
             longer = position >= covered_tokens(policy.k, policy.key_block, policy.sink_tokens, policy.row_window)
             longer = (longer & (position < ctx.lengths[:, None]))[:, :: policy.gamma]
             over += [(longer, figure) for figure in (ones[:, :: policy.gamma], *captured_by_rows(policy, query, layer, ctx, lse))]
-        return _summed(over)
+        return _summed(over), blocks
 
     return compare
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
-from pallas_kernels.bench.formats import markdown, tokens_text
+from pallas_kernels.bench.formats import estimate, markdown, tokens_text
 
 Row = dict[str, Any]
 OP_COLUMNS = ("op", "shape", "tokens", "policy", "path", "ms", "TFLOP/s", "of peak", "TB/s")
@@ -20,6 +20,8 @@ MEASURES_COLUMNS = ("model", "tokens", "policy", "blocks", "captured", "of the o
 MEASURES_COLUMNS += ("between: error", "with delta", "sparsity")
 BY_ROWS = "rows: of their oracle's"
 """One more column where any run has measured it."""
+MISSED = "missed, sampled"
+"""Another: beside each figure what was sampled, with the interval of the worst layer."""
 STEPS = ("query-sparse", "union", "block-sparse", "delta", "sparse")
 
 
@@ -104,6 +106,7 @@ def measures_table(rows: Sequence[Row]) -> str:
     lines = []
     rows = [row for row in rows if "captured" in row]
     with_rows = any(row.get("of_oracle_by_rows") is not None for row in rows)
+    with_missed = any(row.get("missed") is not None for row in rows)
     names = _short_names(dict.fromkeys(row["policy"] for row in rows))
     places = dict.fromkeys((row["shape"], row["tokens"], row["policy"]) for row in rows)
     for shape, tokens, policy in sorted(places, key=lambda place: place[:2]):
@@ -114,8 +117,19 @@ def measures_table(rows: Sequence[Row]) -> str:
         blocks = f"{sum(listed) / len(listed):.1f}" if listed else ""
         by_rows = [row["of_oracle_by_rows"] for row in here if row.get("of_oracle_by_rows") is not None]
         more = (_mean_and_worst(by_rows, min),) if with_rows else ()
-        lines.append((shape, tokens_text(tokens), names[policy], blocks, *cells, sparsity, *more))
-    return markdown(MEASURES_COLUMNS + (BY_ROWS,) * with_rows, lines)
+        captured, *cells = cells
+        missed = (_missed([row["missed"] for row in here if row.get("missed") is not None]),) if with_missed else ()
+        lines.append((shape, tokens_text(tokens), names[policy], blocks, captured, *missed, *cells, sparsity, *more))
+    at = MEASURES_COLUMNS.index("captured") + 1
+    return markdown(MEASURES_COLUMNS[:at] + (MISSED,) * with_missed + MEASURES_COLUMNS[at:] + (BY_ROWS,) * with_rows, lines)
+
+
+def _missed(layers: Sequence[dict[str, float]]) -> str:
+    """The mean of the layers, and the worst layer with its interval."""
+    if not layers:
+        return ""
+    worst = max(layers, key=itemgetter("value"))
+    return f"{sum(layer['value'] for layer in layers) / len(layers):.4f} ({estimate(worst, '.4f')})"
 
 
 def _short_names(policies: Iterable[str]) -> dict[str, str]:

@@ -2,13 +2,18 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from kvjax.cache import PagedKV
-from kvjax.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, PrefillContext, SinkWindow, measures
+from kvjax.fidelity.statistics import mean_over_blocks
+from kvjax.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, PrefillContext, SinkWindow, measures, missed
 from kvjax.prefill.measures import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
+from kvjax.prefill.missed import drawn_positions, sample_every, sampled_miss
+from pallas_kernels.bench import prefill_report
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 
@@ -173,3 +178,101 @@ def test_ablation_varies_one_thing_at_a_time():
     together = {("gamma", "chi"), ("k", "k_trim"), ("k", "k_exact", "k_trim")}
     assert changed == {(), ("gamma",), ("chi",), ("k_exact",), ("k_trim",), ("rank",), ("estimate",), ("delta",)} | together
     assert any(variant.k_exact == variant.k for variant in variants)
+
+
+# What was missed, sampled.
+
+
+def sampled_means(policy, written, seeds, every):
+    """`[seeds, R, H]`: what the drawn queries miss, of every seed, and their positions."""
+    query, layer, ctx = written
+    lists = policy.lists(query, layer, ctx)
+    one = jax.jit(lambda seed: sampled_miss(policy, query, layer, ctx, every=every, seed=seed, blocks=lists))
+    missed, positions, counts = map(np.stack, zip(*map(one, range(seeds)), strict=True))
+    assert counts[:, 0, :-1].all()
+    assert not counts[:, 0, -1].any(), "the run behind the chunk"
+    return missed[:, 0, :-1].astype(np.float64), positions[:, 0, :-1]
+
+
+@pytest.fixture(scope="module")
+def uneven():
+    """512 queries behind 512 tokens, of which every 16th is four times as sharp as the others: it sees less far."""
+    rng = np.random.default_rng(5)
+    q, k, v = rng.standard_normal((1, 512, 2, 8)), rng.standard_normal((64, 1, 16, 8)), rng.standard_normal((64, 1, 16, 8))
+    q[:, ::16] *= 4
+    layer = PagedKV(jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32), {})
+    place = (jnp.asarray(x, jnp.int32) for x in (np.arange(64)[None], [512], [1024]))
+    return jnp.asarray(q, jnp.float32), layer, PrefillContext(*place, layer=0, sm_scale=0.5)
+
+
+def held_by_interval(figures, whole):
+    """How many of the rows' intervals hold the whole figure."""
+    return np.mean([whole in mean_over_blocks(of_seed) for of_seed in figures])
+
+
+@pytest.mark.parametrize("bias", ["none", "grid", "lists"])
+def test_sampled_miss_agrees_with_the_whole(uneven, monkeypatch, bias):
+    """Its 95% interval holds what all queries miss for about 95% of seeds, and its mean over seeds is it. Drawn from a fixed grid, or
+    by shorter lists, it fails both."""
+    policy, every = OracleBlocks(k=12, **SIZES), 16
+    if bias == "grid":
+        grid = lambda starts, count, every, seed: starts[:, None] + jnp.arange(0, count + 1, every)  # noqa: E731
+        monkeypatch.setattr(missed, "drawn_positions", grid)
+    if bias == "lists":
+        share = missed.missed_share
+        monkeypatch.setattr(missed, "missed_share", lambda found, blocks, *place: share(found, blocks.at[..., ::4].set(-1), *place))
+    whole = 1 - np.asarray(captured_mass(policy, *uneven), np.float64).mean()
+    found, _ = sampled_means(policy, uneven, 60, every)
+    of_queries = found.mean(2)
+    held = held_by_interval(of_queries, whole)
+    off = abs(of_queries.mean() - whole) / (of_queries.mean(1).std(ddof=1) / 60**0.5 + 1e-9)
+    assert (held >= 0.9) == (bias == "none"), held
+    assert (off < 3.5) == (bias == "none"), off
+
+
+def test_sampled_shares_are_those_of_their_queries(uneven):
+    """Query by query what `captured_mass` leaves, over sorted lists that end in -1 too."""
+    for policy in (OracleBlocks(k=12, **SIZES), MOMO):
+        found, positions = sampled_means(policy, uneven, 2, 8)
+        whole = 1 - np.asarray(captured_mass(policy, *uneven))[0]
+        for of_seed, at in zip(found, positions, strict=True):
+            np.testing.assert_allclose(of_seed, whole[at - 512], atol=2e-5)
+        assert (positions[0] != positions[1]).any()
+
+
+def test_draws_depend_on_no_cut():
+    """One of every run of positions, whatever chunk holds it; each position of a run is drawn equally often."""
+    whole = np.asarray(drawn_positions(jnp.array([0]), 512, 16, 7))[0, :-1]
+    assert (whole // 16 == np.arange(32)).all()
+    for starts, size in (((0, 128, 256, 384), 128), ((0, 200, 400), 200)):
+        parts = [np.asarray(drawn_positions(jnp.array([at]), size, 16, 7))[0] for at in starts]
+        inside = [part[(part >= at) & (part < min(at + size, 512))] for at, part in zip(starts, parts, strict=True)]
+        assert np.concatenate(inside).tolist() == whole.tolist()
+    offsets = np.asarray(drawn_positions(jnp.array([0]), 16 * 512, 16, 1))[0] % 16
+    assert stats.chisquare(np.bincount(offsets, minlength=16)).pvalue > 1e-3
+    with pytest.raises(ValueError, match="every must be at least 1 query, got 0"):
+        drawn_positions(jnp.array([0]), 16, 0, 1)
+
+
+@pytest.mark.parametrize(("tokens", "read", "every"), [(8192, 5248, 8), (32768, 5248, 32), (2**20, 5248, 1024), (1024, 5248, 1)])
+def test_sampling_costs_five_percent_at_most(tokens, read, every):
+    """In operations: half a product with half the keys, against two products with what lists hold."""
+    assert sample_every(tokens, read) == every
+    assert (tokens / 2 * 2) / every <= 0.05 * read * 4
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        sample_every(0, read)
+
+
+def test_rows_say_what_was_missed(model, text, rows):
+    """Beside what was captured, over the same queries; by head on request."""
+    for row in rows:
+        low, high = row["missed"]["low"], row["missed"]["high"]
+        assert low < row["missed"]["value"] < high
+        assert low - (high - low) < 1 - row["captured"] < high + (high - low)
+        assert row["sampled"] == pytest.approx(row["queries"] / model.config.num_heads / row["sampled_every"], abs=2)
+        assert "missed_by_head" not in row
+    row = measure_prefill(model, text[:160], POLICIES[1:2], chunk=32, page_size=16, by_head=True)[0]
+    assert len(row["missed_by_head"]) == model.config.num_heads
+    assert np.mean([head["value"] for head in row["missed_by_head"]]) == pytest.approx(row["missed"]["value"])
+    table = prefill_report.measures_table([row | {"shape": "m"} for row in rows])
+    assert "| captured | missed, sampled |" in table
