@@ -168,7 +168,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 
 def test_the_command_refuses_what_it_cannot_do():
-    for changed in ({"dtype": "int8"}, {"layers": 0}):
+    for changed in ({"dtype": "int8"}, {"policies": "nonsense"}):  # what options refuse by themselves: test_bad_command_lines.py
         fields = {"shape": "tiny", "lengths": "1k", "policies": "dense", "batch": 1, "steps": 2, "rounds": 1, "dtype": "float32"} | changed
         with pytest.raises(typer.BadParameter):
             bench_cli.decode_command(**({"layers": None, "json_out": None} | fields))
