@@ -79,6 +79,15 @@ def prefill_command(
     ops: Annotated[
         bool, typer.Option("--ops", help="Time the attention of one layer and its steps instead, beside other people's dense kernels.")
     ] = False,
+    baselines: Annotated[
+        bool | None,
+        typer.Option(
+            "--baselines/--no-baselines",
+            help="With --ops: other people's dense kernels too, and ours over contiguous keys; they take most of the time of long prompts. "
+            "[default: --baselines]",
+            show_default=False,
+        ),
+    ] = None,
     measures: Annotated[
         bool, typer.Option("--measures", help="Measure instead what lists capture and how far outputs are off; needs a real model.")
     ] = False,
@@ -95,6 +104,8 @@ def prefill_command(
         raise typer.BadParameter("--ops and --measures exclude each other", param_hint="--measures")
     if (ablate or text) and not measures:
         raise typer.BadParameter("belongs to --measures", param_hint="--ablate" if ablate else "--text")
+    if baselines is not None and not ops:
+        raise typer.BadParameter("belongs to --ops", param_hint="--baselines")
     form = "--measures" if measures else "--ops" if ops else None
     unused = {"--rounds": rounds, "--layers": layers} | ({"--chunk": chunk} if ops else {})
     for option, value in unused.items():
@@ -105,7 +116,7 @@ def prefill_command(
         if measures:
             run = prefill_cli.measures_run(shape, lengths, policies, dtype, ablate=ablate, files=text or (), **given)
         elif ops:
-            run = prefill_cli.ops_run(shape, lengths, policies, dtype or "bfloat16")
+            run = prefill_cli.ops_run(shape, lengths, policies, dtype or "bfloat16", baselines=baselines is not False)
         else:
             given |= {} if rounds is None else {"rounds": rounds}
             run = prefill_cli.time_run(shape, lengths, policies, dtype or "bfloat16", layers=layers, **given)

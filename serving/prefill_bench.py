@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import FULL, Cache, empty_layer
+from kvjax.cache import FULL, Cache, bytes_per_page, empty_layer
 from kvjax.cache.tables import table_width
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.prefill import PrefillPolicy, name_of, parse_prefill
+from kvjax.prefill import PrefillPolicy, indexes_of, name_of, parse_prefill
 from kvjax.serving.decode_bench import MEMORY_SHARE, PAGE_SIZE, pages_of, random_params
 from kvjax.steps import prefill_step
 from pallas_kernels import dispatch
@@ -36,6 +36,7 @@ PROFILED_CHUNKS = 4
 PARTS = (
     ("dense attention", re.compile(r"^flash_attention_kernel|cudnn|fmha", re.IGNORECASE)),
     ("query-sparse attention", re.compile(r"^query_sparse_attention_kernel")),
+    ("select", re.compile(r"^select_tiles_kernel|^top_k_kernel")),
     ("union", re.compile(r"sort|union_blocks", re.IGNORECASE)),
     ("block-sparse attention", re.compile(r"^block_sparse_attention_kernel")),
     ("append", re.compile(r"append|scatter")),  # XLA's is two scatters
@@ -70,21 +71,21 @@ def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
     return tuple(dict.fromkeys(parse_prefill(name) for name in text.split(",")))
 
 
-def empty_cache(plan: PrefillPlan, length: int) -> Cache:
-    """Room for one sequence of `length` tokens, its pages in random order."""
+def empty_cache(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> Cache:
+    """Room for one sequence of `length` tokens, its pages in random order, and what the policy scans instead of them."""
     config, pages = plan.config, pages_of(length)
     table = np.full((1, table_width(pages_of(length))), -1, np.int32)
     table[0, :pages] = np.random.default_rng(length).permutation(np.arange(1, pages + 1, dtype=np.int32))
     sizes = (pool_pages(pages), config.num_kv_heads, PAGE_SIZE, config.head_dim)
-    layers = tuple(empty_layer(*sizes, jnp.dtype(plan.dtype), ()) for _ in range(config.num_layers))
+    layers = tuple(empty_layer(*sizes, jnp.dtype(plan.dtype), indexes_of(policy)) for _ in range(config.num_layers))
     return jax.block_until_ready(Cache(layers, {FULL: jnp.asarray(table)}, jnp.zeros(1, jnp.int32)))
 
 
-def held_bytes(plan: PrefillPlan, length: int, params: Params) -> int:
-    """Bytes of weights and cache."""
+def held_bytes(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Params) -> int:
+    """Bytes of weights and cache, the policy's indexes included."""
     config = plan.config
-    elements = 2 * pool_pages(pages_of(length)) * config.num_kv_heads * PAGE_SIZE * config.head_dim * config.num_layers
-    return elements * jnp.dtype(plan.dtype).itemsize + sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    page = bytes_per_page(config.num_kv_heads, PAGE_SIZE, config.head_dim, jnp.dtype(plan.dtype), indexes_of(policy))
+    return page * pool_pages(pages_of(length)) * config.num_layers + sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 def run_prefill_plan(plan: PrefillPlan, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
@@ -92,9 +93,10 @@ def run_prefill_plan(plan: PrefillPlan, on_progress: Callable[[str], None] = lam
     on_progress("weights")
     params = random_params(plan.config, plan.dtype)
     for length in plan.lengths:
-        needed, there = held_bytes(plan, length, params), memory_bytes()
+        there = memory_bytes()
         for policy in plan.policies:
             gc.collect()
+            needed = held_bytes(plan, length, policy, params)
             fields = _fields(plan, length, policy)
             if needed > MEMORY_SHARE * there:
                 reason = f"weights and cache need {needed / 2**30:.1f} GiB, arrays may take {MEMORY_SHARE * there / 2**30:.1f}"
@@ -108,11 +110,11 @@ def run_prefill_plan(plan: PrefillPlan, on_progress: Callable[[str], None] = lam
 
 
 def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Params) -> dict[str, Any]:
-    kept = [empty_cache(plan, length)]
+    kept = [empty_cache(plan, length, policy)]
     chunks = _chunks(plan, length)
     started = time.perf_counter()
     with dispatch.listening() as path:
-        lowered = prefill_step.lower(TransformerDecoder(plan.config), policy, (), params, kept[0], *chunks[0][1:])
+        lowered = prefill_step.lower(TransformerDecoder(plan.config), policy, indexes_of(policy), params, kept[0], *chunks[0][1:])
     step = lowered.compile()
     compile_s = time.perf_counter() - started
 

@@ -1,17 +1,18 @@
-"""`kvjax bench prefill --ops`: the attention of one layer over a whole prompt, dense and sparse, and the steps of the sparse one.
+"""`kvjax bench prefill --ops`: the attention of one layer over a whole prompt, dense and sparse, and the steps of the sparse ones.
 
 A name is `op/shape/tokens/b1/policy`:
 
 baseline      dense attention over contiguous keys by somebody else's kernel; the policy is its name
 dense         flash_attention, over pages in random order ("paged") or in order ("contiguous")
-query-sparse  query_sparse_attention: selection included
-union         its scores turned into what lists are ranked by, and union_blocks
+query-sparse  query_sparse_attention: selection included (momo)
+union         its scores turned into what lists are ranked by, and union_blocks (momo)
+select        select_tiles (bounds)
 block-sparse  block_sparse_attention over what that gave
-delta         the correction, damping included
-sparse        the four as one program: what the policy does to a layer
+delta         the correction, damping included (momo)
+sparse        all of that as one program: what the policy does to a layer; of policies not named here this alone
 
-Errors are against float32 attention of a few queries, worked out apart. Times are device times where there is a GPU (see
-`pallas_kernels.bench.timing`).
+Errors are against float32 attention of a few queries, worked out apart; of `select`, the greatest share of what a tile may pay its best
+list that its own list lacks. Times are device times where there is a GPU (see `pallas_kernels.bench.timing`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import dataclasses
 import functools
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,15 +30,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kvjax.cache import PagedKV
-from kvjax.prefill import MeasureOnceMaskOnce, PrefillContext
+from kvjax.prefill import BoundsBlocks, MeasureOnceMaskOnce, PrefillContext, PrefillPolicy, indexes_of
+from kvjax.prefill.lists import TileLists
 from pallas_kernels import dispatch
 from pallas_kernels.bench import torch_sdpa
 from pallas_kernels.bench.cases import PAGE_SIZE, SHAPES, Shape
 from pallas_kernels.bench.checks import row_error
 from pallas_kernels.bench.inputs import QUERY_SCALE, pool_pages, random_pages
 from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timing, record
-from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.page_index import page_index
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 
 SAMPLES = 8
@@ -73,6 +75,12 @@ class Prompt:
         """T."""
         return self.q.shape[1]
 
+    def indexed(self, policy: PrefillPolicy) -> PagedKV:
+        """The pools with the indexes that a policy scans."""
+        kinds = {spec.name: (spec.kind, spec.block_size) for spec in indexes_of(policy)}
+        index = {name: page_index(self.layer.k, kind=kind, block_size=size) for name, (kind, size) in kinds.items()}
+        return jax.block_until_ready(self.layer.replace(index=index))
+
 
 def make_prompt(shape: str, tokens: int, dtype: str = "bfloat16") -> Prompt:
     """Random queries, keys and values of `tokens` tokens, a multiple of the page size."""
@@ -100,16 +108,20 @@ def peak_flops(dtype: str = "bfloat16") -> dict[str, Any]:
 def op_rows(
     shape: str,
     tokens: int,
-    policy: MeasureOnceMaskOnce,
+    policies: Sequence[PrefillPolicy],
     peak: float,
     *,
     dtype: str = "bfloat16",
+    baselines: bool = True,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one prompt: baselines, dense, the steps of the policy, the whole of it; with the speed-up over the fastest dense one."""
+    """Rows of one prompt: baselines, dense, and of each policy the steps and the whole; with the speed-up over the fastest dense one.
+
+    baselines: without, dense attention over pages in random order is the only dense one. A policy that breaks has a row that says so."""
     prompt = make_prompt(shape, tokens, dtype)
-    rows = []
-    for measured in (_baselines, _torch_baselines, _dense, functools.partial(_sparse, policy)):
+    rows: list[dict[str, Any]] = []
+    dense_ones = (_baselines, _torch_baselines, _dense) if baselines else (functools.partial(_dense, layouts=("paged",)),)
+    for measured in (*dense_ones, *(functools.partial(_unless_it_breaks, policy) for policy in policies)):
         for row in measured(prompt, on_progress):
             row |= _rates(row, peak)
             rows.append(row)
@@ -163,56 +175,94 @@ def _torch_baselines(prompt: Prompt, on_progress: Callable) -> Iterator[dict[str
         yield row | {"path": {f"torch {answer['torch']}": backend}, "flops": _dense_flops(prompt)} | timing.figures()
 
 
-def _dense(prompt: Prompt, on_progress: Callable) -> Iterator[dict[str, Any]]:
+def _dense(prompt: Prompt, on_progress: Callable, layouts: Sequence[str] = ("paged", "contiguous")) -> Iterator[dict[str, Any]]:
     in_order = prompt.ctx.replace(page_table=jnp.arange(prompt.ctx.page_table.shape[1], dtype=jnp.int32)[None])
-    for name, layer, ctx in (("paged", prompt.layer, prompt.ctx), ("contiguous", prompt.in_order, in_order)):
+    places = {"paged": (prompt.layer, prompt.ctx), "contiguous": (prompt.in_order, in_order)}
+    for name in layouts:
+        layer, ctx = places[name]
         on_progress(f"{prompt.tokens:,} tokens: dense, {name}")
         op = functools.partial(flash_attention, sm_scale=ctx.sm_scale)
         row, (out, _) = _timed(prompt, "dense", name, op, prompt.q, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
         yield row | {"error": _dense_error(prompt, out, _samples(prompt, 1)), "flops": _dense_flops(prompt)}
 
 
-def _sparse(p: MeasureOnceMaskOnce, prompt: Prompt, on_progress: Callable) -> Iterator[dict[str, Any]]:
-    name, sizes, ctx = str(p), prompt.sizes, prompt.ctx
-    pages = (prompt.layer.k, prompt.layer.v, ctx.page_table, ctx.starts, ctx.lengths)
-    samples = _samples(prompt, p.gamma)
-    per_key = 4 * sizes.num_heads * sizes.head_dim
+def _unless_it_breaks(policy: PrefillPolicy, prompt: Prompt, on_progress: Callable) -> Iterator[dict[str, Any]]:
+    try:
+        yield from _sparse(policy, prompt, on_progress)
+    except Exception as error:  # no reason to lose the other policies
+        failed = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+        yield _fields(prompt, "sparse", str(policy)) | {"failed": failed}
 
-    on_progress(f"{prompt.tokens:,} tokens: the steps of {name}")
+
+def _sparse(p: PrefillPolicy, prompt: Prompt, on_progress: Callable) -> Iterator[dict[str, Any]]:
+    """The steps of a policy that `LISTINGS` has, and the whole of any."""
+    name, layer, listing = str(p), prompt.indexed(p), LISTINGS.get(type(p))
+    attend = p.attend if listing is None else p.attend_sparse
+    if listing is not None:
+        on_progress(f"{prompt.tokens:,} tokens: the steps of {name}")
+        blocks, checked, correct = yield from listing(p, prompt, layer)
+        row, sparse = _timed(prompt, "block-sparse", name, p.attend_listed, blocks, prompt.q, layer, prompt.ctx)
+        yield row | _read(prompt, p, blocks) | {"error": _sparse_error(prompt, p, sparse, blocks)}
+        yield from correct(sparse)
+        del sparse, blocks, correct
+
+    on_progress(f"{prompt.tokens:,} tokens: {name}")
+    row, out = _timed(prompt, "sparse", name, lambda q, layer, ctx: attend(q, layer, ctx), prompt.q, layer, prompt.ctx)
+    yield row | {"flops": None} | ({} if listing is None else checked(out))
+
+
+Listing = Generator[dict[str, Any], None, tuple[Array, Callable[[Array], dict[str, float]], Callable[[Array], Iterator[dict[str, Any]]]]]
+"""Yields the rows of the steps that make lists; returns the lists, what checks the output of the whole policy, and the rows of what is done
+to the output of attention over the lists."""
+
+
+def _measured_lists(p: MeasureOnceMaskOnce, prompt: Prompt, layer: PagedKV) -> Listing:
+    """Lists of every gamma-th query, united."""
+    name, ctx, samples = str(p), prompt.ctx, _samples(prompt, p.gamma)
+    pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
     measure = functools.partial(query_sparse_attention, **p.listing, sm_scale=ctx.sm_scale)
     row, (exact, lse, ids, scores) = _timed(prompt, "query-sparse", name, measure, prompt.q, *pages)
     ends = np.arange(0, prompt.tokens, p.gamma) + 1
-    checked = {"error": _dense_error(prompt, exact, samples, p.gamma), **_list_errors(prompt, p, ids, scores, samples)}
-    yield row | checked | {"flops": per_key * float(ends.sum()), "lists_full": float((ids[:, -1] >= 0).mean())}
+    found = {"error": _dense_error(prompt, exact, samples, p.gamma), **_list_errors(prompt, p, ids, scores, samples)}
+    yield row | found | {"flops": _flops_per_key(prompt) * float(ends.sum()), "lists_full": float((ids[:, -1] >= 0).mean())}
 
     unite = functools.partial(p.unite, num_blocks=prompt.tokens // p.key_block)
     row, blocks = _timed(prompt, "union", name, unite, lse, ids, scores)
     moved = lse.nbytes + ids.nbytes + scores.nbytes + blocks.nbytes
     yield row | {"bytes": moved, "same_as_reference": _union_is_right(p, unite, (lse, ids, scores), blocks)}
 
-    attend = functools.partial(
-        block_sparse_attention,
-        block_size=p.key_block,
-        query_tile=p.chi,
-        window=(p.sink_tokens, p.window_tokens),
-        sm_scale=ctx.sm_scale,
-    )
-    row, (sparse, _) = _timed(prompt, "block-sparse", name, lambda *a, blocks: attend(*a, blocks=blocks), prompt.q, *pages, blocks=blocks)
-    listed = float((blocks >= 0).sum(dtype=jnp.float32)) * p.key_block * p.chi / sizes.num_heads
+    def correct(sparse: Array) -> Iterator[dict[str, Any]]:
+        if p.delta != "off":
+            row, _ = _timed(prompt, "delta", name, p.corrected, sparse, exact)
+            yield row | {"bytes": 2 * sparse.nbytes + exact.nbytes}
+
+    def checked(out: Array) -> dict[str, float]:
+        """Where the correction makes queries exact, these are compared with dense attention."""
+        right = {} if p.delta == "off" else {"error": _dense_error(prompt, out, samples)}
+        return right | {"sparsity": p.sparsity(prompt.tokens)}
+
+    return blocks, checked, correct
+
+
+def _selected_lists(p: BoundsBlocks, prompt: Prompt, layer: PagedKV) -> Listing:
+    """Lists of every query's bounds. Two walks over the blocks that begin at or before a query, two products each."""
+    row, blocks = _timed(prompt, "select", str(p), p.lists, prompt.q, layer, prompt.ctx)
+    seen = float((np.arange(prompt.tokens) // p.key_block + 1).sum())
+    found = {"flops": 2 * _flops_per_key(prompt) * seen, "lists_full": float((blocks[:, -1] >= 0).mean())}
+    yield row | found | _selection_errors(prompt, p, blocks, layer)
+    return blocks, lambda out: {"error": _sparse_error(prompt, p, out, blocks)}, lambda sparse: iter(())
+
+
+LISTINGS: dict[type, Callable[[Any, Prompt, PagedKV], Listing]] = {MeasureOnceMaskOnce: _measured_lists, BoundsBlocks: _selected_lists}
+"""How the policies make their lists whose steps are timed."""
+
+
+def _read(prompt: Prompt, p: TileLists, blocks: Array) -> dict[str, float]:
+    """Keys that attention over the lists reads, and how full these are at the end of the prompt."""
+    listed = float((blocks >= 0).sum(dtype=jnp.float32)) * p.key_block * p.chi / prompt.sizes.num_heads
     near = float(np.minimum(np.arange(prompt.tokens) + 1, p.sink_tokens + p.window_tokens).sum())
     full = float((blocks[:, -1] >= 0).mean())
-    filled = {"flops": per_key * (listed + near), "lists_full": full, "keys_read": (listed + near) / prompt.tokens}
-    yield row | filled | {"error": _sparse_error(prompt, p, sparse, blocks, samples)}
-
-    if p.delta != "off":
-        row, _ = _timed(prompt, "delta", name, p.corrected, sparse, exact)
-        yield row | {"bytes": 2 * sparse.nbytes + exact.nbytes}
-    del sparse, exact, lse, ids, scores, blocks
-
-    on_progress(f"{prompt.tokens:,} tokens: {name}")
-    row, out = _timed(prompt, "sparse", name, lambda q, layer, ctx: p.attend_sparse(q, layer, ctx), prompt.q, prompt.layer, ctx)
-    error = _dense_error(prompt, out, samples) if p.delta != "off" else None
-    yield row | {"flops": None, "sparsity": p.sparsity(prompt.tokens)} | ({} if error is None else {"error": error})
+    return {"flops": _flops_per_key(prompt) * (listed + near), "lists_full": full, "keys_read": (listed + near) / prompt.tokens}
 
 
 def _timed(prompt: Prompt, op: str, policy: str, function: Callable, *arrays: Any, **named: Any) -> tuple[dict[str, Any], Any]:
@@ -268,8 +318,13 @@ def _fields(prompt: Prompt, op: str, policy: str) -> dict[str, Any]:
     return fields | heads | {"dtype": prompt.q.dtype.name, "page_size": PAGE_SIZE}
 
 
+def _flops_per_key(prompt: Prompt) -> int:
+    """Of two products of one query, in every head, with one key."""
+    return 4 * prompt.sizes.num_heads * prompt.sizes.head_dim
+
+
 def _dense_flops(prompt: Prompt) -> float:
-    return 4 * prompt.sizes.num_heads * prompt.sizes.head_dim * prompt.tokens * (prompt.tokens + 1) / 2
+    return _flops_per_key(prompt) * prompt.tokens * (prompt.tokens + 1) / 2
 
 
 # Checks, in float32
@@ -330,7 +385,41 @@ def _union_is_right(p: MeasureOnceMaskOnce, unite: Callable, measured: tuple[Arr
     return bool((expected == blocks[:, some.start // rows : last // rows]).all())
 
 
-def _sparse_error(prompt: Prompt, p: MeasureOnceMaskOnce, out: Array, blocks: Array, samples: np.ndarray) -> float:
+@functools.partial(jax.jit, static_argnames=("p", "sm_scale"))
+def _may_pay(p: BoundsBlocks, q: Array, position: Array, rows: Array, sm_scale: float):
+    """What the tile of q `[chi, G, D]`, its first query at `position`, may pay the blocks of rows `[S, 2, D]`, `[G, S]`: by definition."""
+    q, rows = q.astype(jnp.float32), rows.astype(jnp.float32)
+    sides = jnp.stack([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=2)
+    logits = jnp.einsum("tgxd,sxd->tgs", sides, rows, precision="highest") * sm_scale
+    seen = jnp.arange(rows.shape[0]) * p.key_block <= position + jnp.arange(q.shape[0])[:, None, None]
+    paid = jax.nn.softmax(jnp.where(seen, logits, -jnp.inf), axis=-1)
+    return paid.sum(0) if p.pooling == "sum" else paid.max(0)
+
+
+def _selection_errors(prompt: Prompt, p: BoundsBlocks, blocks: Array, layer: PagedKV) -> dict[str, float]:
+    """Of a few whole tiles: the greatest share of what they may pay their best lists that their lists lack; best blocks that these hold."""
+    rows = layer.index[p.indexes()[0].name][prompt.ctx.page_table[0]].swapaxes(0, 1)
+    rows = rows.reshape(rows.shape[0], -1, *rows.shape[3:])  # K S 2 D
+    group, worst, right, slots = prompt.sizes.num_heads // prompt.sizes.num_kv_heads, 0.0, 0, 0
+    for first in _samples(prompt, p.chi):
+        tile = prompt.q[0, first : first + p.chi]
+        last = first + tile.shape[0] - 1
+        heads = jnp.split(tile, prompt.sizes.num_kv_heads, axis=1)
+        paid = [np.asarray(_may_pay(p, q, first, rows[head], prompt.ctx.sm_scale)) for head, q in enumerate(heads)]
+        begins = np.arange(rows.shape[1]) * p.key_block
+        able = np.flatnonzero((begins + p.key_block > p.sink_tokens) & (begins <= last - p.window_tokens))
+        for head, ids in enumerate(np.asarray(blocks[0, first // p.chi])):
+            worth, listed = paid[head // group][head % group], ids[ids >= 0]
+            best = able[np.argsort(-worth[able], kind="stable")][: p.k]
+            if len(best):
+                worst = max(worst, 1 - float(worth[listed].sum() / worth[best].sum()))
+            right, slots = right + len(set(best) & set(listed.tolist())), slots + len(best)
+    return {"error": worst, "slots_right": right / max(slots, 1)}
+
+
+def _sparse_error(prompt: Prompt, p: TileLists, out: Array, blocks: Array) -> float:
+    """Against attention of a few queries over the same lists."""
+    samples = _samples(prompt, 1)
     group, count = prompt.sizes.num_heads // prompt.sizes.num_kv_heads, prompt.tokens // p.key_block
     of_tiles = np.asarray(blocks[0, samples // p.chi])  # n H W
 

@@ -22,7 +22,22 @@ BY_ROWS = "rows: of their oracle's"
 """One more column where any run has measured it."""
 MISSED = "missed, sampled"
 """Another: beside each figure what was sampled, with the interval of the worst layer."""
-STEPS = ("query-sparse", "union", "block-sparse", "delta", "sparse")
+STEPS = ("query-sparse", "union", "select", "block-sparse", "delta", "sparse")
+
+
+def merged_ops(runs: Sequence[dict[str, Any]]) -> list[Row]:
+    """The rows of several runs of `--ops`; of rows for the same thing the last. Dense attention of a prompt comes from one run, the last
+    with other people's kernels beside it, since it is compared with these."""
+    rows, compared = {}, set()
+    for run in runs:
+        others = {(row["shape"], row["tokens"]) for row in run["rows"] if row["op"] == "baseline" and "median_s" in row}
+        for row in run["rows"]:
+            place = row["shape"], row["tokens"]
+            if row["op"] in ("dense", "baseline") and place in compared - others:
+                continue
+            rows[row["op"], *place, row["policy"]] = row
+        compared |= others
+    return list(rows.values())
 
 
 def op_cells(row: Row) -> tuple[str, ...]:
@@ -51,16 +66,21 @@ def op_table(rows: Sequence[Row]) -> str:
 
 
 def steps_table(rows: Sequence[Row]) -> str:
-    """Milliseconds of the fastest dense attention, of each step and of the whole sparse attention, by shape and length."""
+    """Milliseconds of the fastest dense attention of the same run, of each step and of the whole sparse attention, of the policies that
+    were timed at their shape's longest prompt."""
     lines = []
     timed = [row for row in rows if "median_s" in row]
-    for shape, tokens, policy in dict.fromkeys((row["shape"], row["tokens"], row["policy"]) for row in timed if row["op"] == "sparse"):
-        here = [row for row in timed if (row["shape"], row["tokens"]) == (shape, tokens)]
-        dense = min((row for row in here if row["op"] in ("baseline", "dense")), key=lambda row: row["median_s"])
-        steps = {row["op"]: row["median_s"] for row in here if row["policy"] == policy}
+    wholes = sorted((row for row in timed if row["op"] == "sparse"), key=itemgetter("tokens"))
+    longest = {row["shape"]: row["tokens"] for row in wholes}
+    kept = {(row["shape"], row["policy"]) for row in wholes if row["tokens"] == longest[row["shape"]]}
+    shapes = list(dict.fromkeys(row["shape"] for row in timed))
+    for whole in sorted((row for row in wholes if (row["shape"], row["policy"]) in kept), key=lambda row: shapes.index(row["shape"])):
+        place = [whole[name] for name in ("shape", "tokens", "policy")]
+        steps = {row["op"]: row["median_s"] for row in timed if [row[name] for name in ("shape", "tokens", "policy")] == place}
         times = (f"{steps[name] * 1e3:,.2f}" if name in steps else "-" for name in STEPS)
-        fastest = f"{dense['median_s'] * 1e3:,.2f} ({dense['policy']})"
-        lines.append((shape, tokens_text(tokens), policy, fastest, *times, f"{dense['median_s'] / steps['sparse']:.2f}"))
+        faster = whole["speedup"]
+        fastest = f"{whole['median_s'] * faster['times'] * 1e3:,.2f} ({faster['over'].rpartition('/')[2]})"
+        lines.append((whole["shape"], tokens_text(whole["tokens"]), whole["policy"], fastest, *times, f"{faster['times']:.2f}"))
     return markdown(("shape", "tokens", "policy", "fastest dense, ms", *STEPS, "x dense"), lines)
 
 
@@ -90,14 +110,14 @@ def time_table(rows: Sequence[Row]) -> str:
 def split_table(rows: Sequence[Row]) -> str:
     """Where the time of the profiled chunks goes, short prompts first."""
     profiled = sorted((row for row in rows if row.get("profile")), key=itemgetter("tokens"))
+    names = max((list(row["profile"]["parts_s"][0]) for row in profiled), key=len, default=[])
     lines = []
     for row in profiled:
         parts = row["profile"]["parts_s"]
-        together = {name: sum(of[name] for of in parts) / len(parts) for name in parts[0]}
+        together = {name: sum(of.get(name, 0.0) for of in parts) / len(parts) for name in names}
         total = sum(together.values())
         shares = (f"{seconds * 1e3:,.1f} ({seconds / total:.0%})" for seconds in together.values())
         lines.append((row["shape"], tokens_text(row["tokens"]), row["policy"], f"{total * 1e3:,.1f}", *shares))
-    names = list(profiled[0]["profile"]["parts_s"][0]) if profiled else []
     return markdown(("shape", "tokens", "policy", "ms a chunk", *names), lines)
 
 

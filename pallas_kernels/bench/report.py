@@ -184,7 +184,11 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
 
     def targets() -> str:
         designs = [run for run in runs if run["bench"] == "designs-prefill"]
-        return prefill_targets.targets_table(*map(merged, (prefill_ops, prefills, measures)), needles, designs, echoes)
+        ops_rows = prefill_report.merged_ops(prefill_ops)
+        return prefill_targets.targets_table(ops_rows, *map(merged, (prefills, measures)), needles, designs, echoes)
+
+    def of_ops(make: Callable[[list[Row]], str]) -> Callable[[], str]:
+        return sourced(prefill_ops, lambda: make(prefill_report.merged_ops(prefill_ops)))
 
     return of_top_k | {
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
@@ -195,8 +199,8 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "decode-step-short": of(steps, step_short),
         "step-kernels": of(steps, kernel_table),
         "prefill-targets": targets,
-        "prefill-ops": of(prefill_ops, prefill_report.op_table),
-        "prefill-steps": of(prefill_ops, prefill_report.steps_table),
+        "prefill-ops": of_ops(prefill_report.op_table),
+        "prefill-steps": of_ops(prefill_report.steps_table),
         "prefill-time": of(prefills, prefill_report.time_table),
         "prefill-split": of(prefills, prefill_report.split_table),
         "prefill-measures": of(measures, prefill_report.measures_table),

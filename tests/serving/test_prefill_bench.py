@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import typer
 
-from kvjax.prefill import MeasureOnceMaskOnce, parse_prefill
+from kvjax.prefill import BoundsBlocks, MeasureOnceMaskOnce, SinkWindow, parse_prefill
 from kvjax.serving import bench_cli, overlap_cli, prefill_bench, prefill_cli, prefill_ops
 from kvjax.serving.decode_bench import SHAPES, config_of
 from kvjax.serving.prefill_bench import PrefillPlan, policies_of, run_prefill_plan, split
@@ -18,11 +18,17 @@ from pallas_kernels.bench.timing import Kernel
 
 SMALL = MeasureOnceMaskOnce(k=4, k_exact=2, k_trim=4, chi=64, window_tokens=64)
 OPS = ["baseline", "dense", "dense", "query-sparse", "union", "block-sparse", "delta", "sparse"]
+BOUNDS = BoundsBlocks(k=2, window_tokens=128)
 
 
 @pytest.fixture(scope="module")
 def op_rows():
-    return list(prefill_ops.op_rows("tiny", 1024, SMALL, 1e12))
+    return list(prefill_ops.op_rows("tiny", 1024, (SMALL,), 1e12))
+
+
+@pytest.fixture(scope="module")
+def bounds_rows():
+    return list(prefill_ops.op_rows("tiny", 1024, (BOUNDS, SinkWindow(64, 128)), 1e12, baselines=False))
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,52 @@ def test_ops_are_right_and_counted(op_rows):
     assert sparse["keys_read"] <= 4 * 64 + 128
     assert op_rows[-1]["speedup"]["times"] > 0
     assert all("error" in row for row in op_rows if row["op"] not in ("union", "delta"))
+
+
+def test_steps_of_bounds_are_right_and_counted(bounds_rows):
+    """Two walks over the blocks that begin at or before a query, two products each; a policy without steps has its whole alone."""
+    dense, select, attended, whole, window = bounds_rows
+    assert [row["op"] for row in bounds_rows] == ["dense", "select", "block-sparse", "sparse", "sparse"]
+    assert [row["policy"] for row in bounds_rows] == ["paged", *[str(BOUNDS)] * 3, "window:64+128"]
+    assert all(row["same_bits"] and row["median_s"] > 0 for row in bounds_rows)
+    assert select["flops"] == 2 * 2 * 2 * (2 * 64) * 4 / 2 * 128 * sum(range(1, 9))
+    assert select["fraction_of_peak"] == pytest.approx(select["flops"] / select["median_s"] / 1e12)
+    assert (select["slots_right"], select["lists_full"]) == (1, 1)
+    assert select["error"] < 1e-4
+    assert select["path"]["select_tiles"] == ("xla" if jax.default_backend() == "cpu" else select["path"]["select_tiles"])
+    near = sum(min(t + 1, 256) for t in range(1024))
+    listed = 128 * 128 * (0 + 0 + 1 + 2 * 5)  # of blocks 1 to tile - 1: the first tiles have none
+    assert attended["keys_read"] == pytest.approx((listed + near) / 1024)
+    assert max(attended["error"], whole["error"]) < 5e-3
+    assert "error" not in window
+    for row in (whole, window):
+        assert row["speedup"] == {"over": dense["case"], "times": pytest.approx(dense["median_s"] / row["median_s"])}
+
+
+def test_wrong_lists_have_a_large_error(monkeypatch):
+    right = prefill_ops.BoundsBlocks.lists
+    monkeypatch.setattr(prefill_ops.BoundsBlocks, "lists", lambda *args: jax.numpy.minimum(right(*args), 1))
+    rows = list(prefill_ops.op_rows("tiny", 1024, (BOUNDS,), 1e12, baselines=False))
+    assert rows[1]["error"] > 0.1
+    assert rows[1]["slots_right"] < 1
+
+
+def test_a_policy_that_breaks_loses_no_other(monkeypatch):
+    monkeypatch.setitem(prefill_ops.LISTINGS, BoundsBlocks, lambda *_: 1 / 0)
+    rows = list(prefill_ops.op_rows("tiny", 256, (BOUNDS, SinkWindow(64, 128)), 1e12, baselines=False))
+    assert [(row["op"], row.get("failed")) for row in rows[1:]] == [("sparse", "ZeroDivisionError: division by zero"), ("sparse", None)]
+    assert "FAILED ZeroDivisionError" in prefill_report.op_table(rows)
+
+
+def test_dense_attention_comes_from_the_run_with_others_beside_it():
+    def row(op, policy, seconds):
+        return {"op": op, "policy": policy, "shape": "tiny", "tokens": 1024, "median_s": seconds}
+
+    first = [row("baseline", "cudnn", 1.0), row("dense", "paged", 2.0), row("sparse", "momo:4/2", 3.0)]
+    later = [row("dense", "paged", 4.0), row("sparse", "momo:4/2", 5.0), row("sparse", "bounds:4", 6.0)]
+    runs = [{"rows": first}, {"rows": later}]
+    assert [each["median_s"] for each in prefill_report.merged_ops(runs)] == [1.0, 2.0, 5.0, 6.0]
+    assert [each["median_s"] for each in prefill_report.merged_ops(runs[::-1])] == [2.0, 3.0, 6.0, 1.0]
 
 
 def test_a_wrong_result_has_a_large_error(op_rows, monkeypatch):
@@ -85,21 +137,35 @@ def test_time_to_first_token(time_rows):
     assert all("weights and cache need" in row["skipped"] for row in skipped)
 
 
-def test_the_steps_are_the_engines(model):
+def test_the_cache_has_what_a_policy_scans():
+    """Indexes are in the cache, are counted, and change what lists hold: without them no bound would be seen."""
+    config, bounds = SHAPES["tiny"], BoundsBlocks(k=1, window_tokens=128)
+    plan = PrefillPlan("tiny", config, "float32", (1024,), (parse_prefill("dense"), bounds), 128, 1)
+    dense, sparse = run_prefill_plan(plan)
+    assert sparse["path"]["select_tiles"]
+    assert sparse["path"]["page_index"]
+    index = prefill_bench.empty_cache(plan, 1024, bounds).layers[0].index["bounds128"]
+    assert sparse["held_bytes"] - dense["held_bytes"] == index.nbytes * config.num_layers
+
+
+@pytest.mark.parametrize("name", ["dense", "bounds"])
+def test_the_steps_are_the_engines(model, name):
     """Logits of the benchmark's chunks are those of an engine's prefill."""
-    plan = PrefillPlan("", model.config, "float32", (300,), policies_of("dense"), 128, 1)
+    policy = {"dense": parse_prefill("dense"), "bounds": BoundsBlocks(k=1, chi=32, key_block=32, sink_tokens=32, window_tokens=128)}[name]
+    plan = PrefillPlan("", model.config, "float32", (300,), (policy,), 128, 1)
     chunks = prefill_bench._chunks(plan, 300)
     assert [chunk[0] for chunk in chunks] == [128, 256, 300]
     from kvjax import Engine
     from kvjax.models.decoder import TransformerDecoder
+    from kvjax.prefill import indexes_of
     from kvjax.steps import prefill_step
 
     tokens = np.concatenate([chunk[1][0] for chunk in chunks])[:300].tolist()
-    (sequence,) = Engine(model, pages=4, prefill_chunk=128).prefill([tokens])
-    cache = prefill_bench.empty_cache(plan, 300)
+    (sequence,) = Engine(model, pages=4, prefill_chunk=128, prefill=policy).prefill([tokens])
+    cache = prefill_bench.empty_cache(plan, 300, policy)
     for last, *operands in chunks:
         cache = cache.replace(lengths=np.array([last], np.int32))
-        logits, cache, _ = prefill_step(TransformerDecoder(model.config), plan.policies[0], (), model.params, cache, *operands)
+        logits, cache, _ = prefill_step(TransformerDecoder(model.config), policy, indexes_of(policy), model.params, cache, *operands)
     np.testing.assert_array_equal(np.asarray(logits[0]), np.asarray(sequence.logits))
 
 
@@ -109,6 +175,8 @@ def test_a_profile_falls_into_parts():
         "query_sparse_attention_kernel_mosaic_gpu_kernel": "query-sparse attention",
         "block_sparse_attention_kernel_mosaic_gpu_kernel": "block-sparse attention",
         "sort_3": "union",
+        "select_tiles_kernel_mosaic_gpu_kernel_2": "select",
+        "top_k_kernel_mosaic_gpu_kernel": "select",
         "input_scatter_fusion": "append",
         "nvjet_sm90_tst_128x256": "projections",
         "gemm_fusion_dot_12": "projections",
@@ -118,8 +186,8 @@ def test_a_profile_falls_into_parts():
     found = split(kernels)
     for name in set(names.values()):
         assert found[name] == pytest.approx(0.5 * list(names.values()).count(name))
-    assert found["idle"] == pytest.approx(3.5)
-    assert sum(found.values()) == pytest.approx(7.5)
+    assert found["idle"] == pytest.approx(4.5)
+    assert sum(found.values()) == pytest.approx(9.5)
 
 
 def test_the_longest_kernels_are_named():
@@ -127,13 +195,27 @@ def test_the_longest_kernels_are_named():
     assert prefill_bench.longest(chunks, 2) == pytest.approx({"a": 2.0, "b": 1.0})
 
 
-def test_tables(op_rows, time_rows):
-    runs = [{"bench": "prefill-ops", "rows": op_rows}, {"bench": "prefill", "rows": time_rows}]
+def test_a_split_shows_parts_that_earlier_runs_did_not_have():
+    place = {"shape": "tiny", "tokens": 1024}
+    old, new = ({"policy": name, "profile": {"parts_s": [parts]}} for name, parts in (("a", {"x": 0.25}), ("b", {"y": 0.5, "x": 0.5})))
+    first, _, *lines = prefill_report.split_table([place | old, place | new]).splitlines()
+    assert first.endswith("| ms a chunk | y | x |")
+    assert [line.split("|")[5:-1] for line in lines] == [[" 0.0 (0%) ", " 250.0 (100%) "], [" 500.0 (50%) ", " 500.0 (50%) "]]
+
+
+def test_tables(op_rows, bounds_rows, time_rows):
+    runs = [{"bench": "prefill-ops", "rows": [*op_rows, *bounds_rows[1:]]}, {"bench": "prefill", "rows": time_rows}]
     for run in runs:
         run["provenance"] = {"device": "here", "versions": {"jax": "0"}, "date": "2026-01-01", "command": "kvjax"}
     marks = [f"<!-- bench:{name} -->\n<!-- /bench -->" for name in ("prefill-ops", "prefill-steps", "prefill-time", "prefill-measures")]
     text = report.rendered("\n".join(marks), runs)
     assert "| query-sparse | tiny | 1K |" in text
+    assert f"| select | tiny | 1K | {BOUNDS} |" in text
+    (steps,) = [line.split("|") for line in prefill_report.steps_table(bounds_rows).splitlines() if str(BOUNDS) in line]
+    assert steps[5:7] == [" - ", " - "]
+    assert steps[9] == " - "
+    assert "(paged)" in steps[4]
+    assert float(steps[7]) > 0
     assert "window:64+128" in text
     assert text.count("Not measured yet") == 1
     assert len(prefill_report.op_table(op_rows).splitlines()) == len(OPS) + 2
@@ -149,14 +231,18 @@ def test_policies_written_out_are_told_apart_by_what_differs():
 
 def test_command_writes_json(tmp_path, capsys, monkeypatch, op_rows):
     file = tmp_path / "prefill.json"
-    bench_cli.prefill_command("tiny", "256", "dense", 128, 1, "float32", 1, False, False, False, None, file)
+    bench_cli.prefill_command("tiny", "256", "dense", 128, 1, "float32", 1, False, None, False, False, None, file)
     written = json.loads(file.read_text())
     assert (written["bench"], written["rows"][0]["tokens"], written["rows"][0]["layers"]) == ("prefill", 256, 1)
     assert "| tiny | 256 | dense | 128 |" in capsys.readouterr().out
     monkeypatch.setattr(
-        prefill_ops, "op_rows", lambda shape, tokens, policy, peak, **_: iter(op_rows if (tokens, policy.k) == (512, 4) else ())
+        prefill_ops,
+        "op_rows",
+        lambda shape, tokens, policies, peak, baselines, **_: iter(
+            op_rows if (tokens, [str(p) for p in policies], baselines) == (512, ["momo:4/2", "bounds:4"], False) else ()
+        ),
     )
-    bench_cli.prefill_command("tiny", "512", "momo:4/2", None, None, "bfloat16", None, True, False, False, None, file)
+    bench_cli.prefill_command("tiny", "512", "momo:4/2,bounds:4", None, None, "bfloat16", None, True, False, False, False, None, file)
     written = json.loads(file.read_text())
     assert (written["bench"], [row["op"] for row in written["rows"]]) == ("prefill-ops", OPS)
     assert written["peak"]["flops_per_s"] > 0
@@ -166,7 +252,7 @@ def test_command_writes_json(tmp_path, capsys, monkeypatch, op_rows):
     ("run", "message"),
     [
         (lambda: prefill_cli.ops_run("no-shape", "1k", "momo:4/2", "bfloat16"), "takes the shapes"),
-        (lambda: prefill_cli.ops_run("tiny", "1k", "dense", "bfloat16"), "one momo policy"),
+        (lambda: prefill_cli.ops_run("tiny", "1k", "dense", "bfloat16"), "got 'dense': name one more"),
         (lambda: prefill_cli.ops_run("tiny", "1k", "momo:4/2", "int8"), "dtype 'int8' is none of"),
         (lambda: prefill_cli.time_run("tiny", "1k", "dense", "float32", chunk=100, rounds=1, layers=1), "multiple of the page size"),
         (lambda: prefill_cli.time_run("tiny", "1k", "dense", "float32", chunk=128, rounds=0, layers=1), "rounds must be at least 1"),
@@ -182,7 +268,13 @@ def test_what_makes_no_sense_is_refused(run, message):
 
 def test_ops_and_measures_exclude_each_other():
     with pytest.raises(typer.BadParameter, match="exclude each other"):
-        bench_cli.prefill_command("tiny", "1k", "dense", 128, 1, "float32", None, True, True, False, None, None)
+        bench_cli.prefill_command("tiny", "1k", "dense", 128, 1, "float32", None, True, None, True, False, None, None)
+
+
+def test_baselines_belong_to_ops():
+    with pytest.raises(typer.BadParameter, match="belongs to --ops") as refused:
+        bench_cli.prefill_command("tiny", "1k", "dense", 128, 1, "float32", None, False, False, False, False, None, None)
+    assert refused.value.param_hint == "--baselines"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +288,8 @@ def test_ops_and_measures_exclude_each_other():
     ],
 )
 def test_options_that_do_nothing_are_refused(form, options, named):
-    given = {"chunk": None, "rounds": None, "dtype": None, "layers": None, "text": None, "json_out": None, "ablate": False} | options
+    names = ("chunk", "rounds", "dtype", "layers", "text", "json_out", "baselines")
+    given = dict.fromkeys(names) | {"ablate": False} | options
     with pytest.raises(typer.BadParameter, match=f"does nothing with {form}: leave it out") as refused:
         bench_cli.prefill_command("tiny", "1k", "momo:4/2", ops=form == "--ops", measures=form == "--measures", **given)
     assert refused.value.param_hint == named
@@ -270,6 +363,18 @@ def test_targets_say_what_is_short_and_what_was_not_run():
     assert "| 1.00% short in the mean, 2.00% in layer 1; beyond it: layer 1 | in the mean, not in every layer |" in captured(1.0, 0.98)
     assert "| 2.00% short in the mean, 2.00% in layer 0; beyond it: layer 0, 1 | no |" in captured(0.98, 0.98)
     assert "| in 1 of 2 (of the queries between the exact ones alone: in 0) | no |" in captured(0.99, 0.99)
+
+
+def test_targets_of_bounds_are_judged_by_its_rows_alone():
+    place = {"shape": "qwen2.5-7b", "tokens": 2**17}
+    layers = [place | {"op": "sparse", "policy": name, "median_s": s} for name, s in (("momo:128/8", 0.001), ("bounds:32", 0.0251))]
+    times = [place | {"policy": name, "median_s": s} for name, s in (("dense", 1.0), ("bounds:32", 3.6))]
+    lines = [line for line in prefill_targets.targets_table([], times, (), (), (), ()).splitlines() if "bounds:32, " in line]
+    assert "| bounds:32, first token, 7B shape, 128K: at most 3.6 s | 3.60 s | yes |" in lines
+    assert sum("| not run | not measured |" in line for line in lines) == len(lines) - 1 == 9
+    layers = [row | {"speedup": {"times": 1.0}} for row in layers]
+    lines = prefill_targets.targets_table(layers, (), (), (), (), ()).splitlines()
+    assert "| bounds:32, attention of one layer, 28/4 heads, 128K: at most 25 ms | 25.10 ms | no |" in lines
 
 
 def test_one_failure_loses_no_other_row(monkeypatch):
