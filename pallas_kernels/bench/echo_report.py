@@ -89,3 +89,53 @@ def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
         for axis in (above, below):
             axis.grid(axis="y")
         pictures.legend_below(figure, [above])
+
+
+TIMED_SHAPE = "qwen2.5-7b"
+"""Whose attention is timed beside what the embedded model recalls."""
+
+
+def layer_times(ops: Sequence[dict[str, Any]], length: int) -> dict[str, float]:
+    """Seconds of one layer's attention over a prompt of `length` tokens, by policy; of dense attention the fastest."""
+    here = [row for row in ops if (row["shape"], row["tokens"]) == (TIMED_SHAPE, length) and "median_s" in row]
+    dense = [row["median_s"] for row in here if row["op"] in ("dense", "baseline")]
+    return {row["policy"]: row["median_s"] for row in here if row["op"] == "sparse"} | ({"dense": min(dense)} if dense else {})
+
+
+def timed_points(runs: Sequence[dict[str, Any]], ops: Sequence[dict[str, Any]]) -> dict[tuple[int, str], float]:
+    """Seconds by length and policy, of what was measured in both ways, at the lengths where dense attention is not the only one."""
+    places = [(row["length"], row["policy"]) for run in runs for row in run["rows"]]
+    times = {length: layer_times(ops, length) for length, _ in places}
+    points = {(length, name): times[length][name] for length, name in places if name in times[length]}
+    lengths = {length for length, name in points if name != "dense"}
+    return {place: seconds for place, seconds in points.items() if place[0] in lengths}
+
+
+def plot_against_time(runs: Sequence[dict[str, Any]], ops: Sequence[dict[str, Any]], file: Path) -> None:
+    """Facts predicted, with Wilson intervals, over the time of one layer's attention over as many tokens: a panel per length, a point per
+    policy. Policies that were timed at no length stand in the legend alone. ValueError where nothing has both."""
+    rows = {(row["length"], row["policy"]): row for run in runs for row in run["rows"] if row["policy"] != NOISE}
+    points = timed_points(runs, ops)
+    shown = sorted({length for length, _ in points})
+    if not shown:
+        raise ValueError("no sparse policy has both a time and facts predicted at the same length")
+    with pictures.picture(file, *pictures.grid_of(len(shown)), height=2.9, sharey=True) as (figure, axes):
+        for axis, length in zip(axes.flat, shown, strict=False):
+            for name in dict.fromkeys(name for _, name in rows):
+                if (length, name) not in points:
+                    continue
+                share, at = rows[length, name]["share"], points[length, name] * 1e3
+                errors = [[max(0.0, share["value"] - share["low"])], [max(0.0, share["high"] - share["value"])]]
+                axis.errorbar(at, share["value"], yerr=errors, fmt="o", capsize=2, label=name, color=pictures.color_of(name))
+            axis.set(title=f"{tokens_text(length)} tokens", xlabel="ms per layer", ylim=(0, 1.05))
+            axis.grid()
+        for axis in axes.flat[len(shown) :]:
+            axis.remove()
+        axes[0, 0].set_ylabel("facts predicted (95%)")
+        for name in dict.fromkeys(name for _, name in rows):
+            if not any(name == other for _, other in points):
+                nothing = {"yerr": [[], []], "fmt": "x", "label": f"{name}: not timed", "color": pictures.color_of(name)}
+                axes.flat[len(shown) - 1].errorbar([], [], **nothing)
+        for axis in axes.flat[: len(shown)]:
+            pictures.log_ticks(axis.xaxis)
+        pictures.legend_below(figure, axes.flat[: len(shown)], columns=3)

@@ -315,7 +315,10 @@ def write_documents(
     files: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Runs of pallas_kernels.bench or kvjax bench decode.")],
     into: Annotated[list[Path] | None, typer.Option(help="Document whose marked parts are replaced; may be given several times.")] = None,
     plots: Annotated[
-        Path | None, typer.Option(help="Folder for decode-op.png, decode-step.png, top-k.png, top-k-overlap.png, prefill-echo.png.")
+        Path | None,
+        typer.Option(
+            help="Folder for decode-op.png, decode-step.png, top-k.png, top-k-overlap.png, prefill-echo.png, prefill-echo-time.png."
+        ),
     ] = None,
 ) -> None:
     """Make tables and plots from results. Without --into, print every part."""
@@ -329,6 +332,9 @@ def write_documents(
             draw(top_k_report.merged(of_kind) if kind == "top-k" else of_kind[-1]["rows"], plots / f"{name}.png")
     if plots is not None and (echoes := [run for run in runs if run["bench"] == "prefill-echo"]):
         echo_report.plot(echoes, plots / "prefill-echo.png")
+        ops = prefill_report.merged_ops([run for run in runs if run["bench"] == "prefill-ops"])
+        if echo_report.timed_points(echoes, ops):
+            echo_report.plot_against_time(echoes, ops, plots / "prefill-echo-time.png")
     for kind, name, scale, unit in (("ops", "decode-op", 1e6, "us"), ("decode", "decode-step", 1e3, "ms")):
         if plots is not None and any(run["bench"] == kind for run in runs):
             rows = merged([run for run in runs if run["bench"] == kind])

@@ -146,6 +146,37 @@ def test_a_picture_of_echoes(drawn, tmp_path):
     assert legends(figure) == {"8K tokens", "16K tokens"}
 
 
+def test_a_picture_of_echoes_against_time(drawn, tmp_path):
+    """A panel where something was timed at the echo's own length; who was timed nowhere is named, who was measured nowhere is not."""
+    shares = {"dense": 1.0, "bounds:32": 0.9, "momo:64/8": 0.4, "oracle:32": 0.95, "dense again": 1.0}
+    rows = [
+        {"length": length, "policy": name, "share": {"value": value, "low": value - 0.05, "high": min(1.0, value + 0.05)}}
+        for length in (8192, 16_384, 32_768)
+        for name, value in shares.items()
+    ]
+    timed = {"shape": "qwen2.5-7b", "tokens": 16_384}
+    ops = [timed | {"op": "dense", "policy": name, "median_s": seconds} for name, seconds in (("paged", 0.004), ("contiguous", 0.003))]
+    ops += [timed | {"op": op, "policy": "bounds:32", "median_s": s} for op, s in (("select", 0.0005), ("sparse", 0.002))]
+    ops += [
+        timed | {"op": "sparse", "policy": "momo:64/8", "tokens": 32_768, "median_s": 0.008},
+        timed | {"op": "sparse", "policy": "momo:128/8", "median_s": 0.005},
+        timed | {"op": "sparse", "policy": "momo:64/8", "shape": "llama-3.1-8b", "median_s": 0.005},
+        timed | {"op": "sparse", "policy": "momo:64/8", "failed": "out of memory"},
+    ]
+    assert echo_report.layer_times(ops, 16_384) == {"bounds:32": 0.002, "momo:128/8": 0.005, "dense": 0.003}
+    echo_report.plot_against_time([{"rows": rows}], ops, tmp_path / "time.png")
+    (figure,) = drawn
+    check(figure)
+    assert legends(figure) == {"dense", "bounds:32", "momo:64/8", "oracle:32: not timed"}
+    assert [axes.get_title() for axes in figure.axes] == ["16K tokens", "32K tokens"]
+    for axes, expected in zip(figure.axes, ({"dense": (3, 1.0), "bounds:32": (2, 0.9)}, {"momo:64/8": (8, 0.4)}), strict=True):
+        found = {bars.get_label(): bars.lines[0] for bars in axes.containers if len(bars.lines[0].get_xdata())}
+        assert {name: tuple(line.get_xydata()[0]) for name, line in found.items()} == expected
+        assert {name: to_hex(line.get_color()) for name, line in found.items()} == {name: pictures.color_of(name) for name in expected}
+    with pytest.raises(ValueError, match="no sparse policy has both a time and facts"):
+        echo_report.plot_against_time([{"rows": rows}], ops[:2], tmp_path / "time.png")
+
+
 def test_a_name_without_an_entry_has_one_colour_too():
     assert pictures.color_of("mine") == pictures.color_of("mine") in pictures.OTHER_COLORS
     assert pictures.color_of("top:8") == pictures.COLORS["top:8"]
