@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax import fidelity as fidelity
     from kvjax import models as models
     from kvjax import policies as policies
+    from kvjax import prefill as prefill
     from kvjax import serving as serving
     from kvjax.cache import OutOfPages
     from kvjax.engine import CachedSequence, Engine
@@ -91,7 +92,7 @@ _HOMES = {
     "save": "kvjax.models",
     "score": "kvjax.scoring",
 }
-_PACKAGES = ("fidelity", "models", "policies", "serving")
+_PACKAGES = ("fidelity", "models", "policies", "prefill", "serving")
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,8 @@ class Engine:
         ValueError for an empty prompt, a token outside the vocabulary, or one too long for the model; whatever is raised, nothing is kept.
         """
         reserve = whole_number("reserve", reserve)
+        if isinstance(prompts, Mapping):
+            raise ValueError("prefill takes a list of prompts, got what a tokenizer returned: give its ['input_ids'], [ids] for one text")
         prompts = [self.check_tokens(prompt) for prompt in prompts]
         for prompt in prompts:
             self.check_length(len(prompt) + reserve)
@@ -550,6 +552,8 @@ class Engine:
         """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary. True and False are no ids."""
         if isinstance(tokens, str):
             raise ValueError(f"an engine takes token ids, got text, {tokens!r:.60}: engine.model.tokenizer(text)['input_ids'] gives them")
+        if isinstance(tokens, Mapping):
+            raise ValueError(f"an engine takes token ids, got a mapping with {', '.join(map(repr, tokens)):.60}: give its ['input_ids']")
         ids = np.asarray(tokens)
         if ids.ndim == 0:
             raise ValueError(f"token ids must be a list, got {tokens!r:.60}: one prompt among several is [ids], as in prefill([ids])")

@@ -201,6 +201,8 @@ def generate(
         raise TypeError(f"generate takes a model and prompts; {misplaced[0]!r:.60} came third: {hint}")
     if on_error not in ("raise", "return"):
         raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
+    if stream is not None and not callable(stream):
+        raise ValueError(f"stream must be a function, as in stream=lambda number, text: print(text, end=''), got {stream!r:.60}")
     if not isinstance(model, Engine):
         check_model(model, "generate")
     listed, single = one_by_one(prompts)
@@ -218,7 +220,7 @@ def generate(
             encoded[number] = tuple(encode(tokenizer, prompt, chat_template_kwargs))
         except ValueError as error:
             if on_error == "raise":
-                raise
+                raise _of_prompt(error, number, listed) from error.__cause__
             results[number] = Completion(finish_reason="error", error=error)
     several = (list(encoded.values()), settings.max_new_tokens, policy, wanted, prefill, settings.n)
     engine = model if isinstance(model, Engine) else engine_for(model, *several)
@@ -234,7 +236,7 @@ def generate(
     on_token = None if stream is None else (lambda request, _, piece: stream(request.id, piece))
     for request, completion in run(engine, requests, policy=policy, slots=wanted, on_token=on_token):
         if completion.error is not None and on_error == "raise":
-            raise completion.error
+            raise _of_prompt(completion.error, request.id, listed)
         results[request.id] = completion
     answers = results if details else [_text(completion) for completion in results]
     return answers[0] if single else answers
@@ -248,6 +250,13 @@ def _shown_signature() -> inspect.Signature:
 
 
 generate.__signature__ = _shown_signature()
+
+
+def _of_prompt(error: Exception, number: int, prompts: Sequence[Prompt]) -> Exception:
+    """The error, with a note of which prompt it is about, where there are several."""
+    if len(prompts) > 1:
+        error.add_note(f'prompt {number} of {len(prompts)}, counted from 0; on_error="return" keeps the answers to the others')
+    return error
 
 
 def _text(completion: Completion) -> str | list[str] | Exception:

@@ -34,6 +34,10 @@ class LayerRead:
     block_size: int
     window: tuple[int, int] | None
 
+    def __repr__(self) -> str:
+        rows, kv_heads, width = self.ids.shape
+        return f"LayerRead({rows} sequences, {kv_heads} KV heads, up to {width} blocks of {self.block_size}: ids, lse, mass, scores)"
+
     @functools.cached_property
     def mass(self) -> Float32[np.ndarray, "n H W"]:
         """The share of each query head's attention that falls on each listed block: 1 in all."""
@@ -53,6 +57,9 @@ class StepRead:
     policy: DecodePolicy
     logits: Float32[np.ndarray, "n V"]
     layers: tuple[LayerRead, ...]
+
+    def __repr__(self) -> str:
+        return f"StepRead({self.policy}, {len(self.logits)} sequences, {len(self.layers)} layers: policy, logits, layers)"
 
 
 def watch(

@@ -22,6 +22,8 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
         prompt = _rows(prompt)
     if _is_chat(prompt):
         return list(chat_ids(prompt, tokenizer, template_options or {}))
+    if isinstance(prompt, bytes | bytearray):  # whose items are whole numbers, but no token ids
+        raise ValueError(f"a prompt is text or a list of token ids, got bytes, {prompt!r:.60}: prompt.decode() makes text of them")
     if not isinstance(prompt, str):
         try:
             return [operator.index(token) for token in prompt]
@@ -62,11 +64,13 @@ def chat_ids(messages: Iterable[Mapping[str, str]], tokenizer: Any, template_opt
 
 
 def one_by_one(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """The prompts as a list, and whether a single one was given rather than several."""
+    """The prompts as a list, and whether a single one was given rather than several. ValueError for what is neither."""
     if isinstance(prompts, Mapping):
         prompts = _rows(prompts)
-    single = isinstance(prompts, str) or _is_chat(prompts)
-    single = single or (len(prompts) > 0 and not isinstance(prompts[0], str | Mapping) and np.ndim(prompts[0]) == 0)
+    single = isinstance(prompts, str | bytes | bytearray) or _is_chat(prompts)
+    if not single and not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):  # None, a number, a generator, a set
+        raise ValueError(f"a prompt is text or a list of token ids, and several are a list of them, got {prompts!r:.60}")
+    single = single or (len(prompts) > 0 and not isinstance(prompts[0], str | bytes | bytearray | Mapping) and np.ndim(prompts[0]) == 0)
     return ([prompts], True) if single else (list(prompts), False)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.serving.cli_options import LARGEST_BATCH, JsonOption, ModelOption, whole
+from kvjax.serving.cli_options import LARGEST_BATCH, JsonOption, ModelOption, parse_lengths, whole
 
 bench_app = typer.Typer(
     help="Time whole models. Single ops: python -m pallas_kernels.bench --help.", no_args_is_help=True, rich_markup_mode=None
@@ -39,7 +39,7 @@ def decode_command(
 
     The steps are the engine's own; dense and sparse take turns on one cache. On a GPU, a profile of a few steps says where the time goes.
     """
-    from kvjax.serving.decode_bench import Plan, config_of, parse_lengths, policies_of
+    from kvjax.serving.decode_bench import Plan, config_of, policies_of
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{dtype!r} is none of bfloat16, float16, float32", param_hint="--dtype")

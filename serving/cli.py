@@ -31,6 +31,7 @@ from kvjax.serving.cli_options import (
     load_model,
     number,
     read_text,
+    token_count,
     whole,
 )
 from kvjax.serving.echo_cli import echo_command
@@ -280,7 +281,7 @@ def plan_command(
 def demo_command(
     picture: Annotated[Path, typer.Option(dir_okay=False, help="Where a picture (PNG) of the table goes.")] = Path("demo.png"),
     prompts: Annotated[int, typer.Option(help="How many prompts.", **whole(most=LARGEST_BATCH))] = 16,
-    length: Annotated[int, typer.Option(help="Tokens of each prompt.", **whole(512, 32_768))] = 8192,
+    length: Annotated[int, typer.Option(help="Tokens of each prompt, as 8192 or 8k.", **token_count(512, 32_768))] = 8192,
     seed: SeedOption = 0,
 ) -> None:
     """Watch the embedded model answer long prompts, reading all of the cache and then a constant number of pages of it."""

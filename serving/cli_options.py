@@ -49,6 +49,31 @@ def whole(least: int = 1, most: int = LARGEST) -> Any:
     return {"parser": parsed, "metavar": "<int>"}
 
 
+def parse_lengths(text: str, what: str = "lengths") -> tuple[int, ...]:
+    """Counts from "8k,128k,1m" or plain numbers, each at least 1; what: they are, for the message. ValueError for anything else."""
+    units = {"": 1, "k": 2**10, "m": 2**20}
+    words = [re.fullmatch(r"([0-9]{1,10})([km]?)", word.strip().lower()) for word in text.split(",")]
+    counts = tuple(int(word[1]) * units[word[2]] for word in words if word)
+    if len(counts) < len(words) or not 1 <= min(counts) <= max(counts) <= LARGEST:
+        raise ValueError(f"{what} {text!r} are not understood; write whole numbers from 1 to {LARGEST}, as 8k,128k,1m or 8192,131072")
+    return counts
+
+
+def token_count(least: int = 1, most: int = LARGEST) -> Any:
+    """What an option that is one count of tokens says to typer: `whole`, or as 8k."""
+
+    def parsed(text: object) -> int:
+        try:
+            (count,) = parse_lengths(str(text))
+        except ValueError:
+            count = 0
+        if not least <= count <= most:
+            raise typer.BadParameter(f"must be a whole number from {least} to {most}, as 8192 or 8k, got {text}")
+        return count
+
+    return {"parser": parsed, "metavar": "<int>"}
+
+
 def number(*, above: float | None = None, least: float | None = None, most: float = math.inf) -> Any:
     """What an option of finite numbers says to typer: more than `above` or at least `least`, and at most `most`."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,16 +117,6 @@ def config_of(shape: str, layers: int | None = None) -> ModelConfig:
             raise
         raise ValueError(f"shape {shape!r} is not known; there are {', '.join(SHAPES)}, or give a model folder or hub id") from error
     return config if layers is None else dataclasses.replace(config, num_layers=layers)
-
-
-def parse_lengths(text: str, what: str = "lengths") -> tuple[int, ...]:
-    """Counts from "8k,128k,1m" or plain numbers, each at least 1; what: they are, for the message. ValueError for anything else."""
-    units = {"": 1, "k": 2**10, "m": 2**20}
-    words = [re.fullmatch(r"([0-9]{1,10})([km]?)", word.strip().lower()) for word in text.split(",")]
-    counts = tuple(int(word[1]) * units[word[2]] for word in words if word)
-    if len(counts) < len(words) or not 1 <= min(counts) <= max(counts) < 2**31:
-        raise ValueError(f"{what} {text!r} are not understood; write whole numbers from 1 to 2147483647, as 8k,128k,1m or 8192,131072")
-    return counts
 
 
 def policies_of(text: str) -> tuple[DecodePolicy, ...]:

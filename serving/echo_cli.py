@@ -17,6 +17,7 @@ from kvjax.serving.cli_options import (
     PageSizeOption,
     SeedOption,
     load_model,
+    parse_lengths,
     read_text,
     whole,
 )
@@ -66,7 +67,6 @@ def echo_command(
     from kvjax.fidelity.echo import EchoPlan, EchoRun
     from kvjax.fidelity.echo_report import summarize
     from kvjax.fidelity.needle import documentation_text
-    from kvjax.serving.decode_bench import parse_lengths
     from kvjax.serving.progress import bar
     from pallas_kernels.bench.echo_report import COLUMNS, echo_rows, remarks
     from pallas_kernels.bench.formats import show, table

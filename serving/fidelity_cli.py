@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.serving.cli_options import LARGEST_BATCH, ChunkOption, PageSizeOption, SeedOption, read_text, whole
+from kvjax.serving.cli_options import LARGEST_BATCH, ChunkOption, PageSizeOption, SeedOption, parse_lengths, read_text, whole
 from kvjax.serving.journal import Journal
 
 if TYPE_CHECKING:
@@ -95,7 +95,6 @@ def fidelity_command(
     from kvjax.fidelity.needle import documentation_text
     from kvjax.fidelity.panel import Panel, Plan
     from kvjax.models.loading import load
-    from kvjax.serving.decode_bench import parse_lengths
 
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise typer.BadParameter(f"{dtype!r} is none of float32, bfloat16, float16", param_hint="--dtype")

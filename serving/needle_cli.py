@@ -19,6 +19,7 @@ from kvjax.serving.cli_options import (
     SeedOption,
     load_model,
     read_text,
+    token_count,
     whole,
 )
 
@@ -47,7 +48,7 @@ def needle_command(
         ),
     ] = None,
     json_out: JsonOption = None,
-    length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer.", **whole())] = 8192,
+    length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer, as 8192 or 8k.", **token_count())] = 8192,
     trials: Annotated[int, typer.Option(help="Needles to look for.", **whole(most=LARGEST_BATCH))] = 16,
     distractors: Annotated[
         int, typer.Option(help="Further needles of the same template in each haystack.", **whole(0, LARGEST_BATCH))

@@ -11,8 +11,7 @@ from rich.console import Console
 import kvjax
 from kvjax.fidelity.needle import documentation_text, encode_text
 from kvjax.fidelity.score_overlap import AGES, capture_scores, overlap_rows
-from kvjax.serving.cli_options import read_text
-from kvjax.serving.decode_bench import parse_lengths
+from kvjax.serving.cli_options import parse_lengths, read_text
 from pallas_kernels.bench.top_k_report import overlap_table, plot_overlap
 from pallas_kernels.results import write_result
 

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from kvjax.serving.cli_options import read_text
-from kvjax.serving.decode_bench import PAGE_SIZE, config_of, parse_lengths
+from kvjax.serving.cli_options import parse_lengths, read_text
+from kvjax.serving.decode_bench import PAGE_SIZE, config_of
 from kvjax.serving.prefill_bench import PrefillPlan, policies_of, run_prefill_plan
 from pallas_kernels.bench import prefill_report
 from pallas_kernels.bench.cases import SHAPES

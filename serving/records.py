@@ -348,7 +348,8 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
         raise _Wrong(f"{name} must be a list of token ids, got {_show(value)}")
     for place, token in enumerate(value):
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise _Wrong(f"{name}[{place}] must be a token id, got {_show(token)}")
+            hint = "; a record has one prompt" if isinstance(token, str) else ""
+            raise _Wrong(f"{name}[{place}] must be a token id, got {_show(token)}{hint}")
     return tuple(value)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.serving.cli_options import JsonOption, PageSizeOption, number, read_json, read_text
+from kvjax.serving.cli_options import JsonOption, PageSizeOption, number, parse_lengths, read_json, read_text
 
 if TYPE_CHECKING:
     from kvjax.model import ModelConfig
@@ -94,7 +94,7 @@ def predict_command(
 ) -> None:
     """Print bytes and seconds of a step. What the measurements do not cover is marked as a projection, with the reasons below."""
     from kvjax.policies import name_of
-    from kvjax.serving.decode_bench import config_of, parse_lengths, policies_of
+    from kvjax.serving.decode_bench import config_of, policies_of
     from kvjax.traffic.report import known_from
     from pallas_kernels.bench.formats import show, table
 
@@ -153,7 +153,6 @@ def choose_command(
 
     from kvjax.models.loading import load
     from kvjax.policies import Auto
-    from kvjax.serving.decode_bench import parse_lengths
 
     cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
     loaded = load(model)
@@ -212,7 +211,7 @@ def regime_map_command(
     """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill; what is a projection is pale."""
     import numpy as np
 
-    from kvjax.serving.decode_bench import config_of, parse_lengths
+    from kvjax.serving.decode_bench import config_of
     from kvjax.traffic.regimes import regime_map, save
     from kvjax.traffic.report import BATCHES, CROSSINGS, crossing
     from pallas_kernels.bench.formats import show, table
@@ -225,7 +224,9 @@ def regime_map_command(
     bill, config = _bill(fit, device, shape, bandwidth, no_overhead), config_of(shape)
     grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
     held = None if memory is None else int(memory * 2**30)
-    maps = [regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held) for policy in policies.split(",")]
+    maps = [
+        regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held, model=Path(shape).name) for policy in policies.split(",")
+    ]
     if not any(found.fits.any() for found in maps):
         raise typer.BadParameter(f"{memory:g} GiB do not hold the weights and one sequence of {ends[0]:,} tokens", param_hint="--memory")
     dots = {(cell.length, cell.batch) for cells in _cells(measured or []).values() for cell in cells}

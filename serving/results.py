@@ -225,5 +225,6 @@ class Summary:
         if self._steps:
             rows += [("blocks per step", f"{self.blocks_per_step:,.1f}"), ("keys per step", f"{self.keys_per_step:,.0f}")]
         if self.ignored:
-            rows.append(("ignored fields", ", ".join(f"{name} ({count:,} records)" for name, count in sorted(self.ignored.items()))))
+            counts = (f"{name} ({count:,} record{'s' * (count > 1)})" for name, count in sorted(self.ignored.items()))
+            rows.append(("ignored fields", ", ".join(counts)))
         return "\n".join(f"{name:<18} {value}" for name, value in rows)

@@ -328,7 +328,8 @@ def remarks(figures: dict[str, Any]) -> list[str]:
             )
     for length, blocks in {row["length"]: row["blocks"] for row in figures["forced"] if "blocks" in row}.items():
         if blocks < FEW_BLOCKS:
-            lines.append(f"{length:,} tokens: {blocks} blocks of forced steps are too few; intervals of KL and perplexity are too narrow")
+            within = "`kl_within` and `perplexity_ratio_within`, bootstraps over them, are too narrow"
+            lines.append(f"{length:,} tokens: {blocks} blocks of forced steps are too few; {within}")
     for row in figures["equal_budget"]:
         kl, ratio = row["kl_difference"], row["perplexity_ratio"]
         pair = f"{policy_and_keys(row['second'])} against {policy_and_keys(row['first'])} at {row['length']:,} tokens"

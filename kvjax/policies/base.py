@@ -113,7 +113,13 @@ def select_and_attend(
     policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: State
 ) -> tuple[Float[Array, "B T H D"], Blocks | None, State]:
     """The output of attention over the policy's list, the list, and the state after it."""
-    blocks, state = policy.select(query, layer, ctx, state)
+    selected = policy.select(query, layer, ctx, state)
+    if not isinstance(selected, tuple) or len(selected) != 2 or not isinstance(selected[0], Blocks | None):
+        kinds = ", ".join(type(each).__name__ for each in selected) if isinstance(selected, tuple) else type(selected).__name__
+        raise ValueError(
+            f"policy {policy}: select must return (Blocks, state), or (None, state) to read every block; it returned ({kinds})"
+        )
+    blocks, state = selected
     listed = {} if blocks is None else {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
     static = {"value_dim": layer.value_dim, "sm_scale": ctx.sm_scale, "return_block_lse": policy.learns}
     out, _, *block_lse = gather_attention(query, layer.k, layer.v, ctx.page_table, ctx.lengths, **static, **listed)

@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RegimeMap:
-    """speedup: of a step over dense, by batch and length (tokens). projected: not an interpolation of measurements. fits: in memory."""
+    """speedup: of a step over dense, by batch and length (tokens). projected: not an interpolation of measurements. fits: in memory.
+
+    model: whose steps these are; the bill may have been measured on another.
+    """
 
     bill: Bill
+    model: str
     policy: str
     lengths: tuple[int, ...]
     batches: tuple[int, ...]
@@ -38,7 +42,13 @@ class RegimeMap:
     def figures(self) -> dict[str, Any]:
         """For JSON."""
         arrays = {name: getattr(self, name).tolist() for name in ("speedup", "projected", "fits")}
-        return {"policy": self.policy, "bill": str(self.bill), "lengths": self.lengths, "batches": self.batches} | arrays
+        return {
+            "policy": self.policy,
+            "model": self.model,
+            "bill": str(self.bill),
+            "lengths": self.lengths,
+            "batches": self.batches,
+        } | arrays
 
 
 def regime_map(
@@ -51,8 +61,12 @@ def regime_map(
     dtype: str | None = None,
     page_size: int = 128,
     memory_bytes: int | None = None,
+    model: str | None = None,
 ) -> RegimeMap:
-    """The speed-up of a policy at every length (tokens, ascending) and batch. memory_bytes: of the device (None: everything fits)."""
+    """The speed-up of a policy at every length (tokens, ascending) and batch.
+
+    memory_bytes: of the device (None: everything fits). model: what the model of `config` is called (None: as the bill's).
+    """
     policy = parse(policy)
     dtype = bill.dtype if dtype is None else dtype
     if not lengths or not batches:
@@ -67,7 +81,7 @@ def regime_map(
             speedup[row, column] = dense.seconds / sparse.seconds
             projected[row, column] = bool(sparse.projection)
             fits[row, column] = batch * -(-length // page_size) <= plan.pages_that_fit
-    return RegimeMap(bill, name_of(policy), tuple(lengths), tuple(batches), speedup, projected, fits)
+    return RegimeMap(bill, model or bill.model, name_of(policy), tuple(lengths), tuple(batches), speedup, projected, fits)
 
 
 def crossover(
@@ -124,7 +138,7 @@ def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ())
     token_ticks(axis.xaxis, found.lengths)
     token_ticks(axis.yaxis, found.batches, most=8)
     note = "" if not found.projected.any() else " (projection)" if found.projected.all() else " (pale: projection)"
-    axis.set_title(f"{found.policy}{note}\n{found.bill.device}, {found.bill.model}")
+    axis.set_title(f"{found.policy}{note}\n{found.bill.device}, {found.model}")
 
 
 def save(maps: Sequence[RegimeMap], file: Path, measured: Sequence[tuple[int, int]] = ()) -> None:

@@ -115,7 +115,7 @@ def test_kl_perplexity_prefix_and_speed(figures):
     top = row_of(figures, "forced", "top:8")
     assert top["kl"]["value"] == pytest.approx(0.02)
     assert top["blocks"] == 4
-    assert any("4 blocks of forced steps are too few" in line for line in remarks(figures))
+    assert any("4 blocks of forced steps are too few; `kl_within` and" in line for line in remarks(figures))
     assert top["kl_of_windows"] == pytest.approx([0.02, 0.02])
     assert top["kl_of_parts"] == pytest.approx([0.02] * 4)
     assert row_of(figures, "forced", "dense")["perplexity"] == pytest.approx(np.exp(2.0))

@@ -52,6 +52,9 @@ def test_it_lists_what_the_step_reads_and_gives_its_logits(engine, text, policy)
     assert (read.logits == logits).all()
     counted = [sum(len(layer.listed(row, head)) for layer in read.layers for head in range(2)) for row in range(2)]
     assert counted == np.asarray(engine.last_reads.blocks)[:2].tolist()
+    assert f"2 sequences, {len(read.layers)} layers" in f"{read}"
+    assert len(f"{read!r}") < 200
+    assert f"{read.layers[0]!r}".startswith("LayerRead(2 sequences, 2 KV heads, up to ")
     for layer in read.layers:
         assert layer.ids.shape[:2] == (2, 2)
         assert layer.lse.shape == layer.mass.shape == (2, 4, layer.ids.shape[2])

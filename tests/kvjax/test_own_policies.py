@@ -126,6 +126,23 @@ def test_a_class_in_a_file_is_named_with_its_arguments(file):
     assert str(parse(f"{file}:Mine")) == "Mine(1, 8)", "an edit is seen without a new process"
 
 
+@dataclasses.dataclass(frozen=True)
+class Returns(Stateless):
+    what: str
+
+    def select(self, query, layer, ctx, state):
+        return {"nothing": None, "no list": (query, state), "three": (None, state, state)}[self.what]
+
+
+def test_a_select_that_returns_no_list_is_told_what_to_return(model_factory):
+    engine = Engine(model_factory(), pages=16, batch_buckets=(1,))
+    (sequence,) = engine.prefill([[1, 2]])
+    said = r"select must return \(Blocks, state\), or \(None, state\) to read every block; it returned "
+    for what, kinds in (("nothing", r"\(NoneType\)"), ("no list", r"\(\w+, tuple\)"), ("three", r"\(NoneType, tuple, tuple\)")):
+        with pytest.raises(ValueError, match=said + kinds):
+            engine.decode([sequence], [3], Returns(what))
+
+
 @pytest.mark.parametrize(
     ("name", "match"),
     [

@@ -46,6 +46,10 @@ def test_messages_go_through_the_chat_template(engine, chatty):
         ([CHAT[0], "hello"], "a message has a role and a content, got 'hello'"),
         (CHAT[0], "a prompt is text, token ids, or a list of messages, got a mapping with 'role', 'content'"),
         ([[5, "a"]], "a prompt is text or a list of token ids, got"),
+        (None, "a prompt is text or a list of token ids, and several are a list of them, got None"),
+        ({"x", "y"}, "several are a list of them, got {'"),
+        (b"Hi", r"got bytes, b'Hi': prompt.decode\(\) makes text of them"),
+        ([b"Hi"], "got bytes, b'Hi'"),
     ],
 )
 def test_what_is_no_prompt_is_said(engine, chatty, prompt, said):
@@ -84,6 +88,10 @@ def test_one_bad_prompt_does_not_lose_the_others(engine):
     assert [texts[0], texts[2]] == generate(engine, ["Call me", "x"], **SETTINGS)
     with pytest.raises(ValueError, match="500 is outside the vocabulary"):
         generate(engine, prompts[:3], **SETTINGS)
+    for wrong in ([1, 500], [5.5]):  # found while it runs, and while it is read
+        with pytest.raises(ValueError, match=r"500|5\.5") as caught:
+            generate(engine, ["x", wrong], **SETTINGS)
+        assert caught.value.__notes__ == ['prompt 1 of 2, counted from 0; on_error="return" keeps the answers to the others']
     with pytest.raises(ValueError, match='on_error must be "raise" or "return", got \'ignore\''):
         generate(engine, "x", on_error="ignore")
 
@@ -121,6 +129,11 @@ def test_a_positional_sampling_gets_a_hint(engine):
         generate(engine, "x", "top:8")
 
 
+def test_stream_takes_a_function(engine):
+    with pytest.raises(ValueError, match=r"stream must be a function, as in stream=lambda number, text: .*, got True"):
+        generate(engine, "x", stream=True)
+
+
 def test_sampling_is_copied_as_before():
     sampling = Sampling(5, temperature=0.5, n=2)
     assert pickle.loads(pickle.dumps(sampling)) == sampling == dataclasses.replace(sampling)
@@ -132,6 +145,11 @@ def test_an_engine_and_score_say_what_they_take(engine):
         engine.prefill(["One"])
     with pytest.raises(ValueError, match=r"got 5: one prompt among several is \[ids\]"):
         engine.prefill([5, 6])
+    encoding = engine.model.tokenizer("One")
+    with pytest.raises(ValueError, match=r"got a mapping with 'input_ids', .*: give its \['input_ids'\]"):
+        engine.prefill([encoding])
+    with pytest.raises(ValueError, match=r"got what a tokenizer returned: give its \['input_ids'\], \[ids\] for one text"):
+        engine.prefill(encoding)
     with pytest.raises(ValueError, match=r"one continuation and a list of 2 prompts: .*\[continuation\] \* 2"):
         score(engine, ["a", "b"], " 42")
     with pytest.raises(ValueError, match=r"one continuation and a list of 3 prompts"):

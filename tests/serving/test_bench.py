@@ -16,7 +16,8 @@ from kvjax.models.decoder import param_shapes
 from kvjax.policies import parse
 from kvjax.sampling import SamplingRows
 from kvjax.serving import bench_cli, cli, decode_bench
-from kvjax.serving.decode_bench import SHAPES, Plan, bytes_read, config_of, parse_lengths, policies_of
+from kvjax.serving.cli_options import parse_lengths
+from kvjax.serving.decode_bench import SHAPES, Plan, bytes_read, config_of, policies_of
 from kvjax.steps import decode_and_sample
 from pallas_kernels.bench import measure
 

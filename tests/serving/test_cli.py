@@ -362,8 +362,8 @@ def test_demo_hands_over_its_options(kvjax, monkeypatch, tmp_path):
 
     calls = []
     monkeypatch.setattr(demo, "run_demo", lambda *args, **options: calls.append((args, options)))
-    assert kvjax("demo", "--picture", tmp_path / "a.png", "--prompts", 2, "--length", 900, "--seed", 3)[0] == 0
-    assert calls == [((tmp_path / "a.png",), {"prompts": 2, "length": 900, "seed": 3})]
+    assert kvjax("demo", "--picture", tmp_path / "a.png", "--prompts", 2, "--length", "1k", "--seed", 3)[0] == 0
+    assert calls == [((tmp_path / "a.png",), {"prompts": 2, "length": 1024, "seed": 3})]
     status, _, err = kvjax("demo", "--picture", tmp_path / "none" / "a.png")
     assert status == 2
     assert "no folder" in err
@@ -418,7 +418,7 @@ def test_batch_prints_the_first_errors_and_fails_on_request(kvjax, model_folder,
     assert "1 pages of 16 tokens" in err, "the pool is sized by the records"
     assert re.findall("^line (.*)$", err, re.MULTILINE) == [f"{line}: unknown or unsupported field 'shape'" for line in (2, 3, 4)]
     assert re.search(r"^and 2 more records with an error; see .*out\.jsonl$", err, re.MULTILINE)
-    assert re.search(r"ignored fields +store \(1 records\)", out)
+    assert re.search(r"ignored fields +store \(1 record\)", out)
     assert kvjax(*arguments, "--overwrite", "--fail-on-error")[0] == 1
     assert len(lines(tmp_path / "out.jsonl")) == 6
     write(source, records[:1])

@@ -173,7 +173,7 @@ def test_a_plain_field_that_is_not_known_is_named(field):
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": 3}, "prompt must be text"),
         ({"prompt": None}, "prompt or messages is missing"),
-        ({"prompt": ["a"]}, "prompt[0] must be a token id"),
+        ({"prompt": ["a"]}, "prompt[0] must be a token id, got 'a'; a record has one prompt"),
         ({"prompt": [1, -1]}, "prompt[1] must be a token id"),
         ({"prompt": [True]}, "prompt[0] must be a token id"),
         ({"prompt": "\ud800"}, "surrogate"),

@@ -115,6 +115,14 @@ def test_a_regime_map_has_no_hatching_and_a_scale_of_its_data(drawn, tmp_path):
         assert bar.get_xlim() == pytest.approx((shown.min(), shown.max()))
 
 
+def test_a_regime_map_is_titled_by_the_model_it_is_of(drawn, tmp_path):
+    bill = known_bill("NVIDIA H200", SHAPES["qwen2.5-7b"], "bfloat16")
+    other = regime_map(bill, SHAPES["llama-3.1-8b"], "top:8", [8192, 16_384], [1, 2], model="my-model")
+    assert other.figures()["model"] == "my-model"
+    save([other], tmp_path / "map.png")
+    assert drawn[0].axes[0].get_title().endswith("NVIDIA H200, my-model")
+
+
 def test_lines_of_the_training_curve_are_named(drawn, tmp_path):
     curve.plot(curve.read_records(ROOT / "models/needle/training_curve.jsonl"), PRESETS["needle"], tmp_path / "curve.png")
     (figure,) = drawn
