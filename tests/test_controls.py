@@ -103,6 +103,8 @@ def test_what_is_said_of_echo_is_what_was_measured():
     assert (
         "`momo:64/8` predicts {}, dense {} and `bounds:32` {}".format(*(both(n)[1] for n in ("momo:64/8", "dense", "bounds:32"))) in readme
     )
+    assert "of 400 facts repeated inside prompts of 8K and 16K it loses none, where `momo:32/8` loses most" in readme
+    assert all(momo < dense / 2 for momo, dense in zip(both("momo:32/8"), both("dense"), strict=True))
     assert "which recalls {} and {}".format(*both("oracle:8")) in text
 
 

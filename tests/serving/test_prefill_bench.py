@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -69,6 +70,23 @@ def test_steps_of_bounds_are_right_and_counted(bounds_rows):
     assert "error" not in window
     for row in (whole, window):
         assert row["speedup"] == {"over": dense["case"], "times": pytest.approx(dense["median_s"] / row["median_s"])}
+
+
+def test_bounds_cost_what_the_documentation_says(bounds_rows):
+    """Scoring costs 1/64 of dense attention's operations, its index 1/64 of the keys' bytes."""
+    prompt = prefill_ops.make_prompt("tiny", 1024)
+    layer = prompt.indexed(BoundsBlocks())
+    assert 64 * layer.index["bounds128"].nbytes == layer.k.nbytes
+    dense, select = bounds_rows[:2]
+    assert 64 * select["flops"] == pytest.approx(dense["flops"] * 9 / 8, rel=2e-3)  # a query's own block, one of 8, counts whole
+    assert BoundsBlocks(32).dense_tokens == 5248
+    text = (Path(__file__).parents[2] / "docs" / "prefill.md").read_text(encoding="utf-8")
+    for said in (
+        "which costs 1/64 of the keys' bytes",
+        "both together 1/64 of dense attention's",
+        "Up to 5,248 tokens the lists of `bounds:32`",
+    ):
+        assert said in text
 
 
 def test_wrong_lists_have_a_large_error(monkeypatch):
