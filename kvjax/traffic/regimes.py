@@ -128,7 +128,9 @@ def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ())
         if marked := [level for level in MARKED if low < level < high]:
             widths = [2 if level == 1 else 0.6 for level in marked]
             lines = axis.contour(found.lengths, found.batches, shown, levels=marked, colors="black", linewidths=widths)
-            axis.clabel(lines, fmt=lambda level: f"{level:g}x", fontsize=LEAST_POINTS)
+            # Not inline, which would cut a gap into the line: a short one vanishes behind its label.
+            for label in axis.clabel(lines, fmt=lambda level: f"{level:g}x", fontsize=LEAST_POINTS, inline=False, colors="black"):
+                label.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5})
         border = np.ma.array(found.projected.astype(float), mask=~found.fits)
         if projected.any() and border.min() == 0:
             axis.contour(found.lengths, found.batches, border, levels=[0.5], colors="0.25", linestyles="dashed", linewidths=1)

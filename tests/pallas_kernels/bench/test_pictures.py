@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from kvjax.fidelity import documents, plots
+from kvjax.models.loading import read_config
 from kvjax.models.needle import curve
 from kvjax.models.needle.recipe import PRESETS
 from kvjax.serving.decode_bench import SHAPES
@@ -121,6 +123,16 @@ def test_a_regime_map_is_titled_by_the_model_it_is_of(drawn, tmp_path):
     assert other.figures()["model"] == "my-model"
     save([other], tmp_path / "map.png")
     assert drawn[0].axes[0].get_title().endswith("NVIDIA H200, my-model")
+
+
+def test_no_line_of_a_regime_map_vanishes_behind_its_label(drawn, tmp_path):
+    bill = known_bill("NVIDIA H200", SHAPES["qwen2.5-7b"], "bfloat16")
+    lengths = [int(n) for n in np.geomspace(4096, 2**20, 65)]
+    found = regime_map(bill, read_config("needle"), "top:8", lengths, list(range(1, 65)), model="needle")
+    save([found], tmp_path / "map.png")
+    (lines,) = (each for each in drawn[0].axes[0].collections if isinstance(each, ContourSet))
+    assert 1 in lines.levels
+    assert all(len(path.vertices) for path in lines.get_paths())
 
 
 def test_lines_of_the_training_curve_are_named(drawn, tmp_path):
