@@ -2,19 +2,24 @@
 
 from kvjax.prefill.base import PrefillContext, PrefillPolicy, indexes_of
 from kvjax.prefill.bounds import BoundsBlocks
+from kvjax.prefill.bounds_share import BoundsShare
 from kvjax.prefill.delta import delta_correction
 from kvjax.prefill.dense import DensePrefill
+from kvjax.prefill.flex import FlexPrefill
 from kvjax.prefill.mean_pooled import MeanPooled
 from kvjax.prefill.measure_once import MeasureOnceMaskOnce
 from kvjax.prefill.naming import FORMS, identity, name_of, parse_prefill, register
 from kvjax.prefill.oracle_blocks import OracleBlocks, attention_mass
 from kvjax.prefill.sink_window import SinkWindow
 from kvjax.prefill.vertical_slash import VerticalSlash
+from kvjax.prefill.xattention import XAttention
 
 __all__ = [
     "FORMS",
     "BoundsBlocks",
+    "BoundsShare",
     "DensePrefill",
+    "FlexPrefill",
     "MeanPooled",
     "MeasureOnceMaskOnce",
     "OracleBlocks",
@@ -22,6 +27,7 @@ __all__ = [
     "PrefillPolicy",
     "SinkWindow",
     "VerticalSlash",
+    "XAttention",
     "attention_mass",
     "delta_correction",
     "identity",

@@ -4,14 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 
+from jaxtyping import Array, Int
+
 from kvjax.cache.types import IndexSpec
 from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens
 from pallas_kernels.select_tiles import select_tiles
 from pallas_kernels.select_tiles.api import POOLINGS
 
 
+class ByBounds(TileLists):
+    """Policies that choose blocks by bounds, the best of every tile and query head; they define `pooling` too."""
+
+    def indexes(self) -> tuple[IndexSpec, ...]:
+        """Bounds of its blocks."""
+        return (IndexSpec("bounds", self.key_block),)
+
+    def check_pages(self, page_size: int) -> None:
+        """ValueError unless pages of `page_size` tokens are whole blocks, no longer than the window."""
+        super().check_pages(page_size)
+        if page_size > self.window_tokens:
+            raise ValueError(
+                f"prefill {self} has a window of {self.window_tokens} tokens, shorter than a page of {page_size}: a block of the open "
+                "page, which has no bounds, would be a candidate; choose a smaller page_size or a longer window"
+            )
+
+    def best(self, query, layer, ctx, k: int, *, ranked: bool = False) -> Int[Array, "B C H W"]:
+        """The k best distant blocks of every tile and query head, ascending or the best first, -1 at the end."""
+        return select_tiles(
+            *(query, layer.index[self.indexes()[0].name], ctx.page_table, ctx.starts, ctx.lengths),
+            k=k,
+            block_size=self.key_block,
+            query_tile=self.chi,
+            window=(self.sink_tokens, self.window_tokens),
+            pooling=self.pooling,
+            ranked=ranked,
+            sm_scale=ctx.sm_scale,
+        )
+
+
 @dataclasses.dataclass(frozen=True)
-class BoundsBlocks(TileLists):
+class BoundsBlocks(ByBounds):
     """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks that its queries may pay the most attention.
 
     What a query may pay a block is softmax, over all earlier blocks, of its bound of the logits there: elementwise maxima and minima of
@@ -38,30 +70,9 @@ class BoundsBlocks(TileLists):
         """Up to here the lists would hold everything."""
         return covered_tokens(self.k, self.key_block, self.sink_tokens, self.window_tokens)
 
-    def indexes(self) -> tuple[IndexSpec, ...]:
-        """Bounds of its blocks."""
-        return (IndexSpec("bounds", self.key_block),)
-
-    def check_pages(self, page_size: int) -> None:
-        """ValueError unless pages of `page_size` tokens are whole blocks, no longer than the window."""
-        super().check_pages(page_size)
-        if page_size > self.window_tokens:
-            raise ValueError(
-                f"prefill {self} has a window of {self.window_tokens} tokens, shorter than a page of {page_size}: a block of the open "
-                "page, which has no bounds, would be a candidate; choose a smaller page_size or a longer window"
-            )
-
     def lists(self, query, layer, ctx):
         """The k best distant blocks of every tile and query head, `[B, C, H, W]`."""
-        return select_tiles(
-            *(query, layer.index[self.indexes()[0].name], ctx.page_table, ctx.starts, ctx.lengths),
-            k=self.k,
-            block_size=self.key_block,
-            query_tile=self.chi,
-            window=(self.sink_tokens, self.window_tokens),
-            pooling=self.pooling,
-            sm_scale=ctx.sm_scale,
-        )
+        return self.best(query, layer, ctx, self.k)
 
     def __str__(self) -> str:
         return f"bounds:{self.k}" if self == BoundsBlocks(self.k) else repr(self)

@@ -98,6 +98,16 @@ def best_blocks(
     return sorted_lists(jnp.where((best > -jnp.inf) & within, ids, -1))
 
 
+def ranked_until(worth: Float[Array, "*tiles S"], candidates: Bool[Array, "*tiles S"], threshold: float) -> Int[Array, "*tiles S"]:
+    """The fewest candidates, the best first and of equal ones the lower, that with all that is no candidate hold `threshold` of a row's
+    worth; -1 behind them. A threshold of 1 lists every candidate, whatever rounding says of their sum."""
+    whole, beside = worth.sum(-1, keepdims=True), jnp.where(candidates, 0, worth).sum(-1, keepdims=True)
+    best, ids = jax.lax.top_k(jnp.where(candidates, worth, -1.0), worth.shape[-1])
+    before = jnp.cumsum(jnp.maximum(best, 0), axis=-1) - jnp.maximum(best, 0)
+    needed = (beside + before < threshold * whole) | (threshold == 1)
+    return jnp.where((best >= 0) & needed, ids, -1).astype(jnp.int32)
+
+
 def sorted_lists(ids: Int[Array, "*tiles W"]) -> Int[Array, "*tiles W"]:
     """Each block once, ascending, -1 at the end."""
     ids = jnp.sort(jnp.where(ids < 0, _NONE, ids), axis=-1)

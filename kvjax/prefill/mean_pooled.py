@@ -43,8 +43,8 @@ class MeanPooled(TileLists):
 
         def of_row(args):
             q, table, start, length, candidates = args
-            pooled = _mean_queries(q, start, length, self.chi)
-            keys = _mean_keys(layer.k, table, length, self.key_block)[:, : candidates.shape[-1]]
+            pooled = mean_queries(q, start, length, self.chi)
+            keys = mean_keys(layer.k, table, length, self.key_block)[:, : candidates.shape[-1]]
             grouped = pooled.reshape(pooled.shape[0], keys.shape[0], -1, keys.shape[2])
             scores = jnp.einsum("ckgd,ksd->ckgs", grouped, keys, precision=jax.lax.Precision.HIGHEST)
             return best_blocks(scores.reshape(*pooled.shape[:2], -1), candidates[:, None], self.k)
@@ -62,7 +62,7 @@ class MeanPooled(TileLists):
         )
 
 
-def _mean_queries(q, start, length, chi):
+def mean_queries(q, start, length, chi):
     """`[C, H, D]` float32, the mean of each tile's written queries; 0 where there are none."""
     q = jnp.pad(q, ((0, -q.shape[0] % chi), (0, 0), (0, 0))).astype(jnp.float32)
     written = (start + jnp.arange(q.shape[0], dtype=jnp.int32) < length).reshape(-1, chi)
@@ -70,7 +70,7 @@ def _mean_queries(q, start, length, chi):
     return total / jnp.maximum(written.sum(1), 1)[:, None, None]
 
 
-def _mean_keys(pool, table, length, key_block):
+def mean_keys(pool, table, length, key_block):
     """`[K, S, D]` float32, the mean of each block's written keys; 0 where there are none."""
     num_kv_heads, page_size, head_dim = pool.shape[1:]
     per_tile = tile_tokens(page_size) // key_block

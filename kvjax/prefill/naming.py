@@ -7,21 +7,26 @@ import re
 from kvjax.policies.naming import check_numbers
 from kvjax.prefill.base import PrefillPolicy
 from kvjax.prefill.bounds import BoundsBlocks
+from kvjax.prefill.bounds_share import BoundsShare
 from kvjax.prefill.dense import DensePrefill
+from kvjax.prefill.flex import FlexPrefill
 from kvjax.prefill.mean_pooled import MeanPooled
 from kvjax.prefill.measure_once import CHANGES, MeasureOnceMaskOnce
 from kvjax.prefill.oracle_blocks import OracleBlocks
 from kvjax.prefill.sink_window import SinkWindow
 from kvjax.prefill.vertical_slash import VerticalSlash
+from kvjax.prefill.xattention import XAttention
 from kvjax.registry import FORMS as OWN_FORMS
 from kvjax.registry import Registry
 
 FORMS = (
-    "dense, bounds:K (blocks of 128), momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; with +quantile behind it the "
+    "dense, bounds:K (blocks of 128), bounds:SHARE (as bounds:0.01: as many as leave less than that missed), "
+    "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; with +quantile behind it the "
     "others by a quantile, with +score or +untrimmed lists are trimmed otherwise, with +plain or +uncorrected outputs are corrected "
     "otherwise, with +gamma4 or +gamma1 every 4th or every query is measured rather than every 16th), "
     "window:SINK+WINDOW (tokens, as window:64+1024), "
-    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, " + OWN_FORMS
+    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
+    "flex:GAMMA, xattention:THRESHOLD (shares of attention, as flex:0.9), " + OWN_FORMS
 )
 
 
@@ -60,6 +65,10 @@ def _built_in(text: str) -> PrefillPolicy | None:
         return SinkWindow(*map(int, match.groups()))
     if match := re.fullmatch(r"vertical-slash:(\d+)\+(\d+)", text):
         return VerticalSlash(*map(int, match.groups()))
+    if match := re.fullmatch(r"bounds:(0\.\d+)", text):
+        return BoundsShare(float(match[1]))
+    if match := re.fullmatch(r"(flex|xattention):(0\.\d+|1\.0)", text):
+        return {"flex": FlexPrefill, "xattention": XAttention}[match[1]](float(match[2]))
     if match := re.fullmatch(r"(bounds|mean|oracle):(\d+)", text):
         return {"bounds": BoundsBlocks, "mean": MeanPooled, "oracle": OracleBlocks}[match[1]](int(match[2]))
     return None
@@ -69,7 +78,7 @@ _OWN = Registry(
     "prefill policy",
     "kvjax.prefill.PrefillPolicy says what each does",
     ("queries_stand_alone", "attend", "describe"),
-    ("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle"),
+    ("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle", "flex", "xattention"),
     _built_in,
 )
 register, name_of, identity = _OWN.register, _OWN.name_of, _OWN.identity

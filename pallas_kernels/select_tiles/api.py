@@ -25,6 +25,7 @@ def select_tiles(
     query_tile: int,
     window: tuple[int, int],
     pooling: str = "sum",
+    ranked: bool = False,
     sm_scale: float,
     implementation: str | None = None,
 ) -> Int[Array, "B C H W"]:
@@ -43,8 +44,9 @@ def select_tiles(
     that query's last window[1] tokens hold whole: `block_sparse_attention` reads those anyway. window[1] must be at least the tokens
     of a page, so that no candidate is unsealed. k: at least 1. block_size: tokens, divides the page. sm_scale: multiplies logits.
 
-    Returns blocks int32 `[B, C, H, W]`, C = ceil(T / query_tile), W = min(k, M * nb): logical block numbers, ascending, -1 at the end where
-    there are fewer candidates; of equal ones the lower block. Scores are float32, so implementations may differ where two blocks differ by
+    Returns blocks int32 `[B, C, H, W]`, C = ceil(T / query_tile), W = min(k, M * nb): logical block numbers, -1 at the end where there are
+    fewer candidates; of equal ones the lower block. They ascend; if `ranked`, the best stands first, of equal ones the lower, so that the
+    first n of a list are the list of n. Scores are float32, so implementations may differ where two blocks differ by
     rounding; each gives the same bits every time. Memory: the bounds that a sequence's table names, and C x H x M * nb float32: a tile's
     scores, never a query's.
 
@@ -76,6 +78,8 @@ def select_tiles(
         )
     if pooling not in POOLINGS:
         raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
+    if not isinstance(ranked, bool):
+        raise ValueError(f"ranked must be True or False, got {ranked!r}")
     if not isinstance(sm_scale, numbers.Real):
         raise ValueError(f"sm_scale must be a number known when compiling, got {sm_scale!r}")
     static = {
@@ -84,6 +88,7 @@ def select_tiles(
         "query_tile": query_tile,
         "window": window,
         "pooling": pooling,
+        "ranked": ranked,
         "sm_scale": sm_scale,
     }
     operands = (q, bounds, page_table, starts, lengths)

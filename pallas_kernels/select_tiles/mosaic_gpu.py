@@ -105,8 +105,8 @@ def select_tiles(q, bounds, page_table, starts, lengths, **static):
     return _select(q, bounds, page_table, starts, lengths, **static)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "sm_scale"))
-def _select(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, sm_scale):
+@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "ranked", "sm_scale"))
+def _select(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, ranked, sm_scale):
     there = sealed_blocks(page_table, lengths, bounds, block_size)
     rows = table_bounds(bounds, page_table, there, -there.shape[1] % TILE)
     sizes = (*q.shape[:3], bounds.shape[1], q.shape[3], rows.shape[2] // TILE)
@@ -118,8 +118,8 @@ def _select(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile
     block = jnp.arange(paid.shape[-1], dtype=jnp.int32)
     candidate = there[:, None] & (block >= first) & (block < end[..., None])
     scores = jnp.where(candidate[:, None], paid, -jnp.inf).reshape(-1, paid.shape[-1])
-    best, ids = top_k(scores, min(k, scores.shape[-1]))
-    return listed(best, ids).reshape(*paid.shape[:3], -1).swapaxes(1, 2)
+    best, ids = top_k(scores, min(k, scores.shape[-1]), sort=ranked)
+    return listed(best, ids, ranked).reshape(*paid.shape[:3], -1).swapaxes(1, 2)
 
 
 def _steps(s: Shape, refs, row, tile):

@@ -20,8 +20,8 @@ def paid_by(query, bounds, begins, position, sm_scale):
     return (weights / weights.sum()).astype(np.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "sm_scale"))
-def select_tiles(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, sm_scale):
+@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "ranked", "sm_scale"))
+def select_tiles(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, ranked, sm_scale):
     """See `pallas_kernels.select_tiles.select_tiles`."""
     batch, num_queries, num_heads, _ = q.shape
     num_kv_heads, per_page = bounds.shape[1:3]
@@ -45,8 +45,8 @@ def select_tiles(q, bounds, page_table, starts, lengths, *, k, block_size, query
             candidates = [
                 j for j, begin in enumerate(begins) if begin >= 0 and begin + block_size > window[0] and begin <= positions[-1] - window[1]
             ]
-            best = sorted(sorted(candidates, key=lambda j: (-worth[j], j))[:width])
-            found[b, tile, head, : len(best)] = best
+            best = sorted(candidates, key=lambda j: (-worth[j], j))[:width]
+            found[b, tile, head, : len(best)] = best if ranked else sorted(best)
         return found
 
     result = jax.ShapeDtypeStruct((batch, tiles, num_heads, width), jnp.int32)

@@ -20,8 +20,8 @@ QUERY_SPAN = 1024
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 
 
-@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "sm_scale"))
-def select_tiles(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, sm_scale):
+@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "ranked", "sm_scale"))
+def select_tiles(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, ranked, sm_scale):
     """See `pallas_kernels.select_tiles.select_tiles`."""
     num_queries, num_heads, head_dim = q.shape[1:]
     num_kv_heads = bounds.shape[1]
@@ -47,7 +47,7 @@ def select_tiles(q, bounds, page_table, starts, lengths, *, k, block_size, query
 
     scores = jax.lax.map(of_row, (q, rows, starts, lengths))
     first, end = candidates(starts, lengths, num_queries, block_size, query_tile, window)
-    return best_candidates(scores[..., : there.shape[1]], there, first, end, k)
+    return best_candidates(scores[..., : there.shape[1]], there, first, end, k, ranked)
 
 
 def table_bounds(bounds, page_table, there: Bool[Array, "B S"], more: int) -> Float[Array, "B K S+more 2*D"]:
@@ -76,16 +76,20 @@ def candidates(starts, lengths, num_queries: int, block_size: int, query_tile: i
     return window[0] // block_size, jnp.where(there, (last - window[1]) // block_size + 1, 0)
 
 
-def best_candidates(scores: Float[Array, "B C H S"], there, first: int, end: Int[Array, "B C"], k: int) -> Int[Array, "B C H W"]:
-    """The k candidates that score highest, ascending, -1 at the end."""
+def best_candidates(
+    scores: Float[Array, "B C H S"], there, first: int, end: Int[Array, "B C"], k: int, ranked: bool
+) -> Int[Array, "B C H W"]:
+    """The k candidates that score highest, ascending or the best first, -1 at the end."""
     block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     candidate = there[:, None] & (block >= first) & (block < end[..., None])
     best, ids = jax.lax.top_k(jnp.where(candidate[:, :, None], scores, -1.0), min(k, scores.shape[-1]))  # of equal ones the lower
-    return listed(best, ids)
+    return listed(best, ids, ranked)
 
 
-def listed(best: Float[Array, "*rows W"], ids: Int[Array, "*rows W"]) -> Int[Array, "*rows W"]:
-    """The ids whose score is not negative, ascending, -1 at the end."""
+def listed(best: Float[Array, "*rows W"], ids: Int[Array, "*rows W"], ranked: bool) -> Int[Array, "*rows W"]:
+    """The ids whose score is not negative, ascending or, if they stand so and are to stay `ranked`, the best first; -1 at the end."""
+    if ranked:
+        return jnp.where(best < 0, -1, ids).astype(jnp.int32)
     ids = jnp.sort(jnp.where(best < 0, _NONE, ids), axis=-1)
     return jnp.where(ids == _NONE, -1, ids).astype(jnp.int32)
 

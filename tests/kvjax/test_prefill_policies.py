@@ -1,4 +1,4 @@
-"""Prefill policies: what covers everything is dense; each policy's rule against a plain one; chunks, padding, extending, names."""
+"""Prefill policies: what covers everything is dense; each policy's rule against a plain one; chunks, padding, extending."""
 
 import functools
 import itertools
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.spatial import distance
 
 import kvjax
 from kvjax import Engine
@@ -14,17 +15,20 @@ from kvjax.cache import PagedKV
 from kvjax.fidelity.echo import ListedDense
 from kvjax.prefill import (
     BoundsBlocks,
+    BoundsShare,
     DensePrefill,
+    FlexPrefill,
     MeanPooled,
     MeasureOnceMaskOnce,
     OracleBlocks,
     PrefillContext,
     SinkWindow,
     VerticalSlash,
+    XAttention,
     attention_mass,
     delta_correction,
-    parse_prefill,
 )
+from kvjax.prefill.missed import drawn_positions
 from pallas_kernels.page_index import page_index
 
 SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
@@ -35,10 +39,14 @@ COVERING = {
     "momo, exact, untrimmed": MeasureOnceMaskOnce(**SIZES, gamma=2, k=16, k_exact=16, k_trim=None),
     "momo, all estimated, no delta": MeasureOnceMaskOnce(**SIZES, gamma=4, k=16, k_exact=0, k_trim=16, delta="off"),
     "bounds": BoundsBlocks(**SIZES | PAGE_WINDOW, k=16),
+    "bounds, a share": BoundsShare(1e-7, (1, 2), **SIZES | PAGE_WINDOW),
     "mean": MeanPooled(**SIZES, k=16),
     "oracle": OracleBlocks(**SIZES, k=16),
     "vertical": VerticalSlash(**SIZES, vertical=16, slash=1, last_queries=6),
     "slash": VerticalSlash(**SIZES, vertical=1, slash=16, last_queries=6),
+    "flex, means": FlexPrefill(1.0, 1.0, **SIZES),
+    "flex, lines": FlexPrefill(1.0, 0.0, **SIZES),
+    "xattention": XAttention(1.0, 4, **SIZES),
     "window": SinkWindow(8, 120),
     "window with delta": SinkWindow(8, 120, gamma=4),
     "every block listed": ListedDense(**SIZES),
@@ -49,13 +57,17 @@ SPARSE = {
     "momo, no delta": MeasureOnceMaskOnce(**SIZES, **MOMO, delta="off"),
     "bounds": BoundsBlocks(**SIZES | PAGE_WINDOW, k=3),
     "bounds, maximum": BoundsBlocks(**SIZES | PAGE_WINDOW, k=3, pooling="max"),
+    "bounds, a share": BoundsShare(0.2, (1, 3, 5), **SIZES | PAGE_WINDOW),
     "mean": MeanPooled(**SIZES, k=3),
     "oracle": OracleBlocks(**SIZES, k=3),
     "vertical-slash": VerticalSlash(**SIZES, vertical=2, slash=1, last_queries=6),
+    "flex, means": FlexPrefill(0.6, 1.0, **SIZES),
+    "flex, lines": FlexPrefill(0.3, 0.0, **SIZES),
+    "xattention": XAttention(0.6, 4, **SIZES),
     "window": SinkWindow(8, 12),
     "window with delta": SinkWindow(8, 12, gamma=4),
 }
-LISTING = ("momo", "bounds", "mean", "oracle", "vertical-slash")
+LISTING = ("momo", "bounds", "bounds, a share", "mean", "oracle", "vertical-slash")
 SCALE = 0.35
 
 
@@ -256,6 +268,69 @@ def test_every_gamma_th_query_is_exact(name):
     assert jnp.abs(found - dense)[:, 1:56:4].max() > 1e-2
 
 
+def test_xattention_lists_what_antidiagonals_rank():
+    """Written out square by square: the fewest blocks, the largest first, until they and what is read anyway hold the threshold."""
+    query, layer, ctx = chunk()
+    lists = find_lists(XAttention(0.6, 4, **SIZES), query, layer, ctx)
+    q, keys, positions, length = laid_out(query, layer, ctx)
+    for tile, queries, first, last in tiles(positions):
+        for head in range(6):
+            worth = np.zeros(16)
+            for row in queries[::4]:
+                seen = [at for at in range(0, length, 4) if at <= positions[row]]
+                sums = np.array([sum(q[row + i, head] @ keys[at + 3 - i, head] for i in range(4)) for at in seen]) * SCALE / 4
+                weights = np.exp(sums - sums.max())
+                np.add.at(worth, np.array(seen) // 8, weights / weights.sum())
+            candidates = sorted(distant(first, last), key=lambda block: (-worth[block], block))
+            held, best = worth.sum() - worth[candidates].sum(), []
+            while candidates and held < 0.6 * worth.sum():
+                held += worth[candidates[0]]
+                best.append(candidates.pop(0))
+            assert listed(lists[0, tile, head]) == best
+
+
+def test_flex_takes_the_estimate_that_the_last_queries_bear_out():
+    """Heads below tau list by means as with tau 1, the others lines as with tau 0; some of each."""
+    query, layer, ctx = chunk()
+    means, lines = (np.asarray(find_lists(FlexPrefill(0.3, tau, **SIZES), query, layer, ctx)) for tau in (1.0, 0.0))
+    q, keys, _, length = laid_out(query, layer, ctx)
+    weights, distances = paid(query, layer, ctx), []
+    for head in range(6):
+        pooled = np.array([keys[at : min(at + 8, length), head].mean(0) for at in range(0, length, 8)])
+        guess = np.exp(q[-8:, head].mean(0) @ pooled.T * SCALE)
+        true = [weights[head, -8:, at : at + 8].sum() for at in range(0, length, 8)]
+        distances.append(distance.jensenshannon(guess, true))
+    tau = float(np.median(distances))
+    found = np.asarray(find_lists(FlexPrefill(0.3, tau, **SIZES), query, layer, ctx))
+    for head in range(6):
+        assert (found[:, :7, head] == (means if distances[head] < tau else lines)[:, :7, head]).all()
+    assert (means != lines).any(axis=(0, 1, 3)).all()
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.3])
+def test_bounds_widen_until_drawn_queries_miss_less_than_a_share(share):
+    """Of fixed numbers of blocks the first under which they do, in the mean over the chunk; every block where none is enough."""
+    (query, layer, ctx), ladder = chunk(), (1, 3, 5)
+    window, weights = SIZES | PAGE_WINDOW, paid(*chunk())
+    found = find_lists(BoundsShare(share, ladder, **window), query, layer, ctx)
+    fixed = [find_lists(BoundsBlocks(**window, k=k), query, layer, ctx) for k in (*ladder, 16)]
+    drawn = np.asarray(drawn_positions(ctx.starts, 64, 16, 0))[0]
+    drawn, taken = drawn[(drawn >= 64) & (drawn < 120)], []
+    for head in range(6):
+        for rung, lists in enumerate(fixed):
+            missed = []
+            for position in drawn:
+                blocks, keys = np.asarray(lists)[0, (position - 64) // 8, head], np.arange(120)
+                held = (keys < 8) | (keys > position - 16) | np.isin(keys // 8, blocks)
+                missed.append(weights[head, position - 64, ~held].sum())
+            if np.mean(missed) < share or rung == len(ladder):
+                break
+        taken.append(rung)
+        for tile in range(7):
+            assert sorted(listed(found[0, tile, head])) == listed(fixed[rung][0, tile, head])
+    assert len(set(taken)) > 1 or share < 0.1
+
+
 def test_mean_pooled_takes_the_best_means():
     query, layer, ctx = chunk()
     lists = find_lists(MeanPooled(**SIZES, k=3), query, layer, ctx)
@@ -436,68 +511,7 @@ def test_memory_is_bounded(name):
     assert compiled.memory_analysis().temp_size_in_bytes < 60 * 2**20
 
 
-# Names.
-
-
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    [
-        ("dense", DensePrefill()),
-        ("bounds:32", BoundsBlocks()),
-        ("bounds:8", BoundsBlocks(k=8)),
-        ("momo:128/8", MeasureOnceMaskOnce()),
-        ("momo:64/64", MeasureOnceMaskOnce(k=64, k_exact=64, k_trim=64)),
-        ("momo:128/8+quantile+score+plain", MeasureOnceMaskOnce(estimate="quantile", rank="score", delta="plain")),
-        ("momo:32/8+gamma4", MeasureOnceMaskOnce(k=32, k_trim=32, gamma=4)),
-        ("momo:32/8+quantile", MeasureOnceMaskOnce(k=32, k_trim=32, estimate="quantile")),
-        ("momo:16/8+untrimmed+uncorrected", MeasureOnceMaskOnce(k=16, k_trim=None, delta="off")),
-        ("window:64+1024", SinkWindow()),
-        ("delta:4+100/16", SinkWindow(4, 100, gamma=16)),
-        ("mean:32", MeanPooled(32)),
-        ("oracle:32", OracleBlocks(32)),
-        ("vertical-slash:10+7", VerticalSlash(10, 7)),
-    ],
-)
-def test_names(name, policy):
-    assert parse_prefill(name) == policy
-    assert parse_prefill(policy) is policy
-    assert str(policy) == name
-    assert name in policy.describe()
-    hash(policy)
-
-
-@pytest.mark.parametrize("name", ["momo", "momo:8", "momo:8/8+all", "mean:x", "window:5", "top:8"])
-def test_wrong_names_are_refused(name):
-    with pytest.raises(ValueError, match="is not understood; there are dense, bounds:K"):
-        parse_prefill(name)
-
-
-def test_what_is_no_policy_is_refused():
-    with pytest.raises(ValueError, match="neither a prefill policy nor"):
-        parse_prefill(8)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: MeasureOnceMaskOnce(chi=24), "chi 24 must be a multiple of gamma 16"),
-        (lambda: MeasureOnceMaskOnce(k=4), "k_exact 8 exceeds k 4"),
-        (lambda: MeasureOnceMaskOnce(k_trim=0), "k_trim must be an int of at least 1, got 0"),
-        (lambda: MeasureOnceMaskOnce(delta=True), "delta must be one of damped, plain, off; got True"),
-        (lambda: MeasureOnceMaskOnce(rank="mean"), "rank must be one of mass, score; got 'mean'"),
-        (lambda: MeasureOnceMaskOnce(estimate="mean"), "estimate must be one of quantile, buckets; got 'mean'"),
-        (lambda: MeanPooled(k=0), "k must be an int of at least 1"),
-        (lambda: OracleBlocks(key_block=0), "key_block"),
-        (lambda: VerticalSlash(slash=0), "slash"),
-        (lambda: SinkWindow(-1), "sink_tokens must be an int of at least 0, got -1"),
-        (lambda: SinkWindow(gamma=0), "gamma"),
-        (lambda: parse_prefill("momo:4/8"), "k_exact 8 exceeds k 4"),
-        (lambda: parse_prefill("momo:8/8+plain+uncorrected"), "says twice how one thing is done"),
-    ],
-)
-def test_wrong_sizes_are_refused(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
+# Engines.
 
 
 @pytest.mark.parametrize("prefill", ["momo:8/8", "mean:8", "vertical-slash:4+2"])

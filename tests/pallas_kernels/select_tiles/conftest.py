@@ -29,6 +29,7 @@ class Case:
     page_size: int = 16
     window: tuple[int, int] = (16, 32)
     pooling: str = "sum"
+    ranked: bool = False
     kv_heads: int = 2
     group: int = 4
     head_dim: int = 32
@@ -43,7 +44,7 @@ def arguments(make, case: Case, name: str):
     width = -(-max(case.lengths) // case.page_size) + 1
     inputs = make(seed=sum(map(ord, name)), width=width, hole=case.hole, **sizes)
     bounds = page_index(inputs.k, kind="bounds", block_size=case.block_size)
-    static = {key: getattr(case, key) for key in ("k", "block_size", "query_tile", "window", "pooling")}
+    static = {key: getattr(case, key) for key in ("k", "block_size", "query_tile", "window", "pooling", "ranked")}
     return (inputs.q, bounds, inputs.page_table, jnp.asarray(case.starts, jnp.int32), inputs.lengths), static | {
         "sm_scale": inputs.sm_scale
     }
@@ -88,6 +89,7 @@ MUTANTS: dict[str, Callable] = {
     "the window is shorter": lambda op, *x, **kw: _with(op, x, kw, window=(kw["window"][0], kw["window"][1] // 2)),
     "sinks are candidates": lambda op, *x, **kw: _with(op, x, kw, window=(0, kw["window"][1])),
     "the other pooling": lambda op, *x, **kw: _with(op, x, kw, pooling="max" if kw["pooling"] == "sum" else "sum"),
+    "the other order": lambda op, *x, **kw: _with(op, x, kw, ranked=not kw["ranked"]),
     "the tile's first query alone": lambda op, q, *x, **kw: op(_first_of_tiles(q, kw["query_tile"]), *x, **kw),
     "KV heads mixed up": lambda op, q, b, *x, **kw: op(q, b[:, ::-1], *x, **kw),
     "a length off by a page": lambda op, q, b, t, s, n, **kw: op(q, b, t, s, n - kw["block_size"] * b.shape[2], **kw),
@@ -114,7 +116,12 @@ def suite_of(tools):
             for place in np.ndindex(blocks.shape[:3]):
                 found, wanted = (x[place][x[place] >= 0].tolist() for x in (blocks, expected(name)))
                 assert blocks[place].tolist() == [*found, *[-1] * (blocks.shape[3] - len(found))], "-1 stands at the end"
-                assert found == sorted(set(found)), "ascending, each once"
+                assert len(set(found)) == len(found), "each once"
+                if static["ranked"]:
+                    of_tile = worth(name)[place][found]
+                    assert (of_tile[1:] <= of_tile[:-1] * (1 + tolerance)).all(), "the best first"
+                else:
+                    assert found == sorted(found), "ascending"
                 assert len(found) == len(wanted), place
                 gained, lost = (sorted(set(a) - set(b)) for a, b in ((found, wanted), (wanted, found)))
                 if gained:

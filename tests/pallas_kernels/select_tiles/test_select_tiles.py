@@ -32,6 +32,8 @@ CASES = {
     "several blocks a page": {"page_size": 32, "block_size": 8, "window": (0, 32), "k": 5},
     "more slots than blocks": {"k": 50},
     "one slot": {"k": 1, "pooling": "max"},
+    "the best first": {"k": 7, "ranked": True},
+    "the best first, all": {"k": 50, "ranked": True, "keys": "equal"},
     "nothing is distant": {"lengths": (31, 32, 17), "starts": (0, 0, 0)},
     "the last tile is short": {"num_queries": 50, "lengths": (186, 322, 150)},
     "padding": {"lengths": (140, 290, 133), "starts": (136, 272, 100)},
@@ -112,6 +114,7 @@ def test_the_suite_rejects(tools, suite, mutants, mutant):
         ({"window": (16, 8)}, "the window of 8 tokens is shorter than a page of 16"),
         ({"window": (-1, 32)}, "window must be a tuple"),
         ({"pooling": "mean"}, "pooling must be one of sum, max, got 'mean'"),
+        ({"ranked": 1}, "ranked must be True or False, got 1"),
         ({"sm_scale": None}, "sm_scale must be a number"),
     ],
 )

@@ -30,7 +30,15 @@ def production(
     arrays = {"q": ((batch, tokens, num_heads, head_dim), dtype)}
     arrays |= {"bounds": ((pages + 9, kv_heads, page_size // block_size, 2, head_dim), dtype), "page_table": ((batch, pages), "int32")}
     arrays |= dict.fromkeys(("starts", "lengths"), ((batch,), "int32"))
-    static = {"k": 32, "block_size": block_size, "query_tile": tile, "window": (128, 1024), "pooling": pooling, "sm_scale": scale}
+    static = {
+        "k": 32,
+        "block_size": block_size,
+        "query_tile": tile,
+        "window": (128, 1024),
+        "pooling": pooling,
+        "ranked": False,
+        "sm_scale": scale,
+    }
     return "select_tiles", arrays, static
 
 

@@ -1,0 +1,88 @@
+"""Prefill policies by name, and what names and sizes are refused."""
+
+import pytest
+
+from kvjax.prefill import (
+    BoundsBlocks,
+    BoundsShare,
+    DensePrefill,
+    FlexPrefill,
+    MeanPooled,
+    MeasureOnceMaskOnce,
+    OracleBlocks,
+    SinkWindow,
+    VerticalSlash,
+    XAttention,
+    parse_prefill,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("dense", DensePrefill()),
+        ("bounds:32", BoundsBlocks()),
+        ("bounds:8", BoundsBlocks(k=8)),
+        ("bounds:0.01", BoundsShare()),
+        ("bounds:0.002", BoundsShare(0.002)),
+        ("momo:128/8", MeasureOnceMaskOnce()),
+        ("momo:64/64", MeasureOnceMaskOnce(k=64, k_exact=64, k_trim=64)),
+        ("momo:128/8+quantile+score+plain", MeasureOnceMaskOnce(estimate="quantile", rank="score", delta="plain")),
+        ("momo:32/8+gamma4", MeasureOnceMaskOnce(k=32, k_trim=32, gamma=4)),
+        ("momo:32/8+quantile", MeasureOnceMaskOnce(k=32, k_trim=32, estimate="quantile")),
+        ("momo:16/8+untrimmed+uncorrected", MeasureOnceMaskOnce(k=16, k_trim=None, delta="off")),
+        ("window:64+1024", SinkWindow()),
+        ("delta:4+100/16", SinkWindow(4, 100, gamma=16)),
+        ("mean:32", MeanPooled(32)),
+        ("oracle:32", OracleBlocks(32)),
+        ("vertical-slash:10+7", VerticalSlash(10, 7)),
+        ("flex:0.95", FlexPrefill(0.95)),
+        ("xattention:0.9", XAttention()),
+    ],
+)
+def test_names(name, policy):
+    assert parse_prefill(name) == policy
+    assert parse_prefill(policy) is policy
+    assert str(policy) == name
+    assert name in policy.describe()
+    hash(policy)
+
+
+@pytest.mark.parametrize("name", ["momo", "momo:8", "momo:8/8+all", "mean:x", "window:5", "top:8"])
+def test_wrong_names_are_refused(name):
+    with pytest.raises(ValueError, match="is not understood; there are dense, bounds:K"):
+        parse_prefill(name)
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(ValueError, match="neither a prefill policy nor"):
+        parse_prefill(8)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: MeasureOnceMaskOnce(chi=24), "chi 24 must be a multiple of gamma 16"),
+        (lambda: MeasureOnceMaskOnce(k=4), "k_exact 8 exceeds k 4"),
+        (lambda: MeasureOnceMaskOnce(k_trim=0), "k_trim must be an int of at least 1, got 0"),
+        (lambda: MeasureOnceMaskOnce(delta=True), "delta must be one of damped, plain, off; got True"),
+        (lambda: MeasureOnceMaskOnce(rank="mean"), "rank must be one of mass, score; got 'mean'"),
+        (lambda: MeasureOnceMaskOnce(estimate="mean"), "estimate must be one of quantile, buckets; got 'mean'"),
+        (lambda: BoundsShare(1), "share must be a fraction between 0 and 1, got 1"),
+        (lambda: BoundsShare(ladder=(8, 4)), r"ladder must be ascending numbers of blocks from 1 on, got \(8, 4\)"),
+        (lambda: BoundsShare(pooling="mean"), "pooling must be one of sum, max; got 'mean'"),
+        (lambda: MeanPooled(k=0), "k must be an int of at least 1"),
+        (lambda: OracleBlocks(key_block=0), "key_block"),
+        (lambda: VerticalSlash(slash=0), "slash"),
+        (lambda: FlexPrefill(0.0), "gamma must be a fraction, at most 1, got 0.0"),
+        (lambda: XAttention(1.5), "threshold must be a fraction above 0, at most 1, got 1.5"),
+        (lambda: XAttention(stride=12), "stride 12 must divide chi 128 and key_block 64"),
+        (lambda: SinkWindow(-1), "sink_tokens must be an int of at least 0, got -1"),
+        (lambda: SinkWindow(gamma=0), "gamma"),
+        (lambda: parse_prefill("momo:4/8"), "k_exact 8 exceeds k 4"),
+        (lambda: parse_prefill("momo:8/8+plain+uncorrected"), "says twice how one thing is done"),
+    ],
+)
+def test_wrong_sizes_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
