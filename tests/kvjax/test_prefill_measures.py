@@ -10,7 +10,17 @@ from scipy import stats
 
 from kvjax.cache import PagedKV
 from kvjax.fidelity.statistics import mean_over_blocks
-from kvjax.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, PrefillContext, SinkWindow, measures, missed
+from kvjax.prefill import (
+    DensePrefill,
+    MeanPooled,
+    MeasureOnceMaskOnce,
+    OracleBlocks,
+    PrefillContext,
+    SinkWindow,
+    XAttention,
+    measures,
+    missed,
+)
 from kvjax.prefill.measures import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
 from kvjax.prefill.missed import drawn_positions, sample_every, sampled_miss
 from pallas_kernels.bench import prefill_report
@@ -161,6 +171,15 @@ def test_rows_of_lists_and_paths_are_told(rows):
         assert ("of_oracle_by_rows" in row) == (row["policy"] == str(MOMO))
         if row["policy"] == str(MOMO):
             assert 0 < row["captured_by_rows"] < row["of_oracle_by_rows"] <= 1 + 1e-6
+
+
+def test_lists_as_wide_as_the_table_are_measured(model, text):
+    """Of policies that list as many blocks as they need: the queries behind what their shortest lists hold, and no more than the oracle."""
+    for row in measure_prefill(model, text[:160], [XAttention(0.6, 4, **SIZES)], chunk=32, page_size=16):
+        assert row["queries"] == (160 - 8 - 8 - 12) * model.config.num_heads
+        assert 0 < row["listed"] < 16
+        assert row["of_oracle"] <= 1 + 1e-6
+        assert row["missed"]["low"] - 0.1 < 1 - row["captured"] < row["missed"]["high"] + 0.1
 
 
 def test_policies_with_neither_lists_nor_window_are_refused(model, text):
