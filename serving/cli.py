@@ -53,12 +53,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-app.add_typer(bench_app, name="bench")
-app.add_typer(bill_app, name="bill")
-app.command("regime-map")(regime_map_command)
-app.command("fidelity")(fidelity_command)
-app.command("needle")(needle_command)
-app.command("echo")(echo_command)
 _traceback = contextvars.ContextVar("traceback", default=False)
 
 
@@ -325,6 +319,15 @@ def train_needle_command(
         typer.echo(f"interrupted; run the same command again to go on from the last checkpoint in {folder / 'checkpoints'}", err=True)
         raise
     typer.echo(f"stopped at step {stop_at}; run again to go on" if model is None else f"the model is in {model}")
+
+
+# --help lists commands in this order: those that answer prompts first.
+app.command("needle")(needle_command)
+app.command("fidelity")(fidelity_command)
+app.command("echo")(echo_command)
+app.command("regime-map")(regime_map_command)
+app.add_typer(bench_app, name="bench")
+app.add_typer(bill_app, name="bill")
 
 
 def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:

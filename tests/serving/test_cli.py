@@ -142,6 +142,11 @@ def test_a_traceback_is_shown_on_request(kvjax, tmp_path):
     assert "Traceback" in err
 
 
+def test_help_lists_what_answers_prompts_first(kvjax):
+    listed = kvjax("--help")[1].partition("Commands:")[2]
+    assert re.findall(r"^  ([a-z-]+) ", listed, re.MULTILINE)[:4] == ["batch", "generate", "score", "plan"]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["bill", "predict", "--lengths", "8k"]])
 def test_output_that_does_not_fit_is_one_line(arguments):
