@@ -33,7 +33,7 @@ def write_sequence(
     header: what must agree on loading (model, page size, dtype). Indexes are not stored: they are a function of the keys. interrupt_point:
     called now and then, and may raise. ValueError if the folder is missing or `path` is one, OSError if it cannot be written.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
     if path.is_dir():
@@ -64,7 +64,7 @@ def read_sequence(
     page_shape: `(K, P, D)`. ValueError for a file that is damaged, for one whose header is not `header` (it names the field), and for
     tensors that are missing, too many, or not of the shape, dtype and range that tokens and header ask for.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     try:

@@ -45,6 +45,14 @@ def test_sealed_pages_have_their_index_and_it_is_that_of_their_keys(model, text)
         np.testing.assert_array_equal(np.asarray(layer.index["bounds16"])[sealed], np.asarray(expected))
 
 
+def test_files_may_be_named_from_the_home_folder(engine, text, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (sequence,) = engine.prefill([text[:20]])
+    engine.save(sequence, "~/prompt.safetensors")
+    assert (tmp_path / "prompt.safetensors").is_file()
+    assert engine.restore("~/prompt.safetensors").tokens == sequence.tokens
+
+
 def test_fork_shares_sealed_pages_and_copies_the_open_one(engine, text):
     (parent,) = engine.prefill([text[:40]])
     free = engine.allocator.free
