@@ -310,3 +310,25 @@ def test_what_is_said_about_the_attention_mass_is_what_was_measured():
     all_queries = f"{min(shares[0]):.2f} to {max(shares[0]):.2f} of the dense attention beside it"
     assert f"That costs {all_queries}, and {max(shares[64]):.2f} where only the last 64" in prefill_text()
     assert all(row["same_bits"] and row["error"] < 1e-5 for row in measured("block-mass"))
+
+
+def test_what_is_said_about_bounds_and_other_designs_of_it_is_what_was_measured():
+    text = prefill_text()
+    layer = {(row["op"], row["policy"], row["tokens"]): row["median_s"] * 1e3 for row in measured("prefill-ops-bounds")}
+    sparse, dense, momo = (
+        layer[key] for key in (("sparse", "bounds:32", 2**19), ("dense", "paged", 2**19), ("sparse", "momo:128/8", 2**19))
+    )
+    assert f"takes {sparse:.1f} ms, where dense takes {dense:,.0f} and `momo:128/8` {momo:.0f}" in text
+    first = {row["tokens"]: row["median_s"] for row in measured("prefill-bounds")}
+    assert f"a first token after 1M tokens takes {first[2**20]:.1f} s" in text
+    short = {(row["op"], row["policy"]): row["median_s"] * 1e3 for row in measured("prefill-ops-short") if row["tokens"] == 8192}
+    assert f"{short['sparse', 'bounds:32']:.2f} ms against {short['dense', 'paged']:.2f} of dense attention" in text
+    group = {row["length"]: row["hits"] for row in measured("designs-group-lists") if "one list" in row["policy"]}
+    heads = {row["length"]: row["hits"] for row in measured("designs-group-lists") if row["policy"] == "bounds:32"}
+    assert group == heads
+    assert f"{group[8192]} of 400 facts at 8K and {group[16384]} at 16K" in text
+    coarse = measured("designs-coarse-pass", "cpu")
+    assert max(row["left_out_for_certain"] for row in coarse) == 0
+    for groups, said in ((4, "keeps {:.0%} to {:.0%} of the lists, by layer"), (8, "keep {:.0%} to {:.0%}.")):
+        shares = [row[f"of_lists_in_{groups}_groups"] for row in coarse]
+        assert said.format(min(shares), max(shares)) in text
