@@ -38,7 +38,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "query_sparse_attention": ("mosaic_gpu", "xla", "reference"),
     "select_blocks": ("mosaic_gpu", "mosaic_tpu", "composed", "xla", "reference"),
     "selected_attention": ("mosaic_gpu", "composed", "reference"),
-    "select_tiles": ("mosaic_gpu", "xla", "reference"),
+    "select_tiles": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "top_k": ("mosaic_gpu", "xla", "reference"),
     "union_blocks": ("mosaic_gpu", "xla", "reference"),
 }

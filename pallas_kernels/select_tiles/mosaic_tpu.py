@@ -1,0 +1,158 @@
+"""select_tiles for TPU: a tile of queries and head walks twice over the bounds of all earlier blocks, then the k best of its scores.
+
+The bounds that a table names are brought together first, as in `xla.py`. The grid is (B, H, C, 2, steps): of each tile of queries first
+all steps of the first walk, which folds `BLOCK_TILE` bounds at a time into the queries' log-sum-exps, then those of the second, each of
+which writes what the tile pays `BLOCK_TILE` blocks. While a tile of bounds is scored, the next is on its way. Steps behind the tile's last
+query, or behind the last sealed page, name the tile of bounds that is there already: nothing is copied, multiplied or written.
+
+Memory traffic: bounds once in, once out, then twice per tile of queries and head, up to the tile's last query; queries once; a tile's
+scores out and in. Memory needed: the bounds that the tables name, and the tiles' scores `[B, H, C, S]` float32.
+Source: bounds of Quest (Tang et al., ICML 2024); online log-sum-exps as in FlashAttention (arXiv 2205.14135).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.lax import div  # on traced values: `//` minds signs, which needs the chip's generation when lowering
+
+from pallas_kernels import dispatch, online_softmax
+from pallas_kernels.select_tiles.xla import best_candidates, candidates, sealed_blocks, table_bounds
+
+BLOCK_TILE = 256
+"""Blocks whose bounds are copied and scored together, whatever the table's width, so that a row's bits do not depend on it."""
+VMEM_BYTES = 12 * 1024 * 1024
+"""Of the vector memory that a kernel gets by default (16 MiB), what buffers may take; the rest is the compiler's."""
+_LANES, _SUBLANES = 128, 8
+_QUERY_TILE = 16  # rows of whole tiles: 8 sublanes, two bfloat16 rows each
+
+
+def unsupported(q, bounds, page_table, starts, lengths, *, query_tile, sm_scale, **static) -> str | None:
+    """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
+    arrays = dispatch.signature(q=q, bounds=bounds)
+    if not {q.dtype.name, bounds.dtype.name} <= {"float32", "bfloat16"}:
+        return f"TPUs compute in bfloat16 and float32 only; got {arrays}"
+    if q.shape[3] % _LANES:
+        return f"head dim {q.shape[3]} is not a multiple of {_LANES}; got {arrays}"
+    if query_tile % _QUERY_TILE:
+        return f"query_tile {query_tile} is not a multiple of {_QUERY_TILE}, the rows that a tile of the matrix unit has"
+    if sm_scale <= 0:
+        return f"sm_scale must be positive, got {sm_scale}"
+    vectors = _vmem_bytes(q, bounds, query_tile)
+    if vectors > VMEM_BYTES:
+        return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; query_tile {query_tile}, {arrays}"
+    return None
+
+
+def _vmem_bytes(q, bounds, query_tile: int) -> int:
+    """Queries, bounds and scores, double-buffered; the log-sum-exps; queries and bounds once more in float32, and what is made of them."""
+    head_dim, wide = q.shape[3], 4
+    moved = 2 * (query_tile * head_dim * q.dtype.itemsize + BLOCK_TILE * (2 * head_dim * bounds.dtype.itemsize + _SUBLANES * wide))
+    computed = wide * (3 * query_tile * head_dim + 2 * BLOCK_TILE * head_dim + 4 * query_tile * BLOCK_TILE)
+    return moved + 2 * query_tile * _LANES * wide + computed
+
+
+def select_tiles(q, bounds, page_table, starts, lengths, *, interpret=False, **static):
+    """See `pallas_kernels.select_tiles.select_tiles`. interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
+
+    Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do.
+    """
+    reason = unsupported(q, bounds, page_table, starts, lengths, **static)
+    if reason is not None:
+        raise NotImplementedError(f"implementation 'mosaic_tpu' of select_tiles: {reason}")
+    return _select(q, bounds, page_table, starts, lengths, interpret=interpret, **static)
+
+
+@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "sm_scale", "interpret"))
+def _select(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, sm_scale, interpret):
+    batch, num_queries, num_heads, head_dim = q.shape
+    there = sealed_blocks(page_table, lengths, bounds, block_size)
+    rows = table_bounds(bounds, page_table, there, -there.shape[1] % BLOCK_TILE)
+    sealed = jnp.minimum(lengths // (block_size * bounds.shape[2]), page_table.shape[1]) * bounds.shape[2]
+    tiles, group = -(-num_queries // query_tile), num_heads // bounds.shape[1]
+    q = jnp.pad(q, ((0, 0), (0, tiles * query_tile - num_queries), (0, 0), (0, 0))).swapaxes(1, 2)
+    reach = functools.partial(_reach, query_tile, block_size)
+
+    def here(row, tile, step, scalars):  # the tile of bounds of a step
+        return jnp.minimum(step, jnp.maximum(reach(row, tile, *scalars)[2] - 1, 0))
+
+    def queries_of(row, head, tile, walk, step, *scalars):
+        return row, head, tile, 0
+
+    def bounds_of(row, head, tile, walk, step, *scalars):
+        return row, div(head, group), here(row, tile, step, scalars), 0
+
+    def scores_of(row, head, tile, walk, step, *scalars):  # during the first walk those that the second begins with
+        return row, head, tile, 0, walk * here(row, tile, step, scalars)
+
+    scores = pl.pallas_call(
+        functools.partial(_kernel, reach, block_size, pooling, sm_scale),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(batch, num_heads, tiles, 2, rows.shape[2] // BLOCK_TILE),
+            in_specs=[
+                pl.BlockSpec((1, 1, query_tile, head_dim), queries_of),
+                pl.BlockSpec((1, 1, BLOCK_TILE, 2 * head_dim), bounds_of),
+            ],
+            out_specs=pl.BlockSpec((1, 1, 1, 1, BLOCK_TILE), scores_of),
+            scratch_shapes=[pltpu.VMEM((query_tile, 1), jnp.float32)] * 2,
+        ),
+        out_shape=jax.ShapeDtypeStruct((batch, num_heads, tiles, 1, rows.shape[2]), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary")),
+        interpret=interpret,
+        name="select_tiles",
+    )(starts, lengths, sealed, q, rows)
+    first, end = candidates(starts, lengths, num_queries, block_size, query_tile, window)
+    return best_candidates(scores[:, :, :, 0, : there.shape[1]].swapaxes(1, 2), there, first, end, k)
+
+
+def _reach(query_tile: int, block_size: int, row, tile, starts, lengths, sealed):
+    """The position of a tile's first query, the blocks that its queries may see, and the tiles of bounds that these are."""
+    first = starts[row] + tile * query_tile
+    last = jnp.minimum(first + query_tile, lengths[row]) - 1
+    blocks = jnp.where(last < first, 0, jnp.minimum(div(last, block_size) + 1, sealed[row]))
+    return first, blocks, div(blocks + BLOCK_TILE - 1, BLOCK_TILE)
+
+
+def _kernel(reach, block_size: int, pooling: str, sm_scale: float, starts, lengths, sealed, q, rows, paid, top, total):
+    """One step of a walk. Scratch: the queries' greatest bound, in the second walk their log-sum-exp, and their sum of exponentials.
+
+    Scores of blocks that no query of the tile sees are not written, or 0.
+    """
+    row, tile, walk, step = (pl.program_id(axis) for axis in (0, 2, 3, 4))
+    first, blocks, steps = reach(row, tile, starts, lengths, sealed)
+
+    @pl.when((walk == 0) & (step == 0))
+    def _():
+        top[...] = jnp.full_like(top, -jnp.inf)
+        total[...] = jnp.zeros_like(total)
+
+    @pl.when((walk == 1) & (step == 0))
+    def _():
+        top[...] = jnp.where(top[...] == -jnp.inf, 0.0, top[...] + jnp.log(jnp.where(total[...] == 0, 1.0, total[...])))
+
+    @pl.when(step < steps)
+    def _():
+        queries = q[0, 0].astype(jnp.float32)
+        split = jnp.concatenate([jnp.maximum(queries, 0), jnp.minimum(queries, 0)], axis=1).astype(q.dtype)
+        x = online_softmax.scaled_logits(split[None], rows[0], sm_scale)[0]
+        position = first + jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+        block = step * BLOCK_TILE + jax.lax.broadcasted_iota(jnp.int32, (1, BLOCK_TILE), 1)
+        seen = (block * block_size <= position) & (block < blocks) & (position < lengths[row])
+        x = jnp.where(seen, x, -jnp.inf)
+
+        @pl.when(walk == 0)
+        def _():
+            new = jnp.maximum(top[...], x.max(1, keepdims=True))
+            shift = jnp.where(new == -jnp.inf, 0.0, new)  # -inf minus -inf would be NaN
+            total[...] = total[...] * jnp.exp(top[...] - shift) + jnp.exp(x - shift).sum(1, keepdims=True)
+            top[...] = new
+
+        @pl.when(walk == 1)
+        def _():
+            of_queries = jnp.exp(x - top[...])
+            paid[0, 0, 0] = of_queries.sum(0, keepdims=True) if pooling == "sum" else of_queries.max(0, keepdims=True)
