@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache import OutOfPages
 from kvjax.cache.tables import table_width
+from kvjax.checks import whole_number
 from kvjax.engine import CachedSequence, Engine, check_model
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy
@@ -211,7 +212,7 @@ def generate(
         raise ValueError(f"prefill {prefill} was given with an engine, which prefills by its own policy: name it in Engine(prefill=...)")
     if stream is not None and settings.n > 1:
         raise ValueError(f"stream shows one sample of a prompt, and n is {settings.n}: leave one of them out")
-    wanted = max(1, min(len(listed) * settings.n, DEFAULT_SLOTS)) if slots is None else slots
+    wanted = max(1, min(len(listed) * settings.n, DEFAULT_SLOTS)) if slots is None else whole_number("slots", slots, 1)
     tokenizer = model.model.tokenizer if isinstance(model, Engine) else model.tokenizer
     results: list[Completion | None] = [None] * len(listed)
     encoded: dict[int, tuple[int, ...]] = {}
@@ -342,9 +343,7 @@ class _Loop:
     """
 
     def __init__(self, engine: Engine, policy, slots: int | None, on_token, on_prefill):
-        slots = min(DEFAULT_SLOTS, engine.batch_buckets[-1]) if slots is None else slots
-        if slots < 1:
-            raise ValueError(f"slots must be at least 1, got {slots}")
+        slots = min(DEFAULT_SLOTS, engine.batch_buckets[-1]) if slots is None else whole_number("slots", slots, 1)
         bucket = next((size for size in engine.batch_buckets if size >= slots), None)
         if bucket is None:
             raise ValueError(f"{slots} slots are more than the largest batch bucket, {engine.batch_buckets[-1]}")

@@ -93,7 +93,11 @@ def inspect_step(decoder, policy, indexes, params, cache: Cache, tokens, active,
 def read_of(policy: DecodePolicy, rows: int, logits: Float32[Array, "B 1 V"], watched: tuple[Any, ...]) -> StepRead:
     """The first `rows` rows of what `inspect_step` returned for one token each, without columns that no row lists."""
     layers = []
-    for blocks, lse, scores in jax.device_get(watched):
+    for number, (blocks, lse, scores) in enumerate(jax.device_get(watched)):
+        if not (blocks.ids[:rows] >= 0).any():
+            raise ValueError(
+                f"policy {policy} lists no block in layer {number}: a list holds at least the block that the token is written to"
+            )
         width = int((blocks.ids[:rows] >= 0).any(axis=(0, 1)).nonzero()[0][-1]) + 1
         last = int(blocks.ids[:rows].max())  # the block that the token is written to, which is always read
         scores = None if scores is None else scores[:rows, :, : last + 1]

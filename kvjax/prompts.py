@@ -20,12 +20,18 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
     """
     if isinstance(prompt, Mapping):
         prompt = _rows(prompt)
+    if template_options is not None and not isinstance(template_options, Mapping):
+        raise ValueError(f"chat_template_kwargs must be a mapping, as {{'enable_thinking': False}}, got {template_options!r:.60}")
     if _is_chat(prompt):
         return list(chat_ids(prompt, tokenizer, template_options or {}))
     if isinstance(prompt, bytes | bytearray):  # whose items are whole numbers, but no token ids
         raise ValueError(f"a prompt is text or a list of token ids, got bytes, {prompt!r:.60}: prompt.decode() makes text of them")
+    if template_options:
+        raise ValueError(f"chat_template_kwargs are for chat messages, and this prompt has none: {prompt!r:.60}")
     if not isinstance(prompt, str):
         try:
+            if any(isinstance(token, bool | np.bool_) for token in prompt):
+                raise TypeError("True and False are no token ids")
             return [operator.index(token) for token in prompt]
         except TypeError as error:
             raise ValueError(f"a prompt is text or a list of token ids, got {prompt!r:.60}") from error

@@ -168,7 +168,7 @@ def _load(path: Path, named: str) -> tuple[ModuleType, str]:
         sys.modules[module.__name__] = module  # dataclasses look their module up
         try:
             exec(compile(source, str(file), "exec"), vars(module))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[module.__name__]
             raise ValueError(f"{named}: {place_and_error(error, path)}") from error
         _files[file, digest] = module
@@ -186,6 +186,8 @@ def _arguments(text: str | None, named: str) -> tuple[list[Any], dict[str, Any]]
             raise ValueError(f"{named}: {part!r} is no number or quoted string; ARGS are as in CLASS:8/recent=4") from None
         if not equals:
             positional.append(literal)
+        elif key.strip() in keywords:
+            raise ValueError(f"{named}: {key.strip()} is given twice")
         else:
             keywords[key.strip()] = literal
     return positional, keywords

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
 import flax.struct
@@ -84,9 +84,10 @@ class Sampling:
         return super().__new__(cls)
 
     def __post_init__(self):
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        given = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stops = tuple(given) if isinstance(given, Iterable) else (None,)
         if any(not isinstance(text, str) or not text for text in stops):
-            raise ValueError(f"stop must be strings that are not empty, got {self.stop!r}")
+            raise ValueError(f"stop must be strings that are not empty, got {self.stop!r}; leave it out, or give (), for none")
         object.__setattr__(self, "stop", stops)
         for name in ("logprobs", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
@@ -94,6 +95,8 @@ class Sampling:
         for name, least, below in _WHOLE:
             object.__setattr__(self, name, _whole(name, getattr(self, name), least, below))
         if self.stop_token_ids is not None:
+            if not isinstance(self.stop_token_ids, Iterable):
+                raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
             ids = tuple(_whole("a stop token id", token, 0, 2**31) for token in self.stop_token_ids)
             object.__setattr__(self, "stop_token_ids", ids)
         if not _is_number(self.temperature) or not 0 <= self.temperature < np.inf:
@@ -304,7 +307,7 @@ def _draw(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array,
     below = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = below / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     scaled = jnp.where((below == 0) | jnp.isinf(below), below, scaled)
-    order = jnp.argsort(-scaled, axis=-1, stable=True)
+    order = jnp.argsort(-below, axis=-1, stable=True)  # a high temperature makes `scaled` of different logits equal, and flushes it to 0
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
 
     def pick(seed, position, row):

@@ -93,6 +93,7 @@ def continuation_logprobs(
     found = [_look_up(sequence.logits[None], jnp.asarray(continuation[:1]))]
     dense, chunk, done = isinstance(policy, Dense), engine.prefill_chunk, 0
     while done < len(continuation) - 1:
+        engine.guard.interrupt_point()
         stop = min(done + (chunk - sequence.length % chunk if dense else 1), len(continuation) - 1)
         given = continuation[done:stop]
         logits = engine.extend(sequence, given, all_logits=True) if dense else engine.decode([sequence], given, policy)
@@ -109,11 +110,12 @@ def continuation_logprobs(
 
 def _score_pair(engine: Engine, prompt: Sequence[int], continuation: Sequence[int], policy: DecodePolicy) -> Score:
     engine.check_length(len(prompt) + len(continuation) - 1)
-    (sequence,) = engine.prefill([prompt])
-    try:
-        logprobs, greedy = continuation_logprobs(engine, sequence, continuation, policy)
-    finally:
-        engine.free(sequence)
+    with engine.guard:  # no Ctrl-C between the prefill and the block that frees its sequence, or before that is freed
+        (sequence,) = engine.prefill([prompt])
+        try:
+            logprobs, greedy = continuation_logprobs(engine, sequence, continuation, policy)
+        finally:
+            engine.free(sequence)
     return Score(float(logprobs.sum(dtype=np.float64)), tuple(logprobs.tolist()), tuple(continuation), bool(greedy.all()))
 
 

@@ -75,7 +75,7 @@ def read_sequence(
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"{path} is not a kvjax sequence file (format {metadata.get('format')!r}, expected {FORMAT!r})")
             _check_digest(path, metadata.get("sha256", ""), interrupt_point)
-            stored = json.loads(metadata["header"])
+            stored = _header(path, metadata)
             for name, value in header.items():
                 if stored.get(name) != value:
                     raise ValueError(f"{path} was made with {name} {stored.get(name)!r}, this engine has {value!r}; prefill again")
@@ -92,6 +92,16 @@ def read_sequence(
             return tokens, found
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable kvjax sequence file: {error}") from error
+
+
+def _header(path: Path, metadata: dict[str, str]) -> dict:
+    try:
+        stored = json.loads(metadata.get("header", ""))
+    except ValueError:
+        stored = None
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path} does not say in its header which model made it; prefill again and save it again")
+    return stored
 
 
 def _tokens(path: Path, file: Any, vocab_size: int) -> list[int]:

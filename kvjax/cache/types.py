@@ -44,7 +44,10 @@ class IndexSpec:
     def shape(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int) -> tuple[int, ...]:
         """Shape of the array: `N K P/bs R D` with R the index's rows per block (2 for bounds, 1 for mean)."""
         if page_size % self.block_size:
-            raise ValueError(f"block_size {self.block_size} does not divide page_size {page_size}")
+            raise ValueError(
+                f"block_size {self.block_size} does not divide page_size {page_size}: use a page_size that is a "
+                f"multiple of {self.block_size}, or a policy of smaller blocks"
+            )
         return (num_pages, num_kv_heads, page_size // self.block_size, INDEX_ROWS[self.kind], head_dim)
 
 

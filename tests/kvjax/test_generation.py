@@ -93,6 +93,9 @@ def test_no_more_run_at_once_than_there_are_slots(engine):
     assert max(together) == 3
     with pytest.raises(ValueError, match="slots must be at least 1, got 0"):
         generate(engine, "x", slots=0)
+    for slots in ("3", 1.5, True):
+        with pytest.raises(ValueError, match=f"slots must be a whole number, got {slots!r}"):
+            generate(engine, "x", slots=slots)
 
 
 def test_keys_and_blocks_read_are_those_of_the_request_and_its_policy(speaker, engine):

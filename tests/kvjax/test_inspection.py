@@ -112,6 +112,15 @@ def test_a_learning_policy_is_looked_at_and_learns_nothing_of_it(engine, text):
     engine.free(sequence)
 
 
+def test_a_policy_that_lists_nothing_is_told_so(model, text, listed_pages):
+    policy = listed_pages(without=(0, 1, 2))
+    engine = Engine(model, policy, pages=4, page_size=16, prefill_chunk=32)
+    (sequence,) = engine.prefill([text[:40]])
+    with pytest.raises(ValueError, match="lists no block in layer 0"):
+        engine.inspect([sequence], [5])
+    assert engine.allocator.free == 1
+
+
 def test_it_raises_as_decode_does(model, text):
     engine = Engine(model, pages=2, page_size=16, prefill_chunk=32)
     (sequence,) = engine.prefill([text[:32]])

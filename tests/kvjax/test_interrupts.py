@@ -109,7 +109,7 @@ class World:
                 wrong.append(f"{name}: {len(sequence.pages)} pages, length {sequence.length}")
         if owners.tolist() != [engine.allocator.owners(page) for page in range(PAGES)] or engine.allocator.free != (owners == 0).sum():
             wrong.append(f"{name}: page counts")
-        if name in ("generate", "warmup") and engine.sequences != {self.control, a, b}:
+        if name in ("generate", "warmup", "score") and engine.sequences != {self.control, a, b}:
             wrong.append(f"{name}: sequences left over")
         if any(path.name.endswith(".partial") for path in self.folder.iterdir()):
             wrong.append(f"{name}: a partial file")
@@ -206,6 +206,27 @@ def world(speaker, model_factory, tmp_path):
 def test_interrupts_leave_everything_right(world):
     counts = attack(world, 60, seed=1)
     assert counts["interrupted"] > 30
+
+
+@pytest.mark.parametrize("call", ["after prefill", "before free"])
+def test_an_interrupt_in_score_leaves_no_sequence(world, monkeypatch, call):
+    engine = world.engine
+    prefill, free = engine.prefill, engine.free
+
+    def pressed_after(prompts):
+        made = prefill(prompts)
+        signal.raise_signal(signal.SIGINT)
+        return made
+
+    def pressed_before(sequence):
+        monkeypatch.setattr(engine, "free", free)
+        signal.raise_signal(signal.SIGINT)
+        free(sequence)
+
+    monkeypatch.setattr(engine, *(("prefill", pressed_after) if call == "after prefill" else ("free", pressed_before)))
+    with pytest.raises(KeyboardInterrupt):
+        score(engine, "Call me", " Ishmael", policy="dense")
+    assert engine.sequences == {world.control}
 
 
 def test_the_attack_finds_what_an_engine_that_holds_nothing_back_leaves(world, monkeypatch):

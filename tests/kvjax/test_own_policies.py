@@ -150,6 +150,7 @@ def test_a_select_that_returns_no_list_is_told_what_to_return(model_factory):
         ("{file}:Nobody", "has no class Nobody; its classes are Reader, Mine, Chunk, Thawed, Bare, Half, Broken"),
         ("{file}:dataclasses", "has no class dataclasses"),
         ("{file}:Mine:x", "'x' is no number or quoted string"),
+        ("{file}:Mine:k=1/k=2", "k is given twice"),
         ("{file}:Mine:1/2/3", r"could not be made: TypeError: Mine.__init__\(\) takes"),
         ("{file}:Mine:depth=3", "unexpected keyword argument 'depth'"),
         ("{file}:Mine:1/0", "could not be made: ValueError: window_tokens must be at least 1"),
@@ -173,6 +174,7 @@ def test_what_is_wrong_with_ones_own_is_said_in_one_sentence(file, name, match):
         ("x = 1\nimport nothing_of_this_name\n", "line 2: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
         ("x = 1\n\ndef f(:\n", "line 3: SyntaxError: invalid syntax"),
         ("def f():\n    return 1 / 0\n\nf()\n", "line 2: ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit(3)\n", "line 2: SystemExit: 3"),
     ],
 )
 def test_an_error_in_the_file_says_file_line_and_error(tmp_path, source, match):

@@ -76,6 +76,21 @@ def test_what_a_tokenizer_returns_is_a_prompt_without_its_padding(speaker, chatt
     assert ([encode(tokenizer, prompt) for prompt in prompts], single) == ([ids[0], ids[1], ids[1]], False)
 
 
+@pytest.mark.parametrize("prompt", [[True], [1, True], [np.bool_(True)]])
+def test_true_and_false_are_no_token_ids(engine, prompt):
+    for call in (lambda: generate(engine, prompt, **SETTINGS), lambda: score(engine, [1, 2], prompt)):
+        with pytest.raises(ValueError, match="a prompt is text or a list of token ids"):
+            call()
+
+
+def test_options_of_a_chat_template_need_messages(engine, chatty):
+    for prompt in ("x", [1, 2]):
+        with pytest.raises(ValueError, match="chat_template_kwargs are for chat messages, and this prompt has none"):
+            generate(engine, prompt, chat_template_kwargs={"loud": True}, **SETTINGS)
+    with pytest.raises(ValueError, match=r"chat_template_kwargs must be a mapping.*got 5"):
+        generate(engine, CHAT, chat_template_kwargs=5, **SETTINGS)
+
+
 def test_one_bad_prompt_does_not_lose_the_others(engine):
     prompts = ["Call me", [1, 500], "x", [1] * 4094, [], [5.5]]
     for details in (False, True):

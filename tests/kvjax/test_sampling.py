@@ -85,6 +85,9 @@ def test_rows_are_independent_of_their_company_and_positions_differ():
         ({"seed": -1}, "seed"),
         ({"stop": ("",)}, "stop must be strings that are not empty"),
         ({"stop": (5,)}, "stop must be strings"),
+        ({"stop": 5}, "stop must be strings that are not empty, got 5"),
+        ({"stop": None}, r"got None; leave it out, or give \(\), for none"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, got 5"),
         ({"max_new_tokens": 2.0}, "max_new_tokens must be a whole number"),
         ({"top_k": True}, "top_k must be a whole number"),
         ({"stop_token_ids": (1.5,)}, "a stop token id must be a whole number"),
@@ -135,6 +138,15 @@ def test_a_huge_temperature_draws_evenly_and_never_what_is_impossible():
     logits = np.tile(np.array([0.0, -np.inf, 20.0], np.float32), (len(settings), 1))
     tokens = sample_step(logits, SamplingRows.of(settings), np.zeros(len(settings), np.int32)).tokens
     np.testing.assert_allclose(np.bincount(np.asarray(tokens), minlength=3) / len(settings), [0.5, 0, 0.5], atol=0.06)
+
+
+@pytest.mark.parametrize("temperature", [1e38, 1e39])
+def test_a_huge_temperature_leaves_the_cuts_their_order(temperature):
+    """Logits divided by it are equal, or flushed to 0: the best tokens are still those of the largest logits."""
+    for k, best in ((1, {2}), (2, {1, 2})):
+        rows = SamplingRows.of([Sampling(temperature=temperature, top_k=k, seed=seed) for seed in range(64)])
+        tokens = sample_step(np.tile(np.array([-1.0, 0.5, 2.0, 0.0], np.float32), (64, 1)), rows, np.zeros(64, np.int32)).tokens
+        assert set(np.asarray(tokens).tolist()) == best
 
 
 def penalised_by_hand(logits, prompt, answer, sampling):

@@ -105,6 +105,8 @@ def test_a_file_that_was_cut_is_refused(engine, saved, tmp_path, length, unchang
         ({"header": {"model": "other"}}, "was made with model 'other'"),
         ({"header": {"page_size": 32}}, "was made with page_size 32, this engine has 16"),
         ({"header": {"dtype": "bfloat16"}}, "was made with dtype 'bfloat16'"),
+        ({"whole header": None}, "does not say in its header which model made it"),
+        ({"whole header": []}, "does not say in its header which model made it"),
     ],
 )
 def test_a_file_of_other_tensors_is_refused_though_its_digest_is_right(engine, tmp_path, change, match, unchanged):
@@ -112,7 +114,8 @@ def test_a_file_of_other_tensors_is_refused_though_its_digest_is_right(engine, t
     shape = (change.get("pages", 3), change.get("heads", 2), PAGE, change.get("head_dim", 4))
     layer = jnp.zeros(shape, change.get("dtype", jnp.float32))
     tokens = change.get("tokens", [1] * LENGTH)
-    write_sequence(path, engine._header | change.get("header", {}), tokens, [(layer, layer)] * change.get("layers", 1))
+    header = change.get("whole header", engine._header | change.get("header", {}))
+    write_sequence(path, header, tokens, [(layer, layer)] * change.get("layers", 1))
     with pytest.raises(ValueError, match=match):
         engine.restore(path)
 
