@@ -1,6 +1,7 @@
 """Measures of sparse prefill against dense attention written out."""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from scipy import stats
 from kvjax.cache import PagedKV
 from kvjax.fidelity.statistics import mean_over_blocks
 from kvjax.prefill import (
+    BoundsShare,
     DensePrefill,
     MeanPooled,
     MeasureOnceMaskOnce,
@@ -171,6 +173,10 @@ def test_rows_of_lists_and_paths_are_told(rows):
         assert ("of_oracle_by_rows" in row) == (row["policy"] == str(MOMO))
         if row["policy"] == str(MOMO):
             assert 0 < row["captured_by_rows"] < row["of_oracle_by_rows"] <= 1 + 1e-6
+
+
+def test_queries_that_chose_the_lists_do_not_judge_them():
+    assert inspect.signature(measures.measure_recorded).parameters["seed"].default != BoundsShare().seed
 
 
 def test_lists_as_wide_as_the_table_are_measured(model, text):
