@@ -67,8 +67,8 @@ def select_tiles(q, bounds, page_table, starts, lengths, *, interpret=False, **s
     return _select(q, bounds, page_table, starts, lengths, interpret=interpret, **static)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "sm_scale", "interpret"))
-def _select(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, sm_scale, interpret):
+@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "ranked", "sm_scale", "interpret"))
+def _select(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, ranked, sm_scale, interpret):
     batch, num_queries, num_heads, head_dim = q.shape
     there = sealed_blocks(page_table, lengths, bounds, block_size)
     rows = table_bounds(bounds, page_table, there, -there.shape[1] % BLOCK_TILE)
@@ -107,7 +107,7 @@ def _select(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile
         name="select_tiles",
     )(starts, lengths, sealed, q, rows)
     first, end = candidates(starts, lengths, num_queries, block_size, query_tile, window)
-    return best_candidates(scores[:, :, :, 0, : there.shape[1]].swapaxes(1, 2), there, first, end, k)
+    return best_candidates(scores[:, :, :, 0, : there.shape[1]].swapaxes(1, 2), there, first, end, k, ranked)
 
 
 def _reach(query_tile: int, block_size: int, row, tile, starts, lengths, sealed):

@@ -19,7 +19,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.select_tiles import mosaic_tpu, select_tiles
 
 RACE = "RACE DETECTED"
-STATIC = ("k", "block_size", "query_tile", "window", "pooling", "sm_scale")
+STATIC = ("k", "block_size", "query_tile", "window", "pooling", "ranked", "sm_scale")
 KERNEL = jax.jit(
     functools.partial(mosaic_tpu.select_tiles, interpret=pltpu.InterpretParams(detect_races=True)),
     static_argnames=STATIC,
@@ -34,8 +34,8 @@ CASES: dict[str, dict] = {
     "chunks": {},
     "equal keys": {"keys": "equal"},
     "two tiles of bounds": {"lengths": (2300,), "starts": (2252,), "block_size": 8, "kv_heads": 1, "group": 1, "k": 60},
-    "maximum, a page is missing, several blocks a page, padding, a group of 3, bfloat16": {
-        **{"pooling": "max", "hole": True, "page_size": 32, "block_size": 8, "k": 5, "dtype": "bfloat16"},
+    "maximum, the best first, a page is missing, several blocks a page, padding, a group of 3, bfloat16": {
+        **{"pooling": "max", "ranked": True, "hole": True, "page_size": 32, "block_size": 8, "k": 5, "dtype": "bfloat16"},
         **{"lengths": (0, 290), "starts": (0, 272), "group": 3, "kv_heads": 1},
     },
 }
@@ -103,7 +103,7 @@ def _shapes(batch=1, heads=28, kv_heads=4, head_dim=128, tokens=131072, chunk=81
 
 
 def _static(**changes) -> dict:
-    common = {"k": 32, "block_size": 128, "query_tile": 128, "window": (128, 1024), "pooling": "sum", "sm_scale": 0.1}
+    common = {"k": 32, "block_size": 128, "query_tile": 128, "window": (128, 1024), "pooling": "sum", "ranked": False, "sm_scale": 0.1}
     return common | changes
 
 
