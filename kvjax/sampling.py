@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.checks import whole_number
+
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 128
 _WHOLE = (
@@ -93,11 +95,11 @@ class Sampling:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name, least, below in _WHOLE:
-            object.__setattr__(self, name, _whole(name, getattr(self, name), least, below))
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least, below))
         if self.stop_token_ids is not None:
             if not isinstance(self.stop_token_ids, Iterable):
                 raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
-            ids = tuple(_whole("a stop token id", token, 0, 2**31) for token in self.stop_token_ids)
+            ids = tuple(whole_number("a stop token id", token) for token in self.stop_token_ids)
             object.__setattr__(self, "stop_token_ids", ids)
         if not _is_number(self.temperature) or not 0 <= self.temperature < np.inf:
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature!r}")
@@ -151,13 +153,6 @@ class SamplingOptions(OneSample, total=False):
 
 def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _whole(name: str, value: object, least: int, below: int) -> int:
-    """The value as an int; ValueError unless it is a whole number in [least, below)."""
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not least <= value < below:
-        raise ValueError(f"{name} must be a whole number from {least} to {below - 1}, got {value!r}")
-    return int(value)
 
 
 @flax.struct.dataclass

@@ -219,10 +219,10 @@ def test_the_most_likely_tokens_come_with_their_log_probabilities():
         ({"repetition_penalty": 0}, "repetition_penalty must be a number from 0.001 to 1000, got 0"),
         ({"presence_penalty": 2.5}, "presence_penalty must be a number from -2 to 2, got 2.5"),
         ({"frequency_penalty": "1"}, "frequency_penalty must be a number from -2 to 2, got '1'"),
-        ({"n": 0}, "n must be a whole number from 1 to 128, got 0"),
-        ({"n": 129}, "n must be a whole number from 1 to 128, got 129"),
+        ({"n": 0}, "n must be at least 1, got 0"),
+        ({"n": 129}, "n must be at most 128, got 129"),
         ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs must be a whole number from 0 to 20, got 21"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs must be at most 20, got 21"),
         ({"top_logprobs": 2}, "top_logprobs 2 needs logprobs=True"),
     ],
 )

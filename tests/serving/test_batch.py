@@ -139,7 +139,7 @@ def test_bad_records_get_errors_and_the_job_goes_on(engine, expected):
         ("positions", {"id": "positions", "prompt": [1] * 500, "max_new_tokens": 100}, "512"),
         ("short", {"id": "short", "prompt": "again"}, "already used on line 1"),
         ("o-bad", {"custom_id": "o-bad", "body": {"prompt": "x", "best_of": 3}}, "body.best_of"),
-        ("o-n", {"custom_id": "o-n", "body": {"prompt": "x", "n": 300}}, "n must be a whole number from 1 to 128, got 300"),
+        ("o-n", {"custom_id": "o-n", "body": {"prompt": "x", "n": 300}}, "n must be at most 128, got 300"),
         ("top", {"id": "top", "prompt": "x", "top_logprobs": 3}, "top_logprobs 3 needs logprobs"),
     ]
     mixed = [RECORDS[0], *(record for _, record, _ in bad), RECORDS[1]]
