@@ -337,6 +337,8 @@ class Engine:
         self._check_live([sequence])
         if len(sequence.tokens) != sequence.length:
             raise ValueError(f"{sequence.length} tokens were written, but .tokens holds {len(sequence.tokens)}: append those decoded first")
+        if sequence.tokens:
+            self.check_tokens(sequence.tokens)
         self._pool.check()
         pages = np.asarray(sequence.pages[: self.pages_for(sequence.length)], np.int32)
         stored = [(layer.k[pages], layer.v[pages]) for layer in self._layers]

@@ -381,8 +381,8 @@ class _Loop:
             yield from self._finished()
 
     def release(self) -> None:
-        """Free what still runs: the caller stopped early, or something failed."""
-        with self.engine.guard:
+        """Free what still runs: the caller stopped early, or something failed. Waits for another thread that uses the engine."""
+        with self.engine.guard.when_free():
             waiting = self.waiting.sequence if isinstance(self.waiting, _Prefilled) else None
             for sequence in [waiting, *(row.sequence for row in self.rows if row)]:
                 if sequence is not None:

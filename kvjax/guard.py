@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Concatenate, Protocol, Self
 
@@ -27,6 +28,18 @@ class CallGuard:
         self._held: list[FrameType | None] = []
 
     def __enter__(self) -> Self:
+        return self._enter(wait=False)
+
+    @contextlib.contextmanager
+    def when_free(self) -> Iterator[None]:
+        """Enter when no other thread is in it, however long that takes: for giving back what would be lost otherwise."""
+        self._enter(wait=True)
+        try:
+            yield
+        finally:
+            self.__exit__()
+
+    def _enter(self, *, wait: bool) -> Self:
         me = threading.get_ident()
         if self._owner == me:
             self._depth += 1
@@ -35,7 +48,7 @@ class CallGuard:
         handler = None
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not None:
             handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(frame))
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=wait):
             _give_back(handler, held)
             raise RuntimeError(
                 f"{self._what} is being used by another thread, and is used by one thread at a time: make one for each thread, or put a "

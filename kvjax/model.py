@@ -177,6 +177,8 @@ def _content(leaf: Array, pool: ThreadPoolExecutor) -> bytes:
     if kept is not None and kept[0]() is leaf:
         return kept[1]
     digest = _sha256(b"".join(pool.map(_sha256, _chunks(leaf))))
+    if isinstance(leaf, np.ndarray):  # it may be changed in place
+        return digest
     key = id(leaf)
     _digests[key] = weakref.ref(leaf, lambda _: _digests.pop(key, None)), digest
     return digest
@@ -184,8 +186,9 @@ def _content(leaf: Array, pool: ThreadPoolExecutor) -> bytes:
 
 def _chunks(leaf: Array) -> list[np.ndarray]:
     """An array's bytes on the host, in pieces."""
-    # An array keeps the host copy it once made. So a second array over the same device memory makes it, and both go at once.
-    host = np.ascontiguousarray(leaf.addressable_data(0) if leaf.is_fully_replicated else leaf.copy())
+    # An array keeps the host copy that it once made, except on a CPU, where none is made. A copy of the array takes it along when it goes.
+    on_host = isinstance(leaf, np.ndarray) or all(device.platform == "cpu" for device in leaf.devices())
+    host = np.ascontiguousarray(leaf if on_host else leaf.copy())
     data = host.reshape(-1).view(np.uint8)
     return [data[start : start + CHUNK_BYTES] for start in range(0, data.size, CHUNK_BYTES)]
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Engine, generate
+from kvjax import Engine, Request, Sampling, generate, run
 from kvjax.policies import Dense, TopBlocks, Window
 from kvjax.sampling import SamplingRows
 
@@ -65,6 +65,38 @@ def test_a_second_thread_is_refused_and_the_first_loses_nothing(engine, text):
     worker.join(60)
     assert (found[0].length, sequence.length, len(sequence.pages)) == (20, 40, 3)
     np.testing.assert_array_equal(np.asarray(engine.decode([sequence], [5])), expected)
+
+
+def test_a_loop_that_another_thread_stops_gives_its_pages_back(engine, text):
+    """What ends because another thread is in the engine waits for it, and then frees what it held."""
+    running = run(engine, [Request(text[:20], Sampling(max_new_tokens=12)), Request(text[:20], Sampling(max_new_tokens=1))], slots=2)
+    next(running)
+    assert engine.sequences
+    inside, go_on = threading.Event(), threading.Event()
+
+    def use():
+        with engine.guard:
+            inside.set()
+            go_on.wait(60)
+
+    worker = threading.Thread(target=use)
+    worker.start()
+    assert inside.wait(60)
+    threading.Timer(0.2, go_on.set).start()
+    with pytest.raises(RuntimeError, match="is being used by another thread"):
+        next(running)
+    worker.join()
+    assert not engine.sequences
+    assert engine.allocator.free == PAGES
+
+
+def test_tokens_changed_by_hand_are_not_saved(engine, text, tmp_path):
+    (sequence,) = engine.prefill([text[:20]])
+    for token in (500, 2**40, -1):
+        sequence.tokens[3] = token
+        with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary"):
+            engine.save(sequence, tmp_path / "sequence")
+    assert not list(tmp_path.iterdir())
 
 
 def test_many_threads_get_a_clear_sentence_or_the_right_answer(engine, text):

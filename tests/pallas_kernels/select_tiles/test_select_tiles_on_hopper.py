@@ -45,6 +45,7 @@ CASES = {
     "more slots than blocks": {"k": 64},
     "one query": {"num_queries": 1, "starts": (0, 0, 126, 2175, 2299, 2999, 3070, 3071)},
     "no sinks": {"window": (0, 128)},
+    "the best first": {"ranked": True},
     "a page is missing": {"hole": True},
     "equal keys": {"keys": "equal"},
     "large logits": {"keys": "huge"},
