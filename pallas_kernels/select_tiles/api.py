@@ -80,8 +80,8 @@ def select_tiles(
         raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
     if not isinstance(ranked, bool):
         raise ValueError(f"ranked must be True or False, got {ranked!r}")
-    if not isinstance(sm_scale, numbers.Real):
-        raise ValueError(f"sm_scale must be a number known when compiling, got {sm_scale!r}")
+    if not isinstance(sm_scale, numbers.Real) or not sm_scale > 0:
+        raise ValueError(f"sm_scale must be a positive number known when compiling, else bounds are none; got {sm_scale!r}")
     static = {
         "k": k,
         "block_size": block_size,

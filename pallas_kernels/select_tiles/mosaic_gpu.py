@@ -92,8 +92,6 @@ def unsupported(q, bounds, page_table, starts, lengths, *, query_tile, **static)
         return f"the head dim must be 64 or 128, got {q.shape[3]}"
     if query_tile != TILE:
         return f"query_tile must be {TILE}, got {query_tile}"
-    if static["sm_scale"] <= 0:
-        return f"sm_scale must be positive, got {static['sm_scale']}"
     return None
 
 

@@ -31,7 +31,7 @@ _LANES, _SUBLANES = 128, 8
 _QUERY_TILE = 16  # rows of whole tiles: 8 sublanes, two bfloat16 rows each
 
 
-def unsupported(q, bounds, page_table, starts, lengths, *, query_tile, sm_scale, **static) -> str | None:
+def unsupported(q, bounds, page_table, starts, lengths, *, query_tile, **static) -> str | None:
     """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
     arrays = dispatch.signature(q=q, bounds=bounds)
     if not {q.dtype.name, bounds.dtype.name} <= {"float32", "bfloat16"}:
@@ -40,8 +40,6 @@ def unsupported(q, bounds, page_table, starts, lengths, *, query_tile, sm_scale,
         return f"head dim {q.shape[3]} is not a multiple of {_LANES}; got {arrays}"
     if query_tile % _QUERY_TILE:
         return f"query_tile {query_tile} is not a multiple of {_QUERY_TILE}, the rows that a tile of the matrix unit has"
-    if sm_scale <= 0:
-        return f"sm_scale must be positive, got {sm_scale}"
     vectors = _vmem_bytes(q, bounds, query_tile)
     if vectors > VMEM_BYTES:
         return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; query_tile {query_tile}, {arrays}"

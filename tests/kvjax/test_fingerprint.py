@@ -122,3 +122,12 @@ def test_fingerprints_of_earlier_versions_are_refused():
     with pytest.raises(ValueError, match=r"^a\.json was made by an earlier version of kvjax, whose fingerprint \(0123456789abcdef\)"):
         check_fingerprint("0123456789abcdef", "a.json", "measure it again")
     check_fingerprint("sha256-" + "0" * 32, "a.json", "measure it again")
+
+
+def test_weights_in_numpy_arrays_are_read_every_time(model_factory):
+    """They may be changed in place, and have the fingerprint of equal weights on the device."""
+    model = model_factory()
+    copied = dataclasses.replace(model, params=jax.tree.map(np.array, model.params))
+    assert fingerprint(copied) == fingerprint(model)
+    copied.params["embed"][0, 0] += 1
+    assert fingerprint(copied) != fingerprint(model)

@@ -115,7 +115,8 @@ def test_the_suite_rejects(tools, suite, mutants, mutant):
         ({"window": (-1, 32)}, "window must be a tuple"),
         ({"pooling": "mean"}, "pooling must be one of sum, max, got 'mean'"),
         ({"ranked": 1}, "ranked must be True or False, got 1"),
-        ({"sm_scale": None}, "sm_scale must be a number"),
+        ({"sm_scale": None}, "sm_scale must be a positive number"),
+        ({"sm_scale": -0.1}, "sm_scale must be a positive number .* got -0.1"),
     ],
 )
 def test_refuses(suite, change, said):

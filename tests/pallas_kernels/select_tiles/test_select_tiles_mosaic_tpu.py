@@ -147,7 +147,6 @@ UNSUPPORTED = {
     "head dim": ({"head_dim": 64}, {}, "head dim 64 is not a multiple of 128"),
     "tiles of 24": ({}, {"query_tile": 24}, "query_tile 24 is not a multiple of 16"),
     "long tiles": ({}, {"query_tile": 2048}, "bytes of vector memory, at most 12582912 are there; query_tile 2048"),
-    "negative scale": ({}, {"sm_scale": -0.1}, "sm_scale must be positive, got -0.1"),
 }
 
 
