@@ -61,7 +61,8 @@ def latent_config(fields: Mapping[str, Any]) -> LatentConfig:
     wrong = [f"{_SIZES[name]} is {size!r}" for name, size in sizes.items() if not isinstance(size, int) or size < 1]
     if wrong:
         raise ValueError(f"config.json: {', '.join(wrong)}; each must be a positive integer")
-    only = dict(ONLY) | {
+    plain = {name: values for name, values in ONLY.items() if "experts" not in name}  # they belong to the MLP, which is not read here
+    only = plain | {
         "attention_bias": (None, False),
         "rope_interleave": (None, True),
         "qk_head_dim": (None, sizes["nope_dim"] + sizes["rope_dim"]),

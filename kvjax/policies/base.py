@@ -156,11 +156,17 @@ class Stateless:
         return str(self)
 
 
+LEAST_ROOM = 2**20
+"""Tokens that a policy may always keep: on a model with fewer positions it reads everything."""
+
+
 def check_budgets(policy: DecodePolicy, room: int) -> None:
-    """ValueError if a policy is to keep more than `room` tokens, as many as the widest page table of an engine can name."""
+    """ValueError if a policy is to keep more tokens than `room`, as many as the widest page table of an engine can name, and more than
+    `LEAST_ROOM`."""
+    room = max(room, LEAST_ROOM)
     for name, (value, tokens) in policy.budgets().items() if isinstance(policy, Stateless) else ():
         if value * tokens > room:
             raise ValueError(
-                f"policy {policy}: {name} {value} is more than a page table of this model can hold, which is {room // tokens}: "
+                f"policy {policy}: {name} {value} is more than any page table of this model needs, {room // tokens}: "
                 f"use a smaller {name}, or the policy dense, which reads everything"
             )

@@ -208,13 +208,13 @@ def test_an_engine_whose_step_failed_says_so_and_what_to_do(engine, text, tmp_pa
 @pytest.mark.parametrize(
     ("policy", "match"),
     [
-        (TopBlocks(10**9, block_size=16), r"k 1000000000 is more than a page table of this model can hold, which is 256: use a smaller k"),
-        (TopBlocks(257, block_size=16), r"TopBlocks\(k=257, block_size=16\): k 257 is more"),
-        (TopBlocks(2, sink=300, block_size=16), "sink 300 is more"),
-        (TopBlocks(2, local=300, block_size=16), "local 300 is more"),
-        ("quest:300", "policy quest:300: k 300 is more"),
-        (Window(0, 10**6), "window_tokens 1000000 is more than a page table of this model can hold, which is 4096"),
-        ("window:5000+1", "sink_tokens 5000 is more"),
+        (TopBlocks(10**9, block_size=16), r"k 1000000000 is more than any page table of this model needs, 65536: use a smaller k"),
+        (TopBlocks(65_537, block_size=16), r"TopBlocks\(k=65537, block_size=16\): k 65537 is more"),
+        (TopBlocks(2, sink=70_000, block_size=16), "sink 70000 is more"),
+        (TopBlocks(2, local=70_000, block_size=16), "local 70000 is more"),
+        ("quest:66000", "policy quest:66000: k 66000 is more"),
+        (Window(0, 10**7), "window_tokens 10000000 is more than any page table of this model needs, 1048576"),
+        ("window:5000000+1", "sink_tokens 5000000 is more"),
     ],
 )
 def test_a_budget_beyond_the_page_table_is_refused_where_it_is_declared(model, engine, text, policy, match):
@@ -229,8 +229,15 @@ def test_a_budget_beyond_the_page_table_is_refused_where_it_is_declared(model, e
 
 
 def test_the_largest_budget_is_taken(model):
-    Engine(model, TopBlocks(256, sink=256, local=256, block_size=16), pages=4, page_size=PAGE, prefill_chunk=32)
-    Engine(model, Window(4096, 4096), pages=4)
+    Engine(model, TopBlocks(65_536, sink=65_536, local=65_536, block_size=16), pages=4, page_size=PAGE, prefill_chunk=32)
+    Engine(model, Window(2**20, 2**20), pages=4)
+
+
+def test_a_budget_beyond_a_short_models_positions_reads_everything(model_factory, text):
+    """32 blocks of 128 are more than 512 positions hold."""
+    engine = Engine(model_factory(max_positions=512), "top:32", pages=4, prefill_chunk=128, batch_buckets=(1,))
+    (sequence,) = engine.prefill([text[:100]])
+    np.testing.assert_allclose(*(engine.decode([engine.fork(sequence)], [5], policy) for policy in ("top:32", "dense")), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,7 @@ def test_a_length_under_way_is_marked(scripted):
     assert remarks(summarize(dataclasses.replace(PLAN, facts=12), records, {})) == ["512 tokens: 2 of 3 prompts done"]
 
 
+@pytest.mark.long
 def test_the_embedded_model_recalls_facts_inside_a_prompt_unless_a_window_hides_them(embedded, text):
     """Six compilations of the embedded model, the only way to see that dense does well and the control fails."""
     sizes = {"facts": 8, "facts_per_prompt": 4, "passages": 2, "passage_tokens": 12, "run_in": 4, "prefill_chunk": 384}

@@ -124,7 +124,7 @@ def test_trials_are_drawn_from_the_seed_alone(task):
 @pytest.mark.parametrize(
     ("change", "call", "message"),
     [
-        ({}, {"length": 60}, r"6 needles and the question take \d+ tokens: more than the length 60"),
+        ({}, {"length": 60}, r"6 needles and the question take \d+ tokens, and a length of 60 is left for them"),
         ({}, {"length": 9000}, r"the text has 5000 tokens, a trial of length 9000 needs 8\d\d\d"),
         ({}, {"length": 400, "depth": 1.5}, r"depth must be in \[0, 1\], got 1.5"),
         ({"digits": 0}, {"length": 400}, "digits must be at least 1"),

@@ -48,6 +48,7 @@ def test_penalties_count_prompt_and_answer_as_by_hand(speaker, engine, penalties
     assert found.token_ids != by_hand(speaker, speaker.tokenizer(PROMPT)["input_ids"], Sampling(24))
 
 
+@pytest.mark.long
 def test_rows_do_not_feel_the_penalties_of_others(engine):
     """Places change hands while counts live on: each request ends as it would alone, to the bit."""
     settings = [

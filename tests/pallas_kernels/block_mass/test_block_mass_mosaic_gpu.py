@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_interpreted():
     """Values, races and planted bugs: `block_mass_interpreted.py`, with threads enough for its warpgroups."""
