@@ -42,7 +42,7 @@ def select_tiles(
 
     Candidates of a tile are blocks that hold a key which its last query may see and which neither the first window[0] tokens (sinks) nor
     that query's last window[1] tokens hold whole: `block_sparse_attention` reads those anyway. window[1] must be at least the tokens
-    of a page, so that no candidate is unsealed. k: at least 1. block_size: tokens, divides the page. sm_scale: multiplies logits.
+    of a page, so that no candidate is unsealed. k: at least 1. block_size: tokens, divides the page. sm_scale: positive, multiplies logits.
 
     Returns blocks int32 `[B, C, H, W]`, C = ceil(T / query_tile), W = min(k, M * nb): logical block numbers, -1 at the end where there are
     fewer candidates; of equal ones the lower block. They ascend; if `ranked`, the best stands first, of equal ones the lower, so that the
