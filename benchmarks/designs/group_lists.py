@@ -34,7 +34,8 @@ class GroupLists(BoundsBlocks):
         shape = mosaic_gpu.Shape(*sizes, self.key_block, self.pooling, ctx.sm_scale, query.dtype)
         sealed = jnp.minimum(ctx.lengths // page_size, ctx.page_table.shape[1]) * bounds.shape[2]
         padded = mosaic_gpu.query_tiles.padded(query)
-        paid = mosaic_gpu.launch(shape)(padded, rows, ctx.starts, ctx.lengths, sealed)[..., : there.shape[1]]
+        admitted = mosaic_gpu.admitted_blocks(there, self.sink_tokens // self.key_block, rows.shape[2])
+        paid = mosaic_gpu.launch(shape)(padded, rows, admitted, ctx.starts, ctx.lengths, sealed)[..., : there.shape[1]]
         window = {"sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
         distant = distant_blocks(ctx, page_size, query.shape[1], chi=self.chi, key_block=self.key_block, **window) & there[:, None]
         scores = jnp.where(distant[:, None], paid, 0).reshape(paid.shape[0], bounds.shape[1], -1, *paid.shape[2:]).sum(2).swapaxes(1, 2)

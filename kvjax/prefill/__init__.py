@@ -1,6 +1,7 @@
 """Prefill policies: how the queries of a prompt attend to it. `parse_prefill("momo:128/8")` names them."""
 
 from kvjax.prefill.base import PrefillContext, PrefillPolicy, indexes_of
+from kvjax.prefill.block_filter import BlockFilter
 from kvjax.prefill.bounds import BoundsBlocks
 from kvjax.prefill.bounds_share import BoundsShare
 from kvjax.prefill.delta import delta_correction
@@ -16,6 +17,7 @@ from kvjax.prefill.xattention import XAttention
 
 __all__ = [
     "FORMS",
+    "BlockFilter",
     "BoundsBlocks",
     "BoundsShare",
     "DensePrefill",

@@ -49,6 +49,8 @@ class BoundsBlocks(ByBounds):
     What a query may pay a block is softmax, over all earlier blocks, of its bound of the logits there: elementwise maxima and minima of
     the block's keys, the index that `top:K` scans when it decodes. So every query is asked, and none of the keys is read to ask it.
     pooling: a tile's queries are taken together by "sum" or "max". Blocks that sinks or window hold anyway take no place in a list.
+    dense_below: sequences up to this many tokens are dense. None is twice what lists, sinks and window hold: up to there dense attention
+    was as fast on an H200 (docs/prefill.md). 0 leaves only those dense of which lists would hold everything.
 
     Source: bounds of Quest (Tang et al., ICML 2024), of every query of a tile.
     """
@@ -59,23 +61,28 @@ class BoundsBlocks(ByBounds):
     sink_tokens: int = 128
     window_tokens: int = 1024
     pooling: str = "sum"
+    dense_below: int | None = None
 
     def __post_init__(self):
         check_sizes(self, k=1, chi=1, key_block=1, sink_tokens=0, window_tokens=1)
+        if self.dense_below is not None:
+            check_sizes(self, dense_below=0)
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}; got {self.pooling!r}")
 
     @property
     def dense_tokens(self) -> int:
-        """Up to here the lists would hold everything."""
-        return covered_tokens(self.k, self.key_block, self.sink_tokens, self.window_tokens)
+        """Up to here the lists would hold everything, or dense attention is no slower."""
+        covered = covered_tokens(self.k, self.key_block, self.sink_tokens, self.window_tokens)
+        return max(covered, 2 * covered if self.dense_below is None else self.dense_below)
 
     def lists(self, query, layer, ctx):
         """The k best distant blocks of every tile and query head, `[B, C, H, W]`."""
         return self.best(query, layer, ctx, self.k)
 
     def __str__(self) -> str:
-        return f"bounds:{self.k}" if self == BoundsBlocks(self.k) else repr(self)
+        names = {BoundsBlocks(self.k): f"bounds:{self.k}", BoundsBlocks(self.k, dense_below=0): f"bounds:{self.k}+sparse"}
+        return names.get(self) or repr(self)
 
     def describe(self) -> str:
         """For reports."""

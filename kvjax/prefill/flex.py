@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens, distant_blocks, ranked_until, sorted_lists
+from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens, distant_blocks, fewest_that_hold, ranked_until, sorted_lists
 from kvjax.prefill.mean_pooled import mean_keys, mean_queries
 from kvjax.prefill.vertical_slash import VerticalSlash
 
@@ -70,8 +70,8 @@ class FlexPrefill(TileLists):
             by_means = jnp.sqrt(_divergence(guess, columns / columns.sum(-1, keepdims=True))) < self.tau
             means = ranked_until(estimated(mean_queries(q, start, length, self.chi), ends), distant[:, None], self.gamma)
             first = start + jnp.arange(0, q.shape[0], self.chi, dtype=jnp.int32)
-            crossed = _crossed(_fewest(bands, self.gamma), first, first + self.chi - 1, number, self.key_block)
-            lines = (_fewest(columns, self.gamma)[None] | crossed) & distant[:, None]
+            crossed = _crossed(fewest_that_hold(bands, self.gamma), first, first + self.chi - 1, number, self.key_block)
+            lines = (fewest_that_hold(columns, self.gamma)[None] | crossed) & distant[:, None]
             return jnp.where(by_means[:, None], means, sorted_lists(jnp.where(lines, number, -1)))
 
         return jax.lax.map(of_row, (query, ctx.page_table, ctx.starts, ctx.lengths, distant, columns, bands))
@@ -91,12 +91,6 @@ def _divergence(first, second):
     """Jensen-Shannon divergence of two distributions over the last axis, natural log, at least 0."""
     middle = (first + second) / 2
     return jnp.maximum((jax.scipy.special.rel_entr(first, middle) + jax.scipy.special.rel_entr(second, middle)).sum(-1) / 2, 0)
-
-
-def _fewest(paid, share: float):
-    """Which entries of the last axis are the fewest that hold `share` of their sum."""
-    best = ranked_until(paid, jnp.ones(paid.shape, bool), share)
-    return jnp.put_along_axis(jnp.zeros((*paid.shape[:-1], paid.shape[-1] + 1), bool), best, True, axis=-1, inplace=False)[..., :-1]
 
 
 def _crossed(bands, first, last, number, key_block: int):

@@ -108,6 +108,12 @@ def ranked_until(worth: Float[Array, "*tiles S"], candidates: Bool[Array, "*tile
     return jnp.where((best >= 0) & needed, ids, -1).astype(jnp.int32)
 
 
+def fewest_that_hold(worth: Float[Array, "*rows S"], share: float) -> Bool[Array, "*rows S"]:
+    """Which entries of each row are the fewest that hold `share` of its sum, of equal ones the lower; every one for a share of 1."""
+    best = ranked_until(worth, jnp.ones(worth.shape, bool), share)
+    return jnp.put_along_axis(jnp.zeros((*worth.shape[:-1], worth.shape[-1] + 1), bool), best, True, axis=-1, inplace=False)[..., :-1]
+
+
 def sorted_lists(ids: Int[Array, "*tiles W"]) -> Int[Array, "*tiles W"]:
     """Each block once, ascending, -1 at the end."""
     ids = jnp.sort(jnp.where(ids < 0, _NONE, ids), axis=-1)

@@ -6,6 +6,7 @@ import re
 
 from kvjax.policies.naming import check_numbers
 from kvjax.prefill.base import PrefillPolicy
+from kvjax.prefill.block_filter import BlockFilter
 from kvjax.prefill.bounds import BoundsBlocks
 from kvjax.prefill.bounds_share import BoundsShare
 from kvjax.prefill.dense import DensePrefill
@@ -20,13 +21,14 @@ from kvjax.registry import FORMS as OWN_FORMS
 from kvjax.registry import Registry
 
 FORMS = (
-    "dense, bounds:K (blocks of 128), bounds:SHARE (as bounds:0.01: as many as leave less than that missed), "
+    "dense, bounds:K (blocks of 128; with +sparse behind it short prompts too), "
+    "bounds:SHARE (as bounds:0.01: as many as leave less than that missed), "
     "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; with +quantile behind it the "
     "others by a quantile, with +score or +untrimmed lists are trimmed otherwise, with +plain or +uncorrected outputs are corrected "
     "otherwise, with +gamma4 or +gamma1 every 4th or every query is measured rather than every 16th), "
     "window:SINK+WINDOW (tokens, as window:64+1024), "
     "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
-    "flex:GAMMA, xattention:THRESHOLD (shares of attention, as flex:0.9), " + OWN_FORMS
+    "flex:GAMMA, xattention:THRESHOLD, bfla:MASS (shares of attention, as flex:0.9), " + OWN_FORMS
 )
 
 
@@ -67,10 +69,12 @@ def _built_in(text: str) -> PrefillPolicy | None:
         return VerticalSlash(*map(int, match.groups()))
     if match := re.fullmatch(r"bounds:(0\.\d+)", text):
         return BoundsShare(float(match[1]))
-    if match := re.fullmatch(r"(flex|xattention):(0\.\d+|1\.0)", text):
-        return {"flex": FlexPrefill, "xattention": XAttention}[match[1]](float(match[2]))
-    if match := re.fullmatch(r"(bounds|mean|oracle):(\d+)", text):
-        return {"bounds": BoundsBlocks, "mean": MeanPooled, "oracle": OracleBlocks}[match[1]](int(match[2]))
+    if match := re.fullmatch(r"(flex|xattention|bfla):(0\.\d+|1\.0)", text):
+        return {"flex": FlexPrefill, "xattention": XAttention, "bfla": BlockFilter}[match[1]](float(match[2]))
+    if match := re.fullmatch(r"bounds:(\d+)(\+sparse)?", text):
+        return BoundsBlocks(int(match[1]), dense_below=0 if match[2] else None)
+    if match := re.fullmatch(r"(mean|oracle):(\d+)", text):
+        return {"mean": MeanPooled, "oracle": OracleBlocks}[match[1]](int(match[2]))
     return None
 
 
@@ -78,7 +82,7 @@ _OWN = Registry(
     "prefill policy",
     "kvjax.prefill.PrefillPolicy says what each does",
     ("queries_stand_alone", "attend", "describe"),
-    ("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle", "flex", "xattention"),
+    ("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle", "flex", "xattention", "bfla"),
     _built_in,
 )
 register, name_of, identity = _OWN.register, _OWN.name_of, _OWN.identity

@@ -3,7 +3,8 @@
 A query's bound of a block is one product: its positive and its negative parts, side by side, with the block's maxima and minima, side by
 side. The first walk has queries as rows: each of two warpgroups folds the bounds of its 64 queries into their log-sum-exps. The second has
 blocks as rows: of each tile of 128 blocks a warpgroup takes 64, and what all 128 queries may pay them is a sum along its rows, written
-once and in a fixed order. A third warpgroup brings tiles of bounds into a ring by TMA. The k best of a tile are found by `top_k`.
+once and in a fixed order, -inf where a block is no candidate. A third warpgroup brings tiles of bounds into a ring by TMA. The k best of a
+tile are found by `top_k`, which reads the blocks before the tile's window and no others.
 
 Before it, the bounds that a table names are brought together: 1/64 of the keys' bytes, and then a tile of 128 blocks is one copy. Blocks
 without a sealed page get bounds there that no query pays anything (`xla.table_bounds`).
@@ -67,7 +68,7 @@ class Shape:
         return 2 if self.head_dim == 128 else 4
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers: queries' positive and negative parts, and the ring of maxima and minima."""
+        """Shared memory and barriers: queries' positive and negative parts, and the ring of maxima, minima and what admits blocks."""
         queries = plgpu.SMEM((TILE, self.head_dim), self.dtype, transforms=SWIZZLED)
         bounds = plgpu.SMEM((self.stages, TILE, self.head_dim), self.dtype, transforms=SWIZZLED)
         return {
@@ -75,11 +76,12 @@ class Shape:
             "negative_s": queries,
             "most_s": bounds,
             "least_s": bounds,
+            "admitted_s": plgpu.SMEM((self.stages, TILE), jnp.float32),
             "lse_s": plgpu.SMEM((TILE,), jnp.float32),
             "paid_s": plgpu.SMEM((2, ROWS), jnp.float32),
             "q_bar": plgpu.Barrier(num_barriers=2),
             "both_bar": plgpu.Barrier(num_arrivals=2),
-            "full_bar": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
+            "full_bar": plgpu.Barrier(num_arrivals=3, num_barriers=self.stages),
             "free_bar": plgpu.Barrier(num_arrivals=2, num_barriers=self.stages),
         }
 
@@ -111,13 +113,17 @@ def _select(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile
     s = Shape(*sizes, block_size, pooling, sm_scale, q.dtype)
     page_size = block_size * bounds.shape[2]
     sealed = jnp.minimum(lengths // page_size, page_table.shape[1]) * bounds.shape[2]
-    paid = launch(s)(query_tiles.padded(q), rows, starts, lengths, sealed)[..., : there.shape[1]]
     first, end = candidates(starts, lengths, s.num_queries, block_size, query_tile, window)
-    block = jnp.arange(paid.shape[-1], dtype=jnp.int32)
-    candidate = there[:, None] & (block >= first) & (block < end[..., None])
-    scores = jnp.where(candidate[:, None], paid, -jnp.inf).reshape(-1, paid.shape[-1])
-    best, ids = top_k(scores, min(k, scores.shape[-1]), sort=ranked)
+    paid = launch(s)(query_tiles.padded(q), rows, admitted_blocks(there, first, rows.shape[2]), starts, lengths, sealed)
+    ends = jnp.broadcast_to(jnp.minimum(end, sealed[:, None])[:, None], paid.shape[:3]).reshape(-1)
+    best, ids = top_k(paid.reshape(-1, paid.shape[-1]), min(k, there.shape[1]), lengths=ends, sort=ranked)
     return listed(best, ids, ranked).reshape(*paid.shape[:3], -1).swapaxes(1, 2)
+
+
+def admitted_blocks(there, first: int, columns: int):
+    """What is added to what tiles pay the blocks, `[B, columns]` float32: 0, or -inf for blocks that are missing or before `first`."""
+    there = jnp.pad(there, ((0, 0), (0, columns - there.shape[1])))
+    return jnp.where(there & (jnp.arange(columns, dtype=jnp.int32) >= first), 0.0, -jnp.inf)
 
 
 def _steps(s: Shape, refs, row, tile):
@@ -129,8 +135,8 @@ def _steps(s: Shape, refs, row, tile):
     return first, jnp.where(last < first, 0, lax.div(blocks + (TILE - 1), jnp.int32(TILE)))
 
 
-def _fetch(s: Shape, steps, row, head, rows_ref, scratch) -> None:
-    """By the third warpgroup: every tile of bounds, twice over."""
+def _fetch(s: Shape, steps, row, head, rows_ref, admitted_ref, scratch) -> None:
+    """By the third warpgroup: every tile of bounds, and what admits its blocks, twice over."""
     kv_head = lax.div(head, jnp.int32(s.num_heads // s.num_kv_heads))
 
     def step(n, _):
@@ -143,6 +149,7 @@ def _fetch(s: Shape, steps, row, head, rows_ref, scratch) -> None:
         for name, column in (("most_s", 0), ("least_s", s.head_dim)):
             source = rows_ref.at[row, kv_head, pl.ds(block, TILE), pl.ds(column, s.head_dim)]
             plgpu.copy_gmem_to_smem(source, scratch[name].at[slot], scratch["full_bar"].at[slot])
+        plgpu.copy_gmem_to_smem(admitted_ref.at[row, pl.ds(block, TILE)], scratch["admitted_s"].at[slot], scratch["full_bar"].at[slot])
         return ()
 
     lax.fori_loop(0, 2 * steps, step, ())
@@ -225,13 +232,14 @@ def _pay(s: Shape, steps, first, sealed, warpgroup, place, scratch, paid_ref) ->
         i = steps + n
         slot = lax.rem(i, jnp.int32(s.stages))
         plgpu.barrier_wait(scratch["full_bar"].at[slot])
+        admitted = plgpu.layout_cast(scratch["admitted_s"].at[slot, own][...], BY_ROW)
         x = _products(slot, scratch, (scratch["most_s"].at[slot, own], scratch["least_s"].at[slot, own]), queries)
         block = n * TILE + warpgroup * ROWS
         plain = ((block + (ROWS - 1)) * s.block_size <= first) & (block + ROWS <= sealed)
         x = lax.cond(plain, lambda x: x, lambda x: _seen(s, x, block, first, 0, sealed), x)
         p = jnp.exp2(x * factor - lax.broadcast_in_dim(lse, x.shape, [1]))
         plgpu.wait_smem_to_gmem(0)  # what is written next, TMA has read
-        paid_s[...] = p.sum(axis=1) if s.pooling == "sum" else p.max(axis=1)
+        paid_s[...] = (p.sum(axis=1) if s.pooling == "sum" else p.max(axis=1)) + admitted
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(paid_s, paid_ref.at[row, head, tile, pl.ds(pl.multiple_of(block, ROWS), ROWS)])
         return ()
@@ -241,10 +249,11 @@ def _pay(s: Shape, steps, first, sealed, warpgroup, place, scratch, paid_ref) ->
 
 
 def launch(s: Shape, interpret=None):
-    """The kernel, as a function of (padded queries, rows `[B, K, S, 2 * D]`, starts, lengths, sealed blocks) -> what tiles pay blocks,
-    `[B, H, C, S]` float32, of which what no query of a tile sees is not written."""
+    """The kernel, as a function of (padded queries, rows `[B, K, S, 2 * D]`, `admitted_blocks` `[B, S]`, starts, lengths, sealed blocks).
 
-    def select_tiles_kernel(q_ref, rows_ref, *refs, **scratch):
+    It returns what tiles pay admitted blocks, -inf for others, `[B, H, C, S]` float32; what no query of a tile sees is not written."""
+
+    def select_tiles_kernel(q_ref, rows_ref, admitted_ref, *refs, **scratch):
         *refs, paid_ref = refs
         row, head, warpgroup = (lax.axis_index(name) for name in ("row", "head", "warpgroup"))
         tile = s.query_tiles - 1 - lax.axis_index("tile")  # the longest walks first
@@ -266,7 +275,7 @@ def launch(s: Shape, interpret=None):
         @pl.when(warpgroup == 2)
         def _():
             plgpu.set_max_registers(40, action="decrease")
-            pl.when(steps > 0)(lambda: _fetch(s, steps, row, head, rows_ref, scratch))
+            pl.when(steps > 0)(lambda: _fetch(s, steps, row, head, rows_ref, admitted_ref, scratch))
 
     return plgpu.kernel(
         select_tiles_kernel,

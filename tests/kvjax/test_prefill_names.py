@@ -3,6 +3,7 @@
 import pytest
 
 from kvjax.prefill import (
+    BlockFilter,
     BoundsBlocks,
     BoundsShare,
     DensePrefill,
@@ -22,6 +23,7 @@ from kvjax.prefill import (
     [
         ("dense", DensePrefill()),
         ("bounds:32", BoundsBlocks()),
+        ("bounds:32+sparse", BoundsBlocks(dense_below=0)),
         ("bounds:8", BoundsBlocks(k=8)),
         ("bounds:0.01", BoundsShare()),
         ("bounds:0.002", BoundsShare(0.002)),
@@ -38,6 +40,7 @@ from kvjax.prefill import (
         ("vertical-slash:10+7", VerticalSlash(10, 7)),
         ("flex:0.95", FlexPrefill(0.95)),
         ("xattention:0.9", XAttention()),
+        ("bfla:0.99", BlockFilter()),
     ],
 )
 def test_names(name, policy):
@@ -76,6 +79,8 @@ def test_what_is_no_policy_is_refused():
         (lambda: VerticalSlash(slash=0), "slash"),
         (lambda: FlexPrefill(0.0), "gamma must be a fraction, at most 1, got 0.0"),
         (lambda: XAttention(1.5), "threshold must be a fraction above 0, at most 1, got 1.5"),
+        (lambda: BlockFilter(0.0), "mass must be a fraction above 0, at most 1, got 0.0"),
+        (lambda: BlockFilter(chi=96), "chi 96 must divide coarse 256 and be a multiple of group 64"),
         (lambda: XAttention(stride=12), "stride 12 must divide chi 128 and key_block 64"),
         (lambda: SinkWindow(-1), "sink_tokens must be an int of at least 0, got -1"),
         (lambda: SinkWindow(gamma=0), "gamma"),

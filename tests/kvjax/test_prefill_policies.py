@@ -14,6 +14,7 @@ from kvjax import Engine
 from kvjax.cache import PagedKV
 from kvjax.fidelity.echo import ListedDense
 from kvjax.prefill import (
+    BlockFilter,
     BoundsBlocks,
     BoundsShare,
     DensePrefill,
@@ -33,12 +34,13 @@ from pallas_kernels.page_index import page_index
 
 SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
 PAGE_WINDOW = {"window_tokens": 16}
+SPARSE_BOUNDS = SIZES | PAGE_WINDOW | {"dense_below": 0}
 MOMO = {"gamma": 4, "k": 5, "k_exact": 2, "k_trim": 4}
 COVERING = {
     "momo": MeasureOnceMaskOnce(**SIZES, gamma=4, k=16, k_exact=3, k_trim=16),
     "momo, exact, untrimmed": MeasureOnceMaskOnce(**SIZES, gamma=2, k=16, k_exact=16, k_trim=None),
     "momo, all estimated, no delta": MeasureOnceMaskOnce(**SIZES, gamma=4, k=16, k_exact=0, k_trim=16, delta="off"),
-    "bounds": BoundsBlocks(**SIZES | PAGE_WINDOW, k=16),
+    "bounds": BoundsBlocks(**SPARSE_BOUNDS, k=16),
     "bounds, a share": BoundsShare(1e-7, (1, 2), **SIZES | PAGE_WINDOW),
     "mean": MeanPooled(**SIZES, k=16),
     "oracle": OracleBlocks(**SIZES, k=16),
@@ -47,6 +49,7 @@ COVERING = {
     "flex, means": FlexPrefill(1.0, 1.0, **SIZES),
     "flex, lines": FlexPrefill(1.0, 0.0, **SIZES),
     "xattention": XAttention(1.0, 4, **SIZES),
+    "block filter": BlockFilter(1.0, 16, 4, **SIZES),
     "window": SinkWindow(8, 120),
     "window with delta": SinkWindow(8, 120, gamma=4),
     "every block listed": ListedDense(**SIZES),
@@ -55,8 +58,8 @@ SPARSE = {
     "momo": MeasureOnceMaskOnce(**SIZES, **MOMO),
     "momo, quantile": MeasureOnceMaskOnce(**SIZES | MOMO | {"key_block": 1, "k": 20, "k_trim": 30}, estimate="quantile"),
     "momo, no delta": MeasureOnceMaskOnce(**SIZES, **MOMO, delta="off"),
-    "bounds": BoundsBlocks(**SIZES | PAGE_WINDOW, k=3),
-    "bounds, maximum": BoundsBlocks(**SIZES | PAGE_WINDOW, k=3, pooling="max"),
+    "bounds": BoundsBlocks(**SPARSE_BOUNDS, k=3),
+    "bounds, maximum": BoundsBlocks(**SPARSE_BOUNDS, k=3, pooling="max"),
     "bounds, a share": BoundsShare(0.2, (1, 3, 5), **SIZES | PAGE_WINDOW),
     "mean": MeanPooled(**SIZES, k=3),
     "oracle": OracleBlocks(**SIZES, k=3),
@@ -64,6 +67,7 @@ SPARSE = {
     "flex, means": FlexPrefill(0.6, 1.0, **SIZES),
     "flex, lines": FlexPrefill(0.3, 0.0, **SIZES),
     "xattention": XAttention(0.6, 4, **SIZES),
+    "block filter": BlockFilter(0.6, 16, 4, **SIZES),
     "window": SinkWindow(8, 12),
     "window with delta": SinkWindow(8, 12, gamma=4),
 }
@@ -289,6 +293,29 @@ def test_xattention_lists_what_antidiagonals_rank():
             assert listed(lists[0, tile, head]) == best
 
 
+def test_a_block_filter_lists_what_pooled_logits_rank():
+    """Written out block by block: per head the fewest blocks of 16 that hold the mass, joined over the three heads of a KV head."""
+    query, layer, ctx = chunk()
+    lists = find_lists(BlockFilter(0.6, 16, 4, **SIZES), query, layer, ctx)
+    q, keys, _, length = laid_out(query, layer, ctx)
+    q, keys = (np.pad(x, ((0, 128 - len(x)), (0, 0), (0, 0))) for x in (q, keys))
+    kept = np.zeros((4, 6, 8), bool)
+    for row, head in itertools.product(range(4), range(6)):
+        end = min(64 + row * 16 + 16, length)
+        blocks = range(-(-end // 16))
+        own = [q[row * 16 + i : row * 16 + i + 4, head] for i in range(0, 16, 4)]
+        sums = [max(np.sum(x * keys[b * 16 + j : b * 16 + j + 4, head]) for x in own for j in range(0, 16, 4)) for b in blocks]
+        weights = np.exp(SCALE * np.array(sums) - SCALE * max(sums))
+        order = sorted(blocks, key=lambda b: (-weights[b], b))
+        needed = next(n for n in range(1, len(order) + 1) if weights[order[:n]].sum() >= 0.6 * weights.sum())
+        kept[row, head, order[:needed]] = True
+    kept = kept.reshape(4, 2, 3, 8).any(2).repeat(3, axis=1)
+    assert not kept.all(axis=(0, 1)).all()
+    for tile, _, first, last in tiles(np.arange(64, length)):
+        for head in range(6):
+            assert listed(lists[0, tile, head]) == [b for b in distant(first, last) if kept[tile // 2, head, b // 2]]
+
+
 def test_flex_takes_the_estimate_that_the_last_queries_bear_out():
     """Heads below tau list by means as with tau 1, the others lines as with tau 0; some of each."""
     query, layer, ctx = chunk()
@@ -313,7 +340,7 @@ def test_bounds_widen_until_drawn_queries_miss_less_than_a_share(share):
     (query, layer, ctx), ladder = chunk(), (1, 3, 5)
     window, weights = SIZES | PAGE_WINDOW, paid(*chunk())
     found = find_lists(BoundsShare(share, ladder, **window), query, layer, ctx)
-    fixed = [find_lists(BoundsBlocks(**window, k=k), query, layer, ctx) for k in (*ladder, 16)]
+    fixed = [find_lists(BoundsBlocks(**SPARSE_BOUNDS, k=k), query, layer, ctx) for k in (*ladder, 16)]
     drawn = np.asarray(drawn_positions(ctx.starts, 64, 16, 0))[0]
     drawn, taken = drawn[(drawn >= 64) & (drawn < 120)], []
     for head in range(6):
