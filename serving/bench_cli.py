@@ -77,7 +77,12 @@ def prefill_command(
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Only so many layers. [default: the shape's]", show_default=False, **whole())] = None,
     ops: Annotated[
-        bool, typer.Option("--ops", help="Time the attention of one layer and its steps instead, beside other people's dense kernels.")
+        bool,
+        typer.Option(
+            "--ops",
+            help="Time the attention of one layer and its steps instead, beside other people's dense kernels; of a model that of all "
+            "layers, over a text.",
+        ),
     ] = False,
     baselines: Annotated[
         bool | None,
@@ -94,18 +99,24 @@ def prefill_command(
     ablate: Annotated[
         bool, typer.Option("--ablate", help="With --measures: vary gamma, chi, k, k_exact, the estimate, trimming and correction.")
     ] = False,
-    text: Annotated[list[Path] | None, typer.Option(help="With --measures: prose to prefill. [default: Python's documentation]")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="With --measures, or --ops of a model: prose to prefill. [default: Python's documentation]")
+    ] = None,
     json_out: JsonOption = None,
 ) -> None:
     """Time to first token of whole prompts, with random weights; or (--ops, --measures) a closer look at their attention."""
     from kvjax.serving import prefill_cli
+    from pallas_kernels.bench.cases import SHAPES
 
     if ops and measures:
         raise typer.BadParameter("--ops and --measures exclude each other", param_hint="--measures")
-    if (ablate or text) and not measures:
-        raise typer.BadParameter("belongs to --measures", param_hint="--ablate" if ablate else "--text")
-    if baselines is not None and not ops:
-        raise typer.BadParameter("belongs to --ops", param_hint="--baselines")
+    of_model = ops and shape not in SHAPES
+    if ablate and not measures:
+        raise typer.BadParameter("belongs to --measures", param_hint="--ablate")
+    if text and not (measures or of_model):
+        raise typer.BadParameter("belongs to --measures, and to --ops with a model as the --shape", param_hint="--text")
+    if baselines is not None and (not ops or of_model):
+        raise typer.BadParameter("belongs to --ops without a model", param_hint="--baselines")
     form = "--measures" if measures else "--ops" if ops else None
     unused = {"--rounds": rounds, "--layers": layers} | ({"--chunk": chunk} if ops else {})
     for option, value in unused.items():
@@ -115,6 +126,8 @@ def prefill_command(
     try:
         if measures:
             run = prefill_cli.measures_run(shape, lengths, policies, dtype, ablate=ablate, files=text or (), **given)
+        elif of_model:
+            run = prefill_cli.layers_run(shape, lengths, policies, dtype or "bfloat16", text or ())
         elif ops:
             run = prefill_cli.ops_run(shape, lengths, policies, dtype or "bfloat16", baselines=baselines is not False)
         else:

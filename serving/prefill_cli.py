@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
@@ -14,8 +14,11 @@ from kvjax.serving.cli_options import parse_lengths, read_text
 from kvjax.serving.decode_bench import PAGE_SIZE, config_of
 from kvjax.serving.prefill_bench import PrefillPlan, policies_of, run_prefill_plan
 from pallas_kernels.bench import prefill_report
-from pallas_kernels.bench.cases import SHAPES
 from pallas_kernels.results import write_result
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
+    from kvjax.prefill import PrefillPolicy
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -47,17 +50,51 @@ def time_run(shape: str, lengths: str, policies: str, dtype: str, *, chunk: int 
     return Run("prefill", lambda say: {}, lambda say, _: run_prefill_plan(plan, say), table)
 
 
-def ops_run(shape: str, lengths: str, policies: str, dtype: str, *, baselines: bool = True) -> Run:
-    """The attention of one layer. ValueError for shapes that it does not have, and where no policy but dense is named."""
-    from kvjax.prefill import DensePrefill
-    from kvjax.serving.prefill_ops import op_rows, peak_flops
+def layers_run(model: str, lengths: str, policies: str, dtype: str, files: Sequence[Path] = ()) -> Run:
+    """The attention of a model's layers over a text. ValueError as for `ops_run`, and for texts that are too short."""
+    from kvjax.serving.prefill_layers import layer_rows
 
-    if shape not in SHAPES:
-        raise ValueError(f"--ops takes the shapes {', '.join(SHAPES)}, got {shape!r}")
+    chosen, tokens = _sparse_of(policies), parse_lengths(lengths)
+    loaded, ids = _read(model, _dtype(dtype), files, max(tokens))
+
+    def rows(say: Callable, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        for length in tokens:
+            say(f"{length:,} tokens")
+            for row in layer_rows(model, loaded, ids[:length], chosen):
+                say(f"{length:,} tokens: {row['policy']} is done")
+                yield row
+
+    return Run("prefill-layers", lambda say: {}, rows, prefill_report.layers_table)
+
+
+def _sparse_of(policies: str) -> list[PrefillPolicy]:
+    """The policies but dense; ValueError if there is no other."""
+    from kvjax.prefill import DensePrefill
+
     sparse = [policy for policy in policies_of(policies) if policy != DensePrefill()]
     if not sparse:
         raise ValueError(f"--ops times sparse policies beside dense attention, which it always times; got {policies!r}: name one more")
-    tokens = parse_lengths(lengths)
+    return sparse
+
+
+def _read(model: str, dtype: str | None, files: Sequence[Path], longest: int) -> tuple[Model, list[int]]:
+    """A model, and the token ids of texts; ValueError if there are fewer than `longest`."""
+    import kvjax
+    from kvjax.fidelity.needle import documentation_text, encode_text
+
+    loaded = kvjax.load(model, dtype=dtype)
+    prose = "\n\n".join(read_text(file, "--text") for file in files) or documentation_text()
+    ids = encode_text(loaded.tokenizer, prose).tolist()
+    if len(ids) < longest:
+        raise ValueError(f"the text has {len(ids):,} tokens, the longest prompt {longest:,}: give more with --text")
+    return loaded, ids
+
+
+def ops_run(shape: str, lengths: str, policies: str, dtype: str, *, baselines: bool = True) -> Run:
+    """The attention of one layer of a shape. ValueError where no policy but dense is named."""
+    from kvjax.serving.prefill_ops import op_rows, peak_flops
+
+    sparse, tokens = _sparse_of(policies), parse_lengths(lengths)
     _dtype(dtype)
 
     def begin(say: Callable) -> dict[str, Any]:
@@ -97,8 +134,6 @@ def measures_run(
     files: Sequence[Path] = (),
 ) -> Run:
     """What lists capture. ValueError for policies without lists or a window, chunks of no whole pages, or texts that are too short."""
-    import kvjax
-    from kvjax.fidelity.needle import documentation_text, encode_text
     from kvjax.prefill import DensePrefill, MeasureOnceMaskOnce
     from kvjax.prefill.measures import ablation, check_measurable, measure_recorded, record_prefill
 
@@ -111,11 +146,7 @@ def measures_run(
     if chunk < 1 or chunk % PAGE_SIZE:
         raise ValueError(f"chunk {chunk} must be a positive multiple of the page size {PAGE_SIZE}")
     tokens = parse_lengths(lengths)
-    loaded = kvjax.load(model, dtype=None if dtype is None else _dtype(dtype))
-    prose = "\n\n".join(read_text(file, "--text") for file in files) or documentation_text()
-    ids = encode_text(loaded.tokenizer, prose).tolist()
-    if len(ids) < max(tokens):
-        raise ValueError(f"the text has {len(ids):,} tokens, the longest prompt {max(tokens):,}: give more with --text")
+    loaded, ids = _read(model, None if dtype is None else _dtype(dtype), files, max(tokens))
     stored = jax.tree.leaves(loaded.params)[0].dtype.name
     fields = {"op": "prefill-measures", "shape": model, "batch": 1, "dtype": stored, "chunk": chunk}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from pallas_kernels.bench import pictures
 from pallas_kernels.bench.formats import estimate, markdown, span, tokens_text
+from pallas_kernels.bench.prefill_report import layer_seconds
 
 NOISE = "dense again"
 COLUMNS = ("tokens", "prefill", "facts", "facts, 95%", "lost/gained", "facts, difference, 95%", "by distance", "passages")
@@ -91,31 +92,25 @@ def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
         pictures.legend_below(figure, [above])
 
 
-TIMED_SHAPE = "qwen2.5-7b"
-"""Whose attention is timed beside what the embedded model recalls."""
+def layer_times(timed: Sequence[dict[str, Any]], length: int) -> dict[str, float]:
+    """Seconds of one layer's attention over a text of `length` tokens, by policy."""
+    return {row["policy"]: layer_seconds(row) for row in timed if row["tokens"] == length and "median_s" in row}
 
 
-def layer_times(ops: Sequence[dict[str, Any]], length: int) -> dict[str, float]:
-    """Seconds of one layer's attention over a prompt of `length` tokens, by policy; of dense attention the fastest."""
-    here = [row for row in ops if (row["shape"], row["tokens"]) == (TIMED_SHAPE, length) and "median_s" in row]
-    dense = [row["median_s"] for row in here if row["op"] in ("dense", "baseline")]
-    return {row["policy"]: row["median_s"] for row in here if row["op"] == "sparse"} | ({"dense": min(dense)} if dense else {})
-
-
-def timed_points(runs: Sequence[dict[str, Any]], ops: Sequence[dict[str, Any]]) -> dict[tuple[int, str], float]:
+def timed_points(runs: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> dict[tuple[int, str], float]:
     """Seconds by length and policy, of what was measured in both ways, at the lengths where dense attention is not the only one."""
     places = [(row["length"], row["policy"]) for run in runs for row in run["rows"]]
-    times = {length: layer_times(ops, length) for length, _ in places}
+    times = {length: layer_times(timed, length) for length, _ in places}
     points = {(length, name): times[length][name] for length, name in places if name in times[length]}
     lengths = {length for length, name in points if name != "dense"}
     return {place: seconds for place, seconds in points.items() if place[0] in lengths}
 
 
-def plot_against_time(runs: Sequence[dict[str, Any]], ops: Sequence[dict[str, Any]], file: Path) -> None:
+def plot_against_time(runs: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]], file: Path) -> None:
     """Facts predicted, with Wilson intervals, over the time of one layer's attention over as many tokens: a panel per length, a point per
     policy. Policies that were timed at no length stand in the legend alone. ValueError where nothing has both."""
     rows = {(row["length"], row["policy"]): row for run in runs for row in run["rows"] if row["policy"] != NOISE}
-    points = timed_points(runs, ops)
+    points = timed_points(runs, timed)
     shown = sorted({length for length, _ in points})
     if not shown:
         raise ValueError("no sparse policy has both a time and facts predicted at the same length")

@@ -121,6 +121,25 @@ def split_table(rows: Sequence[Row]) -> str:
     return markdown(("shape", "tokens", "policy", "ms a chunk", *names), lines)
 
 
+def layers_table(rows: Sequence[Row]) -> str:
+    """Attention of a model's layers over a text, by policy: the mean of the layers."""
+    lines = []
+    for row in sorted(rows, key=lambda row: row["tokens"]):
+        first = row["shape"], tokens_text(row["tokens"]), row["policy"]
+        if "failed" in row:
+            lines.append((*first, f"FAILED {row['failed']}", *[""] * 4))
+            continue
+        keys = "" if row["keys_read"] is None else f"{row['keys_read']:,.0f}"
+        path = ", ".join(sorted(set(row["path"].values())))
+        lines.append((*first, path, f"{layer_seconds(row) * 1e3:.3f}", f"{row['speedup']['times']:.2f}", keys, f"{row['error']:.1e}"))
+    return markdown(("model", "tokens", "policy", "path", "ms per layer", "x dense", "keys read", "error"), lines)
+
+
+def layer_seconds(row: Row) -> float:
+    """Seconds of one layer's attention, in the mean."""
+    return row["median_s"] / row["layers"]
+
+
 def measures_table(rows: Sequence[Row]) -> str:
     """Captured attention and output errors of each policy: the mean over the layers (the worst layer)."""
     lines = []

@@ -167,8 +167,8 @@ def step_short(rows: Sequence[Row]) -> str:
 
 def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     """What can stand between marks. A part without a run says so."""
-    kinds = ("ops", "decode", "prefill-ops", "prefill", "prefill-measures")
-    ops, steps, prefill_ops, prefills, measures = ([run for run in runs if run["bench"] == kind] for kind in kinds)
+    kinds = ("ops", "decode", "prefill-ops", "prefill", "prefill-measures", "prefill-layers")
+    ops, steps, prefill_ops, prefills, measures, layers = ([run for run in runs if run["bench"] == kind] for kind in kinds)
 
     def sourced(kind: Sequence[dict[str, Any]], make: Callable[[], str]) -> Callable[[], str]:
         text = "*Not measured yet.*"
@@ -204,6 +204,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "prefill-time": of(prefills, prefill_report.time_table),
         "prefill-split": of(prefills, prefill_report.split_table),
         "prefill-measures": of(measures, prefill_report.measures_table),
+        "prefill-layers": of(layers, prefill_report.layers_table),
         "block-mass": sourced(masses, lambda: mass_bench.table([row for run in masses for row in run["rows"]])),
         "prefill-needles": sourced(needles, lambda: echo_report.needles_table(needles)),
         "prefill-echo": sourced(echoes, lambda: echo_report.echo_table(echoes)),
@@ -332,9 +333,9 @@ def write_documents(
             draw(top_k_report.merged(of_kind) if kind == "top-k" else of_kind[-1]["rows"], plots / f"{name}.png")
     if plots is not None and (echoes := [run for run in runs if run["bench"] == "prefill-echo"]):
         echo_report.plot(echoes, plots / "prefill-echo.png")
-        ops = prefill_report.merged_ops([run for run in runs if run["bench"] == "prefill-ops"])
-        if echo_report.timed_points(echoes, ops):
-            echo_report.plot_against_time(echoes, ops, plots / "prefill-echo-time.png")
+        layers = merged([run for run in runs if run["bench"] == "prefill-layers"])
+        if echo_report.timed_points(echoes, layers):
+            echo_report.plot_against_time(echoes, layers, plots / "prefill-echo-time.png")
     for kind, name, scale, unit in (("ops", "decode-op", 1e6, "us"), ("decode", "decode-step", 1e3, "ms")):
         if plots is not None and any(run["bench"] == kind for run in runs):
             rows = merged([run for run in runs if run["bench"] == kind])
