@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.bench import report
+from pallas_kernels.bench.prefill_report import layer_seconds
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
@@ -323,12 +324,48 @@ def test_what_is_said_about_bounds_and_other_designs_of_it_is_what_was_measured(
     assert f"a first token after 1M tokens takes {first[2**20]:.1f} s" in text
     short = {(row["op"], row["policy"]): row["median_s"] * 1e3 for row in measured("prefill-ops-short") if row["tokens"] == 8192}
     assert f"{short['sparse', 'bounds:32']:.2f} ms against {short['dense', 'paged']:.2f} of dense attention" in text
-    group = {row["length"]: row["hits"] for row in measured("designs-group-lists") if "one list" in row["policy"]}
-    heads = {row["length"]: row["hits"] for row in measured("designs-group-lists") if row["policy"] == "bounds:32"}
-    assert group == heads
-    assert f"{group[8192]} of 400 facts at 8K and {group[16384]} at 16K" in text
+    designs = measured("designs-group-lists") + measured("designs-group-lists-32768")
+    group = {row["length"]: row["hits"] for row in designs if row["policy"] == "bounds:32, one list per KV head"}
+    heads = {row["length"]: row["hits"] for row in designs if row["policy"] in ("bounds:32", "bounds:32+sparse")}
+    said = "{} of 400 facts at 8K, {} at 16K and {} at 32K, where a list for each head recalls {}, {} and {}"
+    assert said.format(*(hits[length] for hits in (group, heads) for length in (8192, 16384, 32768))) in text
     coarse = measured("designs-coarse-pass", "cpu")
     assert max(row["left_out_for_certain"] for row in coarse) == 0
     for groups, said in ((4, "keeps {:.0%} to {:.0%} of the lists, by layer"), (8, "keep {:.0%} to {:.0%}.")):
         shares = [row[f"of_lists_in_{groups}_groups"] for row in coarse]
         assert said.format(min(shares), max(shares)) in text
+
+
+def test_what_is_said_of_policies_over_one_text_is_what_was_measured():
+    rows = {(row["policy"], row["tokens"]): row for row in measured("prefill-layers")}
+    assert not [row for row in rows.values() if "failed" in row]
+    share, fixed, dense, small = (rows[name, 2**15] for name in ("bounds:0.01", "bounds:32+sparse", "dense", "bounds:0.003"))
+    ms = [layer_seconds(row) * 1e3 for row in (share, fixed, dense)]
+    text = prefill_text()
+    assert f"At 32K `bounds:0.01` reads {share['keys_read']:,.0f} keys per query and takes {ms[0]:.2f} ms" in text
+    assert (
+        f"`bounds:32+sparse` reads {fixed['keys_read']:,.0f} and takes {ms[1]:.2f}, with {fixed['error'] / share['error']:.1f} times"
+        in text
+    )
+    assert f"Dense attention takes {ms[2]:.2f}." in text
+    assert all(rows["bounds:0.01", tokens]["speedup"]["times"] < 1 for tokens in (2**13, 2**14, 2**15))
+    assert f"`bounds:0.003` reads {small['keys_read'] / fixed['keys_read']:.1f} times what" in text
+    window = [rows["window:64+1024", tokens]["error"] / rows["bounds:32+sparse", tokens]["error"] for tokens in (2**14, 2**15)]
+    assert (round(min(window)), round(max(window))) == (4, 7)  # as the list of controls in docs/fidelity.md says
+
+
+def test_what_is_said_of_one_layer_at_a_million_tokens_is_what_was_measured():
+    text = prefill_text()
+    now, masked, shared = (
+        {(row["op"], row["policy"]): row["median_s"] * 1e3 for row in measured(name) if row["tokens"] == 2**20}
+        for name in ("prefill-ops-bounds", "designs-select-mask-1m", "designs-group-lists-1m")
+    )
+    key, other, dense = ("sparse", "bounds:32"), ("sparse", "bounds:32, one list per KV head"), ("dense", "paged")
+    assert f"one layer takes {now[key]:.0f} ms, where 330 were asked for**, {now[dense] / now[key]:.1f} times as fast" in text
+    assert f"{masked[key]:.0f} ms with the pass, {masked[dense] / masked[key]:.1f} times dense" in text
+    assert f"{shared[other]:.0f} ms against {shared[key]:.0f} in the same call" in text
+    select = shared["select", "bounds:32"] - shared["select", other[1]]
+    assert f"saves {select:.0f} ms" in text
+    assert f"took {min(masked[dense], shared[dense]):,.0f} to {max(masked[dense], shared[dense]):,.0f} ms" in text
+    first, *others = (row["median_s"] * 1e3 for row in measured("designs-tile-top-k"))
+    assert f"{min(others):.1f} to {max(others):.1f} ms, against {first:.1f} for whole rows" in text

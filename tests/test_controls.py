@@ -94,15 +94,15 @@ def test_what_is_said_of_echo_is_what_was_measured():
     lost = [1 - hits / dense for name in ("momo:32/8", "momo:64/8") for hits, dense in zip(both(name), both("dense"), strict=True)]
     assert 0.3 < min(lost) < 0.34 < 0.65 < max(lost) < 0.67
     assert (*both("mean:32"), *both("delta:64+1024/16")) == (25, 25, 25, 26)
-    assert both("oracle:32") == both("bounds:32") == both("dense")
-    assert tuple(d - b for d, b in zip(both("dense"), both("bounds:16"), strict=True)) == (14, 9)  # lost 14 and 10, gained 0 and 1
+    assert both("oracle:32") == both("bounds:32+sparse") == both("dense")
+    assert tuple(d - b for d, b in zip(both("dense"), both("bounds:16+sparse"), strict=True)) == (14, 9)  # lost 14 and 10, gained 0 and 1
     long = {row["policy"]: row["hits"] for row in result("h200/prefill-echo-32768")["rows"]}
-    said = "dense predicts {}, `momo:32/8` predicts {}, `momo:64/8` {}, `bounds:32` {}, `bounds:16` {} and `oracle:32` {}."
-    assert said.format(*(long[name] for name in ("dense", "momo:32/8", "momo:64/8", "bounds:32", "bounds:16", "oracle:32"))) in text
+    said = "dense predicts {}, `momo:32/8` predicts {}, `momo:64/8` {}, `bounds:32+sparse` {}, `bounds:16+sparse` {} and `oracle:32` {}."
+    names = ("dense", "momo:32/8", "momo:64/8", "bounds:32+sparse", "bounds:16+sparse", "oracle:32")
+    assert said.format(*(long[name] for name in names)) in text
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert (
-        "`momo:64/8` predicts {}, dense {} and `bounds:32` {}".format(*(both(n)[1] for n in ("momo:64/8", "dense", "bounds:32"))) in readme
-    )
+    said = "`momo:64/8` predicts {}, dense {} and `bounds:32+sparse` {}"
+    assert said.format(*(both(name)[1] for name in ("momo:64/8", "dense", "bounds:32+sparse"))) in readme
     assert "of 400 facts repeated inside prompts of 8K and 16K it loses none, where `momo:32/8` loses most" in readme
     assert all(momo < dense / 2 for momo, dense in zip(both("momo:32/8"), both("dense"), strict=True))
     assert "which recalls {} and {}".format(*both("oracle:8")) in text

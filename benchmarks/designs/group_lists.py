@@ -1,6 +1,6 @@
 """A design that was measured against `bounds:K`: one list for all query heads of a KV head, so that keys could be loaded once for all.
 
-    kvjax echo --prefill bounds:32 --prefill benchmarks/designs/group_lists.py:GroupLists:32
+    kvjax echo --prefill bounds:32+sparse --prefill benchmarks/designs/group_lists.py:GroupLists:32
 
 It takes the scores of each head's own walk, adds them up over the heads of a group, and lists the best for all. Only what it recalls is
 measured with it: it attends through the same kernel, head by head.
@@ -19,7 +19,9 @@ from pallas_kernels.select_tiles import mosaic_gpu, xla
 
 @dataclasses.dataclass(frozen=True)
 class GroupLists(BoundsBlocks):
-    """`bounds:K` with one list per KV head."""
+    """`bounds:K+sparse` with one list per KV head."""
+
+    dense_below: int | None = 0
 
     def __str__(self) -> str:
         return f"bounds:{self.k}, one list per KV head"

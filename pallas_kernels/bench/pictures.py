@@ -63,6 +63,8 @@ COLORS = {
     "momo:32/8+gamma1": "#3f6b00",
     "bounds:16": "#f28ca0",
     "bounds:32": "#c1121f",
+    "bounds:16+sparse": "#f28ca0",
+    "bounds:32+sparse": "#c1121f",
     "delta:64+1024/16": "#8a6fb0",
     "window:64+1024": "#e6b400",
     "vertical-slash:64+8": "#b15928",

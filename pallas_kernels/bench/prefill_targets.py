@@ -25,7 +25,7 @@ FIRST_TOKEN_S, FIRST_TOKEN_TOKENS, MOST_BYTES = 90.0, 2**20, 6e9
 WITHIN_ORACLE = 0.015
 MEASURED = tuple((f"momo:{k}/8{how}", tokens) for tokens in (2**14, 2**15) for k in (32, 128) for how in ("", "+quantile"))
 NEEDLES_ABOVE = -0.03
-ECHOED = (("momo:32/8", 2**14), ("momo:64/8", 2**15), *((BY_BOUNDS, tokens) for tokens in (2**13, 2**14, 2**15)))
+ECHOED = (("momo:32/8", 2**14), ("momo:64/8", 2**15), *((f"{BY_BOUNDS}+sparse", tokens) for tokens in (2**13, 2**14, 2**15)))
 ECHO_ABOVE = -0.01
 
 
