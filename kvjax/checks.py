@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
 
 
 def whole_number(name: str, value: object, least: int = 0, below: int = 2**31) -> int:
@@ -14,3 +19,34 @@ def whole_number(name: str, value: object, least: int = 0, below: int = 2**31) -
     if value >= below:
         raise ValueError(f"{name} must be at most {below - 1}, got {value!r:.60}")
     return int(value)
+
+
+def check_model(model: object, caller: str) -> None:
+    """ValueError for what is given in the place of a model, such as its name. caller: the function of kvjax that it was given to."""
+    if isinstance(model, str | Path):
+        raise ValueError(
+            f"{str(model)!r} is a name, and kvjax.{caller} needs the model itself: kvjax.{caller}(kvjax.load({str(model)!r}), ...)"
+        )
+    if not all(hasattr(model, name) for name in ("decoder", "config", "params", "tokenizer")):
+        raise ValueError(f"kvjax.{caller} needs a model as kvjax.load(folder or Hub id) returns it, got {type(model).__name__}")
+
+
+def token_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
+    """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary. True and False are no ids."""
+    if isinstance(tokens, str):
+        raise ValueError(f"an engine takes token ids, got text, {tokens!r:.60}: engine.model.tokenizer(text)['input_ids'] gives them")
+    if isinstance(tokens, Mapping):
+        raise ValueError(f"an engine takes token ids, got a mapping with {', '.join(map(repr, tokens)):.60}: give its ['input_ids']")
+    ids = np.asarray(tokens)
+    if ids.ndim == 0:
+        raise ValueError(f"token ids must be a list, got {tokens!r:.60}: one prompt among several is [ids], as in prefill([ids])")
+    listed = () if isinstance(tokens, np.ndarray | jax.Array) else tokens  # [1, True] makes an array of ints
+    number = not ids.size or np.issubdtype(ids.dtype, np.integer)
+    if ids.ndim != 1 or not number or any(isinstance(each, bool | np.bool_) for each in listed):
+        raise ValueError(f"token ids must be a list of whole numbers, got {tokens!r:.60}")
+    if not ids.size:
+        raise ValueError("no tokens: a prompt needs at least one (add the model's beginning-of-sequence token)")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
+    return ids.tolist()

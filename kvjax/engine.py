@@ -19,14 +19,14 @@ from kvjax.cache import FULL, Cache, LayerCache, OutOfPages, PageAllocator, copy
 from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.cache.pool import Pool
 from kvjax.cache.tables import MIN_TABLE_PAGES, page_table, table_width
-from kvjax.checks import whole_number
+from kvjax.checks import check_model, token_ids, whole_number
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect_step, read_of
 from kvjax.learning import OpenChunk, PolicyStates, after_chunk
 from kvjax.memory import MemoryPlan, check_pool, memory_plan
 from kvjax.model import Model, fingerprint
 from kvjax.policies import Auto, Choice, DecodePolicy, TopTokens, check_budgets, parse
-from kvjax.prefill import DensePrefill, PrefillPolicy, indexes_of, parse_prefill
+from kvjax.prefill import AutoPrefill, DensePrefill, PrefillPolicy, indexes_of, parse_prefill, possible_prefills
 from kvjax.prefill.lists import TileLists
 from kvjax.sampling import Sampled, SamplingRows, sample_step
 from kvjax.steps import Reads, decode_and_sample, decode_step, prefill_step
@@ -58,16 +58,6 @@ class CachedSequence:
         return f"CachedSequence(length={self.length}, pages={len(self.pages)})"
 
 
-def check_model(model: object, caller: str) -> None:
-    """ValueError for what is given in the place of a model, such as its name. caller: the function of kvjax that it was given to."""
-    if isinstance(model, str | Path):
-        raise ValueError(
-            f"{str(model)!r} is a name, and kvjax.{caller} needs the model itself: kvjax.{caller}(kvjax.load({str(model)!r}), ...)"
-        )
-    if not all(hasattr(model, name) for name in ("decoder", "config", "params", "tokenizer")):
-        raise ValueError(f"kvjax.{caller} needs a model as kvjax.load(folder or Hub id) returns it, got {type(model).__name__}")
-
-
 class Engine:
     """Prefill, decode, extend, fork, truncate and free sequences of one model.
 
@@ -76,7 +66,7 @@ class Engine:
     chunk is a multiple of the page. prefill: the prefill policy, or its name (`kvjax.prefill.parse_prefill`). batch_buckets: decode batches
     are padded to the next of these sizes, and a sequence's bits are the same in every batch of one bucket. sequences: those not freed yet.
     last_reads: what the latest decode step read, summed over layers and KV heads (None before the first). last_choice: what `auto` chose
-    for it and why (None under other policies).
+    for it and why (None under other policies); last_prefill_choice: what prefill `auto` chose for the latest chunk.
 
     One thread at a time: a method called while another thread is in one raises RuntimeError, and the other thread's call is not disturbed.
     Ctrl-C takes effect between chunks of prefill and after other methods, so that pages and lengths are right after it (`kvjax.guard`).
@@ -111,6 +101,8 @@ class Engine:
         self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, others))))
         self._states = PolicyStates(self.policies, self.config, page_size=page_size, prefill_chunk=prefill_chunk)
         self.prefill_policy = parse_prefill(prefill)
+        if isinstance(self.prefill_policy, AutoPrefill):
+            self.prefill_policy = self.prefill_policy.bind(model, page_size=page_size, dtype=self.dtype.name)
         scanned = [each.indexes() for each in self.policies] + [indexes_of(self.prefill_policy)]
         self.indexes = tuple(dict.fromkeys(spec for indexes in scanned for spec in indexes))
         if isinstance(self.prefill_policy, TileLists):
@@ -123,6 +115,8 @@ class Engine:
         self.sequences: set[CachedSequence] = set()
         self.last_reads: Reads | None = None
         self.last_choice: Choice | None = None
+        self.last_prefill_choice: Choice | None = None
+        self._told: set[tuple[PrefillPolicy, bool]] = set()
 
     def __repr__(self) -> str:
         used, total = self.allocator.total - self.allocator.free, self.allocator.total
@@ -380,7 +374,9 @@ class Engine:
             rows, width = SamplingRows.of([None] * len(slots)), MIN_TABLE_PAGES
             while True:
                 self.reserve(sequences[:1], min(width, longest) * self.page_size - sequences[0].length)
-                self.extend(sequences[0], [0])
+                for each in possible_prefills(self.prefill_policy, min(width, longest) * self.page_size, self.prefill_chunk):
+                    with self._reserved(sequences[:1], 1):
+                        self._write(sequences[0], [0], all_logits=False, only=each)
                 for each in self._steps_of(policy, longest * self.page_size, batch):
                     self.guard.interrupt_point()
                     jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, each))
@@ -422,17 +418,28 @@ class Engine:
                 del sequence.pages[keep:]
             raise
 
-    def _write(self, sequence: CachedSequence, tokens: list[int], *, all_logits: bool, on_tokens: Callable[[int], None] | None = None):
-        """Run the chunks that hold positions [length, length + len(tokens)); they begin at multiples of the chunk, whatever came before."""
+    def _write(
+        self,
+        sequence: CachedSequence,
+        tokens: list[int],
+        *,
+        all_logits: bool,
+        on_tokens: Callable[[int], None] | None = None,
+        only: PrefillPolicy | None = None,
+    ):
+        """Run the chunks that hold positions [length, length + len(tokens)); they begin at multiples of the chunk, whatever came before.
+
+        only: what runs all of them, wherever they begin, for its program and not for its result."""
         fresh, end = sequence.length, sequence.length + len(tokens)
         table = page_table([sequence.pages])
         collected = []
         for start in range(fresh // self.prefill_chunk * self.prefill_chunk, end, self.prefill_chunk):
             self.guard.interrupt_point()
             first, last = max(start, fresh), min(start + self.prefill_chunk, end)
-            whole = first == start or self.prefill_policy.queries_stand_alone
+            policy = only or self._prefill_of(start)
+            whole = first == start or policy.queries_stand_alone or only is not None
             if not whole:
-                logger.info("positions %d to %d go into a chunk begun earlier: dense, not %s", first, last - 1, self.prefill_policy)
+                logger.info("positions %d to %d go into a chunk begun earlier: dense, not %s", first, last - 1, policy)
             chunk = np.zeros((1, self.prefill_chunk), np.int32)
             chunk[0, first - start : last - start] = tokens[first - fresh : last - fresh]
             learning, opened = self._states.before_chunk(sequence, start, first, whole=whole)
@@ -442,7 +449,7 @@ class Engine:
             logits, _, learned = self._pool.run(
                 prefill_step,
                 self.model.decoder,
-                self.prefill_policy if whole else DensePrefill(),
+                policy if whole else DensePrefill(),
                 self.indexes,
                 self.model.params,
                 cache,
@@ -464,6 +471,17 @@ class Engine:
         result = jnp.concatenate(collected) if all_logits else logits[0]
         sequence.logits = result[-1] if all_logits else result
         return result
+
+    def _prefill_of(self, start: int) -> PrefillPolicy:
+        """What prefills the chunk from `start` on: the policy itself, or what `auto` chooses; each kind of choice is logged once."""
+        if not isinstance(self.prefill_policy, AutoPrefill):
+            return self.prefill_policy
+        self.last_prefill_choice = choice = self.prefill_policy.choose(start, start + self.prefill_chunk)
+        kind = choice.policy, choice.seconds is None
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.info("prefill %s: %s", self.prefill_policy, choice)
+        return choice.policy
 
     def _decode(self, step: Callable, slots: Sequence[CachedSequence | None], tokens, policy: str | DecodePolicy | None, *rest):
         """Run one decode step over padded slots and keep the books. Returns what the step returned before the cache."""
@@ -551,24 +569,8 @@ class Engine:
             raise ValueError("a sequence stands twice in one batch; fork it to decode it twice")
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary. True and False are no ids."""
-        if isinstance(tokens, str):
-            raise ValueError(f"an engine takes token ids, got text, {tokens!r:.60}: engine.model.tokenizer(text)['input_ids'] gives them")
-        if isinstance(tokens, Mapping):
-            raise ValueError(f"an engine takes token ids, got a mapping with {', '.join(map(repr, tokens)):.60}: give its ['input_ids']")
-        ids = np.asarray(tokens)
-        if ids.ndim == 0:
-            raise ValueError(f"token ids must be a list, got {tokens!r:.60}: one prompt among several is [ids], as in prefill([ids])")
-        listed = () if isinstance(tokens, np.ndarray | jax.Array) else tokens  # [1, True] makes an array of ints
-        number = not ids.size or np.issubdtype(ids.dtype, np.integer)
-        if ids.ndim != 1 or not number or any(isinstance(each, bool | np.bool_) for each in listed):
-            raise ValueError(f"token ids must be a list of whole numbers, got {tokens!r:.60}")
-        if not ids.size:
-            raise ValueError("no tokens: a prompt needs at least one (add the model's beginning-of-sequence token)")
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.config.vocab_size:
-            raise ValueError(f"token {low if low < 0 else high} is outside the vocabulary of {self.config.vocab_size}")
-        return ids.tolist()
+        """`kvjax.checks.token_ids` of this model's vocabulary."""
+        return token_ids(tokens, self.config.vocab_size)
 
     def _take(self, count: int) -> list[int]:
         try:

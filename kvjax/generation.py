@@ -18,8 +18,8 @@ from jaxtyping import Array, Int
 
 from kvjax.cache import OutOfPages
 from kvjax.cache.tables import table_width
-from kvjax.checks import whole_number
-from kvjax.engine import CachedSequence, Engine, check_model
+from kvjax.checks import check_model, whole_number
+from kvjax.engine import CachedSequence, Engine
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy
 from kvjax.prefill import PrefillPolicy

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax.engine import CachedSequence, Engine, check_model
+from kvjax.checks import check_model
+from kvjax.engine import CachedSequence, Engine
 from kvjax.generation import DEFAULT_SLOTS, engine_for
 from kvjax.model import Model
 from kvjax.policies import DecodePolicy, Dense

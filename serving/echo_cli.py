@@ -67,6 +67,7 @@ def echo_command(
     from kvjax.fidelity.echo import EchoPlan, EchoRun
     from kvjax.fidelity.echo_report import summarize
     from kvjax.fidelity.needle import documentation_text
+    from kvjax.model import fingerprint
     from kvjax.serving.progress import bar
     from pallas_kernels.bench.echo_report import COLUMNS, echo_rows, remarks
     from pallas_kernels.bench.formats import show, table
@@ -89,7 +90,7 @@ def echo_command(
     run = EchoRun(loaded, source or documentation_text(), plan)
     stored = jax.tree.leaves(loaded.params)[0].dtype.name
     names = [path.name for path in text or ()] or ["pydoc_data.topics"]
-    settings = {"model": model, "dtype": stored, "text": names, **dataclasses.asdict(plan)}
+    settings = {"model": model, "fingerprint": fingerprint(loaded), "dtype": stored, "text": names, **dataclasses.asdict(plan)}
     records, figures = [], None
     with bar(Console(stderr=True)) as progress:
         task = progress.add_task("prefill", total=run.work)

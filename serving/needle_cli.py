@@ -113,7 +113,12 @@ def needle_command(
             f"{pair['prefill']} prefill, {pair['policy']} decode: -{pair['lost']}/+{pair['gained']} beside {prefills[0]}, {difference}"
         )
     if json_out is not None:
+        import jax
+
+        from kvjax.model import fingerprint
+
         source = [path.name for path in text or ()] or "pydoc_data.topics"
+        ran = {"model": model, "fingerprint": fingerprint(loaded), "dtype": jax.tree.leaves(loaded.params)[0].dtype.name}
         figures = {"results": [result.figures() for result in found[prefills[0]]]}
         if prefill:
             others = [
@@ -121,7 +126,7 @@ def needle_command(
                 for name in prefills[1:]
             ]
             figures |= {"prefill": prefills[0], "prefill_chunk": prefill_chunk, "other_prefills": others, "pairs": pairs}
-        write_result(json_out, {"model": model, **sizes, "text": source} | figures)
+        write_result(json_out, {**ran, **sizes, "text": source} | figures)
 
 
 def _beside(first: str, other: str, reference: NeedleResult, result: NeedleResult) -> dict[str, Any]:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.serving.cli_options import JsonOption, PageSizeOption, number, parse_lengths, read_json, read_text
+from kvjax.serving.cli_options import (
+    ChunkOption,
+    DtypeOption,
+    JsonOption,
+    PageSizeOption,
+    load_model,
+    number,
+    parse_lengths,
+    read_json,
+    read_text,
+)
 
 if TYPE_CHECKING:
     from kvjax.model import ModelConfig
@@ -15,7 +25,7 @@ if TYPE_CHECKING:
     from kvjax.traffic.fitting import Cell
 
 bill_app = typer.Typer(
-    help="What a decode step costs: fit it to measurements, predict it, and record what budgets keep.",
+    help="What decode steps and prefill cost: fit it to measurements, predict it, and record what policies keep.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -147,16 +157,33 @@ def choose_command(
     level: Annotated[str, typer.Option(help="What must be kept: assured, fast, or numbers as kl=0.02,loss=0.05.")] = "assured",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between them.")] = "8k,16k,32k",
     batches: Annotated[str, typer.Option(help="Sequences decoded together, with commas between them.")] = "1,8",
+    prefill: Annotated[bool, typer.Option("--prefill", help="Of prefill: for the chunks in which prompts of these lengths end.")] = False,
+    prefill_chunk: ChunkOption = 512,
+    device: Annotated[
+        str | None, typer.Option(help="With --prefill: another device, as JAX names it. [default: this one]", show_default=False)
+    ] = None,
+    dtype: DtypeOption = None,
 ) -> None:
-    """Print what the policy `auto` would run on this device, and why. A device without a built-in bill is calibrated."""
+    """Print what the policy `auto` would run on this device, and why. For decoding, a device without a built-in bill is calibrated."""
     import jax
 
-    from kvjax.models.loading import load
     from kvjax.policies import Auto
+    from kvjax.prefill import AutoPrefill
 
+    if device is not None and not prefill:
+        raise typer.BadParameter("goes with --prefill: decoding is calibrated on the device that is here", param_hint="--device")
     cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
-    loaded = load(model)
-    auto = Auto(level).bind(loaded, page_size=128, dtype=jax.tree.leaves(loaded.params)[0].dtype.name)
+    auto = AutoPrefill(level) if prefill else Auto(level)
+    loaded = load_model(model, dtype)
+    sizes = {"page_size": 128, "dtype": jax.tree.leaves(loaded.params)[0].dtype.name}
+    if prefill:
+        auto = auto.bind(loaded, **sizes, device=device)
+        typer.echo(auto.describe())
+        for length in parse_lengths(lengths):
+            start = (length - 1) // prefill_chunk * prefill_chunk
+            typer.echo(f"tokens {start:,} to {start + prefill_chunk:,}: {auto.choose(start, start + prefill_chunk)}")
+        return
+    auto = auto.bind(loaded, **sizes)
     typer.echo(auto.describe())
     for length, batch in cells:
         typer.echo(f"{length:,} tokens, batch {batch}: {auto.choose([length] * batch)}")
@@ -185,6 +212,56 @@ def evidence_command(
     rows = read_evidence(read_text(into, "--into")) if into.is_file() else ()
     for panel in panels:
         rows = with_panel(rows, read_json(panel, "the panel.json of kvjax fidelity"), _in_repository(panel), mark)
+    write_evidence(rows, into)
+    typer.echo(f"{into}: {len(rows)} rows of {len({row.fingerprint for row in rows})} models")
+
+
+@bill_app.command("fit-prefill")
+def fit_prefill_command(
+    results: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Results of kvjax bench prefill --ops.")],
+    json_out: JsonOption = None,
+) -> None:
+    """Gather what the attention of whole prompts took, for prefill `auto`: kvjax/traffic/prefill_bill.json in a checkout.
+
+    One bill for each device and size of layer in the results; of what was timed twice the later time holds.
+    """
+    from kvjax.traffic.prefill_bill import fit_prefill, to_json
+    from pallas_kernels.results import write_result
+
+    bills = fit_prefill([(_in_repository(file), read_json(file, "a result of kvjax bench prefill --ops")) for file in results])
+    for bill in bills:
+        typer.echo(f"{bill.device}, {bill.shape}, {bill.sizes}; times within {bill.error:.1%}")
+        for name, points in bill.seconds:
+            typer.echo(f"  {name}: " + ", ".join(f"{tokens:,} tokens {seconds * 1e3:.3f} ms" for tokens, seconds in points))
+    if json_out is not None:
+        write_result(json_out, {"bills": [to_json(bill) for bill in bills]})
+
+
+@bill_app.command("evidence-prefill")
+def evidence_prefill_command(
+    results: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Of kvjax echo and of kvjax needle --prefill.")],
+    into: Annotated[
+        Path, typer.Option(dir_okay=False, help="The table: kvjax/traffic/prefill_evidence.json in a checkout. Made if it is not there.")
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="The model that was run, for results without its fingerprint.", show_default=False)
+    ] = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Record what prefill policies keep of a model, for prefill `auto`: rows of the same model, policy, length and task are replaced."""
+    from kvjax.traffic.evidence import PrefillEvidence, read_evidence, write_evidence
+    from kvjax.traffic.prefill_evidence import with_results
+
+    ran = None
+    if model is not None:
+        import jax
+
+        from kvjax.model import fingerprint
+
+        loaded = load_model(model, dtype)
+        ran = fingerprint(loaded), jax.tree.leaves(loaded.params)[0].dtype.name
+    rows = read_evidence(read_text(into, "--into"), PrefillEvidence) if into.is_file() else ()
+    rows = with_results(rows, [(_in_repository(file), read_json(file, "the JSON of kvjax echo or kvjax needle")) for file in results], ran)
     write_evidence(rows, into)
     typer.echo(f"{into}: {len(rows)} rows of {len({row.fingerprint for row in rows})} models")
 

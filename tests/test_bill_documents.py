@@ -6,12 +6,16 @@ from pathlib import Path
 import jax
 import pytest
 
+from kvjax.model import fingerprint
+from kvjax.models.loading import load
 from kvjax.policies import parse
 from kvjax.serving.decode_bench import config_of
-from kvjax.traffic import known_bills, recorded_evidence, step_bytes
+from kvjax.traffic import known_bills, recorded_evidence, recorded_prefill_evidence, step_bytes
 from kvjax.traffic.bill import to_json
 from kvjax.traffic.evidence import with_panel
 from kvjax.traffic.fitting import fit, merged, read_cells
+from kvjax.traffic.prefill_bill import fit_prefill, known_prefill_bills
+from kvjax.traffic.prefill_evidence import with_results
 from kvjax.traffic.report import TABLES, rendered
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +69,33 @@ def test_recorded_evidence_is_what_the_committed_panels_make():
         rows = with_panel(rows, json.loads((ROOT / source).read_text()), source)
     assert rows
     assert set(rows) == set(recorded_evidence())
+
+
+def results_of(rows):
+    """The committed results that rows or bills name as their sources."""
+    names = sorted({name for row in rows for name in row.source.split()})
+    return [(name, json.loads((ROOT / name).read_text())) for name in names]
+
+
+def test_prefill_bills_are_what_committed_rows_make():
+    """After new measurements: the first command under "Choosing by evidence and bill" in docs/prefill.md."""
+    found = results_of(known_prefill_bills())
+    assert found
+    assert set(fit_prefill(found)) == set(known_prefill_bills())
+    faster = [(name, run | {"rows": [row | {"median_s": row.get("median_s", 0) / 2} for row in run["rows"]]}) for name, run in found]
+    assert not set(fit_prefill(faster)) & set(known_prefill_bills()), "and of no others"
+
+
+def test_recorded_prefill_evidence_is_what_committed_results_make():
+    """After new measurements: the second command under "Choosing by evidence and bill" in docs/prefill.md."""
+    model = fingerprint(load("needle", dtype="bfloat16", tokenizer=False)), "bfloat16"
+    found = results_of(recorded_prefill_evidence())
+    assert found
+    assert set(with_results((), found, model)) == set(recorded_prefill_evidence())
+    page = (ROOT / "docs/prefill.md").read_text(encoding="utf-8")
+    for table, tables in (("prefill_bill", known_prefill_bills()), ("prefill_evidence", recorded_prefill_evidence())):
+        (command,) = [line for line in page.splitlines() if line.startswith("    kvjax bill") and f"kvjax/traffic/{table}.json" in line]
+        assert set(command.split()) >= {name for name, _ in results_of(tables)}
 
 
 def test_rows_that_count_other_bytes_are_refused():

@@ -1,5 +1,6 @@
 """Prefill policies: how the queries of a prompt attend to it. `parse_prefill("momo:128/8")` names them."""
 
+from kvjax.prefill.auto import AutoPrefill, PrefillBound, possible_prefills
 from kvjax.prefill.base import PrefillContext, PrefillPolicy, indexes_of
 from kvjax.prefill.block_filter import BlockFilter
 from kvjax.prefill.bounds import BoundsBlocks
@@ -17,6 +18,7 @@ from kvjax.prefill.xattention import XAttention
 
 __all__ = [
     "FORMS",
+    "AutoPrefill",
     "BlockFilter",
     "BoundsBlocks",
     "BoundsShare",
@@ -25,6 +27,7 @@ __all__ = [
     "MeanPooled",
     "MeasureOnceMaskOnce",
     "OracleBlocks",
+    "PrefillBound",
     "PrefillContext",
     "PrefillPolicy",
     "SinkWindow",
@@ -36,5 +39,6 @@ __all__ = [
     "indexes_of",
     "name_of",
     "parse_prefill",
+    "possible_prefills",
     "register",
 ]

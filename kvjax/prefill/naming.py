@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from kvjax.policies.naming import check_numbers
+from kvjax.prefill.auto import AutoPrefill
 from kvjax.prefill.base import PrefillPolicy
 from kvjax.prefill.block_filter import BlockFilter
 from kvjax.prefill.bounds import BoundsBlocks
@@ -28,7 +29,8 @@ FORMS = (
     "otherwise, with +gamma4 or +gamma1 every 4th or every query is measured rather than every 16th), "
     "window:SINK+WINDOW (tokens, as window:64+1024), "
     "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
-    "flex:GAMMA, xattention:THRESHOLD, bfla:MASS (shares of attention, as flex:0.9), " + OWN_FORMS
+    "flex:GAMMA, xattention:THRESHOLD, bfla:MASS (shares of attention, as flex:0.9), "
+    "auto, auto:LEVEL (chunk by chunk the fastest on record as keeping what the level asks), " + OWN_FORMS
 )
 
 
@@ -50,6 +52,10 @@ def parse_prefill(name: str | PrefillPolicy) -> PrefillPolicy:
 
 def _built_in(text: str) -> PrefillPolicy | None:
     """The prefill policy of a built-in name; ValueError for numbers that it cannot have."""
+    if text == "auto":
+        return AutoPrefill()
+    if text.startswith("auto:"):
+        return AutoPrefill(text.removeprefix("auto:"))
     check_numbers(text)
     if text == "dense":
         return DensePrefill()
@@ -78,11 +84,20 @@ def _built_in(text: str) -> PrefillPolicy | None:
     return None
 
 
+def built_in_name(name: str) -> str | None:
+    """The name of a built-in policy as reports have it; None for names that another process, or `auto`, would give another meaning."""
+    try:
+        policy = _built_in(name)
+    except ValueError:
+        return None
+    return None if policy is None or isinstance(policy, AutoPrefill) else str(policy)
+
+
 _OWN = Registry(
     "prefill policy",
     "kvjax.prefill.PrefillPolicy says what each does",
     ("queries_stand_alone", "attend", "describe"),
-    ("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle", "flex", "xattention", "bfla"),
+    ("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle", "flex", "xattention", "bfla", "auto"),
     _built_in,
 )
 register, name_of, identity = _OWN.register, _OWN.name_of, _OWN.identity

@@ -1,7 +1,8 @@
 """The bill: bytes per step, what they cost on a device, and what is worth choosing."""
 
 from kvjax.traffic.bill import Bill, Prediction, known_bill, known_bills, load_bills
-from kvjax.traffic.evidence import LEVELS, Evidence, Fidelity, parse_level, recorded_evidence
+from kvjax.traffic.evidence import LEVELS, Evidence, Fidelity, PrefillEvidence, parse_level, recorded_evidence, recorded_prefill_evidence
+from kvjax.traffic.prefill_bill import LayerSizes, PrefillBill, known_prefill_bills
 from kvjax.traffic.volume import TIERS, StepBytes, step_bytes
 
 __all__ = [
@@ -10,12 +11,17 @@ __all__ = [
     "Bill",
     "Evidence",
     "Fidelity",
+    "LayerSizes",
     "Prediction",
+    "PrefillBill",
+    "PrefillEvidence",
     "StepBytes",
     "known_bill",
     "known_bills",
+    "known_prefill_bills",
     "load_bills",
     "parse_level",
     "recorded_evidence",
+    "recorded_prefill_evidence",
     "step_bytes",
 ]

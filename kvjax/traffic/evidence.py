@@ -8,7 +8,11 @@ The table is `evidence.json` in this folder, written by `kvjax bill evidence` fr
 fingerprint: `kvjax.model.fingerprint`, so other weights or another dtype have no evidence (the committed rows were measured under an
 earlier kind of fingerprint; only that key was computed anew, no measurement changed). length: tokens. kl: upper end of the 95%
 interval, over windows of text, of the mean KL divergence of dense from the policy per forced step, in nats. valid: trials of the task that
-dense answered; lost: those of them that the policy did not. Both are null where dense itself fails at any depth.
+dense answered; lost: those of them that the policy did not. Both are null where dense itself fails at any depth. kl is null for a
+task beside which it is not measured; alone, such a task qualifies nothing.
+
+What prefill policies keep is `prefill_evidence.json`, in the same format, made by `kvjax bill evidence-prefill`
+(`kvjax.traffic.prefill_evidence`).
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any
 from kvjax.model import check_fingerprint
 from kvjax.policies.auto import Auto
 from kvjax.policies.naming import parse
+from kvjax.prefill.naming import built_in_name
 
 LEAST_WINDOWS, LEAST_STEPS = 5, 256
 """Of forced text, for a panel to be evidence."""
@@ -75,7 +80,7 @@ class Evidence:
     fingerprint: str
     policy: str
     length: int
-    kl: float
+    kl: float | None
     task: str
     haystack: str
     valid: int | None
@@ -83,15 +88,18 @@ class Evidence:
     source: str
 
     def __post_init__(self):
-        if isinstance(parse(self.policy), Auto):
-            raise ValueError(f"evidence is about one policy, and {self.policy!r} chooses among several: record those")
-        if self.length < 1 or not self.kl >= 0:
+        self._check_policy()
+        if self.length < 1 or not (self.kl is None or self.kl >= 0):
             raise ValueError(f"evidence needs length >= 1 and kl >= 0, got {self.length} and {self.kl}")
         if (self.valid is None) != (self.lost is None) or (self.valid is not None and not 0 <= self.lost <= self.valid > 0):
             raise ValueError(f"evidence needs 0 <= lost <= valid with valid above 0, or null for both, got {self.lost} and {self.valid}")
         if not self.source:
             raise ValueError(f"evidence for {self.policy} names no source: give the file it was measured in")
         check_fingerprint(self.fingerprint, f"the evidence for {self.policy} from {self.source}", "measure it again with kvjax fidelity")
+
+    def _check_policy(self) -> None:
+        if isinstance(parse(self.policy), Auto):
+            raise ValueError(f"evidence is about one policy, and {self.policy!r} chooses among several: record those")
 
     @property
     def loss(self) -> float | None:
@@ -100,7 +108,16 @@ class Evidence:
 
     def meets(self, level: Fidelity) -> bool:
         """Whether what was measured reaches the level; where dense itself fails nothing was."""
-        return self.kl <= level.kl and (level.loss == 1 or (self.loss is not None and self.loss <= level.loss))
+        return (self.kl is None or self.kl <= level.kl) and (level.loss == 1 or (self.loss is not None and self.loss <= level.loss))
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillEvidence(Evidence):
+    """A row about a prefill policy, which must be built in."""
+
+    def _check_policy(self) -> None:
+        if built_in_name(self.policy) != self.policy:
+            raise ValueError(f"prefill evidence is about one built-in prefill policy, under its own name, and {self.policy!r} names none")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,23 +130,28 @@ def _wilson_high(lost: int, valid: int) -> float:
 def qualified(rows: Iterable[Evidence], level: Fidelity, length: int) -> tuple[str, ...]:
     """Policies on record as meeting the level for sequences of `length` tokens.
 
-    A policy does if it meets the level, in every recorded task, at every recorded length up to the shortest one that is at least `length`.
-    Beyond the longest recorded length none does: what a budget keeps shrinks as sequences grow (BRL-2026-07, section 8.4).
+    A policy does if it meets the level, in every recorded task, at every recorded length up to the shortest one that is at least `length`,
+    and KL was measured at each. Beyond the longest recorded length none does: what a budget keeps shrinks as sequences grow (BRL-2026-07,
+    section 8.4).
     """
-    by_policy: dict[str, dict[int, bool]] = {}
+    by_policy: dict[str, dict[int, list[Evidence]]] = {}
     for row in rows:
-        seen = by_policy.setdefault(row.policy, {})
-        seen[row.length] = seen.get(row.length, True) and row.meets(level)
+        by_policy.setdefault(row.policy, {}).setdefault(row.length, []).append(row)
     found = []
     for policy, seen in by_policy.items():
         reach = min((recorded for recorded in seen if recorded >= length), default=None)
-        if reach is not None and all(met for recorded, met in seen.items() if recorded <= reach):
+        if reach is not None and all(_meet(tasks, level) for recorded, tasks in seen.items() if recorded <= reach):
             found.append(policy)
     return tuple(found)
 
 
-def read_evidence(text: str) -> tuple[Evidence, ...]:
-    """The rows of a table. ValueError that names a field which is missing or not known."""
+def _meet(tasks: Sequence[Evidence], level: Fidelity) -> bool:
+    """Whether the rows of one length do, all tasks together."""
+    return all(row.meets(level) for row in tasks) and any(row.kl is not None for row in tasks)
+
+
+def read_evidence(text: str, kind: type[Evidence] = Evidence) -> tuple[Evidence, ...]:
+    """The rows of a table; kind: `Evidence` or `PrefillEvidence`. ValueError that names a field which is missing or not known."""
     names = {field.name for field in dataclasses.fields(Evidence)}
     rows = json.loads(text)["rows"]
     for number, row in enumerate(rows):
@@ -137,13 +159,20 @@ def read_evidence(text: str) -> tuple[Evidence, ...]:
             raise ValueError(
                 f"evidence row {number}: the fields are {', '.join(sorted(names))}; different here: {', '.join(sorted(other))}"
             )
-    return tuple(Evidence(**row) for row in rows)
+    return tuple(kind(**row) for row in rows)
 
 
 @functools.cache
 def recorded_evidence() -> tuple[Evidence, ...]:
-    """The table inside the package."""
+    """The table of decode policies inside the package."""
     return read_evidence((importlib.resources.files("kvjax.traffic") / "evidence.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def recorded_prefill_evidence() -> tuple[PrefillEvidence, ...]:
+    """The table of prefill policies inside the package."""
+    text = (importlib.resources.files("kvjax.traffic") / "prefill_evidence.json").read_text(encoding="utf-8")
+    return read_evidence(text, PrefillEvidence)
 
 
 def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, fingerprint: str | None = None) -> tuple[Evidence, ...]:

@@ -162,6 +162,60 @@ def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folde
     assert "512 tokens, batch 1: window:4+8: the bill of chip gives window:4+8, the fastest on record as fast" in out
 
 
+def test_prefill_is_timed_recorded_and_explained(kvjax, model_folder, monkeypatch):
+    from kvjax.traffic import evidence, prefill_bill
+
+    sizes = {"shape": "tiny", "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32", "page_size": 128}
+    timed = [("dense", "paged", 512, 1e-3), ("dense", "paged", 4096, 64e-3), ("sparse", "window:8+64", 4096, 8e-3)]
+    rows = [sizes | {"op": op, "policy": name, "tokens": n, "median_s": s, "p10_s": s, "p90_s": s} for op, name, n, s in timed]
+    provenance = {"device": "Planted 9000", "date": "2026"}
+    Path("ops.json").write_text(json.dumps({"bench": "prefill-ops", "provenance": provenance, "rows": rows}))
+    status, out, err = kvjax("bill", "fit-prefill", "ops.json", "--json", "bill.json")
+    assert status == 0, err
+    assert "Planted 9000, tiny, 4/2 heads of 8 in float32, pages of 128; times within 0.0%" in out
+    assert "dense: 512 tokens 1.000 ms, 4,096 tokens 64.000 ms" in out
+
+    report = {
+        "bench": "prefill-echo",
+        "settings": {"model": "tiny", "dtype": "float32", "text": ["a.txt"]},
+        "policies": [{"policy": "dense"}, {"policy": "window:8+64"}],
+        "cells": [{"length": 4096, "prompts": 25, "facts_invalid": []}],
+        "rows": [
+            {"length": 4096, "policy": "dense", "hits": 400, "kl": {"high": 0.0}},
+            {"length": 4096, "policy": "window:8+64", "kl": {"high": 0.01}, "against_dense": {"lost": 0, "design_effect": 1.0}},
+        ],
+    }
+    Path("echo.json").write_text(json.dumps(report))
+    recorded = ("bill", "evidence-prefill", "echo.json", "--into", "evidence.json")
+    status, _, err = kvjax(*recorded)
+    assert (status, "echo.json has no fingerprint" in " ".join(err.split())) == (2, True)
+    status, _, err = kvjax(*recorded, "--model", model_folder, "--dtype", "bfloat16")
+    assert (status, "give --dtype float32" in " ".join(err.split())) == (2, True)
+    status, out, _ = kvjax(*recorded, "--model", model_folder)
+    assert (status, out) == (0, "evidence.json: 1 rows of 1 models\n")
+
+    found = read_evidence(Path("evidence.json").read_text(), evidence.PrefillEvidence)
+    bills = prefill_bill.read_prefill_bills(Path("bill.json").read_text())
+    monkeypatch.setattr(evidence, "recorded_prefill_evidence", lambda: found)
+    monkeypatch.setattr(prefill_bill, "known_prefill_bills", lambda: bills)
+    chosen = ("bill", "choose", "--prefill", "--model", model_folder, "--lengths", "500,4k", "--prefill-chunk", "512")
+    status, out, _ = kvjax(*chosen, "--device", "Planted 9000")
+    assert status == 0
+    assert "tokens 0 to 512: dense: of those on record as assured, window:8+64 is the fastest on Planted 9000" in out
+    assert "tokens 3,584 to 4,096: window:8+64: of those on record" in out
+    assert "no prefill was timed on cpu" in kvjax(*chosen)[1]
+    status, _, err = kvjax("bill", "choose", "--model", model_folder, "--device", "Planted 9000")
+    assert (status, "goes with --prefill" in " ".join(err.replace("│", " ").split())) == (2, True)
+
+
+def test_generate_takes_prefill_auto_and_says_what_it_does(kvjax, model_folder):
+    arguments = ("generate", "ember", "--model", model_folder, "--max-new-tokens", 5)
+    dense = kvjax(*arguments)[1]
+    assert kvjax(*arguments, "--prefill", "auto:fast")[1] == dense
+    status, _, err = kvjax(*arguments, "--prefill", "auto:sure")
+    assert (status, "fidelity level 'sure' is not understood" in " ".join(err.replace("│", " ").split())) == (2, True)
+
+
 def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
     from kvjax.traffic import Bill, calibration
 
