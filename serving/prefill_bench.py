@@ -23,7 +23,7 @@ from kvjax.cache import FULL, Cache, bytes_per_page, empty_layer
 from kvjax.cache.tables import table_width
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.prefill import PrefillPolicy, indexes_of, name_of, parse_prefill
+from kvjax.prefill import AutoPrefill, PrefillPolicy, indexes_of, name_of, parse_prefill
 from kvjax.serving.decode_bench import MEMORY_SHARE, PAGE_SIZE, pages_of, random_params
 from kvjax.steps import prefill_step
 from pallas_kernels import dispatch
@@ -67,8 +67,11 @@ class PrefillPlan:
 
 
 def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
-    """Prefill policies by name, with commas between them."""
-    return tuple(dict.fromkeys(parse_prefill(name) for name in text.split(",")))
+    """Prefill policies by name, with commas between them. ValueError for `auto`, which is none of them."""
+    found = tuple(dict.fromkeys(parse_prefill(name) for name in text.split(",")))
+    if auto := [policy for policy in found if isinstance(policy, AutoPrefill)]:
+        raise ValueError(f"prefill policy {auto[0]} chooses among others and is not timed itself: name those")
+    return found
 
 
 def empty_cache(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> Cache:

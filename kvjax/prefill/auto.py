@@ -139,7 +139,10 @@ class AutoPrefill:
 
 
 def possible_prefills(policy: PrefillPolicy, longest: int, chunk: int) -> tuple[PrefillPolicy, ...]:
-    """What runs prompts of up to `longest` tokens in chunks of `chunk`, whatever calls they are cut into, under a policy or `auto`."""
+    """What runs prompts of up to `longest` tokens in chunks of `chunk`, whatever calls they are cut into, under a policy or `auto`.
+
+    `auto` is asked at lengths that double, as for decoding.
+    """
     if not isinstance(policy, AutoPrefill):
         return (policy,) if policy.queries_stand_alone else (DensePrefill(), policy)
     last = -(-longest // chunk) * chunk

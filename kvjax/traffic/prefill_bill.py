@@ -122,8 +122,8 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
                     spread = (row["p90_s"] - row["p10_s"]) / (2 * row["median_s"])
                     measured = points.setdefault((run["provenance"]["device"], row["shape"], sizes), {})
                     measured[name, row["tokens"]] = (row["median_s"], spread, source)
-    except KeyError as error:
-        raise ValueError(f"{source or 'a file'} has no {error}, so it is no result of kvjax bench prefill --ops") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{source or 'a file'} is no result of kvjax bench prefill --ops: {error} is missing or odd there") from None
     if not points:
         raise ValueError("no row has a time of dense or of a built-in prefill policy: give results of kvjax bench prefill --ops")
     bills = []

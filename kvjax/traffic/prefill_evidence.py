@@ -27,13 +27,17 @@ def with_results(
     another dtype, for too little text, and for the JSON of another command.
     """
     table = {(row.fingerprint, row.policy, row.length, row.task): row for row in rows}
-    for source, result in sorted(results, key=lambda pair: str(pair[1].get("provenance", {}).get("date", ""))):
+    added: list[tuple[str, PrefillEvidence]] = []
+    for source, result in results:
         of_result = _of_echo if result.get("bench") == "prefill-echo" else _of_needles
         try:
-            for row in of_result(result, source, model):
-                table[row.fingerprint, row.policy, row.length, row.task] = row
+            added += [(result["provenance"]["date"], row) for row in of_result(result, source, model)]
         except KeyError as error:
             raise ValueError(f"{source} has no {error}, so it is no JSON of kvjax echo or of kvjax needle --prefill") from None
+        except TypeError as error:
+            raise ValueError(f"{source} is no JSON of kvjax echo or of kvjax needle --prefill ({error})") from None
+    for _, row in sorted(added, key=lambda pair: pair[0]):
+        table[row.fingerprint, row.policy, row.length, row.task] = row
     return tuple(sorted(table.values(), key=lambda row: (row.model, row.fingerprint, row.policy, row.length, row.task)))
 
 

@@ -178,6 +178,7 @@ def test_of_what_was_measured_twice_the_later_holds():
     [
         ({"bench": "decode"}, r"x.json has no 'prefill', so it is no JSON of kvjax echo or of kvjax needle --prefill"),
         ({"bench": "prefill-echo"}, "has no 'settings'"),
+        (echo() | {"rows": 5}, "x.json is no JSON of kvjax echo or of kvjax needle --prefill"),
         (needles(prefill="mean:8"), "beside mean:8, not beside dense"),
         (echo() | {"cells": [{"length": 8192, "prompts": 4, "facts_invalid": []}]}, "4 prompts of 8,192 tokens are too little"),
         (echo(fingerprint="0123456789abcdef"), "earlier version of kvjax"),

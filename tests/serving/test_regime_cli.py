@@ -177,6 +177,7 @@ def test_prefill_is_timed_recorded_and_explained(kvjax, model_folder, monkeypatc
 
     report = {
         "bench": "prefill-echo",
+        "provenance": provenance,
         "settings": {"model": "tiny", "dtype": "float32", "text": ["a.txt"]},
         "policies": [{"policy": "dense"}, {"policy": "window:8+64"}],
         "cells": [{"length": 4096, "prompts": 25, "facts_invalid": []}],
