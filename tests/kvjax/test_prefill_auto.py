@@ -351,7 +351,7 @@ def engine_of(model, prefill):
 def by_hand(model, policies, tokens):
     """Logits after the last token, each chunk prefilled by the policy named for it."""
     engine = engine_of(model, policies[0])
-    (sequence,) = engine.prefill([tokens[:CHUNK]])
+    (sequence,) = engine.prefill([tokens[:CHUNK]], reserve=len(tokens) - CHUNK)  # one width of table, one program each
     for number, policy in enumerate(policies[1:], 1):
         engine.prefill_policy = policy
         engine.extend(sequence, tokens[number * CHUNK : (number + 1) * CHUNK])
@@ -385,7 +385,7 @@ def test_the_same_bits_however_it_is_cut(small, three, prompt, cuts):
     """At borders of chunks anywhere; inside them where each query stands alone, as under dense and the window."""
     engine = engine_of(small, three)
     (whole,) = engine.prefill([prompt])
-    (sequence,) = engine.prefill([prompt[: cuts[0]]])
+    (sequence,) = engine.prefill([prompt[: cuts[0]]], reserve=LONG - cuts[0])
     for start, stop in zip(cuts, (*cuts[1:], LONG), strict=True):
         engine.extend(sequence, prompt[start:stop])
     np.testing.assert_array_equal(sequence.logits, whole.logits)
