@@ -55,7 +55,9 @@ def test_a_quote_says_what_is_no_interpolation():
     assert between.projection == ()
     covered = bill().quote("window:64+1024", 0, 1088)
     assert covered.seconds == covered.dense_seconds
-    assert bill().quote("window:64+1024", 576, 1089).seconds < 2.01e-7
+    assert bill().quote("window:64+1024", 576, 1089).seconds == pytest.approx(2e-7)
+    half = bill(seconds=(("dense", DENSE), ("mean:8", tuple((tokens, seconds / 2) for tokens, seconds in DENSE))))
+    assert half.quote("mean:8", 16_000, 24_000)[:2] == pytest.approx((2e-7, 4e-7))
     (beyond,) = bill().quote("window:64+1024", 65_536, 65_537).projection
     assert "position 65,537 lies beyond the 65,536 tokens measured" in beyond
     assert bill().quote("mean:8", 0, 512) is None
