@@ -106,14 +106,14 @@ def nearest_quote(bills: Iterable[PrefillBill], sizes: LayerSizes, policy: str, 
 def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[PrefillBill, ...]:
     """Bills from results of `kvjax bench prefill --ops`, (source, JSON object) each; of a time measured twice the later holds.
 
-    Dense is what the engine runs, attention over pages. Policies that are not built in are left out. ValueError for another file, and for
-    rows without dense.
+    Of a model's layers timed together each is taken to take as long. Dense is what the engine runs, attention over pages. Policies that
+    are not built in are left out. ValueError for another file, and for rows without dense.
     """
     points: dict[tuple[str, str, LayerSizes], dict[tuple[str, int], tuple[float, float, str]]] = {}
     source = ""
     try:
         for source, run in sorted(results, key=lambda pair: pair[1]["provenance"]["date"]):
-            if run["bench"] != "prefill-ops":
+            if run["bench"] not in ("prefill-ops", "prefill-layers"):
                 raise KeyError("prefill-ops")
             for row in run["rows"]:
                 name = _name(row)
@@ -121,7 +121,7 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
                     sizes = LayerSizes(*(row[field] for field in LayerSizes._fields))
                     spread = (row["p90_s"] - row["p10_s"]) / (2 * row["median_s"])
                     measured = points.setdefault((run["provenance"]["device"], row["shape"], sizes), {})
-                    measured[name, row["tokens"]] = (row["median_s"], spread, source)
+                    measured[name, row["tokens"]] = (row["median_s"] / row.get("layers", 1), spread, source)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{source or 'a file'} is no result of kvjax bench prefill --ops: {error} is missing or odd there") from None
     if not points:
@@ -140,7 +140,7 @@ def _name(row: Mapping[str, Any]) -> str | None:
     """Whose time a row is, None for steps, for what the engine does not run, and for policies that are not built in."""
     if row["op"] == "dense":
         return "dense" if row["policy"] == "paged" else None
-    return built_in_name(row["policy"]) if row["op"] == "sparse" else None
+    return built_in_name(row["policy"]) if row["op"] in ("sparse", "layers") else None
 
 
 def to_json(bill: PrefillBill) -> dict[str, Any]:

@@ -114,6 +114,13 @@ def test_bills_are_made_of_what_the_engine_would_run():
     assert read_prefill_bills(json.dumps({"bills": [to_json(made)]})) == (made,)
 
 
+def test_layers_timed_together_are_priced_one_by_one():
+    rows = run(("layers", "dense", 4096, 6.0), ("layers", "bounds:32", 4096, 3.0))["rows"]
+    timed = run() | {"bench": "prefill-layers", "rows": [row | {"layers": 6} for row in rows]}
+    (made,) = fit_prefill([("layers.json", timed)])
+    assert made.seconds == (("dense", ((4096, 1.0),)), ("bounds:32", ((4096, 0.5),)))
+
+
 def test_results_and_tables_that_are_none():
     for wrong in (run() | {"bench": "decode"}, {"provenance": {"date": "2026"}}, {}):
         with pytest.raises(ValueError, match="no result of kvjax bench prefill --ops"):
