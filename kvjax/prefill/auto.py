@@ -89,12 +89,13 @@ class AutoPrefill:
     def candidates(self) -> tuple[str, ...]:
         """Policies that may be chosen for some chunk: on record as meeting the level at some length, timed, and fit for these pages."""
         from kvjax.traffic.evidence import qualified
+        from kvjax.traffic.prefill_bill import timed_as
 
         bound = self._bound()
         timed = {name for bill in bound.bills for name, _ in bill.seconds}
         lengths = sorted({row.length for row in bound.evidence})
         met = dict.fromkeys(name for length in lengths for name in qualified(bound.evidence, self.fidelity, length))
-        return tuple(name for name in met if name in timed and name not in dict(bound.unusable))
+        return tuple(name for name in met if timed_as(name) in timed and name not in dict(bound.unusable))
 
     def choose(self, start: int, end: int) -> Choice:
         """The choice for a chunk, positions [start, end) of its prompt, whether full or not. Evidence is asked for prompts of `end` tokens,

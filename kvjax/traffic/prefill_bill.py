@@ -73,14 +73,23 @@ class PrefillBill:
         Where `end` is within the policy's own `dense_tokens`, they cost what they do under dense.
         """
         points = dict(self.seconds)
-        if policy not in points or (len(points[policy]) == 1 and end > points[policy][0][0]):
+        timed = timed_as(policy)
+        if timed not in points or (len(points[timed]) == 1 and end > points[timed][0][0]):
             return None
         covered = end <= getattr(parse_prefill(policy), "dense_tokens", 0)
-        longest = points["dense"][-1][0] if covered else min(points[name][-1][0] for name in ("dense", policy))
+        longest = points["dense"][-1][0] if covered else min(points[name][-1][0] for name in ("dense", timed))
         beyond = f"position {end:,} lies beyond the {longest:,} tokens measured, so the last slope is taken"
         dense = per_token(points["dense"], (start + end) / 2)
-        seconds = dense if covered else per_token(points[policy], (start + end) / 2)
+        seconds = dense if covered else per_token(points[timed], (start + end) / 2)
         return Quote(seconds, dense, self.error, (beyond,) if end > longest else ())
+
+
+def timed_as(policy: str) -> str:
+    """The name under which a built-in policy is timed: that of the same lists without a `dense_below`, which changes no list's time."""
+    found = parse_prefill(policy)
+    if not hasattr(found, "dense_below"):
+        return policy
+    return built_in_name(str(dataclasses.replace(found, dense_below=0))) or policy
 
 
 def per_token(points: Sequence[tuple[int, float]], position: float) -> float:
@@ -130,7 +139,7 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
     for (device, shape, sizes), found in points.items():
         names = ("dense", *sorted({name for name, _ in found} - {"dense"}))
         seconds = {name: tuple(sorted((tokens, row[0]) for (each, tokens), row in found.items() if each == name)) for name in names}
-        sources = " ".join(dict.fromkeys(source for *_, source in found.values()))
+        sources = " ".join(sorted({source for *_, source in found.values()}))
         times = tuple((name, some) for name, some in seconds.items() if some)
         bills.append(PrefillBill(device, shape, sizes, times, max(spread for _, spread, _ in found.values()), sources))
     return tuple(bills)
@@ -140,7 +149,12 @@ def _name(row: Mapping[str, Any]) -> str | None:
     """Whose time a row is, None for steps, for what the engine does not run, and for policies that are not built in."""
     if row["op"] == "dense":
         return "dense" if row["policy"] == "paged" else None
-    return built_in_name(row["policy"]) if row["op"] in ("sparse", "layers") else None
+    name = built_in_name(row["policy"]) if row["op"] in ("sparse", "layers") else None
+    if name is None or name == "dense":
+        return name
+    # A model's layers run the policy as it is: of a prompt that it attends to densely the row says nothing of its lists.
+    was_dense = row["op"] == "layers" and row["tokens"] <= getattr(parse_prefill(name), "dense_tokens", 0)
+    return None if was_dense else timed_as(name)
 
 
 def to_json(bill: PrefillBill) -> dict[str, Any]:

@@ -108,17 +108,27 @@ def test_bills_are_made_of_what_the_engine_would_run():
     later = run(("sparse", "bounds:32", 8192, 2.0), ("sparse", "bounds:32", 4096, 1.0), date="2026-02-01")
     failed = run() | {"rows": [SIZES._asdict() | {"shape": "it", "op": "sparse", "policy": "mean:8", "tokens": 8192, "failed": "why"}]}
     (made,) = fit_prefill([("later.json", later), ("x.json", failed), ("first.json", run(*steps, *whole))])
-    assert made.seconds == (("dense", ((4096, 1.0),)), ("bounds:32", ((4096, 1.0), (8192, 2.0))))
+    assert made.seconds == (("dense", ((4096, 1.0),)), ("bounds:32+sparse", ((4096, 1.0), (8192, 2.0))))
     assert (made.device, made.sizes, made.error) == ("chip", SIZES, pytest.approx(0.03))
     assert made.source == "first.json later.json"
     assert read_prefill_bills(json.dumps({"bills": [to_json(made)]})) == (made,)
 
 
 def test_layers_timed_together_are_priced_one_by_one():
-    rows = run(("layers", "dense", 4096, 6.0), ("layers", "bounds:32", 4096, 3.0))["rows"]
+    """And a policy that is dense for short prompts was not timed there."""
+    timed = ("layers", "dense", 4096, 6.0), ("layers", "bounds:32", 4096, 6.0), ("layers", "bounds:32", 16_384, 3.0)
+    rows = run(*timed)["rows"]
     timed = run() | {"bench": "prefill-layers", "rows": [row | {"layers": 6} for row in rows]}
     (made,) = fit_prefill([("layers.json", timed)])
-    assert made.seconds == (("dense", ((4096, 1.0),)), ("bounds:32", ((4096, 0.5),)))
+    assert made.seconds == (("dense", ((4096, 1.0),)), ("bounds:32+sparse", ((16_384, 0.5),)))
+
+
+def test_policies_with_the_same_lists_share_their_times():
+    made = bill(seconds=(("dense", DENSE), ("bounds:32+sparse", tuple((tokens, 1e-8 * tokens) for tokens in (4096, 65_536)))))
+    assert made.quote("bounds:32", 16_000, 16_384) == made.quote("bounds:32+sparse", 16_000, 16_384)
+    short = {name: made.quote(name, 7680, 8192) for name in ("bounds:32", "bounds:32+sparse")}
+    assert short["bounds:32"].seconds == short["bounds:32"].dense_seconds > short["bounds:32+sparse"].seconds
+    assert auto([row("bounds:32", 8192)], bills=[made]).candidates == ("bounds:32",)
 
 
 def test_results_and_tables_that_are_none():
@@ -323,10 +333,10 @@ def test_journals_tell_tables_apart_in_few_words():
 def test_the_committed_tables_are_found_for_the_embedded_model():
     model = kvjax.load("needle", dtype="bfloat16", tokenizer=False)
     made = parse_prefill("auto").bind(model, page_size=128, dtype="bfloat16", device="NVIDIA H200")
-    assert "bounds:32" in made.candidates
+    assert "bounds:32+sparse" in made.candidates
     assert [spec.name for spec in made.indexes()] == ["bounds128"]
     chosen = [str(made.choose(start, start + 2048).policy) for start in (0, 30_720, 2**17)]
-    assert chosen == ["dense", "bounds:32", "dense"]
+    assert chosen == ["dense", "bounds:32+sparse", "dense"]
     assert AutoPrefill().bind(model, page_size=64, dtype="bfloat16", device="NVIDIA H200").candidates == (), "which pages of 64 do not hold"
     here = AutoPrefill().bind(model, page_size=128, dtype="bfloat16", device="an abacus")
     assert here.indexes() == ()
