@@ -17,6 +17,8 @@ from kvjax.cache import FULL, Cache
 from kvjax.policies import parse
 from kvjax.steps import decode_step, prefill_step
 
+pytestmark = pytest.mark.optimized
+
 BOUND = 2e-5
 """What the README promises; tests/models/test_needle_golden.py holds the embedded model to it."""
 PAGE = 16

@@ -20,6 +20,8 @@ from kvjax.sampling import SamplingRows
 from kvjax.steps import prefill_step
 from pallas_kernels.page_index import page_index
 
+pytestmark = pytest.mark.optimized
+
 PAGE = 16
 
 

@@ -16,6 +16,8 @@ from kvjax.models import load
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.models.needle import path
 
+pytestmark = pytest.mark.optimized
+
 LAYERS, KV_HEADS = 3, 2
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from kvjax import Engine, OutOfPages
 
+pytestmark = pytest.mark.optimized
+
 PAGE, CHUNK, PAGES, BUCKET = 16, 32, 40, 4
 LONGEST = 120
 POLICIES = ("dense", "quest:1", "window:8+24")

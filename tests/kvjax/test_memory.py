@@ -7,6 +7,8 @@ import pytest
 from kvjax import Engine
 from kvjax.memory import check_pool, memory_plan
 
+pytestmark = pytest.mark.optimized
+
 
 def test_a_pool_larger_than_all_memory_is_refused_before_it_is_made(model):
     plan = memory_plan(model.config, dtype="float32", weights_bytes=0)

@@ -16,6 +16,8 @@ from kvjax.traffic.evidence import LEVELS, Fidelity, PrefillEvidence, qualified,
 from kvjax.traffic.prefill_bill import LayerSizes, PrefillBill, fit_prefill, nearest_quote, per_token, read_prefill_bills, to_json
 from kvjax.traffic.prefill_evidence import with_results
 
+pytestmark = pytest.mark.optimized
+
 SIZES = LayerSizes(28, 4, 128, "bfloat16", 128)
 DENSE = tuple((tokens, 1e-11 * tokens**2) for tokens in (4096, 16_384, 65_536, 262_144))
 

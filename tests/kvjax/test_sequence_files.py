@@ -13,6 +13,8 @@ from kvjax import Engine
 from kvjax.cache import files
 from kvjax.cache.files import write_sequence
 
+pytestmark = pytest.mark.optimized
+
 PAGES, PAGE, LENGTH = 12, 16, 40
 
 

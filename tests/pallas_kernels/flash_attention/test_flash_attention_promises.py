@@ -11,6 +11,8 @@ import pytest
 
 from pallas_kernels.flash_attention import flash_attention, xla
 
+pytestmark = pytest.mark.optimized
+
 SMALL_TILES = xla.Config(query_tile=8, key_tile=32, rows=2)
 STARTS = jnp.array([0, 0, 3, 5, 9, 29, 71, 50], jnp.int32)
 

@@ -11,6 +11,8 @@ import pytest
 
 from pallas_kernels.gather_attention import gather_attention, xla
 
+pytestmark = pytest.mark.optimized
+
 SMALL_TILES = xla.Config(tile_tokens=32, rows=2)
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from pallas_kernels.query_sparse_attention import query_sparse_attention, xla
 
+pytestmark = pytest.mark.optimized
+
 SMALL_TILES = xla.Config(query_tile=3, key_tile=32, rows=2)
 STARTS = jnp.array([0, 0, 3, 5, 9, 29, 71, 50], jnp.int32)
 SIZES = {"gamma": 3, "block_size": 4, "k_blocks": 5, "k_exact": 3}
