@@ -34,5 +34,5 @@ lock:
 	"$$python312" tools/make_lock.py "$$python312" "$$python313"
 
 clean:
-	rm -rf .venv build dist out *.egg-info imports/*.egg-info .pytest_cache .ruff_cache .hypothesis demo.png demo.json
+	rm -rf .venv build dist out *.egg-info imports/*.egg-info .pytest_cache .ruff_cache .hypothesis .jax_cache demo.png demo.json
 	find . -name .git -prune -o -name __pycache__ -prune -exec rm -rf {} +
