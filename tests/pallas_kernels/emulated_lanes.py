@@ -44,6 +44,7 @@ from emulated_values import (
     quotient,
     remainder,
     select,
+    spread,
 )
 
 from pallas_kernels import lanes
@@ -125,7 +126,7 @@ class Machine:
         """A fault if a running thread is among `where`."""
         if not np.any(where):
             return
-        bad = np.flatnonzero(np.broadcast_to(where, self.size) & self.mask.bits)
+        bad = np.flatnonzero(spread(where, self.size) & self.mask.bits)
         if len(bad):
             raise fault(f"{self._name(bad[0])} {what}")
 
@@ -141,7 +142,7 @@ class Machine:
         """A number per thread, which must not come from a word that nobody wrote."""
         if value.unknown is not None:
             self.refuse(value.unknown, Unwritten, f"{what} by a word that nobody wrote")
-        return np.broadcast_to(value.data, self.size)
+        return spread(value.data, self.size)
 
     # Control.
 
@@ -213,26 +214,32 @@ class Machine:
             if not len(threads):
                 continue
             memory = part.memory
-            offset = np.broadcast_to(part.offset, self.size)[threads]
-            bad = np.flatnonzero((offset < 0) | (offset + 4 * words > memory.size_bytes))
-            if len(bad) and offset[bad[0]] < NOWHERE // 2:
-                raise Unwritten(f"{self._name(threads[bad[0]])} goes in {memory.name} where a word says that nobody wrote")
-            if len(bad):
-                where = f"{words} words at byte {offset[bad[0]]} of {memory.name}, which has {memory.size_bytes} bytes"
-                raise OutOfBounds(f"{self._name(threads[bad[0]])} goes to {where}")
-            bad = np.flatnonzero(offset % (4 * words))
-            if len(bad):
-                raise Misaligned(f"{self._name(threads[bad[0]])} goes to {words} words at byte {offset[bad[0]]} of {memory.name}")
+            offset = spread(part.offset, self.size)[threads]
+            self._refuse_places(memory, threads, offset, words)
             place = offset >> 2
             if not memory.is_global:
-                cta = (self.cta if part.cta is None else np.broadcast_to(part.cta, self.size))[threads]
+                cta = (self.cta if part.cta is None else spread(part.cta, self.size))[threads]
                 place = place + cta * (memory.size_bytes // 4)
                 if part.cta is not None and (cta != self.cta[threads]).any():
                     self.clock.last_remote = self.clock.tick
-            yield memory, threads, place[:, None] + np.arange(words)
+            yield memory, threads, place[:, None] if words == 1 else place[:, None] + np.arange(words)
+
+    def _refuse_places(self, memory: Memory, threads, offset, words: int) -> None:
+        if offset.min() < 0 or offset.max() + 4 * words > memory.size_bytes:
+            bad = np.flatnonzero((offset < 0) | (offset + 4 * words > memory.size_bytes))[0]
+            if offset[bad] < NOWHERE // 2:
+                raise Unwritten(f"{self._name(threads[bad])} goes in {memory.name} where a word says that nobody wrote")
+            where = f"{words} words at byte {offset[bad]} of {memory.name}, which has {memory.size_bytes} bytes"
+            raise OutOfBounds(f"{self._name(threads[bad])} goes to {where}")
+        crooked = offset & (4 * words - 1)  # the instructions access 1, 2 or 4 words
+        if crooked.any():
+            bad = np.flatnonzero(crooked)[0]
+            raise Misaligned(f"{self._name(threads[bad])} goes to {words} words at byte {offset[bad]} of {memory.name}")
 
     def _refuse_access(self, memory: Memory, threads, places, what: str, before: str, log, *, reads: bool = False) -> None:
-        words, number = places.ravel(), self.number[np.repeat(threads, places.shape[1])]
+        if self.clock.is_ordered(log):
+            return
+        words, number = places.ravel(), self._numbers(threads, places.shape[1])
         found = self.clock.unordered(log, words, number, reads=reads)
         if found:
             at, other = found
@@ -247,7 +254,12 @@ class Machine:
 
     def _note(self, memory: Memory, log, threads, places) -> None:
         floor = 0 if memory.is_global else self.clock.cluster
-        log.note(places.ravel(), self.number[np.repeat(threads, places.shape[1])], self.clock.tick, floor)
+        log.note(places.ravel(), self._numbers(threads, places.shape[1]), self.clock.tick, floor)
+
+    def _numbers(self, threads, words: int) -> np.ndarray:
+        """The number of the thread of each word."""
+        number = self.number[threads]
+        return number if words == 1 else np.repeat(number, words)
 
     def load(self, pointer: Pointer, words: int, *, space: str, constant: bool, where=None) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """Per word: it, per thread, and who got one that nobody wrote. constant: it must be what it was before the launch. where: the
@@ -283,9 +295,9 @@ class Machine:
         self.clock.tick += 1
         for memory, threads, places in self.places(pointer, len(values), where):
             self._refuse_space(memory, space, pointer)
-            data = np.stack([np.broadcast_to(np.asarray(x.data).view(np.int32), self.size)[threads] for x in values], 1)
+            data = np.stack([spread(np.asarray(x.data).view(np.int32), self.size)[threads] for x in values], 1)
             self.write(memory, threads, places, data)
-            unknown = [np.broadcast_to(False if x.unknown is None else x.unknown, self.size)[threads] for x in values]
+            unknown = [spread(False if x.unknown is None else x.unknown, self.size)[threads] for x in values]
             if memory.is_global and np.any(unknown):
                 bad = self._name(threads[np.flatnonzero(np.any(unknown, 0))[0]])
                 raise Unwritten(f"{bad} stores to {memory.name} what comes from a word that nobody wrote")
@@ -329,7 +341,7 @@ class Machine:
         """Atomic; returns what was there, in an order of threads that nobody should rely on."""
         found = np.zeros(self.size, np.int32)
         for memory, threads, places in self._atomics(pointer, space, where):
-            words, amounts = places[:, 0], np.broadcast_to(self.known(value, "adds"), self.size)[threads]
+            words, amounts = places[:, 0], spread(self.known(value, "adds"), self.size)[threads]
             order = np.lexsort(((threads * 40503) % 65536, words))  # those at one word one after another, shuffled
             words, amounts = words[order], amounts[order].astype(np.int64)
             sums = np.cumsum(amounts) - amounts
@@ -464,9 +476,9 @@ class Machine:
     def across(self, x: Value, lane) -> Value:
         """The value of another lane of the warp."""
         self.whole_warps("a shuffle")
-        from_ = (np.arange(self.size) & ~31) + np.broadcast_to(lane, self.size)
-        unknown = None if x.unknown is None else np.broadcast_to(x.unknown, self.size)[from_]
-        return Value(np.broadcast_to(x.data, self.size)[from_], x.type, unknown)
+        from_ = (np.arange(self.size) & ~31) + spread(lane, self.size)
+        unknown = None if x.unknown is None else spread(x.unknown, self.size)[from_]
+        return Value(spread(x.data, self.size)[from_], x.type, unknown)
 
     def _butterfly(self, x: Value, distance: int) -> Value:
         return self.across(x, self.thread % 32 ^ distance)

@@ -26,7 +26,8 @@ class Log:
         self.latest = tick
         self._keep(self.last, words, threads, tick)
         now = self.last[0][words]  # of several threads at one word, the last one
-        self._push(words, threads, np.full(len(words), tick, np.int32), now, floor)
+        if (threads != now).any():
+            self._push(words, threads, np.full(len(words), tick, np.int32), now, floor)
 
     def _push(self, words, thread, tick, newest, floor: int) -> None:
         other = (thread != newest) & (tick > floor)
@@ -110,14 +111,23 @@ class Clock:
         for times in (self.ctas, self.warps, self.warps_met):
             np.maximum(times, arrived, out=times)
 
-    def unordered(self, log: Log | None, words, threads, *, reads: bool):
+    def _floor(self):
+        """The time up to which all is ordered, but for what other clusters did."""
+        return self.cluster if len(self.ctas) > 1 else self.ctas[0]
+
+    def is_ordered(self, log: Log | None) -> bool:
+        """Whether that is known without a look at single words."""
+        return log is None or log.latest == 0 or (self.began == 0 and log.latest <= self._floor())
+
+    def unordered(self, log: Log, words, threads, *, reads: bool):
         """The threads that accessed one of the words before, and where, if no barrier orders them before the threads given."""
-        floor = self.cluster if len(self.ctas) > 1 else self.ctas[0]  # up to there all is ordered, but for what other clusters did
-        if log is None or log.latest == 0 or (self.began == 0 and log.latest <= floor):
-            return None
-        for record in log.records():
-            thread, tick = record[0][words], record[1][words]
+        floor = self._floor()
+        for thread, tick in log.records():
+            tick = tick[words]
             recent = tick > floor if self.began == 0 else (tick > floor) | ((tick > 0) & (tick <= self.began))
+            if not recent.any():
+                continue
+            thread = thread[words]
             recent = np.flatnonzero(recent & (thread != threads))
             if not len(recent):
                 continue

@@ -88,6 +88,12 @@ def unknown_in(*values: Value):
     return masks
 
 
+def spread(data, size: int) -> np.ndarray:
+    """A number per thread of a number per thread or one for all; to be read only. Much quicker than `numpy.broadcast_to`."""
+    data = np.asarray(data)
+    return data if data.shape == (size,) else np.full(size, data)
+
+
 @dataclasses.dataclass(frozen=True)
 class Pointer:
     """Address per thread: array, CTA (None: the thread's own) and bytes. choices: (threads, pointer) where it came from a select."""
