@@ -21,6 +21,8 @@ from kvjax.scoring import score
 from kvjax.serving import cli, run_batch
 from kvjax.serving.records import Defaults
 
+pytestmark = pytest.mark.optimized  # a killed process and this one must agree to the bit
+
 PAGES = ("--page-size", "16", "--prefill-chunk", "64")
 START = [sys.executable, "-c", "from kvjax.serving.cli import main; main()"]
 

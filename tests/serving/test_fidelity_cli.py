@@ -16,6 +16,8 @@ from rich.table import Table
 
 from kvjax.serving import cli, fidelity_cli
 
+pytestmark = pytest.mark.optimized  # a killed process and this one must agree to the bit
+
 START = [sys.executable, "-c", "from kvjax.serving.cli import main; main()"]
 SIZES = ("--lengths", "256,320", "--trials", "4", "--distractors", "2", "--windows", "2", "--steps", "24", "--free-steps", "6")
 PAGES = ("--max-batch", "4", "--page-size", "16", "--prefill-chunk", "64")
