@@ -117,6 +117,9 @@ def prefill_command(
         raise typer.BadParameter("belongs to --measures, and to --ops with a model as the --shape", param_hint="--text")
     if baselines is not None and (not ops or of_model):
         raise typer.BadParameter("belongs to --ops without a model", param_hint="--baselines")
+    if measures and shape in SHAPES:
+        why = f"--measures needs a real model, and {shape} is sizes alone: give one, as --shape needle"
+        raise typer.BadParameter(why, param_hint="--shape")
     form = "--measures" if measures else "--ops" if ops else None
     unused = {"--rounds": rounds, "--layers": layers} | ({"--chunk": chunk} if ops else {})
     for option, value in unused.items():

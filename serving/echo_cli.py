@@ -29,7 +29,7 @@ def echo_command(
         list[str] | None,
         typer.Option(
             help=f"Prefill policies to set beside dense, dense again and the control; may be given several times: {PREFILLS}. "
-            "[default: momo:64/8]",
+            "[default: bounds:32+sparse]",
             show_default=False,
         ),
     ] = None,
@@ -68,13 +68,14 @@ def echo_command(
     from kvjax.fidelity.echo_report import summarize
     from kvjax.fidelity.needle import documentation_text
     from kvjax.model import fingerprint
+    from kvjax.serving.prefill_bench import dense_at
     from kvjax.serving.progress import bar
     from pallas_kernels.bench.echo_report import COLUMNS, echo_rows, remarks
     from pallas_kernels.bench.formats import show, table
     from pallas_kernels.results import write_result
 
     plan = EchoPlan(
-        prefills=tuple(prefill or ("momo:64/8",)),
+        prefills=tuple(prefill or ("bounds:32+sparse",)),
         lengths=parse_lengths(lengths),
         facts=facts,
         facts_per_prompt=facts_per_prompt,
@@ -86,6 +87,8 @@ def echo_command(
         page_size=page_size,
         prefill_chunk=prefill_chunk,
     )
+    for line in dense_at(plan.prefills, plan.lengths):
+        typer.echo(line, err=True)
     loaded = load_model(model, dtype)
     run = EchoRun(loaded, source or documentation_text(), plan)
     stored = jax.tree.leaves(loaded.params)[0].dtype.name

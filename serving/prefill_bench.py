@@ -12,7 +12,7 @@ import gc
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from kvjax.cache import FULL, Cache, bytes_per_page, empty_layer
 from kvjax.cache.tables import table_width
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.prefill import AutoPrefill, PrefillPolicy, indexes_of, name_of, parse_prefill
+from kvjax.prefill import AutoPrefill, BoundsBlocks, PrefillPolicy, indexes_of, name_of, parse_prefill
 from kvjax.serving.decode_bench import MEMORY_SHARE, PAGE_SIZE, pages_of, random_params
 from kvjax.steps import prefill_step
 from pallas_kernels import dispatch
@@ -64,6 +64,17 @@ class PrefillPlan:
                 raise ValueError(f"{name} must be at least 1, got {values}")
         if self.chunk % PAGE_SIZE:
             raise ValueError(f"chunk {self.chunk} must be a multiple of the page size {PAGE_SIZE}")
+
+
+def dense_at(policies: Iterable[str | PrefillPolicy], lengths: Iterable[int]) -> list[str]:
+    """A line for each policy that attends densely to whole prompts of some of these lengths, in tokens: its figures are those of dense."""
+    lines = []
+    for policy in map(parse_prefill, policies):
+        most = getattr(policy, "dense_tokens", 0)
+        if here := [f"{length:,}" for length in lengths if length <= most]:
+            remedy = f"; {policy}+sparse is not" if policy == BoundsBlocks(getattr(policy, "k", 1)) else ""
+            lines.append(f"{policy} is dense up to {most:,} tokens, so at {', '.join(here)} tokens as well{remedy}")
+    return lines
 
 
 def policies_of(text: str) -> tuple[PrefillPolicy, ...]:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvjax.serving.cli_options import parse_lengths, read_text
 from kvjax.serving.decode_bench import PAGE_SIZE, config_of
-from kvjax.serving.prefill_bench import PrefillPlan, policies_of, run_prefill_plan
+from kvjax.serving.prefill_bench import PrefillPlan, dense_at, policies_of, run_prefill_plan
 from pallas_kernels.bench import prefill_report
 from pallas_kernels.results import write_result
 
@@ -55,6 +55,10 @@ def layers_run(model: str, lengths: str, policies: str, dtype: str, files: Seque
     from kvjax.serving.prefill_layers import layer_rows
 
     chosen, tokens = _sparse_of(policies), parse_lengths(lengths)
+    if odd := [length for length in tokens if length < 1 or length % PAGE_SIZE]:
+        raise ValueError(f"--ops of a model takes positive multiples of {PAGE_SIZE} tokens, got {', '.join(map(str, odd))}")
+    for line in dense_at(chosen, tokens):
+        Console(stderr=True).print(line)
     loaded, ids = _read(model, _dtype(dtype), files, max(tokens))
 
     def rows(say: Callable, _: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -28,7 +28,7 @@ LARGEST = 2**31 - 1
 def check_numbers(name: str) -> None:
     """ValueError for a policy's name with a number that no policy can use. Python's int() refuses thousands of digits in its own words."""
     form = re.fullmatch(r"[a-z-]+:(.*)", name)
-    if form and any(len(number) > 10 or int(number) > LARGEST for number in re.findall(r"[0-9]+", form[1])):
+    if form and any(len(number) > 10 or int(number) > LARGEST for number in re.findall(r"(?<![0-9.])[0-9]+", form[1])):
         raise ValueError(f"policy {name!r} has a number above {LARGEST}, the largest that can be used: name a smaller one")
 
 
@@ -48,6 +48,14 @@ def parse(name: str | DecodePolicy) -> DecodePolicy:
     if policy is None:
         raise ValueError(f"policy {name!r} is not understood; there are {FORMS}")
     return policy
+
+
+def is_built_in(text: str) -> bool:
+    """Whether a built-in policy has this name."""
+    try:
+        return _built_in(text) is not None
+    except ValueError:
+        return False
 
 
 def _built_in(text: str) -> DecodePolicy | None:

@@ -176,7 +176,8 @@ def _choose(auto: AutoPrefill, start: int, end: int) -> Choice:
     bound, level = auto._bound(), auto.level
     if not bound.evidence:
         advice = "measure it with kvjax echo and record it with kvjax bill evidence-prefill"
-        return _dense(f"no prefill evidence is recorded for this model (fingerprint {bound.fingerprint}); {advice}")
+        what = f"this model as it is loaded, in {bound.sizes.dtype} (fingerprint {bound.fingerprint})"
+        return _dense(f"no prefill evidence is recorded for {what}; {advice}")
     met = qualified(bound.evidence, auto.fidelity, end)
     if not met:
         recorded = ", ".join(f"{length:,}" for length in sorted({row.length for row in bound.evidence}))

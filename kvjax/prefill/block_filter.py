@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.prefill.key_walk import padded_tokens, tile_tokens, walk_keys
-from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens, distant_blocks, fewest_that_hold, sorted_lists
+from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens, distant_blocks, fewest_that_hold, share_text, sorted_lists
 from pallas_kernels import online_softmax
 
 
@@ -19,9 +19,9 @@ class BlockFilter(TileLists):
     `group` consecutive tokens, side by side, are one vector: the dot product of a group of queries with one of keys adds up the logits of
     the first query with the first key, the second with the second, and so on. A block of queries scores a block of keys by the largest such
     sum of their groups. Softmax over blocks; a query head keeps the fewest blocks that hold `mass`, and a KV head what any of its query
-    heads keeps. The chunk is cut from its first query on. Simplified: sinks and window as every policy here has them stand for the first
-    block and the local ones, and the optional rescue of blocks at random, off in the source's own setting, is left out. Memory: float32
-    scores, H x T / coarse x groups of the table.
+    heads keeps. The chunk is cut from its first query on; groups without a token of the sequence count for nothing. Simplified: sinks and
+    window as every policy here has them stand for the first block and the local ones, and the optional rescue of blocks at random, off in
+    the source's own setting, is left out. Memory: float32 scores, H x T / coarse x groups of the table.
 
     Source: BFLA (arXiv 2605.12193), stage 1 with flattened groups, and the setting its authors publish.
     """
@@ -73,11 +73,14 @@ class BlockFilter(TileLists):
         q = jnp.pad(jnp.where(written, q, 0), ((0, -q.shape[0] % self.coarse), (0, 0), (0, 0)))
         rows = q.reshape(-1, self.group, num_kv_heads, num_heads // num_kv_heads, head_dim).transpose(2, 3, 0, 1, 4)
         rows = rows.reshape(num_kv_heads, -1, self.group * head_dim)
+        asked = start + jnp.arange(0, q.shape[0], self.group) < length
         per_tile = tile_tokens(page_size) // self.group
 
         def step(state, i, keys, pos):
             pooled = keys.reshape(num_kv_heads, per_tile, self.group * head_dim)
-            sums = online_softmax.scaled_logits(rows, pooled, sm_scale).reshape(num_heads, -1, groups, per_tile).max(2)
+            sums = online_softmax.scaled_logits(rows, pooled, sm_scale).reshape(num_heads, -1, per_tile)
+            there = asked[:, None] & (pos.reshape(per_tile, self.group)[:, 0] >= 0)
+            sums = jnp.where(there, sums, -jnp.inf).reshape(num_heads, -1, groups, per_tile).max(2)
             return jax.lax.dynamic_update_slice_in_dim(state, sums, i * per_tile, axis=2)
 
         room = padded_tokens(table.shape[0], page_size) // self.group
@@ -87,12 +90,14 @@ class BlockFilter(TileLists):
         scores = scores.reshape(*scores.shape[:2], -1, groups).max(3)
         ends = jnp.minimum(start + jnp.arange(1, scores.shape[1] + 1) * self.coarse, length)
         seen = jnp.arange(scores.shape[2]) * self.coarse < ends[:, None]
-        kept = fewest_that_hold(jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1), self.mass) & seen
+        scores = jnp.where(seen & asked.reshape(-1, groups)[:, :1], scores, -jnp.inf)
+        shares = jnp.where(jnp.isfinite(scores).any(-1, keepdims=True), jax.nn.softmax(scores, axis=-1), 0)
+        kept = fewest_that_hold(shares, self.mass) & seen
         of_group = kept.reshape(num_kv_heads, -1, *kept.shape[1:]).any(1)
         return jnp.repeat(of_group, num_heads // num_kv_heads, axis=0).swapaxes(0, 1)
 
     def __str__(self) -> str:
-        return f"bfla:{self.mass:g}" if self == BlockFilter(self.mass) else repr(self)
+        return f"bfla:{share_text(self.mass)}" if self == BlockFilter(self.mass) else repr(self)
 
     def describe(self) -> str:
         """For reports."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.prefill.bounds import ByBounds
-from kvjax.prefill.lists import check_sizes, covered_tokens, distant_blocks, sorted_lists
+from kvjax.prefill.lists import check_sizes, covered_tokens, distant_blocks, share_text, sorted_lists
 from kvjax.prefill.missed import COST, sample
 from pallas_kernels.select_tiles.api import POOLINGS
 
@@ -23,9 +23,9 @@ class BoundsShare(ByBounds):
 
     The blocks of a tile are ranked once, by bounds. One random query of every 16 to 4,096 of the chunk attends exactly (see
     `kvjax.prefill.missed`), and the head takes the first of `ladder` under which these queries miss less than `share` in the mean, or
-    every block if none does. Draws depend on positions alone and the choice on the chunk alone, nothing is carried on: company changes
-    nothing, but another prefill_chunk may. A chunk without a drawn query lists every block. More queries are drawn from shorter
-    sequences: as many as cost 5% of attention over lists of the ladder's middle.
+    every block if none does. Draws depend on positions alone and the choice on the chunk alone, nothing is carried on: another
+    prefill_chunk may change it. A chunk without a drawn query lists every block. More queries are drawn from shorter sequences: as many as
+    cost 5% of attention over lists of the ladder's middle.
 
     It bounds a mean, not what any one query misses: a query that alone looks far back is seldom drawn. Memory: the drawn queries' shares,
     R x H x blocks of the table, float32.
@@ -108,7 +108,7 @@ class BoundsShare(ByBounds):
         return covered_tokens(k, self.key_block, self.sink_tokens, self.window_tokens)
 
     def __str__(self) -> str:
-        return f"bounds:{self.share:g}" if self == BoundsShare(share=self.share) else repr(self)
+        return f"bounds:{share_text(self.share)}" if self == BoundsShare(share=self.share) else repr(self)
 
     def describe(self) -> str:
         """For reports."""

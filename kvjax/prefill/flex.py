@@ -7,7 +7,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens, distant_blocks, fewest_that_hold, ranked_until, sorted_lists
+from kvjax.prefill.lists import (
+    TileLists,
+    check_sizes,
+    covered_tokens,
+    distant_blocks,
+    fewest_that_hold,
+    ranked_until,
+    share_text,
+    sorted_lists,
+)
 from kvjax.prefill.mean_pooled import mean_keys, mean_queries
 from kvjax.prefill.vertical_slash import VerticalSlash
 
@@ -56,7 +65,8 @@ class FlexPrefill(TileLists):
         def of_row(args):
             q, table, start, length, distant, columns, bands = args
             rows = min(self.chi, q.shape[0])
-            last = jax.lax.dynamic_slice_in_dim(q, jnp.clip(length - start - rows, 0, q.shape[0] - rows), rows)
+            at = jnp.clip(length - start - rows, 0, q.shape[0] - rows)
+            last = jax.lax.dynamic_slice_in_dim(q, at, rows)
             keys = mean_keys(layer.k, table, length, self.key_block)[:, : distant.shape[1]]
             ends = jnp.minimum(start + jnp.arange(1, distant.shape[0] + 1) * self.chi, length)
 
@@ -66,7 +76,7 @@ class FlexPrefill(TileLists):
                 seen = (number * self.key_block < ends[:, None])[:, None]
                 return jax.nn.softmax(jnp.where(seen, scores.reshape(*pooled.shape[:2], -1), -jnp.inf), axis=-1)
 
-            guess = estimated(last.astype(jnp.float32).mean(0)[None], length[None])[0]
+            guess = estimated(mean_queries(last, start + at, length, rows), length[None])[0]
             by_means = jnp.sqrt(_divergence(guess, columns / columns.sum(-1, keepdims=True))) < self.tau
             means = ranked_until(estimated(mean_queries(q, start, length, self.chi), ends), distant[:, None], self.gamma)
             first = start + jnp.arange(0, q.shape[0], self.chi, dtype=jnp.int32)
@@ -77,7 +87,7 @@ class FlexPrefill(TileLists):
         return jax.lax.map(of_row, (query, ctx.page_table, ctx.starts, ctx.lengths, distant, columns, bands))
 
     def __str__(self) -> str:
-        return f"flex:{self.gamma:g}" if self == FlexPrefill(self.gamma) else repr(self)
+        return f"flex:{share_text(self.gamma)}" if self == FlexPrefill(self.gamma) else repr(self)
 
     def describe(self) -> str:
         """For reports."""

@@ -6,6 +6,7 @@ import logging
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.types import PagedKV
@@ -46,7 +47,7 @@ class TileLists(DenseWhereCovered):
         if page_size % self.key_block:
             raise ValueError(
                 f"prefill {self} lists blocks of {self.key_block} tokens, which pages of {page_size} do not hold whole: choose a page_size "
-                f"that is a multiple of {self.key_block}, or a policy whose key_block divides {page_size}"
+                f"that is a multiple of {self.key_block}, or a policy with smaller blocks (momo, mean and vertical-slash have 64)"
             )
 
     def attend_sparse(self, query, layer, ctx):
@@ -120,6 +121,11 @@ def sorted_lists(ids: Int[Array, "*tiles W"]) -> Int[Array, "*tiles W"]:
     again = jnp.concatenate([jnp.zeros_like(ids[..., :1], bool), ids[..., 1:] == ids[..., :-1]], axis=-1)
     ids = jnp.sort(jnp.where(again, _NONE, ids), axis=-1)
     return jnp.where(ids == _NONE, -1, ids).astype(jnp.int32)
+
+
+def share_text(share: float) -> str:
+    """A share of attention as names have it, with all of its digits: 0.01, 0.00001, 1.0."""
+    return np.format_float_positional(share, trim="0")
 
 
 def check_sizes(policy, **least: int) -> None:

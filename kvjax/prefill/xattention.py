@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.prefill.key_walk import padded_tokens, tile_tokens, walk_keys
-from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens, distant_blocks, ranked_until
+from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens, distant_blocks, ranked_until, share_text
 from pallas_kernels import online_softmax
 
 
@@ -85,7 +85,7 @@ class XAttention(TileLists):
         return tiles / jnp.maximum(tiles.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
 
     def __str__(self) -> str:
-        return f"xattention:{self.threshold:g}" if self == XAttention(self.threshold) else repr(self)
+        return f"xattention:{share_text(self.threshold)}" if self == XAttention(self.threshold) else repr(self)
 
     def describe(self) -> str:
         """For reports."""

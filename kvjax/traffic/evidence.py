@@ -153,13 +153,16 @@ def _meet(tasks: Sequence[Evidence], level: Fidelity) -> bool:
 def read_evidence(text: str, kind: type[Evidence] = Evidence) -> tuple[Evidence, ...]:
     """The rows of a table; kind: `Evidence` or `PrefillEvidence`. ValueError that names a field which is missing or not known."""
     names = {field.name for field in dataclasses.fields(Evidence)}
-    rows = json.loads(text)["rows"]
-    for number, row in enumerate(rows):
-        if other := names ^ set(row):
-            raise ValueError(
-                f"evidence row {number}: the fields are {', '.join(sorted(names))}; different here: {', '.join(sorted(other))}"
-            )
-    return tuple(kind(**row) for row in rows)
+    try:
+        rows = json.loads(text)["rows"]
+        for number, row in enumerate(rows):
+            if other := names ^ set(row):
+                raise ValueError(
+                    f"evidence row {number}: the fields are {', '.join(sorted(names))}; different here: {', '.join(sorted(other))}"
+                )
+        return tuple(kind(**row) for row in rows)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is no table of evidence ({error}): give one that kvjax bill evidence wrote, or a new name") from None
 
 
 @functools.cache
@@ -224,5 +227,8 @@ def _is_whole(dense: Mapping[str, Any]) -> bool:
 
 
 def write_evidence(rows: Iterable[Evidence], file: Path) -> None:
-    """Write a table that `read_evidence` reads."""
-    file.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
+    """Write a table that `read_evidence` reads, beside the old one and then in its place."""
+    from pallas_kernels.results import replacing
+
+    with replacing(file) as partial:
+        partial.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")

@@ -78,10 +78,15 @@ class PrefillBill:
             return None
         covered = end <= getattr(parse_prefill(policy), "dense_tokens", 0)
         longest = points["dense"][-1][0] if covered else min(points[name][-1][0] for name in ("dense", timed))
-        beyond = f"position {end:,} lies beyond the {longest:,} tokens measured, so the last slope is taken"
+        shortest = points["dense"][0][0] if covered else max(points[name][0][0] for name in ("dense", timed))
+        reasons = []
+        if end < shortest:
+            reasons.append(f"position {end:,} lies before the {shortest:,} tokens measured, so their mean is taken")
+        if end > longest:
+            reasons.append(f"position {end:,} lies beyond the {longest:,} tokens measured, so the last slope is taken")
         dense = per_token(points["dense"], (start + end) / 2)
         seconds = dense if covered else per_token(points[timed], (start + end) / 2)
-        return Quote(seconds, dense, self.error, (beyond,) if end > longest else ())
+        return Quote(seconds, dense, self.error, tuple(reasons))
 
 
 def timed_as(policy: str) -> str:
@@ -131,7 +136,7 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
                     spread = (row["p90_s"] - row["p10_s"]) / (2 * row["median_s"])
                     measured = points.setdefault((run["provenance"]["device"], row["shape"], sizes), {})
                     measured[name, row["tokens"]] = (row["median_s"] / row.get("layers", 1), spread, source)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"{source or 'a file'} is no result of kvjax bench prefill --ops: {error} is missing or odd there") from None
     if not points:
         raise ValueError("no row has a time of dense or of a built-in prefill policy: give results of kvjax bench prefill --ops")

@@ -34,7 +34,7 @@ def with_results(
             added += [(result["provenance"]["date"], row) for row in of_result(result, source, model)]
         except KeyError as error:
             raise ValueError(f"{source} has no {error}, so it is no JSON of kvjax echo or of kvjax needle --prefill") from None
-        except TypeError as error:
+        except (TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{source} is no JSON of kvjax echo or of kvjax needle --prefill ({error})") from None
     for _, row in sorted(added, key=lambda pair: pair[0]):
         table[row.fingerprint, row.policy, row.length, row.task] = row

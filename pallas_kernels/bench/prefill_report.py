@@ -27,15 +27,16 @@ STEPS = ("query-sparse", "union", "select", "block-sparse", "delta", "sparse")
 
 def merged_ops(runs: Sequence[dict[str, Any]]) -> list[Row]:
     """The rows of several runs of `--ops`; of rows for the same thing the last. Dense attention of a prompt comes from one run, the last
-    with other people's kernels beside it, since it is compared with these."""
+    with other people's kernels beside it, since it is compared with these, and so does every policy that this run has."""
     rows, compared = {}, set()
     for run in runs:
         others = {(row["shape"], row["tokens"]) for row in run["rows"] if row["op"] == "baseline" and "median_s" in row}
         for row in run["rows"]:
             place = row["shape"], row["tokens"]
-            if row["op"] in ("dense", "baseline") and place in compared - others:
+            key = row["op"], *place, row["policy"]
+            if place in compared - others and (row["op"] in ("dense", "baseline") or key in rows):
                 continue
-            rows[row["op"], *place, row["policy"]] = row
+            rows[key] = row
         compared |= others
     return list(rows.values())
 

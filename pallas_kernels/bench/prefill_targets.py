@@ -152,9 +152,9 @@ def _echo(runs: Sequence[dict[str, Any]]) -> Iterator[Line]:
         if row is None or invalid[tokens]:
             yield what, "not run" if row is None else "invalid: " + "; ".join(invalid[tokens]), "not measured"
             continue
-        pair = row["against_dense"]
+        pair, dense = row["against_dense"], rows["dense", tokens]["hits"]
         spread = estimate(pair["difference"])
-        yield what, f"{row['hits']}/{row['facts']}, {spread}", _yes(round(pair["difference"]["value"], 9) >= ECHO_ABOVE)
+        yield what, f"{row['hits']}/{row['facts']}, dense {dense}; {spread}", _yes(round(pair["difference"]["value"], 9) >= ECHO_ABOVE)
 
 
 def _needles(runs: Iterable[dict[str, Any]]) -> Iterator[Line]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -285,7 +286,7 @@ def test_dense_beyond_the_record_and_without_it():
     assert [str(auto(weak).choose(end - 512, end).policy) for end in (8192, 32_768)] == ["dense", "dense"]
     assert str(auto(weak, "kl=0.02,loss=0.3").choose(32_256, 32_768).policy) == "window:64+1024"
     none = auto([]).choose(32_256, 32_768)
-    assert "no prefill evidence is recorded for this model (fingerprint f); measure it with kvjax echo" in none.why
+    assert "recorded for this model as it is loaded, in bfloat16 (fingerprint f); measure it with kvjax echo" in none.why
     untimed = auto(bills=[]).choose(32_256, 32_768)
     assert "no prefill was timed on chip" in untimed.why
     assert "kvjax bench prefill --ops --policies window:64+1024 --json FILE, then kvjax bill fit-prefill" in untimed.why
@@ -455,3 +456,30 @@ def test_an_engine_binds_it(small, prompt):
     assert "auto:fast prefill" in engine.prefill_policy.describe()
     assert "prefill auto:fast" in repr(engine)
     assert engine_of(small, "dense").last_prefill_choice is None
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"rows": 3}', '{"rows": [1]}', "{"])
+def test_what_is_no_table_of_evidence_is_refused_in_a_sentence(text):
+    with pytest.raises(ValueError, match="no table of evidence"):
+        read_evidence(text, PrefillEvidence)
+
+
+def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    file = tmp_path / "table.json"
+    file.write_text("old")
+
+    def fails(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", fails)
+    with pytest.raises(OSError, match="no space left"):
+        write_evidence((), file)
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_chunk_shorter_than_anything_timed_is_a_projection():
+    seconds = (("dense", ((4096, 1.0), (8192, 4.0))), ("mean:32", ((8192, 2.0), (16384, 5.0))))
+    bill = PrefillBill("device", "shape", SIZES, seconds, 0.01, "here")
+    assert "lies before the 8,192 tokens measured" in bill.quote("mean:32", 3584, 4096).projection[0]
+    assert bill.quote("mean:32", 8000, 8192).projection == ()

@@ -66,6 +66,7 @@ SPARSE = {
     "vertical-slash": VerticalSlash(**SIZES, vertical=2, slash=1, last_queries=6),
     "flex, means": FlexPrefill(0.6, 1.0, **SIZES),
     "flex, lines": FlexPrefill(0.3, 0.0, **SIZES),
+    "flex, either": FlexPrefill(0.3, 0.28, **SIZES),
     "xattention": XAttention(0.6, 4, **SIZES),
     "block filter": BlockFilter(0.6, 16, 4, **SIZES),
     "window": SinkWindow(8, 12),
@@ -303,8 +304,9 @@ def test_a_block_filter_lists_what_pooled_logits_rank():
     for row, head in itertools.product(range(4), range(6)):
         end = min(64 + row * 16 + 16, length)
         blocks = range(-(-end // 16))
-        own = [q[row * 16 + i : row * 16 + i + 4, head] for i in range(0, 16, 4)]
-        sums = [max(np.sum(x * keys[b * 16 + j : b * 16 + j + 4, head]) for x in own for j in range(0, 16, 4)) for b in blocks]
+        own = [q[i : i + 4, head] for i in range(row * 16, min(row * 16 + 16, length - 64), 4)]
+        of_block = {b: [keys[j : j + 4, head] for j in range(b * 16, min(b * 16 + 16, length), 4)] for b in blocks}
+        sums = [max(np.sum(x * y) for x in own for y in of_block[b]) for b in blocks]
         weights = np.exp(SCALE * np.array(sums) - SCALE * max(sums))
         order = sorted(blocks, key=lambda b: (-weights[b], b))
         needed = next(n for n in range(1, len(order) + 1) if weights[order[:n]].sum() >= 0.6 * weights.sum())
@@ -465,12 +467,16 @@ def test_measure_once_sparsity_is_equation_9():
 # Chunks, padding, extending, composing.
 
 
+@pytest.mark.parametrize("written", [56, 3])
 @pytest.mark.parametrize("name", SPARSE)
-def test_padding_changes_nothing(name):
-    query, layer, ctx = chunk()
+def test_padding_changes_nothing(name, written):
+    """Of 64 queries so many are written; 3 are fewer than a tile."""
+    query, layer, ctx = chunk(length=64 + written)
     found = attend(SPARSE[name], query, layer, ctx)
-    other = attend(SPARSE[name], jnp.where((jnp.arange(64) < 56)[None, :, None, None], query, 9 * query[:, ::-1]), layer, ctx)
-    assert np.asarray(found[:, :56]).tobytes() == np.asarray(other[:, :56]).tobytes()
+    padding = (jnp.arange(64) >= written)[None, :, None, None]
+    for other in (9 * query[:, ::-1], jnp.nan):
+        changed = attend(SPARSE[name], jnp.where(padding, other, query), layer, ctx)
+        assert np.asarray(found[:, :written]).tobytes() == np.asarray(changed[:, :written]).tobytes()
 
 
 @pytest.mark.parametrize("name", ["momo", "bounds", "mean", "oracle", "window", "window with delta"])

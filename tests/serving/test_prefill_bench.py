@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from kvjax.prefill import BoundsBlocks, MeasureOnceMaskOnce, SinkWindow, parse_prefill
-from kvjax.serving import bench_cli, overlap_cli, prefill_bench, prefill_cli, prefill_ops
+from kvjax.serving import bench_cli, overlap_cli, prefill_bench, prefill_cli, prefill_layers, prefill_ops
 from kvjax.serving.decode_bench import SHAPES, config_of
 from kvjax.serving.prefill_bench import PrefillPlan, policies_of, run_prefill_plan, split
 from pallas_kernels.bench import prefill_report, prefill_targets, report
@@ -79,12 +79,13 @@ def test_bounds_cost_what_the_documentation_says(bounds_rows):
     assert 64 * layer.index["bounds128"].nbytes == layer.k.nbytes
     dense, select = bounds_rows[:2]
     assert 64 * select["flops"] == pytest.approx(dense["flops"] * 9 / 8, rel=2e-3)  # a query's own block, one of 8, counts whole
-    assert BoundsBlocks(32).dense_tokens == 5248
+    assert (BoundsBlocks(32, dense_below=0).dense_tokens, BoundsBlocks(32).dense_tokens) == (5248, 10_496)
     text = (Path(__file__).parents[2] / "docs" / "prefill.md").read_text(encoding="utf-8")
     for said in (
         "which costs 1/64 of the keys' bytes",
         "both together 1/64 of dense attention's",
         "Up to 5,248 tokens the lists of `bounds:32`",
+        "Up to twice as many tokens, 10,496, it is dense too",
     ):
         assert said in text
 
@@ -111,7 +112,7 @@ def test_dense_attention_comes_from_the_run_with_others_beside_it():
     first = [row("baseline", "cudnn", 1.0), row("dense", "paged", 2.0), row("sparse", "momo:4/2", 3.0)]
     later = [row("dense", "paged", 4.0), row("sparse", "momo:4/2", 5.0), row("sparse", "bounds:4", 6.0)]
     runs = [{"rows": first}, {"rows": later}]
-    assert [each["median_s"] for each in prefill_report.merged_ops(runs)] == [1.0, 2.0, 5.0, 6.0]
+    assert [each["median_s"] for each in prefill_report.merged_ops(runs)] == [1.0, 2.0, 3.0, 6.0]
     assert [each["median_s"] for each in prefill_report.merged_ops(runs[::-1])] == [2.0, 3.0, 6.0, 1.0]
 
 
@@ -269,7 +270,7 @@ def test_command_writes_json(tmp_path, capsys, monkeypatch, op_rows):
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda: prefill_cli.ops_run("no-shape", "1k", "momo:4/2", "bfloat16"), "takes the shapes"),
+        (lambda: prefill_cli.layers_run("needle", "1k,1000", "momo:4/2", "bfloat16"), "multiples of 128 tokens, got 1000"),
         (lambda: prefill_cli.ops_run("tiny", "1k", "dense", "bfloat16"), "got 'dense': name one more"),
         (lambda: prefill_cli.ops_run("tiny", "1k", "momo:4/2", "int8"), "dtype 'int8' is none of"),
         (lambda: prefill_cli.time_run("tiny", "1k", "dense", "float32", chunk=100, rounds=1, layers=1), "multiple of the page size"),
@@ -308,9 +309,38 @@ def test_baselines_belong_to_ops():
 def test_options_that_do_nothing_are_refused(form, options, named):
     names = ("chunk", "rounds", "dtype", "layers", "text", "json_out", "baselines")
     given = dict.fromkeys(names) | {"ablate": False} | options
+    shape = {"--ops": "tiny", "--measures": "needle"}[form]
     with pytest.raises(typer.BadParameter, match=f"does nothing with {form}: leave it out") as refused:
-        bench_cli.prefill_command("tiny", "1k", "momo:4/2", ops=form == "--ops", measures=form == "--measures", **given)
+        bench_cli.prefill_command(shape, "1k", "momo:4/2", ops=form == "--ops", measures=form == "--measures", **given)
     assert refused.value.param_hint == named
+
+
+def test_measures_refuse_sizes_without_a_model():
+    names = ("chunk", "rounds", "dtype", "layers", "text", "json_out", "baselines")
+    with pytest.raises(typer.BadParameter, match="needs a real model, and tiny is sizes alone"):
+        bench_cli.prefill_command("tiny", "1k", "momo:4/2", ops=False, measures=True, ablate=False, **dict.fromkeys(names))
+
+
+def test_layers_of_a_model_over_a_text(model, monkeypatch):
+    """Dense is its own oracle; a policy that reads less has an error, and so few keys as its lists, sinks and window hold."""
+    monkeypatch.setattr(prefill_layers, "CALLS", 1)
+    policies = [parse_prefill(name) for name in ("window:64+1024", "mean:1")]
+    policies.append(BoundsBlocks(1, sink_tokens=128, window_tokens=128, dense_below=0))
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, 512).tolist()
+    rows = list(prefill_layers.layer_rows("tiny", model, tokens, policies))
+    assert [row["policy"] for row in rows] == ["dense", *map(str, policies)]
+    dense, window, mean, bounds = rows
+    assert (dense["keys_read"], dense["error"], dense["speedup"]["times"]) == (256.5, 0.0, 1.0)
+    assert (window["error"], window["keys_read"]) == (0.0, 256.5)  # dense at this length
+    assert mean["error"] == 0.0
+    tiles = [min(max(0, tile - 1), 1) * 128 for tile in range(4)]
+    near = np.minimum(np.arange(512) + 1, 256).mean()
+    assert bounds["keys_read"] == pytest.approx(np.mean(tiles) + near)
+    assert bounds["error"] > 1e-4
+    assert {row["layers"] for row in rows} == {model.config.num_layers}
+    table = prefill_report.layers_table([*rows, {**window, "failed": "no memory"}])
+    assert "| dense | xla |" in table
+    assert "| FAILED no memory |" in table
 
 
 def test_measures_take_chunk_and_dtype(monkeypatch):
@@ -389,7 +419,7 @@ def test_targets_of_bounds_are_judged_by_its_rows_alone():
     times = [place | {"policy": name, "median_s": s} for name, s in (("dense", 1.0), ("bounds:32", 3.6))]
     lines = [line for line in prefill_targets.targets_table([], times, (), (), (), ()).splitlines() if "bounds:32, " in line]
     assert "| bounds:32, first token, 7B shape, 128K: at most 3.6 s | 3.60 s | yes |" in lines
-    assert sum("| not run | not measured |" in line for line in lines) == len(lines) - 1 == 9
+    assert sum("| not run | not measured |" in line for line in lines) == len(lines) - 1 == 6
     layers = [row | {"speedup": {"times": 1.0}} for row in layers]
     lines = prefill_targets.targets_table(layers, (), (), (), (), ()).splitlines()
     assert "| bounds:32, attention of one layer, 28/4 heads, 128K: at most 25 ms | 25.10 ms | no |" in lines
