@@ -63,8 +63,6 @@ COLORS = {
     "momo:32/8+gamma1": "#3f6b00",
     "bounds:16": "#f28ca0",
     "bounds:32": "#c1121f",
-    "bounds:16+sparse": "#f28ca0",
-    "bounds:32+sparse": "#c1121f",
     "delta:64+1024/16": "#8a6fb0",
     "window:64+1024": "#e6b400",
     "vertical-slash:64+8": "#b15928",
@@ -82,8 +80,9 @@ OTHER_COLORS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#a6761d"
 
 
 def color_of(name: str) -> str:
-    """The colour of a policy in every picture; one without an entry in `COLORS` gets one that depends on its name alone."""
-    return COLORS.get(name) or OTHER_COLORS[zlib.crc32(name.encode()) % len(OTHER_COLORS)]
+    """The colour of a policy in every picture, dense for short prompts or not; one without an entry in `COLORS` gets one that depends on its
+    name alone."""
+    return COLORS.get(name.removesuffix("+sparse")) or OTHER_COLORS[zlib.crc32(name.encode()) % len(OTHER_COLORS)]
 
 
 @contextlib.contextmanager

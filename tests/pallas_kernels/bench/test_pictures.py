@@ -198,6 +198,7 @@ def test_a_picture_of_echoes_against_time(drawn, tmp_path):
 def test_a_name_without_an_entry_has_one_colour_too():
     assert pictures.color_of("mine") == pictures.color_of("mine") in pictures.OTHER_COLORS
     assert pictures.color_of("top:8") == pictures.COLORS["top:8"]
+    assert pictures.color_of("bounds:32+sparse") == pictures.COLORS["bounds:32"]
     named = {name: color for name, color in pictures.COLORS.items() if not name.startswith("window")}
     assert len(set(named.values())) == len(named)
 
