@@ -80,8 +80,7 @@ OTHER_COLORS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#a6761d"
 
 
 def color_of(name: str) -> str:
-    """The colour of a policy in every picture, dense for short prompts or not; one without an entry in `COLORS` gets one that depends on its
-    name alone."""
+    """The colour of a policy in every picture, with +sparse or without; one without an entry in `COLORS` gets one by its name alone."""
     return COLORS.get(name.removesuffix("+sparse")) or OTHER_COLORS[zlib.crc32(name.encode()) % len(OTHER_COLORS)]
 
 
