@@ -23,9 +23,8 @@ POLICIES = (
 PREFILLS = (
     "dense, bounds:K (blocks of 128; with +sparse behind it short prompts too), "
     "bounds:SHARE (as bounds:0.01: as many as leave less than that missed), "
-    "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; with +quantile behind it the "
-    "others by a quantile, with +score or +untrimmed lists are trimmed otherwise, with +plain or +uncorrected outputs are corrected "
-    "otherwise, with +gamma4 or +gamma1 every 4th or every query is measured rather than every 16th), "
+    "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; changed by +quantile, +score, +untrimmed, +plain, +uncorrected, "
+    "+gamma4 or +gamma1 behind it), "
     "window:SINK+WINDOW (tokens, as window:64+1024), "
     "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
     "flex:GAMMA, xattention:THRESHOLD, bfla:MASS (shares of attention, as flex:0.9), "

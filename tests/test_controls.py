@@ -159,3 +159,24 @@ def test_policies_that_fail_are_not_on_record_as_assured():
         kept = qualified(recorded_evidence(), parse_level("assured"), length)
         assert "top:32" in kept
         assert not {"mean:8", "mean:16", "mean:32", "top:8"} & set(kept)
+
+
+def test_what_is_said_of_policies_by_share_is_what_was_measured():
+    run = result("cpu/prefill-echo-peers")
+    rows, gpu = {row["policy"]: row for row in run["rows"]}, {}
+    gpu = {row["policy"]: row for row in result("h200/prefill-echo")["rows"] if row["length"] == 8192}
+    assert not run["cells"][0]["facts_invalid"]
+
+    def lost(name):
+        table = gpu if name in gpu else rows
+        return f"{table[name]['against_dense']['lost'] / table['dense']['hits']:.0%}"
+
+    assert lost("bounds:0.01") == lost("bounds:32+sparse") == lost("oracle:32") == "0%"
+    assert rows["bfla:0.99"]["hits"] == rows["bfla:0.9"]["hits"] == rows["window:64+1024"]["hits"]
+    assert lost("window:64+1024") == lost("delta:64+1024/16") == lost("mean:32")
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    names = ("momo:64/8", "flex:0.99", "momo:32/8", "vertical-slash:64+8", "xattention:0.9", "flex:0.9")
+    said = ", ".join(f"`{name}` {lost(name)}" for name in names)
+    assert f"lose none, {said}, and `window`, `delta`, `mean:32` and `bfla` {lost('window:64+1024')}" in readme
+    said = "`flex:0.99` loses {} of what dense recalls, `flex:0.9` {} and `xattention:0.9` {}"
+    assert said.format(lost("flex:0.99"), lost("flex:0.9"), lost("xattention:0.9")) in prefill_text()

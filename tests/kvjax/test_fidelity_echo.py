@@ -278,7 +278,8 @@ def test_a_target_is_judged_where_the_cell_is_valid():
     def line(value, why=()):
         pair = {"difference": {"value": value, "low": value - 0.01, "high": value + 0.01}}
         row = {"policy": "momo:32/8", "length": 2**14, "hits": 390, "facts": 400, "against_dense": pair}
-        run = {"rows": [row], "cells": [{"length": 2**14, "facts_invalid": list(why)}]}
+        dense = {"policy": "dense", "length": 2**14, "hits": 385, "facts": 400}
+        run = {"rows": [dense, row], "cells": [{"length": 2**14, "facts_invalid": list(why)}]}
         (found,) = (
             each for each in targets_table((), (), (), (), (), [run]).splitlines() if "after momo:32/8, 16K: at most 1 point" in each
         )

@@ -181,8 +181,8 @@ def run_histories(model, seeds, folder) -> dict[str, int]:
 
 
 def test_random_histories_have_the_bits_of_each_sequence_alone(model, tmp_path):
-    counts = run_histories(model, range(6), tmp_path)
-    assert counts["sequences compared"] > 6
+    counts = run_histories(model, range(3), tmp_path)
+    assert counts["sequences compared"] > 3
 
 
 def test_the_comparison_sees_a_page_that_two_sequences_write(model, tmp_path, monkeypatch):

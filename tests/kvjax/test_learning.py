@@ -10,8 +10,6 @@ import pytest
 from kvjax import Engine
 from kvjax.policies import Blocks, MassContext, PrefillMass, SelectContext, Stateless, largest_blocks, mass_of_step
 
-pytestmark = pytest.mark.optimized
-
 P, CHUNK, K, H = 16, 32, 2, 4
 
 

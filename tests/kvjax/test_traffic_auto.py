@@ -22,8 +22,6 @@ from kvjax.traffic import Bill, Evidence, Fidelity, calibration, evidence, parse
 from kvjax.traffic.bill import Price, sizes_of
 from kvjax.traffic.evidence import LEVELS, qualified, read_evidence, with_panel, write_evidence
 
-pytestmark = pytest.mark.optimized
-
 QWEN = ModelConfig(
     family="qwen2",
     vocab_size=152_064,

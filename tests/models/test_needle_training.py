@@ -88,6 +88,7 @@ def test_exported_model_loads(whole_run):
     assert {t.dtype.name for t in stored.values()} == {"bfloat16"}
 
 
+@pytest.mark.long
 def test_interrupted_run_ends_with_the_same_bits(text, whole_run, tmp_path):
     assert run(text, tmp_path, stop_at=70) is None
     with (tmp_path / "curve.jsonl").open("a") as curve:  # as a run killed a little later leaves it

@@ -29,7 +29,11 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+LONG = ("a_policy_of_your_own", "choosing_a_budget")
+"""What these do is tested without them too: tests/kvjax/test_own_policies.py, test_learning.py and test_fidelity_*.py."""
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem in LONG)) for path in NOTEBOOKS])
 def test_it_runs(path):
     begun = time.process_time()
     names = run(path)

@@ -14,9 +14,11 @@ import pytest
 
 
 @pytest.mark.timeout(600)
-def test_interpreted():
-    """Values, races and planted bugs: `query_tiles_interpreted.py`, with threads enough for its warpgroups."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__).parent / "query_tiles_interpreted.py"]
+@pytest.mark.parametrize("chosen", ["matches", pytest.param("planted", marks=pytest.mark.long)])
+def test_interpreted(chosen):
+    """Values and races, and planted bugs: `query_tiles_interpreted.py`, with threads enough for its warpgroups."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
+    command.append(Path(__file__).parent / "query_tiles_interpreted.py")
     done = subprocess.run(command, env=os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
 

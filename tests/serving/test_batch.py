@@ -20,8 +20,6 @@ from kvjax.serving import batch
 from kvjax.serving.batch import run_batch, run_file
 from kvjax.serving.records import Defaults, parse
 
-pytestmark = pytest.mark.optimized
-
 SLOTS = 3
 RECORDS = [
     {"id": "short", "prompt": "amber basil"},

@@ -332,6 +332,7 @@ def test_needle_reads_a_text_of_ones_own(kvjax, model_folder, tmp_path):
     assert "pass a longer text" in err
 
 
+@pytest.mark.long
 def test_echo_sets_prefill_policies_beside_dense_and_a_control(kvjax, model_folder, tmp_path, monkeypatch):
     from kvjax.prefill import SinkWindow
 

@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.optimized
+
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 KILLS = 45
 RECORDS = 40
