@@ -298,6 +298,7 @@ def test_plan_counts_in_the_type_that_would_be_loaded(kvjax, model_folder, loade
     assert f"in {dtype}, top:8 (1,664 keys" in out.splitlines()[0]
 
 
+@pytest.mark.long
 def test_needle_counts_hits_under_each_policy(kvjax, model_folder):
     arguments = ("--model", model_folder, "--length", 300, "--trials", 3, "--distractors", 2, "--max-batch", 2, *PAGES)
     status, out, err = kvjax("needle", *arguments, "--policy", "dense", "--policy", "window:4+8")
@@ -456,6 +457,7 @@ RECORDS[11] = {"id": "r11", "prompt": [1] * 500}
 RECORDS[23] = {"id": "r23", "message": "x"}
 
 
+@pytest.mark.long
 def test_a_killed_job_ends_as_an_uninterrupted_one(kvjax, model_folder, tmp_path):
     source = write(tmp_path / "in.jsonl", RECORDS)
     options = ("--model", model_folder, "--policy", "window:4+8", "--max-batch", 2, "--max-new-tokens", 60, "--pages", 40, *PAGES)

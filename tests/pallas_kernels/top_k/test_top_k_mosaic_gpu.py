@@ -243,6 +243,7 @@ def _site() -> str:
     return f"{frame.f_code.co_name}+{frame.f_lineno - frame.f_code.co_firstlineno}"
 
 
+@pytest.mark.long
 def test_no_barrier_can_be_left_out(suite, tools, check, monkeypatch):
     """Each of them, by the place where it stands."""
     sites, left_out = set(), None
