@@ -25,7 +25,7 @@ from kvjax.fidelity.needle import NeedleTask, encode, encode_text, vocabulary_wo
 from kvjax.fidelity.retrieval import prompt_start
 from kvjax.model import Model
 from kvjax.prefill import DensePrefill, PrefillPolicy, parse_prefill
-from kvjax.prefill.lists import TileLists, distant_blocks, sorted_lists
+from kvjax.prefill.lists import TileLists, sorted_lists
 
 EARLY, LATE = 0.3, 0.65
 """Shares of a prompt: what is repeated stands before EARLY, its repetition after LATE."""
@@ -50,8 +50,7 @@ class ListedDense(TileLists):
 
     def lists(self, query, layer, ctx):
         """Every distant block, for every tile and query head, `[B, C, H, S]`."""
-        sizes = {"chi": self.chi, "key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
-        there = distant_blocks(ctx, layer.k.shape[2], query.shape[1], **sizes)
+        there = self.distant(query, layer, ctx)
         ids = sorted_lists(jnp.where(there, jnp.arange(there.shape[2], dtype=jnp.int32), -1))
         return jnp.broadcast_to(ids[:, :, None], (*ids.shape[:2], query.shape[2], ids.shape[2]))
 

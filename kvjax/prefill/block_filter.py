@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.prefill.key_walk import padded_tokens, tile_tokens, walk_keys
-from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens, distant_blocks, fewest_that_hold, share_text, sorted_lists
+from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens, fewest_that_hold, share_text, sorted_lists
 from pallas_kernels import online_softmax
 
 
@@ -52,8 +52,7 @@ class BlockFilter(TileLists):
 
     def lists(self, query, layer, ctx):
         """The blocks of every tile and query head, `[B, C, H, M * P / key_block]`."""
-        sizes = {"chi": self.chi, "key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
-        distant = distant_blocks(ctx, layer.k.shape[2], query.shape[1], **sizes)
+        distant = self.distant(query, layer, ctx)
         number = jnp.arange(distant.shape[2], dtype=jnp.int32)
 
         def of_row(args):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.prefill.bounds import ByBounds
-from kvjax.prefill.lists import check_sizes, covered_tokens, distant_blocks, share_text, sorted_lists
+from kvjax.prefill.lists import check_sizes, covered_tokens, share_text, sorted_lists
 from kvjax.prefill.missed import COST, sample
 from pallas_kernels.select_tiles.api import POOLINGS
 
@@ -62,8 +62,7 @@ class BoundsShare(ByBounds):
     def lists(self, query, layer, ctx):
         """Blocks of every tile and query head, the best first, `[B, C, H, M * P / key_block]`; of heads that read all, ascending."""
         ranked = self.best(query, layer, ctx, self.ladder[-1], ranked=True)
-        sizes = {"chi": self.chi, "key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
-        there = distant_blocks(ctx, layer.k.shape[2], query.shape[1], **sizes)
+        there = self.distant(query, layer, ctx)
         number = jnp.arange(there.shape[2], dtype=jnp.int32)
         everything = sorted_lists(jnp.where(there, number, -1))[:, :, None]
         rung = self._rungs(ranked, query, layer, ctx)[:, None, :, None]

@@ -50,6 +50,11 @@ class TileLists(DenseWhereCovered):
                 f"that is a multiple of {self.key_block}, or a policy with smaller blocks (momo, mean and vertical-slash have 64)"
             )
 
+    def distant(self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext) -> Bool[Array, "B C S"]:
+        """`distant_blocks` of this policy's tiles, blocks, sinks and window."""
+        sizes = {"chi": self.chi, "key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
+        return distant_blocks(ctx, layer.k.shape[2], query.shape[1], **sizes)
+
     def attend_sparse(self, query, layer, ctx):
         """Attention over sinks, window and lists, whatever the length."""
         return self.attend_listed(self.lists(query, layer, ctx), query, layer, ctx)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.prefill.key_walk import padded_tokens, tile_tokens, walk_keys
-from kvjax.prefill.lists import TileLists, best_blocks, check_sizes, covered_tokens, distant_blocks
+from kvjax.prefill.lists import TileLists, best_blocks, check_sizes, covered_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,7 @@ class MeanPooled(TileLists):
 
     def lists(self, query, layer, ctx):
         """The k best distant blocks of every tile and query head, `[B, C, H, W]`."""
-        page_size = layer.k.shape[2]
-        sizes = {"chi": self.chi, "key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
-        candidates = distant_blocks(ctx, page_size, query.shape[1], **sizes)
+        candidates = self.distant(query, layer, ctx)
 
         def of_row(args):
             q, table, start, length, candidates = args

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.types import PagedKV
 from kvjax.prefill.base import PrefillContext
 from kvjax.prefill.key_walk import padded_tokens, probabilities, tile_tokens, walk_keys
-from kvjax.prefill.lists import TileLists, best_blocks, check_sizes, covered_tokens, distant_blocks
+from kvjax.prefill.lists import TileLists, best_blocks, check_sizes, covered_tokens
 from pallas_kernels.flash_attention import flash_attention
 
 
@@ -45,8 +45,7 @@ class OracleBlocks(TileLists):
         self, query, layer: PagedKV, ctx: PrefillContext, budgets: Int[Array, "B C H"] | None, width: int
     ) -> Int[Array, "B C H W"]:
         """The same with a number of blocks of its own for every tile and head, at most `width`; None: `width` for all."""
-        sizes = {"chi": self.chi, "key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
-        candidates = distant_blocks(ctx, layer.k.shape[2], query.shape[1], **sizes)
+        candidates = self.distant(query, layer, ctx)
         return best_blocks(attention_mass(query, layer, ctx, self.chi, self.key_block), candidates[:, :, None], width, budgets)
 
     def __str__(self) -> str:

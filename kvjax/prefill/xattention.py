@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.prefill.key_walk import padded_tokens, tile_tokens, walk_keys
-from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens, distant_blocks, ranked_until, share_text
+from kvjax.prefill.lists import TileLists, check_sizes, covered_tokens, ranked_until, share_text
 from pallas_kernels import online_softmax
 
 
@@ -49,8 +49,7 @@ class XAttention(TileLists):
 
     def lists(self, query, layer, ctx):
         """The best blocks until the threshold, the best first, `[B, C, H, M * P / key_block]`."""
-        sizes = {"chi": self.chi, "key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
-        distant = distant_blocks(ctx, layer.k.shape[2], query.shape[1], **sizes)
+        distant = self.distant(query, layer, ctx)
 
         def of_row(args):
             q, table, start, length, distant = args

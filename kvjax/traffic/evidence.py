@@ -30,6 +30,7 @@ from kvjax.model import check_fingerprint
 from kvjax.policies.auto import Auto
 from kvjax.policies.naming import parse
 from kvjax.prefill.naming import built_in_name
+from pallas_kernels.results import replacing
 
 LEAST_WINDOWS, LEAST_STEPS = 5, 256
 """Of forced text, for a panel to be evidence."""
@@ -228,7 +229,5 @@ def _is_whole(dense: Mapping[str, Any]) -> bool:
 
 def write_evidence(rows: Iterable[Evidence], file: Path) -> None:
     """Write a table that `read_evidence` reads, beside the old one and then in its place."""
-    from pallas_kernels.results import replacing
-
     with replacing(file) as partial:
         partial.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
