@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvjax.fidelity.report import CONTROL_LOSS, KEPT_KL, controls
@@ -73,7 +74,7 @@ def test_the_window_fails_echo_in_every_cell_that_is_not_marked_invalid():
         # The noise floor is no copy of dense, and loses nothing.
         assert 0 < rows["dense again"]["kl"]["value"] < 0.01
         assert abs(rows["dense again"]["against_dense"]["difference"]["value"]) <= 0.01
-        assert rows["oracle:32"]["kl_text"]["value"] < rows["window:64+1024"]["kl_text"]["value"]
+        assert rows["bounds:32+sparse"]["kl_text"]["value"] < rows["window:64+1024"]["kl_text"]["value"]
         for which in ("facts", "passages"):
             for why in cell[f"{which}_invalid"]:
                 assert why in prefill_text()
@@ -162,21 +163,31 @@ def test_policies_that_fail_are_not_on_record_as_assured():
 
 
 def test_what_is_said_of_policies_by_share_is_what_was_measured():
-    run = result("cpu/prefill-echo-peers")
-    rows = {row["policy"]: row for row in run["rows"]}
-    gpu = {row["policy"]: row for row in result("h200/prefill-echo")["rows"] if row["length"] == 8192}
-    assert not run["cells"][0]["facts_invalid"]
+    tables = {}
+    for name in ("prefill-echo-peers-8k", "prefill-echo-peers-16k", "prefill-echo-peers-32k", "prefill-echo", "prefill-echo-32768"):
+        run = result(f"h200/{name}")
+        assert not any(cell["facts_invalid"] for cell in run["cells"])
+        for row in run["rows"]:
+            tables.setdefault(row["length"], {})[row["policy"]] = row
+    assert sorted(tables) == [8192, 16384, 32768]
 
-    def lost(name):
-        table = gpu if name in gpu else rows
-        return f"{table[name]['against_dense']['lost'] / table['dense']['hits']:.0%}"
+    def lost(name, length=8192):
+        return f"{tables[length][name]['against_dense']['lost'] / tables[length]['dense']['hits']:.0%}"
 
     assert lost("bounds:0.01") == lost("bounds:32+sparse") == lost("oracle:32") == "0%"
-    assert rows["bfla:0.99"]["hits"] == rows["bfla:0.9"]["hits"] == rows["window:64+1024"]["hits"]
     assert lost("window:64+1024") == lost("delta:64+1024/16") == lost("mean:32")
+    for length, table in tables.items():
+        assert lost("bounds:0.01", length) == lost("bounds:0.003", length) == "0%"
+        assert table["bfla:0.99"]["hits"] == table["bfla:0.9"]["hits"] == table["window:64+1024"]["hits"]
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     names = ("momo:64/8", "flex:0.99", "momo:32/8", "vertical-slash:64+8", "xattention:0.9", "flex:0.9")
     said = ", ".join(f"`{name}` {lost(name)}" for name in names)
     assert f"lose none, {said}, and `window`, `delta`, `mean:32` and `bfla` {lost('window:64+1024')}" in readme
-    said = "`flex:0.99` loses {} of what dense recalls, `flex:0.9` {} and `xattention:0.9` {}"
-    assert said.format(lost("flex:0.99"), lost("flex:0.9"), lost("xattention:0.9")) in prefill_text()
+    flex, steeper, antidiagonal = (
+        "{}, {} and {}".format(*(lost(name, length) for length in sorted(tables))) for name in ("flex:0.99", "flex:0.9", "xattention:0.9")
+    )
+    said = f"`flex:0.99` loses {flex} of what dense recalls, `flex:0.9` {steeper}, `xattention:0.9` {antidiagonal}:"
+    assert f"At 8K, 16K and 32K {said}" in prefill_text()
+    layers = [row for row in result("h200/prefill-measures-bounds")["rows"] if row["tokens"] == 16384]
+    captured = {name: np.mean([row["captured"] for row in layers if row["policy"] == name]) for name in ("momo:64/8", "bounds:32+sparse")}
+    assert "captures more ({:.3f} against {:.3f} at 16K)".format(*captured.values()) in prefill_text()

@@ -46,10 +46,10 @@ def remarks(figures: dict[str, Any]) -> list[str]:
 
 
 def echo_table(runs: Sequence[dict[str, Any]]) -> str:
-    """Every run's rows and remarks, by length."""
-    found = sorted(((cells[0], run, cells) for run in runs for cells in echo_rows(run)), key=lambda each: int(each[0].replace(",", "")))
-    lines = [f"* {line}" for run in runs for line in remarks(run)]
-    return "\n\n".join(filter(None, (markdown(COLUMNS, [cells for *_, cells in found]), "\n".join(lines))))
+    """Every run's rows and remarks, by length. What several runs say alike (dense, the control) stands once."""
+    found = sorted(dict.fromkeys(cells for run in runs for cells in echo_rows(run)), key=lambda cells: int(cells[0].replace(",", "")))
+    lines = dict.fromkeys(f"* {line}" for run in runs for line in remarks(run))
+    return "\n\n".join(filter(None, (markdown(COLUMNS, found), "\n".join(lines))))
 
 
 def needles_table(runs: Sequence[dict[str, Any]]) -> str:

@@ -179,8 +179,6 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
 
     needles = [run for run in runs if run["bench"].startswith("sparse-prefill-needles")]
     echoes = [run for run in runs if run["bench"] == "prefill-echo"]
-    on_cpu = [run for run in echoes if run["provenance"]["platform"].startswith("cpu")]
-    echoes = [run for run in echoes if run not in on_cpu]
     masses = [run for run in runs if run["bench"] == "block-mass"]
     of_top_k = {name: sourced(*made) for name, made in top_k_report.parts(runs).items()}
 
@@ -210,7 +208,6 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "block-mass": sourced(masses, lambda: mass_bench.table([row for run in masses for row in run["rows"]])),
         "prefill-needles": sourced(needles, lambda: echo_report.needles_table(needles)),
         "prefill-echo": sourced(echoes, lambda: echo_report.echo_table(echoes)),
-        "prefill-echo-cpu": sourced(on_cpu, lambda: echo_report.echo_table(on_cpu)),
     }
 
 
