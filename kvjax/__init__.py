@@ -15,10 +15,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see
+    from kvjax import bill as bill
     from kvjax import fidelity as fidelity
     from kvjax import models as models
     from kvjax import policies as policies
-    from kvjax import prefill as prefill
     from kvjax import serving as serving
     from kvjax.cache import OutOfPages
     from kvjax.engine import CachedSequence, Engine
@@ -26,8 +26,8 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.memory import memory_plan
     from kvjax.model import ModelConfig
     from kvjax.models import CausalLM, load, save
-    from kvjax.policies import Dense, TopBlocks, Window
-    from kvjax.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
+    from kvjax.policies.decode import Dense, TopBlocks, Window
+    from kvjax.policies.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
     from kvjax.sampling import NotFinite, Sampling
     from kvjax.scoring import Score, score
     from kvjax.serving import run_batch
@@ -68,22 +68,22 @@ _HOMES = {
     "CachedSequence": "kvjax.engine",
     "CausalLM": "kvjax.models",
     "Completion": "kvjax.generation",
-    "Dense": "kvjax.policies",
-    "DensePrefill": "kvjax.prefill",
+    "Dense": "kvjax.policies.decode",
+    "DensePrefill": "kvjax.policies.prefill",
     "Engine": "kvjax.engine",
-    "MeanPooled": "kvjax.prefill",
-    "MeasureOnceMaskOnce": "kvjax.prefill",
+    "MeanPooled": "kvjax.policies.prefill",
+    "MeasureOnceMaskOnce": "kvjax.policies.prefill",
     "ModelConfig": "kvjax.model",
     "NotFinite": "kvjax.sampling",
-    "OracleBlocks": "kvjax.prefill",
+    "OracleBlocks": "kvjax.policies.prefill",
     "OutOfPages": "kvjax.cache",
     "Request": "kvjax.generation",
     "Sampling": "kvjax.sampling",
     "Score": "kvjax.scoring",
-    "SinkWindow": "kvjax.prefill",
-    "TopBlocks": "kvjax.policies",
-    "VerticalSlash": "kvjax.prefill",
-    "Window": "kvjax.policies",
+    "SinkWindow": "kvjax.policies.prefill",
+    "TopBlocks": "kvjax.policies.decode",
+    "VerticalSlash": "kvjax.policies.prefill",
+    "Window": "kvjax.policies.decode",
     "generate": "kvjax.generation",
     "load": "kvjax.models",
     "memory_plan": "kvjax.memory",
@@ -92,7 +92,7 @@ _HOMES = {
     "save": "kvjax.models",
     "score": "kvjax.scoring",
 }
-_PACKAGES = ("fidelity", "models", "policies", "prefill", "serving")
+_PACKAGES = ("bill", "fidelity", "models", "policies", "serving")
 
 
 def __getattr__(name: str) -> Any:

@@ -25,9 +25,9 @@ from kvjax.inspection import StepRead, inspect_step, read_of
 from kvjax.learning import OpenChunk, PolicyStates, after_chunk
 from kvjax.memory import MemoryPlan, check_pool, memory_plan
 from kvjax.model import Model, fingerprint
-from kvjax.policies import Auto, Choice, DecodePolicy, TopTokens, check_budgets, parse
-from kvjax.prefill import AutoPrefill, DensePrefill, PrefillPolicy, indexes_of, parse_prefill, possible_prefills
-from kvjax.prefill.lists import TileLists
+from kvjax.policies.decode import Auto, Choice, DecodePolicy, TopTokens, check_budgets, parse
+from kvjax.policies.prefill import AutoPrefill, DensePrefill, PrefillPolicy, indexes_of, parse_prefill, possible_prefills
+from kvjax.policies.prefill.lists import TileLists
 from kvjax.sampling import Sampled, SamplingRows, sample_step
 from kvjax.steps import Reads, decode_and_sample, decode_step, prefill_step
 
@@ -61,9 +61,9 @@ class CachedSequence:
 class Engine:
     """Prefill, decode, extend, fork, truncate and free sequences of one model.
 
-    policy: the decode policy, or its name (`kvjax.policies.parse`). policies: another that calls may name, or several; the indexes of all
+    policy: the decode policy, or its name (`policies.decode.parse`). policies: another that calls may name, or several; the indexes of all
     are built as pages are sealed. pages: size of the pool; None fits it to free memory. page_size and prefill_chunk are in tokens; the
-    chunk is a multiple of the page. prefill: the prefill policy, or its name (`kvjax.prefill.parse_prefill`). batch_buckets: decode batches
+    chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`). batch_buckets: decode batches
     are padded to the next of these sizes, and a sequence's bits are the same in every batch of one bucket. sequences: those not freed yet.
     last_reads: what the latest decode step read, summed over layers and KV heads (None before the first). last_choice: what `auto` chose
     for it and why (None under other policies); last_prefill_choice: what prefill `auto` chose for the latest chunk.

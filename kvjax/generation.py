@@ -21,8 +21,8 @@ from kvjax.cache.tables import table_width
 from kvjax.checks import check_model, whole_number
 from kvjax.engine import CachedSequence, Engine
 from kvjax.model import Model
-from kvjax.policies import DecodePolicy
-from kvjax.prefill import PrefillPolicy
+from kvjax.policies.decode import DecodePolicy
+from kvjax.policies.prefill import PrefillPolicy
 from kvjax.prompts import Prompt, encode, one_by_one
 from kvjax.sampling import NotFinite, OneSample, Sampled, Sampling, SamplingOptions, SamplingRows, sample_step, seen_tokens
 from kvjax.steps import Reads

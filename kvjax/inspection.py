@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.cache import Cache
 from kvjax.cache.types import LayerCache
-from kvjax.policies import Blocks, DecodePolicy, ScoresBlocks, SelectContext
+from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext
 from kvjax.steps import decode
 from pallas_kernels.gather_attention import gather_attention
 
@@ -25,7 +25,7 @@ class LayerRead:
     ids: listed blocks of `block_size` tokens, -1 where there is none; where a policy lists nothing, every page that is written. lse: of
     each query head over each listed block, log-sum-exp of the scaled logits, natural log, -inf where there is no block. scores: of every
     block of the sequence, what the policy chose by, -inf where it had no choice (open pages); None for policies that do not say
-    (`kvjax.policies.ScoresBlocks`). window: see `kvjax.policies.Blocks`.
+    (`kvjax.policies.decode.ScoresBlocks`). window: see `kvjax.policies.decode.Blocks`.
     """
 
     ids: Int32[np.ndarray, "n K W"]

@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.cache import PagedKV
 from kvjax.model import ModelConfig
-from kvjax.policies import DecodePolicy, LearnsFromPrefill, MassContext, PrefillMass, StateSpec
-from kvjax.policies.mass import fitted
-from kvjax.prefill import DensePrefill, PrefillContext, PrefillPolicy
+from kvjax.policies.decode import DecodePolicy, LearnsFromPrefill, MassContext, PrefillMass, StateSpec
+from kvjax.policies.decode.mass import fitted
+from kvjax.policies.prefill import DensePrefill, PrefillContext, PrefillPolicy
 from pallas_kernels.block_mass import block_mass
 from pallas_kernels.flash_attention import flash_attention
 
@@ -122,7 +122,7 @@ def after_chunk(
 def _check(policy: LearnsFromPrefill, page_size: int, prefill_chunk: int) -> None:
     asked = policy.prefill_mass
     if not isinstance(asked, PrefillMass):
-        raise ValueError(f"policy {policy}: prefill_mass must be a kvjax.policies.PrefillMass or None, got {asked!r}")
+        raise ValueError(f"policy {policy}: prefill_mass must be a kvjax.policies.decode.PrefillMass or None, got {asked!r}")
     if page_size % asked.block_size:
         raise ValueError(f"policy {policy} asks for blocks of {asked.block_size} tokens, which do not divide the page size {page_size}")
     if asked.queries is not None and asked.queries > prefill_chunk:

@@ -1,6 +1,6 @@
 """Policies of one's own by name: registered in this process, loaded from a Python file, or made and passed as objects.
 
-`kvjax.policies` and `kvjax.prefill` hold one `Registry` each and ask it for every name that is not built in.
+`kvjax.policies` and `kvjax.policies.prefill` hold one `Registry` each and ask it for every name that is not built in.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from kvjax.checks import check_model
 from kvjax.engine import CachedSequence, Engine
 from kvjax.generation import DEFAULT_SLOTS, engine_for
 from kvjax.model import Model
-from kvjax.policies import DecodePolicy, Dense
+from kvjax.policies.decode import DecodePolicy, Dense
 from kvjax.prompts import Prompt, encode, one_by_one
 from kvjax.sampling import NotFinite, all_finite
 

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import FULL, Cache, IndexSpec, append
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Decoder, Params
-from kvjax.policies import Blocks, DecodePolicy, SelectContext
-from kvjax.prefill import PrefillContext, PrefillPolicy
+from kvjax.policies.decode import Blocks, DecodePolicy, SelectContext
+from kvjax.policies.prefill import PrefillContext, PrefillPolicy
 from kvjax.sampling import Sampled, SamplingRows, count_tokens, sample
 
 

@@ -25,7 +25,7 @@ from kvjax.cache import LatentPages, append_latents
 from kvjax.model import Params, RopeScaling
 from kvjax.models import rope
 from kvjax.models.decoder import project
-from kvjax.policies import Blocks, DecodePolicy, IndexerQuery, SelectContext
+from kvjax.policies.decode import Blocks, DecodePolicy, IndexerQuery, SelectContext
 from pallas_kernels.elementwise import rms_norm, rotate
 
 NORM_EPS = 1e-6

@@ -6,14 +6,14 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvjax.serving.batch import run_batch, run_file
+    from kvjax.serving.batch.job import run_batch, run_file
+    from kvjax.serving.batch.records import Defaults
+    from kvjax.serving.batch.results import Summary
     from kvjax.serving.harness import KvjaxLM
-    from kvjax.serving.records import Defaults
-    from kvjax.serving.results import Summary
 
 __all__ = ["Defaults", "KvjaxLM", "Summary", "run_batch", "run_file"]
 
-_HOMES = {"Defaults": "records", "KvjaxLM": "harness", "Summary": "results", "run_batch": "batch", "run_file": "batch"}
+_HOMES = {"Defaults": "batch.records", "KvjaxLM": "harness", "Summary": "batch.results", "run_batch": "batch.job", "run_file": "batch.job"}
 
 
 def __getattr__(name: str) -> Any:

@@ -23,12 +23,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from kvjax import prefill
 from kvjax.engine import CachedSequence, Engine
 from kvjax.generation import Request, run
 from kvjax.model import fingerprint
 from kvjax.models import load
-from kvjax.policies import DecodePolicy, identity, parse
+from kvjax.policies import prefill
+from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.sampling import Sampling
 from kvjax.scoring import continuation_logprobs
 

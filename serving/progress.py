@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from kvjax.serving.results import Result
+from kvjax.serving.batch.results import Result
 
 LOG_SECONDS = 30.0
 """Between two lines where the console is no terminal."""

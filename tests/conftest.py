@@ -31,3 +31,19 @@ def compiled_programs_go_with_their_module():
     """
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def emulated():
+    """The module `emulator.lanes`: GPU threads by numpy."""
+    from emulator import lanes
+
+    return lanes
+
+
+@pytest.fixture(scope="session")
+def emulated_kernels():
+    """The module `emulator.kernels`: whole kernels on these threads."""
+    from emulator import kernels
+
+    return kernels

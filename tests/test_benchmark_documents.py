@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.bench import report
-from pallas_kernels.bench.prefill_report import layer_seconds
+from pallas_kernels.bench.prefill.report import layer_seconds
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"

@@ -6,17 +6,17 @@ from pathlib import Path
 import jax
 import pytest
 
+from kvjax.bill import known_bills, recorded_evidence, recorded_prefill_evidence, step_bytes
+from kvjax.bill.evidence import with_panel
+from kvjax.bill.fitting import fit, merged, read_cells
+from kvjax.bill.prefill_bill import fit_prefill, known_prefill_bills
+from kvjax.bill.prefill_evidence import with_results
+from kvjax.bill.report import TABLES, rendered
+from kvjax.bill.step_bill import to_json
 from kvjax.model import fingerprint
 from kvjax.models.loading import load
-from kvjax.policies import parse
-from kvjax.serving.decode_bench import config_of
-from kvjax.traffic import known_bills, recorded_evidence, recorded_prefill_evidence, step_bytes
-from kvjax.traffic.bill import to_json
-from kvjax.traffic.evidence import with_panel
-from kvjax.traffic.fitting import fit, merged, read_cells
-from kvjax.traffic.prefill_bill import fit_prefill, known_prefill_bills
-from kvjax.traffic.prefill_evidence import with_results
-from kvjax.traffic.report import TABLES, rendered
+from kvjax.policies.decode import parse
+from kvjax.serving.bench.decode import config_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -43,7 +43,7 @@ def test_built_in_bills_are_the_fit_of_committed_rows(made):
 def test_the_page_is_what_the_bills_make():
     """After new measurements: the command at the top of docs/the-bill.md."""
     text = (ROOT / "docs/the-bill.md").read_text(encoding="utf-8")
-    file = json.loads((ROOT / "kvjax/traffic/bills/nvidia-h200.json").read_text())
+    file = json.loads((ROOT / "kvjax/bill/bills/nvidia-h200.json").read_text())
     assert all(f"<!-- bill:{name} -->" in text for name in TABLES)
     assert rendered(text, file) == text
     assert rendered(text.replace("qwen2.5-7b | dense", "qwen2.5-7b | sparse"), file) == text
@@ -51,7 +51,7 @@ def test_the_page_is_what_the_bills_make():
 
 
 def test_projections_without_overhead_are_the_bills():
-    file = json.loads((ROOT / "kvjax/traffic/bills/nvidia-h200.json").read_text())
+    file = json.loads((ROOT / "kvjax/bill/bills/nvidia-h200.json").read_text())
     for made, checked in zip(known_bills(), file["held_out"], strict=True):
         config = config_of(made.model)
         for row in checked["projections"]:
@@ -94,12 +94,12 @@ def test_recorded_prefill_evidence_is_what_committed_results_make():
     assert set(with_results((), found, model)) == set(recorded_prefill_evidence())
     page = (ROOT / "docs/prefill.md").read_text(encoding="utf-8")
     for table, tables in (("prefill_bill", known_prefill_bills()), ("prefill_evidence", recorded_prefill_evidence())):
-        (command,) = [line for line in page.splitlines() if line.startswith("    kvjax bill") and f"kvjax/traffic/{table}.json" in line]
+        (command,) = [line for line in page.splitlines() if line.startswith("    kvjax bill") and f"kvjax/bill/{table}.json" in line]
         assert set(command.split()) >= {name for name, _ in results_of(tables)}
 
 
 def test_rows_that_count_other_bytes_are_refused():
     run = json.loads((ROOT / "benchmarks/results/h200/decode.json").read_text())
     run["rows"][0]["bytes"]["kv"] += 1
-    with pytest.raises(ValueError, match=r"8,192 tokens, batch 1, dense: the row counts .* bytes, kvjax.traffic"):
+    with pytest.raises(ValueError, match=r"8,192 tokens, batch 1, dense: the row counts .* bytes, kvjax.bill"):
         read_cells(run, config_of)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvjax.bill.evidence import parse_level, qualified, recorded_evidence
 from kvjax.fidelity.report import CONTROL_LOSS, KEPT_KL, controls
-from kvjax.traffic.evidence import parse_level, qualified, recorded_evidence
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -136,7 +136,7 @@ def test_chance_shares_less_than_any_layer():
 
 
 def test_a_bill_without_a_sparse_parameter_is_worse_and_so_is_always_dense():
-    bill = json.loads((ROOT / "kvjax" / "traffic" / "bills" / "nvidia-h200.json").read_text(encoding="utf-8"))
+    bill = json.loads((ROOT / "kvjax" / "bill" / "bills" / "nvidia-h200.json").read_text(encoding="utf-8"))
     (held_out,) = bill["held_out"]
     for errors in held_out["errors"].values():
         assert 2 < errors["none"]["mean"] / errors["scan"]["mean"] < 3.5

@@ -12,8 +12,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.prefill import BoundsBlocks
-from kvjax.prefill.lists import best_blocks, distant_blocks
+from kvjax.policies.prefill import BoundsBlocks
+from kvjax.policies.prefill.lists import best_blocks, distant_blocks
 from pallas_kernels.select_tiles import mosaic_gpu, xla
 
 

@@ -24,8 +24,8 @@ from kvjax.fidelity.forcing import ALONE, divergence
 from kvjax.fidelity.needle import NeedleTask, encode, encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import prompt_start
 from kvjax.model import Model
-from kvjax.prefill import DensePrefill, PrefillPolicy, parse_prefill
-from kvjax.prefill.lists import TileLists, sorted_lists
+from kvjax.policies.prefill import DensePrefill, PrefillPolicy, parse_prefill
+from kvjax.policies.prefill.lists import TileLists, sorted_lists
 
 EARLY, LATE = 0.3, 0.65
 """Shares of a prompt: what is repeated stands before EARLY, its repetition after LATE."""

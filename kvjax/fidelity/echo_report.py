@@ -1,4 +1,4 @@
-"""From the records of an echo run to its figures, one JSON value (`pallas_kernels.bench.echo_report` makes tables of it)."""
+"""From the records of an echo run to its figures, one JSON value (`pallas_kernels.bench.prefill.echo` makes tables of it)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.fidelity.echo import EARLY, LATE, EchoPlan
 from kvjax.fidelity.forcing import ALONE
 from kvjax.fidelity.statistics import clustered, over_windows
-from kvjax.prefill import parse_prefill
+from kvjax.policies.prefill import parse_prefill
 
 VALID_SHARE = 0.9
 """Share of the repeated values, and of the tokens of passages, that dense must predict for a cell to say anything about other policies."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.engine import CachedSequence, Engine
 from kvjax.fidelity.retrieval import forked, speak
-from kvjax.policies import DecodePolicy, Dense
+from kvjax.policies.decode import DecodePolicy, Dense
 from kvjax.sampling import NotFinite
 
 SYNC_STEPS = 16

@@ -27,7 +27,7 @@ from kvjax.fidelity.retrieval import ANSWER_ROOM, Answer, ask, forked, prefilled
 from kvjax.fidelity.tasks import HAYSTACKS, TASKS, answers_of, make_trials
 from kvjax.memory import memory_plan
 from kvjax.model import Model
-from kvjax.policies import Auto, DecodePolicy, Dense, name_of, parse
+from kvjax.policies.decode import Auto, DecodePolicy, Dense, name_of, parse
 
 TIMED_STEPS, TIMED_ROUNDS = 16, 3
 
@@ -38,7 +38,7 @@ Advance = Callable[[int], None]
 class Plan:
     """What a panel measures.
 
-    policies: names of `kvjax.policies.parse`, or policies, which become the names that `kvjax.policies.name_of` gives; dense is run, named
+    policies: names of `policies.decode.parse`, or policies, which become the names that `name_of` gives; dense is run, named
     or not. lengths: tokens of whole contexts, answers and forced text included.
     tasks, haystacks: of `kvjax.fidelity.tasks`. trials: of each task in each haystack at each length. distractors: further
     facts in the haystacks that have them. windows: disjoint pieces of text for teacher forcing. steps: forced tokens of each. free_steps:

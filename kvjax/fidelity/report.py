@@ -22,7 +22,7 @@ from kvjax.fidelity.statistics import (
     proportion,
     ratio_of_perplexities,
 )
-from kvjax.policies import Dense, Window, parse
+from kvjax.policies.decode import Dense, Window, parse
 from pallas_kernels.bench.formats import estimate, span
 from pallas_kernels.bench.formats import table as terminal_table
 

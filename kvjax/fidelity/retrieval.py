@@ -17,7 +17,7 @@ import numpy as np
 from kvjax.engine import CachedSequence, Engine
 from kvjax.fidelity.needle import NeedleTask, Trial, encode_text, exact_match_by_depth, vocabulary_words
 from kvjax.model import Model
-from kvjax.policies import DecodePolicy, name_of, parse
+from kvjax.policies.decode import DecodePolicy, name_of, parse
 from kvjax.sampling import NotFinite, all_finite
 
 ANSWER_ROOM = 32
@@ -86,9 +86,9 @@ def needle_panel(
     prefill: str = "dense",
     on_tokens: Callable[[int], None] | None = None,
 ) -> list[NeedleResult]:
-    """Needles found by a model in pieces of `text` under each policy (names of `kvjax.policies.parse`).
+    """Needles found by a model in pieces of `text` under each policy (names of `kvjax.policies.decode.parse`).
 
-    prefill: the prefill policy that haystacks are written with (`kvjax.prefill.parse_prefill`); the same trials whatever it is.
+    prefill: the prefill policy that haystacks are written with (`kvjax.policies.prefill.parse_prefill`); the same trials whatever it is.
     length: tokens of a whole context, of which ANSWER_ROOM are kept for the answer. trials: needles, depths evenly spread. batch: contexts
     held and decoded together. on_tokens: called with the number of haystack tokens done. Raises ValueError if a context does not fit the
     model or the text is too short, OutOfPages if memory does not hold `batch` contexts.

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.engine import Engine
 from kvjax.model import Model
-from kvjax.policies import Stateless, select_and_attend
+from kvjax.policies.decode import Stateless, select_and_attend
 from kvjax.sampling import NotFinite, all_finite
-from pallas_kernels.bench.score_rows import overlap, top_indices
+from pallas_kernels.bench.top_k.score_rows import overlap, top_indices
 
 KINDS = ("relu", "logits")
 AGES = (1, 2, 4, 8, 16, 32)

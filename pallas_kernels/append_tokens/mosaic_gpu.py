@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lane_pairs, lanes
 from pallas_kernels.append_tokens.api import Kinds
+from pallas_kernels.hopper import lane_pairs, lanes
 
 THREADS = 128
 MOST_TOKENS = 64

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pallas_kernels.bench.formats import tokens_text
-from pallas_kernels.results import replacing
+from pallas_kernels.bench.results import replacing
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,9 +16,13 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pallas_kernels.bench import echo_report, mass_bench, pictures, prefill_report, prefill_targets, top_k_report
+from pallas_kernels.bench import mass_bench, pictures
 from pallas_kernels.bench.formats import markdown, span, tokens_text
 from pallas_kernels.bench.formats import table as terminal_table
+from pallas_kernels.bench.prefill import echo as echo_report
+from pallas_kernels.bench.prefill import report as prefill_report
+from pallas_kernels.bench.prefill import targets as prefill_targets
+from pallas_kernels.bench.top_k import report as top_k_report
 
 Row = dict[str, Any]
 MARK = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)

@@ -24,8 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import query_tiles
-from pallas_kernels.gather_attention.tiles import LAYOUT, LOG2E, SWIZZLED
+from pallas_kernels.hopper import query_tiles
+from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, SWIZZLED
 
 KEYS = 64
 """Keys of a folding warpgroup: the rows of a `wgmma`."""

@@ -1,4 +1,4 @@
-"""block_sparse_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.query_tiles` over sinks, window and a list of blocks.
+"""block_sparse_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.hopper.query_tiles` over sinks, window and a list of blocks.
 
 A tile's walk is the blocks that sinks and window touch, in ascending order, then the listed ones as they stand, two blocks of 64 keys to a
 tile of keys. Of the former a query reads exactly its sinks and window, of the latter exactly the rest, so a block that is both is read
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import query_tiles
-from pallas_kernels.query_tiles import TILE_ROWS
+from pallas_kernels.hopper import query_tiles
+from pallas_kernels.hopper.query_tiles import TILE_ROWS
 
 
 def unsupported(q, k, v, page_table, starts, lengths, *, blocks, block_size, query_tile, window, sm_scale, config) -> str | None:

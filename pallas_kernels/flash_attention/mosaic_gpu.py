@@ -1,4 +1,4 @@
-"""flash_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.query_tiles` over every tile of keys, or those of sinks and window.
+"""flash_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.hopper.query_tiles` over every tile of keys, or those of sinks and window.
 
 Key tiles are fixed spans of absolute positions, walked in ascending order, so a row's bits depend neither on where its chunk starts nor on
 the width of the page table nor on the other rows.
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import query_tiles
+from pallas_kernels.hopper import query_tiles
 
 
 def unsupported(q, k, v, page_table, starts, lengths, *, window, sm_scale, config) -> str | None:

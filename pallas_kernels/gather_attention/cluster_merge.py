@@ -10,8 +10,8 @@ import functools
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lane_pairs, lanes
-from pallas_kernels.gather_attention.tiles import LAYOUT, LOG2E, Shape
+from pallas_kernels.hopper import lane_pairs, lanes
+from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, Shape
 
 SCALAR, REF = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
 

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import clusters, lanes
-from pallas_kernels.gather_attention import cluster_merge, tiles
-from pallas_kernels.gather_attention.tiles import Shape
+from pallas_kernels.gather_attention import cluster_merge
+from pallas_kernels.hopper import clusters, lanes
+from pallas_kernels.hopper import decode_tiles as tiles
+from pallas_kernels.hopper.decode_tiles import Shape
 
 WARPGROUPS = 2
 TILE = 64

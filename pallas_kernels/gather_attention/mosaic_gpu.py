@@ -20,8 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes, merge
-from pallas_kernels.gather_attention import listed, split_merge, tiles
+from pallas_kernels import merge
+from pallas_kernels.gather_attention import listed, split_merge
+from pallas_kernels.hopper import decode_tiles as tiles
+from pallas_kernels.hopper import lanes
 
 SMS = 132
 """Multiprocessors that the default splits fill. A constant, so that bits do not depend on where a program runs."""
@@ -32,7 +34,7 @@ class Config:
     """How the work is cut; None: chosen from the shapes.
 
     tile_tokens: keys folded in at once, 64 or 128. stages: tiles in flight. splits: CTAs per (row, KV head). Naming any of them takes the
-    form with spans. array_code: do without stages for single threads (`pallas_kernels.lanes`): slower, and what the interpreter of Mosaic
+    form with spans. array_code: do without stages for single threads (`hopper.lanes`): slower, and what the interpreter of Mosaic
     GPU kernels can run.
     """
 

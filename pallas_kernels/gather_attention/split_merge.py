@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lane_pairs, lanes
-from pallas_kernels.gather_attention.tiles import LAYOUT, LOG2E, Shape
+from pallas_kernels.hopper import lane_pairs, lanes
+from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, Shape
 
 THREADS = 128
 SCALAR, REF = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()

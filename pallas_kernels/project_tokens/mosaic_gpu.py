@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import clusters, lane_copies, lane_pairs, lanes
+from pallas_kernels.hopper import clusters, lane_copies, lane_pairs, lanes
 
 MOST_TOKENS = 8
 CHUNK = 64

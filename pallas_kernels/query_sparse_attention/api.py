@@ -69,7 +69,7 @@ def query_sparse_attention(
        with the best of every m-th block passed on, and blocks side by side, which tend to be good together, seldom contend. There is no
        rounding: where scores are the same, so are lists.
 
-    The default is the published one; `kvjax.prefill.MeasureOnceMaskOnce` takes buckets, whose lists are better (docs/prefill.md).
+    The default is the published one; `kvjax.policies.prefill.MeasureOnceMaskOnce` takes buckets, whose lists are better (docs/prefill.md).
 
     Named as in the paper: k_exact = k_blocks is the exact (or tournament tree) selector, k_exact = 0 the estimated one, else the hybrid.
 

@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes
-from pallas_kernels.gather_attention.tiles import LAYOUT, LOG2E
+from pallas_kernels.hopper import lanes
+from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E
 
 IN_REGISTERS = 16
 """Exact slots a row up to which they stand in registers."""

@@ -1,4 +1,4 @@
-"""query_sparse_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.query_tiles` over all keys, the selectors beside it.
+"""query_sparse_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.hopper.query_tiles` over all keys, the selectors beside it.
 
 Softmax takes each block of keys by itself: its weights are relative to its own greatest logit, and become relative to the row's by a
 product. So a block's score is a by-product that depends on the block and the row alone (of equal blocks equal to the bit, however far
@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import query_tiles
-from pallas_kernels.gather_attention.tiles import LOG2E, LOWEST
+from pallas_kernels.hopper import query_tiles
+from pallas_kernels.hopper.decode_tiles import LOG2E, LOWEST
 from pallas_kernels.query_sparse_attention import lane_selection
 from pallas_kernels.query_sparse_attention.api import SELECTION
 

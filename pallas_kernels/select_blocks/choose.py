@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pallas_kernels import lane_sums, lanes
+from pallas_kernels.hopper import lane_sums, lanes
 
 NO_KEY = -(2**31)
 """Key of what is no candidate."""

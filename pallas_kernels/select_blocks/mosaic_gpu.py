@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import clusters, lane_copies, lane_pairs, lanes
+from pallas_kernels.hopper import clusters, lane_copies, lane_pairs, lanes
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.select_blocks.api import selection_width

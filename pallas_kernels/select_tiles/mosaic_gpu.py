@@ -25,8 +25,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import query_tiles
-from pallas_kernels.gather_attention.tiles import LAYOUT, LOG2E, LOWEST, SWIZZLED
+from pallas_kernels.hopper import query_tiles
+from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, LOWEST, SWIZZLED
 from pallas_kernels.select_tiles.xla import candidates, listed, sealed_blocks, table_bounds
 from pallas_kernels.top_k import top_k
 

@@ -15,9 +15,10 @@ import functools
 import jax
 from jax import lax
 
-from pallas_kernels import lanes
-from pallas_kernels.gather_attention import listed, tiles
+from pallas_kernels.gather_attention import listed
 from pallas_kernels.gather_attention import mosaic_gpu as gather
+from pallas_kernels.hopper import decode_tiles as tiles
+from pallas_kernels.hopper import lanes
 from pallas_kernels.select_blocks import mosaic_gpu as select
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lanes
+from pallas_kernels.hopper import lanes
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.top_k import search
 from pallas_kernels.top_k.keys import key_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels import clusters, lane_copies, lanes
+from pallas_kernels.hopper import clusters, lane_copies, lanes
 from pallas_kernels.select_blocks import choose
 
 GROUP = 128

@@ -16,8 +16,8 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from pallas_kernels import lane_copies, lane_sums, lanes
-from pallas_kernels.lanes import Scalar
+from pallas_kernels.hopper import lane_copies, lane_sums, lanes
+from pallas_kernels.hopper.lanes import Scalar
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.top_k.keys import NAN_KEY
 from pallas_kernels.top_k.plan import GROUP, MOST_SECANTS, TOGETHER, UNROLLED, Shape

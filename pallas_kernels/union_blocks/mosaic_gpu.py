@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lane_marks, lanes
+from pallas_kernels.hopper import lane_marks, lanes
 from pallas_kernels.select_blocks import choose
 
 MOST_ENTRIES = 64

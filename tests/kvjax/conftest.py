@@ -10,8 +10,8 @@ import pytest
 
 from kvjax.model import ModelConfig
 from kvjax.models.decoder import TransformerDecoder, causal_attend, init_params
-from kvjax.policies import Blocks
-from kvjax.policies.base import Stateless
+from kvjax.policies.decode import Blocks
+from kvjax.policies.decode.base import Stateless
 
 VOCAB = 97
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvjax import Engine
 from kvjax.cache import FULL, Cache
-from kvjax.policies import parse
+from kvjax.policies.decode import parse
 from kvjax.steps import decode_step, prefill_step
 
 pytestmark = pytest.mark.optimized

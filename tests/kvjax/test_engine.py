@@ -15,7 +15,7 @@ import pytest
 from kvjax import Engine, OutOfPages, memory_plan
 from kvjax.cache import IndexSpec
 from kvjax.cache.writes import copy_page, restore_pages
-from kvjax.policies import Blocks, TopBlocks, TopTokens, select_and_attend
+from kvjax.policies.decode import Blocks, TopBlocks, TopTokens, select_and_attend
 from kvjax.sampling import SamplingRows
 from kvjax.steps import prefill_step
 from pallas_kernels.page_index import page_index

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax import Engine, Request, Sampling, generate, run
-from kvjax.policies import Dense, TopBlocks, Window
+from kvjax.policies.decode import Dense, TopBlocks, Window
 from kvjax.sampling import SamplingRows
 
 PAGES, PAGE = 24, 16

@@ -16,8 +16,8 @@ from kvjax.fidelity.echo_report import summarize
 from kvjax.fidelity.forcing import ALONE
 from kvjax.models import load
 from kvjax.models.needle import path
-from pallas_kernels.bench.echo_report import echo_rows, echo_table, plot, remarks
-from pallas_kernels.bench.prefill_targets import targets_table
+from pallas_kernels.bench.prefill.echo import echo_rows, echo_table, plot, remarks
+from pallas_kernels.bench.prefill.targets import targets_table
 
 PLAN = EchoPlan(
     prefills=("oracle:1",),

@@ -9,7 +9,7 @@ from scipy.stats import entropy
 from kvjax.engine import Engine
 from kvjax.fidelity.forcing import ALONE, exact_prefixes, force, text_windows
 from kvjax.fidelity.retrieval import prefilled
-from kvjax.policies import parse
+from kvjax.policies.decode import parse
 
 PAGE, STEPS, HISTORY = 16, 40, 90
 

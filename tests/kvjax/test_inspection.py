@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import Engine, OutOfPages, TopBlocks
-from kvjax.policies import Blocks, Stateless
+from kvjax.policies.decode import Blocks, Stateless
 
 SMALL = TopBlocks(1, local=1, block_size=16)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import Engine
-from kvjax.policies import Blocks, MassContext, PrefillMass, SelectContext, Stateless, largest_blocks, mass_of_step
+from kvjax.policies.decode import Blocks, MassContext, PrefillMass, SelectContext, Stateless, largest_blocks, mass_of_step
 
 P, CHUNK, K, H = 16, 32, 2, 4
 
@@ -155,7 +155,7 @@ def test_prefill_and_decode_add_up_to_the_mass_of_everything(model, text):
 @pytest.mark.parametrize("prefill", ["window:1+4", "momo:1/1"])
 def test_under_a_sparse_prefill_the_mass_is_that_of_dense_attention(model, text, prefill):
     """Each observed query pays 1 in all, which is wrong of the LSE of sparse attention; and distant blocks get their share."""
-    from kvjax.prefill import MeasureOnceMaskOnce, SinkWindow
+    from kvjax.policies.prefill import MeasureOnceMaskOnce, SinkWindow
 
     policy = {
         "window:1+4": SinkWindow(1, 4),
@@ -222,7 +222,7 @@ def test_a_policy_that_learns_from_prefill_is_declared_first(engine, text):
         (lambda: Heavy(block_size=12), "blocks of 12 tokens, which do not divide the page size 16"),
         (lambda: Heavy(queries=0), "queries must be an int of at least 1, got 0"),
         (lambda: Heavy(block_size=True), "block_size must be an int of at least 1, got True"),
-        (lambda: Wanting(), "prefill_mass must be a kvjax.policies.PrefillMass or None, got 7"),
+        (lambda: Wanting(), "prefill_mass must be a kvjax.policies.decode.PrefillMass or None, got 7"),
     ],
 )
 def test_what_an_engine_cannot_give_is_refused_when_it_is_made(model, policy, match):

@@ -13,7 +13,7 @@ from kvjax.fidelity.score_overlap import capture_scores
 from kvjax.sampling import SamplingRows, sample_step
 from kvjax.scoring import continuation_logprobs
 from kvjax.serving import KvjaxLM
-from kvjax.serving.batch import run_batch
+from kvjax.serving.batch.job import run_batch
 
 BAD = 62
 """A token whose embedding is NaN, so logits are NaN from it on. It is "^" in the speaker's vocabulary, which no prompt here holds."""

@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 
-from kvjax import Engine, TopBlocks, policies, prefill
+from kvjax import Engine, TopBlocks
 from kvjax.fidelity.panel import Plan
 from kvjax.fidelity.report import policy_and_keys
-from kvjax.policies import Dense, Stateless, Window, identity, name_of, parse
-from kvjax.policies.naming import _OWN
-from kvjax.prefill import DensePrefill, parse_prefill
+from kvjax.policies import decode as policies
+from kvjax.policies import prefill
+from kvjax.policies.decode import Dense, Stateless, Window, identity, name_of, parse
+from kvjax.policies.decode.naming import _OWN
+from kvjax.policies.prefill import DensePrefill, parse_prefill
 
 FILE = """
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvjax.policies import Dense, Stateless, Window
-from kvjax.prefill import DensePrefill
+from kvjax.policies.prefill import DensePrefill
 
 
 class Reader(Stateless):
@@ -65,7 +67,7 @@ class Broken(Dense):
 
 @pytest.fixture(autouse=True)
 def nothing_stays_registered(monkeypatch):
-    from kvjax.prefill.naming import _OWN as own_prefill
+    from kvjax.policies.prefill.naming import _OWN as own_prefill
 
     for registry in (_OWN, own_prefill):
         for table in ("_factories", "_named", "_names"):
@@ -158,7 +160,7 @@ def test_a_select_that_returns_no_list_is_told_what_to_return(model_factory):
         ("{file}:Thawed", "must be hashable .*: make Thawed a frozen dataclass"),
         ("{file}:Reader:[1]", r"Reader\(\) takes no arguments"),
         ("{file}:Bare", "must be equal to another of the same settings: make Bare a frozen dataclass"),
-        ("{file}:Half", "a Half has no learns, indexes, init, observe, attend, describe; inherit from kvjax.policies.Stateless"),
+        ("{file}:Half", "a Half has no learns, indexes, init, observe, attend, describe; inherit from kvjax.policies.decode.Stateless"),
         ("{file}:Chunk", "a Chunk has no learns"),
     ],
 )

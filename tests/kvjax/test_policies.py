@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvjax.cache import IndexSpec, PagedKV
-from kvjax.policies import Dense, SelectContext, TopBlocks, Window, parse
-from kvjax.prefill import parse_prefill
+from kvjax.policies.decode import Dense, SelectContext, TopBlocks, Window, parse
+from kvjax.policies.prefill import parse_prefill
 from pallas_kernels.page_index import page_index
 
 P, K, G, D = 128, 2, 2, 16

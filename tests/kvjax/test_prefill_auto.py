@@ -10,12 +10,12 @@ import pytest
 
 import kvjax
 from kvjax import Engine
-from kvjax.policies.auto import Choice
-from kvjax.prefill import AutoPrefill, DensePrefill, PrefillBound, identity, parse_prefill, possible_prefills
+from kvjax.bill.evidence import LEVELS, Fidelity, PrefillEvidence, qualified, read_evidence, write_evidence
+from kvjax.bill.prefill_bill import LayerSizes, PrefillBill, fit_prefill, nearest_quote, per_token, read_prefill_bills, to_json
+from kvjax.bill.prefill_evidence import with_results
+from kvjax.policies.decode.auto import Choice
+from kvjax.policies.prefill import AutoPrefill, DensePrefill, PrefillBound, identity, parse_prefill, possible_prefills
 from kvjax.steps import prefill_step
-from kvjax.traffic.evidence import LEVELS, Fidelity, PrefillEvidence, qualified, read_evidence, write_evidence
-from kvjax.traffic.prefill_bill import LayerSizes, PrefillBill, fit_prefill, nearest_quote, per_token, read_prefill_bills, to_json
-from kvjax.traffic.prefill_evidence import with_results
 
 pytestmark = pytest.mark.optimized
 

@@ -11,7 +11,7 @@ from scipy import stats
 
 from kvjax.cache import PagedKV
 from kvjax.fidelity.statistics import mean_over_blocks
-from kvjax.prefill import (
+from kvjax.policies.prefill import (
     BoundsShare,
     DensePrefill,
     MeanPooled,
@@ -23,9 +23,9 @@ from kvjax.prefill import (
     measures,
     missed,
 )
-from kvjax.prefill.measures import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
-from kvjax.prefill.missed import drawn_positions, sample_every, sampled_miss
-from pallas_kernels.bench import prefill_report
+from kvjax.policies.prefill.measures import ablation, captured_by_rows, captured_mass, measure_prefill, output_error, record_prefill
+from kvjax.policies.prefill.missed import drawn_positions, sample_every, sampled_miss
+from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvjax.prefill import (
+from kvjax.policies.prefill import (
     BlockFilter,
     BoundsBlocks,
     BoundsShare,

@@ -13,7 +13,7 @@ import kvjax
 from kvjax import Engine
 from kvjax.cache import PagedKV
 from kvjax.fidelity.echo import ListedDense
-from kvjax.prefill import (
+from kvjax.policies.prefill import (
     BlockFilter,
     BoundsBlocks,
     BoundsShare,
@@ -29,7 +29,7 @@ from kvjax.prefill import (
     attention_mass,
     delta_correction,
 )
-from kvjax.prefill.missed import drawn_positions
+from kvjax.policies.prefill.missed import drawn_positions
 from pallas_kernels.page_index import page_index
 
 SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
@@ -193,7 +193,7 @@ def test_falls_back_to_dense_and_says_so(caplog):
         dense = np.asarray(attend(DensePrefill(), *arguments))[:, :24]
         assert (np.asarray(attend(policy, *arguments))[:, :24] == dense).all() == (length == 44)
     assert "dense up to 44 tokens" in policy.describe()
-    with caplog.at_level("INFO", logger="kvjax.prefill.lists"):
+    with caplog.at_level("INFO", logger="kvjax.policies.prefill.lists"):
         jax.eval_shape(MeanPooled(**SIZES, k=14).attend, *chunk())
     assert "dense, since no sequence of this table (128 tokens) exceeds 132" in caplog.text
 

@@ -9,7 +9,8 @@ import pytest
 
 from kvjax.fidelity import score_overlap
 from kvjax.fidelity.score_overlap import Captured, capture_scores, overlap_rows
-from pallas_kernels.bench import top_k_cases, top_k_report
+from pallas_kernels.bench.top_k import cases as top_k_cases
+from pallas_kernels.bench.top_k import report as top_k_report
 
 
 @pytest.fixture(scope="module")

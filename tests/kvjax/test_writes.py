@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.cache import FULL, Cache, IndexSpec, append, copy_page, empty_layer
-from kvjax.policies import Dense
+from kvjax.policies.decode import Dense
 from kvjax.steps import decode_step
 from pallas_kernels import dispatch
 from pallas_kernels.page_index import page_index

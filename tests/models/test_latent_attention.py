@@ -16,7 +16,7 @@ from kvjax.cache import INDEXER, INDEXER_SCALES, empty_latents
 from kvjax.models import latent_attention
 from kvjax.models.deepseek_v32 import latent_config, layer_params
 from kvjax.models.latent_attention import decode_latent, decode_latent_step, param_shapes
-from kvjax.policies import Dense, TopTokens, top_tokens
+from kvjax.policies.decode import Dense, TopTokens, top_tokens
 from pallas_kernels.indexer_scores import indexer_scores
 
 GOLDEN = Path(__file__).with_name("golden")

@@ -78,7 +78,7 @@ def run_python(code: str) -> subprocess.CompletedProcess:
 
 
 def test_packages_can_be_reached_by_name():
-    code = "import kvjax; kvjax.policies.parse('top:8'); kvjax.prefill.register; kvjax.models.load; kvjax.serving.run_batch; kvjax.fidelity"
+    code = "import kvjax; kvjax.policies.decode.parse('top:8'); kvjax.policies.prefill.register; kvjax.serving.run_batch; kvjax.fidelity"
     ran = run_python(code)
     assert ran.returncode == 0, ran.stderr
-    assert {"policies", "prefill", "models", "load", "generate"} <= set(dir(kvjax))
+    assert {"policies", "bill", "models", "load", "generate"} <= set(dir(kvjax))

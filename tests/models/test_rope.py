@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.models import config_json, rope
-from pallas_kernels.bench.score_rows import Yarn
+from pallas_kernels.bench.top_k.score_rows import Yarn
 from pallas_kernels.elementwise import rotate
 
 BITS = dict(np.load(Path(__file__).with_name("golden") / "rope-bits.npz"))

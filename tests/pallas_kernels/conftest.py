@@ -264,28 +264,6 @@ def tools():
 
 
 @pytest.fixture(scope="session")
-def emulated():
-    """The module `emulated_lanes`: GPU threads by numpy."""
-    return _module_here("emulated_lanes")
-
-
-@pytest.fixture(scope="session")
-def emulated_kernels():
-    """The module `emulated_kernels`: whole kernels on these threads."""
-    return _module_here("emulated_kernels")
-
-
-def _module_here(name: str):
-    """A module of this folder, which is no package; what it imports from here comes first."""
-    for each in ("emulated_values", "emulated_memory", "emulated_ptx", "emulated_lanes", name):
-        if each not in sys.modules:
-            spec = importlib.util.spec_from_file_location(each, Path(__file__).parent / f"{each}.py")
-            sys.modules[each] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[each])
-    return sys.modules[name]
-
-
-@pytest.fixture(scope="session")
 def hopper() -> None:
     """For tests marked `gpu` that run the Mosaic GPU kernels: skips where there is no GPU that can."""
     if "mosaic_gpu" not in dispatch.available("gather_attention"):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvjax.serving import cli
+from kvjax.serving.cli import app as cli
 
 LONG = "9" * 5000
 """More digits than Python's int() takes."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from kvjax.serving.batch import run_file
-from kvjax.serving.records import Defaults
+from kvjax.serving.batch.job import run_file
+from kvjax.serving.batch.records import Defaults
 
 GOOD = [
     {"id": "plain", "prompt": "amber basil", "max_new_tokens": 6},

@@ -13,12 +13,12 @@ from rich.console import Console
 from kvjax.engine import Engine
 from kvjax.generation import Request, generate, run
 from kvjax.models import CausalLM, init_params
-from kvjax.prefill import MeanPooled
+from kvjax.policies.prefill import MeanPooled
 from kvjax.prompts import chat_ids
 from kvjax.sampling import Sampling
-from kvjax.serving import batch
-from kvjax.serving.batch import run_batch, run_file
-from kvjax.serving.records import Defaults, parse
+from kvjax.serving.batch import job as batch
+from kvjax.serving.batch.job import run_batch, run_file
+from kvjax.serving.batch.records import Defaults, parse
 
 SLOTS = 3
 RECORDS = [

@@ -13,11 +13,13 @@ import typer
 from kvjax.cache import FULL
 from kvjax.models import TransformerDecoder
 from kvjax.models.decoder import param_shapes
-from kvjax.policies import parse
+from kvjax.policies.decode import parse
 from kvjax.sampling import SamplingRows
-from kvjax.serving import bench_cli, cli, decode_bench
-from kvjax.serving.cli_options import parse_lengths
-from kvjax.serving.decode_bench import SHAPES, Plan, bytes_read, config_of, policies_of
+from kvjax.serving.bench import decode as decode_bench
+from kvjax.serving.bench.decode import SHAPES, Plan, bytes_read, config_of, policies_of
+from kvjax.serving.cli import app as cli
+from kvjax.serving.cli import bench as bench_cli
+from kvjax.serving.cli.options import parse_lengths
 from kvjax.steps import decode_and_sample
 from pallas_kernels.bench import measure
 

@@ -18,8 +18,9 @@ from kvjax.engine import Engine
 from kvjax.generation import generate
 from kvjax.models.loading import load
 from kvjax.scoring import score
-from kvjax.serving import cli, run_batch
-from kvjax.serving.records import Defaults
+from kvjax.serving import run_batch
+from kvjax.serving.batch.records import Defaults
+from kvjax.serving.cli import app as cli
 
 pytestmark = pytest.mark.optimized  # a killed process and this one must agree to the bit
 
@@ -159,7 +160,7 @@ def test_output_that_does_not_fit_is_one_line(arguments):
 
 
 def test_a_batch_job_on_a_full_disk_is_one_line_and_goes_on_later(kvjax, model_folder, tmp_path, monkeypatch):
-    from kvjax.serving import journal
+    from kvjax.serving.batch import journal
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -226,8 +227,8 @@ def test_generate_prefills_as_it_is_told(kvjax, model_folder, loaded):
 
 def test_prefill_policies_are_named_in_the_help_as_the_parser_knows_them():
     """The command line does not import the library to say so."""
-    from kvjax.prefill import FORMS
-    from kvjax.serving.cli_options import PREFILLS
+    from kvjax.policies.prefill import FORMS
+    from kvjax.serving.cli.options import PREFILLS
 
     assert PREFILLS == FORMS
 
@@ -335,7 +336,7 @@ def test_needle_reads_a_text_of_ones_own(kvjax, model_folder, tmp_path):
 
 @pytest.mark.long
 def test_echo_sets_prefill_policies_beside_dense_and_a_control(kvjax, model_folder, tmp_path, monkeypatch):
-    from kvjax.prefill import SinkWindow
+    from kvjax.policies.prefill import SinkWindow
 
     attend = SinkWindow.attend
 
@@ -367,7 +368,7 @@ def test_echo_sets_prefill_policies_beside_dense_and_a_control(kvjax, model_fold
 
 
 def test_demo_hands_over_its_options(kvjax, monkeypatch, tmp_path):
-    from kvjax.serving import demo
+    from kvjax.serving.cli import demo
 
     calls = []
     monkeypatch.setattr(demo, "run_demo", lambda *args, **options: calls.append((args, options)))
@@ -437,7 +438,8 @@ def test_batch_prints_the_first_errors_and_fails_on_request(kvjax, model_folder,
 
 
 def test_batch_decodes_as_many_together_as_it_is_told(kvjax, model_folder, tmp_path, monkeypatch):
-    from kvjax.serving import batch, results
+    from kvjax.serving.batch import job as batch
+    from kvjax.serving.batch import results
 
     calls = []
     monkeypatch.setattr(batch, "run_file", lambda *args, **options: calls.append((args, options)) or results.Summary())
@@ -508,7 +510,7 @@ def test_ctrl_c_in_training_says_how_to_go_on(kvjax, monkeypatch, tmp_path):
 
 
 def test_ctrl_c_says_how_to_go_on(kvjax, model_folder, tmp_path, monkeypatch):
-    from kvjax.serving import batch
+    from kvjax.serving.batch import job as batch
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt

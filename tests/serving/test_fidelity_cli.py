@@ -14,7 +14,8 @@ import time
 import pytest
 from rich.table import Table
 
-from kvjax.serving import cli, fidelity_cli
+from kvjax.serving.cli import app as cli
+from kvjax.serving.cli import fidelity as fidelity_cli
 
 pytestmark = pytest.mark.optimized  # a killed process and this one must agree to the bit
 

@@ -8,8 +8,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvjax.serving import bench_cli, overlap_cli
-from pallas_kernels.bench import report, top_k_cases
+from kvjax.serving.cli import bench as bench_cli
+from kvjax.serving.cli import overlap as overlap_cli
+from pallas_kernels.bench import report
+from pallas_kernels.bench.top_k import cases as top_k_cases
 
 OPTIONS = {"kind": "relu", "files": (), "json_out": None, "plot": None, "save": None}
 

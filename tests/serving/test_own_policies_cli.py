@@ -7,8 +7,8 @@ import pytest
 
 from kvjax.fidelity.panel import Panel, Plan
 from kvjax.models.loading import load
-from kvjax.policies import Window, parse
-from kvjax.serving import cli
+from kvjax.policies.decode import Window, parse
+from kvjax.serving.cli import app as cli
 
 FILE = """
 import dataclasses
@@ -16,7 +16,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from kvjax.policies import Stateless, Window
-from kvjax.prefill import SinkWindow
+from kvjax.policies.prefill import SinkWindow
 
 
 @dataclasses.dataclass(frozen=True)

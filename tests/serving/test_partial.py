@@ -13,11 +13,11 @@ import sys
 
 import pytest
 
-from kvjax.serving import journal
-from kvjax.serving import partial as partial_module
-from kvjax.serving.fidelity_cli import Records
-from kvjax.serving.partial import Partial
-from kvjax.serving.results import Result
+from kvjax.serving.batch import journal
+from kvjax.serving.batch import partial as partial_module
+from kvjax.serving.batch.partial import Partial
+from kvjax.serving.batch.results import Result
+from kvjax.serving.cli.fidelity import Records
 
 JOB = {"model": "m", "policy": "dense"}
 

@@ -10,11 +10,17 @@ import numpy as np
 import pytest
 import typer
 
-from kvjax.prefill import BoundsBlocks, MeasureOnceMaskOnce, SinkWindow, parse_prefill
-from kvjax.serving import bench_cli, overlap_cli, prefill_bench, prefill_cli, prefill_layers, prefill_ops
-from kvjax.serving.decode_bench import SHAPES, config_of
-from kvjax.serving.prefill_bench import PrefillPlan, policies_of, run_prefill_plan, split
-from pallas_kernels.bench import prefill_report, prefill_targets, report
+from kvjax.policies.prefill import BoundsBlocks, MeasureOnceMaskOnce, SinkWindow, parse_prefill
+from kvjax.serving.bench import prefill as prefill_bench
+from kvjax.serving.bench import prefill_layers, prefill_ops
+from kvjax.serving.bench.decode import SHAPES, config_of
+from kvjax.serving.bench.prefill import PrefillPlan, policies_of, run_prefill_plan, split
+from kvjax.serving.cli import bench as bench_cli
+from kvjax.serving.cli import overlap as overlap_cli
+from kvjax.serving.cli import prefill as prefill_cli
+from pallas_kernels.bench import report
+from pallas_kernels.bench.prefill import report as prefill_report
+from pallas_kernels.bench.prefill import targets as prefill_targets
 from pallas_kernels.bench.timing import Kernel
 
 SMALL = MeasureOnceMaskOnce(k=4, k_exact=2, k_trim=4, chi=64, window_tokens=64)
@@ -176,7 +182,7 @@ def test_the_steps_are_the_engines(model, name):
     assert [chunk[0] for chunk in chunks] == [128, 256, 300]
     from kvjax import Engine
     from kvjax.models.decoder import TransformerDecoder
-    from kvjax.prefill import indexes_of
+    from kvjax.policies.prefill import indexes_of
     from kvjax.steps import prefill_step
 
     tokens = np.concatenate([chunk[1][0] for chunk in chunks])[:300].tolist()
@@ -345,7 +351,7 @@ def test_layers_of_a_model_over_a_text(model, monkeypatch):
 
 def test_measures_take_chunk_and_dtype(monkeypatch):
     import kvjax
-    from kvjax.prefill import measures
+    from kvjax.policies.prefill import measures
 
     asked = []
     load = kvjax.load

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from kvjax.serving import progress as progress_module
+from kvjax.serving.batch.results import Result
 from kvjax.serving.progress import SETTLE_SECONDS, JobProgress, WorkProgress
-from kvjax.serving.results import Result
 
 
 class Clock:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.sampling import Sampling
-from kvjax.serving.records import CHAT, COMPLETIONS, Defaults, Record, parse, read
+from kvjax.serving.batch.records import CHAT, COMPLETIONS, Defaults, Record, parse, read
 
 
 def plain(**fields):

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from kvjax.generation import Completion
-from kvjax.serving.records import CHAT, COMPLETIONS, parse
-from kvjax.serving.results import Result, Summary, answered, refused
+from kvjax.serving.batch.records import CHAT, COMPLETIONS, parse
+from kvjax.serving.batch.results import Result, Summary, answered, refused
 
 COMPLETION = Completion(
     text="be",

@@ -1,4 +1,4 @@
-"""The functions of `pallas_kernels.lanes` that this op's kernel uses, in numpy: all threads of a CTA in step.
+"""The functions of `pallas_kernels.hopper.lanes` that this op's kernel uses, in numpy: all threads of a CTA in step.
 
 What the single-thread code computes and where it writes can so be checked without a GPU. Beside wrong values it finds reads and writes
 outside an array, threads that meet at a barrier only in part, and data that passes between threads without a barrier.
@@ -95,7 +95,7 @@ class Memory:
 
 
 class Cta:
-    """What `pallas_kernels.lanes` offers, for one CTA. without: number of a barrier that is left out."""
+    """What `pallas_kernels.hopper.lanes` offers, for one CTA. without: number of a barrier that is left out."""
 
     def __init__(self, memories, without: int | None = None):
         self.memories, self.active, self.barriers, self.without = memories, np.ones(THREADS, bool), 0, without

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kvjax.bill import report as bill_report
 from kvjax.fidelity import report as fidelity_report
-from kvjax.serving import demo
-from kvjax.traffic import report as bill_report
-from pallas_kernels.bench import echo_report, formats, report, top_k_report
+from kvjax.serving.cli import demo
+from pallas_kernels.bench import formats, report
+from pallas_kernels.bench.prefill import echo as echo_report
+from pallas_kernels.bench.top_k import report as top_k_report
 
 ROOT = Path(__file__).parents[3]
 

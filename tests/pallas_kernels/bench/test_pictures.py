@@ -13,14 +13,16 @@ from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from kvjax.bill import known_bill
+from kvjax.bill.regimes import regime_map, save
 from kvjax.fidelity import documents, plots
 from kvjax.models.loading import read_config
 from kvjax.models.needle import curve
 from kvjax.models.needle.recipe import PRESETS
-from kvjax.serving.decode_bench import SHAPES
-from kvjax.traffic import known_bill
-from kvjax.traffic.regimes import regime_map, save
-from pallas_kernels.bench import echo_report, pictures, report, top_k_report
+from kvjax.serving.bench.decode import SHAPES
+from pallas_kernels.bench import pictures, report
+from pallas_kernels.bench.prefill import echo as echo_report
+from pallas_kernels.bench.top_k import report as top_k_report
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "benchmarks" / "results"

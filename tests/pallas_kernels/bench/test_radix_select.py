@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import lanes
-from pallas_kernels.bench import radix_select
+from pallas_kernels.bench.top_k import radix_select
+from pallas_kernels.hopper import lanes
 
 
 def emulate(emulated, scores, k, ctas, threads=512):

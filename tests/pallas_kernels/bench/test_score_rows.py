@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pallas_kernels.bench import score_rows
-from pallas_kernels.bench.score_rows import Yarn
+from pallas_kernels.bench.top_k import score_rows
+from pallas_kernels.bench.top_k.score_rows import Yarn
 
 N = 20_000
 LAWS = {

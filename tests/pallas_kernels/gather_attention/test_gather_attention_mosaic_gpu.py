@@ -14,7 +14,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch
-from pallas_kernels.gather_attention import gather_attention, mosaic_gpu, tiles, xla
+from pallas_kernels.gather_attention import gather_attention, mosaic_gpu, xla
+from pallas_kernels.hopper import decode_tiles as tiles
 
 # 1. Interpreted. inputs of `make_paged`, then: window; blocks = (listed places, block size) or None for dense; splits.
 

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from pallas_kernels import lanes
+from pallas_kernels.hopper import lanes
 from pallas_kernels.query_sparse_attention import lane_selection, reference
 
 THREADS, ROWS, LISTED, BLOCKS = 128, 64, 59, 48

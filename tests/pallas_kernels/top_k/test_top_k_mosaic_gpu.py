@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import dispatch, lanes
+from pallas_kernels import dispatch
+from pallas_kernels.hopper import lanes
 from pallas_kernels.indexer_scores import indexer_scores
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.top_k import mosaic_gpu, plan, search, top_k

@@ -1,0 +1,101 @@
+"""A bill for a device that has none: a few seconds of the engine's own steps."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from kvjax.bill.fitting import Cell, fit
+from kvjax.bill.step_bill import Bill
+from kvjax.bill.volume import step_bytes
+from kvjax.engine import CachedSequence, Engine
+from kvjax.model import Model
+from kvjax.policies.decode.auto import Auto
+from kvjax.policies.decode.naming import name_of, parse
+from kvjax.sampling import SamplingRows
+
+SECONDS = 20.0
+STEPS, ROUNDS = 8, 5
+LONGEST, FRACTIONS = 65_536, (1, 2, 4, 8)
+"""The longest sequence, in tokens, where memory allows, and its fractions that are timed as well."""
+
+
+def calibrate(
+    model: Model, policies: Sequence[str], *, page_size: int = 128, batches: Sequence[int] = (1, 4), seconds: float = SECONDS
+) -> Bill:
+    """Time dense and `policies` on this device, over a cache of zeros, and fit a bill.
+
+    seconds: how long it may take, compilation included, shared by the batches; it takes longer only where one round of every policy at
+    every length does, and a batch that would begin after its share is left out.
+    Allocates pages for the longest sequences that fit in half of the free memory. ValueError if that leaves no two lengths, or if time does
+    not grow with bytes.
+    """
+    if any(isinstance(parse(name), Auto) for name in policies):
+        raise ValueError("a calibration times single policies, and auto chooses among several: name those")
+    if not policies:
+        raise ValueError("a calibration needs at least one policy besides dense, as top:32")
+    started = time.perf_counter()
+    names = ["dense", *dict.fromkeys(name for policy in policies if (name := name_of(parse(policy))) != "dense")]
+    cells: list[Cell] = []
+    for number, batch in enumerate(batches):
+        share = seconds / len(batches)
+        if number and time.perf_counter() > started + share * number:
+            break
+        cells += _cells(model, names, page_size, batch, started + share * (number + 1))
+    dtype = jax.tree.leaves(model.params)[0].dtype.name
+    device = jax.local_devices()[0].device_kind
+    took = time.perf_counter() - started
+    source = f"a calibration of {took:.0f} s"
+    return fit(cells, model.config, device=device, model=model.config.family, dtype=dtype, source=source)
+
+
+def _cells(model: Model, names: Sequence[str], page_size: int, batch: int, until: float) -> list[Cell]:
+    """Every policy at every length, in rounds until a time of the clock. Lengths share one width of page table, so that each policy is
+    compiled once."""
+    lengths = _lengths(model, page_size, batch, names)
+    pages = batch * (lengths[-1] // page_size)
+    engine = Engine(model, "dense", policies=names, pages=pages, page_size=page_size, prefill_chunk=page_size, batch_buckets=(batch,))
+    sequences = [CachedSequence([], lengths[-1] - STEPS) for _ in range(batch)]
+    engine.sequences.update(sequences)
+    engine.reserve(sequences, STEPS)
+    rows = SamplingRows.of([None] * batch)
+    found: dict[tuple[int, str], list[float]] = {}
+    for number, length, name in itertools.product(range(ROUNDS + 1), lengths, names):
+        if number > 1 and time.perf_counter() > until:
+            break
+        for sequence in sequences:
+            sequence.length = length - STEPS
+        tokens = np.zeros(batch, np.int32)
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            sampled = engine.decode_and_sample(sequences, tokens, rows, name)
+            tokens = sampled.tokens
+        jax.block_until_ready(sampled)
+        if number:  # the first compiles
+            found.setdefault((length, name), []).append((time.perf_counter() - started) / STEPS)
+    sizes = {"dtype": engine.dtype.name, "page_size": page_size}
+    return [
+        Cell(length, batch, name, float(np.median(times)), step_bytes(model.config, parse(name), length, batch, **sizes))
+        for (length, name), times in found.items()
+    ]
+
+
+def _lengths(model: Model, page_size: int, batch: int, names: Sequence[str]) -> list[int]:
+    """Lengths in whole pages, ascending: the longest that positions and half of the free memory allow, and its fractions."""
+    from kvjax.memory import memory_plan
+
+    dtype = jax.tree.leaves(model.params)[0].dtype
+    indexes = tuple(dict.fromkeys(spec for name in names for spec in parse(name).indexes()))
+    fit_in = memory_plan(model.config, dtype=dtype, page_size=page_size, indexes=indexes, weights_bytes=0).pages_that_fit // 2
+    longest = min(min(LONGEST, model.config.max_positions) // page_size, fit_in // batch)
+    lengths = sorted({longest // part * page_size for part in FRACTIONS} - {0})
+    if len(lengths) < 2 or lengths[0] <= STEPS:
+        raise ValueError(
+            f"a calibration needs room for {batch} sequences of at least two pages of {page_size} tokens, and has it for {longest}: "
+            "free memory, or give a smaller page_size"
+        )
+    return lengths

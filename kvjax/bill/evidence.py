@@ -1,0 +1,233 @@
+"""What is on record about how much a policy keeps of a model: the only thing that lets `auto` choose a budget.
+
+The table is `evidence.json` in this folder, written by `kvjax bill evidence` from the panel.json of `kvjax fidelity`. Its format:
+
+    {"rows": [{"model": "needle", "fingerprint": "0123456789abcdef", "policy": "top:32", "length": 8192, "kl": 0.0123,
+               "task": "needle", "haystack": "codes", "valid": 200, "lost": 1, "source": "benchmarks/results/h200/fidelity-8192.json"}]}
+
+fingerprint: `kvjax.model.fingerprint`, so other weights or another dtype have no evidence (the committed rows were measured under an
+earlier kind of fingerprint; only that key was computed anew, no measurement changed). length: tokens. kl: upper end of the 95%
+interval, over windows of text, of the mean KL divergence of dense from the policy per forced step, in nats. valid: trials of the task that
+dense answered; lost: those of them that the policy did not. Both are null where dense itself fails at any depth. kl is null for a
+task beside which it is not measured; alone, such a task qualifies nothing.
+
+What prefill policies keep is `prefill_evidence.json`, in the same format, made by `kvjax bill evidence-prefill`
+(`kvjax.bill.prefill_evidence`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvjax.model import check_fingerprint
+from kvjax.policies.decode.auto import Auto
+from kvjax.policies.decode.naming import parse
+from kvjax.policies.prefill.naming import built_in_name
+from pallas_kernels.bench.results import replacing
+
+LEAST_WINDOWS, LEAST_STEPS = 5, 256
+"""Of forced text, for a panel to be evidence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fidelity:
+    """A level to be met.
+
+    kl: most mean KL to dense, in nats, at the upper end of its interval. loss: most share of what dense finds (needles and other recorded
+    tasks) that a policy may lose, at the upper end of the one-sided 97.5% Wilson interval; 1 asks for no such test.
+    """
+
+    kl: float
+    loss: float
+
+    def __post_init__(self):
+        if not self.kl > 0 or not 0 < self.loss <= 1:
+            raise ValueError(
+                f"a fidelity level needs kl > 0 (nats) and 0 < loss <= 1 (share of what dense finds), got kl={self.kl}, loss={self.loss}"
+            )
+
+    def __str__(self) -> str:
+        return next((name for name, level in LEVELS.items() if level == self), f"kl={self.kl:g},loss={self.loss:g}")
+
+
+LEVELS = {"assured": Fidelity(kl=0.02, loss=0.05), "fast": Fidelity(kl=0.1, loss=0.2)}
+"""Levels by name. Of 200 needles, 3 may be lost for "assured" (upper end 0.043), 27 for "fast" (0.190)."""
+
+
+def parse_level(text: str) -> Fidelity:
+    """A level by name ("assured", "fast") or by numbers, "kl=0.02,loss=0.05". ValueError for anything else."""
+    if text in LEVELS:
+        return LEVELS[text]
+    if match := re.fullmatch(r"kl=([\d.e-]+),loss=([\d.e-]+)", text):
+        try:
+            return Fidelity(float(match[1]), float(match[2]))
+        except ValueError as error:
+            raise ValueError(f"fidelity level {text!r}: {error}") from None
+    raise ValueError(f"fidelity level {text!r} is not understood; there are {', '.join(LEVELS)}, or numbers as kl=0.02,loss=0.05")
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """One row of the table; see the module."""
+
+    model: str
+    fingerprint: str
+    policy: str
+    length: int
+    kl: float | None
+    task: str
+    haystack: str
+    valid: int | None
+    lost: int | None
+    source: str
+
+    def __post_init__(self):
+        self._check_policy()
+        if self.length < 1 or not (self.kl is None or self.kl >= 0):
+            raise ValueError(f"evidence needs length >= 1 and kl >= 0, got {self.length} and {self.kl}")
+        if (self.valid is None) != (self.lost is None) or (self.valid is not None and not 0 <= self.lost <= self.valid > 0):
+            raise ValueError(f"evidence needs 0 <= lost <= valid with valid above 0, or null for both, got {self.lost} and {self.valid}")
+        if not self.source:
+            raise ValueError(f"evidence for {self.policy} names no source: give the file it was measured in")
+        check_fingerprint(self.fingerprint, f"the evidence for {self.policy} from {self.source}", "measure it again with kvjax fidelity")
+
+    def _check_policy(self) -> None:
+        if isinstance(parse(self.policy), Auto):
+            raise ValueError(f"evidence is about one policy, and {self.policy!r} chooses among several: record those")
+
+    @property
+    def loss(self) -> float | None:
+        """Upper end of the one-sided 97.5% Wilson interval of the share lost; None where dense itself fails."""
+        return None if self.valid is None else _wilson_high(self.lost, self.valid)
+
+    def meets(self, level: Fidelity) -> bool:
+        """Whether what was measured reaches the level; where dense itself fails nothing was."""
+        return (self.kl is None or self.kl <= level.kl) and (level.loss == 1 or (self.loss is not None and self.loss <= level.loss))
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillEvidence(Evidence):
+    """A row about a prefill policy, which must be built in."""
+
+    def _check_policy(self) -> None:
+        if built_in_name(self.policy) != self.policy:
+            raise ValueError(f"prefill evidence is about one built-in prefill policy, under its own name, and {self.policy!r} names none")
+
+
+@functools.lru_cache(maxsize=4096)
+def _wilson_high(lost: int, valid: int) -> float:
+    from scipy.stats import binomtest
+
+    return float(binomtest(lost, valid).proportion_ci(0.95, method="wilson").high)
+
+
+def qualified(rows: Iterable[Evidence], level: Fidelity, length: int) -> tuple[str, ...]:
+    """Policies on record as meeting the level for sequences of `length` tokens.
+
+    A policy does if it meets the level, in every recorded task, at every recorded length up to the shortest one that is at least `length`,
+    and KL was measured at each. Beyond the longest recorded length none does: what a budget keeps shrinks as sequences grow (BRL-2026-07,
+    section 8.4).
+    """
+    by_policy: dict[str, dict[int, list[Evidence]]] = {}
+    for row in rows:
+        by_policy.setdefault(row.policy, {}).setdefault(row.length, []).append(row)
+    found = []
+    for policy, seen in by_policy.items():
+        reach = min((recorded for recorded in seen if recorded >= length), default=None)
+        if reach is not None and all(_meet(tasks, level) for recorded, tasks in seen.items() if recorded <= reach):
+            found.append(policy)
+    return tuple(found)
+
+
+def _meet(tasks: Sequence[Evidence], level: Fidelity) -> bool:
+    """Whether the rows of one length do, all tasks together."""
+    return all(row.meets(level) for row in tasks) and any(row.kl is not None for row in tasks)
+
+
+def read_evidence(text: str, kind: type[Evidence] = Evidence) -> tuple[Evidence, ...]:
+    """The rows of a table; kind: `Evidence` or `PrefillEvidence`. ValueError that names a field which is missing or not known."""
+    names = {field.name for field in dataclasses.fields(Evidence)}
+    try:
+        rows = json.loads(text)["rows"]
+        for number, row in enumerate(rows):
+            if other := names ^ set(row):
+                raise ValueError(
+                    f"evidence row {number}: the fields are {', '.join(sorted(names))}; different here: {', '.join(sorted(other))}"
+                )
+        return tuple(kind(**row) for row in rows)
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is no table of evidence ({error}): give one that kvjax bill evidence wrote, or a new name") from None
+
+
+@functools.cache
+def recorded_evidence() -> tuple[Evidence, ...]:
+    """The table of decode policies inside the package."""
+    return read_evidence((importlib.resources.files("kvjax.bill") / "evidence.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def recorded_prefill_evidence() -> tuple[PrefillEvidence, ...]:
+    """The table of prefill policies inside the package."""
+    text = (importlib.resources.files("kvjax.bill") / "prefill_evidence.json").read_text(encoding="utf-8")
+    return read_evidence(text, PrefillEvidence)
+
+
+def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, fingerprint: str | None = None) -> tuple[Evidence, ...]:
+    """The table with what a panel measured, which replaces rows of the same fingerprint, policy and length.
+
+    panel: the JSON of `kvjax fidelity` (kvjax.fidelity.report.summarize and its settings). source: the panel's file. fingerprint: of the
+    model, where the panel's settings have none. A task that dense fails at a length, at whatever depth, is left out there, unless it fails
+    them all. ValueError for a panel of too little forced text, and one that names a field which is missing.
+    """
+    try:
+        settings, added = panel["settings"], []
+        mark = settings.get("fingerprint", fingerprint)
+        if mark is None:
+            raise ValueError(f"{source} does not say which weights it ran: its settings have no fingerprint; name the model (--model)")
+        if settings["windows"] < LEAST_WINDOWS or settings["steps"] < LEAST_STEPS:
+            few = f"{settings['windows']} windows of {settings['steps']} steps"
+            raise ValueError(f"{source}: {few} are too little to trust a budget; it takes {LEAST_WINDOWS} of {LEAST_STEPS}")
+        names = {entry["policy"] for entry in panel["policies"]} - {"dense"}
+        kl = {(row["length"], row["policy"]): row["kl"]["high"] for row in panel["forced"] if row["policy"] in names}
+        places = [(row["length"], row["task"], row["haystack"]) for row in panel["retrieval"]]
+        cells = {(*place, row["policy"]): row for place, row in zip(places, panel["retrieval"], strict=True)}
+        tested = {length for (length, *_, policy), row in cells.items() if policy == "dense" and _is_whole(row)}
+        for (length, task, haystack, policy), row in cells.items():
+            dense = cells[length, task, haystack, "dense"]
+            valid = dense["hits"] if _is_whole(dense) else None
+            if policy not in names or (valid is None and length in tested):
+                continue
+            lost = None if valid is None else row["against_dense"]["lost"]
+            same = _name_to_record(policy), length, kl[length, policy], task, haystack
+            added.append(Evidence(settings["model"], mark, *same, valid, lost, source))
+    except KeyError as error:
+        raise ValueError(f"{source} has no {error}, so it is no panel.json of kvjax fidelity") from None
+    replaced = {(row.fingerprint, row.policy, row.length) for row in added}
+    kept = [row for row in rows if (row.fingerprint, row.policy, row.length) not in replaced]
+    return tuple(sorted((*kept, *added), key=lambda row: (row.model, row.fingerprint, row.policy, row.length, row.task, row.haystack)))
+
+
+def _name_to_record(name: str) -> str:
+    """A built-in policy's name; ValueError for others, which another process could not make."""
+    policy = parse(name)
+    if not type(policy).__module__.startswith("kvjax.policies"):
+        raise ValueError(f"policy {name!r} is not built in, and auto chooses among built-in policies: leave it out of the panel")
+    return str(policy)
+
+
+def _is_whole(dense: Mapping[str, Any]) -> bool:
+    """Whether dense answers a task at every depth."""
+    return dense["hits"] > 0 and not dense["invalid_trials"]
+
+
+def write_evidence(rows: Iterable[Evidence], file: Path) -> None:
+    """Write a table that `read_evidence` reads, beside the old one and then in its place."""
+    with replacing(file) as partial:
+        partial.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")

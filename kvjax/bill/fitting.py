@@ -1,0 +1,215 @@
+"""Fitting the bill to measured steps, and saying how wrong it is on steps it has not seen.
+
+Bandwidth and c0 come from dense rows only, by least squares of the relative error; c1 of each policy from its own rows, given those two.
+None is negative.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from scipy.optimize import lsq_linear
+
+from kvjax.bill.step_bill import Bill, Price, interpolated, sizes_of
+from kvjax.bill.volume import StepBytes, step_bytes
+from kvjax.model import ModelConfig
+from kvjax.policies.decode.naming import parse
+
+FORMS = {
+    "none": "c1 = 0: no free sparse parameter",
+    "fixed": "c1 a constant per policy",
+    "scan": "c1 a constant per policy, and seconds per byte of index scanned",
+}
+"""What is fitted on sparse rows. "none" is the paper's pre-registered form, which it refuted, "fixed" its amended one; "scan" is ours."""
+
+GROUPS: dict[str, Callable[[Cell], Any]] = {
+    "cell": lambda cell: (cell.length, cell.batch),
+    "length": lambda cell: cell.length,
+    "batch": lambda cell: cell.batch,
+    "budget": lambda cell: None if cell.policy == "dense" else cell.policy,
+}
+"""What is held out together: every policy of one (length, batch), all of a length, all of a batch, or all of one sparse policy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A measured step: `batch` sequences of `length` tokens under a policy, by name; seconds per step, and the bytes it had to read."""
+
+    length: int
+    batch: int
+    policy: str
+    seconds: float
+    bytes: StepBytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """bytes_per_s, c0 in seconds, and c1 by policy; that of dense is 0."""
+
+    bytes_per_s: float
+    c0: float
+    c1: dict[str, Price]
+
+    def seconds(self, cell: Cell) -> float:
+        """Predicted time of a cell. KeyError for a policy without a price, measured or between two others."""
+        price = self.c1.get(cell.policy) or interpolated(parse(cell.policy), self.c1)
+        if price is None:
+            raise KeyError(cell.policy)
+        return cell.bytes.total / self.bytes_per_s + self.c0 + price.fixed + price.per_byte * cell.bytes.index
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A cell beside what a fit that had not seen its group says. Speed-ups are over dense at the same length and batch.
+
+    `seconds`, `speedup`: predicted. `measured_speedup`: of the cell.
+    """
+
+    cell: Cell
+    seconds: float
+    speedup: float
+    measured_speedup: float
+
+    @property
+    def error(self) -> float:
+        """Of the predicted speed-up, relative to the measured one."""
+        return self.speedup / self.measured_speedup - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """Relative errors of speed-ups, and R^2 of the speed-ups, of `count` sparse cells."""
+
+    count: int
+    mean: float
+    worst: float
+    r2: float
+
+
+def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]) -> dict[tuple[str, str, int, str], list[Cell]]:
+    """The measured cells of a `kvjax bench decode` JSON, by (device, shape, layers, dtype); rows that were skipped or failed are left out.
+
+    config_of: the model of a shape's name and number of layers. ValueError if a row counts other bytes than `step_bytes` does.
+    """
+    if run.get("bench") != "decode":
+        raise ValueError(f"this is no result of kvjax bench decode: its field 'bench' is {run.get('bench')!r}")
+    groups: dict[tuple[str, str, int, str], list[Cell]] = {}
+    for row in run["rows"]:
+        if "median_s" not in row:
+            continue
+        config = config_of(row["shape"], row["layers"])
+        moved = step_bytes(config, parse(row["policy"]), row["tokens"], row["batch"], dtype=row["dtype"])
+        where = f"{row['shape']}, {row['tokens']:,} tokens, batch {row['batch']}, {row['policy']}"
+        counted = sum(row["bytes"].values())
+        if moved.total != counted:
+            raise ValueError(f"{where}: the row counts {counted:,} bytes, kvjax.bill {moved.total:,}; measure it again")
+        key = (run["provenance"]["device"], row["shape"], row["layers"], row["dtype"])
+        groups.setdefault(key, []).append(Cell(row["tokens"], row["batch"], row["policy"], row["median_s"], moved))
+    return groups
+
+
+def merged(cells: Iterable[Cell]) -> list[Cell]:
+    """One cell for each length, batch and policy: the last one measured."""
+    return sorted({(cell.length, cell.batch, cell.policy): cell for cell in cells}.values(), key=lambda c: (c.batch, c.length, c.policy))
+
+
+def solve(cells: Sequence[Cell], form: str = "fixed") -> Parameters:
+    """The parameters, from dense rows and then from sparse rows. form: one of `FORMS`.
+
+    ValueError if the dense rows cannot tell bandwidth from c0.
+    """
+    if form not in FORMS:
+        raise ValueError(f"the bill's form is one of {', '.join(FORMS)}, not {form!r}")
+    dense = [cell for cell in cells if cell.policy == "dense"]
+    gigabytes = np.array([cell.bytes.total for cell in dense]) / 1e9
+    if len(set(gigabytes)) < 2:
+        raise ValueError(
+            f"bandwidth and c0 need dense rows of at least two sizes, got {len(set(gigabytes))}: measure more lengths "
+            "or batches (kvjax bench decode --policies dense,... --lengths 8k,32k,128k)"
+        )
+    slope, c0 = _relative_fit([gigabytes, np.ones(len(dense))], dense, 0.0)
+    if slope * np.ptp(gigabytes) < 1e-3 * max(cell.seconds for cell in dense):
+        raise ValueError("dense steps take no longer with more bytes, so there is no bandwidth to fit: measure longer sequences")
+    c1 = {"dense": Price(0.0)}
+    for policy in dict.fromkeys(cell.policy for cell in cells if cell.policy != "dense"):
+        rows = [cell for cell in cells if cell.policy == policy]
+        known = np.array([cell.bytes.total for cell in rows]) / 1e9 * slope + c0
+        scanned = np.array([cell.bytes.index for cell in rows]) / 1e9
+        if form == "none":
+            c1[policy] = Price(0.0)
+        elif form == "fixed" or len(set(scanned)) < 2:
+            c1[policy] = Price(*_relative_fit([np.ones(len(rows))], rows, known))
+        else:
+            fixed, slower = _relative_fit([np.ones(len(rows)), scanned], rows, known)
+            c1[policy] = Price(fixed, slower / 1e9)
+    return Parameters(1e9 / slope, c0, c1)
+
+
+def _relative_fit(columns: Sequence[np.ndarray], cells: Sequence[Cell], known: Any) -> list[float]:
+    """Coefficients, none negative, for which known + columns @ coefficients is nearest to the times, by least squares of relative errors.
+
+    A price below zero would promise a gain wherever nothing is saved, at lengths shorter than those measured first of all.
+    """
+    seconds = np.array([cell.seconds for cell in cells])
+    return lsq_linear(np.stack(columns, axis=1) / seconds[:, None], 1 - known / seconds, bounds=(0, np.inf), method="bvls").x.tolist()
+
+
+def forecasts(cells: Sequence[Cell], by: str | None, form: str = "fixed") -> list[Forecast]:
+    """Every sparse cell predicted: by None from a fit to all cells (in-sample), else from a fit to all cells outside its group in `GROUPS`.
+
+    A group is left out whole, dense rows included. Cells whose policy then has no price (the largest and the smallest budget, held out by
+    "budget") are missing. ValueError if what is left cannot be fitted, or holding out leaves nothing to predict.
+    """
+    cells = merged(cells)
+    if by is not None and by not in GROUPS:
+        raise ValueError(f"cells can be held out by {', '.join(GROUPS)}, not by {by!r}")
+    dense = {(cell.length, cell.batch): cell for cell in cells if cell.policy == "dense"}
+    group = GROUPS[by] if by else lambda cell: cell.policy == "dense"
+    found = []
+    for key in dict.fromkeys(map(group, cells)):
+        asked = [cell for cell in cells if group(cell) == key and cell.policy != "dense" and (cell.length, cell.batch) in dense]
+        if not asked:
+            continue
+        fitted = solve(cells if by is None else [cell for cell in cells if group(cell) != key], form)
+        for cell in asked:
+            beside = dense[cell.length, cell.batch]
+            with contextlib.suppress(KeyError):
+                seconds = fitted.seconds(cell)
+                found.append(Forecast(cell, seconds, fitted.seconds(beside) / seconds, beside.seconds / cell.seconds))
+    if not found:
+        raise ValueError(f"no sparse cell can be predicted when cells are held out by {by}: measure more lengths, batches or budgets")
+    return found
+
+
+def errors(found: Sequence[Forecast]) -> Errors:
+    """How far predicted speed-ups are from measured ones."""
+    measured, predicted = (np.array([getattr(each, name) for each in found]) for name in ("measured_speedup", "speedup"))
+    relative = np.abs(predicted / measured - 1)
+    spread = ((measured - measured.mean()) ** 2).sum()
+    r2 = 1 - float(((predicted - measured) ** 2).sum() / spread) if spread else float("nan")
+    return Errors(len(found), float(relative.mean()), float(relative.max()), r2)
+
+
+def fit(cells: Sequence[Cell], config: ModelConfig, *, device: str, model: str, dtype: str, source: str, form: str = "fixed") -> Bill:
+    """The bill of one device and model. Its `error` is that of cells held out one (length, batch) at a time."""
+    cells = merged(cells)
+    found = solve(cells, form)
+    lengths: dict[int, list[int]] = {}
+    for cell in cells:
+        lengths.setdefault(cell.batch, []).append(cell.length)
+    return Bill(
+        device=device,
+        model=model,
+        sizes=sizes_of(config),
+        dtype=dtype,
+        bytes_per_s=found.bytes_per_s,
+        c0=found.c0,
+        c1=tuple((name, price) for name, price in found.c1.items() if name != "dense"),
+        measured=tuple((batch, min(some), max(some)) for batch, some in sorted(lengths.items())),
+        error=errors(forecasts(cells, "cell", form)).mean,
+        source=source,
+    )

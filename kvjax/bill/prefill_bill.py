@@ -1,0 +1,187 @@
+"""What the attention of a prompt costs, by prefill policy and length: the times that `prefill="auto"` compares.
+
+A bill holds measured seconds of one layer's attention over whole prompts, as `kvjax bench prefill --ops` writes them, for one device and
+one size of layer. The bills inside the package are `prefill_bill.json` in this folder, written by `kvjax bill fit-prefill`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.policies.prefill.naming import built_in_name, parse_prefill
+
+
+class LayerSizes(NamedTuple):
+    """What decides, beside device, policy and length, how long one layer's attention takes. page_size in tokens."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    page_size: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads} heads of {self.head_dim} in {self.dtype}, pages of {self.page_size}"
+
+
+class Quote(NamedTuple):
+    """Seconds of attention per layer and token of a chunk, under a policy and under dense of the same bill.
+
+    error: as of the bill. projection: the reasons why this is not interpolated between measurements; empty if it is.
+    """
+
+    seconds: float
+    dense_seconds: float
+    error: float
+    projection: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillBill:
+    """Measured times. Static and hashable.
+
+    device: as JAX names it. shape: the name of what was measured, and `sizes` what it has. seconds: by policy name, (tokens, seconds) of
+    whole prompts, ascending in both; "dense" is among them. error: half of the widest spread, from the 10th to the 90th percentile, of any
+    time here, as a share of its median. source: where the measurements are.
+    """
+
+    device: str
+    shape: str
+    sizes: LayerSizes
+    seconds: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+    error: float
+    source: str
+
+    def __post_init__(self):
+        if "dense" not in dict(self.seconds):
+            raise ValueError(f"a prefill bill compares with dense, and that of {self.device}, {self.shape}, has no time of it")
+        for policy, points in self.seconds:
+            if not points or any(not (a[0] < b[0] and a[1] < b[1]) for a, b in itertools.pairwise(((0, 0.0), *points))):
+                raise ValueError(f"times of longer prompts must be longer; those of {policy} on {self.device}, {self.shape}, are {points}")
+
+    def quote(self, policy: str, start: int, end: int) -> Quote | None:
+        """What the tokens at positions [start, end) cost; None for a policy without a time, or with a single one, of fewer tokens.
+
+        Where `end` is within the policy's own `dense_tokens`, they cost what they do under dense.
+        """
+        points = dict(self.seconds)
+        timed = timed_as(policy)
+        if timed not in points or (len(points[timed]) == 1 and end > points[timed][0][0]):
+            return None
+        covered = end <= getattr(parse_prefill(policy), "dense_tokens", 0)
+        longest = points["dense"][-1][0] if covered else min(points[name][-1][0] for name in ("dense", timed))
+        shortest = points["dense"][0][0] if covered else max(points[name][0][0] for name in ("dense", timed))
+        reasons = []
+        if end < shortest:
+            reasons.append(f"position {end:,} lies before the {shortest:,} tokens measured, so their mean is taken")
+        if end > longest:
+            reasons.append(f"position {end:,} lies beyond the {longest:,} tokens measured, so the last slope is taken")
+        dense = per_token(points["dense"], (start + end) / 2)
+        seconds = dense if covered else per_token(points[timed], (start + end) / 2)
+        return Quote(seconds, dense, self.error, tuple(reasons))
+
+
+def timed_as(policy: str) -> str:
+    """The name under which a built-in policy is timed: that of the same lists without a `dense_below`, which changes no list's time."""
+    found = parse_prefill(policy)
+    if not hasattr(found, "dense_below"):
+        return policy
+    return built_in_name(str(dataclasses.replace(found, dense_below=0))) or policy
+
+
+def per_token(points: Sequence[tuple[int, float]], position: float) -> float:
+    """Seconds that a token at a position adds, from (tokens, seconds) of whole prompts.
+
+    Between two measured prompts the mean slope is that of the position half-way, exactly so where time is a quadratic function of length;
+    slopes in between are interpolated. Before the first such position and behind the last, its slope is taken.
+    """
+    tokens, seconds = (np.array([0, *column], float) for column in zip(*points, strict=True))
+    return float(np.interp(position, (tokens[1:] + tokens[:-1]) / 2, np.diff(seconds) / np.diff(tokens)))
+
+
+def nearest_quote(bills: Iterable[PrefillBill], sizes: LayerSizes, policy: str, start: int, end: int) -> Quote | None:
+    """The quote of these sizes, if there is one, else of the measured sizes that differ in the fewest things: a projection."""
+    for bill in sorted(bills, key=lambda bill: sum(a != b for a, b in zip(bill.sizes, sizes, strict=True))):
+        found = bill.quote(policy, start, end)
+        if found is not None:
+            other = () if bill.sizes == sizes else (f"measured with {bill.sizes}, not with {sizes}",)
+            return found._replace(projection=(*other, *found.projection))
+    return None
+
+
+def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[PrefillBill, ...]:
+    """Bills from results of `kvjax bench prefill --ops`, (source, JSON object) each; of a time measured twice the later holds.
+
+    Of a model's layers timed together each is taken to take as long. Dense is what the engine runs, attention over pages. Policies that
+    are not built in are left out. ValueError for another file, and for rows without dense.
+    """
+    points: dict[tuple[str, str, LayerSizes], dict[tuple[str, int], tuple[float, float, str]]] = {}
+    source = ""
+    try:
+        for source, run in sorted(results, key=lambda pair: pair[1]["provenance"]["date"]):
+            if run["bench"] not in ("prefill-ops", "prefill-layers"):
+                raise KeyError("prefill-ops")
+            for row in run["rows"]:
+                name = _name(row)
+                if name is not None and "median_s" in row:
+                    sizes = LayerSizes(*(row[field] for field in LayerSizes._fields))
+                    spread = (row["p90_s"] - row["p10_s"]) / (2 * row["median_s"])
+                    measured = points.setdefault((run["provenance"]["device"], row["shape"], sizes), {})
+                    measured[name, row["tokens"]] = (row["median_s"] / row.get("layers", 1), spread, source)
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{source or 'a file'} is no result of kvjax bench prefill --ops: {error} is missing or odd there") from None
+    if not points:
+        raise ValueError("no row has a time of dense or of a built-in prefill policy: give results of kvjax bench prefill --ops")
+    bills = []
+    for (device, shape, sizes), found in points.items():
+        names = ("dense", *sorted({name for name, _ in found} - {"dense"}))
+        seconds = {name: tuple(sorted((tokens, row[0]) for (each, tokens), row in found.items() if each == name)) for name in names}
+        sources = " ".join(sorted({source for *_, source in found.values()}))
+        times = tuple((name, some) for name, some in seconds.items() if some)
+        bills.append(PrefillBill(device, shape, sizes, times, max(spread for _, spread, _ in found.values()), sources))
+    return tuple(bills)
+
+
+def _name(row: Mapping[str, Any]) -> str | None:
+    """Whose time a row is, None for steps, for what the engine does not run, and for policies that are not built in."""
+    if row["op"] == "dense":
+        return "dense" if row["policy"] == "paged" else None
+    name = built_in_name(row["policy"]) if row["op"] in ("sparse", "layers") else None
+    if name is None or name == "dense":
+        return name
+    # A model's layers run the policy as it is: of a prompt that it attends to densely the row says nothing of its lists.
+    was_dense = row["op"] == "layers" and row["tokens"] <= getattr(parse_prefill(name), "dense_tokens", 0)
+    return None if was_dense else timed_as(name)
+
+
+def to_json(bill: PrefillBill) -> dict[str, Any]:
+    """What `read_prefill_bills` reads."""
+    fields = dataclasses.asdict(bill)
+    return fields | {"sizes": bill.sizes._asdict(), "seconds": {name: dict(points) for name, points in bill.seconds}}
+
+
+def read_prefill_bills(text: str) -> tuple[PrefillBill, ...]:
+    """The bills of a file that `kvjax bill fit-prefill --json` wrote; ValueError for another."""
+    try:
+        return tuple(map(_from_json, json.loads(text)["bills"]))
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"this holds no prefill bills ({error}): give a file that kvjax bill fit-prefill --json wrote") from None
+
+
+def _from_json(fields: dict[str, Any]) -> PrefillBill:
+    seconds = tuple((name, tuple((int(tokens), each) for tokens, each in points.items())) for name, points in fields["seconds"].items())
+    return PrefillBill(**(fields | {"sizes": LayerSizes(**fields["sizes"]), "seconds": seconds}))
+
+
+@functools.cache
+def known_prefill_bills() -> tuple[PrefillBill, ...]:
+    """The bills inside the package, made of committed measurements; each names them in `source`."""
+    return read_prefill_bills((importlib.resources.files("kvjax.bill") / "prefill_bill.json").read_text(encoding="utf-8"))

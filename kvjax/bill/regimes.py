@@ -1,0 +1,152 @@
+"""Where sparse decoding pays: the speed-up that a bill predicts over length and batch (BRL-2026-07, section 9)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+from scipy.optimize import brentq
+
+from kvjax.bill.step_bill import Bill
+from kvjax.memory import memory_plan
+from kvjax.model import ModelConfig
+from kvjax.policies.decode.base import DecodePolicy
+from kvjax.policies.decode.naming import name_of, parse
+from pallas_kernels.bench.pictures import LEAST_POINTS, grid_of, log_ticks, picture, token_ticks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class RegimeMap:
+    """speedup: of a step over dense, by batch and length (tokens). projected: not an interpolation of measurements. fits: in memory.
+
+    model: whose steps these are; the bill may have been measured on another.
+    """
+
+    bill: Bill
+    model: str
+    policy: str
+    lengths: tuple[int, ...]
+    batches: tuple[int, ...]
+    speedup: Float[np.ndarray, "batches lengths"]
+    projected: Bool[np.ndarray, "batches lengths"]
+    fits: Bool[np.ndarray, "batches lengths"]
+
+    def figures(self) -> dict[str, Any]:
+        """For JSON."""
+        arrays = {name: getattr(self, name).tolist() for name in ("speedup", "projected", "fits")}
+        return {
+            "policy": self.policy,
+            "model": self.model,
+            "bill": str(self.bill),
+            "lengths": self.lengths,
+            "batches": self.batches,
+        } | arrays
+
+
+def regime_map(
+    bill: Bill,
+    config: ModelConfig,
+    policy: str | DecodePolicy,
+    lengths: Sequence[int],
+    batches: Sequence[int],
+    *,
+    dtype: str | None = None,
+    page_size: int = 128,
+    memory_bytes: int | None = None,
+    model: str | None = None,
+) -> RegimeMap:
+    """The speed-up of a policy at every length (tokens, ascending) and batch.
+
+    memory_bytes: of the device (None: everything fits). model: what the model of `config` is called (None: as the bill's).
+    """
+    policy = parse(policy)
+    dtype = bill.dtype if dtype is None else dtype
+    if not lengths or not batches:
+        raise ValueError(f"a map needs lengths and batches, got {list(lengths)} and {list(batches)}")
+    available = 2**63 if memory_bytes is None else memory_bytes
+    plan = memory_plan(config, dtype=jnp.dtype(dtype), page_size=page_size, indexes=policy.indexes(), available_bytes=available)
+    shape = len(batches), len(lengths)
+    speedup, projected, fits = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
+    for row, batch in enumerate(batches):
+        for column, length in enumerate(lengths):
+            dense, sparse = (bill.predict(config, each, length, batch, dtype=dtype, page_size=page_size) for each in ("dense", policy))
+            speedup[row, column] = dense.seconds / sparse.seconds
+            projected[row, column] = bool(sparse.projection)
+            fits[row, column] = batch * -(-length // page_size) <= plan.pages_that_fit
+    return RegimeMap(bill, model or bill.model, name_of(policy), tuple(lengths), tuple(batches), speedup, projected, fits)
+
+
+def crossover(
+    bill: Bill, config: ModelConfig, policy: str | DecodePolicy, batch: int, *, longest: int = 2**24, **options: Any
+) -> int | None:
+    """The length in tokens from which sparse is faster than dense at a batch; None if it is not up to `longest`."""
+
+    def gain(log_length: float) -> float:
+        return np.log(bill.speedup(config, policy, round(2**log_length), batch, **options))
+
+    # Lists that hold the whole sequence read what dense does, so where the price is negative sparse pays from the first token on.
+    last = np.log2(longest)
+    if gain(0.0) > 0:
+        return 1
+    return None if gain(last) <= 0 else round(2 ** brentq(gain, 0.0, last, xtol=1e-4))
+
+
+MARKED = (1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24)
+"""Speed-ups at which a map has a line."""
+
+
+def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ()) -> None:
+    """The map on a matplotlib axis: blue where sparse pays, red where it loses, a thick line at 1; dots at measured (length, batch), pale
+    beyond the dashed line where it is a projection, grey where the cache does not fit."""
+    from matplotlib.colors import LogNorm
+
+    shown = np.ma.array(found.speedup, mask=~found.fits)
+    low, high = (float(shown.min()), float(shown.max())) if shown.count() else (1.0, 1.0)
+    # White is 1, and a loss of a few percent looks like one: as far from it as a gain of as much. The scale shows only what there is.
+    reach = max(2.0, high, 1 / low)
+    projected = found.projected & found.fits
+    alpha = np.where(projected, 0.45, 1.0)
+    axis.set_facecolor("0.88")
+    axis.pcolormesh(found.lengths, found.batches, np.where(found.fits, 1.0, 0.88), cmap="gray", vmin=0, vmax=1, shading="nearest")
+    mesh = axis.pcolormesh(
+        found.lengths, found.batches, shown, cmap="RdBu", norm=LogNorm(1 / reach, reach), shading="nearest", alpha=alpha, rasterized=True
+    )
+    bar = axis.figure.colorbar(mesh, ax=axis, label="speed-up over dense", orientation="horizontal")
+    bar.solids.set_alpha(1.0)
+    if high > low:
+        bar.ax.set_xlim(low, high)
+        log_ticks(bar.ax.xaxis)
+    if min(shown.shape) > 1:
+        if marked := [level for level in MARKED if low < level < high]:
+            widths = [2 if level == 1 else 0.6 for level in marked]
+            lines = axis.contour(found.lengths, found.batches, shown, levels=marked, colors="black", linewidths=widths)
+            # Not inline, which would cut a gap into the line: a short one vanishes behind its label.
+            for label in axis.clabel(lines, fmt=lambda level: f"{level:g}x", fontsize=LEAST_POINTS, inline=False, colors="black"):
+                label.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5})
+        border = np.ma.array(found.projected.astype(float), mask=~found.fits)
+        if projected.any() and border.min() == 0:
+            axis.contour(found.lengths, found.batches, border, levels=[0.5], colors="0.25", linestyles="dashed", linewidths=1)
+    if measured:
+        axis.plot(*zip(*measured, strict=True), "o", color="black", markersize=3)
+    axis.set(xscale="log", yscale="log", xlabel="tokens in the cache", ylabel="sequences decoded together")
+    token_ticks(axis.xaxis, found.lengths)
+    token_ticks(axis.yaxis, found.batches, most=8)
+    note = "" if not found.projected.any() else " (projection)" if found.projected.all() else " (pale: projection)"
+    axis.set_title(f"{found.policy}{note}\n{found.bill.device}, {found.model}")
+
+
+def save(maps: Sequence[RegimeMap], file: Path, measured: Sequence[tuple[int, int]] = ()) -> None:
+    """Maps two by two as one PNG."""
+    with picture(file, *grid_of(len(maps), 2), height=4.0) as (_, axes):
+        for axis, found in zip(axes.flat, maps, strict=False):
+            draw(found, axis, measured)
+        for axis in axes.flat[len(maps) :]:
+            axis.remove()

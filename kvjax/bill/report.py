@@ -1,0 +1,151 @@
+"""How good a bill is, as figures for JSON, as tables for the terminal, and as the marked parts of a document.
+
+Between `<!-- bill:NAME -->` and `<!-- /bill -->` stands what `kvjax bill fit --into DOCUMENT` makes of the file it writes; NAME is one of
+`TABLES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvjax.bill.fitting import FORMS, GROUPS, Cell, errors, forecasts
+from kvjax.bill.regimes import crossover
+from kvjax.bill.regret import regrets, summary
+from pallas_kernels.bench.report import markdown
+
+if TYPE_CHECKING:
+    from kvjax.bill.step_bill import Bill, Prediction
+    from kvjax.model import ModelConfig
+
+MARK = re.compile(r"(<!-- bill:([\w-]+) -->\n).*?(<!-- /bill -->)", re.DOTALL)
+IN_SAMPLE = "nothing"
+
+
+def checks(cells: Sequence[Cell], form: str) -> dict[str, Any]:
+    """Errors of predicted speed-ups in every form of `FORMS`, by what is held out, and regret of choosing by the bill in `form`.
+
+    errors: {"nothing" or group: {form: Errors}}. regret: {allowed policies: {group: summary}}. What the cells do not allow to hold out is
+    missing, and `impossible` says why by group.
+    """
+    found: dict[str, Any] = {"errors": {}, "regret": {}, "impossible": {}}
+    for by in (None, *GROUPS):
+        try:
+            found["errors"][by or IN_SAMPLE] = {each: dataclasses.asdict(errors(forecasts(cells, by, each))) for each in FORMS}
+        except ValueError as error:
+            found["impossible"][by] = str(error)
+    names = sorted({cell.policy for cell in cells} - {"dense"})
+    for allowed in dict.fromkeys((*((name,) for name in names), tuple(names))):
+        by_group = {by: summary(regrets(cells, allowed, by, form)) for by in ("cell", "length", "batch") if by not in found["impossible"]}
+        found["regret"][", ".join(("dense", *allowed))] = by_group
+    return found
+
+
+Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def parameter_table(file: dict[str, Any]) -> Rows:
+    """Columns and rows: the bills of a file."""
+    rows = []
+    for bill in file["bills"]:
+        first = bill["device"], bill["model"], f"{bill['bytes_per_s'] / 1e12:.3f}", f"{bill['c0'] * 1e3:.3f}"
+        prices = bill["c1"] or {"": {"fixed": float("nan"), "per_byte": float("nan")}}
+        rows += [(*first, name, f"{price['fixed'] * 1e3:.3f}", f"{price['per_byte'] * 1e12:.3f}") for name, price in prices.items()]
+    return ("device", "model", "TB/s", "c0, ms", "policy", "c1, ms", "and ms per GB of index"), rows
+
+
+def error_table(file: dict[str, Any]) -> Rows:
+    """Columns and rows: errors of predicted speed-ups over dense."""
+    rows = []
+    for bill, checked in zip(file["bills"], file["held_out"], strict=True):
+        for by, forms in checked["errors"].items():
+            held_out = "nothing (in-sample)" if by == IN_SAMPLE else f"a {by}"
+            for form, found in forms.items():
+                figures = str(found["count"]), f"{found['mean']:.2%}", f"{found['worst']:.2%}", f"{found['r2']:.4f}"
+                rows.append((bill["model"], held_out, FORMS[form], *figures))
+        rows += [(bill["model"], f"a {by}", f"cannot be: {why}", "", "", "", "") for by, why in checked["impossible"].items()]
+    return ("model", "held out together", "form of c1", "cells", "mean error", "worst error", "R^2"), rows
+
+
+def regret_table(file: dict[str, Any]) -> Rows:
+    """Columns and rows: what choosing by the bill loses on cells it has not seen."""
+    rows = []
+    for bill, checked in zip(file["bills"], file["held_out"], strict=True):
+        for allowed, groups in checked["regret"].items():
+            for by, found in groups.items():
+                shares = (f"{found[name]:+.2%}" for name in ("mean", "worst", "worst_against_dense", "always_dense"))
+                rows.append((bill["model"], allowed, f"a {by}", str(found["cells"]), *shares))
+    return ("model", "allowed", "held out together", "cells", "mean regret", "worst regret", "worst against dense", "always dense"), rows
+
+
+PROJECTED = (2**13, 2**15, 2**17, 2**19, 2**20)
+"""Tokens of the projections' rows."""
+
+
+def projections(bill: Bill, config: ModelConfig, lengths: Sequence[int] = PROJECTED, batches: Sequence[int] = (1, 8)) -> list[dict]:
+    """Predicted seconds of dense and of the bill's policies, as fitted and with c0 = 0 (a runtime that costs nothing; a projection)."""
+    rows, without = [], bill.without_overhead()
+    for batch, length in itertools.product(batches, lengths):
+        seconds = {
+            name: [each.predict(config, name, length, batch).seconds for each in (bill, without)]
+            for name in ("dense", *(name for name, _ in bill.c1))
+        }
+        rows.append({"tokens": length, "batch": batch, "seconds": seconds})
+    return rows
+
+
+def projection_table(file: dict[str, Any]) -> Rows:
+    """Columns and rows: milliseconds and speed-ups over dense, as fitted and with c0 = 0."""
+    names = list(dict.fromkeys(name for checked in file["held_out"] for row in checked["projections"] for name in row["seconds"]))
+    rows = []
+    for bill, checked in zip(file["bills"], file["held_out"], strict=True):
+        for row in checked["projections"]:
+            dense = row["seconds"]["dense"]
+            cells = [f"{dense[0] * 1e3:.2f}, {dense[1] * 1e3:.2f}"]
+            for name in names[1:]:
+                pair = row["seconds"].get(name)
+                cells.append(
+                    "" if pair is None else ", ".join(f"{ours * 1e3:.2f} ({d / ours:.2f}x)" for d, ours in zip(dense, pair, strict=True))
+                )
+            rows.append((bill["model"], str(row["batch"]), f"{row['tokens']:,}", *cells))
+    return ("model", "batch", "tokens", *(f"{name}: as fitted, c0 = 0" for name in names)), rows
+
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CROSSINGS = ("policy", "batch", "faster than dense", "from")
+"""Columns of `crossing`."""
+
+
+def known_from(found: Prediction) -> str:
+    """What a prediction stands on, in a word."""
+    return "projection" if found.projection else "measurements"
+
+
+def crossing(bill: Bill, config: ModelConfig, policy: str, batch: int) -> tuple[str, str, str, str]:
+    """Where a policy begins to be faster than dense at a batch, and whether that was measured: the cells of `CROSSINGS`."""
+    start = crossover(bill, config, policy, batch)
+    if start is None:
+        return policy, f"{batch}", "never", "-"
+    found = bill.predict(config, policy, start, batch)
+    beside = [max((size for size, *_ in bill.measured if size <= batch), default=0)]
+    beside.append(min((size for size, *_ in bill.measured if size >= batch), default=0))
+    known = "measurements at this batch" if beside[0] == batch else f"between batches {beside[0]} and {beside[1]}; this one not measured"
+    return policy, f"{batch}", f"from {start:,} tokens", f"projection: {'; '.join(found.projection)}" if found.projection else known
+
+
+TABLES = {"parameters": parameter_table, "errors": error_table, "regret": regret_table, "projections": projection_table}
+
+
+def rendered(text: str, file: dict[str, Any]) -> str:
+    """A document with every marked part made anew. ValueError for a part that does not exist, or a mark that is not closed."""
+    marks = MARK.findall(text)
+    if unknown := sorted({name for _, name, _ in marks} - set(TABLES)):
+        raise ValueError(f"no part is called {unknown[0]!r}; there are {', '.join(TABLES)}")
+    if len(marks) != text.count("<!-- bill:"):
+        raise ValueError("a mark <!-- bill:NAME --> is not followed by <!-- /bill -->")
+    made = file["provenance"]
+    source = f"{made['date'][:10]}; `{made['command']}`."
+    return MARK.sub(lambda found: f"{found[1]}{markdown(*TABLES[found[2]](file))}\n\n{source}\n{found[3]}", text)

@@ -1,0 +1,249 @@
+"""The bill: what a step costs in seconds, t = bytes / bandwidth + c0 + c1(policy).
+
+Source: "Attention Pays Its Bill" (BRL-2026-07), section 9, equation 2. c0 is what every step of an engine costs besides its bytes, c1 the
+price of finding the blocks: both belong to the device, the model and the engine that were measured. The paper's c1 is a constant; here it
+may have a second part, by the byte of index scanned (`kvjax.bill.fitting`, which fits both forms).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvjax.bill.volume import StepBytes, step_bytes
+from kvjax.model import ModelConfig
+from kvjax.policies.decode.base import DecodePolicy
+from kvjax.policies.decode.naming import name_of, parse
+from kvjax.policies.decode.top_blocks import TopBlocks
+
+SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "tie_embeddings")
+"""Fields of a `ModelConfig` that decide what a step costs."""
+
+
+class Price(NamedTuple):
+    """c1 of a policy: seconds per step, and seconds per byte of index scanned on top of its transfer (0 in the paper's form)."""
+
+    fixed: float
+    per_byte: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """Seconds of one step and the bytes it reads. projection: the reasons why this is no interpolation of measurements; empty if it is."""
+
+    seconds: float
+    bytes: StepBytes
+    projection: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Bill:
+    """A fitted bill. Static and hashable.
+
+    device: as JAX names it. model: the name of what was measured, and `sizes` its `SIZES`; dtype: of weights and cache. bytes_per_s:
+    bandwidth. c0: seconds per step. c1: the `Price` of finding by policy name. measured: (batch, shortest, longest), lengths in tokens,
+    ascending. error: mean relative error of the speed-up of cells that were held out. source: where the measurements are. links: bytes per
+    second at which keys and values come from other tiers, by tier. assumed: what was put in by hand; every prediction is then a projection.
+    """
+
+    device: str
+    model: str
+    sizes: tuple[int, ...]
+    dtype: str
+    bytes_per_s: float
+    c0: float
+    c1: tuple[tuple[str, Price], ...]
+    measured: tuple[tuple[int, int, int], ...]
+    error: float
+    source: str
+    links: tuple[tuple[str, float], ...] = ()
+    assumed: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not (self.bytes_per_s > 0 and self.c0 >= 0 and self.error >= 0):
+            raise ValueError(f"a bill needs bytes_per_s > 0, c0 >= 0 and error >= 0, got {self.bytes_per_s}, {self.c0} and {self.error}")
+        for name, price in self.c1:
+            if not min(price) >= 0:
+                raise ValueError(f"a bill needs prices c1 >= 0, got {price} for {name}")
+
+    def predict(
+        self,
+        config: ModelConfig,
+        policy: str | DecodePolicy,
+        length: int,
+        batch: int = 1,
+        *,
+        dtype: Any = None,
+        cache_dtype: Any = None,
+        page_size: int = 128,
+        tier: str = "device",
+    ) -> Prediction:
+        """What one step of `batch` sequences of `length` tokens costs; None for a dtype is the one that was measured.
+
+        For another model, bytes are its own and c0 and c1 grow with its layers; that, sizes outside the measured ones, another dtype and
+        another tier make it a projection. Raises ValueError for a policy that has no price here and for a tier without a link, and what
+        `step_bytes` raises.
+        """
+        policy = parse(policy)
+        dtype = self.dtype if dtype is None else str(dtype)
+        moved = step_bytes(config, policy, length, batch, dtype=dtype, cache_dtype=cache_dtype, page_size=page_size, tier=tier)
+        price, guessed = self.price(policy)
+        layers = config.num_layers / self.sizes[0]
+        # Bytes of index grow with the layers already.
+        seconds = moved.from_device / self.bytes_per_s + (self.c0 + price.fixed) * layers + price.per_byte * moved.index
+        if moved.from_device < moved.total:
+            seconds += moved.kv / self._link(tier)
+        reasons = [*self.assumed, *guessed]
+        if sizes_of(config) != self.sizes:
+            reasons.append(f"measured on {self.model}, c0 and c1 scaled by layers ({layers:.3g})")
+        if dtype != self.dtype or str(cache_dtype or dtype) != dtype:
+            reasons.append(f"measured in {self.dtype}, not in {cache_dtype or dtype}")
+        if tier != "device":
+            reasons.append(f"measured with keys and values on the device, not on {tier}")
+        return Prediction(seconds, moved, (*reasons, *self._outside(length, batch)))
+
+    def speedup(self, config: ModelConfig, policy: str | DecodePolicy, length: int, batch: int = 1, **options: Any) -> float:
+        """How many times faster than dense a step is predicted to be; options as for `predict`."""
+        dense, sparse = (self.predict(config, each, length, batch, **options).seconds for each in ("dense", policy))
+        return dense / sparse
+
+    def price(self, policy: str | DecodePolicy) -> tuple[Price, tuple[str, ...]]:
+        """c1 of a policy, and why it is not a measured one: between two measured budgets it is interpolated, never beyond."""
+        policy = parse(policy)
+        prices = {"dense": Price(0.0), **dict(self.c1)}
+        if name_of(policy) in prices:
+            return prices[name_of(policy)], ()
+        found = interpolated(policy, prices)
+        if found is None:
+            raise ValueError(
+                f"the bill of {self.device} has no c1 for {policy}; it has {', '.join(prices)}. "
+                f"Measure it: kvjax bench decode --policies dense,{name_of(policy)} --json FILE, then kvjax bill fit FILE"
+            )
+        return found, (f"c1 of {policy} is interpolated between measured budgets",)
+
+    def has_price(self, policy: str | DecodePolicy) -> bool:
+        """Whether `price` knows it."""
+        policy, prices = parse(policy), {"dense": Price(0.0), **dict(self.c1)}
+        return name_of(policy) in prices or interpolated(policy, prices) is not None
+
+    def projected(self, why: str, **changes: Any) -> Bill:
+        """This bill with fields changed by hand (another chip's bytes_per_s, c0=0, links): every prediction of it says `why`."""
+        return dataclasses.replace(self, **changes, assumed=(*self.assumed, why))
+
+    def without_overhead(self) -> Bill:
+        """The projection to a runtime that costs nothing besides bytes and finding: c0 = 0 (BRL-2026-07, section 9)."""
+        return self.projected("c0 set to 0", c0=0.0)
+
+    def __str__(self) -> str:
+        prices = ", ".join(
+            f"c1({name}) {price.fixed * 1e3:.3f} ms" + (f" + {price.per_byte * 1e12:.3f} ms/GB of index" if price.per_byte else "")
+            for name, price in self.c1
+        )
+        places = ", ".join(f"batch {batch} from {shortest:,} to {longest:,} tokens" for batch, shortest, longest in self.measured)
+        return (
+            f"{self.device}, {self.model}, {self.dtype}: {self.bytes_per_s / 1e12:.3f} TB/s, c0 {self.c0 * 1e3:.3f} ms, {prices}; "
+            f"measured at {places}" + "".join(f"; PROJECTION: {why}" for why in self.assumed)
+        )
+
+    def _outside(self, length: int, batch: int) -> tuple[str, ...]:
+        """Why a length and a batch do not lie between measured ones, if they do not."""
+        below = max((row for row in self.measured if row[0] <= batch), default=None)
+        above = min((row for row in self.measured if row[0] >= batch), default=None)
+        if below is None or above is None:
+            return (f"batch {batch:,} lies outside the measured {self.measured[0][0]:,} to {self.measured[-1][0]:,}",)
+        beyond = [row for row in dict.fromkeys((below, above)) if not row[1] <= length <= row[2]]
+        return tuple(
+            f"length {length:,} lies outside the {first:,} to {last:,} measured at batch {size}" for size, first, last in beyond[:1]
+        )
+
+    def _link(self, tier: str) -> float:
+        try:
+            return dict(self.links)[tier]
+        except KeyError:
+            raise ValueError(
+                f"the bill of {self.device} has no bandwidth for the tier {tier!r}; "
+                f'put one in: bill.projected("a {tier} link of 52 GB/s", links=(({tier!r}, 52e9),))'
+            ) from None
+
+
+def interpolated(policy: DecodePolicy, prices: Mapping[str, Price]) -> Price | None:
+    """c1 of a block budget between two others of the same kind of selection, linear in k; None if there are no two around it."""
+    if not isinstance(policy, TopBlocks):
+        return None
+    kind = dataclasses.replace(policy, k=0)
+    measured = [(parse(name), price) for name, price in prices.items()]
+    others = [(each.k, price) for each, price in measured if isinstance(each, TopBlocks) and dataclasses.replace(each, k=0) == kind]
+    below = max((point for point in others if point[0] <= policy.k), default=None)
+    above = min((point for point in others if point[0] >= policy.k), default=None)
+    if below is None or above is None:
+        return None
+    (low, first), (high, last) = below, above
+    share = 0.0 if low == high else (policy.k - low) / (high - low)
+    return Price(*(one + (other - one) * share for one, other in zip(first, last, strict=True)))
+
+
+PROJECTED_GAIN = 0.1
+"""Where a prediction is a projection, a gain must exceed this; elsewhere, the bill's own error."""
+
+
+def worthwhile(seconds: Mapping[str, float], error: float, projected: Collection[str] = ()) -> str:
+    """The fastest policy of those timed, by name, whose gain over dense exceeds the bill's error: within that there is no gain. Else dense.
+
+    projected: policies whose time is a projection; they must gain PROJECTED_GAIN.
+    """
+    asked = {name: max(error, PROJECTED_GAIN) if name in projected else error for name in seconds}
+    worth = [name for name in seconds if seconds["dense"] / seconds[name] > 1 + asked[name]]
+    return min(worth, key=seconds.__getitem__, default="dense")
+
+
+def sizes_of(config: ModelConfig) -> tuple[int, ...]:
+    """The `SIZES` of a model."""
+    return tuple(int(getattr(config, name)) for name in SIZES)
+
+
+def to_json(bill: Bill) -> dict[str, Any]:
+    """What `from_json` reads."""
+    fields = dataclasses.asdict(bill)
+    return fields | {
+        "sizes": dict(zip(SIZES, bill.sizes, strict=True)),
+        "c1": {name: price._asdict() for name, price in bill.c1},
+        "links": dict(bill.links),
+    }
+
+
+def from_json(fields: dict[str, Any]) -> Bill:
+    """A bill from its JSON object; ValueError that names what is missing."""
+    names = {field.name for field in dataclasses.fields(Bill)}
+    if set(fields) != names:
+        raise ValueError(f"a bill has the fields {', '.join(sorted(names))}; different here: {', '.join(sorted(names ^ set(fields)))}")
+    sizes = tuple(fields["sizes"][name] for name in SIZES)
+    pairs = {"c1": tuple((name, Price(**price)) for name, price in fields["c1"].items()), "links": tuple(fields["links"].items())}
+    rest = {"sizes": sizes, "assumed": tuple(fields["assumed"]), "measured": tuple(map(tuple, fields["measured"]))}
+    return Bill(**(fields | pairs | rest))
+
+
+def load_bills(file: Path) -> tuple[Bill, ...]:
+    """The bills of a file that `kvjax bill fit --json` wrote; ValueError for another file."""
+    try:
+        return tuple(map(from_json, json.loads(file.read_text(encoding="utf-8"))["bills"]))
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} holds no bills ({error}): give a file that kvjax bill fit --json wrote") from None
+
+
+@functools.cache
+def known_bills() -> tuple[Bill, ...]:
+    """The bills inside the package, fitted to committed measurements; each names them in `source`."""
+    folder = importlib.resources.files("kvjax.bill") / "bills"
+    return tuple(bill for file in sorted(folder.iterdir(), key=str) if file.name.endswith(".json") for bill in load_bills(file))
+
+
+def known_bill(device: str, config: ModelConfig, dtype: str) -> Bill | None:
+    """The built-in bill of a device: that of the same model and dtype where there is one, else another model's, else None."""
+    of_device = [bill for bill in known_bills() if bill.device == device]
+    same = [bill for bill in of_device if bill.sizes == sizes_of(config) and bill.dtype == dtype]
+    return next(iter(same + of_device), None)

@@ -1,0 +1,93 @@
+"""What a decode step has to move, in bytes, from the configuration alone.
+
+Source: the memory-traffic model of "Attention Pays Its Bill" (BRL-2026-07, section 2). Counted are the weights, the keys and values that
+attention reads, and the index rows that the selector scans. Left out, because they stay below a thousandth of it: activations, logits,
+the new token's keys and values, page tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.dtypes
+import jax.numpy as jnp
+
+from kvjax.model import ModelConfig
+from kvjax.policies.decode.base import DecodePolicy
+
+TIERS = ("device", "host", "disk")
+"""Where keys and values may lie. Weights and indexes are on the device in every case (BRL-2026-07, section 10)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBytes:
+    """Bytes one step reads: `weights` and `index` from device memory, `kv` from `tier`."""
+
+    weights: int
+    kv: int
+    index: int
+    tier: str = "device"
+
+    def __post_init__(self):
+        if self.tier not in TIERS:
+            raise ValueError(f"tier {self.tier!r} is unknown; there are {', '.join(TIERS)}")
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.kv + self.index
+
+    @property
+    def from_device(self) -> int:
+        """Those that come from device memory."""
+        return self.total if self.tier == "device" else self.weights + self.index
+
+
+def step_bytes(
+    config: ModelConfig,
+    policy: DecodePolicy,
+    length: int,
+    batch: int = 1,
+    *,
+    dtype: Any = "bfloat16",
+    cache_dtype: Any = None,
+    page_size: int = 128,
+    tier: str = "device",
+) -> StepBytes:
+    """Bytes of one step of `batch` sequences of `length` tokens each, the current one included.
+
+    dtype: of weights and index. cache_dtype: of keys and values (None: dtype); packed types count their bits, without scales. page_size:
+    tokens. tier: where keys and values lie ("device", "host", "disk"). Every weight is read once, whatever the batch; of an embedding that
+    is not the head too, one row per sequence. Index rows are those of whole pages, of layers in which the policy selects.
+
+    Raises ValueError for sizes below 1 and unknown dtypes, and NotImplementedError for a policy that does not say what it reads.
+    """
+    for name, value in (("length", length), ("batch", batch), ("page_size", page_size)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if not hasattr(policy, "keys_read"):
+        raise NotImplementedError(f"policy {policy} does not say what it reads: give it keys_read(length, layer, page_size)")
+    weights = config.num_params
+    if not config.tie_embeddings:
+        weights += (batch - config.vocab_size) * config.hidden_size
+    keys = [policy.keys_read(length, layer, page_size) for layer in range(config.num_layers)]
+    selecting = sum(count is not None for count in keys)
+    attended = sum(length if count is None else count for count in keys)
+    pages = -(-length // page_size)
+    rows = sum(math.prod(spec.shape(pages, config.num_kv_heads, page_size, config.head_dim)) for spec in policy.indexes())
+    return StepBytes(
+        weights=_bytes(weights, dtype),
+        kv=_bytes(2 * batch * attended * config.num_kv_heads * config.head_dim, dtype if cache_dtype is None else cache_dtype),
+        index=_bytes(batch * selecting * rows, dtype),
+        tier=tier,
+    )
+
+
+def _bytes(elements: int, dtype: Any) -> int:
+    try:
+        known = jnp.dtype(dtype)
+    except TypeError:
+        raise ValueError(f"dtype {dtype!r} is not known; write it as bfloat16, float32, int8, int4 or float8_e4m3fn") from None
+    return -(-elements * jax.dtypes.itemsize_bits(known) // 8)

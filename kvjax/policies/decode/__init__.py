@@ -1,0 +1,49 @@
+"""Decode policies: which blocks a step reads. `parse("top:8")` names them; a new one is a frozen dataclass with `select`."""
+
+from kvjax.policies.decode.auto import Auto, Bound, Choice
+from kvjax.policies.decode.base import (
+    Blocks,
+    DecodePolicy,
+    IndexerQuery,
+    ScoresBlocks,
+    SelectContext,
+    Stateless,
+    StateSpec,
+    check_budgets,
+    select_and_attend,
+)
+from kvjax.policies.decode.dense import Dense
+from kvjax.policies.decode.mass import LearnsFromPrefill, MassContext, PrefillMass, largest_blocks, mass_of_step
+from kvjax.policies.decode.naming import FORMS, identity, name_of, parse, register
+from kvjax.policies.decode.top_blocks import TopBlocks
+from kvjax.policies.decode.top_tokens import TopTokens
+from kvjax.policies.decode.window import Window
+
+__all__ = [
+    "FORMS",
+    "Auto",
+    "Blocks",
+    "Bound",
+    "Choice",
+    "DecodePolicy",
+    "Dense",
+    "IndexerQuery",
+    "LearnsFromPrefill",
+    "MassContext",
+    "PrefillMass",
+    "ScoresBlocks",
+    "SelectContext",
+    "StateSpec",
+    "Stateless",
+    "TopBlocks",
+    "TopTokens",
+    "Window",
+    "check_budgets",
+    "identity",
+    "largest_blocks",
+    "mass_of_step",
+    "name_of",
+    "parse",
+    "register",
+    "select_and_attend",
+]

@@ -1,0 +1,209 @@
+"""Auto: before each step, dense or the cheapest budget that is on record as keeping what is asked, by the fitted bill.
+
+The choice is made on the host from the lengths that the step has; what is compiled and run is the chosen policy's own step. The bill and
+the evidence are in `kvjax.bill`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvjax.policies.decode.base import DecodePolicy, Stateless
+from kvjax.policies.decode.dense import Dense
+
+if TYPE_CHECKING:
+    from kvjax.bill.evidence import Evidence, Fidelity
+    from kvjax.bill.step_bill import Bill
+    from kvjax.model import Model, ModelConfig
+
+logger = logging.getLogger(__name__)
+
+_calibrated: dict[tuple[str, tuple[str, ...], int], Bill] = {}
+"""Bills of this process by fingerprint, policies and page size: engines come and go, the device stays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a step runs and why. seconds, dense_seconds: predicted, None where nothing was compared. projection: as of `Prediction`."""
+
+    policy: DecodePolicy
+    why: str
+    seconds: float | None = None
+    dense_seconds: float | None = None
+    projection: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.policy}: {self.why}" + "".join(f"; PROJECTION: {reason}" for reason in self.projection)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """What an `Auto` decides with, for one model: the evidence, and a bill. Where bill is None, everything is dense, and `lacking` says why
+    (empty: nothing but dense is on record, so no bill was needed)."""
+
+    config: ModelConfig
+    dtype: str
+    page_size: int
+    fingerprint: str
+    bill: Bill | None
+    evidence: tuple[Evidence, ...]
+    lacking: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto(Stateless):
+    """Choose by bill and evidence. level: what must be kept, by name or numbers (`kvjax.bill.evidence.parse_level`).
+
+    An engine binds it to its model; `bound` may be given instead, to decide by another bill or other evidence. Without evidence for the
+    model, or for the length, every step is dense, and the choice says so. What a step reads then depends on the lengths of the whole batch:
+    name a policy where bits must not depend on company.
+    """
+
+    level: str = "assured"
+    bound: Bound | None = None
+
+    def __post_init__(self):
+        self.fidelity  # noqa: B018  a level that is none must fail when it is named, not at the first step
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The level in numbers."""
+        from kvjax.bill.evidence import parse_level
+
+        return parse_level(self.level)
+
+    def bind(self, model: Model, *, page_size: int, dtype: str) -> Auto:
+        """This policy for a model: evidence by its fingerprint and, if there is any, the built-in bill of this model and device, else a
+        calibration.
+
+        A calibration runs steps for about 20 seconds, once in a process for a model and its candidates. Already bound, it is returned as
+        it is.
+        """
+        if self.bound is not None:
+            return self
+        import jax
+
+        from kvjax.bill.calibration import calibrate
+        from kvjax.bill.evidence import recorded_evidence
+        from kvjax.bill.step_bill import known_bill, sizes_of
+        from kvjax.cache import OutOfPages
+        from kvjax.model import fingerprint
+
+        mark = fingerprint(model)
+        bound = Bound(model.config, dtype, page_size, mark, None, tuple(row for row in recorded_evidence() if row.fingerprint == mark))
+        found = dataclasses.replace(self, bound=bound)
+        if names := found.candidates:
+            bill, lacking = known_bill(jax.local_devices()[0].device_kind, model.config, dtype), ""
+            if bill is None or (bill.sizes, bill.dtype) != (sizes_of(model.config), dtype):  # another model's would be a guess
+                bill = None
+                try:
+                    bill = _calibrated.get((mark, names, page_size)) or calibrate(model, names, page_size=page_size)
+                    _calibrated[mark, names, page_size] = bill
+                except (ValueError, OutOfPages) as error:  # times that make no bill, on a busy machine say, are no reason not to run
+                    lacking = f"there is no built-in bill of this model on this device, and none can be measured: {error}"
+                    logger.warning("%s: %s; every step is dense", self, lacking)
+            found = dataclasses.replace(self, bound=dataclasses.replace(bound, bill=bill, lacking=lacking))
+        return found
+
+    @functools.cached_property
+    def candidates(self) -> tuple[str, ...]:
+        """Policies on record as meeting the level at some length."""
+        from kvjax.bill.evidence import qualified
+
+        rows = self._bound().evidence
+        lengths = sorted({row.length for row in rows})
+        return tuple(dict.fromkeys(name for length in lengths for name in qualified(rows, self.fidelity, length)))
+
+    def choose(self, lengths: Sequence[int]) -> Choice:
+        """The choice for one step over sequences of these lengths in tokens, the current ones included."""
+        size = self._bound().page_size
+        mean = sum(lengths) / len(lengths)
+        # One decision per page, so that a step costs a look into a table.
+        return self._decide(int(-(-mean // size)) * size, -(-max(lengths) // size) * size, len(lengths))
+
+    def possible(self, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
+        """What may be chosen for `batch` sequences of up to `longest` tokens."""
+        size = self._bound().page_size
+        lengths = [size << power for power in range(max(1, longest // size).bit_length())]
+        return tuple(dict.fromkeys(self.choose([min(length, longest)] * batch).policy for length in (*lengths, longest)))
+
+    def indexes(self):
+        """Those of all candidates."""
+        return () if self.bound is None else self._indexes
+
+    @functools.cached_property
+    def _indexes(self):
+        from kvjax.policies.decode.naming import parse
+
+        names = self.candidates
+        return tuple(dict.fromkeys(spec for name in names for spec in parse(name).indexes()))
+
+    def select(self, query, layer, ctx, state):
+        """Never reached through an engine, which asks `choose` first."""
+        raise RuntimeError("auto chooses on the host, before a step: run it through an Engine, or pass auto.choose(lengths).policy")
+
+    def __str__(self) -> str:
+        return "auto" if self.level == "assured" else f"auto:{self.level}"
+
+    def describe(self) -> str:
+        """For reports."""
+        level = f"mean KL to dense at most {self.fidelity.kl:g} nats, at most {self.fidelity.loss:.0%} lost of what dense finds"
+        if self.bound is None:
+            return f"{self} ({level})"
+        names = self.candidates
+        if self.bound.bill is None or not names:
+            return f"{self} ({level}; dense, as {self.bound.lacking or 'nothing else is on record for this model'})"
+        return f"{self} ({level}; dense, {', '.join(names)} by the bill of {self.bound.bill.device})"
+
+    @functools.cached_property
+    def _decide(self):
+        """`_choose`, remembered: every step asks."""
+        return functools.lru_cache(maxsize=4096)(functools.partial(_choose, self))
+
+    def _bound(self) -> Bound:
+        if self.bound is None:
+            raise RuntimeError(f"{self} is not bound to a model: an Engine binds it, or auto.bind(model, page_size=128, dtype=...)")
+        return self.bound
+
+
+def _choose(auto: Auto, mean: int, longest: int, batch: int) -> Choice:
+    from kvjax.bill.evidence import qualified
+    from kvjax.bill.step_bill import PROJECTED_GAIN, worthwhile
+    from kvjax.policies.decode.naming import parse
+
+    bound, level = auto.bound, auto.level
+    if not bound.evidence:
+        advice = "measure it with kvjax fidelity and record it with kvjax bill evidence"
+        return Choice(
+            Dense(), f"no evidence is recorded for this model (fingerprint {bound.fingerprint}), so no budget can be trusted; {advice}"
+        )
+    names = qualified(bound.evidence, auto.fidelity, longest)
+    if not names:
+        recorded = ", ".join(f"{length:,}" for length in sorted({row.length for row in bound.evidence}))
+        return Choice(Dense(), f"nothing is on record as {level} for {longest:,} tokens; recorded lengths: {recorded}")
+    if bound.bill is None:
+        return Choice(Dense(), bound.lacking)
+    priced = [name for name in names if bound.bill.has_price(name)]
+    if not priced:
+        advice = f"measure it: kvjax bench decode --policies dense,{','.join(names)} --json FILE, then kvjax bill fit FILE"
+        unpriced = f"on record as {level} are {', '.join(names)}, for which the bill of {bound.bill.device} has no c1"
+        return Choice(Dense(), f"{unpriced}; {advice}")
+    sizes = {"dtype": bound.dtype, "page_size": bound.page_size}
+    found = {name: bound.bill.predict(bound.config, name, mean, batch, **sizes) for name in ("dense", *priced)}
+    seconds = {name: each.seconds for name, each in found.items()}
+    projected = [name for name in priced if found[name].projection]
+    best, chosen = min(priced, key=seconds.__getitem__), worthwhile(seconds, bound.bill.error, projected)
+    times = (
+        f"the bill of {bound.bill.device} gives {best}, the fastest on record as {level}, {seconds[best] * 1e3:.3f} ms against "
+        f"{seconds['dense'] * 1e3:.3f} dense ({seconds['dense'] / seconds[best]:.3f}x) at {mean:,} tokens, batch {batch}"
+    )
+    if chosen == "dense":
+        asked = max(bound.bill.error, PROJECTED_GAIN if best in projected else 0)
+        why = f"{times}, no gain above the {asked:.1%} that is asked for"
+    else:
+        why = f"{times}; evidence: {', '.join(sorted({row.source for row in bound.evidence if row.policy == best}))}"
+    return Choice(parse(chosen), why, seconds[chosen], seconds["dense"], found[chosen].projection)

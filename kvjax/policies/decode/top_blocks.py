@@ -1,0 +1,127 @@
+"""Query-aware block selection: sink, local, and the distant blocks that score best.
+
+Sources: bounds scoring from Quest (Tang et al., ICML 2024); sink + local + top-k per KV head, and mean scoring, from "Attention Pays
+Its Bill" (BRL-2026-07, sections 3.2 and 8.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.cache.types import IndexSpec, LatentPages, LayerCache
+from kvjax.checks import whole_number
+from kvjax.policies.decode.base import Blocks, Stateless, select_and_attend
+from pallas_kernels.select_blocks import score_blocks, select_blocks
+from pallas_kernels.selected_attention import selected_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class TopBlocks(Stateless):
+    """Per KV head: the first `sink` blocks, the last `local` ones (the open page always among them), and the `k` best distant blocks.
+
+    index "bounds" scores a block by an upper bound of its largest dot product with each query head, and takes the best head of the
+    group; "mean" by the dot product of the group's mean query with the block's mean key. The first `dense_layers` layers read
+    everything. A sequence whose blocks all fit in the list reads everything.
+    """
+
+    k: int = 8
+    sink: int = 1
+    local: int = 4
+    block_size: int = 128
+    index: Literal["bounds", "mean"] = "bounds"
+    dense_layers: int = 0
+
+    def __post_init__(self):
+        for name, least in (("k", 0), ("sink", 0), ("local", 1), ("block_size", 1), ("dense_layers", 0)):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        IndexSpec(self.index, self.block_size)
+
+    @property
+    def keys(self) -> int:
+        """Keys a KV head reads per step at most, where the open page lies within the local blocks."""
+        return (self.sink + self.local + self.k) * self.block_size
+
+    def budgets(self) -> dict[str, tuple[int, int]]:
+        """Blocks of each part of the list."""
+        return {name: (getattr(self, name), self.block_size) for name in ("k", "sink", "local")}
+
+    def indexes(self) -> tuple[IndexSpec, ...]:
+        """The one index this policy scans."""
+        return (IndexSpec(self.index, self.block_size),)
+
+    def select(self, query, layer, ctx, state):
+        """Sink + best distant + local blocks, ascending."""
+        if ctx.layer < self.dense_layers:
+            return None, state
+        ids = select_blocks(
+            query,
+            self._index(layer),
+            ctx.page_table,
+            ctx.lengths,
+            kind=self.index,
+            page_size=ctx.page_size,
+            block_size=self.block_size,
+            k=self.k,
+            sink=self.sink,
+            local=self.local,
+        )
+        return Blocks(ids, self.block_size), state
+
+    def attend(self, query, layer, ctx, state):
+        """Select and attend in one op, which a kernel can do in one launch."""
+        if ctx.layer < self.dense_layers:
+            return select_and_attend(self, query, layer, ctx, state)
+        out, _, ids = selected_attention(
+            *(query, layer.k, layer.v, self._index(layer), ctx.page_table, ctx.lengths),
+            kind=self.index,
+            block_size=self.block_size,
+            budget=self.k,
+            sink=self.sink,
+            local=self.local,
+            sm_scale=ctx.sm_scale,
+        )
+        return out, Blocks(ids, self.block_size), state
+
+    def scores(self, query, layer, ctx, state):
+        """Bounds or means of sealed pages against the query; those of open pages, which are always read, are -inf."""
+        if ctx.layer < self.dense_layers:
+            return None
+        found = score_blocks(query, self._index(layer), ctx.page_table, kind=self.index)
+        first_open = (ctx.lengths - query.shape[1]) // ctx.page_size * (ctx.page_size // self.block_size)
+        return jnp.where((jnp.arange(found.shape[2]) < first_open[:, None])[:, None], found, -jnp.inf)
+
+    def _index(self, layer: LayerCache) -> Float[Array, "N K nb R D"]:
+        name = self.indexes()[0].name
+        if isinstance(layer, LatentPages):
+            raise ValueError(f"policy {self} scans the index {name}, which latent pages do not have: take Dense, Window or TopTokens")
+        if name not in layer.index:
+            raise ValueError(f"policy {self} scans the index {name}; this layer has {sorted(layer.index)}: name it in empty_layer")
+        return layer.index[name]
+
+    def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
+        """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included; None where no list is made."""
+        if layer < self.dense_layers:
+            return None
+        newest = (length - 1) // self.block_size
+        first_local = max(0, min(newest - self.local + 1, (length - 1) // page_size * page_size // self.block_size))
+        sinks = min(self.sink, first_local)
+        blocks = sinks + min(self.k, first_local - sinks) + newest - first_local + 1
+        return blocks * self.block_size - ((newest + 1) * self.block_size - length)
+
+    def __str__(self) -> str:
+        """The short name that `parse` understands where there is one, else every field that differs from the default."""
+        short = {("bounds", 128, 1, 4): "top", ("mean", 128, 1, 4): "mean", ("bounds", 16, 1, 32): "quest"}
+        name = short.get((self.index, self.block_size, self.sink, self.local))
+        if name and not self.dense_layers:
+            return f"{name}:{self.k}"
+        fields = ((field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self))
+        return "TopBlocks(" + ", ".join(f"{name}={value!r}" for name, value, default in fields if name == "k" or value != default) + ")"
+
+    def describe(self) -> str:
+        """For reports."""
+        dense = f", first {self.dense_layers} layers dense" if self.dense_layers else ""
+        return f"{self} ({self.keys:,} keys: {self.sink} sink + {self.local} local + {self.k} distant blocks of {self.block_size}{dense})"

@@ -1,0 +1,62 @@
+"""Sliding window and sinks (StreamingLLM, arXiv 2309.17453)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from kvjax.checks import whole_number
+from kvjax.policies.decode.base import Blocks, Stateless
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Stateless):
+    """The first `sink_tokens` and the last `window_tokens`, the current one included; exact to the token.
+
+    The list names the pages that hold them; the kernel masks the rest of the first and of the oldest page.
+    """
+
+    sink_tokens: int
+    window_tokens: int
+
+    def __post_init__(self):
+        for name, least in (("sink_tokens", 0), ("window_tokens", 1)):  # a window holds the current token
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+
+    @property
+    def keys(self) -> int:
+        """Most keys a step reads."""
+        return self.sink_tokens + self.window_tokens
+
+    def budgets(self) -> dict[str, tuple[int, int]]:
+        """Tokens of both parts."""
+        return {"sink_tokens": (self.sink_tokens, 1), "window_tokens": (self.window_tokens, 1)}
+
+    def select(self, query, layer, ctx, state):
+        """Sink pages, and the pages from the oldest token any current query may see to the newest."""
+        batch, num_tokens = query.shape[:2]
+        size = ctx.page_size
+        sinks = -(-self.sink_tokens // size)
+        # A window of n tokens touches at most this many pages; each further query token slides it by one.
+        local = (self.window_tokens + num_tokens - 2) // size + 2
+        newest = ctx.lengths - 1
+        oldest = jnp.maximum(newest - (num_tokens - 1) - (self.window_tokens - 1), 0)
+        first = jnp.maximum(oldest // size, sinks)
+        sink_ids = jnp.arange(sinks)[None] * jnp.ones((batch, 1), jnp.int32)
+        ids = jnp.concatenate([sink_ids, first[:, None] + jnp.arange(local)[None]], axis=1)
+        ids = jnp.where(ids <= newest[:, None] // size, ids, -1).astype(jnp.int32)
+        num_kv_heads = layer.k.shape[1]
+        blocks = jnp.broadcast_to(ids[:, None], (batch, num_kv_heads, ids.shape[1]))
+        return Blocks(blocks, size, (self.sink_tokens, self.window_tokens)), state
+
+    def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
+        """Keys a KV head attends to in one step of a sequence of `length` tokens."""
+        return min(length, self.sink_tokens + self.window_tokens)
+
+    def __str__(self) -> str:
+        return f"window:{self.sink_tokens}+{self.window_tokens}"
+
+    def describe(self) -> str:
+        """For reports."""
+        return f"{self} ({self.keys:,} keys: {self.sink_tokens} sink + {self.window_tokens} latest)"

@@ -1,0 +1,44 @@
+"""Prefill policies: how the queries of a prompt attend to it. `parse_prefill("momo:128/8")` names them."""
+
+from kvjax.policies.prefill.auto import AutoPrefill, PrefillBound, possible_prefills
+from kvjax.policies.prefill.base import PrefillContext, PrefillPolicy, indexes_of
+from kvjax.policies.prefill.block_filter import BlockFilter
+from kvjax.policies.prefill.bounds import BoundsBlocks
+from kvjax.policies.prefill.bounds_share import BoundsShare
+from kvjax.policies.prefill.delta import delta_correction
+from kvjax.policies.prefill.dense import DensePrefill
+from kvjax.policies.prefill.flex import FlexPrefill
+from kvjax.policies.prefill.mean_pooled import MeanPooled
+from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
+from kvjax.policies.prefill.naming import FORMS, identity, name_of, parse_prefill, register
+from kvjax.policies.prefill.oracle_blocks import OracleBlocks, attention_mass
+from kvjax.policies.prefill.sink_window import SinkWindow
+from kvjax.policies.prefill.vertical_slash import VerticalSlash
+from kvjax.policies.prefill.xattention import XAttention
+
+__all__ = [
+    "FORMS",
+    "AutoPrefill",
+    "BlockFilter",
+    "BoundsBlocks",
+    "BoundsShare",
+    "DensePrefill",
+    "FlexPrefill",
+    "MeanPooled",
+    "MeasureOnceMaskOnce",
+    "OracleBlocks",
+    "PrefillBound",
+    "PrefillContext",
+    "PrefillPolicy",
+    "SinkWindow",
+    "VerticalSlash",
+    "XAttention",
+    "attention_mass",
+    "delta_correction",
+    "identity",
+    "indexes_of",
+    "name_of",
+    "parse_prefill",
+    "possible_prefills",
+    "register",
+]

@@ -1,0 +1,215 @@
+"""Auto: for each chunk of a prompt dense, or the fastest prefill policy that is on record as keeping what is asked, by measured times.
+
+The choice is made on the host from the position at which the chunk ends, so that neither the cutting of a prompt nor its company changes
+it; what is compiled and run is the chosen policy's own step. Times and evidence are in `kvjax.bill`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from typing import TYPE_CHECKING
+
+from kvjax.policies.decode.auto import Choice
+from kvjax.policies.prefill.base import PrefillPolicy, indexes_of
+from kvjax.policies.prefill.dense import DensePrefill
+
+if TYPE_CHECKING:
+    from kvjax.bill.evidence import Fidelity, PrefillEvidence
+    from kvjax.bill.prefill_bill import LayerSizes, PrefillBill
+    from kvjax.model import Model
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PrefillBound:
+    """What an `AutoPrefill` decides with, for one model on one device.
+
+    bills: of this device. evidence: about this model. unusable: policies that pages of this size do not suit, and why.
+    """
+
+    sizes: LayerSizes
+    fingerprint: str
+    device: str
+    bills: tuple[PrefillBill, ...]
+    evidence: tuple[PrefillEvidence, ...]
+    unusable: tuple[tuple[str, str], ...] = ()
+
+    def __repr__(self) -> str:
+        """Short, for journals of jobs, and another one wherever another choice is possible."""
+        tables = hashlib.sha256(repr((self.bills, self.evidence, self.unusable)).encode()).hexdigest()[:16]
+        return f"PrefillBound({self.sizes}; {self.fingerprint}; {self.device}; tables {tables})"
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoPrefill:
+    """Choose by times and evidence. level: what must be kept, by name or numbers (`kvjax.bill.evidence.parse_level`).
+
+    An engine binds it to its model; `bound` may be given instead, to decide by other times or other evidence. A chunk is dense where
+    nothing is on record for its length or on this device, and the choice says so.
+    """
+
+    queries_stand_alone = False  # that of the chosen policy counts
+
+    level: str = "assured"
+    bound: PrefillBound | None = None
+
+    def __post_init__(self):
+        self.fidelity  # noqa: B018  a level that is none must fail when it is named, not at the first chunk
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The level in numbers."""
+        from kvjax.bill.evidence import parse_level
+
+        return parse_level(self.level)
+
+    def bind(self, model: Model, *, page_size: int, dtype: str, device: str | None = None) -> AutoPrefill:
+        """This policy for a model: the evidence of its fingerprint, and the built-in times of a device (None: the first one here).
+
+        Nothing is timed. Already bound, it is returned as it is.
+        """
+        if self.bound is not None:
+            return self
+        import jax
+
+        from kvjax.bill.evidence import recorded_prefill_evidence
+        from kvjax.bill.prefill_bill import LayerSizes, known_prefill_bills
+        from kvjax.model import fingerprint
+
+        mark, config = fingerprint(model), model.config
+        device = jax.local_devices()[0].device_kind if device is None else device
+        rows = tuple(row for row in recorded_prefill_evidence() if row.fingerprint == mark)
+        sizes = LayerSizes(config.num_heads, config.num_kv_heads, config.head_dim, dtype, page_size)
+        bills = tuple(bill for bill in known_prefill_bills() if bill.device == device)
+        unusable = _unusable(dict.fromkeys(row.policy for row in rows), page_size)
+        return dataclasses.replace(self, bound=PrefillBound(sizes, mark, device, bills, rows, unusable))
+
+    @functools.cached_property
+    def candidates(self) -> tuple[str, ...]:
+        """Policies that may be chosen for some chunk: on record as meeting the level at some length, timed, and fit for these pages."""
+        from kvjax.bill.evidence import qualified
+        from kvjax.bill.prefill_bill import timed_as
+
+        bound = self._bound()
+        timed = {name for bill in bound.bills for name, _ in bill.seconds}
+        lengths = sorted({row.length for row in bound.evidence})
+        met = dict.fromkeys(name for length in lengths for name in qualified(bound.evidence, self.fidelity, length))
+        return tuple(name for name in met if timed_as(name) in timed and name not in dict(bound.unusable))
+
+    def choose(self, start: int, end: int) -> Choice:
+        """The choice for a chunk, positions [start, end) of its prompt, whether full or not. Evidence is asked for prompts of `end` tokens,
+        time at the chunk's middle. seconds of the choice: of attention, per layer and token."""
+        return self._decide(start, end)
+
+    def indexes(self):
+        """Those of all candidates."""
+        return () if self.bound is None else self._indexes
+
+    @functools.cached_property
+    def _indexes(self):
+        from kvjax.policies.prefill.naming import parse_prefill
+
+        return tuple(dict.fromkeys(spec for name in self.candidates for spec in indexes_of(parse_prefill(name))))
+
+    def attend(self, query, layer, ctx):
+        """Never reached through an engine, which asks `choose` first."""
+        raise RuntimeError("prefill auto chooses on the host, before a chunk: run it through an Engine, or name what auto.choose gives")
+
+    def __str__(self) -> str:
+        return "auto" if self.level == "assured" else f"auto:{self.level}"
+
+    def describe(self) -> str:
+        """For reports."""
+        level = f"mean KL to dense at most {self.fidelity.kl:g} nats, at most {self.fidelity.loss:.0%} lost of what dense recalls"
+        if self.bound is None:
+            return f"{self} prefill ({level})"
+        if not self.candidates:
+            return f"{self} prefill ({level}; dense: {self.choose(0, 1).why})"
+        return f"{self} prefill ({level}; dense, {', '.join(self.candidates)} by times of {self.bound.device})"
+
+    @functools.cached_property
+    def _decide(self):
+        """`_choose`, remembered: every chunk asks."""
+        return functools.lru_cache(maxsize=4096)(functools.partial(_choose, self))
+
+    def _bound(self) -> PrefillBound:
+        if self.bound is None:
+            raise RuntimeError(f"prefill {self} is not bound to a model: an Engine binds it, or auto.bind(model, page_size=128, dtype=...)")
+        return self.bound
+
+
+def possible_prefills(policy: PrefillPolicy, longest: int, chunk: int) -> tuple[PrefillPolicy, ...]:
+    """What runs prompts of up to `longest` tokens in chunks of `chunk`, whatever calls they are cut into, under a policy or `auto`.
+
+    `auto` is asked at lengths that double, as for decoding.
+    """
+    if not isinstance(policy, AutoPrefill):
+        return (policy,) if policy.queries_stand_alone else (DensePrefill(), policy)
+    last = -(-longest // chunk) * chunk
+    ends = [*(chunk << power for power in range((last // chunk).bit_length() - 1)), last]
+    return tuple(dict.fromkeys((DensePrefill(), *(policy.choose(end - chunk, end).policy for end in ends))))
+
+
+def _unusable(names, page_size: int) -> tuple[tuple[str, str], ...]:
+    """Of policies by name, those that refuse pages of `page_size` tokens, and what they say."""
+    from kvjax.policies.prefill.lists import TileLists
+    from kvjax.policies.prefill.naming import parse_prefill
+
+    found = []
+    for name in names:
+        policy = parse_prefill(name)
+        try:
+            if isinstance(policy, TileLists):
+                policy.check_pages(page_size)
+        except ValueError as error:
+            found.append((name, str(error)))
+    return tuple(found)
+
+
+def _choose(auto: AutoPrefill, start: int, end: int) -> Choice:
+    from kvjax.bill.evidence import qualified
+    from kvjax.bill.prefill_bill import nearest_quote
+    from kvjax.bill.step_bill import PROJECTED_GAIN, worthwhile
+    from kvjax.policies.prefill.naming import parse_prefill
+
+    bound, level = auto._bound(), auto.level
+    if not bound.evidence:
+        advice = "measure it with kvjax echo and record it with kvjax bill evidence-prefill"
+        what = f"this model as it is loaded, in {bound.sizes.dtype} (fingerprint {bound.fingerprint})"
+        return _dense(f"no prefill evidence is recorded for {what}; {advice}")
+    met = qualified(bound.evidence, auto.fidelity, end)
+    if not met:
+        recorded = ", ".join(f"{length:,}" for length in sorted({row.length for row in bound.evidence}))
+        return _dense(f"no prefill policy is on record as {level} for {end:,} tokens; recorded lengths: {recorded}")
+    if not bound.bills:
+        advice = f"kvjax bench prefill --ops --policies {','.join(met)} --json FILE, then kvjax bill fit-prefill FILE --json TABLE"
+        return _dense(f"no prefill was timed on {bound.device}, where {', '.join(met)} would do; measure it: {advice}")
+    names = [name for name in met if name not in dict(bound.unusable)]
+    quotes = {name: nearest_quote(bound.bills, bound.sizes, name, start, end) for name in names}
+    priced = {name: quote for name, quote in quotes.items() if quote is not None}
+    if not priced:
+        why = "; ".join(dict(bound.unusable).get(name, f"{name} was not timed at {end:,} tokens on {bound.device}") for name in met)
+        return _dense(f"on record as {level}, but not to be chosen: {why}")
+    # Relative to dense of the same bill: times of different sizes are not compared with each other.
+    share = {"dense": 1.0} | {name: quote.seconds / quote.dense_seconds for name, quote in priced.items()}
+    projected, error = [name for name, quote in priced.items() if quote.projection], max(quote.error for quote in priced.values())
+    best, chosen = min(priced, key=share.__getitem__), worthwhile(share, error, projected)
+    named = best if chosen == "dense" else chosen
+    quote, covered = priced[named], getattr(parse_prefill(named), "dense_tokens", 0)
+    if covered >= end:
+        why = f"{named}, the fastest on record as {level}, is itself dense up to {covered:,} tokens"
+        return Choice(DensePrefill(), why, quote.dense_seconds, quote.dense_seconds)
+    times = (
+        f"of those on record as {level}, {named} is the fastest on {bound.device}: {quote.seconds * 1e6:.3f} us of attention per token and "
+        f"layer from token {start:,} to {end:,}, {quote.dense_seconds * 1e6:.3f} dense ({quote.dense_seconds / quote.seconds:.2f}x)"
+    )
+    if chosen == "dense":
+        asked = max(error, PROJECTED_GAIN if best in projected else 0)
+        return Choice(DensePrefill(), f"{times}, no gain above the {asked:.1%} that is asked for", quote.dense_seconds, quote.dense_seconds)
+    sources = ", ".join(sorted({row.source for row in bound.evidence if row.policy == chosen}))
+    return Choice(parse_prefill(chosen), f"{times}; evidence: {sources}", quote.seconds, quote.dense_seconds, quote.projection)
+
+
+def _dense(why: str) -> Choice:
+    return Choice(DensePrefill(), why)

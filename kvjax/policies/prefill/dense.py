@@ -1,0 +1,35 @@
+"""Dense prefill: exact causal attention."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxtyping import Array, Float, Float32
+
+from kvjax.cache.types import PagedKV
+from kvjax.policies.prefill.base import PrefillContext
+from pallas_kernels.flash_attention import flash_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class DensePrefill:
+    """Every query attends to every earlier key."""
+
+    queries_stand_alone = True
+
+    def attend(self, query, layer, ctx):
+        """Causal attention over all pages of the sequence."""
+        return self.attend_with_lse(query, layer, ctx)[0]
+
+    def attend_with_lse(
+        self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext
+    ) -> tuple[Float[Array, "B T H D"], Float32[Array, "B T H"]]:
+        """The same, and the log-sum-exp of each query's scaled logits, natural log."""
+        return flash_attention(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths, sm_scale=ctx.sm_scale)
+
+    def __str__(self) -> str:
+        return "dense"
+
+    def describe(self) -> str:
+        """For reports."""
+        return "dense prefill"

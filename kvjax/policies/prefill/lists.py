@@ -1,0 +1,141 @@
+"""What the policies share that give every tile of queries its own list of key blocks."""
+
+from __future__ import annotations
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.types import PagedKV
+from kvjax.policies.prefill.base import PrefillContext
+from kvjax.policies.prefill.dense import DensePrefill
+from pallas_kernels.block_sparse_attention import block_sparse_attention
+
+logger = logging.getLogger(__name__)
+
+_NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
+
+
+class DenseWhereCovered:
+    """Policies that attend sparsely (`attend_sparse`) to sequences of more than `dense_tokens` tokens, and densely to others.
+
+    Up to there their lists would hold everything, or they were told so. The length is that at the chunk's end, the longest of the batch.
+    """
+
+    queries_stand_alone = False
+
+    def attend(self, query, layer, ctx):
+        """Dense or sparse, by the length at the end of the chunk."""
+        capacity = ctx.page_table.shape[1] * layer.k.shape[2]
+        dense = DensePrefill()
+        if capacity <= self.dense_tokens:
+            if ctx.layer == 0:
+                logger.info("%s: dense, since no sequence of this table (%d tokens) exceeds %d", self, capacity, self.dense_tokens)
+            return dense.attend(query, layer, ctx)
+        few = jnp.max(ctx.lengths) <= self.dense_tokens
+        return jax.lax.cond(few, lambda: dense.attend(query, layer, ctx), lambda: self.attend_sparse(query, layer, ctx))
+
+
+class TileLists(DenseWhereCovered):
+    """Policies whose attention is their lists, sinks and window: they define `lists`, `chi`, `key_block`, `window` and `dense_tokens`."""
+
+    def check_pages(self, page_size: int) -> None:
+        """ValueError unless pages of `page_size` tokens are whole blocks."""
+        if page_size % self.key_block:
+            raise ValueError(
+                f"prefill {self} lists blocks of {self.key_block} tokens, which pages of {page_size} do not hold whole: choose a page_size "
+                f"that is a multiple of {self.key_block}, or a policy with smaller blocks (momo, mean and vertical-slash have 64)"
+            )
+
+    def distant(self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext) -> Bool[Array, "B C S"]:
+        """`distant_blocks` of this policy's tiles, blocks, sinks and window."""
+        sizes = {"chi": self.chi, "key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
+        return distant_blocks(ctx, layer.k.shape[2], query.shape[1], **sizes)
+
+    def attend_sparse(self, query, layer, ctx):
+        """Attention over sinks, window and lists, whatever the length."""
+        return self.attend_listed(self.lists(query, layer, ctx), query, layer, ctx)
+
+    def attend_listed(self, blocks: Int[Array, "B C H W"], query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext):
+        """Attention over sinks, window and the given lists."""
+        out, _ = block_sparse_attention(
+            *(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths),
+            blocks=blocks,
+            block_size=self.key_block,
+            query_tile=self.chi,
+            window=(self.sink_tokens, self.window_tokens),
+            sm_scale=ctx.sm_scale,
+        )
+        return out
+
+
+def covered_tokens(k: int, key_block: int, sink_tokens: int, window_tokens: int) -> int:
+    """The longest sequence, in tokens, of which `k` distant blocks, sinks and window hold every key."""
+    return (k + sink_tokens // key_block) * key_block + window_tokens
+
+
+def last_positions(ctx: PrefillContext, num_queries: int, chi: int) -> Int[Array, "B C"]:
+    """Position of the last query of each tile; of tiles that padding cuts short, of the last one before it."""
+    ends = jnp.minimum(jnp.arange(chi, num_queries + chi, chi, dtype=jnp.int32), num_queries)
+    return jnp.minimum(ctx.starts[:, None] + ends, ctx.lengths[:, None]) - 1
+
+
+def distant_blocks(
+    ctx: PrefillContext, page_size: int, num_queries: int, *, chi: int, key_block: int, sink_tokens: int, window_tokens: int
+) -> Bool[Array, "B C S"]:
+    """Which blocks of the tables hold a key that the last query of a tile may see and neither its sinks nor its window hold."""
+    there = jnp.repeat(ctx.page_table >= 0, page_size // key_block, axis=1)[:, None]
+    first = jnp.arange(there.shape[2], dtype=jnp.int32) * key_block
+    return there & (first + key_block > sink_tokens) & (first <= last_positions(ctx, num_queries, chi)[..., None] - window_tokens)
+
+
+def best_blocks(
+    scores: Float[Array, "*tiles S"], candidates: Bool[Array, "*tiles S"], k: int, budgets: Int[Array, "*tiles"] | None = None
+) -> Int[Array, "*tiles W"]:
+    """The k candidates of each row that score highest, of equal ones the lower; ascending, -1 at the end. W = min(k, S).
+
+    budgets: how many a row may have, if fewer than k."""
+    scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 and 0.0 are a tie
+    best, ids = jax.lax.top_k(jnp.where(candidates, scores, -jnp.inf), min(k, scores.shape[-1]))
+    within = True if budgets is None else jnp.arange(ids.shape[-1]) < budgets[..., None]
+    return sorted_lists(jnp.where((best > -jnp.inf) & within, ids, -1))
+
+
+def ranked_until(worth: Float[Array, "*tiles S"], candidates: Bool[Array, "*tiles S"], threshold: float) -> Int[Array, "*tiles S"]:
+    """The fewest candidates, the best first and of equal ones the lower, that with all that is no candidate hold `threshold` of a row's
+    worth; -1 behind them. A threshold of 1 lists every candidate, whatever rounding says of their sum."""
+    whole, beside = worth.sum(-1, keepdims=True), jnp.where(candidates, 0, worth).sum(-1, keepdims=True)
+    best, ids = jax.lax.top_k(jnp.where(candidates, worth, -1.0), worth.shape[-1])
+    before = jnp.cumsum(jnp.maximum(best, 0), axis=-1) - jnp.maximum(best, 0)
+    needed = (beside + before < threshold * whole) | (threshold == 1)
+    return jnp.where((best >= 0) & needed, ids, -1).astype(jnp.int32)
+
+
+def fewest_that_hold(worth: Float[Array, "*rows S"], share: float) -> Bool[Array, "*rows S"]:
+    """Which entries of each row are the fewest that hold `share` of its sum, of equal ones the lower; every one for a share of 1."""
+    best = ranked_until(worth, jnp.ones(worth.shape, bool), share)
+    return jnp.put_along_axis(jnp.zeros((*worth.shape[:-1], worth.shape[-1] + 1), bool), best, True, axis=-1, inplace=False)[..., :-1]
+
+
+def sorted_lists(ids: Int[Array, "*tiles W"]) -> Int[Array, "*tiles W"]:
+    """Each block once, ascending, -1 at the end."""
+    ids = jnp.sort(jnp.where(ids < 0, _NONE, ids), axis=-1)
+    again = jnp.concatenate([jnp.zeros_like(ids[..., :1], bool), ids[..., 1:] == ids[..., :-1]], axis=-1)
+    ids = jnp.sort(jnp.where(again, _NONE, ids), axis=-1)
+    return jnp.where(ids == _NONE, -1, ids).astype(jnp.int32)
+
+
+def share_text(share: float) -> str:
+    """A share of attention as names have it, with all of its digits: 0.01, 0.00001, 1.0."""
+    return np.format_float_positional(share, trim="0")
+
+
+def check_sizes(policy, **least: int) -> None:
+    """ValueError unless the named fields of a policy are ints of at least the given size."""
+    for name, smallest in least.items():
+        value = getattr(policy, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+            raise ValueError(f"{name} must be an int of at least {smallest}, got {value!r}")

@@ -1,0 +1,91 @@
+"""The best blocks there are: the yardstick of the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.types import PagedKV
+from kvjax.policies.prefill.base import PrefillContext
+from kvjax.policies.prefill.key_walk import padded_tokens, probabilities, tile_tokens, walk_keys
+from kvjax.policies.prefill.lists import TileLists, best_blocks, check_sizes, covered_tokens
+from pallas_kernels.flash_attention import flash_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class OracleBlocks(TileLists):
+    """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks that the tile's queries pay most attention to,
+    summed over the tile. For measuring: it works out dense attention twice to know.
+
+    Source: the oracle block top-k of "Measure Once, Mask Once", section 1 and figure 2.
+    """
+
+    k: int = 128
+    chi: int = 128
+    key_block: int = 64
+    sink_tokens: int = 64
+    window_tokens: int = 1024
+
+    def __post_init__(self):
+        check_sizes(self, k=1, chi=1, key_block=1, sink_tokens=0, window_tokens=1)
+
+    @property
+    def dense_tokens(self) -> int:
+        """Up to here the lists would hold everything."""
+        return covered_tokens(self.k, self.key_block, self.sink_tokens, self.window_tokens)
+
+    def lists(self, query, layer, ctx):
+        """The k best distant blocks of every tile and query head, `[B, C, H, W]`."""
+        return self.lists_of(query, layer, ctx, None, self.k)
+
+    def lists_of(
+        self, query, layer: PagedKV, ctx: PrefillContext, budgets: Int[Array, "B C H"] | None, width: int
+    ) -> Int[Array, "B C H W"]:
+        """The same with a number of blocks of its own for every tile and head, at most `width`; None: `width` for all."""
+        candidates = self.distant(query, layer, ctx)
+        return best_blocks(attention_mass(query, layer, ctx, self.chi, self.key_block), candidates[:, :, None], width, budgets)
+
+    def __str__(self) -> str:
+        return f"oracle:{self.k}" if self == OracleBlocks(self.k) else repr(self)
+
+    def describe(self) -> str:
+        """For reports."""
+        return (
+            f"{self} prefill (per {self.chi} queries {self.k} blocks of {self.key_block}, {self.sink_tokens} sink + "
+            f"{self.window_tokens} latest keys; dense up to {self.dense_tokens:,} tokens)"
+        )
+
+
+def attention_mass(
+    query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext, chi: int, key_block: int
+) -> Float[Array, "B C H S"]:
+    """What each tile of `chi` queries pays every block of `key_block` keys under dense attention: sums over the tile, float32.
+
+    S = M * P / key_block. A tile of n written queries sums to n over its blocks; padding counts nothing. Memory: the result, and the
+    logits of T queries against a tile of keys.
+    """
+    pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+    _, lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)
+    num_queries, num_heads = query.shape[1:3]
+    page_size = layer.k.shape[2]
+    per_tile = tile_tokens(page_size) // key_block
+    num_blocks = ctx.page_table.shape[1] * page_size // key_block
+
+    def of_row(args):
+        q, lse, table, start, length = args
+        query_pos = start + jnp.arange(num_queries, dtype=jnp.int32)
+
+        def step(masses, i, keys, pos):
+            paid = probabilities(q, lse, query_pos, length, keys, pos, ctx.sm_scale)
+            paid = jnp.pad(paid.reshape(num_heads, num_queries, per_tile, key_block).sum(3), ((0, 0), (0, -num_queries % chi), (0, 0)))
+            of_tiles = paid.reshape(num_heads, -1, chi, per_tile).sum(2).swapaxes(0, 1)
+            return jax.lax.dynamic_update_slice_in_dim(masses, of_tiles, i * per_tile, axis=2)
+
+        room = padded_tokens(table.shape[0], page_size) // key_block
+        masses = jnp.zeros((-(-num_queries // chi), num_heads, room), jnp.float32)
+        return walk_keys(layer.k, table, length, masses, step)[..., :num_blocks]
+
+    return jax.lax.map(of_row, (query, lse, ctx.page_table, ctx.starts, ctx.lengths))

@@ -1,0 +1,109 @@
+"""Vertical lines and diagonals, estimated from the last queries."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.policies.prefill.key_walk import padded_tokens, probabilities, tile_tokens, walk_keys
+from kvjax.policies.prefill.lists import TileLists, best_blocks, check_sizes, covered_tokens, distant_blocks, sorted_lists
+from pallas_kernels.flash_attention import flash_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class VerticalSlash(TileLists):
+    """MInference's pattern (arXiv 2407.02490, section 3), at the grain of blocks: every tile of `chi` queries reads sinks, window, the
+    same `vertical` blocks of keys, and the blocks that `slash` diagonal bands cross.
+
+    Band o holds the pairs whose distance, query position - key position, is in [o * key_block, (o + 1) * key_block). Verticals and bands
+    are those that the last `last_queries` queries of the chunk pay most attention to, per query head, counting only blocks and bands
+    beyond sinks and window; of equal ones the lower. A tile lists at most `vertical + slash * (blocks a band crosses)` blocks: with
+    `chi` 128 and blocks of 64, three per band. (The published form picks single columns and diagonals, for the whole prompt at once.)
+    """
+
+    vertical: int = 64
+    slash: int = 21
+    last_queries: int = 64
+    chi: int = 128
+    key_block: int = 64
+    sink_tokens: int = 64
+    window_tokens: int = 1024
+
+    def __post_init__(self):
+        check_sizes(self, vertical=1, slash=1, last_queries=1, chi=1, key_block=1, sink_tokens=0, window_tokens=1)
+
+    @property
+    def dense_tokens(self) -> int:
+        """Up to here the vertical blocks alone would hold everything."""
+        return covered_tokens(self.vertical, self.key_block, self.sink_tokens, self.window_tokens)
+
+    def lists(self, query, layer, ctx):
+        """The blocks of the best verticals and bands for every tile and query head, `[B, C, H, W]`, those that the tile has to read."""
+        batch, num_queries, num_heads = query.shape[:3]
+        sizes = {"key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
+        distant = distant_blocks(ctx, layer.k.shape[2], num_queries, chi=self.chi, **sizes)
+        of_blocks, of_bands = self._estimate(query, layer, ctx)
+        at_end = distant_blocks(ctx, layer.k.shape[2], num_queries, chi=num_queries, **sizes)
+        vertical = best_blocks(of_blocks, at_end, self.vertical)
+        beyond_window = (jnp.arange(of_bands.shape[2]) + 1) * self.key_block > self.window_tokens
+        slash = best_blocks(of_bands, beyond_window & (of_bands > 0), self.slash)
+
+        first = ctx.starts[:, None] + jnp.arange(0, num_queries, self.chi, dtype=jnp.int32)
+        last = jnp.minimum(first + self.chi, ctx.starts[:, None] + num_queries) - 1
+        first, last, slash = first[:, :, None, None], last[:, :, None, None], slash[:, None]
+        lowest = jnp.maximum((first - (slash + 1) * self.key_block + 1) // self.key_block, 0)
+        crossed = (self.chi + 2 * self.key_block - 3) // self.key_block + 1  # blocks that chi + key_block - 1 tokens touch at most
+        ids = lowest[..., None] + jnp.arange(crossed, dtype=jnp.int32)
+        ids = jnp.where((slash[..., None] >= 0) & (ids * self.key_block <= last[..., None] - slash[..., None] * self.key_block), ids, -1)
+        shape = (batch, distant.shape[1], num_heads, -1)
+        ids = jnp.concatenate([ids.reshape(shape), jnp.broadcast_to(vertical[:, None], (*shape[:3], vertical.shape[2]))], axis=-1)
+        kept = jnp.take_along_axis(distant[:, :, None], jnp.clip(ids, 0, distant.shape[2] - 1), axis=3) & (ids >= 0)
+        return sorted_lists(jnp.where(kept, ids, -1))
+
+    def _estimate(self, query, layer, ctx):
+        """The attention that the last queries pay to every block and to every band, `[B, H, S]` both."""
+        rows, page_size = min(self.last_queries, query.shape[1]), layer.k.shape[2]
+        offset = jnp.clip(ctx.lengths - ctx.starts - rows, 0, query.shape[1] - rows)
+        last = jax.vmap(lambda q, at: jax.lax.dynamic_slice_in_dim(q, at, rows))(query, offset)
+        starts = ctx.starts + offset
+        _, lse = flash_attention(last, layer.k, layer.v, ctx.page_table, starts, ctx.lengths, sm_scale=ctx.sm_scale)
+        tile = tile_tokens(page_size)
+        per_tile, touched = tile // self.key_block, (tile + rows) // self.key_block + 2
+
+        def of_row(args):
+            q, lse, table, start, length = args
+            query_pos = start + jnp.arange(rows, dtype=jnp.int32)
+
+            def step(state, i, keys, pos):
+                of_blocks, of_bands = state
+                paid = probabilities(q, lse, query_pos, length, keys, pos, ctx.sm_scale)
+                columns = paid.sum(1).reshape(paid.shape[0], per_tile, self.key_block).sum(2)
+                of_blocks = jax.lax.dynamic_update_slice_in_dim(of_blocks, columns, i * per_tile, axis=1)
+                band = (query_pos[:, None] - (i * tile + jnp.arange(tile, dtype=jnp.int32))) // self.key_block
+                nearest = jnp.maximum(band[0, -1], 0)
+                # A product with a table of ones, not a scatter: the same bits every time on every backend.
+                member = jax.nn.one_hot(band - nearest, touched, dtype=jnp.float32)
+                bands = jnp.einsum("hrs,rsn->hn", paid, member, precision=jax.lax.Precision.HIGHEST)
+                old = jax.lax.dynamic_slice_in_dim(of_bands, nearest, touched, axis=1)
+                return of_blocks, jax.lax.dynamic_update_slice_in_dim(of_bands, old + bands, nearest, axis=1)
+
+            room = padded_tokens(table.shape[0], page_size) // self.key_block
+            empty = (jnp.zeros((q.shape[1], room), jnp.float32), jnp.zeros((q.shape[1], room + touched), jnp.float32))
+            of_blocks, of_bands = walk_keys(layer.k, table, length, empty, step)
+            num_blocks = table.shape[0] * page_size // self.key_block
+            return of_blocks[:, :num_blocks], of_bands[:, :num_blocks]
+
+        return jax.lax.map(of_row, (last, lse, ctx.page_table, starts, ctx.lengths))
+
+    def __str__(self) -> str:
+        return f"vertical-slash:{self.vertical}+{self.slash}" if self == VerticalSlash(self.vertical, self.slash) else repr(self)
+
+    def describe(self) -> str:
+        """For reports."""
+        return (
+            f"{self} prefill ({self.vertical} vertical blocks of {self.key_block} and {self.slash} diagonal bands from the last "
+            f"{self.last_queries} queries, {self.sink_tokens} sink + {self.window_tokens} latest keys; dense up to "
+            f"{self.dense_tokens:,} tokens)"
+        )

@@ -1,0 +1,1 @@
+"""Tables and plots of prefill: layers, steps, targets, echo."""

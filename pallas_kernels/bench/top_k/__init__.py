@@ -1,0 +1,1 @@
+"""Benchmarks of `top_k`: `python -m pallas_kernels.bench.top_k --help`."""

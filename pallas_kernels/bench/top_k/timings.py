@@ -1,0 +1,520 @@
+"""`python -m pallas_kernels.bench.top_k`: time `top_k` and other selections on the same rows.
+
+What implementations need is compiled first, several at a time, while rows are made: a program for all rows and hints of the same sizes.
+Then places are measured one after another, a few under each trace of the profiler. A program runs an op on each of a place's inputs, and
+reads twice the L2 before each of them, which is not counted: what an op reads lies in memory, whatever ran before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import dispatch
+from pallas_kernels.bench import inputs, timing
+from pallas_kernels.bench.checks import same_bits
+from pallas_kernels.bench.measure import copy_rate
+from pallas_kernels.bench.results import write_result
+from pallas_kernels.bench.timing import Kernel, Timing
+from pallas_kernels.bench.top_k import cases as top_k_cases
+from pallas_kernels.bench.top_k import earlier as top_k_earlier
+from pallas_kernels.bench.top_k import radix_select, score_rows, torch_top_k
+from pallas_kernels.bench.top_k.cases import Captured, Case, Place
+from pallas_kernels.hopper import lanes
+from pallas_kernels.top_k import top_k
+
+CALLS = 10
+"""Timed calls of a program, each with an op per input."""
+
+LEAST_OPS = 4
+"""Ops of a program, at least."""
+
+TRACED_CASES, TRACED_SCORES = 40, 2**23
+"""Cases and, of one input each, scores that one trace has at most, unless a single place has more."""
+
+COUNTS = ("passes", "candidates", "steps")
+PHASES = ("guess", "verify", "collect", "refine")
+"""What lies between the stamps that a kernel may add to its counts behind `COUNTS`, in nanoseconds since the one before."""
+
+FLUSH_GRID, FLUSH_THREADS = 264, 512
+
+
+# Programs
+
+
+def op_of(case: Case, implementation: str | None) -> Callable:
+    """(scores, hint) -> (values, indices). implementation: of the op. NotImplementedError where there is none here."""
+    k, name = case.place.k, case.implementation
+    if case.ours:
+        config = _config(case)
+        return lambda scores, hint: top_k(scores, k, hint=hint, config=config, implementation=implementation)
+    if name in top_k_cases.RADIX:
+        if "mosaic_gpu" not in dispatch.available("select_blocks"):
+            raise NotImplementedError("the radix selection needs a GPU of compute capability 9.0")
+        return lambda scores, hint: radix_select.radix_top_k(scores, k, top_k_cases.RADIX[name])
+    select = {"lax.top_k": lax.top_k, "approx_max_k": lax.approx_max_k}[name]
+    return lambda scores, hint: select(scores, k)
+
+
+def _config(case: Case) -> Any:
+    """The op's `Config` that the case names, None for the default."""
+    if not case.config:
+        return None
+    from pallas_kernels.top_k.plan import Config
+
+    return Config(**case.config)
+
+
+def counting_op_of(case: Case, implementation: str | None) -> Callable | None:
+    """(scores, hint) -> counts `[B, 3 or more]` of the op; None for cases that are not counted and implementations without counts."""
+    if not case.counted or (implementation or dispatch.available("top_k")[0]) != "mosaic_gpu":
+        return None
+    options = {"config": _config(case), "return_counts": True, "implementation": "mosaic_gpu"}
+    return lambda scores, hint: top_k(scores, case.place.k, hint=hint, **options)[2]
+
+
+def program_of(op: Callable, *, flushed: bool) -> Callable:
+    """(words, inputs) -> per input (values, indices), one op after the other, and what reads of `words` give, one before each op if
+    flushed."""
+    inner, read = jax.jit(op), jax.jit(flush)
+
+    @jax.jit
+    def program(words, own):
+        results, marks = [], []
+        for scores, hint in own:
+            if results:
+                scores, results[-1] = lax.optimization_barrier((scores, results[-1]))
+            if flushed:
+                words, scores = lax.optimization_barrier((words, scores))
+                scores, mark = lax.optimization_barrier((scores, read(words)))
+                marks.append(mark)  # returned, so that none is left out
+            results.append(inner(scores, hint))
+        return results, marks
+
+    return program
+
+
+def flush(words: jax.Array) -> jax.Array:
+    """Read int32 words, a multiple of 4, so that the L2 holds nothing else; a sum per warp."""
+    warps = FLUSH_THREADS // 32
+    each = 4 * FLUSH_THREADS * FLUSH_GRID
+
+    def flush_kernel(words_ref, sums_ref):
+        @lanes.stage(cta=lax.axis_index("cta"))
+        def run(arrays, scratch, cta):
+            words_ref, sums_ref = arrays
+            first = (cta * FLUSH_THREADS + lanes.thread()) * 4
+
+            def read(start, total):
+                found = lanes.load_global_16_bytes(words_ref, lanes.minimum(start + first, words.size - 4) * 4)
+                return [functools.reduce(lambda a, b: a ^ b, found, total)]
+
+            (total,) = lanes.loop(words.size, [lanes.i32(0)], read, step=each)
+            total = lanes.warp_reduce(total, "max")
+            with lanes.when(lanes.lane() == 0):
+                lanes.store_global(sums_ref, cta * warps + lanes.warp(), total)
+
+        run((words_ref, sums_ref), ())
+
+    return plgpu.kernel(
+        flush_kernel,
+        out_type=jax.ShapeDtypeStruct((FLUSH_GRID * warps,), jnp.int32),
+        grid=(FLUSH_GRID,),
+        grid_names=("cta",),
+        num_threads=FLUSH_THREADS // 128,
+        thread_name="warpgroup",
+    )(words)
+
+
+def flush_words() -> jax.Array:
+    """What is read between two ops: twice the L2, or nothing to speak of where there is none to empty."""
+    return jnp.ones(max(4, 2 * inputs.cache_bytes() // 4), jnp.int32)
+
+
+def compiled(cases: Sequence[Case], words: jax.Array, implementation: str | None, jobs: int) -> dict[tuple, Any]:
+    """By `_key`: the program to time and the one that counts, None where nothing does; where they cannot be had, what was raised."""
+    by_key = {_key(case, implementation): case for case in cases}
+
+    def compile_one(key: tuple) -> Any:
+        case, place = by_key[key], by_key[key].place
+        try:
+            scores, hint = _shapes(place)
+            hint = hint if key[-2] else None
+            own = ((scores, hint),) * _ops(place)
+            program = program_of(op_of(case, implementation), flushed=_on_gpu()).lower(words, own).compile()
+            counting = counting_op_of(case, implementation)
+            return program, counting and jax.jit(counting).lower(scores, hint).compile()
+        except Exception as problem:  # no reason to lose the others
+            return problem
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return dict(zip(by_key, pool.map(compile_one, by_key), strict=True))
+
+
+def _shapes(place: Place) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Of scores and a hint."""
+    return jax.ShapeDtypeStruct((place.batch, place.n), jnp.float32), jax.ShapeDtypeStruct((place.batch, place.k), jnp.int32)
+
+
+def _key(case: Case, implementation: str | None) -> tuple:
+    """What a program depends on: sizes, the op, and whether it reads a hint; not what rows and hints hold."""
+    place = case.place
+    return place.n, place.batch, place.k, _ops(place), case.implementation, _hinted(case, implementation), case.counted
+
+
+def _hinted(case: Case, implementation: str | None) -> bool:
+    """Whether a hint is given and read."""
+    if case.hint == "none" or not case.ours:
+        return False
+    try:
+        return reads_hint(op_of(case, implementation), case.place)
+    except Exception:  # raised again, and noted, where the program is made
+        return True
+
+
+def reads_hint(op: Callable, place: Place) -> bool:
+    """Whether anything in the op's program has the hint as an operand; if not, it is the program of no hint."""
+    program = jax.make_jaxpr(op)(*_shapes(place)).jaxpr
+    operands = [*program.outvars, *(operand for equation in program.eqns for operand in equation.invars)]
+    return any(operand is program.invars[1] for operand in operands)
+
+
+def _ops(place: Place) -> int:
+    return max(top_k_cases.copies_of(place), LEAST_OPS)
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+# Measuring
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """The inputs of a place, (scores, hints by name) each, and of each the sets that a stable sort finds, `[B, k]`."""
+
+    inputs: list[tuple[np.ndarray, dict[str, np.ndarray | None]]]
+    answers: list[np.ndarray]
+
+
+def made_for(place: Place, cases: Sequence[Case], files: dict[str, Captured]) -> Made:
+    """What the cases of a place rank."""
+    made = top_k_cases.make_inputs(place, list(dict.fromkeys(case.hint for case in cases)), files)
+
+    def answer(scores: np.ndarray) -> np.ndarray:
+        return score_rows.by_row(lambda row: np.sort(np.argsort(-scores[row], kind="stable")[: place.k]), place.batch)
+
+    return Made(made, [answer(scores) for scores, _ in made])
+
+
+def measure_places(
+    cases: Sequence[Case], made: dict[Place, Made], programs: dict[tuple, Any], words: jax.Array, implementation: str | None
+) -> dict[Case, dict[str, Any]]:
+    """Figures of the cases of some places, all timed in one trace."""
+    rows: dict[Case, dict[str, Any]] = {case: {} for case in cases}
+    runs: dict[Case, tuple[Callable, tuple]] = {}
+    on_device = {place: [jnp.asarray(scores) for scores, _ in made[place].inputs] for place in {case.place for case in cases}}
+    for case in cases:
+        key = _key(case, implementation)
+        if isinstance(programs[key], Exception):
+            rows[case] |= _why(programs[key])
+            continue
+        (program, counting), here, scores = programs[key], made[case.place], on_device[case.place]
+        rows[case]["reads_hint"] = _hinted(case, implementation)
+        hints = [jnp.asarray(hint[case.hint]) if rows[case]["reads_hint"] else None for _, hint in here.inputs]
+        own = tuple((scores[i % len(scores)], hints[i % len(scores)]) for i in range(_ops(case.place)))
+        try:
+            first, _ = jax.block_until_ready(program(words, own))
+            rows[case] |= _checked(first, here.answers) | _counted(counting, own[: len(scores)])
+            rows[case] |= {"path": _path(case, implementation, own[0]), "same_bits": same_bits(first, program(words, own)[0])}
+            runs[case] = program, own
+        except Exception as problem:
+            rows[case] |= _why(problem)
+    for case, found in _timings(runs, words).items():
+        rows[case] |= found
+    return rows
+
+
+def together(places: Iterable[tuple[Place, list[Case]]]) -> list[list[tuple[Place, list[Case]]]]:
+    """Places in turn, those next to each other together until a trace has enough cases or scores of its own: a trace takes a second to
+    start and to read."""
+    found: list[list[tuple[Place, list[Case]]]] = []
+    for place, cases in places:
+        there = found[-1] if found else []
+        scores = sum(before.batch * before.n for before, _ in (*there, (place, cases)))
+        if there and scores <= TRACED_SCORES and sum(len(more) for _, more in there) + len(cases) <= TRACED_CASES:
+            there.append((place, cases))
+        else:
+            found.append([(place, cases)])
+    return found
+
+
+def _timings(runs: dict[Case, tuple[Callable, tuple]], words: jax.Array) -> dict[Case, dict[str, Any]]:
+    """Figures of every case, from one trace for all of them; on a CPU by the wall clock."""
+    if not runs:
+        return {}
+    if not _on_gpu():
+        found = {case: timing.device_time(run, [(words, own)], calls=3, chain=len(own)) for case, (run, own) in runs.items()}
+        return {case: each.figures() for case, each in found.items()}
+
+    def run_all():
+        for program, own in runs.values():
+            for _ in range(CALLS):
+                jax.block_until_ready(program(words, own))
+                time.sleep(timing.PAUSE)
+
+    try:
+        calls = timing.split_calls(timing.record(run_all), CALLS * len(runs), alike=False)
+    except RuntimeError as problem:
+        return {case: _why(problem) for case in runs}
+    return {case: _figures(mine, len(own)) for (case, (_, own)), mine in zip(runs.items(), itertools.batched(calls, CALLS), strict=True)}
+
+
+def _figures(calls: Sequence[list[Kernel]], ops: int) -> dict[str, Any]:
+    """From the kernels of a case's calls: the timing of the ops, each of which is what ran between two reads of the cache's size."""
+    found: list[list[Kernel]] = []
+    for call in calls:
+        starts = [i for i, kernel in enumerate(call) if kernel.name.startswith("flush")]
+        if len(starts) != ops:
+            return {"failed": f"{len(starts)} reads between {ops} ops: {', '.join(sorted({kernel.name for kernel in call}))}"}
+        found += [call[a + 1 : b] for a, b in itertools.pairwise([*starts, len(call)])]
+    if not all(found):
+        return {"failed": "an op ran no kernel of its own"}
+    return timing.ops_timing(found).figures()
+
+
+def _checked(results: Sequence, answers: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Whether the indices of every op are the set of a stable sort, and for those that are not the share that is."""
+    shares = []
+    for i, result in enumerate(results):
+        for found, answer in zip(np.asarray(result[1]), answers[i % len(answers)], strict=True):
+            shares.append(score_rows.overlap(answer, found) if np.unique(found).size == found.size else 0.0)
+    return {"exact": min(shares) == 1.0, "recall": float(np.mean(shares))}
+
+
+def _hint_overlap(case: Case, made: Made) -> float | None:
+    """Share of the answer that the hint has, on average."""
+    if case.hint == "none":
+        return None
+    pairs = [
+        pair for answer, (_, hints) in zip(made.answers, made.inputs, strict=True) for pair in zip(answer, hints[case.hint], strict=True)
+    ]
+    return float(np.mean([score_rows.overlap(*pair) for pair in pairs]))
+
+
+def _path(case: Case, implementation: str | None, own: tuple) -> str:
+    """Which implementation of the op runs; the name of any other."""
+    if not case.ours:
+        return case.implementation
+    with dispatch.listening() as path:
+        jax.eval_shape(op_of(case, implementation), *own)
+    return path["top_k"]
+
+
+def _counted(counting: Callable | None, own: Sequence[tuple]) -> dict[str, Any]:
+    """Means and maxima of the op's counts over all inputs and rows, and of its stamps, if there are."""
+    if counting is None:
+        return {}
+    found = np.concatenate([np.asarray(counting(scores, hint)) for scores, hint in own]).astype(np.float64)
+    counts = {name: {"mean": float(found[:, i].mean()), "most": int(found[:, i].max())} for i, name in enumerate(COUNTS)}
+    return {"counts": counts} | phases_of(found)
+
+
+def phases_of(counts: np.ndarray) -> dict[str, Any]:
+    """Clock cycles of each phase, on average over rows, from counts `[rows, 3 + phases]`; nothing where there are none."""
+    cycles = counts[:, len(COUNTS) :]
+    return {"phases": dict(zip(PHASES, cycles.mean(0).tolist(), strict=True))} if cycles.shape[1] else {}
+
+
+def measure_torch(cases: Sequence[Case], made: dict[Place, Made]) -> dict[Case, dict[str, Any]]:
+    """Figures of torch.topk at every place, from one process; what it answers is checked like any other."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = {place: f"{folder}/rows{number}.npy" for number, place in enumerate(dict.fromkeys(case.place for case in cases))}
+        for place, file in files.items():
+            np.save(file, np.stack([scores for scores, _ in made[place].inputs]))
+        shared = {"flush_bytes": max(16, 2 * inputs.cache_bytes()), "calls": CALLS}
+        requests = [
+            shared
+            | {"name": case.name, "rows": files[case.place], "k": case.place.k, "sorted": case.implementation == "torch-sorted"}
+            | {"answers": f"{folder}/{number}.npy"}
+            for number, case in enumerate(cases)
+        ]
+        try:
+            said = torch_top_k.ask(requests)
+        except RuntimeError as problem:
+            return {case: _why(problem) for case in cases}
+        return {case: _torch_figures(said[case.name], request, made[case.place]) for case, request in zip(cases, requests, strict=True)}
+
+
+def _torch_figures(answer: dict[str, Any], request: dict[str, Any], made: Made) -> dict[str, Any]:
+    if "skipped" in answer:
+        return {"skipped": answer["skipped"]}
+    figures: Timing = timing.ops_timing([[Kernel(*kernel) for kernel in op] for op in answer["ops"]])
+    checked = _checked([(None, indices) for indices in np.load(request["answers"])], made.answers)
+    return checked | {"path": f"torch {answer['torch']}"} | figures.figures()
+
+
+def _row(case: Case, made: Made, figures: dict[str, Any], bytes_per_s: float) -> dict[str, Any]:
+    """A row, with the bytes that have to move at least: scores once, the hint if it is read, values and indices."""
+    place = case.place
+    row = case.fields() | {"overlap": _hint_overlap(case, made), "copies": len(made.inputs)}
+    if "median_s" not in figures:
+        return row | {name: figures[name] for name in ("skipped", "failed") if name in figures}
+    moved = {"scores": 4 * place.batch * place.n, "hint": 4 * place.batch * place.k * figures.get("reads_hint", False)}
+    moved["result"] = 8 * place.batch * place.k
+    rate = sum(moved.values()) / figures["median_s"]
+    return row | {"same_bits": None} | figures | {"bytes": moved, "bytes_per_s": rate, "fraction_of_copy": rate / bytes_per_s}
+
+
+def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
+    """To each row of the op: how many times as long every other selection takes at the same place."""
+    key = ("rows", "n", "batch", "k")
+    timed: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for row in rows:
+        if "median_s" in row:
+            timed[row["implementation"].partition(":")[0] == "top_k"].append(row)
+    for row in timed[True]:
+        here = [other for other in timed[False] if all(other[name] == row[name] for name in key)]
+        row["times"] = {other["implementation"]: other["median_s"] / row["median_s"] for other in here}
+
+
+def _why(problem: Exception) -> dict[str, str]:
+    kind = "skipped" if isinstance(problem, NotImplementedError) else "failed"
+    text = " ".join(str(problem).split())[:600]
+    return {kind: text if kind == "skipped" else f"{type(problem).__name__}: {text}"}
+
+
+def run(
+    cases: Sequence[Case],
+    implementation: str | None,
+    files: dict[str, Captured],
+    *,
+    json_out: Path | None,
+    say: Callable,
+    jobs: int,
+    earlier: dict[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Measure all cases, place by place; returns their rows, and writes them as they come.
+
+    earlier: a run to go on with, whose rows come first and are not measured again.
+    """
+    say("copy bandwidth")
+    copy, rows, earlier_runs = copy_rate(), list((earlier or {}).get("rows", ())), top_k_earlier.continued(earlier)
+    started = time.perf_counter()
+    with_torch = [case for case in cases if case.implementation.startswith("torch")]
+    others = [case for case in cases if case not in with_torch]
+    words = flush_words()
+    say(f"compiling for {len(others)} cases; rows, hints, and their sets by a stable sort")
+    with ThreadPoolExecutor(1) as aside, ThreadPoolExecutor(4) as makers:
+        programs_to_be = aside.submit(compiled, others, words, implementation, jobs)
+        by_place = _by_place(cases)
+        made = dict(zip(by_place, makers.map(lambda place: made_for(place, by_place[place], files), by_place), strict=True))
+        took = {"until_made_s": time.perf_counter() - started}
+        programs = programs_to_be.result()
+    took["until_compiled_s"] = time.perf_counter() - started
+    say("torch.topk")
+    figures = measure_torch(with_torch, made) if with_torch else {}
+    took["until_torch_s"] = time.perf_counter() - started
+    for group in together(by_place.items()):
+        say(", ".join(place.name for place, _ in group))
+        gc.collect()
+        here = [case for _, of_place in group for case in of_place]
+        ours = [case for case in here if case not in with_torch]
+        figures |= measure_places(ours, made, programs, words, implementation)
+        rows += [_row(case, made[case.place], figures[case], copy["bytes_per_s"]) for case in here]
+        add_ratios(rows)
+        took["all_s"] = time.perf_counter() - started
+        if json_out is not None:
+            figures_of_all = {"bench": "top-k", "copy": copy, "implementation": implementation, "took": took, "continues": earlier_runs}
+            write_result(json_out, figures_of_all | {"rows": rows})
+    return rows
+
+
+def _by_place(cases: Iterable[Case]) -> dict[Place, list[Case]]:
+    found: dict[Place, list[Case]] = {}
+    for case in cases:
+        found.setdefault(case.place, []).append(case)
+    return found
+
+
+HELP = """Time top_k and other selections on the same rows: device time, L2 cold, sets compared with a stable sort's.
+
+CASES are globs over names `rows/scores/batch/k/hint/implementation`, as in 'normal/128k/b1/k2048/*' or '*/b8/*/top_k'; without any, all
+but the tiny ones. With --rows, captured rows (kvjax bench overlap --save) are cases too, FILE.LAYER/...
+
+Tables and plots: python -m pallas_kernels.bench.report --help
+"""
+
+
+def bench(
+    cases: Annotated[list[str] | None, typer.Argument(help="Globs over the names of cases.", show_default=False)] = None,
+    list_cases: Annotated[bool, typer.Option("--list", help="Print the names and stop.")] = False,
+    rows: Annotated[list[Path] | None, typer.Option(help="Captured rows, .npz; may be given several times.")] = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each place.")] = None,
+    implementation: Annotated[str | None, typer.Option(help="Of the op: xla, mosaic_gpu, ... [default: what dispatch picks]")] = None,
+    jobs: Annotated[int, typer.Option(help="Programs compiled at a time.", min=1)] = 12,
+    only_missing: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON of a run of the same code that was cut: its rows are kept, what it lacks is measured.", exists=True, dir_okay=False
+        ),
+    ] = None,
+) -> None:
+    """See HELP."""
+    # JAX would take most of the memory at its start, and PyTorch's process has to find room.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    try:
+        files = {file.stem: top_k_cases.load_captured(file) for file in rows or ()}
+        everything = top_k_cases.in_order([*top_k_cases.all_cases(), *top_k_cases.captured_cases(files)])
+        chosen = top_k_cases.matching(everything, cases or ())
+        earlier = None if only_missing is None else top_k_earlier.load_run(only_missing)
+        if earlier is not None and not list_cases:
+            chosen = top_k_earlier.missing(chosen, earlier, jax.local_devices()[0].device_kind, implementation)
+            if not chosen:
+                raise ValueError(f"{only_missing} lacks none of the cases that were asked for")
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if list_cases:
+        typer.echo("\n".join(case.name for case in (chosen if cases else everything)))
+        return
+    from rich.console import Console
+
+    from pallas_kernels.bench.top_k import report as top_k_report
+
+    console = Console(stderr=True)
+    with console.status("") if console.is_terminal else contextlib.nullcontext() as status:
+        say = status.update if status else lambda what: console.print(what, highlight=False)
+        found = run(chosen, implementation, files, json_out=json_out, say=say, jobs=jobs, earlier=earlier)
+    print(top_k_report.main_table(found))
+    if _on_gpu():
+        print("", top_k_report.target_table(found), sep="\n")
+    failed = [row for row in found if "failed" in row]
+    for row in failed:
+        typer.echo(f"{row['case']} failed: {row['failed']}", err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(help=HELP)(bench)
+    app()

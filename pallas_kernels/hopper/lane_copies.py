@@ -1,0 +1,118 @@
+"""Asynchronous copies ahead of their use, by the threads of `hopper.lanes`: a software pipeline, rows brought swizzled, bulk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from pallas_kernels.hopper import lanes
+from pallas_kernels.hopper.lanes import Scalar
+
+
+def pipeline(
+    turns: Scalar,
+    depth: int,
+    locate: Callable,
+    fetch: Callable,
+    consume: Callable,
+    carry: Sequence[Scalar],
+    meanwhile: Callable = lambda: None,
+    prepare: Callable = lambda: None,
+) -> list[Scalar]:
+    """`for n in range(turns): carry = consume(n, place, *carry)`; returns the carry.
+
+    place = locate(n), a list; fetch(n, place) starts copies. Fetching runs `depth` turns ahead, and locating one more, so that neither
+    what a place is read from nor what it leads to is waited for. prepare: called before the first copies are started, while their
+    places are read. meanwhile: called once these copies are on their way; what it reads arrives after them.
+    """
+    places = [locate(lanes.i32(n)) for n in range(depth + 1)]
+    prepare()
+    size = len(places[0])
+
+    def start(n, place):
+        with lanes.when(n < turns):
+            fetch(n, place)
+        lanes.commit_copies()
+
+    for n in range(depth):
+        start(lanes.i32(n), places[n])
+    meanwhile()
+
+    def turn(n, *carry):
+        after_next = locate(n + (depth + 1))
+        lanes.wait_for_copies(depth - 1)
+        after = consume(n, carry[:size], *carry[(depth + 1) * size :])
+        start(n + depth, carry[depth * size :][:size])
+        return [*carry[size : (depth + 1) * size], *after_next, *after]
+
+    carry = lanes.loop(turns, [*(x for place in places for x in place), *carry], turn)
+    lanes.wait_for_copies(0)
+    return carry[(depth + 1) * size :]
+
+
+def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int) -> None:
+    """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte pieces exchanged by row.
+
+    place: number of a row, Scalar -> (array, block, bytes of a block, bytes from the block's start, whether it is there: else zeros). See
+    `swizzled` for where pieces land.
+    """
+    pieces = row_bytes // 16
+    for first in range(0, rows * pieces, 32):
+        i = lanes.lane() + first
+        row, piece = i // pieces, i % pieces
+        if pieces % 32 == 0:  # one row for all lanes, which the compiler does not see
+            row, piece = lanes.i32(first // pieces), lanes.lane() + first % pieces
+        ref, block, block_bytes, start, there = place(row)
+        target = offset + swizzled(row, piece, row_bytes)
+        with lanes.when(i < rows * pieces) if first + 32 > rows * pieces else contextlib.nullcontext():
+            lanes.copy_async_16_bytes(shared, target, ref, start + piece * 16, block=block, block_bytes=block_bytes, there=there)
+
+
+def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
+    """Word at which a 16-byte piece of a row stands: the pieces of 8 consecutive rows with the same number lie in different banks."""
+    return row * (row_bytes // 4) + (piece ^ (row & 7)) * 4
+
+
+# Bulk copies: one thread asks, the copy engine brings it, and an arrival in shared memory (two words) says that it is there. Threads that
+# copy 16 bytes each would stand in the way of their warps' other work where memory is slow.
+
+ARRIVAL_WORDS = 2
+
+
+def make_arrivals(arrivals, count: int, threads: int) -> None:
+    """Make the first `count` arrivals ready, by all threads of the CTA, before any copy."""
+    for start in range(0, count, threads):
+        with lanes.when(lanes.thread() + start < count):
+            lanes.ptx("mbarrier.init.shared::cta.b64 [$0], 1;", _arrival(arrivals, lanes.thread() + start))
+    lanes.ptx("fence.mbarrier_init.release.cluster;")
+    lanes.cta_barrier(threads)
+
+
+def forget_arrivals(arrivals, count: int, threads: int) -> None:
+    """Take them back, each by the thread that will make it again; after a barrier of the CTA, when nothing is on its way."""
+    for start in range(0, count, threads):
+        with lanes.when(lanes.thread() + start < count):
+            lanes.ptx("mbarrier.inval.shared::cta.b64 [$0];", _arrival(arrivals, lanes.thread() + start))
+    lanes.publish_to_tensor_cores()  # what this thread wrote where the copy engine will write again
+
+
+def copy_bulk(
+    shared, offset: Scalar, ref, offset_bytes: Scalar, size_bytes: Scalar, arrivals, number: Scalar, *, block, block_bytes
+) -> None:
+    """Start copying a multiple of 16 bytes of an array in global memory to word `offset` of shared memory, by one thread; arrival
+    `number` awaits it."""
+    arrival, source = _arrival(arrivals, number), lanes.address(ref, offset_bytes, block, block_bytes)
+    lanes.ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", arrival, size_bytes)
+    code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+    lanes.ptx(code, lanes.address(shared, offset * 4), source, size_bytes, arrival)
+
+
+def wait_for_arrival(arrivals, number: Scalar, turn: Scalar) -> None:
+    """Wait until the copy that is number `turn` (0, 1, ...) to be awaited there has come; by whole warps."""
+    wait = "mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
+    code = f"{{.reg .pred p; WAIT: {wait} @p bra DONE; bra WAIT; DONE:}}"
+    lanes.ptx(code, _arrival(arrivals, number), turn & 1, convergent=True)
+
+
+def _arrival(arrivals, number: Scalar):
+    return lanes.address(arrivals, number * (4 * ARRIVAL_WORDS))

@@ -1,0 +1,45 @@
+"""Words of two 16-bit numbers, for the functions of `pallas_kernels.hopper.lanes`: packed, multiplied, and as a warp's small matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pallas_kernels.hopper import lanes
+
+
+def load_matrices(ref, offset: lanes.Scalar, *, transposed: bool = False) -> list[lanes.Scalar]:
+    """`ldmatrix.x4`: four 8 x 8 matrices of 16-bit numbers from shared memory, a word of each per lane.
+
+    offset: words; lane 8m + r says where row r of matrix m stands, 16 bytes. Lane (g, t) gets columns 2t, 2t + 1 of row g; transposed:
+    rows 2t, 2t + 1 of column g.
+    """
+    code = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    return lanes.ptx(code, lanes.address(ref, offset * 4), result=["i32"] * 4, convergent=True)
+
+
+def mma(acc: Sequence[lanes.Scalar], a: Sequence[lanes.Scalar], b: Sequence[lanes.Scalar], dtype: str) -> list[lanes.Scalar]:
+    """`mma.m16n8k16` of a warp: 4 float32 accumulators, 4 words of A (16 x 16), 2 words of B (16 x 8). dtype: bfloat16 or float16."""
+    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    registers = "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13}"
+    code = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {registers};"
+    return lanes.ptx(code, *a, *b, *acc, result=["f32"] * 4, convergent=True)
+
+
+def pack(low: lanes.Scalar, high: lanes.Scalar, dtype: str) -> lanes.Scalar:
+    """Two float32 rounded to bfloat16 or float16, in one word."""
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    return lanes.ptx(f"cvt.rn.{kind}.f32 $0, $1, $2;", high, low, result="i32")
+
+
+def multiply_pairs(a: lanes.Scalar, b: lanes.Scalar, dtype: str) -> lanes.Scalar:
+    """Products of the two numbers of each word, rounded to bfloat16 or float16."""
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    return lanes.ptx(f"mul.rn.{kind} $0, $1, $2;", a, b, result="i32")
+
+
+def unpack(word: lanes.Scalar, dtype: str) -> list[lanes.Scalar]:
+    """The two numbers of a word as float32."""
+    if dtype == "bfloat16":
+        return [lanes.bits(word << 16), lanes.bits(word & -65536)]
+    code = "{.reg .b16 l, h; mov.b32 {l, h}, $2; cvt.f32.f16 $0, l; cvt.f32.f16 $1, h;}"
+    return lanes.ptx(code, word, result=["f32", "f32"])

@@ -1,0 +1,453 @@
+"""Tiles of queries over tiles of paged keys, for Mosaic GPU (Hopper): the stage that all prefill kernels share.
+
+A CTA has 64 query rows for each of two warpgroups, and a third warpgroup that brings keys and values by TMA, straight from their pages,
+into a ring in shared memory. Per tile of keys each of the two multiplies q.k, folds it into an online softmax in registers (base 2), and
+multiplies p.v; a barrier makes them take turns, so that one's softmax runs under the other's matrix work (FlashAttention-3,
+arXiv 2407.08608). Which keys a tile of queries meets, and in which order, is the op's: a `Walk`.
+
+Tiles are folded in the order of the walk, and a tile that a row may not see leaves that row's bits as they were. So a row's bits depend
+on its own keys and their order alone, whatever rows share its tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, LOWEST, SWIZZLED, natural_lse
+
+ROWS = 64
+"""Query rows of a warpgroup: those of a `wgmma`."""
+
+FOLDERS = 2
+"""Warpgroups that fold tiles of keys; one more fetches them."""
+
+TILE_ROWS = FOLDERS * ROWS
+"""Query rows of a tile, one CTA's."""
+
+FOLDER_REGISTERS, FETCHER_REGISTERS = 232, 40
+"""Of 65536 registers, per thread: 2 x 128 x 232 + 128 x 40 is what they share out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What the shared stage's code depends on.
+
+    num_rows: query rows per sequence. row_stride: tokens between two of them. num_pages: of the pool. piece: consecutive tokens of a page
+    that one copy brings, divides tile. tile: keys folded in at once. stages: tiles in flight.
+    """
+
+    batch: int
+    num_rows: int
+    row_stride: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_pages: int
+    page_size: int
+    piece: int
+    tile: int
+    stages: int
+    sm_scale: float
+    dtype: Any
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def pieces(self) -> int:
+        """Copies per tile of keys."""
+        return self.tile // self.piece
+
+    @property
+    def turns(self) -> bool:
+        """Whether the folding warpgroups take turns at the tensor cores. With head dim 64 softmax takes longer than they do."""
+        return self.head_dim > 64
+
+    @property
+    def query_tiles(self) -> int:
+        """Tiles of queries per sequence and head."""
+        return -(-self.num_rows // TILE_ROWS)
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers."""
+        ring = (self.stages, self.tile, self.head_dim)
+        return {
+            "q_s": plgpu.SMEM((FOLDERS, ROWS, self.head_dim), self.dtype, transforms=SWIZZLED),
+            "k_s": plgpu.SMEM(ring, self.dtype, transforms=SWIZZLED),
+            "v_s": plgpu.SMEM(ring, self.dtype, transforms=SWIZZLED),
+            "lse_s": plgpu.SMEM((FOLDERS, ROWS), jnp.float32),
+            "q_bar": plgpu.Barrier(num_barriers=FOLDERS),
+            "k_bar": plgpu.Barrier(num_arrivals=self.pieces, num_barriers=self.stages),
+            "v_bar": plgpu.Barrier(num_arrivals=self.pieces, num_barriers=self.stages),
+            "k_free": plgpu.Barrier(num_arrivals=FOLDERS, num_barriers=self.stages),
+            "v_free": plgpu.Barrier(num_arrivals=FOLDERS, num_barriers=self.stages),
+            "partial_bar": plgpu.Barrier(num_arrivals=self.pieces),
+            "turn": plgpu.Barrier(num_arrivals=FOLDERS),
+        }
+
+
+def unsupported(q, k, sm_scale: float) -> str | None:
+    """Why the shared stage cannot do these valid inputs, or None if it can."""
+    if q.dtype != k.dtype or q.dtype.name not in ("bfloat16", "float16"):
+        return f"it multiplies bfloat16 or float16, q and k alike; got q {q.dtype}, k {k.dtype}"
+    if q.shape[3] not in (64, 128, 256):
+        return f"the head dim must be 64, 128 or 256, got {q.shape[3]}"
+    if k.shape[2] % 64:
+        return f"the page size must be a multiple of 64, got {k.shape[2]}"
+    if sm_scale <= 0:
+        return f"sm_scale must be positive, got {sm_scale}"
+    return None
+
+
+def shape_of(q, k, *, sm_scale: float, row_stride: int = 1, block_size: int | None = None) -> Shape:
+    """The shape for query rows `[B, R, H, D]` and a pool `[N, K, P, D]`. block_size: tokens that a walk lists together; None: any."""
+    batch, num_rows, num_heads, head_dim = q.shape
+    num_pages, num_kv_heads, page_size, _ = k.shape
+    tile = 128 if head_dim <= 128 else 64
+    piece = math.gcd(math.gcd(page_size, tile), block_size or tile)
+    stages = 4 if head_dim == 64 else 2
+    sizes = (num_heads, num_kv_heads, head_dim, num_pages, page_size, piece, tile, stages)
+    return Shape(batch, num_rows, row_stride, *sizes, sm_scale, q.dtype)
+
+
+def plain_ends(page_table, lengths, page_size: int):
+    """Per row of the batch `[B]`, the position up to which every token is written and has a page."""
+    missing = jnp.where(page_table < 0, jnp.arange(page_table.shape[1], dtype=jnp.int32), page_table.shape[1])
+    return jnp.minimum(missing.min(axis=1) * page_size, lengths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """Which keys a tile of queries meets.
+
+    steps: tiles of keys, traced. starts: step -> position of the first key of each of a tile's pieces; negative: the piece has none.
+    page_of: position -> its page, -1 where there is none. plain_end: positions before it are written and have pages. length: tokens
+    written. unmasked: (step, starts, first position, last position) of 64 query rows -> whether each of them sees all keys of the tile that
+    are at or before it. seen: (step, key positions, query positions), arrays -> whether a query sees a key at or before it. Both None: all.
+    """
+
+    steps: Any
+    starts: Callable
+    page_of: Callable
+    plain_end: Any
+    length: Any
+    unmasked: Callable | None = None
+    seen: Callable | None = None
+
+
+def window_masks(s: Shape, window: tuple[int, int]) -> dict[str, Callable]:
+    """`unmasked` and `seen` of a walk whose rows see sinks and window only."""
+    sink_tokens, window_tokens = window
+
+    def unmasked(_, starts, first, last):
+        return functools.reduce(jnp.logical_and, [(start + s.piece <= sink_tokens) | (start > last - window_tokens) for start in starts])
+
+    def seen(_, pos, query_pos):
+        return (pos < sink_tokens) | (pos > query_pos - window_tokens)
+
+    return {"unmasked": unmasked, "seen": seen}
+
+
+def fetch(s: Shape, walk: Walk, pools, head, scratch) -> None:
+    """By the third warpgroup: every tile of the walk into the ring, K and V, as soon as there is room.
+
+    A piece without keys is read from behind the pool, which TMA answers with zeros, and values that were never written are zeroed: they
+    may be NaN, and 0 * NaN is NaN. Keys may be anything where they are masked.
+    """
+
+    def places(step):
+        found = []
+        for start in walk.starts(step):
+            there = (start >= 0) & (start < walk.length)
+            page = jnp.where(there, walk.page_of(jnp.where(there, start, 0)), -1)
+            token = lax.rem(jnp.maximum(start, 0), jnp.int32(s.page_size))
+            found.append((jnp.where(page < 0, s.num_pages, page), token, jnp.where(there, walk.length - start, s.piece)))
+        return tuple(found)
+
+    def copy(pool, target, bar, here):
+        for p, (page, token, _) in enumerate(here):
+            source = pool.at[page, head, pl.ds(pl.multiple_of(token, s.piece), s.piece)]
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(p * s.piece, s.piece)], bar)
+
+    def step(n, here):
+        slot = lax.rem(n, jnp.int32(s.stages))
+        k_bar, v_bar, v_tile = scratch["k_bar"].at[slot], scratch["v_bar"].at[slot], scratch["v_s"].at[slot]
+        after = places(jnp.minimum(n + 1, walk.steps - 1))  # ahead of the waits below, which hide what it reads
+        written = [count for *_, count in here]
+        partial = functools.reduce(jnp.logical_or, [count < s.piece for count in written])
+
+        @pl.when(n >= s.stages)
+        def _():
+            plgpu.barrier_wait(scratch["k_free"].at[slot])
+
+        copy(pools[0], scratch["k_s"].at[slot], k_bar, here)
+
+        @pl.when(n >= s.stages)
+        def _():
+            plgpu.barrier_wait(scratch["v_free"].at[slot])
+
+        @pl.when(jnp.logical_not(partial))
+        def _():
+            copy(pools[1], v_tile, v_bar, here)
+
+        @pl.when(partial)
+        def _():
+            copy(pools[1], v_tile, scratch["partial_bar"], here)
+            plgpu.barrier_wait(scratch["partial_bar"])
+            _forget_unwritten(s, v_tile, written)
+            for _ in range(s.pieces):
+                plgpu.barrier_arrive(v_bar)
+
+        return after
+
+    @pl.when(walk.steps > 0)
+    def _():
+        lax.fori_loop(0, walk.steps, step, places(jnp.int32(0)))
+        for slot in range(s.stages):  # no barrier may be left with a phase that nobody saw
+
+            @pl.when(slot < walk.steps)
+            def _(slot=slot):
+                plgpu.barrier_wait(scratch["k_free"].at[slot])
+                plgpu.barrier_wait(scratch["v_free"].at[slot])
+
+
+def _forget_unwritten(s: Shape, v_tile, written) -> None:
+    """Zero the values of a tile that lie behind the `written` ones of each piece; a corner at a time, for want of registers."""
+    for token, column in itertools.product(range(0, s.tile, 64), range(0, s.head_dim, 64)):
+        corner = v_tile.at[pl.ds(token, 64), pl.ds(column, 64)]
+        row = token + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=LAYOUT)
+        kept = row < _of_piece(s, row, [p * s.piece + count for p, count in enumerate(written)])
+        corner[...] = jnp.where(kept, corner[...], jnp.zeros_like(corner[...]))
+    plgpu.commit_smem()
+
+
+@dataclasses.dataclass(frozen=True)
+class Aside:
+    """What an op does with a tile of keys besides folding it in.
+
+    weigh: in place of `weigh_plainly`. beside: (step, report of `weigh`, state) -> state, called for every tile in order, while the q.k of
+    the next is multiplied; first with step -1 and `report`. report, state: to begin with. finish: takes the last state.
+    """
+
+    weigh: Callable
+    beside: Callable
+    report: Any
+    state: Any
+    finish: Callable
+
+
+def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = None):
+    """By a folding warpgroup: its 64 rows over every tile of the walk: (acc [64, D], m [64] in log2 units, total [64]), all float32.
+
+    first: position of its first row; the rows of `q_s` must have arrived.
+    """
+    weigh = aside.weigh if aside else functools.partial(weigh_plainly, s)
+    q_s, k_s, v_s = scratch["q_s"].at[warpgroup], scratch["k_s"], scratch["v_s"]
+
+    def offer_turn():
+        if s.turns:
+            plgpu.barrier_arrive(scratch["turn"])
+
+    def await_turn():
+        if s.turns:
+            plgpu.barrier_wait(scratch["turn"])
+
+    def take_turns():
+        offer_turn()
+        await_turn()
+
+    def step(n, carry):
+        acc, m, total, starts, report, state = carry
+        slot = lax.rem(n, jnp.int32(s.stages))
+        after = walk.starts(jnp.minimum(n + 1, walk.steps - 1))
+
+        def scores(acc_ref):
+            plgpu.wgmma(acc_ref, q_s, k_s.at[slot].transpose((1, 0)))
+            take_turns()
+            after_last = aside.beside(n - 1, report, state) if aside else state
+            return acc_ref[...], after_last
+
+        x, state = pl.run_scoped(scores, plgpu.ACC((ROWS, s.tile), jnp.float32))
+        plgpu.barrier_arrive(scratch["k_free"].at[slot])
+        x = lax.cond(_plain(s, walk, n, starts, first), lambda x: x, functools.partial(_masked, s, walk, n, starts, first), x)
+
+        new_m, of_tile, weights, report = weigh(x, m)
+        alpha = jnp.exp2(m - new_m)
+        acc *= lax.broadcast_in_dim(alpha, acc.shape, [0])
+        total = total * alpha + of_tile
+        acc, total, new_m, weights = lax.optimization_barrier((acc, total, new_m, weights))
+        offer_turn()
+        plgpu.barrier_wait(scratch["v_bar"].at[slot])
+        await_turn()
+
+        def values(acc_ref):
+            for part, p16 in enumerate(weights):
+                plgpu.wgmma(acc_ref, p16, v_s.at[slot, pl.ds(part * p16.shape[1], p16.shape[1])])
+
+            @pl.when(n + 1 < walk.steps)
+            def _():
+                plgpu.barrier_wait(scratch["k_bar"].at[lax.rem(n + 1, jnp.int32(s.stages))])
+
+        acc = pl.run_state(values)(plgpu.ACC.init(acc))
+        plgpu.barrier_arrive(scratch["v_free"].at[slot])
+        return acc, new_m, total, after, report, state
+
+    empty = plgpu.layout_cast(jnp.zeros((ROWS, s.head_dim), jnp.float32), LAYOUT)
+
+    @pl.when(walk.steps > 0)
+    def _():
+        plgpu.barrier_wait(scratch["k_bar"].at[0])
+
+    pl.when(warpgroup == 1)(take_turns)
+    first_aside = (aside.report, aside.state) if aside else ((), ())
+    begin = (empty, all_rows(LOWEST), all_rows(0.0), walk.starts(jnp.int32(0)), *first_aside)
+    acc, m, total, _, report, state = lax.fori_loop(0, walk.steps, step, begin)
+    pl.when(warpgroup == 0)(take_turns)
+    if aside:
+        aside.finish(aside.beside(walk.steps - 1, report, state))
+    return acc, m, total
+
+
+def all_rows(value: float):
+    """The same number for each of a warpgroup's rows."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), LAYOUT.reduce(1))
+
+
+def weigh_plainly(s: Shape, x, m):
+    """A tile's weights from its logits (before scaling, -inf where masked) and the maximum so far, in log2 units.
+
+    Returns the new maximum, the sum of weights relative to it, the weights themselves in parts of consecutive keys, and a report.
+    """
+    new_m = jnp.maximum(m, x.max(axis=1) * (s.sm_scale * LOG2E))
+    p = jnp.exp2(x * (s.sm_scale * LOG2E) - lax.broadcast_in_dim(new_m, x.shape, [0]))
+    return new_m, p.sum(axis=1), (p.astype(s.dtype),), ()
+
+
+def _plain(s: Shape, walk: Walk, step, starts, first):
+    """Whether 64 rows from position `first` on see every key of a tile."""
+    plain = True if walk.unmasked is None else walk.unmasked(step, starts, first, first + (ROWS - 1) * s.row_stride)
+    for start in starts:
+        plain &= (start >= 0) & (start + s.piece <= walk.plain_end) & (start + (s.piece - 1) <= first)
+    return plain
+
+
+def _of_piece(s: Shape, column, values):
+    """Per column of a tile, the value of its piece."""
+    found = jnp.broadcast_to(values[-1], column.shape)
+    for p in range(s.pieces - 2, -1, -1):
+        found = jnp.where(column < (p + 1) * s.piece, values[p], found)
+    return found
+
+
+def _written(s: Shape, walk: Walk, starts):
+    """How many keys of each piece there are."""
+    counts = []
+    for start in starts:
+        there = (start >= 0) & (start < walk.length)
+        page = walk.page_of(jnp.where(there, start, 0))
+        counts.append(jnp.where(there & (page >= 0), jnp.minimum(walk.length - start, s.piece), 0))
+    return counts
+
+
+def _masked(s: Shape, walk: Walk, step, starts, first, x):
+    """Logits of a tile with -inf where a row does not see a key."""
+    column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=LAYOUT)
+    row = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=LAYOUT)
+    query_pos = first + row * s.row_stride
+    written = _written(s, walk, starts)
+    pos = column + _of_piece(s, column, [start - p * s.piece for p, start in enumerate(starts)])
+    seen = (column < _of_piece(s, column, [p * s.piece + count for p, count in enumerate(written)])) & (pos <= query_pos)
+    if walk.seen is not None:
+        seen &= walk.seen(step, pos, query_pos)
+    return jnp.where(seen, x, -jnp.inf)
+
+
+def store(s: Shape, folded, warpgroup, first_row, row, head, scratch, out_ref, lse_ref) -> None:
+    """By a folding warpgroup: its result to rows first_row, ... of `outputs`."""
+    acc, m, total = folded
+    q_s, lse_s = scratch["q_s"].at[warpgroup], scratch["lse_s"].at[warpgroup]
+    share = 1.0 / jnp.where(total == 0, 1.0, total)
+    q_s[...] = (acc * lax.broadcast_in_dim(share, acc.shape, [0])).astype(s.dtype)
+    lse_s[...] = natural_lse(m, total)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(q_s, out_ref.at[row, pl.ds(first_row, ROWS), head])
+    plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[row, head, pl.ds(first_row, ROWS)])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
+    """Out `[B, R padded to 8, H, D]` and lse `[B, H, R padded to whole tiles]`, as TMA wants them."""
+    return [
+        jax.ShapeDtypeStruct((s.batch, -(-s.num_rows // 8) * 8, s.num_heads, s.head_dim), s.dtype),
+        jax.ShapeDtypeStruct((s.batch, s.num_heads, s.query_tiles * TILE_ROWS), jnp.float32),
+    ]
+
+
+def padded(q):
+    """Queries `[B, R, H, D]` with R padded to 8, as TMA wants them."""
+    return jnp.pad(q, ((0, 0), (0, -q.shape[1] % 8), (0, 0), (0, 0)))
+
+
+def cut(s: Shape, out, lse):
+    """`outputs` as `[B, R, H, D]` and `[B, R, H]`."""
+    return out[:, : s.num_rows], lse[:, :, : s.num_rows].swapaxes(1, 2)
+
+
+def launch(s: Shape, name: str, walk_of: Callable, aside_of: Callable | None = None, more_outputs: Sequence = (), interpret=None):
+    """A kernel that folds every tile of queries, as a function of (`padded` queries, k, v, *others) -> (*`outputs`, *more_outputs).
+
+    walk_of: (references of the others, row of the batch, head, tile) -> (`Walk`, position of the tile's first query). aside_of: (`Walk`,
+    row of the batch, head, first of 64 query rows, its position, references of more_outputs) -> `Aside`. more_outputs: shapes and dtypes.
+    name: of the kernel, in profiles.
+    """
+
+    def kernel(q_ref, k_ref, v_ref, *refs, **scratch):
+        ends = len(refs) - 2 - len(more_outputs)
+        others, (out_ref, lse_ref, *more_refs) = refs[:ends], refs[ends:]
+        head, row, warpgroup = (lax.axis_index(name) for name in ("head", "row", "warpgroup"))
+        tile = s.query_tiles - 1 - lax.axis_index("tile")  # the longest walks first
+
+        @pl.when(warpgroup < FOLDERS)
+        def _():
+            plgpu.set_max_registers(FOLDER_REGISTERS, action="increase")
+            walk, position = walk_of(others, row, head, tile)
+            first_row = (tile * FOLDERS + warpgroup) * ROWS
+            q_bar = scratch["q_bar"].at[warpgroup]
+            plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(first_row, ROWS), head], scratch["q_s"].at[warpgroup], q_bar)
+            plgpu.barrier_wait(q_bar)
+            first = position + warpgroup * (ROWS * s.row_stride)
+            aside = aside_of(walk, row, head, first_row, first, more_refs) if aside_of else None
+            folded = fold(s, walk, warpgroup, first, scratch, aside)
+            store(s, folded, warpgroup, first_row, row, head, scratch, out_ref, lse_ref)
+
+        @pl.when(warpgroup == FOLDERS)
+        def _():
+            plgpu.set_max_registers(FETCHER_REGISTERS, action="decrease")
+            walk, _ = walk_of(others, row, head, tile)
+            fetch(s, walk, (k_ref, v_ref), lax.div(head, jnp.int32(s.group)), scratch)
+
+    kernel.__name__ = name
+    return plgpu.kernel(
+        kernel,
+        out_type=[*outputs(s), *more_outputs],
+        grid=(s.num_heads, s.query_tiles, s.batch),
+        grid_names=("head", "tile", "row"),
+        num_threads=FOLDERS + 1,
+        thread_name="warpgroup",
+        scratch_types=s.scratch(),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )

@@ -1,0 +1,1 @@
+"""Batch jobs: records in, answers out, resumable."""

@@ -1,0 +1,208 @@
+"""Batch jobs: many records through one engine, as a library call and as a file job that can be killed and run again.
+
+    for answer in run_batch([{"id": "a", "prompt": "Once"}], engine):
+        print(answer["text"])
+
+    print(run_file("in.jsonl", "out.jsonl", engine))
+
+The formats of records are in `batch.records`, those of answers in `batch.results`. Prompts of like length run together,
+the longest first; an answer's bits do not depend on which others run beside it, so a job that was killed ends with the output it
+would have had, given the same number of slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvjax.engine import Engine
+from kvjax.generation import OnToken, Request, pages_needed, run
+from kvjax.model import Model, fingerprint
+from kvjax.policies.decode import DecodePolicy, identity, parse
+from kvjax.policies.prefill import identity as prefill_identity
+from kvjax.prompts import chat_ids, encode
+from kvjax.sampling import Sampling
+from kvjax.serving.batch.partial import Partial
+from kvjax.serving.batch.records import Defaults, Record, read
+from kvjax.serving.batch.results import Result, Summary, answered, refused
+from kvjax.serving.progress import JobProgress
+
+
+def run_batch(
+    records: Iterable[Mapping[str, Any] | str],
+    engine: Engine,
+    *,
+    policy: str | DecodePolicy | None = None,
+    slots: int | None = None,
+    defaults: Defaults = Defaults(),  # noqa: B008
+    on_token: OnToken | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Answer records (objects, or lines of JSON text; see `kvjax.serving.batch.records`) and yield each answer as it completes.
+
+    policy: the decode policy; None is the engine's. slots: sequences decoded together; None is 8, or as many as the engine's largest
+    batch bucket. defaults: what applies to records that do not say. An answer is the object that a file job would write; a record that
+    cannot be answered gives one with `error`.
+    """
+    if not isinstance(engine, Engine):
+        raise TypeError(f"run_batch needs an engine, got {type(engine).__name__}: make one with kvjax.Engine(model, policy)")
+    results = _answer(list(read(records, defaults)), engine, policy=policy, slots=slots, on_token=on_token)
+    return (result.output for result in results)
+
+
+def run_file(
+    source: str | Path,
+    out: str | Path,
+    engine: Engine,
+    *,
+    policy: str | DecodePolicy | None = None,
+    slots: int | None = None,
+    defaults: Defaults = Defaults(),  # noqa: B008
+    overwrite: bool = False,
+    console: Console | None = None,
+) -> Summary:
+    """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing figures.
+
+    Answers are kept in `out` + ".partial" as they complete. Run again after it was killed, the job does only what is missing; it
+    refuses with ValueError where model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, defaults or input are
+    not those it was begun with. `out` appears at the end, whole; one that exists already is a ValueError unless overwrite. console: where
+    progress goes; None shows none.
+    """
+    source, out = Path(source), Path(out)
+    check_paths(source, out, overwrite)
+    with open(source, "rb") as file:
+        records = list(read(file, defaults))
+    if not records:
+        raise ValueError(f"{source} holds no records")
+    started = time.monotonic()
+    partial = Partial(partial_path(out), describe_job(engine, policy, source, defaults))
+    summary = Summary(ignored=dict(Counter(name for record in records for name in record.ignored)))
+    try:
+        for result in partial.earlier.values():
+            summary.add(result, earlier=True)
+        missing = [record for record in records if record.line not in partial.earlier]
+        work = {record.line: record.size // 4 + record.sampling.get("max_new_tokens", 1) for record in records}
+        with JobProgress(work, partial.earlier, console or Console(quiet=True)) as progress:
+            for result in _answer(missing, engine, policy=policy, slots=slots, on_token=progress.token, on_prefill=progress.prefill):
+                partial.append(result)
+                summary.add(result)
+                progress.result(result)
+        partial.finish(out)
+    finally:
+        partial.close()
+    summary.seconds = time.monotonic() - started
+    return summary
+
+
+def partial_path(out: Path) -> Path:
+    """Where a job keeps its answers until all are there."""
+    return out.with_name(out.name + ".partial")
+
+
+def pages_of_job(source: Path, defaults: Defaults, model: Model, slots: int, page_size: int) -> int:
+    """Pages that the `slots` longest records of a file take at once, at least 1. Reads and tokenises the file; keeps only lengths."""
+    sizes = []
+    with open(source, "rb") as file:
+        for record in read(file, defaults):
+            try:
+                request = _request(record, model.tokenizer) if record.error is None else None
+                tokens = len(encode(model.tokenizer, request.prompt)) + request.sampling.max_new_tokens - 1 if request else 0
+            except ValueError:  # the record's own answer will say so
+                continue
+            if 0 < tokens <= model.config.max_positions:
+                sizes.append((tokens, request.sampling.n))
+    return max(1, pages_needed(sizes, slots, page_size))
+
+
+def check_paths(source: Path, out: Path, overwrite: bool) -> None:
+    """ValueError if a job cannot read `source` or may not write `out`; quick, so that it can be asked before a model is loaded."""
+    if not source.is_file():
+        raise ValueError(f"there is no input file {source}")
+    if source.stat().st_size == 0:
+        raise ValueError(f"{source} is empty; it needs a record on each line")
+    if not out.parent.is_dir():
+        raise ValueError(f"there is no folder {out.parent} to write {out.name} to")
+    if out.is_dir():
+        raise ValueError(f"{out} is a folder; name a file to write")
+    if out.exists() and out.samefile(source):
+        raise ValueError(f"{out} is the input; choose another output")
+    if out.exists() and not overwrite:
+        raise ValueError(f"{out} exists; pass --overwrite to replace it, or choose another output")
+
+
+def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path, defaults: Defaults) -> dict[str, Any]:
+    """What must be the same for a job to go on where another left off: all that decides what the answers say."""
+    with open(source, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        "model": fingerprint(engine.model),
+        "tokenizer": _tokenizer_digest(engine.model.tokenizer),
+        "policy": identity(engine.policy if policy is None else parse(policy)),
+        "prefill": prefill_identity(engine.prefill_policy),
+        "page size": engine.page_size,
+        "prefill chunk": engine.prefill_chunk,
+        "dtype": str(engine.dtype),
+        "--max-new-tokens": defaults.max_new_tokens,
+        "--temperature": defaults.temperature,
+        "--seed": defaults.seed,
+        "input with SHA-256": digest,
+    }
+
+
+def _tokenizer_digest(tokenizer: Any) -> str | None:
+    """A digest of the chat template and, where the tokenizer can say it, of everything else."""
+    if tokenizer is None:
+        return None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    said = [getattr(tokenizer, "chat_template", None), backend.to_str() if backend is not None else None]
+    return hashlib.sha256(repr(said).encode(errors="backslashreplace")).hexdigest()[:16]
+
+
+def _answer(
+    records: list[Record],
+    engine: Engine,
+    *,
+    policy: str | DecodePolicy | None,
+    slots: int | None,
+    on_token: OnToken | None,
+    on_prefill: Callable[[int], None] | None = None,
+) -> Iterator[Result]:
+    """A result for every record, as they complete. Prompts are tokenised only when their turn comes: all at once may not fit in memory."""
+    waiting = {record.line: record for record in records}
+    wrong: deque[Result] = deque(refused(record, record.error) for record in records if record.error is not None)
+
+    def requests() -> Iterator[Request]:
+        for record in sorted(records, key=lambda record: -record.size):
+            if record.error is None:
+                try:
+                    yield _request(record, engine.model.tokenizer)
+                except ValueError as error:
+                    wrong.append(refused(record, str(error)))
+
+    name = model_name(engine.model)
+    for request, completion in run(engine, requests(), policy=policy, slots=slots, on_token=on_token, on_prefill=on_prefill):
+        yield answered(waiting[request.id], completion, model=name, tokenizer=engine.model.tokenizer)
+        yield from _drain(wrong)
+    yield from _drain(wrong)
+
+
+def _drain(results: deque[Result]) -> Iterator[Result]:
+    while results:
+        yield results.popleft()
+
+
+def _request(record: Record, tokenizer: Any) -> Request:
+    """The engine's request of a record: messages rendered and tokenised. ValueError says what is wrong with it."""
+    sampling = Sampling(**record.sampling)
+    prompt = record.prompt if record.messages is None else chat_ids(record.messages, tokenizer, record.template_options)
+    return Request(prompt, sampling, record.line)
+
+
+def model_name(model: Model) -> str:
+    """The name answers carry: the model's own, else its family."""
+    return getattr(model, "name", None) or model.config.family

@@ -1,0 +1,165 @@
+"""A file of JSON lines that outlives the job that writes it.
+
+Its first line says which job it belongs to; every other line is one entry, appended as it is made. A job that is killed leaves the
+file behind; at most its last line is torn, and that line is dropped when the job is run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from pallas_kernels.bench.results import finite
+
+SYNC_SECONDS = 1.0
+"""A killed process loses nothing that was written; a machine that loses power loses at most the entries of this many seconds."""
+
+
+class Journal:
+    """The entries of one job so far. job: what must agree for a later run to go on with them; any JSON values.
+
+    A kind of journal says its FORMAT, WHAT it is in words, the KEYS that every entry has, and in `_keep` what to remember of one. Raises
+    ValueError where another job left the file, or something that is no such file, and BlockingIOError where a running job holds it.
+    """
+
+    FORMAT: str
+    WHAT: str
+    KEYS: frozenset[str]
+
+    def __init__(self, path: Path, job: Mapping[str, Any]):
+        self.path = path
+        self._synced = 0.0
+        header = dump({"format": self.FORMAT, **job})  # what is no JSON must not leave a file behind
+        self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 (closed by close)
+        try:
+            self._lock()
+            self._load(header)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def close(self) -> None:
+        """Flush and let go of the file."""
+        if not self._file.closed:
+            try:
+                self._sync()
+            finally:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Close the file. What a full disk did not take has been said by then, and closing would say it again."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """An OSError of the block says which file it is about: those of open files do not."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def _keep(self, entry: dict[str, Any], offset: int, *, earlier: bool) -> None:
+        """Remember what is needed of an entry that stands at `offset`; earlier: another run wrote it."""
+        raise NotImplementedError
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        """Write one entry; it survives the process from here on. Figures that are not finite become null, and `error` names them."""
+        entry = finite(dict(entry))
+        offset = self._write(dump(entry))
+        self._keep(entry, offset, earlier=False)
+        if time.monotonic() - self._synced > SYNC_SECONDS:
+            self._sync()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"{self.path} is being written by another job that is still running") from None
+
+    def _load(self, header: bytes) -> None:
+        """Read what is there, cut off a torn last line, and refuse another job's entries."""
+        self._file.seek(0)
+        whole = 0
+        for number, text in enumerate(iter(self._file.readline, b""), 1):
+            entry = _entry(text, {"format"} if number == 1 else self.KEYS)
+            if number == 1 and (entry is not None or not self._torn_header(text)):
+                self._check(entry or {}, json.loads(header))
+            elif entry is None:
+                if self._file.read(1):
+                    raise ValueError(f"{self.path}, line {number}, is damaged; delete the file to start over")
+                break
+            else:
+                self._keep(entry, whole, earlier=True)
+            whole += len(text)
+        self._file.truncate(whole)
+        if whole == 0:
+            try:
+                self._write(header)
+                self._sync()
+            except OSError:
+                self.path.unlink()
+                raise
+            sync_folder(self.path.parent)
+
+    def _check(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+        if found.get("format") != self.FORMAT:
+            raise ValueError(f"{self.path} is not {self.WHAT}; move it away, or choose another --out")
+        from kvjax.model import check_fingerprint  # it imports JAX, which `kvjax --help` must not wait for
+
+        check_fingerprint(found.get("model"), str(self.path), "delete the file to start over")
+        for name, value in header.items():
+            if found.get(name) != value:
+                raise ValueError(
+                    f"{self.path} was begun with {name} {found.get(name)}, and this run has {value}: "
+                    "run it as it was begun, or delete the file to start over"
+                )
+
+    def _torn_header(self, text: bytes) -> bool:
+        """Whether a file that begins like this was left by a job that died while it began, and is no file of somebody else's."""
+        begun = dump({"format": self.FORMAT})[:-2]
+        return not text.endswith(b"\n") and begun.startswith(text[: len(begun)])
+
+    def _write(self, line: bytes) -> int:
+        with self._named():
+            offset = self._file.seek(0, os.SEEK_END)
+            self._file.write(line)
+            self._file.flush()
+        return offset
+
+    def _sync(self) -> None:
+        with self._named():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+
+def dump(value: Any) -> bytes:
+    """A value as a line of JSON. ValueError for NaN and infinity, which JSON does not have."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a new or renamed name survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _entry(text: bytes, keys: set[str] | frozenset[str]) -> dict[str, Any] | None:
+    """The entry of a whole line, which has at least `keys`; None for a torn line."""
+    if not text.endswith(b"\n"):
+        return None
+    try:
+        entry = json.loads(text)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and keys <= entry.keys() else None

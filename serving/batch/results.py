@@ -1,0 +1,230 @@
+"""What a batch job answers: one output line per record, in the record's own format, and the summary of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvjax.serving.batch.records import CHAT, Record
+from pallas_kernels.bench.results import finite
+
+if TYPE_CHECKING:
+    from kvjax.generation import Completion
+
+FIRST_ERRORS = 3
+INVALID = "invalid_request_error"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A record's answer. output: the line, ready for JSON. Counts in tokens; blocks and keys per step as `Completion` has them.
+
+    Tokens, blocks and keys are those of all samples.
+    """
+
+    line: int
+    output: dict[str, Any]
+    failed: bool
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    blocks_per_step: float = 0.0
+    keys_per_step: float = 0.0
+    samples: int = 1
+
+
+def answered(record: Record, completion: Completion, *, model: str, tokenizer: Any) -> Result:
+    """The result of a completion; one that carries an error, or log-probabilities that are not finite, becomes `refused`."""
+    if completion.error is not None:
+        return refused(record, str(completion.error))
+    choices = completion.choices or (completion,)
+    generated = sum(len(choice.token_ids) for choice in choices)
+    blocks, keys = (_per_step(choices, field) for field in ("blocks_per_step", "keys_per_step"))
+    counts = {"prompt_tokens": completion.prompt_tokens, "generated_tokens": generated, "blocks_per_step": blocks, "keys_per_step": keys}
+    output = _plain(record, choices, counts) if record.endpoint is None else _openai(record, choices, counts, model, tokenizer)
+    if finite(output) is not output:
+        return refused(record, "the model gave log-probabilities that are not finite; try --dtype float32")
+    return Result(line=record.line, output=output, failed=False, samples=len(choices), **counts)
+
+
+def _per_step(choices: Sequence[Completion], field: str) -> float:
+    """The mean over the steps of all samples; 0 where none took a step."""
+    if len(choices) == 1:
+        return getattr(choices[0], field)
+    steps = [len(choice.token_ids) - 1 for choice in choices]
+    return sum(count * getattr(choice, field) for count, choice in zip(steps, choices, strict=True)) / max(sum(steps), 1)
+
+
+def error_of(output: Mapping[str, Any]) -> str | None:
+    """What an output line says went wrong."""
+    error = output.get("error")
+    return error["message"] if isinstance(error, Mapping) else error
+
+
+def refused(record: Record, error: str) -> Result:
+    """The result of a record that cannot be answered.
+
+    In OpenAI's format the error stands both where their output files have it (a response with status 400) and in `error`.
+    """
+    error = " ".join(error.split())
+    if record.endpoint is None:
+        return Result(record.line, {"id": record.id, "error": error}, failed=True)
+    body = {"error": {"message": error, "type": INVALID, "param": None, "code": None}}
+    return Result(record.line, _envelope(record, 400, body, {"code": INVALID, "message": error}), failed=True)
+
+
+def _plain(record: Record, choices: Sequence[Completion], counts: Mapping[str, Any]) -> dict[str, Any]:
+    """With n above 1, the samples are in `choices`, each with its own number of generated tokens."""
+    said = []
+    for choice in choices:
+        said.append({"text": choice.text, "finish_reason": choice.finish_reason})
+        if record.sampling["logprobs"]:
+            said[-1] |= {"token_ids": list(choice.token_ids), "logprobs": list(choice.logprobs)}
+        if record.sampling["top_logprobs"]:
+            said[-1]["top_logprobs"] = [[list(pair) for pair in best] for best in choice.top_logprobs]
+    if len(choices) == 1:
+        return {"id": record.id, **said[0], **counts, "error": None}
+    numbered = enumerate(zip(said, choices, strict=True))
+    several = [{"index": index, **each, "generated_tokens": len(choice.token_ids)} for index, (each, choice) in numbered]
+    return {"id": record.id, "choices": several, **counts, "error": None}
+
+
+def _openai(record: Record, choices: Sequence[Completion], counts: Mapping[str, Any], model: str, tokenizer: Any) -> dict[str, Any]:
+    chat = record.endpoint == CHAT
+    prompt, generated = counts["prompt_tokens"], counts["generated_tokens"]
+    body = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{_digest(record)}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [_choice(index, choice, record, tokenizer) for index, choice in enumerate(choices)],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
+        "kvjax": {"blocks_per_step": counts["blocks_per_step"], "keys_per_step": counts["keys_per_step"]},
+    }
+    return _envelope(record, 200, body, None)
+
+
+def _choice(index: int, completion: Completion, record: Record, tokenizer: Any) -> dict[str, Any]:
+    chat = record.endpoint == CHAT
+    choice = {"index": index, "finish_reason": completion.finish_reason, "logprobs": None}
+    choice |= {"message": {"role": "assistant", "content": completion.text, "refusal": None}} if chat else {"text": completion.text}
+    if record.sampling["logprobs"]:
+        pairs = [(tokenizer.decode([token]), value) for token, value in zip(completion.token_ids, completion.logprobs, strict=True)]
+        best = [[(tokenizer.decode([token]), value) for token, value in place] for place in completion.top_logprobs or [()] * len(pairs)]
+        choice["logprobs"] = _chat_logprobs(pairs, best) if chat else _text_logprobs(pairs, best)
+    return choice
+
+
+def _chat_logprobs(pairs: list[tuple[str, float]], best: list[list[tuple[str, float]]]) -> dict[str, Any]:
+    """No `bytes`: a token that is part of a character has no text of its own, and its bytes are the tokenizer's secret."""
+    fields = [
+        {**_entry(*pair), "top_logprobs": [_entry(token, value) for token, value in place]} for pair, place in zip(pairs, best, strict=True)
+    ]
+    return {"content": fields, "refusal": None}
+
+
+def _entry(token: str, value: float) -> dict[str, Any]:
+    return {"token": token, "logprob": value, "bytes": None}
+
+
+def _text_logprobs(pairs: list[tuple[str, float]], best: list[list[tuple[str, float]]]) -> dict[str, Any]:
+    """The most likely tokens of a place are an object by text, the chosen token among them; of tokens of one text the likeliest stays."""
+    tops = [dict(sorted([pair, *place], key=lambda entry: entry[1])) for pair, place in zip(pairs, best, strict=True)]
+    tops = [dict(sorted(top.items(), key=lambda entry: -entry[1])) for top in tops] if any(best) else None
+    return {
+        "tokens": [token for token, _ in pairs],
+        "token_logprobs": [value for _, value in pairs],
+        "top_logprobs": tops,
+        "text_offset": None,
+    }
+
+
+def _envelope(record: Record, status: int, body: dict[str, Any], error: dict[str, Any] | None) -> dict[str, Any]:
+    digest = _digest(record)
+    response = {"status_code": status, "request_id": f"req_{digest}", "body": body}
+    return {"id": f"batch_req_{digest}", "custom_id": record.id, "response": response, "error": error}
+
+
+def _digest(record: Record) -> str:
+    """Names the answer by line and id, so that a job that is run again gives its answers the same names."""
+    return hashlib.sha256(f"{record.line}:{record.id}".encode(errors="backslashreplace")).hexdigest()[:24]
+
+
+@dataclasses.dataclass
+class Summary:
+    """The closing figures of a job.
+
+    records, errors, prompt_tokens, generated_tokens: of the whole output. earlier: records that a run before this one had finished.
+    seconds, and the tokens per second: of this run alone. blocks_per_step and keys_per_step: means over all decode steps. first_errors:
+    (line, message) of the first records that failed, by line. ignored: how many records gave each field that changes nothing.
+    """
+
+    records: int = 0
+    errors: int = 0
+    earlier: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+    first_errors: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    ignored: dict[str, int] = dataclasses.field(default_factory=dict)
+    _new_prompt_tokens: int = 0
+    _new_generated_tokens: int = 0
+    _steps: int = 0
+    _blocks: float = 0.0
+    _keys: float = 0.0
+
+    def add(self, result: Result, *, earlier: bool = False) -> None:
+        """Count a result; earlier: one that an earlier run had finished."""
+        self.records += 1
+        self.errors += result.failed
+        if result.failed:
+            self.first_errors = sorted([*self.first_errors, (result.line, error_of(result.output))])[:FIRST_ERRORS]
+        self.earlier += earlier
+        self.prompt_tokens += result.prompt_tokens
+        self.generated_tokens += result.generated_tokens
+        if not earlier:
+            self._new_prompt_tokens += result.prompt_tokens
+            self._new_generated_tokens += result.generated_tokens
+        # The first token of a sample comes from the prompt's own pass; each later one took a step.
+        steps = max(result.generated_tokens - result.samples, 0)
+        self._steps += steps
+        self._blocks += steps * result.blocks_per_step
+        self._keys += steps * result.keys_per_step
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens per second of this run."""
+        return self._new_generated_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def all_tokens_per_second(self) -> float:
+        """Prompt and generated tokens per second of this run."""
+        return (self._new_prompt_tokens + self._new_generated_tokens) / self.seconds if self.seconds else 0.0
+
+    @property
+    def blocks_per_step(self) -> float:
+        """Blocks one KV head of one layer read per step; 0 where no step was taken."""
+        return self._blocks / self._steps if self._steps else 0.0
+
+    @property
+    def keys_per_step(self) -> float:
+        """Keys one KV head of one layer read per step; 0 where no step was taken."""
+        return self._keys / self._steps if self._steps else 0.0
+
+    def __str__(self) -> str:
+        earlier = f", {self.earlier:,} from an earlier run" if self.earlier else ""
+        rates = f"{self.tokens_per_second:,.1f} generated, {self.all_tokens_per_second:,.1f} with prompts"
+        rows = [
+            ("records", f"{self.records:,} ({self.errors:,} errors{earlier})"),
+            ("prompt tokens", f"{self.prompt_tokens:,}"),
+            ("generated tokens", f"{self.generated_tokens:,}"),
+            ("tokens per second", f"{rates} (in {self.seconds:,.1f} s, compilation included)"),
+        ]
+        if self._steps:
+            rows += [("blocks per step", f"{self.blocks_per_step:,.1f}"), ("keys per step", f"{self.keys_per_step:,.0f}")]
+        if self.ignored:
+            counts = (f"{name} ({count:,} record{'s' * (count > 1)})" for name, count in sorted(self.ignored.items()))
+            rows.append(("ignored fields", ", ".join(counts)))
+        return "\n".join(f"{name:<18} {value}" for name, value in rows)

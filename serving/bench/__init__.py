@@ -1,0 +1,1 @@
+"""What `kvjax bench` measures: steps of decoding, prefill, one layer of it, its ops."""

@@ -1,0 +1,324 @@
+"""`kvjax bench decode`: how long a whole decode step takes, embedding to sampled token, with random weights and a random cache.
+
+There is no prefill: keys, values and their indexes are made on the device, pages in random order. The steps are the engine's own
+(`kvjax.steps.decode_and_sample`, cache donated), each fed the tokens that the one before sampled; the host waits at the end of a round.
+Policies take turns on one cache, round by round, always over the same positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import FULL, Cache, IndexSpec, PagedKV
+from kvjax.cache.tables import table_width
+from kvjax.model import ModelConfig, Params
+from kvjax.models.decoder import TransformerDecoder, init_params
+from kvjax.models.loading import read_config
+from kvjax.policies.decode import Auto, DecodePolicy, StateSpec, name_of, parse
+from kvjax.sampling import SamplingRows
+from kvjax.steps import Reads, decode_and_sample
+from pallas_kernels import dispatch
+from pallas_kernels.bench.inputs import memory_bytes, pool_pages, random_pages
+from pallas_kernels.bench.timing import Timing, kernel_timing, record, timeline
+from pallas_kernels.page_index import page_index
+
+PAGE_SIZE = 128
+PROFILED_STEPS = 4
+MEMORY_SHARE = 0.95
+
+_QWEN = {"family": "qwen2", "rope_scaling": None, "norm_eps": 1e-6, "tie_embeddings": False, "qkv_bias": True}
+_LLAMA = {"family": "llama", "rope_scaling": None, "norm_eps": 1e-5, "tie_embeddings": False}
+SHAPES = {
+    "qwen2.5-7b": ModelConfig(
+        **_QWEN,
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        rope_theta=1e6,
+        max_positions=2**21,
+    ),
+    "llama-3.1-8b": ModelConfig(
+        **_LLAMA,
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=5e5,
+        max_positions=2**21,
+    ),
+    "tiny": ModelConfig(
+        **_QWEN,
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rope_theta=1e4,
+        max_positions=2**21,
+    ),
+}
+"""The sizes of known models. RoPE is left unscaled, so that every length is a valid position; it costs the same."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to run. steps: tokens per round, the last of which is token `lengths[i]` of its sequence. rounds: timed ones, after one more."""
+
+    shape: str
+    config: ModelConfig
+    dtype: str
+    lengths: tuple[int, ...]
+    policies: tuple[DecodePolicy, ...]
+    batch: int
+    steps: int
+    rounds: int
+
+    def __post_init__(self):
+        if auto := [policy for policy in self.policies if isinstance(policy, Auto)]:
+            raise ValueError(f"policy {auto[0]} chooses among others and is not timed itself: name those")
+        for name, values in (("batch", (self.batch,)), ("steps", (self.steps,)), ("rounds", (self.rounds,)), ("lengths", self.lengths)):
+            if not values or min(values) < 1:
+                raise ValueError(f"{name} must be at least 1, got {values}")
+        if min(self.lengths) <= self.steps:
+            raise ValueError(f"a length of {min(self.lengths):,} tokens leaves no history before {self.steps} steps")
+
+    @functools.cached_property
+    def indexes(self) -> tuple[IndexSpec, ...]:
+        """Of all policies, as an engine for all of them builds."""
+        return tuple(dict.fromkeys(spec for policy in self.policies for spec in policy.indexes()))
+
+
+def config_of(shape: str, layers: int | None = None) -> ModelConfig:
+    """A known shape, or that of a model's folder or hub id; layers: with only so many. ValueError that lists the shapes for neither."""
+    try:
+        config = SHAPES[shape] if shape in SHAPES else read_config(shape)
+    except (ValueError, OSError) as error:
+        if "/" in shape or Path(shape).exists():  # a folder or a hub id was meant
+            raise
+        raise ValueError(f"shape {shape!r} is not known; there are {', '.join(SHAPES)}, or give a model folder or hub id") from error
+    return config if layers is None else dataclasses.replace(config, num_layers=layers)
+
+
+def policies_of(text: str) -> tuple[DecodePolicy, ...]:
+    """Policies by name, with commas between them."""
+    return tuple(dict.fromkeys(parse(name) for name in text.split(",")))
+
+
+def random_params(config: ModelConfig, dtype: str) -> Params:
+    """Weights as a model's are at the start of training, made on the device; biases zero."""
+    return jax.block_until_ready(init_params(config, jax.random.key(0), jnp.dtype(dtype)))
+
+
+def random_cache(plan: Plan, length: int) -> Cache:
+    """`batch` sequences with `length - steps` tokens written and room for the rest, in a pool of just that size."""
+    config, pages = plan.config, pages_of(length)
+    total = pool_pages(plan.batch * pages)
+    shape = (total, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+    table = np.full((plan.batch, table_width(pages_of(length))), -1, np.int32)
+    order = np.random.default_rng(length).permutation(np.arange(1, plan.batch * pages + 1, dtype=np.int32))
+    table[:, :pages] = order.reshape(plan.batch, pages)
+
+    def layer(number: int) -> PagedKV:
+        k, v = (random_pages(jax.random.key(2 * number + i), shape, jnp.dtype(plan.dtype)) for i in (0, 1))
+        index = {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes}
+        return jax.block_until_ready(PagedKV(k, v, index))
+
+    layers = tuple(layer(number) for number in range(config.num_layers))
+    return Cache(layers, {FULL: jnp.asarray(table)}, _start(plan, length))
+
+
+def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
+    """Rows, one for each length and policy: `skipped` where the length does not fit in memory, `failed` where it breaks."""
+    on_progress("weights")
+    params = random_params(plan.config, plan.dtype)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    for length in plan.lengths:
+        gc.collect()
+        needed, there = held + cache_bytes(plan, length), memory_bytes()
+        if needed > MEMORY_SHARE * there:
+            reason = f"weights and cache need {needed / 2**30:.1f} GiB, arrays may take {MEMORY_SHARE * there / 2**30:.1f}"
+            yield from (_fields(plan, length, policy) | {"skipped": reason} for policy in plan.policies)
+            continue
+        try:
+            yield from _run_length(plan, length, params, copy_bytes_per_s, on_progress)
+        except Exception as error:  # no reason to lose the other lengths
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+            yield from (_fields(plan, length, policy) | {"failed": text} for policy in plan.policies)
+
+
+def cache_bytes(plan: Plan, length: int) -> int:
+    """Bytes of pool and indexes."""
+    config, total = plan.config, pool_pages(plan.batch * pages_of(length))
+    pages = (total, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+    elements = 2 * np.prod(pages, dtype=np.int64) + sum(np.prod(spec.shape(*pages), dtype=np.int64) for spec in plan.indexes)
+    return int(elements) * config.num_layers * jnp.dtype(plan.dtype).itemsize
+
+
+def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params: Params) -> dict[str, int]:
+    """Bytes that one step has to move: every weight but the embedding, of which one row per sequence (all of it where it is the head
+    too); K and V of `keys` tokens (summed over layers, KV heads and rows); the indexes of whole sequences that the policy scans."""
+    config, item = plan.config, jnp.dtype(plan.dtype).itemsize
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    if not config.tie_embeddings:
+        weights -= params["embed"].nbytes - plan.batch * config.hidden_size * item
+    rows = sum(np.prod(spec.shape(pages_of(length), config.num_kv_heads, PAGE_SIZE, config.head_dim)) for spec in policy.indexes())
+    index = int(rows) * plan.batch * config.num_layers * item
+    return {"weights": int(weights), "kv": 2 * keys * config.head_dim * item, "index": index}
+
+
+@dataclasses.dataclass
+class _Runner:
+    """A policy's compiled step, and what was seen of it."""
+
+    policy: DecodePolicy
+    step: jax.stages.Compiled
+    path: dict[str, str]
+    compile_s: float
+    temp_bytes: int
+    states: tuple[Any, ...]
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    profile: Timing | None = None
+    timeline: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
+    reads: Reads | None = None
+
+
+def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    on_progress(f"{length:,} tokens: cache")
+    cache = random_cache(plan, length)
+    rows = jax.tree.map(jnp.asarray, SamplingRows.of([None] * plan.batch))
+    runners = []
+    for policy in plan.policies:
+        on_progress(f"{length:,} tokens: compiling {policy}")
+        runners.append(_compiled(plan, policy, params, cache, rows))
+    for number in range(plan.rounds + 1):
+        for runner in runners:
+            on_progress(f"{length:,} tokens: round {number} of {plan.rounds}, {runner.policy}")
+            seconds, cache = _round(plan, length, runner, params, cache, rows)
+            if number:  # the first warms up
+                runner.seconds.append(seconds / plan.steps)
+    if jax.default_backend() == "gpu":
+        for runner in runners:
+            on_progress(f"{length:,} tokens: profile of {runner.policy}")
+            cache = _profile(plan, length, runner, params, cache, rows)
+    del cache
+    return [_row(plan, length, runner, params, rate) for runner in runners]
+
+
+def _compiled(plan: Plan, policy: DecodePolicy, params: Params, cache: Cache, rows: SamplingRows) -> _Runner:
+    config = plan.config
+    spec = StateSpec(config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, cache.page_tables[FULL].shape[1])
+    states = tuple(policy.init(spec, plan.batch) for _ in range(config.num_layers))
+    started = time.perf_counter()
+    static = (TransformerDecoder(config), policy, plan.indexes)
+    with dispatch.listening() as heard:
+        lowered = decode_and_sample.lower(*static, params, cache, *_first(plan), states, rows)
+    step = lowered.compile()
+    return _Runner(policy, step, heard, time.perf_counter() - started, step.memory_analysis().temp_size_in_bytes, states)
+
+
+def _round(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cache, rows: SamplingRows) -> tuple[float, Cache]:
+    """Seconds of `steps` steps from the start of the round, waited for once. DONATES cache."""
+    cache, tokens, active = _ready(plan, length, cache)
+    started = time.perf_counter()
+    finite, cache = _steps(runner, params, cache, tokens, active, rows, plan.steps)
+    seconds = time.perf_counter() - started
+    if not np.asarray(finite).all():
+        raise RuntimeError(f"{runner.policy} at {length:,} tokens: logits are not finite, so something reads what it must not")
+    return seconds, cache
+
+
+def _profile(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cache, rows: SamplingRows) -> Cache:
+    """The kernels of a few steps. DONATES cache."""
+    cache, tokens, active = _ready(plan, length, cache)
+    kept = [cache]
+    del cache
+    reads = runner.reads
+    kernels = record(lambda: kept.append(_steps(runner, params, kept.pop(), tokens, active, rows, PROFILED_STEPS)[1]))
+    runner.profile, runner.timeline, runner.reads = (
+        kernel_timing(kernels, calls=1, chain=PROFILED_STEPS),
+        timeline(kernels, PROFILED_STEPS),
+        reads,
+    )
+    return kept.pop()
+
+
+def _ready(plan: Plan, length: int, cache: Cache) -> tuple[Cache, Array, Array]:
+    """The cache at the start of a round, and the first tokens: nothing but steps is left for the device to do."""
+    return jax.block_until_ready((cache.replace(lengths=_start(plan, length)), *_first(plan)))
+
+
+def _steps(
+    runner: _Runner, params: Params, cache: Cache, tokens: Array, active: Array, rows: SamplingRows, steps: int
+) -> tuple[Array, Cache]:
+    """Run steps, each on the tokens of the one before, and wait for the last. Returns whether its logits were finite. DONATES cache."""
+    states = runner.states
+    for _ in range(steps):
+        sampled, cache, states, runner.reads = runner.step(params, cache, tokens, active, states, rows)
+        tokens = sampled.tokens
+    jax.block_until_ready((tokens, cache.lengths))
+    return sampled.finite, cache
+
+
+def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) -> dict[str, Any]:
+    """Figures of one policy at one length. `keys_read` and `blocks_read` are one KV head's in one layer, on average, at the last step."""
+    config = plan.config
+    lists = plan.batch * config.num_layers * config.num_kv_heads
+    keys, blocks = (int(np.sum(np.asarray(x), dtype=np.int64)) for x in (runner.reads.keys, runner.reads.blocks))
+    middle, low, high = (float(np.quantile(runner.seconds, q)) for q in (0.5, 0.1, 0.9))
+    moved = bytes_read(plan, runner.policy, length, keys, params)
+    per_second = sum(moved.values()) / middle
+    return _fields(plan, length, runner.policy) | {
+        "path": runner.path,
+        "median_s": middle,
+        "p10_s": low,
+        "p90_s": high,
+        "rounds_s": runner.seconds,
+        "keys_read": keys / lists,
+        "blocks_read": blocks / lists,
+        "reads_everything": keys == lists * length,
+        "bytes": moved,
+        "bytes_per_s": per_second,
+        "fraction_of_copy": per_second / rate,
+        "temp_bytes": runner.temp_bytes,
+        "compile_s": runner.compile_s,
+        "profile": runner.profile and runner.profile.figures(),
+        "timeline": runner.timeline,
+    }
+
+
+def _fields(plan: Plan, length: int, policy: DecodePolicy) -> dict[str, Any]:
+    named = {"op": "decode", "shape": plan.shape, "tokens": length, "batch": plan.batch, "policy": name_of(policy)}
+    return named | {"layers": plan.config.num_layers, "dtype": plan.dtype, "steps": plan.steps, "describe": policy.describe()}
+
+
+def _first(plan: Plan) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """Tokens to begin with, and which rows are there: all."""
+    return jnp.zeros(plan.batch, jnp.int32), jnp.ones(plan.batch, bool)
+
+
+def _start(plan: Plan, length: int) -> Int[Array, "B"]:
+    return jnp.full(plan.batch, length - plan.steps, jnp.int32)
+
+
+def pages_of(length: int) -> int:
+    return -(-length // PAGE_SIZE)

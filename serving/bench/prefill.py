@@ -1,0 +1,210 @@
+"""`kvjax bench prefill`: time to first token of a whole prompt, with random weights, in chunks as the engine prefills.
+
+The steps are the engine's own (`kvjax.steps.prefill_step`, cache donated, nothing waited for between chunks). Random keys and queries
+are the worst case of a sparse policy: every candidate is as good as any other, so every list fills up and no time depends on luck.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gc
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import FULL, Cache, bytes_per_page, empty_layer
+from kvjax.cache.tables import table_width
+from kvjax.model import ModelConfig, Params
+from kvjax.models.decoder import TransformerDecoder
+from kvjax.policies.prefill import AutoPrefill, BoundsBlocks, PrefillPolicy, indexes_of, name_of, parse_prefill
+from kvjax.serving.bench.decode import MEMORY_SHARE, PAGE_SIZE, pages_of, random_params
+from kvjax.steps import prefill_step
+from pallas_kernels import dispatch
+from pallas_kernels.bench.inputs import memory_bytes, pool_pages
+from pallas_kernels.bench.timing import Kernel, plain_name, record
+
+PROFILED_CHUNKS = 4
+"""Chunks, evenly spaced, that are run once more under the profiler."""
+
+PARTS = (
+    ("dense attention", re.compile(r"^flash_attention_kernel|cudnn|fmha", re.IGNORECASE)),
+    ("query-sparse attention", re.compile(r"^query_sparse_attention_kernel")),
+    ("select", re.compile(r"^select_tiles_kernel|^top_k_kernel")),
+    ("union", re.compile(r"sort|union_blocks", re.IGNORECASE)),
+    ("block-sparse attention", re.compile(r"^block_sparse_attention_kernel")),
+    ("append", re.compile(r"append|scatter")),  # XLA's is two scatters
+    ("projections", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|dot", re.IGNORECASE)),
+    ("overhead", re.compile("")),
+)
+"""What a kernel does, by its name: the first that matches. The last takes norms, RoPE, corrections and whatever else XLA fuses."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillPlan:
+    """What to run: prompts of `lengths` tokens, `chunk` tokens at a time, each policy `rounds` times."""
+
+    shape: str
+    config: ModelConfig
+    dtype: str
+    lengths: tuple[int, ...]
+    policies: tuple[PrefillPolicy, ...]
+    chunk: int
+    rounds: int
+
+    def __post_init__(self):
+        for name, values in (("chunk", (self.chunk,)), ("rounds", (self.rounds,)), ("lengths", self.lengths)):
+            if not values or min(values) < 1:
+                raise ValueError(f"{name} must be at least 1, got {values}")
+        if self.chunk % PAGE_SIZE:
+            raise ValueError(f"chunk {self.chunk} must be a multiple of the page size {PAGE_SIZE}")
+
+
+def dense_at(policies: Iterable[str | PrefillPolicy], lengths: Iterable[int]) -> list[str]:
+    """A line for each policy that attends densely to whole prompts of some of these lengths, in tokens: its figures are those of dense."""
+    lines = []
+    for policy in map(parse_prefill, policies):
+        most = getattr(policy, "dense_tokens", 0)
+        if here := [f"{length:,}" for length in lengths if length <= most]:
+            remedy = f"; {policy}+sparse is not" if policy == BoundsBlocks(getattr(policy, "k", 1)) else ""
+            lines.append(f"{policy} is dense up to {most:,} tokens, so at {', '.join(here)} tokens as well{remedy}")
+    return lines
+
+
+def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
+    """Prefill policies by name, with commas between them. ValueError for `auto`, which is none of them."""
+    found = tuple(dict.fromkeys(parse_prefill(name) for name in text.split(",")))
+    if auto := [policy for policy in found if isinstance(policy, AutoPrefill)]:
+        raise ValueError(f"prefill policy {auto[0]} chooses among others and is not timed itself: name those")
+    return found
+
+
+def empty_cache(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> Cache:
+    """Room for one sequence of `length` tokens, its pages in random order, and what the policy scans instead of them."""
+    config, pages = plan.config, pages_of(length)
+    table = np.full((1, table_width(pages_of(length))), -1, np.int32)
+    table[0, :pages] = np.random.default_rng(length).permutation(np.arange(1, pages + 1, dtype=np.int32))
+    sizes = (pool_pages(pages), config.num_kv_heads, PAGE_SIZE, config.head_dim)
+    layers = tuple(empty_layer(*sizes, jnp.dtype(plan.dtype), indexes_of(policy)) for _ in range(config.num_layers))
+    return jax.block_until_ready(Cache(layers, {FULL: jnp.asarray(table)}, jnp.zeros(1, jnp.int32)))
+
+
+def held_bytes(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Params) -> int:
+    """Bytes of weights and cache, the policy's indexes included."""
+    config = plan.config
+    page = bytes_per_page(config.num_kv_heads, PAGE_SIZE, config.head_dim, jnp.dtype(plan.dtype), indexes_of(policy))
+    return page * pool_pages(pages_of(length)) * config.num_layers + sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def run_prefill_plan(plan: PrefillPlan, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
+    """Rows, one for each length and policy: `skipped` where the length does not fit in memory, `failed` where it breaks."""
+    on_progress("weights")
+    params = random_params(plan.config, plan.dtype)
+    for length in plan.lengths:
+        there = memory_bytes()
+        for policy in plan.policies:
+            gc.collect()
+            needed = held_bytes(plan, length, policy, params)
+            fields = _fields(plan, length, policy)
+            if needed > MEMORY_SHARE * there:
+                reason = f"weights and cache need {needed / 2**30:.1f} GiB, arrays may take {MEMORY_SHARE * there / 2**30:.1f}"
+                yield fields | {"skipped": reason}
+                continue
+            try:
+                on_progress(f"{length:,} tokens, {policy}")
+                yield fields | {"held_bytes": needed} | _measure(plan, length, policy, params)
+            except Exception as error:  # no reason to lose the others
+                yield fields | {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
+
+
+def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Params) -> dict[str, Any]:
+    kept = [empty_cache(plan, length, policy)]
+    chunks = _chunks(plan, length)
+    started = time.perf_counter()
+    with dispatch.listening() as path:
+        lowered = prefill_step.lower(TransformerDecoder(plan.config), policy, indexes_of(policy), params, kept[0], *chunks[0][1:])
+    step = lowered.compile()
+    compile_s = time.perf_counter() - started
+
+    def run(some: Sequence[tuple]) -> jax.Array:
+        for last, *operands in some:
+            logits, cache, _ = step(params, kept.pop().replace(lengths=np.array([last], np.int32)), *operands)
+            kept.append(cache)
+        return jax.block_until_ready(logits)
+
+    run(chunks[:1])  # loads what is compiled
+    seconds = []
+    for _ in range(plan.rounds):
+        started = time.perf_counter()
+        logits = run(chunks)
+        seconds.append(time.perf_counter() - started)
+    if not np.isfinite(logits).all():
+        raise RuntimeError("logits are not finite, so something reads what it must not")
+    count = min(PROFILED_CHUNKS, len(chunks))
+    profiled = [chunks[(2 * i + 1) * len(chunks) // (2 * count)] for i in range(count)]
+    profile = None
+    if jax.default_backend() == "gpu":
+        of_chunks = [record(lambda chunk=chunk: run([chunk])) for chunk in profiled]
+        profile = {"chunks": [chunk[0] for chunk in profiled], "parts_s": list(map(split, of_chunks)), "kernels_s": longest(of_chunks)}
+    middle = float(np.median(seconds))
+    memory = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "path": path,
+        "median_s": middle,
+        "rounds_s": seconds,
+        "tokens_per_s": length / middle,
+        "flops": dense_flops(plan.config, length),
+        "temp_bytes": step.memory_analysis().temp_size_in_bytes,
+        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "compile_s": compile_s,
+        "profile": profile,
+    }
+
+
+def split(kernels: Sequence[Kernel]) -> dict[str, float]:
+    """Seconds of each of `PARTS` in a chunk, and `idle`: of the time from its first kernel's start to its last one's end."""
+    seconds = dict.fromkeys((name for name, _ in PARTS), 0.0)
+    for kernel in kernels:
+        part = next(name for name, pattern in PARTS if pattern.search(plain_name(kernel.name)))
+        seconds[part] += (kernel.end - kernel.start) * 1e-9
+    span = (max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)) * 1e-9
+    return seconds | {"idle": max(0.0, span - sum(seconds.values()))}
+
+
+def longest(of_chunks: Sequence[Sequence[Kernel]], most: int = 16) -> dict[str, float]:
+    """Seconds a chunk of the kernels that take most of it, by name, so that what `PARTS` takes them for can be looked up."""
+    seconds = collections.Counter()
+    for kernel in itertools.chain(*of_chunks):
+        seconds[plain_name(kernel.name)] += (kernel.end - kernel.start) * 1e-9 / len(of_chunks)
+    return dict(seconds.most_common(most))
+
+
+def dense_flops(config: ModelConfig, length: int) -> dict[str, float]:
+    """Floating-point operations of a dense prefill: of every matrix but embedding and head, and of causal attention."""
+    tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * length * (length + 1) / 2
+    return {"projections": 2.0 * (config.num_params - tables) * length, "attention": attention}
+
+
+def _chunks(plan: PrefillPlan, length: int) -> list[tuple]:
+    """Per chunk: tokens written at its end, and what `prefill_step` takes after the cache."""
+    tokens = np.random.default_rng(0).integers(0, plan.config.vocab_size, length, np.int32)
+    chunks = []
+    for start in range(0, length, plan.chunk):
+        here = np.zeros((1, plan.chunk), np.int32)
+        last = min(start + plan.chunk, length)
+        here[0, : last - start] = tokens[start:last]
+        first = np.array([start], np.int32)
+        chunks.append((last, here, first, first))
+    return chunks
+
+
+def _fields(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> dict[str, Any]:
+    named = {"op": "prefill", "shape": plan.shape, "tokens": length, "batch": 1, "policy": name_of(policy)}
+    return named | {"layers": plan.config.num_layers, "dtype": plan.dtype, "chunk": plan.chunk, "describe": policy.describe()}

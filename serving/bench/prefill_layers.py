@@ -1,0 +1,86 @@
+"""`kvjax bench prefill --ops --shape MODEL`: attention of a real model's layers over a text, by its own queries and keys.
+
+Random keys, as the shapes without a model have them, say nothing of policies whose lists are as long as attention asks for. Here the prompt
+is prefilled densely once, and every policy then attends to the whole of it in one call, layer after layer. A row is `layers/model/tokens/
+b1/policy`: its time is that of all layers together, `layers` of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax.cache import PagedKV
+from kvjax.model import Model
+from kvjax.policies.prefill import DensePrefill, PrefillContext, PrefillPolicy, indexes_of
+from kvjax.policies.prefill.lists import TileLists
+from kvjax.policies.prefill.measures import output_error, record_prefill
+from pallas_kernels import dispatch
+from pallas_kernels.bench.cases import PAGE_SIZE
+from pallas_kernels.bench.timing import device_time
+from pallas_kernels.page_index import page_index
+
+CALLS = 5
+"""Timed runs of every policy."""
+
+
+def layer_rows(name: str, model: Model, tokens: Sequence[int], policies: Sequence[PrefillPolicy]) -> Iterator[dict[str, Any]]:
+    """Rows of one prompt, a multiple of the page size: dense attention, then each policy, with its speed-up over dense.
+
+    keys_read: keys that a query reads in the mean, None where lists are only a part of the policy. error: ||out - dense|| / ||dense||, the
+    mean over queries, heads and layers, the policy's and the kernels' together. A policy that breaks has a row that says so.
+    """
+    if not tokens or len(tokens) % PAGE_SIZE:
+        raise ValueError(f"a prompt must be a positive multiple of {PAGE_SIZE} tokens here, got {len(tokens):,}")
+    recorded = record_prefill(model, tokens, chunk=len(tokens), page_size=PAGE_SIZE)
+    q = jnp.stack([jnp.asarray(query) for _, query, _ in sorted(recorded.chunks, key=lambda chunk: chunk[0])])
+    k, v = (jnp.stack([jnp.asarray(recorded.pools[layer][which]) for layer in range(len(q))]) for which in (0, 1))
+    ctx = PrefillContext(*map(jnp.asarray, recorded.chunks[0][2]), layer=0, sm_scale=recorded.sm_scale)
+    sizes = {"heads": q.shape[3], "kv_heads": k.shape[2], "head_dim": q.shape[4], "dtype": q.dtype.name, "page_size": PAGE_SIZE}
+    dense, seconds = None, 0.0
+    for policy in (DensePrefill(), *policies):
+        place = {"op": "layers", "shape": name, "tokens": len(tokens), "batch": 1, "policy": str(policy), "layers": len(q)}
+        row = {"case": f"layers/{name}/{len(tokens) // 1024}k/b1/{policy}"} | place | sizes
+        try:
+            found, out = _measured(policy, q, k, v, ctx)
+        except Exception as error:  # no reason to lose the other policies
+            if dense is None:
+                raise
+            yield row | {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
+            continue
+        dense, seconds = (out, found["median_s"]) if dense is None else (dense, seconds)
+        error = float(jnp.mean(jax.jit(output_error)(out, dense)))
+        yield row | found | {"error": error, "speedup": {"over": "dense", "times": seconds / found["median_s"]}}
+
+
+def _measured(policy: PrefillPolicy, q, k, v, ctx: PrefillContext) -> tuple[dict[str, Any], Float[Array, "L B T H D"]]:
+    """Time, kernels chosen and keys read of a policy, and its output."""
+    length, sparse = q.shape[2], getattr(policy, "dense_tokens", q.shape[2]) < q.shape[2]
+    attend = policy.attend_sparse if sparse else DensePrefill().attend
+    layers = PagedKV(k, v, {each.name: _indexes(k, each.kind, each.block_size) for each in indexes_of(policy)})
+
+    def of_layers(function, q, layers):
+        return jax.lax.map(lambda one: function(one[0], one[1], ctx), (q, layers))
+
+    with dispatch.listening() as path:
+        call = jax.jit(functools.partial(of_layers, attend)).lower(q, layers).compile()
+    out = call(q, layers)
+    timing = device_time(call, [(q, layers)], calls=CALLS, warmup=1)
+    keys = (length + 1) / 2
+    if sparse:
+        keys = None
+        if isinstance(policy, TileLists) and type(policy).attend_sparse is TileLists.attend_sparse:
+            counted = jax.jit(functools.partial(of_layers, lambda *x: (policy.lists(*x) >= 0).sum(dtype=jnp.float32)))(q, layers)
+            near = np.minimum(np.arange(length) + 1, policy.sink_tokens + policy.window_tokens).mean()
+            keys = float(np.asarray(counted).mean()) * policy.key_block * policy.chi / (q.shape[3] * length) + float(near)
+    return {"path": dict(path), "keys_read": keys} | timing.figures(), out
+
+
+def _indexes(k: Float[Array, "L N K P D"], kind: str, block_size: int):
+    return jax.lax.map(lambda keys: page_index(keys, kind=kind, block_size=block_size), k)

@@ -1,0 +1,444 @@
+"""The `kvjax` command line. JAX and everything over it is imported inside the commands: `kvjax --help` must not wait for it."""
+
+from __future__ import annotations
+
+import contextvars
+import errno
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.exceptions import TyperException
+
+from kvjax.registry import passed_through_a_policy_file, place_and_error
+from kvjax.serving.cli.bench import bench_app
+from kvjax.serving.cli.bill import bill_app, regime_map_command
+from kvjax.serving.cli.echo import echo_command
+from kvjax.serving.cli.fidelity import fidelity_command
+from kvjax.serving.cli.needle import needle_command
+from kvjax.serving.cli.options import (
+    LARGEST_BATCH,
+    ChunkOption,
+    Dtype,
+    DtypeOption,
+    ModelOption,
+    PageSizeOption,
+    PagesOption,
+    PolicyOption,
+    PrefillOption,
+    SeedOption,
+    TokensOption,
+    load_model,
+    number,
+    read_text,
+    token_count,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from kvjax.engine import Engine
+    from kvjax.memory import MemoryPlan
+    from kvjax.model import Model
+
+app = typer.Typer(
+    name="kvjax",
+    help="Long-context language-model inference in JAX: batch jobs, single prompts, scores and needle tests.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+_traceback = contextvars.ContextVar("traceback", default=False)
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="On an error, print where in the code it was raised.")] = False,
+) -> None:
+    """Long-context language-model inference in JAX: batch jobs, single prompts, scores and needle tests."""
+    _traceback.set(show_traceback)
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(installed("kvjax"))
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point of `kvjax`. Exit status: 0; 2 for wrong usage or input; 1 for anything else that failed; 130 when interrupted.
+
+    An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from.
+    """
+    try:
+        status = app(standalone_mode=False)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = 130
+    except TyperException as error:
+        error.message = _short(error.message)
+        error.show()
+        status = error.exit_code
+    except Exception as error:
+        if _traceback.get():
+            traceback.print_exception(error)
+        else:
+            print(f"kvjax: {_one_line(error)}", file=sys.stderr)
+        if isinstance(error, OSError):
+            _drop_output()
+        status = 2 if isinstance(error, ValueError | NotImplementedError | FileNotFoundError) else 1
+    sys.exit(status)
+
+
+@app.command("batch")
+def batch_command(
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="One record per line: plain, or OpenAI's batch file format.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the answers go, one line per record, in the input's order.")],
+    model: ModelOption,
+    policy: PolicyOption = "dense",
+    prefill: PrefillOption = "dense",
+    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=LARGEST_BATCH))] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for records that do not say.", **whole())] = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="For records that do not say; 0 is greedy. [default: 0; 1 for OpenAI's format]", show_default=False, **number(least=0)
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Makes, with a record's id, the seed of a record that has none.", **whole(0, 2**32 - 1))] = 0,
+    pages: Annotated[
+        int | None,
+        typer.Option(help="Pages in the pool. [default: what the longest records take, or what fits]", show_default=False, **whole()),
+    ] = None,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    dtype: DtypeOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")] = False,
+    fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Exit with status 1 if a record could not be answered.")] = False,
+) -> None:
+    """Answer every record of a file.
+
+    Answers are kept in OUT.jsonl.partial as they complete and become OUT.jsonl at the end. Run a killed job again with the same command
+    and it does only what is missing. A record that cannot be answered gets its error in its own output line.
+    """
+    from rich.console import Console
+
+    from kvjax.engine import Engine
+    from kvjax.serving.batch.job import check_paths, pages_of_job, partial_path, run_file
+    from kvjax.serving.batch.records import Defaults
+
+    check_paths(source, out, overwrite)
+    loaded = load_model(model, dtype)
+    defaults = Defaults(max_new_tokens, temperature, seed)
+    if pages is None:
+        needed = pages_of_job(source, defaults, loaded, max_batch, page_size)
+        pages = max(1, min(needed, _plan_beside_weights(loaded, policy, page_size).pages_that_fit))
+    sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes)
+    policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
+    typer.echo(f"{model}, {policies}, {engine.allocator.total:,} pages of {page_size} tokens", err=True)
+    try:
+        summary = run_file(source, out, engine, slots=max_batch, defaults=defaults, overwrite=overwrite, console=Console(stderr=True))
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; what was answered is kept in {partial_path(out)}: run the same command again to go on", err=True)
+        raise
+    typer.echo(str(summary))
+    for line, message in summary.first_errors:
+        typer.echo(f"line {line}: {message}", err=True)
+    if summary.errors > len(summary.first_errors):
+        typer.echo(f"and {summary.errors - len(summary.first_errors):,} more records with an error; see {out}", err=True)
+    if fail_on_error and summary.errors:
+        raise typer.Exit(1)
+
+
+@app.command("generate")
+def generate_command(
+    model: ModelOption,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' reads it from standard input.", show_default=False)] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a text file.", show_default=False)] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Give the prompt as a user's message, through the model's chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message; needs --chat.", show_default=False)] = None,
+    policy: PolicyOption = "dense",
+    prefill: PrefillOption = "dense",
+    max_new_tokens: TokensOption = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", **number(least=0))] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many best tokens; 0 is all.", **whole(0))] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the best tokens that together have this probability.", **number(above=0, most=1))
+    ] = 1.0,
+    seed: SeedOption = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.", show_default=False)
+    ] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print token counts, rates, and blocks and keys read per step to stderr.")] = False,
+    pages: PagesOption = None,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    dtype: DtypeOption = None,
+) -> None:
+    """Continue one prompt, printing the text as it comes."""
+    text = _prompt_text(prompt, file)
+    if system is not None and not chat:
+        raise typer.BadParameter("a system message needs --chat", param_hint="--system")
+
+    from kvjax.prompts import chat_ids, encode
+    from kvjax.sampling import Sampling
+
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+    loaded = load_model(model, dtype)
+    messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
+    ids = list(chat_ids(messages, loaded.tokenizer, {})) if chat else encode(loaded.tokenizer, text)
+    engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk, prefill)
+    _stream(engine, ids, sampling, stats)
+
+
+@app.command("score")
+def score_command(
+    model: ModelOption,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' reads it from standard input.", show_default=False)] = None,
+    continuation: Annotated[str | None, typer.Argument(help="The text whose log-probability is wanted.", show_default=False)] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a text file.", show_default=False)] = None,
+    continuation_file: Annotated[Path | None, typer.Option(help="Read the continuation from a text file.", show_default=False)] = None,
+    policy: PolicyOption = "dense",
+    pages: PagesOption = None,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    dtype: DtypeOption = None,
+) -> None:
+    """Print the log-probability (natural log) of a continuation after a prompt, as one JSON object.
+
+    With --prompt-file, the first argument is the continuation.
+    """
+    if prompt_file is not None and continuation is None and continuation_file is None:
+        prompt, continuation = None, prompt
+    before = _prompt_text(prompt, prompt_file, "PROMPT", "--prompt-file")
+    after = _prompt_text(continuation, continuation_file, "CONTINUATION", "--continuation-file")
+
+    import json
+
+    import numpy as np
+
+    from kvjax.prompts import encode
+    from kvjax.scoring import score
+    from pallas_kernels.bench.results import finite
+
+    loaded = load_model(model, dtype)
+    engine = _engine(loaded, policy, len(encode(loaded.tokenizer, before + after)), pages, page_size, prefill_chunk)
+    found = score(engine, before, after)
+    tokens = len(found.token_ids)
+    with np.errstate(over="ignore"):  # a perplexity beyond the largest number is infinite
+        perplexity = float(np.exp(-np.float64(found.logprob) / tokens))
+    figures = {"logprob": found.logprob, "tokens": tokens, "perplexity": perplexity, "is_greedy": found.is_greedy}
+    figures |= {"token_ids": found.token_ids, "token_logprobs": found.token_logprobs}
+    typer.echo(json.dumps(finite(figures), allow_nan=False))
+
+
+@app.command("plan")
+def plan_command(
+    model: ModelOption,
+    policy: PolicyOption = "dense",
+    page_size: PageSizeOption = 128,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False),
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False, **number(above=0, most=2**30)),
+    ] = None,
+) -> None:
+    """Print what weights and cache take and how many pages fit, from the model's configuration alone."""
+    import jax.numpy as jnp
+
+    from kvjax.memory import memory_plan
+    from kvjax.models.loading import expected_dtype, read_config
+    from kvjax.policies.decode import Auto, parse
+
+    available = None if memory is None else int(memory * 2**30)
+    chosen = parse(policy)
+    if isinstance(chosen, Auto):
+        raise typer.BadParameter(
+            f"{policy!r} builds the indexes of what it may choose, which depends on the weights; name those", param_hint="--policy"
+        )
+    config = read_config(model)
+    stored = expected_dtype(model) if dtype is None else jnp.dtype(dtype.value)
+    plan = memory_plan(config, dtype=stored, page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
+    typer.echo(f"{model} in {stored.name}, {chosen.describe()}\n{plan}")
+
+
+@app.command("demo")
+def demo_command(
+    picture: Annotated[Path, typer.Option(dir_okay=False, help="Where a picture (PNG) of the table goes.")] = Path("demo.png"),
+    prompts: Annotated[int, typer.Option(help="How many prompts.", **whole(most=LARGEST_BATCH))] = 16,
+    length: Annotated[int, typer.Option(help="Tokens of each prompt, as 8192 or 8k.", **token_count(512, 32_768))] = 8192,
+    seed: SeedOption = 0,
+) -> None:
+    """Watch the embedded model answer long prompts, reading all of the cache and then a constant number of pages of it."""
+    if not picture.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {picture.parent}", param_hint="--picture")
+
+    from kvjax.serving.cli.demo import run_demo
+
+    run_demo(picture, prompts=prompts, length=length, seed=seed)
+
+
+@app.command("train-needle")
+def train_needle_command(
+    folder: Annotated[
+        Path, typer.Argument(file_okay=False, help="Folder of the run: checkpoints, loss curve, and the model in folder/model.")
+    ],
+    text: Annotated[list[Path], typer.Option(help="Training text: a .txt or .py file, or a folder of them; may be given several times.")],
+    held_out: Annotated[list[Path], typer.Option(help="Text that training never sees, for evaluation; may be given several times.")],
+    recipe: Annotated[str, typer.Option(help="needle (the embedded model; wants an accelerator) or toy (minutes on a CPU).")] = "needle",
+    python_sources: Annotated[bool, typer.Option(help="Train on the standard library's sources as well.")] = True,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Processes that make batches. [default: by the CPUs there are]", show_default=False, **whole(most=1024)),
+    ] = None,
+    stop_at: Annotated[
+        int | None,
+        typer.Option(help="Stop after this many steps, with a checkpoint. [default: the recipe's end]", show_default=False, **whole()),
+    ] = None,
+) -> None:
+    """Train the model that finds needles, or go on where an earlier run of the same folder stopped."""
+    from kvjax.models.needle.recipe import PRESETS
+
+    if recipe not in PRESETS:
+        raise typer.BadParameter(f"{recipe!r} is no recipe; there are {', '.join(PRESETS)}", param_hint="--recipe")
+
+    from kvjax.models.needle.training import train
+
+    try:
+        model = train(PRESETS[recipe], text, held_out, folder, with_python_sources=python_sources, workers=workers, stop_at=stop_at)
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; run the same command again to go on from the last checkpoint in {folder / 'checkpoints'}", err=True)
+        raise
+    typer.echo(f"stopped at step {stop_at}; run again to go on" if model is None else f"the model is in {model}")
+
+
+# --help lists commands in this order: those that answer prompts first.
+app.command("needle")(needle_command)
+app.command("fidelity")(fidelity_command)
+app.command("echo")(echo_command)
+app.command("regime-map")(regime_map_command)
+app.add_typer(bench_app, name="bench")
+app.add_typer(bill_app, name="bill")
+
+
+def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
+    """Generate from one prompt of token ids, text to stdout as it comes; until then a bar on a terminal, as long prompts take minutes."""
+    import time
+
+    from rich.console import Console
+
+    from kvjax.generation import Request, run
+    from kvjax.serving.progress import bar
+
+    if stats:
+        # Otherwise the rates would be those of the compiler.
+        engine.warmup(tokens=len(ids) + sampling.max_new_tokens - 1)
+    console = Console(stderr=True)
+    progress = bar(console, redirect_stdout=False)
+    task = progress.add_task("prefill", total=len(ids))
+    started, times = time.monotonic(), []
+
+    def show(request: Request, token: int, piece: str) -> None:
+        progress.stop()
+        times.append(time.monotonic())
+        typer.echo(piece, nl=False)
+        sys.stdout.flush()
+
+    with progress:
+        on_prefill = (lambda tokens: progress.advance(task, tokens)) if console.is_terminal else None
+        ((_, completion),) = run(engine, [Request(tuple(ids), sampling)], slots=1, on_token=show, on_prefill=on_prefill)
+    if completion.error is not None:
+        raise completion.error
+    typer.echo()
+    if stats:
+        rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+        lines = (
+            f"{completion.prompt_tokens:,} prompt tokens in {times[0] - started:.1f} s",
+            f"{len(times):,} generated ({completion.finish_reason}) at {rate:.1f} tokens/s",
+            f"{completion.blocks_per_step:,.1f} blocks and {completion.keys_per_step:,.0f} keys read per step",
+            *([] if engine.last_choice is None else [f"{engine.policy} chose {engine.last_choice}"]),
+        )
+        typer.echo("\n".join(lines), err=True)
+
+
+def _engine(
+    model: Model, policy: str, tokens: int, pages: int | None, page_size: int, prefill_chunk: int, prefill: str = "dense"
+) -> Engine:
+    """An engine for one sequence of up to `tokens` tokens."""
+    from kvjax.engine import Engine
+
+    if pages is None and page_size > 0:
+        pages = max(1, -(-tokens // page_size))
+        _check_fits(model, policy, tokens, pages, page_size)
+    sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    return Engine(model, policy, prefill=prefill, batch_buckets=(1,), **sizes)
+
+
+def _check_fits(model: Model, policy: str, tokens: int, pages: int, page_size: int) -> None:
+    """ValueError if the pages of one sequence are more than memory has room for."""
+    plan = _plan_beside_weights(model, policy, page_size)
+    if pages > plan.pages_that_fit:
+        raise ValueError(
+            f"{tokens:,} tokens take {pages:,} pages, and memory has room for {plan.pages_that_fit:,} beside the weights: "
+            "shorten the prompt, choose a smaller --dtype, or give --pages to try all the same"
+        )
+
+
+def _plan_beside_weights(model: Model, policy: str, page_size: int) -> MemoryPlan:
+    """What fits into memory now that the weights are there."""
+    import jax
+
+    from kvjax.memory import memory_plan
+    from kvjax.policies.decode import Auto, parse
+
+    dtype = jax.tree.leaves(model.params)[0].dtype
+    chosen = parse(policy)
+    if isinstance(chosen, Auto):  # its candidates, and so its indexes, are those on record for this model
+        chosen = chosen.bind(model, page_size=page_size, dtype=dtype.name)
+    return memory_plan(model.config, dtype=dtype, page_size=page_size, indexes=chosen.indexes(), weights_bytes=0)
+
+
+def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT", option: str = "--file") -> str:
+    """Text given as an argument, on standard input ('-') or in a file: one of them, and not empty."""
+    if (given is None) == (file is None):
+        raise typer.BadParameter(f"give {argument} or {option}, one of them", param_hint=argument)
+    text = read_text(file, option) if file is not None else sys.stdin.read() if given == "-" else given
+    if not text:
+        raise typer.BadParameter("is empty", param_hint=argument if file is None else option)
+    return text
+
+
+def _one_line(error: Exception) -> str:
+    """An error's message on one line, with its type where the message was hardly written for people."""
+    if passed_through_a_policy_file(error):
+        return place_and_error(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        where = f"writing {error.filename}" if error.filename else "writing the output"
+        return f"no space is left on the disk ({where}): free some, then run the same command again"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return _short(f"{error.filename}: {error.strerror}")
+    text = _short(str(error))
+    meant_for_people = text and isinstance(error, ValueError | NotImplementedError | OSError | RuntimeError)
+    return text if meant_for_people else f"{type(error).__name__}: {text}"
+
+
+def _short(text: str) -> str:
+    """A message on one line; a word that nobody would read to its end, such as a number of 5,000 digits, is cut."""
+    return re.sub(r"\S{300,}", lambda word: f"{word[0][:60]}... ({len(word[0]):,} characters)", " ".join(text.split()))
+
+
+def _drop_output() -> None:
+    """Forget what could not be written to standard output: at exit Python would try once more, and complain of it in its own words."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,185 @@
+"""`kvjax bench ...`: benchmarks of whole models. JAX is imported inside the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvjax.serving.cli.options import LARGEST_BATCH, JsonOption, ModelOption, parse_lengths, whole
+
+bench_app = typer.Typer(
+    help="Time whole models. Single ops: python -m pallas_kernels.bench --help.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@bench_app.callback()
+def benchmarks() -> None:
+    """Time whole models. Single ops: python -m pallas_kernels.bench --help."""
+
+
+@bench_app.command("decode")
+def decode_command(
+    shape: Annotated[
+        str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id, of which only config.json is read.")
+    ] = "qwen2.5-7b",
+    lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between them.")] = "8k,32k,128k,512k,1m",
+    policies: Annotated[str, typer.Option(help="Decode policies, with commas between them; they take turns.")] = "dense,top:8,top:32",
+    batch: Annotated[int, typer.Option(help="Sequences decoded together, all of the same length.", **whole(most=LARGEST_BATCH))] = 1,
+    steps: Annotated[int, typer.Option(help="Tokens per round; the host waits at the end of a round only.", **whole())] = 64,
+    rounds: Annotated[int, typer.Option(help="Timed rounds of every policy, after one to warm up.", **whole())] = 5,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    layers: Annotated[
+        int | None, typer.Option(help="Only so many layers, for small machines. [default: the shape's]", show_default=False, **whole())
+    ] = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time whole decode steps, embedding to sampled token, with random weights and a random cache on the device.
+
+    The steps are the engine's own; dense and sparse take turns on one cache. On a GPU, a profile of a few steps says where the time goes.
+    """
+    from kvjax.serving.bench.decode import Plan, config_of, policies_of
+
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise typer.BadParameter(f"{dtype!r} is none of bfloat16, float16, float32", param_hint="--dtype")
+    plan = Plan(shape, config_of(shape, layers), dtype, parse_lengths(lengths), policies_of(policies), batch, steps, rounds)
+
+    from rich.console import Console
+
+    from pallas_kernels.bench.formats import show
+    from pallas_kernels.bench.report import step_table
+
+    rows = _measured(plan, json_out, Console(stderr=True))
+    show(step_table(rows))
+    if any("failed" in row for row in rows):
+        raise typer.Exit(1)
+
+
+@bench_app.command("prefill")
+def prefill_command(
+    shape: Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id.")] = "qwen2.5-7b",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, with commas between them.")] = "32k,128k,512k,1m",
+    policies: Annotated[str, typer.Option(help="Prefill policies, with commas between them.")] = "dense,momo:128/8",
+    chunk: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens per prefill step, a multiple of 128. [default: 8192; 2048 with --measures]", show_default=False, **whole()
+        ),
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Timed runs of every prompt. [default: 1]", show_default=False, **whole())] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of weights and cache: bfloat16, float16 or float32. [default: bfloat16; with --measures as `kvjax generate` has it]",
+            show_default=False,
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Only so many layers. [default: the shape's]", show_default=False, **whole())] = None,
+    ops: Annotated[
+        bool,
+        typer.Option(
+            "--ops",
+            help="Time the attention of one layer and its steps instead, beside other people's dense kernels; of a model that of all "
+            "layers, over a text.",
+        ),
+    ] = False,
+    baselines: Annotated[
+        bool | None,
+        typer.Option(
+            "--baselines/--no-baselines",
+            help="With --ops: other people's dense kernels too, and ours over contiguous keys; they take most of the time of long prompts. "
+            "[default: --baselines]",
+            show_default=False,
+        ),
+    ] = None,
+    measures: Annotated[
+        bool, typer.Option("--measures", help="Measure instead what lists capture and how far outputs are off; needs a real model.")
+    ] = False,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="With --measures: vary gamma, chi, k, k_exact, the estimate, trimming and correction.")
+    ] = False,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="With --measures, or --ops of a model: prose to prefill. [default: Python's documentation]")
+    ] = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time to first token of whole prompts, with random weights; or (--ops, --measures) a closer look at their attention."""
+    from kvjax.serving.cli import prefill as prefill_cli
+    from pallas_kernels.bench.cases import SHAPES
+
+    if ops and measures:
+        raise typer.BadParameter("--ops and --measures exclude each other", param_hint="--measures")
+    of_model = ops and shape not in SHAPES
+    if ablate and not measures:
+        raise typer.BadParameter("belongs to --measures", param_hint="--ablate")
+    if text and not (measures or of_model):
+        raise typer.BadParameter("belongs to --measures, and to --ops with a model as the --shape", param_hint="--text")
+    if baselines is not None and (not ops or of_model):
+        raise typer.BadParameter("belongs to --ops without a model", param_hint="--baselines")
+    if measures and shape in SHAPES:
+        why = f"--measures needs a real model, and {shape} is sizes alone: give one, as --shape needle"
+        raise typer.BadParameter(why, param_hint="--shape")
+    form = "--measures" if measures else "--ops" if ops else None
+    unused = {"--rounds": rounds, "--layers": layers} | ({"--chunk": chunk} if ops else {})
+    for option, value in unused.items():
+        if form and value is not None:
+            raise typer.BadParameter(f"does nothing with {form}: leave it out, or time whole prompts without {form}", param_hint=option)
+    given = {} if chunk is None else {"chunk": chunk}
+    try:
+        if measures:
+            run = prefill_cli.measures_run(shape, lengths, policies, dtype, ablate=ablate, files=text or (), **given)
+        elif of_model:
+            run = prefill_cli.layers_run(shape, lengths, policies, dtype or "bfloat16", text or ())
+        elif ops:
+            run = prefill_cli.ops_run(shape, lengths, policies, dtype or "bfloat16", baselines=baselines is not False)
+        else:
+            given |= {} if rounds is None else {"rounds": rounds}
+            run = prefill_cli.time_run(shape, lengths, policies, dtype or "bfloat16", layers=layers, **given)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if any("failed" in row for row in prefill_cli.show(run, json_out)):
+        raise typer.Exit(1)
+
+
+@bench_app.command("overlap")
+def overlap_command(
+    model: ModelOption = "needle",
+    length: Annotated[str, typer.Option(help="Tokens of text, the decoded ones included.")] = "16k",
+    steps: Annotated[int, typer.Option(help="Decode steps at the end of it.", **whole(2))] = 64,
+    ks: Annotated[str, typer.Option("--k", help="How many keys of a step, with commas between them.")] = "512,2048",
+    kind: Annotated[str, typer.Option(help="relu: as a lightning indexer scores; logits: without relu.")] = "relu",
+    text: Annotated[list[Path] | None, typer.Option(help="Prose to decode. [default: Python's documentation]")] = None,
+    json_out: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw them here, PNG.")] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="Write the last two steps' scores here, .npz, for --rows of pallas_kernels.bench.top_k."),
+    ] = None,
+) -> None:
+    """Measure how many of a query's highest-scoring keys the query before had, layer by layer: what a hint to top_k is worth.
+
+    The text is forced through decode steps behind a dense prefill. Scores come from the model's own attention: `sum_h relu(q_h . k)`.
+    """
+    from kvjax.serving.cli.overlap import measure_overlap
+
+    try:
+        measure_overlap(model, length, steps, ks, kind=kind, files=text or (), json_out=json_out, plot=plot, save=save)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _measured(plan: Any, json_out: Path | None, console: Any) -> list[dict[str, Any]]:
+    """Run the plan with a line that says what is being done, and write rows as they come."""
+    from kvjax.serving.bench.decode import run_plan
+    from pallas_kernels.bench.measure import copy_rate
+    from pallas_kernels.bench.results import write_result
+
+    rows: list[dict[str, Any]] = []
+    with console.status("copy bandwidth") as status:
+        copy = copy_rate()
+        for row in run_plan(plan, copy["bytes_per_s"], status.update):
+            rows.append(row)
+            if json_out is not None:
+                write_result(json_out, {"bench": "decode", "copy": copy, "rows": rows})
+    return rows

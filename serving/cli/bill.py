@@ -1,0 +1,357 @@
+"""`kvjax bill ...` and `kvjax regime-map`: what steps cost, fitted and predicted. JAX is imported inside the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.serving.cli.options import (
+    ChunkOption,
+    DtypeOption,
+    JsonOption,
+    PageSizeOption,
+    load_model,
+    number,
+    parse_lengths,
+    read_json,
+    read_text,
+)
+
+if TYPE_CHECKING:
+    from kvjax.bill import Bill
+    from kvjax.bill.fitting import Cell
+    from kvjax.model import ModelConfig
+
+bill_app = typer.Typer(
+    help="What decode steps and prefill cost: fit it to measurements, predict it, and record what policies keep.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+RunsArgument = Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Results of kvjax bench decode.")]
+ShapeOption = Annotated[
+    str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id, of which only config.json is read.")
+]
+FormOption = Annotated[str, typer.Option(help="Form of c1: none, fixed (a constant per policy) or scan (and seconds per byte of index).")]
+FitOption = Annotated[
+    Path | None, typer.Option("--fit", help="A bill that kvjax bill fit wrote. [default: the built-in one of --device]", show_default=False)
+]
+DeviceOption = Annotated[str, typer.Option(help="Device whose built-in bill is used, as JAX names it.")]
+BandwidthOption = Annotated[
+    float | None, typer.Option(help="TB/s of another chip; makes every figure a projection.", show_default=False, **number(above=0))
+]
+NoOverheadOption = Annotated[bool, typer.Option("--no-overhead", help="Set c0 to 0; makes every figure a projection.")]
+
+
+@bill_app.command("fit")
+def fit_command(
+    results: RunsArgument,
+    form: FormOption = "scan",
+    json_out: JsonOption = None,
+    into: Annotated[list[Path] | None, typer.Option(help="Document whose marked parts are replaced; may be given several times.")] = None,
+) -> None:
+    """Fit the bill to measured steps and print how wrong it is on cells it has not seen, and what choosing by it would lose.
+
+    Bandwidth and c0 come from dense rows only. One bill for each device, model and dtype in the results.
+    """
+    from kvjax.bill.fitting import FORMS, fit
+    from kvjax.bill.report import TABLES, checks, projections, rendered
+    from kvjax.bill.step_bill import to_json
+    from kvjax.serving.bench.decode import config_of
+    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.bench.results import provenance, write_result
+
+    if form not in FORMS:
+        raise typer.BadParameter(f"{form!r} is none of {', '.join(FORMS)}", param_hint="--form")
+    measured = _cells(results)
+    if not measured:
+        raise typer.BadParameter(f"no row of {', '.join(map(str, results))} has a time to fit", param_hint="RESULT.json...")
+    figures: dict[str, Any] = {"form": form, "bills": [], "held_out": []}
+    source = " ".join(map(_in_repository, results))
+    for (device, shape, layers, dtype), cells in measured.items():
+        config = config_of(shape, layers)
+        bill = fit(cells, config, device=device, model=shape, dtype=dtype, source=source, form=form)
+        typer.echo(str(bill))
+        figures["bills"].append(to_json(bill))
+        figures["held_out"].append(checks(cells, form) | {"projections": projections(bill, config)})
+    show(*(table(*make(figures), title=name, left=2) for name, make in TABLES.items()))
+    if json_out is not None:
+        write_result(json_out, figures)
+    for document in into or ():
+        text = rendered(read_text(document, "--into"), {"provenance": provenance(), **figures})
+        document.write_text(text, encoding="utf-8")
+
+
+@bill_app.command("predict")
+def predict_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between them.")] = "8k,32k,128k,512k,1m",
+    batches: Annotated[str, typer.Option(help="Sequences decoded together, with commas between them.")] = "1,8",
+    policies: Annotated[str, typer.Option(help="Decode policies, with commas between them.")] = "dense,top:8,top:32",
+    fit: FitOption = None,
+    device: DeviceOption = "NVIDIA H200",
+    dtype: Annotated[str | None, typer.Option(help="Of weights. [default: the bill's]", show_default=False)] = None,
+    cache_dtype: Annotated[str | None, typer.Option(help="Of keys and values. [default: that of the weights]", show_default=False)] = None,
+    page_size: PageSizeOption = 128,
+    tier: Annotated[str, typer.Option(help="Where keys and values lie: device, host or disk.")] = "device",
+    link: Annotated[
+        float | None, typer.Option(help="GB/s at which they come from host or disk.", show_default=False, **number(above=0))
+    ] = None,
+    bandwidth: BandwidthOption = None,
+    no_overhead: NoOverheadOption = False,
+) -> None:
+    """Print bytes and seconds of a step. What the measurements do not cover is marked as a projection, with the reasons below."""
+    from kvjax.bill.report import known_from
+    from kvjax.policies.decode import name_of
+    from kvjax.serving.bench.decode import config_of, policies_of
+    from pallas_kernels.bench.formats import show, table
+
+    bill = _bill(fit, device, shape, bandwidth, no_overhead)
+    if tier != "device" and link is None:
+        raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s at which they come from there", param_hint="--tier")
+    if link is not None:
+        bill = bill.projected(f"a {tier} link of {link:g} GB/s", links=((tier, link * 1e9),))
+    config, options = config_of(shape), {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size, "tier": tier}
+    columns = ("tokens", "batch", "policy", "GB weights", "GB K and V", "GB index", "ms", "x dense", "from")
+    rows: list[tuple[str, ...]] = []
+    reasons: dict[str, None] = {}
+    for length in parse_lengths(lengths):
+        for batch in parse_lengths(batches, "batches"):
+            dense = bill.predict(config, "dense", length, batch, **options)
+            for policy in policies_of(policies):
+                found = bill.predict(config, policy, length, batch, **options)
+                reasons |= dict.fromkeys(found.projection)
+                gigabytes = (f"{count / 1e9:.3f}" for count in (found.bytes.weights, found.bytes.kv, found.bytes.index))
+                figures = f"{found.seconds * 1e3:.3f}", f"{dense.seconds / found.seconds:.2f}", known_from(found)
+                rows.append((f"{length:,}", str(batch), name_of(policy), *gigabytes, *figures))
+    typer.echo(str(bill))
+    show(table(columns, rows, left=3))
+    for reason in reasons:
+        typer.echo(f"projection: {reason}")
+
+
+@bill_app.command("calibrate")
+def calibrate_command(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle'.")],
+    policies: Annotated[str, typer.Option(help="Policies to price besides dense, with commas between them.")] = "top:8,top:32",
+    seconds: Annotated[float, typer.Option(help="How long it may take.", **number(above=0))] = 20.0,
+    json_out: JsonOption = None,
+) -> None:
+    """Fit a bill to this device in a few seconds of a model's own steps: what `auto` does by itself where there is no built-in bill."""
+    from kvjax.bill.calibration import calibrate
+    from kvjax.bill.step_bill import to_json
+    from kvjax.models.loading import load
+    from pallas_kernels.bench.results import write_result
+
+    bill = calibrate(load(model), policies.split(","), seconds=seconds)
+    typer.echo(f"{bill}; mean held-out error {bill.error:.1%}")
+    if json_out is not None:
+        write_result(json_out, {"bills": [to_json(bill)]})
+
+
+@bill_app.command("choose")
+def choose_command(
+    model: Annotated[str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle'.")],
+    level: Annotated[str, typer.Option(help="What must be kept: assured, fast, or numbers as kl=0.02,loss=0.05.")] = "assured",
+    lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between them.")] = "8k,16k,32k",
+    batches: Annotated[str, typer.Option(help="Sequences decoded together, with commas between them.")] = "1,8",
+    prefill: Annotated[bool, typer.Option("--prefill", help="Of prefill: for the chunks in which prompts of these lengths end.")] = False,
+    prefill_chunk: ChunkOption = 512,
+    device: Annotated[
+        str | None, typer.Option(help="With --prefill: another device, as JAX names it. [default: this one]", show_default=False)
+    ] = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Print what the policy `auto` would run on this device, and why. For decoding, a device without a built-in bill is calibrated."""
+    import jax
+
+    from kvjax.policies.decode import Auto
+    from kvjax.policies.prefill import AutoPrefill
+
+    if device is not None and not prefill:
+        raise typer.BadParameter("goes with --prefill: decoding is calibrated on the device that is here", param_hint="--device")
+    cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
+    auto = AutoPrefill(level) if prefill else Auto(level)
+    loaded = load_model(model, dtype)
+    sizes = {"page_size": 128, "dtype": jax.tree.leaves(loaded.params)[0].dtype.name}
+    if prefill:
+        auto = auto.bind(loaded, **sizes, device=device)
+        typer.echo(auto.describe())
+        for length in parse_lengths(lengths):
+            start = (length - 1) // prefill_chunk * prefill_chunk
+            typer.echo(f"tokens {start:,} to {start + prefill_chunk:,}: {auto.choose(start, start + prefill_chunk)}")
+        return
+    auto = auto.bind(loaded, **sizes)
+    typer.echo(auto.describe())
+    for length, batch in cells:
+        typer.echo(f"{length:,} tokens, batch {batch}: {auto.choose([length] * batch)}")
+
+
+@bill_app.command("evidence")
+def evidence_command(
+    panels: Annotated[list[Path], typer.Argument(metavar="PANEL.json...", help="The panel.json of kvjax fidelity.")],
+    into: Annotated[Path, typer.Option(dir_okay=False, help="The table: kvjax/bill/evidence.json in a checkout. Made if it is not there.")],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="The model that was run, for panels without its fingerprint.", show_default=False)
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="In which it was run. [default: as kvjax fidelity]", show_default=False)] = None,
+) -> None:
+    """Record what budgets keep of a model, for `auto`: rows of the same model, policy and length are replaced."""
+    from kvjax.bill.evidence import read_evidence, with_panel, write_evidence
+
+    mark = None
+    if model is not None:
+        from kvjax.model import fingerprint
+        from kvjax.models.loading import load
+
+        mark = fingerprint(load(model, dtype=dtype))
+    rows = read_evidence(read_text(into, "--into")) if into.is_file() else ()
+    for panel in panels:
+        rows = with_panel(rows, read_json(panel, "the panel.json of kvjax fidelity"), _in_repository(panel), mark)
+    write_evidence(rows, into)
+    typer.echo(f"{into}: {len(rows)} rows of {len({row.fingerprint for row in rows})} models")
+
+
+@bill_app.command("fit-prefill")
+def fit_prefill_command(
+    results: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Results of kvjax bench prefill --ops.")],
+    json_out: JsonOption = None,
+) -> None:
+    """Gather what the attention of whole prompts took, for prefill `auto`: kvjax/bill/prefill_bill.json in a checkout.
+
+    One bill for each device and size of layer in the results; of what was timed twice the later time holds.
+    """
+    from kvjax.bill.prefill_bill import fit_prefill, to_json
+    from pallas_kernels.bench.results import write_result
+
+    bills = fit_prefill([(_in_repository(file), read_json(file, "a result of kvjax bench prefill --ops")) for file in results])
+    for bill in bills:
+        typer.echo(f"{bill.device}, {bill.shape}, {bill.sizes}; times within {bill.error:.1%}")
+        for name, points in bill.seconds:
+            typer.echo(f"  {name}: " + ", ".join(f"{tokens:,} tokens {seconds * 1e3:.3f} ms" for tokens, seconds in points))
+    if json_out is not None:
+        write_result(json_out, {"bills": [to_json(bill) for bill in bills]})
+
+
+@bill_app.command("evidence-prefill")
+def evidence_prefill_command(
+    results: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Of kvjax echo and of kvjax needle --prefill.")],
+    into: Annotated[
+        Path, typer.Option(dir_okay=False, help="The table: kvjax/bill/prefill_evidence.json in a checkout. Made if it is not there.")
+    ],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="The model that was run, for results without its fingerprint.", show_default=False)
+    ] = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Record what prefill policies keep of a model, for prefill `auto`: rows of the same model, policy, length and task are replaced."""
+    from kvjax.bill.evidence import PrefillEvidence, read_evidence, write_evidence
+    from kvjax.bill.prefill_evidence import with_results
+
+    ran = None
+    if model is not None:
+        import jax
+
+        from kvjax.model import fingerprint
+
+        loaded = load_model(model, dtype)
+        ran = fingerprint(loaded), jax.tree.leaves(loaded.params)[0].dtype.name
+    rows = read_evidence(read_text(into, "--into"), PrefillEvidence) if into.is_file() else ()
+    rows = with_results(rows, [(_in_repository(file), read_json(file, "the JSON of kvjax echo or kvjax needle")) for file in results], ran)
+    write_evidence(rows, into)
+    typer.echo(f"{into}: {len(rows)} rows of {len({row.fingerprint for row in rows})} models")
+
+
+def regime_map_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    policies: Annotated[str, typer.Option(help="Policies, with commas between them; a panel each.")] = "top:8,top:32",
+    lengths: Annotated[str, typer.Option(help="Shortest and longest, in tokens.")] = "4k,1m",
+    batches: Annotated[str, typer.Option(help="Smallest and largest.")] = "1,64",
+    fit: FitOption = None,
+    device: DeviceOption = "NVIDIA H200",
+    memory: Annotated[
+        float | None,
+        typer.Option(help="GiB for weights and cache; what is beyond is grey.", show_default=False, **number(above=0, most=2**30)),
+    ] = None,
+    measured: Annotated[
+        list[Path] | None, typer.Option(help="Results of kvjax bench decode whose cells are marked; may be given several times.")
+    ] = None,
+    bandwidth: BandwidthOption = None,
+    no_overhead: NoOverheadOption = False,
+    out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="Where the picture (PNG) goes.")] = Path("regime-map.png"),
+    json_out: JsonOption = None,
+) -> None:
+    """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill; what is a projection is pale."""
+    import numpy as np
+
+    from kvjax.bill.regimes import regime_map, save
+    from kvjax.bill.report import BATCHES, CROSSINGS, crossing
+    from kvjax.serving.bench.decode import config_of
+    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.bench.results import write_result
+
+    ends, sizes = parse_lengths(lengths), parse_lengths(batches, "batches")
+    for option, pair in (("--lengths", ends), ("--batches", sizes)):
+        if len(pair) != 2 or not 1 <= pair[0] < pair[1]:
+            raise typer.BadParameter(f"wants the smallest and the largest, as 4,64; got {pair}", param_hint=option)
+    bill, config = _bill(fit, device, shape, bandwidth, no_overhead), config_of(shape)
+    grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
+    held = None if memory is None else int(memory * 2**30)
+    maps = [
+        regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held, model=Path(shape).name) for policy in policies.split(",")
+    ]
+    if not any(found.fits.any() for found in maps):
+        raise typer.BadParameter(f"{memory:g} GiB do not hold the weights and one sequence of {ends[0]:,} tokens", param_hint="--memory")
+    dots = {(cell.length, cell.batch) for cells in _cells(measured or []).values() for cell in cells}
+    save(maps, out, sorted(dots))
+    typer.echo(str(bill))
+    rows = [crossing(bill, config, found.policy, batch) for found in maps for batch in BATCHES if sizes[0] <= batch <= sizes[1]]
+    show(table(CROSSINGS, rows, left=4))
+    if json_out is not None:
+        write_result(json_out, {"maps": [found.figures() for found in maps]})
+    typer.echo("written: " + ", ".join(map(str, filter(None, (out, json_out)))))
+
+
+def _cells(files: list[Path]) -> dict[tuple[str, str, int, str], list[Cell]]:
+    """The cells of several results, the older first, by (device, shape, layers, dtype)."""
+    from kvjax.bill.fitting import merged, read_cells
+    from kvjax.serving.bench.decode import config_of
+
+    found: dict[tuple[str, str, int, str], list[Cell]] = {}
+    runs = [(file, read_json(file, "a result of kvjax bench decode")) for file in files]
+    try:
+        for _, run in sorted(runs, key=lambda pair: pair[1]["provenance"]["date"]):
+            for key, cells in read_cells(run, config_of).items():
+                found.setdefault(key, []).extend(cells)
+    except KeyError as error:
+        names = ", ".join(str(file) for file, _ in runs)
+        raise typer.BadParameter(f"{error} is missing from a result of kvjax bench decode; look at {names}") from None
+    return {key: merged(cells) for key, cells in found.items()}
+
+
+def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no_overhead: bool) -> Bill:
+    """The bill of a file or a device, changed as asked."""
+    from kvjax.bill import known_bill, known_bills, load_bills
+    from kvjax.bill.step_bill import sizes_of
+    from kvjax.serving.bench.decode import config_of
+
+    config: ModelConfig = config_of(shape)
+    if fit is not None:
+        bills = load_bills(fit)
+        bill = next((bill for bill in bills if bill.sizes == sizes_of(config)), bills[0])
+    else:
+        bill = known_bill(device, config, "bfloat16")
+    if bill is None:
+        there = ", ".join(sorted({each.device for each in known_bills()}))
+        raise typer.BadParameter(f"there is no built-in bill of {device!r}, only of {there}; give --fit", param_hint="--device")
+    if bandwidth is not None:
+        bill = bill.projected(f"bandwidth set to {bandwidth:g} TB/s", bytes_per_s=bandwidth * 1e12)
+    return bill.without_overhead() if no_overhead else bill
+
+
+def _in_repository(file: Path) -> str:
+    """A file as the report names it: without what lies above the current folder, or only its name."""
+    path = file.resolve()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name

@@ -1,0 +1,110 @@
+"""`kvjax echo`: what a prompt recalls of itself under sparse prefill. JAX is imported inside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvjax.serving.cli.options import (
+    LARGEST_BATCH,
+    PREFILLS,
+    ChunkOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    PageSizeOption,
+    SeedOption,
+    load_model,
+    parse_lengths,
+    read_text,
+    whole,
+)
+
+
+def echo_command(
+    model: ModelOption = "needle",
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Prefill policies to set beside dense, dense again and the control; may be given several times: {PREFILLS}. "
+            "[default: bounds:32+sparse]",
+            show_default=False,
+        ),
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of whole prompts, with commas between them.")] = "8k",
+    facts: Annotated[int, typer.Option(help="Facts of each length, a multiple of those in a prompt.", **whole(most=LARGEST_BATCH))] = 400,
+    facts_per_prompt: Annotated[int, typer.Option(help="Facts stated and asked for in each prompt.", **whole(most=LARGEST_BATCH))] = 16,
+    passages: Annotated[int, typer.Option(help="Passages repeated in each prompt.", **whole(most=LARGEST_BATCH))] = 8,
+    passage_tokens: Annotated[int, typer.Option(help="Tokens of a passage.", **whole())] = 64,
+    run_in: Annotated[int, typer.Option(help="Tokens of a passage that are not counted: by them the model finds it.", **whole())] = 16,
+    control: Annotated[str, typer.Option(help="Prefill policy that must fail; a cell in which it does not is invalid.")] = "window:64+1024",
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text file to hide facts in; may be given several times. [default: Python's own documentation]", show_default=False
+        ),
+    ] = None,
+    json_out: JsonOption = None,
+    seed: SeedOption = 0,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    dtype: DtypeOption = None,
+) -> None:
+    """Count the facts and passages of a prompt that the prompt's own tokens recall, under each prefill policy, beside dense prefill.
+
+    Facts stated early are asked for and answered late in the same prompt, and passages stand twice; what is repeated counts where
+    the logits of prefill predict it. Dense has to do well and the control has to fail, or the cell is marked invalid.
+    """
+    source = "\n\n".join(read_text(path, "--text") for path in text or ())
+
+    import dataclasses
+
+    import jax
+    from rich.console import Console
+
+    from kvjax.fidelity.echo import EchoPlan, EchoRun
+    from kvjax.fidelity.echo_report import summarize
+    from kvjax.fidelity.needle import documentation_text
+    from kvjax.model import fingerprint
+    from kvjax.serving.bench.prefill import dense_at
+    from kvjax.serving.progress import bar
+    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.bench.prefill.echo import COLUMNS, echo_rows, remarks
+    from pallas_kernels.bench.results import write_result
+
+    plan = EchoPlan(
+        prefills=tuple(prefill or ("bounds:32+sparse",)),
+        lengths=parse_lengths(lengths),
+        facts=facts,
+        facts_per_prompt=facts_per_prompt,
+        passages=passages,
+        passage_tokens=passage_tokens,
+        run_in=run_in,
+        control=control,
+        seed=seed,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+    )
+    for line in dense_at(plan.prefills, plan.lengths):
+        typer.echo(line, err=True)
+    loaded = load_model(model, dtype)
+    run = EchoRun(loaded, source or documentation_text(), plan)
+    stored = jax.tree.leaves(loaded.params)[0].dtype.name
+    names = [path.name for path in text or ()] or ["pydoc_data.topics"]
+    settings = {"model": model, "fingerprint": fingerprint(loaded), "dtype": stored, "text": names, **dataclasses.asdict(plan)}
+    records, figures = [], None
+    with bar(Console(stderr=True)) as progress:
+        task = progress.add_task("prefill", total=run.work)
+        for record in run.records(lambda tokens: progress.advance(task, tokens)):
+            records.append(record)
+            progress.update(task, description=f"{record['length']:,} tokens, prompt {record['prompt'] + 1} of {plan.prompts}")
+            figures = summarize(plan, records, run.failed)
+            if json_out is not None:
+                write_result(json_out, {"bench": "prefill-echo", "settings": settings, **figures})
+    show(table(COLUMNS, echo_rows(figures), left=2))
+    for line in remarks(figures):
+        typer.echo(line)
+    if run.failed:
+        raise typer.Exit(1)

@@ -1,0 +1,203 @@
+"""`kvjax fidelity`: what decode policies keep of what dense says. JAX is imported inside the command."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.serving.batch.journal import Journal
+from kvjax.serving.cli.options import LARGEST_BATCH, ChunkOption, PageSizeOption, SeedOption, parse_lengths, read_text, whole
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvjax.fidelity.panel import Panel
+
+RECORDS = "records.jsonl"
+TEXT_HASH = "text with SHA-256"
+
+
+class Records(Journal):
+    """The units of a panel that are done: each with its record."""
+
+    FORMAT = "kvjax fidelity 2"
+    WHAT = "the records of a kvjax fidelity panel"
+    KEYS = frozenset(("unit", "record"))
+
+    def __init__(self, path: Path, job: dict[str, Any]):
+        self.done: dict[str, dict[str, Any]] = {}
+        super().__init__(path, job)
+
+    def append(self, unit: str, record: dict[str, Any]) -> None:
+        """Write a unit's record; it survives the process from here on."""
+        self._append({"unit": unit, "record": record})
+
+    def _keep(self, entry: dict[str, Any], offset: int, *, earlier: bool) -> None:
+        self.done[entry["unit"]] = entry["record"]
+
+
+def fidelity_command(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle', the small model inside this package.")
+    ] = "needle",
+    policies: Annotated[
+        str, typer.Option(help="Decode policies, with commas between them; dense is always the reference.")
+    ] = "dense,window:640,window:4736,top:8,top:32,mean:8,quest:64",
+    lengths: Annotated[str, typer.Option(help="Tokens of whole contexts, with commas between them.")] = "8k",
+    tasks: Annotated[
+        str, typer.Option(help="What to look for, with commas between them: needle, multi-needle, multi-query, tracking.")
+    ] = "needle",
+    haystacks: Annotated[
+        str,
+        typer.Option(
+            help="Where, with commas between them: loop (one paragraph over and over), prose (the text), codes (the text with facts of "
+            "the same form), near-miss (the text with facts that differ little from the one asked for)."
+        ),
+    ] = "codes",
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text file to hide facts in and to force; may be given several times. [default: Python's own documentation]",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", file_okay=False, help="Folder for panel.json, panel.csv, pictures and records."),
+    ] = Path("fidelity"),
+    trials: Annotated[int, typer.Option(help="Trials of each task in each haystack at each length.", **whole(2, LARGEST_BATCH))] = 200,
+    distractors: Annotated[int, typer.Option(help="Further facts in haystacks 'codes' and 'near-miss'.", **whole(0, LARGEST_BATCH))] = 16,
+    windows: Annotated[int, typer.Option(help="Disjoint pieces of the text for teacher forcing.", **whole(2, LARGEST_BATCH))] = 5,
+    steps: Annotated[int, typer.Option(help="Forced tokens of each window, within its length.", **whole())] = 1024,
+    free_steps: Annotated[int, typer.Option(help="Tokens written freely, for the length of the exact prefix.", **whole())] = 128,
+    max_batch: Annotated[int, typer.Option(help="Contexts held and decoded together.", **whole(2, LARGEST_BATCH))] = 32,
+    seed: SeedOption = 0,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16. [default: float32 on the CPU, else the checkpoint's]", show_default=False),
+    ] = None,
+) -> None:
+    """Compare decode policies with dense: facts found, agreement, KL and perplexity on forced text, speed, keys read.
+
+    All policies run inside one engine on the same prefilled contexts, and dense runs twice, for the noise floor. What is done is kept in
+    OUT/records.jsonl: a run that was killed goes on with the same command, and a finished one is only drawn again.
+    """
+    from rich.console import Console
+
+    from kvjax.fidelity.needle import documentation_text
+    from kvjax.fidelity.panel import Panel, Plan
+    from kvjax.models.loading import load
+
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise typer.BadParameter(f"{dtype!r} is none of float32, bfloat16, float16", param_hint="--dtype")
+    plan = Plan(
+        policies=_listed(policies),
+        lengths=parse_lengths(lengths),
+        tasks=_listed(tasks),
+        haystacks=_listed(haystacks),
+        trials=trials,
+        distractors=distractors,
+        windows=windows,
+        steps=steps,
+        free_steps=free_steps,
+        batch=max_batch,
+        seed=seed,
+        page_size=page_size,
+        prefill_chunk=prefill_chunk,
+    )
+    source = "\n\n".join(read_text(path, "--text") for path in text or ()) or documentation_text()
+    panel = Panel(load(model, dtype=dtype), source, plan)
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        records = run_units(panel, out / RECORDS, describe(panel), Console(stderr=True))
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted; what was done is kept in {out / RECORDS}: run the same command again to go on", err=True)
+        raise
+    names = [path.name for path in text or ()] or ["pydoc_data.topics"]
+    run = describe(panel)
+    write_report(
+        panel, records, out, {"model": model, "fingerprint": run["model"], "dtype": run["dtype"], "text": names, TEXT_HASH: run[TEXT_HASH]}
+    )
+
+
+def run_units(panel: Panel, path: Path, job: dict[str, Any], console: Console) -> list[dict[str, Any]]:
+    """Records of all units of a panel: those that the file has, and the others, measured now and appended to it."""
+    from kvjax.serving.progress import WorkProgress
+
+    units = panel.units()
+    journal = Records(path, job)
+    try:
+        finished = sum(unit.work for unit in units if unit.key in journal.done)
+        with WorkProgress(sum(unit.work for unit in units), finished, console) as progress:
+            for unit in units:
+                if unit.key not in journal.done:
+                    progress.begin(f"{unit.length:,} tokens, {f'{unit.task} in {unit.haystack}' if unit.task else 'forced text'}")
+                    journal.append(unit.key, panel.measure(unit, progress.advance))
+                    finished += unit.work
+                    progress.reach(finished)
+        return [journal.done[unit.key] for unit in units]
+    finally:
+        journal.close()
+        panel.release()
+
+
+def describe(panel: Panel) -> dict[str, Any]:
+    """What must be the same for a panel to go on where another run left off: all that decides what its records say."""
+    import dataclasses
+
+    import jax
+
+    from kvjax.model import fingerprint
+    from kvjax.policies.decode import identity, parse
+    from pallas_kernels.bench.results import versions
+
+    job = {
+        "model": fingerprint(panel.model),
+        "dtype": str(jax.tree.leaves(panel.model.params)[0].dtype),
+        "device": jax.local_devices()[0].device_kind,
+        "versions": versions(),
+        TEXT_HASH: hashlib.sha256(panel.text_ids.tobytes()).hexdigest(),
+        "each policy": [identity(parse(name)) for name in panel.plan.policies],
+    }
+    return json.loads(json.dumps(job | dataclasses.asdict(panel.plan)))
+
+
+def write_report(panel: Panel, records: Iterable[dict[str, Any]], out: Path, source: dict[str, Any]) -> None:
+    """Summarize records, write panel.json, panel.csv and the pictures to `out`, and print tables and remarks."""
+    import dataclasses
+
+    from kvjax.fidelity.plots import draw
+    from kvjax.fidelity.report import csv_rows, remarks, summarize, tables
+    from pallas_kernels.bench.formats import show
+    from pallas_kernels.bench.results import write_result
+
+    figures = summarize(panel.plan, records)
+    write_result(out / "panel.json", {"settings": source | dataclasses.asdict(panel.plan), **figures})
+    _write_csv(out / "panel.csv", csv_rows(figures))
+    pictures = draw(figures, out)
+    show(*tables(figures))
+    for line in remarks(figures):
+        typer.echo(line)
+    typer.echo("written: " + ", ".join(str(path) for path in (out / "panel.json", out / "panel.csv", *pictures)))
+
+
+def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    from pallas_kernels.bench.results import replacing
+
+    with replacing(path) as partial, open(partial, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    """Words with commas between them."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())

@@ -1,0 +1,139 @@
+"""`kvjax needle`: how many needles a model finds. JAX is imported inside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.serving.cli.options import (
+    LARGEST_BATCH,
+    POLICIES,
+    PREFILLS,
+    ChunkOption,
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    PageSizeOption,
+    SeedOption,
+    load_model,
+    read_text,
+    token_count,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from kvjax.fidelity.retrieval import NeedleResult
+
+
+def needle_command(
+    model: ModelOption = "needle",
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", "-p", help=f"May be given several times: {POLICIES}. [default: dense, top:8]", show_default=False),
+    ] = None,
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Prefill policies to write haystacks with, each beside the first on the same trials; may be given several times: "
+            f"{PREFILLS}. [default: dense]",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text file to hide needles in; may be given several times. [default: Python's own documentation]", show_default=False
+        ),
+    ] = None,
+    json_out: JsonOption = None,
+    length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer, as 8192 or 8k.", **token_count())] = 8192,
+    trials: Annotated[int, typer.Option(help="Needles to look for.", **whole(most=LARGEST_BATCH))] = 16,
+    distractors: Annotated[
+        int, typer.Option(help="Further needles of the same template in each haystack.", **whole(0, LARGEST_BATCH))
+    ] = 16,
+    max_batch: Annotated[int, typer.Option(help="Haystacks held and decoded together.", **whole(most=LARGEST_BATCH))] = 8,
+    seed: SeedOption = 0,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    dtype: DtypeOption = None,
+) -> None:
+    """Count the needles a model finds in a long text under each policy: haystacks are prefilled once, questions decoded by the policy.
+
+    With several prefill policies the whole is run once for each, and paired differences from the first are printed.
+    """
+    haystack = "\n\n".join(read_text(path, "--text") for path in text or ())
+    policies = policy or ["dense", "top:8"]
+
+    from rich.console import Console
+
+    from kvjax.fidelity.needle import documentation_text
+    from kvjax.fidelity.retrieval import needle_panel
+    from kvjax.policies.decode import parse
+    from kvjax.policies.prefill import parse_prefill
+    from kvjax.serving.cli.demo import table
+    from kvjax.serving.progress import bar
+    from pallas_kernels.bench.formats import estimate, show
+    from pallas_kernels.bench.results import write_result
+
+    prefills = list(dict.fromkeys(prefill or ["dense"]))
+    for name in policies:
+        parse(name)
+    for name in prefills:
+        parse_prefill(name)
+    loaded = load_model(model, dtype)
+    sizes = {"length": length, "trials": trials, "distractors": distractors, "seed": seed}
+    found = {}
+    with bar(Console(stderr=True)) as progress:
+        task = progress.add_task("prefill", total=trials * length * len(prefills))
+        for name in prefills:
+            found[name] = needle_panel(
+                loaded,
+                haystack or documentation_text(),
+                policies,
+                **sizes,
+                batch=max_batch,
+                page_size=page_size,
+                prefill_chunk=prefill_chunk,
+                prefill=name,
+                on_tokens=lambda count: progress.advance(task, count),
+            )
+    typer.echo(f"{trials} needles in {length:,} tokens, {distractors} distractors each")
+    for name, results in found.items():
+        if prefill:
+            typer.echo(f"{parse_prefill(name).describe()}:")
+        show(table(results))
+        for result in results:
+            typer.echo(f"{result.policy}: found by third of depth " + ", ".join(f"{share:.0%}" for share in result.by_depth()))
+    pairs = [_beside(prefills[0], name, *both) for name in prefills[1:] for both in zip(found[prefills[0]], found[name], strict=True)]
+    for pair in pairs:
+        difference = estimate(pair["difference"])
+        typer.echo(
+            f"{pair['prefill']} prefill, {pair['policy']} decode: -{pair['lost']}/+{pair['gained']} beside {prefills[0]}, {difference}"
+        )
+    if json_out is not None:
+        import jax
+
+        from kvjax.model import fingerprint
+
+        source = [path.name for path in text or ()] or "pydoc_data.topics"
+        ran = {"model": model, "fingerprint": fingerprint(loaded), "dtype": jax.tree.leaves(loaded.params)[0].dtype.name}
+        figures = {"results": [result.figures() for result in found[prefills[0]]]}
+        if prefill:
+            others = [
+                {"prefill": name, "describe": parse_prefill(name).describe(), "results": [result.figures() for result in found[name]]}
+                for name in prefills[1:]
+            ]
+            figures |= {"prefill": prefills[0], "prefill_chunk": prefill_chunk, "other_prefills": others, "pairs": pairs}
+        write_result(json_out, {**ran, **sizes, "text": source} | figures)
+
+
+def _beside(first: str, other: str, reference: NeedleResult, result: NeedleResult) -> dict[str, Any]:
+    """The needles found after one prefill policy beside those after another, trial by trial, under one decode policy."""
+    import dataclasses
+
+    from kvjax.fidelity.statistics import paired
+
+    pair = paired(*([answer.hit for answer in each.answers] for each in (reference, result)))
+    return {"prefill": other, "beside": first, "policy": result.policy, **dataclasses.asdict(pair)}

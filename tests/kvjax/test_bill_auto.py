@@ -1,0 +1,479 @@
+"""Auto: dense unless evidence and bill both say otherwise, and a step that is the chosen policy's own, bit for bit."""
+
+import dataclasses
+import itertools
+import json
+import logging
+import time
+
+import jax
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+import kvjax
+from kvjax import Engine
+from kvjax.bill import Bill, Evidence, Fidelity, calibration, evidence, parse_level, step_bytes
+from kvjax.bill.evidence import LEVELS, qualified, read_evidence, with_panel, write_evidence
+from kvjax.bill.step_bill import Price, sizes_of
+from kvjax.model import ModelConfig, fingerprint
+from kvjax.policies.decode import Auto, Bound, DecodePolicy, Dense, parse
+from kvjax.policies.decode import auto as auto_module
+from kvjax.sampling import Sampled, SamplingRows
+from kvjax.steps import decode_step
+
+QWEN = ModelConfig(
+    family="qwen2",
+    vocab_size=152_064,
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    rope_theta=1e6,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    max_positions=2**21,
+    qkv_bias=True,
+)
+
+
+def row(policy="top:8", length=8192, **changed):
+    fields = {
+        "model": "m",
+        "fingerprint": "f",
+        "kl": 0.01,
+        "task": "needle",
+        "haystack": "codes",
+        "valid": 200,
+        "lost": 0,
+        "source": "p.json",
+    }
+    return Evidence(policy=policy, length=length, **(fields | {"source": "p.json"} | changed))
+
+
+def bill(config=QWEN, **changed):
+    fields = {"device": "chip", "model": "it", "sizes": sizes_of(config), "dtype": "bfloat16", "bytes_per_s": 4.4e12, "c0": 1e-3}
+    fields |= {"c1": (("top:8", Price(1e-4)), ("top:32", Price(2e-4, 3e-13))), "measured": ((1, 1, 2**20), (64, 1, 2**20)), "error": 0.01}
+    return Bill(**(fields | {"source": "planted"} | changed))
+
+
+def auto(rows=None, level="assured", config=QWEN, made=None, **bound):
+    rows = [row(policy, length) for policy in ("top:8", "top:32") for length in (8192, 32_768, 2**20)] if rows is None else rows
+    fields = {"config": config, "dtype": "bfloat16", "page_size": 128, "fingerprint": "f"} | bound
+    return Auto(level, Bound(bill=bill(config) if made is None else made, evidence=tuple(rows), **fields))
+
+
+# Levels and evidence
+
+
+def test_levels():
+    assert parse_level("assured") == LEVELS["assured"] == Fidelity(0.02, 0.05)
+    assert parse_level("kl=0.5,loss=1") == Fidelity(0.5, 1.0)
+    assert str(Fidelity(0.1, 0.2)) == "fast"
+    assert str(Fidelity(0.3, 0.2)) == "kl=0.3,loss=0.2"
+    for text in ("", "sure", "kl=0.1", "kl=x,loss=1", "kl=0,loss=1", "kl=0.1,loss=2", "kl=.,loss=1"):
+        with pytest.raises(ValueError, match="fidelity level"):
+            parse_level(text)
+
+
+@pytest.mark.parametrize(("lost", "valid"), [(0, 200), (3, 200), (30, 60)])
+def test_losses_are_judged_at_the_upper_end(lost, valid):
+    high = binomtest(lost, valid, alternative="less").proportion_ci(0.975, method="wilson").high
+    assert row(lost=lost, valid=valid).loss == pytest.approx(high)
+    assert row(lost=lost, valid=valid).meets(Fidelity(0.02, high + 1e-6))
+    assert not row(lost=lost, valid=valid).meets(Fidelity(0.02, high - 1e-6))
+
+
+def test_what_was_not_measured_meets_nothing():
+    unknown = row(valid=None, lost=None)
+    assert not unknown.meets(Fidelity(0.02, 0.99))
+    assert unknown.meets(Fidelity(0.02, 1.0))
+    assert not row(kl=0.021).meets(LEVELS["assured"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"valid": 5, "lost": 6}, "got 6 and 5"),
+        ({"valid": 0, "lost": 0}, "valid above 0"),
+        ({"valid": None}, "or null for both"),
+        ({"kl": float("nan")}, "kl >= 0"),
+        ({"length": 0}, "length >= 1"),
+        ({"source": ""}, "names no source"),
+        ({"policy": "best"}, "not understood"),
+    ],
+)
+def test_evidence_that_makes_no_sense(changed, words):
+    with pytest.raises(ValueError, match=words):
+        row(**changed)
+
+
+def test_a_policy_must_meet_the_level_up_to_the_length_and_never_beyond_what_is_recorded():
+    rows = [row(length=8192), row(length=16_384, kl=0.5), row(length=32_768), row("top:32", 8192), row("top:32", 32_768)]
+    found = {length: qualified(rows, LEVELS["assured"], length) for length in (1, 8192, 8193, 16_384, 20_000, 32_768, 32_769)}
+    assert found[1] == found[8192] == ("top:8", "top:32")
+    assert found[8193] == found[16_384] == found[20_000] == found[32_768] == ("top:32",), "top:8 fails at 16K"
+    assert found[32_769] == ()
+
+
+def test_every_recorded_task_counts():
+    rows = [row(), row(task="variables", lost=100)]
+    assert qualified(rows, LEVELS["assured"], 100) == qualified(rows[::-1], LEVELS["assured"], 100) == ()
+    assert qualified(rows[:1], LEVELS["assured"], 100) == ("top:8",)
+
+
+def panel(**settings):
+    """The fields of a panel.json that are read, for one length: dense, a policy, the noise floor."""
+    interval = {"value": 0.011, "low": 0.01, "high": 0.02}
+    rows = [
+        {"length": 8192, "task": task, "haystack": "codes", "policy": policy, "hits": hits, "trials": trials, "against_dense": pairs}
+        | {"invalid_trials": 200 - trials}
+        for task, trials, dense, lost in (("needle", 200, 199, 3), ("variables", 0, 0, None))
+        for policy, hits, pairs in (
+            ("dense", dense, None),
+            ("top:8", dense and dense - lost, None if lost is None else {"lost": lost, "gained": 0}),
+            ("dense, alone", dense, None),
+        )
+    ]
+    forced = [
+        {"length": 8192, "policy": "dense"},
+        *({"length": 8192, "policy": name, "kl": interval} for name in ("top:8", "dense, alone")),
+    ]
+    policies = [{"policy": "dense"}, {"policy": "top:8"}]
+    return {
+        "settings": {"model": "needle", "fingerprint": "f", "windows": 5, "steps": 1024} | settings,
+        "policies": policies,
+        "retrieval": rows,
+        "forced": forced,
+    }
+
+
+def test_a_table_is_filled_from_a_panel(tmp_path):
+    before = [row(kl=0.9), row(length=32_768), row(fingerprint="other")]
+    rows = with_panel(before, panel(), "panel.json")
+    (added,) = [each for each in rows if each.source == "panel.json"]
+    assert added == row(model="needle", kl=0.02, valid=199, lost=3, source="panel.json"), "of the task that dense fails nothing is said"
+    assert set(rows) == {added, *before[1:]}
+    write_evidence(rows, tmp_path / "evidence.json")
+    assert read_evidence((tmp_path / "evidence.json").read_text()) == rows
+
+
+def test_a_panel_in_which_dense_fails_everything_is_on_record_as_saying_nothing():
+    only = panel() | {"retrieval": [each for each in panel()["retrieval"] if each["task"] == "variables"]}
+    ((found),) = with_panel((), only, "panel.json")
+    assert (found.task, found.valid, found.lost) == ("variables", None, None)
+
+
+def test_a_task_that_dense_fails_at_some_depth_is_left_out():
+    made = panel()
+    for each in made["retrieval"]:
+        if each["task"] == "needle":
+            each["invalid_trials"] = 40
+    assert {each.valid for each in with_panel((), made, "panel.json")} == {None}
+
+
+@pytest.mark.parametrize("settings", [{"windows": 4}, {"steps": 255}])
+def test_too_little_forced_text_is_no_evidence(settings):
+    with pytest.raises(ValueError, match="too little to trust a budget"):
+        with_panel((), panel(**settings), "panel.json")
+
+
+def test_evidence_of_an_earlier_versions_fingerprint_is_refused():
+    old = "0123456789abcdef"
+    with pytest.raises(ValueError, match=r"earlier version of kvjax.*measure it again"):
+        with_panel((), panel(fingerprint=old), "panel.json")
+    with pytest.raises(ValueError, match=r"earlier version of kvjax.*measure it again"):
+        read_evidence(json.dumps({"rows": [dataclasses.asdict(row()) | {"fingerprint": old}]}))
+
+
+def test_the_committed_evidence_is_found_for_the_embedded_model(monkeypatch):
+    asked = []
+    monkeypatch.setattr(calibration, "calibrate", lambda model, names, **_: asked.append(names) or bill(model.config))
+    model = kvjax.load("needle", dtype="bfloat16", tokenizer=False)
+    bound = Auto().bind(model, page_size=128, dtype="bfloat16").bound
+    assert bound.evidence == evidence.recorded_evidence() != ()
+    assert asked, "there is something to choose between"
+
+
+def test_nothing_is_recorded_about_auto():
+    with pytest.raises(ValueError, match="'auto:fast' chooses among several"):
+        row(policy="auto:fast")
+
+
+def test_panels_and_tables_that_lack_something():
+    unmarked = panel()
+    del unmarked["settings"]["fingerprint"]
+    with pytest.raises(ValueError, match="does not say which weights"):
+        with_panel((), unmarked, "panel.json")
+    assert with_panel((), unmarked, "panel.json", "abc")[0].fingerprint == "abc"
+    with pytest.raises(ValueError, match=r"has no 'forced', so it is no panel.json"):
+        with_panel((), {name: value for name, value in panel().items() if name != "forced"}, "x.json")
+    with pytest.raises(ValueError, match=r"evidence row 0: .*different here: kl"):
+        read_evidence(json.dumps({"rows": [{name: value for name, value in dataclasses.asdict(row()).items() if name != "kl"}]}))
+
+
+# Choosing
+
+
+def test_names():
+    assert str(parse("auto")) == "auto"
+    assert str(parse("auto:fast")) == "auto:fast"
+    assert parse("auto:kl=0.1,loss=0.3").fidelity == Fidelity(0.1, 0.3)
+    assert isinstance(parse("auto"), DecodePolicy)
+    assert parse("auto").indexes() == ()
+    with pytest.raises(ValueError, match="there are assured, fast, or numbers"):
+        parse("auto:sure")
+
+
+PLACES = list(itertools.product((128, 4096, 8192, 16_384, 102_400, 2**20), (1, 4, 64)))
+
+
+@pytest.mark.parametrize("price", [0.0, 1e-4, 1e-3, 1.0])
+def test_sparse_is_never_chosen_where_the_bill_says_it_loses(price):
+    made = bill(c1=(("top:8", Price(price)), ("top:32", Price(2 * price))))
+    chosen = {}
+    for length, batch in PLACES:
+        choice = auto(made=made).choose([length] * batch)
+        dense, taken = (made.predict(QWEN, name, length, batch).seconds for name in ("dense", choice.policy))
+        assert taken <= dense
+        assert choice.policy == Dense() or dense / taken > 1 + made.error
+        assert choice.dense_seconds == dense
+        chosen.setdefault(str(choice.policy), []).append((length, batch))
+    assert ("top:8" in chosen) == (price < 1.0), "and where it wins it is"
+    assert "top:32" not in chosen, "the fastest of those that keep enough"
+    assert (128, 1) in chosen["dense"]
+
+
+def test_a_list_that_holds_everything_is_never_worth_its_price():
+    free = bill(c1=(("top:8", Price(0.0)), ("top:32", Price(0.0))), error=0.0)
+    for length in range(128, 13 * 128 + 1, 128):
+        assert auto(made=free).choose([length] * 64).policy == Dense()
+    assert str(auto(made=free).choose([20 * 128] * 64).policy) == "top:8"
+
+
+def test_only_what_is_on_record_is_chosen():
+    weak = [row("top:8", length, kl=0.5) for length in (8192, 2**20)] + [row("top:32", length) for length in (8192, 2**20)]
+    assert str(auto(weak).choose([500_000]).policy) == "top:32"
+    assert str(auto(weak, "kl=1,loss=0.05").choose([500_000]).policy) == "top:8"
+    none = auto(weak, "kl=0.001,loss=0.05").choose([500_000])
+    assert none.policy == Dense()
+    assert "nothing is on record as kl=0.001,loss=0.05 for 500,096 tokens; recorded lengths: 8,192, 1,048,576" in none.why
+
+
+def test_without_evidence_it_is_dense_and_says_so():
+    choice = auto([]).choose([100_000])
+    assert choice.policy == Dense()
+    assert "no evidence is recorded for this model (fingerprint f)" in choice.why
+    assert "kvjax fidelity" in choice.why
+    beyond = auto([row()]).choose([100_000])
+    assert (beyond.policy, "recorded lengths: 8,192" in beyond.why) == (Dense(), True)
+
+
+def test_a_budget_without_a_price_is_not_compared():
+    rows = [row("mean:8", 2**20), row("top:8", 2**20)]
+    assert str(auto(rows).choose([500_000]).policy) == "top:8"
+    choice = auto(rows[:1]).choose([500_000])
+    assert choice.policy == Dense()
+    assert "no c1 for them" not in choice.why
+    assert "mean:8, for which the bill of chip has no c1" in choice.why
+
+
+def test_it_says_why():
+    choice = auto().choose([500_000] * 4)
+    assert "the bill of chip gives top:8, the fastest on record as assured" in str(choice)
+    assert "evidence: p.json" in str(choice)
+    assert "PROJECTION" not in str(choice)
+    assert "PROJECTION: batch 100 lies outside" in str(auto().choose([8000] * 100))
+    small = auto().choose([1000])
+    assert "no gain above the 1.0% that is asked for" in small.why
+
+
+def test_the_longest_sequence_decides_what_is_kept_and_the_mean_what_it_costs():
+    rows = [row(length=8192), row("top:32", 8192), row("top:32", 2**20)]
+    assert str(auto(rows).choose([8192] * 64).policy) == "top:8"
+    mixed = auto(rows).choose([8192] * 63 + [8193])
+    assert str(mixed.policy) == "top:32"
+    assert f"at {8320:,} tokens, batch 64" in mixed.why, "the mean, in whole pages"
+
+
+def test_what_may_be_chosen_up_to_a_length():
+    assert [str(policy) for policy in auto().possible(2**20, 1)] == ["dense", "top:8"]
+    assert auto().possible(1024, 1) == (Dense(),)
+    assert {spec.name for spec in auto().indexes()} == {"bounds128"}
+
+
+def test_unbound_it_cannot_choose():
+    with pytest.raises(RuntimeError, match="not bound to a model"):
+        Auto().choose([1])
+    with pytest.raises(RuntimeError, match="run it through an Engine"):
+        Auto().select(None, None, None, ())
+
+
+# In an engine
+
+
+@pytest.fixture(autouse=True)
+def _no_calibration_is_kept(monkeypatch):
+    monkeypatch.setattr(auto_module, "_calibrated", {})
+
+
+PAGE = 16
+
+
+@pytest.fixture(scope="module")
+def small(model_factory):
+    return model_factory(num_layers=1, rope_theta=555.0)
+
+
+@pytest.fixture
+def engine(small):
+    """Over 528 keys, at a bill by which anything above them pays."""
+    made = bill(small.config, dtype="float32", bytes_per_s=1e6, c0=0.0, c1=(("quest:0", Price(0.0)),))
+    bound = {"fingerprint": fingerprint(small), "dtype": "float32", "page_size": 64}
+    policy = auto([row("quest:0", 2048)], config=small.config, made=made, **bound)
+    return Engine(small, policy, policies=["quest:0"], pages=48, page_size=64, prefill_chunk=64, batch_buckets=(1,))
+
+
+def test_a_step_is_the_chosen_policys_own(engine, text, caplog):
+    (long,) = engine.prefill([(text * 3)[:800]])
+    (short,) = engine.prefill([text[:40]])
+    named = {}
+    for sequence, name in ((long, "quest:0"), (short, "dense")):
+        named[name] = engine.decode([engine.fork(sequence)], [5], name), engine.last_reads.keys.tolist()
+        assert engine.last_choice is None
+    compiled = decode_step._cache_size()
+    with caplog.at_level(logging.INFO, "kvjax.engine"):
+        for sequence, name in ((long, "quest:0"), (short, "dense")):
+            logits = engine.decode([engine.fork(sequence)], [5])
+            np.testing.assert_array_equal(logits, named[name][0])
+            assert engine.last_reads.keys.tolist() == named[name][1]
+            assert str(engine.last_choice.policy) == name
+    assert decode_step._cache_size() == compiled, "nothing new was compiled"
+    assert ["quest:0" in caplog.messages[0], "dense" in caplog.messages[1]] == [True, True]
+
+
+def test_warming_up_compiles_whatever_may_be_chosen(engine, text):
+    engine.warmup(tokens=850)
+    compiled = []
+
+    def listen(event, duration, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for length, name in ((20, "dense"), (820, "quest:0")):
+            (sequence,) = engine.prefill([(text * 3)[:length]])
+            engine.decode_and_sample([sequence], np.zeros(1, np.int32), SamplingRows.of([None]))
+            assert str(engine.last_choice.policy) == name
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not compiled
+
+
+def test_an_engine_binds_auto_once_and_without_evidence_measures_nothing(small, text, monkeypatch):
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: pytest.fail("there is nothing to choose between"))
+    engine = Engine(small, "auto", pages=8, page_size=PAGE, prefill_chunk=PAGE)
+    assert isinstance(engine.policy, Auto)
+    assert engine.declared("auto") is engine.policy
+    assert "nothing else is on record for this model" in engine.policy.describe()
+    (done,) = [completion for _, completion in kvjax.run(engine, [kvjax.Request(tuple(text[:20]), kvjax.Sampling(max_new_tokens=2))])]
+    assert done.error is None
+    assert fingerprint(small) in engine.last_choice.why
+
+
+def test_with_evidence_on_an_unknown_device_it_is_calibrated(model, monkeypatch):
+    rows = (row("quest:0", 2048, fingerprint=fingerprint(model)), row("quest:0", 4096, fingerprint="another model"))
+    monkeypatch.setattr(evidence, "recorded_evidence", lambda: rows)
+    asked = []
+    monkeypatch.setattr(calibration, "calibrate", lambda model, names, **sizes: asked.append((names, sizes)) or bill(model.config))
+    engine = Engine(model, "auto", policies=["auto:fast"], pages=8, page_size=PAGE, prefill_chunk=PAGE)
+    assert asked == [(("quest:0",), {"page_size": PAGE})], "the device does not change between two levels, or engines"
+    assert engine.policy.bound.evidence == rows[:1]
+    assert {spec.name for spec in engine.indexes} == {"bounds16"}
+    assert engine.policy.describe().endswith("dense, quest:0 by the bill of chip)")
+
+
+def test_times_that_make_no_bill_leave_it_dense(model, monkeypatch, caplog):
+    rows = (row("quest:0", 2048, fingerprint=fingerprint(model)),)
+    monkeypatch.setattr(evidence, "recorded_evidence", lambda: rows)
+
+    def fails(*_, **__):
+        raise ValueError("no bandwidth to fit")
+
+    monkeypatch.setattr(calibration, "calibrate", fails)
+    bound = Auto().bind(model, page_size=PAGE, dtype="float32")
+    assert bound.choose([1000]).policy == Dense()
+    for text in (bound.choose([1000]).why, bound.describe(), caplog.text):
+        assert "none can be measured: no bandwidth to fit" in text
+
+
+# Calibration
+
+
+class Clock:
+    """Time that passes only when a step is run, as planted parameters say."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(model, monkeypatch):
+    clock, decode = Clock(), {"calls": []}
+
+    def step(engine, slots, tokens, rows, policy):
+        length = slots[0].length + 1
+        clock.now += 2e-3 + step_bytes(model.config, parse(policy), length, len(slots), dtype="float32", page_size=PAGE).total / 1e9
+        clock.now += 0.0 if policy == "dense" else 5e-3
+        decode["calls"].append((policy, slots[0].length, len(slots)))
+        for slot in slots:
+            slot.length += 1
+        return Sampled(tokens, jax.numpy.zeros(len(slots)), jax.numpy.ones(len(slots), bool))
+
+    monkeypatch.setattr(calibration, "time", clock)
+    monkeypatch.setattr(Engine, "decode_and_sample", step)
+    monkeypatch.setattr(calibration, "LONGEST", 2048)
+    clock.calls = decode["calls"]
+    return clock
+
+
+def test_calibration_recovers_what_the_steps_cost(model, clock):
+    found = calibration.calibrate(model, ["quest:8", "dense"], page_size=PAGE)
+    assert found.bytes_per_s == pytest.approx(1e9, rel=0.02)  # a step of the round reads a few tokens less than its last
+    assert found.c0 == pytest.approx(2e-3, rel=0.05)
+    assert dict(found.c1)["quest:8"].fixed == pytest.approx(5e-3, rel=0.02)
+    assert (found.measured, found.device) == (((1, 256, 2048), (4, 256, 2048)), jax.local_devices()[0].device_kind)
+    assert max(length for _, length, _ in clock.calls) == 2047
+
+
+def test_calibration_keeps_to_its_time(model, clock):
+    found = calibration.calibrate(model, ["quest:8"], page_size=PAGE, seconds=1e-3)
+    assert found.measured == ((1, 256, 2048),)
+    assert len(clock.calls) == 2 * 2 * 4 * calibration.STEPS, "one round to compile, one to time, two policies, four lengths"
+
+
+def test_calibration_that_cannot_be(model, monkeypatch):
+    with pytest.raises(ValueError, match="at least one policy besides dense"):
+        calibration.calibrate(model, [])
+    monkeypatch.setattr(calibration, "LONGEST", PAGE)
+    with pytest.raises(ValueError, match=r"room for 1 sequences of at least two pages of 16 tokens.*smaller page_size"):
+        calibration.calibrate(model, ["quest:8"], page_size=PAGE)
+
+
+def test_a_real_calibration_runs_the_engines_steps(small, monkeypatch):
+    """On a busy machine the times may make no sense; the steps must run, and a bill or a clear refusal come out."""
+    monkeypatch.setattr(calibration, "LONGEST", 512)
+    started = time.perf_counter()
+    try:
+        found = calibration.calibrate(small, ["quest:8"], page_size=64, batches=(1,), seconds=1.0)
+        assert found.sizes == sizes_of(small.config)
+    except ValueError as error:
+        if "no longer with more bytes" not in str(error):
+            raise
+    assert time.perf_counter() - started < 60

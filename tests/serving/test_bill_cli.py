@@ -1,0 +1,254 @@
+"""`kvjax bill ...` and `kvjax regime-map`: what they print is the library's, and input that cannot be is named."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvjax.bill import load_bills, step_bytes
+from kvjax.bill.evidence import read_evidence
+from kvjax.bill.report import rendered
+from kvjax.policies.decode import parse
+from kvjax.serving.bench.decode import SHAPES
+from kvjax.serving.cli import app as cli
+
+QWEN = SHAPES["qwen2.5-7b"]
+
+
+@pytest.fixture
+def kvjax(monkeypatch, capsys, tmp_path):
+    """Run the command line in this process, in an empty folder; returns exit status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["kvjax", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        out, err = capsys.readouterr()
+        return stopped.value.code or 0, out, err
+
+    return call
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Results of two batches as `kvjax bench decode` writes them, with times of a planted bill; one row is skipped."""
+    files = []
+    for batch in (1, 4):
+        rows = [{"op": "decode", "shape": "qwen2.5-7b", "tokens": 2**22, "batch": batch, "policy": "dense", "skipped": "too large"}]
+        for policy in ("dense", "top:8", "top:32"):
+            for tokens in (8192, 32_768, 131_072):
+                moved = step_bytes(QWEN, parse(policy), tokens, batch)
+                seconds = moved.total / 4e12 + 1e-3 + (policy != "dense") * 2e-4
+                row = {"op": "decode", "shape": "qwen2.5-7b", "layers": 28, "tokens": tokens, "batch": batch, "policy": policy}
+                row |= {"dtype": "bfloat16", "median_s": seconds}
+                rows.append(row | {"bytes": {"weights": moved.weights, "kv": moved.kv, "index": moved.index}})
+        provenance = {"device": "Planted 9000", "date": f"2026-01-0{batch}"}
+        files.append(tmp_path / f"grid-b{batch}.json")
+        files[-1].write_text(json.dumps({"provenance": provenance, "bench": "decode", "rows": rows}))
+    return files
+
+
+def test_fit_writes_the_bill_and_prints_how_wrong_it_is(kvjax, runs):
+    status, out, _ = kvjax("bill", "fit", *runs, "--form", "fixed", "--json", "bill.json")
+    assert status == 0
+    (bill,) = load_bills(Path("bill.json"))
+    assert (bill.device, bill.model, bill.source) == ("Planted 9000", "qwen2.5-7b", "grid-b1.json grid-b4.json")
+    assert bill.bytes_per_s == pytest.approx(4e12)
+    assert (bill.c0, dict(bill.c1)["top:8"].fixed) == pytest.approx((1e-3, 2e-4))
+    assert bill.measured == ((1, 8192, 131_072), (4, 8192, 131_072))
+    for text in ("4.000 TB/s, c0 1.000 ms", "c1 = 0: no free sparse parameter", "a constant per policy", "a batch", "dense, top:32, top:8"):
+        assert text in out
+    (checks,) = json.loads(Path("bill.json").read_text())["held_out"]
+    assert checks["errors"]["cell"]["fixed"]["worst"] < 1e-9 < 0.01 < checks["errors"]["cell"]["none"]["worst"]
+    assert checks["regret"]["dense, top:32"]["cell"]["worst"] == 0.0
+    assert set(checks["errors"]) == {"nothing", "cell", "length", "batch"}
+    assert set(checks["impossible"]) == {"budget"}, "two are too few to hold one out"
+
+
+def test_a_document_is_filled_from_the_fit(kvjax, runs):
+    Path("page.md").write_text("# T\n<!-- bill:parameters -->\nold\n<!-- /bill -->\nkept\n<!-- bill:regret -->\n<!-- /bill -->\n")
+    status, _, err = kvjax("bill", "fit", *runs, "--form", "fixed", "--into", "page.md", "--json", "bill.json")
+    assert status == 0, err
+    text = Path("page.md").read_text()
+    assert "| Planted 9000 | qwen2.5-7b | 4.000 | 1.000 | top:32 | 0.200 | 0.000 |" in text
+    assert "| qwen2.5-7b | dense, top:8 | a cell |" in text
+    assert "old" not in text
+    assert "kept" in text
+    assert rendered(text, json.loads(Path("bill.json").read_text())) == text
+    for wrong, words in (("<!-- bill:poem -->\n<!-- /bill -->", "no part is called 'poem'"), ("<!-- bill:regret -->\n", "not followed")):
+        Path("page.md").write_text(wrong)
+        status, _, err = kvjax("bill", "fit", *runs, "--into", "page.md")
+        assert (status, words in err) == (2, True)
+
+
+def test_a_fitted_bill_predicts_and_draws(kvjax, runs):
+    kvjax("bill", "fit", *runs, "--form", "fixed", "--json", "bill.json")
+    arguments = ("--fit", "bill.json", "--lengths", "128k", "--batches", "4", "--policies", "dense,top:8,top:16")
+    status, out, _ = kvjax("bill", "predict", *arguments)
+    seconds = step_bytes(QWEN, parse("top:8"), 131_072, 4).total / 4e12 + 1.2e-3
+    assert status == 0
+    assert f"{seconds * 1e3:.3f}" in out
+    assert out.count("projection") == 2, "top:16 is interpolated; the reason stands below"
+    assert re.findall(r"(measurements|projection) │", out) == ["measurements", "measurements", "projection"]
+    for option, reason in (
+        (("--no-overhead",), "c0 set to 0"),
+        (("--bandwidth", 8), "bandwidth set to 8 TB/s"),
+        (("--tier", "host", "--link", 52), "a host link of 52 GB/s"),
+        (("--shape", "llama-3.1-8b"), "measured on qwen2.5-7b"),
+        (("--cache-dtype", "int8"), "not in int8"),
+    ):
+        assert f"projection: {reason}" in kvjax("bill", "predict", *arguments, *option)[1].replace(
+            "projection: measured in bfloat16, ", "projection: "
+        )
+    drawn = ("--fit", "bill.json", "--policies", "top:32", "--measured", runs[0], "--memory", 139, "--json", "map.json", "-o", "map.png")
+    status, out, _ = kvjax("regime-map", *drawn)
+    assert status == 0
+    marked = re.findall(r"top:32 │ (\d+) +│ (?:from [\d,]+ tokens|never) +│ ([^│]*?) +│", out)
+    assert [(batch, words.partition(":")[0].partition(";")[0]) for batch, words in marked] == [
+        ("1", "measurements at this batch"),
+        ("2", "between batches 1 and 4"),
+        ("4", "measurements at this batch"),
+        *((batch, "projection") for batch in ("8", "16", "32", "64")),
+    ]
+    assert out.endswith("written: map.png, map.json\n")
+    assert Path("map.png").stat().st_size > 10_000
+    (found,) = json.loads(Path("map.json").read_text())["maps"]
+    assert len(found["speedup"]) == len(found["batches"])
+
+
+def test_the_built_in_bill_is_the_default(kvjax):
+    status, out, _ = kvjax("bill", "predict", "--lengths", "128k", "--batches", "1")
+    assert status == 0
+    assert out.startswith("NVIDIA H200, qwen2.5-7b, bfloat16: ")
+
+
+def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folder, tmp_path, monkeypatch):
+    from kvjax.bill import calibration, evidence
+    from kvjax.bill.step_bill import Bill, Price, sizes_of
+    from kvjax.model import fingerprint
+    from kvjax.models.loading import load
+    from kvjax.policies.decode import auto
+
+    interval = {"value": 0.01, "low": 0.0, "high": 0.02}
+    cells = [{"policy": "dense", "hits": 200, "against_dense": None}, {"policy": "window:4+8", "hits": 200, "against_dense": {"lost": 0}}]
+    cells = [cell | {"invalid_trials": 0} for cell in cells]
+    panel = {
+        "settings": {"model": "tiny", "windows": 5, "steps": 1024},
+        "policies": [{"policy": "dense"}, {"policy": "window:4+8"}],
+        "retrieval": [{"length": 512, "task": "needle", "haystack": "codes"} | cell for cell in cells],
+        "forced": [{"length": 512, "policy": "dense"}, {"length": 512, "policy": "window:4+8", "kl": interval}],
+    }
+    Path("panel.json").write_text(json.dumps(panel))
+    status, _, err = kvjax("bill", "evidence", "panel.json", "--into", "evidence.json")
+    assert (status, "name the model (--model)" in err) == (2, True)
+    status, out, _ = kvjax("bill", "evidence", "panel.json", "--into", "evidence.json", "--model", model_folder)
+    assert (status, out) == (0, "evidence.json: 1 rows of 1 models\n")
+    rows = read_evidence(Path("evidence.json").read_text())
+    assert (rows[0].fingerprint, rows[0].source) == (fingerprint(load(model_folder)), "panel.json")
+
+    status, out, _ = kvjax("bill", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1")
+    assert (status, "no evidence is recorded for this model" in out) == (0, True)
+    monkeypatch.setattr(evidence, "recorded_evidence", lambda: rows)
+    made = Bill("chip", "it", sizes_of(model.config), "float32", 1e6, 0.0, (("window:4+8", Price(0.0)),), ((1, 1, 512),), 0.0, "planted")
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: made)
+    monkeypatch.setattr(auto, "_calibrated", {})
+    status, out, _ = kvjax("bill", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1", "--level", "fast")
+    assert status == 0
+    assert "512 tokens, batch 1: window:4+8: the bill of chip gives window:4+8, the fastest on record as fast" in out
+
+
+def test_prefill_is_timed_recorded_and_explained(kvjax, model_folder, monkeypatch):
+    from kvjax.bill import evidence, prefill_bill
+
+    sizes = {"shape": "tiny", "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32", "page_size": 128}
+    timed = [("dense", "paged", 512, 1e-3), ("dense", "paged", 4096, 64e-3), ("sparse", "window:8+64", 4096, 8e-3)]
+    rows = [sizes | {"op": op, "policy": name, "tokens": n, "median_s": s, "p10_s": s, "p90_s": s} for op, name, n, s in timed]
+    provenance = {"device": "Planted 9000", "date": "2026"}
+    Path("ops.json").write_text(json.dumps({"bench": "prefill-ops", "provenance": provenance, "rows": rows}))
+    status, out, err = kvjax("bill", "fit-prefill", "ops.json", "--json", "bill.json")
+    assert status == 0, err
+    assert "Planted 9000, tiny, 4/2 heads of 8 in float32, pages of 128; times within 0.0%" in out
+    assert "dense: 512 tokens 1.000 ms, 4,096 tokens 64.000 ms" in out
+
+    report = {
+        "bench": "prefill-echo",
+        "provenance": provenance,
+        "settings": {"model": "tiny", "dtype": "float32", "text": ["a.txt"]},
+        "policies": [{"policy": "dense"}, {"policy": "window:8+64"}],
+        "cells": [{"length": 4096, "prompts": 25, "facts_invalid": []}],
+        "rows": [
+            {"length": 4096, "policy": "dense", "hits": 400, "kl": {"high": 0.0}},
+            {"length": 4096, "policy": "window:8+64", "kl": {"high": 0.01}, "against_dense": {"lost": 0, "design_effect": 1.0}},
+        ],
+    }
+    Path("echo.json").write_text(json.dumps(report))
+    recorded = ("bill", "evidence-prefill", "echo.json", "--into", "evidence.json")
+    status, _, err = kvjax(*recorded)
+    assert (status, "echo.json has no fingerprint" in " ".join(err.split())) == (2, True)
+    status, _, err = kvjax(*recorded, "--model", model_folder, "--dtype", "bfloat16")
+    assert (status, "give --dtype float32" in " ".join(err.split())) == (2, True)
+    status, out, _ = kvjax(*recorded, "--model", model_folder)
+    assert (status, out) == (0, "evidence.json: 1 rows of 1 models\n")
+
+    found = read_evidence(Path("evidence.json").read_text(), evidence.PrefillEvidence)
+    bills = prefill_bill.read_prefill_bills(Path("bill.json").read_text())
+    monkeypatch.setattr(evidence, "recorded_prefill_evidence", lambda: found)
+    monkeypatch.setattr(prefill_bill, "known_prefill_bills", lambda: bills)
+    chosen = ("bill", "choose", "--prefill", "--model", model_folder, "--lengths", "500,4k", "--prefill-chunk", "512")
+    status, out, _ = kvjax(*chosen, "--device", "Planted 9000")
+    assert status == 0
+    assert "tokens 0 to 512: dense: of those on record as assured, window:8+64 is the fastest on Planted 9000" in out
+    assert "tokens 3,584 to 4,096: window:8+64: of those on record" in out
+    assert "no prefill was timed on cpu" in kvjax(*chosen)[1]
+    status, _, err = kvjax("bill", "choose", "--model", model_folder, "--device", "Planted 9000")
+    assert (status, "goes with --prefill" in " ".join(err.replace("│", " ").split())) == (2, True)
+
+
+def test_generate_takes_prefill_auto_and_says_what_it_does(kvjax, model_folder):
+    arguments = ("generate", "ember", "--model", model_folder, "--max-new-tokens", 5)
+    dense = kvjax(*arguments)[1]
+    assert kvjax(*arguments, "--prefill", "auto:fast")[1] == dense
+    status, _, err = kvjax(*arguments, "--prefill", "auto:sure")
+    assert (status, "fidelity level 'sure' is not understood" in " ".join(err.replace("│", " ").split())) == (2, True)
+
+
+def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
+    from kvjax.bill import Bill, calibration
+
+    made = Bill("chip", "it", (1,) * 8, "float32", 1e9, 1e-3, (), ((1, 1, 2),), 0.02, "a calibration of 3 s")
+    monkeypatch.setattr(calibration, "calibrate", lambda model, names, seconds: made)
+    status, out, _ = kvjax("bill", "calibrate", "--model", model_folder, "--json", "bill.json")
+    assert (status, "mean held-out error 2.0%" in out) == (0, True)
+    assert load_bills(Path("bill.json")) == (made,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("bill", "predict", "--device", "an abacus"), "no built-in bill of 'an abacus', only of NVIDIA H200"),
+        (("bill", "predict", "--batches", "many"), "batches 'many' are not understood"),
+        (("bill", "predict", "--policies", "dense,mean:3"), "has no c1 for mean:3"),
+        (("bill", "predict", "--tier", "host"), "keys and values on 'host' need --link"),
+        (("regime-map", "--batches", "4"), "the smallest and the largest"),
+        (("regime-map", "--lengths", "1m,4k"), "the smallest and the largest"),
+        (("bill", "fit", "ops.json"), "no result of kvjax bench decode"),
+        (("bill", "choose", "--model", "needle", "--level", "sure"), "fidelity level 'sure'"),
+    ],
+)
+def test_wrong_usage_is_named(kvjax, arguments, words):
+    Path("ops.json").write_text(json.dumps({"bench": "ops", "provenance": {"date": "2026"}}))
+    status, _, err = kvjax(*arguments)
+    assert status == 2
+    assert words in " ".join(err.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("command", [("bill", "predict"), ("regime-map",), ("bench", "decode"), ("bench", "prefill")])
+def test_help_lists_the_shapes(kvjax, command):
+    status, out, _ = kvjax(*command, "--help")
+    assert status == 0
+    assert f"{', '.join(SHAPES)}, or a model folder or hub id" in " ".join(out.split())
