@@ -57,9 +57,9 @@ def layers_run(model: str, lengths: str, policies: str, dtype: str, files: Seque
     chosen, tokens = _sparse_of(policies), parse_lengths(lengths)
     if odd := [length for length in tokens if length < 1 or length % PAGE_SIZE]:
         raise ValueError(f"--ops of a model takes positive multiples of {PAGE_SIZE} tokens, got {', '.join(map(str, odd))}")
+    loaded, ids = _read(model, _dtype(dtype), files, max(tokens))
     for line in dense_at(chosen, tokens):
         Console(stderr=True).print(line)
-    loaded, ids = _read(model, _dtype(dtype), files, max(tokens))
 
     def rows(say: Callable, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for length in tokens:
