@@ -140,7 +140,8 @@ class Engine:
     def check_length(self, tokens: int) -> None:
         """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small."""
         if tokens > self.config.max_positions:
-            raise ValueError(f"a sequence of {tokens:,} tokens is longer than the model's {self.config.max_positions:,} positions")
+            known = f"the model's {self.config.max_positions:,} positions{self.config.for_longer(tokens)}"
+            raise ValueError(f"a sequence of {tokens:,} tokens is longer than {known}")
         if self.pages_for(tokens) > self.allocator.total:
             raise self._out_of_pages(self.pages_for(tokens), self.allocator.total)
 

@@ -38,10 +38,13 @@ class RopeScaling:
 
     kind "linear": every frequency divided by `factor`. kind "llama3": low frequencies divided by `factor`, with a smooth band between
     `low_freq_factor` and `high_freq_factor` (wavelengths counted in `original_max_positions`). kind "yarn": NTK-by-parts between
-    `beta_fast` and `beta_slow` (YaRN, arXiv 2309.00071), with cos and sin multiplied by `attention_factor`.
+    `beta_fast` and `beta_slow` (YaRN, arXiv 2309.00071), with cos and sin multiplied by `attention_factor`. kind "longrope": `LongRope`.
+
+    kind "dynamic": plain frequencies up to `original_max_positions` tokens, which is as far as a model with it goes here. Beyond,
+    transformers stretches all frequencies with every new token; the keys in a cache would keep the rotation of older ones.
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     factor: float
     original_max_positions: int
     low_freq_factor: float = 1.0
@@ -51,10 +54,39 @@ class RopeScaling:
     attention_factor: float = 1.0
     truncate: bool = True
 
+    @property
+    def most_positions(self) -> int | None:
+        """Positions up to which one set of frequencies serves every sequence; None: all."""
+        return self.original_max_positions if self.kind == "dynamic" else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRope(RopeScaling):
+    """LongRoPE (arXiv 2402.13753), kind "longrope": the wavelength of each pair has a factor of its own, searched for, not computed.
+
+    short_factors, long_factors: one per rotated pair. long: which of them rotate, every sequence alike, because keys stay in the cache as
+    they were rotated. transformers takes the short ones for sequences of up to `original_max_positions` tokens and the long ones for
+    longer; so the short ones are its own, and end there, and the long ones are its own for longer sequences alone. Cos and sin are
+    multiplied by `attention_factor` in both cases. max_positions: what the checkpoint says is the longest sequence.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    max_positions: int
+    long: bool = False
+
+    @property
+    def most_positions(self) -> int:
+        """Positions up to which the factors in use serve."""
+        return self.max_positions if self.long else min(self.original_max_positions, self.max_positions)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer with grouped-query attention, RoPE, RMSNorm and a gated SiLU MLP. Static and hashable."""
+    """A decoder-only transformer with grouped-query attention, RoPE, RMSNorm and a gated SiLU MLP. Static and hashable.
+
+    qkv_bias, o_bias, mlp_bias: which projections add a bias (mlp_bias: gate, up and down). max_positions: the longest sequence, in tokens.
+    """
 
     family: str
     vocab_size: int
@@ -73,6 +105,9 @@ class ModelConfig:
     qk_norm: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    # Outside repr, so that fingerprints of models without them stay; those of models with them count the biases themselves.
+    o_bias: bool = dataclasses.field(default=False, repr=False)
+    mlp_bias: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self):
         for name in (
@@ -91,6 +126,24 @@ class ModelConfig:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even: RoPE rotates pairs")
+        if self.rope_scaling is not None:
+            self._check_scaling(self.rope_scaling)
+
+    def _check_scaling(self, scaling: RopeScaling) -> None:
+        if isinstance(scaling, LongRope):
+            for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
+                if len(factors) != self.head_dim // 2:
+                    raise ValueError(f"{name} of longrope has {len(factors)} numbers; head_dim {self.head_dim} needs {self.head_dim // 2}")
+        if scaling.most_positions is not None and self.max_positions > scaling.most_positions:
+            known = f"rope_scaling of kind {scaling.kind} serves {scaling.most_positions:,}"
+            raise ValueError(f"max_positions is {self.max_positions:,}, and {known}{self.for_longer(self.max_positions)}")
+
+    def for_longer(self, tokens: int) -> str:
+        """What to do for a sequence of `tokens` tokens, more than `max_positions`, as the end of an error message; "" if nothing helps."""
+        scaling = self.rope_scaling
+        if not isinstance(scaling, LongRope) or scaling.long or not scaling.original_max_positions < tokens <= scaling.max_positions:
+            return ""
+        return f": load it with max_positions={scaling.max_positions}, which rotates every sequence by longrope's long factors"
 
     @property
     def sm_scale(self) -> float:
@@ -102,8 +155,8 @@ class ModelConfig:
         """Weights, counted from the shapes alone."""
         e, d = self.hidden_size, self.head_dim
         attention = e * d * (2 * self.num_heads + 2 * self.num_kv_heads)
-        attention += d * (self.num_heads + 2 * self.num_kv_heads) * self.qkv_bias + 2 * d * self.qk_norm
-        layer = attention + 3 * e * self.intermediate_size + 2 * e
+        attention += d * (self.num_heads + 2 * self.num_kv_heads) * self.qkv_bias + e * self.o_bias + 2 * d * self.qk_norm
+        layer = attention + 3 * e * self.intermediate_size + (2 * self.intermediate_size + e) * self.mlp_bias + 2 * e
         return self.num_layers * layer + e + self.vocab_size * e * (1 if self.tie_embeddings else 2)
 
 

@@ -7,11 +7,12 @@ and `dtype`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.model import ModelConfig, RopeScaling
+from kvjax.model import LongRope, ModelConfig, RopeScaling
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import HARMLESS, ONLY, REMEDIES, Family
 
@@ -22,19 +23,25 @@ _SLIDING = frozenset({"use_sliding_window", "sliding_window", "max_window_layers
 _ROPE_KEYS = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
     "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
     "yarn": frozenset(
         ["factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"]
     ),
+    "longrope": frozenset({"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}),
 }
 
+_WINDOW = 4096
+"""`sliding_window` of Qwen2 and Qwen3 where config.json leaves it out."""
 
-def parse(fields: Fields, generation: Fields | None = None) -> ModelConfig:
+
+def parse(fields: Fields, generation: Fields | None = None, max_positions: int | None = None) -> ModelConfig:
     """The configuration that config.json's `fields` describe; `generation` is generation_config.json, where there is one.
 
     The end-of-sequence ids are generation_config.json's if it names any, else config.json's, as transformers generates.
     With YaRN, `max_positions` covers the stretched length (original length times factor) even where config.json still names the
-    original one, as model cards that tell users to add the scaling leave it; with linear scaling it is what config.json says.
+    original one, as model cards that tell users to add the scaling leave it; with linear and dynamic scaling it is what config.json says,
+    with longrope its original length. max_positions: another length in tokens, up to what config.json says (`load` tells what it does).
     Raises ValueError that lists every field at fault.
     """
     family = family_of(fields)
@@ -42,12 +49,11 @@ def parse(fields: Fields, generation: Fields | None = None) -> ModelConfig:
     read = dict(family.defaults) | {name: fields[name] for name in family.defaults if name in fields}
     heads, hidden = _size(read, "num_attention_heads"), _size(read, "hidden_size")
     theta, scaling = rope_of(fields, read)
-    max_positions = _size(read, "max_position_embeddings")
-    if scaling is not None and scaling.kind == "yarn":
-        max_positions = max(max_positions, int(scaling.original_max_positions * scaling.factor))
-    if read.get("dual_chunk_attention_config"):  # qwen2.py says why
-        max_positions = min(max_positions, _size(read["dual_chunk_attention_config"], "original_max_position_embeddings"))
-    _check_sliding(fields, family, _size(read, "num_hidden_layers"), max_positions)
+    max_positions = _positions(max_positions, read, scaling)
+    if isinstance(scaling, LongRope):
+        scaling = dataclasses.replace(scaling, long=max_positions > scaling.original_max_positions)
+    biased = {name: name in read and read[name] is not None and _boolean(read, name) for name in ("attention_bias", "mlp_bias")}
+    _check_sliding(fields, family, _size(read, "num_hidden_layers"), _written_positions(max_positions, scaling))
     return ModelConfig(
         family=family.model_type,
         vocab_size=_size(read, "vocab_size"),
@@ -62,7 +68,9 @@ def parse(fields: Fields, generation: Fields | None = None) -> ModelConfig:
         norm_eps=_number(read, "rms_norm_eps"),
         tie_embeddings=_boolean(read, "tie_word_embeddings"),
         max_positions=max_positions,
-        qkv_bias=family.qkv_bias,
+        qkv_bias=family.qkv_bias or biased["attention_bias"],
+        o_bias=biased["attention_bias"],
+        mlp_bias=biased["mlp_bias"],
         qk_norm=family.qk_norm,
         eos_token_ids=_token_ids(generation or {}, "eos_token_id") or _token_ids(read, "eos_token_id"),
         bos_token_id=None if read["bos_token_id"] is None else _integer(read, "bos_token_id"),
@@ -72,7 +80,8 @@ def parse(fields: Fields, generation: Fields | None = None) -> ModelConfig:
 def to_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The config.json of `config`, for transformers 4 and 5 alike; `dtype` is the stored weights' ("bfloat16", ...)."""
     family = FAMILIES[config.family]
-    rope = _rope_fields(config.rope_scaling)
+    scaling = config.rope_scaling
+    rope = _rope_fields(scaling)
     eos = config.eos_token_ids
     fields = {
         "architectures": [family.architecture],
@@ -84,7 +93,7 @@ def to_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
+        "max_position_embeddings": _written_positions(config.max_positions, scaling),
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": rope,
@@ -94,6 +103,7 @@ def to_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": list(eos) if len(eos) > 1 else (eos[0] if eos else None),
         "dtype": dtype,
     }
+    fields |= {name: value for name, value in (("attention_bias", config.o_bias), ("mlp_bias", config.mlp_bias)) if name in family.defaults}
     required = {name: values[0] for name, values in (dict(ONLY) | dict(family.only)).items() if values[0] is not None}
     return fields | required
 
@@ -127,9 +137,10 @@ def _remedy(name: str) -> str:
 
 def _check_sliding(fields: Fields, family: Family, layers: int, max_positions: int) -> None:
     """ValueError if a layer attends to a sliding window that is shorter than `max_positions` tokens."""
-    window, types = fields.get("sliding_window"), fields.get("layer_types")
+    window, types = fields.get("sliding_window", _WINDOW if family.window_switch else None), fields.get("layer_types")
     if window is not None:
-        window = _size(fields, "sliding_window")
+        window = _size({"sliding_window": window}, "sliding_window")
+    said = f"sliding_window is {window}"
     if types is not None:
         if not isinstance(types, list) or not set(types) <= {"full_attention", "sliding_attention"} or len(types) != layers:
             raise ValueError(
@@ -137,17 +148,43 @@ def _check_sliding(fields: Fields, family: Family, layers: int, max_positions: i
                 f"{layers} layers"
             )
         sliding = [number for number, kind in enumerate(types) if kind == "sliding_attention"]
+        said += ", and layer_types names layers of sliding_attention"
     elif not family.window_switch:
         sliding = [] if window is None else list(range(layers))
     else:
         switch = False if fields.get("use_sliding_window") is None else _boolean(fields, "use_sliding_window")
         first = 28 if fields.get("max_window_layers") is None else _integer(fields, "max_window_layers")  # as transformers takes it
         sliding = [] if window is None or not switch else list(range(max(0, first), layers))
-    if sliding and (window is None or window < max_positions):
+        said = f"use_sliding_window is {fields.get('use_sliding_window')}, {said} and max_window_layers is {first}"
+    if sliding and window is None:
+        raise ValueError(f"config.json of a {family.architecture}: {said}; give the window's length, sliding_window")
+    if sliding and window < max_positions:
         raise ValueError(
-            f"unsupported config.json of a {family.architecture}: {len(sliding)} of {layers} layers attend to a sliding window of {window} "
-            f"tokens, which is not supported; if your sequences are no longer, set max_position_embeddings to {window or 'that length'}"
+            f"unsupported config.json of a {family.architecture}: {said}: {len(sliding)} of {layers} layers attend to a sliding window of "
+            f"{window} tokens, which is not supported; if your sequences are no longer, load it with max_positions={window}, which "
+            "does not help beside rope_scaling of type dynamic or longrope"
         )
+
+
+def _written_positions(max_positions: int, scaling: RopeScaling | None) -> int:
+    """max_position_embeddings of a model loaded for `max_positions`. Where frequencies depend on it, the checkpoint's own."""
+    if isinstance(scaling, LongRope):
+        return scaling.max_positions
+    return scaling.original_max_positions if scaling is not None and scaling.kind == "dynamic" else max_positions
+
+
+def _positions(given: int | None, read: Fields, scaling: RopeScaling | None) -> int:
+    """The longest sequence that the model is loaded for: `given`, or the longest that one set of frequencies serves as trained."""
+    most = _size(read, "max_position_embeddings")
+    if scaling is not None and scaling.kind == "yarn":
+        most = max(most, int(scaling.original_max_positions * scaling.factor))
+    if read.get("dual_chunk_attention_config"):  # qwen2.py says why
+        most = min(most, _size(read["dual_chunk_attention_config"], "original_max_position_embeddings"))
+    if given is None:
+        return most if scaling is None or scaling.most_positions is None else min(most, scaling.most_positions)
+    if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= most:
+        raise ValueError(f"max_positions is {given!r}; it must be from 1 to {most}, the model's positions in tokens by config.json")
+    return given
 
 
 def wrong_values(fields: Fields, only: Mapping[str, tuple[Any, ...]]) -> list[str]:
@@ -196,15 +233,49 @@ def _rope_scaling(given: dict[str, Any], read: Fields, name: str) -> RopeScaling
         raise ValueError(f"config.json: {name} of type {kind} has {unknown[0]} = {given[unknown[0]]!r}; known: {sorted(_ROPE_KEYS[kind])}")
     if kind == "default":
         return None
-    original = given.get("original_max_position_embeddings")
-    original = _size(read, "max_position_embeddings") if original is None else _size(given, "original_max_position_embeddings")
-    if kind == "linear":
-        scaling = RopeScaling("linear", _number(given, "factor"), original)
+    longest = _size(read, "max_position_embeddings")
+    if kind in ("linear", "dynamic"):
+        scaling = RopeScaling(kind, _number(given, "factor"), longest)
+    elif kind == "llama3":
+        scaling = _llama3(given, _original(given, read, name))
     else:
-        scaling = _llama3(given, original) if kind == "llama3" else _yarn(given, original, _size(read, "max_position_embeddings"))
+        scaling = (_yarn if kind == "yarn" else _longrope)(given, _original(given, read, name), longest)
     if scaling.factor < 1:
         raise ValueError(f"config.json: {name} has factor {scaling.factor}; it must be at least 1")
     return scaling
+
+
+def _original(given: Fields, read: Fields, name: str) -> int:
+    """The trained length: from the scaling or, as Phi-3 writes it, from beside it; else config.json's positions."""
+    field = "original_max_position_embeddings"
+    found = {_size(source, field) for source in (given, read) if source.get(field) is not None}
+    if len(found) > 1:
+        raise ValueError(f"config.json: {field} is {read[field]}, and {given[field]} in {name}; they must agree")
+    return found.pop() if found else _size(read, "max_position_embeddings")
+
+
+def _longrope(given: Fields, original: int, longest: int) -> LongRope:
+    """LongRoPE with its attention factor worked out: given, or from the factor, which is the ratio of lengths where it is not given."""
+    factor = max(1.0, longest / original) if given.get("factor") is None else _number(given, "factor")
+    attention = None if given.get("attention_factor") is None else _number(given, "attention_factor")
+    if attention is None and factor > 1 and original < 2:
+        raise ValueError(f"config.json: original_max_position_embeddings is {original}; longrope needs at least 2")
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if attention <= 0:
+        raise ValueError(f"config.json: attention_factor is {attention}; it must be above 0")
+    factors = {f"{name}_factors": _numbers(given, f"{name}_factor") for name in ("short", "long")}
+    return LongRope("longrope", factor, original, attention_factor=attention, max_positions=longest, **factors)
+
+
+def _numbers(fields: Fields, name: str) -> tuple[float, ...]:
+    values = fields.get(name)
+    if not isinstance(values, list):
+        raise ValueError(f"config.json: {name} is {values!r}; it must be a list of numbers above 0, one for each two elements of a head")
+    found = tuple(_number({name: value}, name) for value in values)
+    if any(value <= 0 for value in found):
+        raise ValueError(f"config.json: {name} has {min(found)}; its numbers must be above 0")
+    return found
 
 
 def _llama3(given: Fields, original: int) -> RopeScaling:
@@ -242,13 +313,16 @@ def mscale(factor: float, weight: float) -> float:
 def _rope_fields(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    if scaling.kind == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
+    if scaling.kind in ("linear", "dynamic"):
+        return {"rope_type": scaling.kind, "factor": scaling.factor}
     fields = {"rope_type": scaling.kind, "factor": scaling.factor, "original_max_position_embeddings": scaling.original_max_positions}
     names = {
         "llama3": ("low_freq_factor", "high_freq_factor"),
         "yarn": ("beta_fast", "beta_slow", "attention_factor", "truncate"),
     }
+    if isinstance(scaling, LongRope):
+        factors = {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+        return fields | factors | {"attention_factor": scaling.attention_factor}
     return fields | {name: getattr(scaling, name) for name in names[scaling.kind]}
 
 

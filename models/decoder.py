@@ -1,11 +1,11 @@
 """The one decoder that every family shares: pre-norm transformer, grouped-query attention, RoPE, RMSNorm, gated SiLU MLP.
 
-Families differ in which optional tensors a layer has (q, k, v biases; q, k norms); llama.py, qwen2.py and qwen3.py name them. The
-parameters are a plain pytree, matrices stored [out, in], as checkpoints do and as a decode step reads them best:
+Models differ in which optional tensors a layer has (biases; q, k norms); the configuration says which. The parameters are a plain
+pytree, matrices stored [out, in], as checkpoints do and as a decode step reads them best:
 
     {"embed": [V, E], "final_norm": [E], "layers": (layer, ...), optional "lm_head": [V, E]}
     layer: attn_norm [E], q [H*D, E], k [K*D, E], v [K*D, E], o [E, H*D], mlp_norm [E], gate [F, E], up [F, E], down [E, F],
-           optional q_bias [H*D], k_bias [K*D], v_bias [K*D], q_norm [D], k_norm [D]
+           optional q_bias [H*D], k_bias [K*D], v_bias [K*D], o_bias [E], gate_bias [F], up_bias [F], down_bias [E], q_norm [D], k_norm [D]
 
 Weights and activations have the dtype of `embed`; norms and RoPE are computed in float32 and rounded once; logits are float32.
 """
@@ -50,10 +50,10 @@ class TransformerDecoder:
             q, k, v = self._qkv(layer, x, rotation)
             out, state = attend(number, q, k, v, state)
             out = out.reshape(*out.shape[:2], -1).astype(x.dtype)
-            (x,) = project(out, layer["o"], residual=x)
-            norm = {"norm": layer["mlp_norm"], "norm_eps": self.config.norm_eps}
-            (inner,) = project(x, layer["gate"], layer["up"], **norm, gated=True)
-            (x,) = project(inner, layer["down"], residual=x)
+            (x,) = project(out, layer["o"], residual=x, **_biases(layer, self.config.o_bias, "o"))
+            options = {"norm": layer["mlp_norm"], "norm_eps": self.config.norm_eps} | _biases(layer, self.config.mlp_bias, "gate", "up")
+            (inner,) = project(x, layer["gate"], layer["up"], **options, gated=True)
+            (x,) = project(inner, layer["down"], residual=x, **_biases(layer, self.config.mlp_bias, "down"))
         return rms_norm(x, params["final_norm"], self.config.norm_eps), state
 
     def logits(self, params: Params, hidden: Float[Array, "... E"]) -> Float32[Array, "... V"]:
@@ -63,9 +63,7 @@ class TransformerDecoder:
     def _qkv(self, layer: Params, x: Float[Array, "B T E"], rotation: tuple[Array, Array]):
         """Queries and keys, normalised where the family does so and rotated, and values: [B, T, heads, D]."""
         config, rows = self.config, x.shape[0] * x.shape[1]
-        options = {"norm": layer["attn_norm"], "norm_eps": config.norm_eps}
-        if config.qkv_bias:
-            options["biases"] = tuple(layer[f"{name}_bias"] for name in ("q", "k", "v"))
+        options = {"norm": layer["attn_norm"], "norm_eps": config.norm_eps} | _biases(layer, config.qkv_bias, "q", "k", "v")
         if not config.qk_norm:
             options |= {"rotation": tuple(y.reshape(rows, -1) for y in rotation), "rotated": 2}
         projected = project(x, *(layer[name] for name in ("q", "k", "v")), **options)
@@ -74,6 +72,11 @@ class TransformerDecoder:
             q = rotate(rms_norm(q, layer["q_norm"], config.norm_eps), *rotation)
             k = rotate(rms_norm(k, layer["k_norm"], config.norm_eps), *rotation)
         return q, k, v
+
+
+def _biases(layer: Params, there: bool, *names: str) -> dict[str, tuple[Array, ...]]:
+    """The option of `project` that adds the biases of these projections; none where the model has none."""
+    return {"biases": tuple(layer[f"{name}_bias"] for name in names)} if there else {}
 
 
 def project(
@@ -93,6 +96,10 @@ def param_shapes(config: ModelConfig) -> Params:
     layer |= {"mlp_norm": (e,), "gate": (f, e), "up": (f, e), "down": (e, f)}
     if config.qkv_bias:
         layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+    if config.o_bias:
+        layer |= {"o_bias": (e,)}
+    if config.mlp_bias:
+        layer |= {"gate_bias": (f,), "up_bias": (f,), "down_bias": (e,)}
     if config.qk_norm:
         layer |= {"q_norm": (d,), "k_norm": (d,)}
     shapes = {"embed": (config.vocab_size, e), "final_norm": (e,), "layers": tuple(dict(layer) for _ in range(config.num_layers))}

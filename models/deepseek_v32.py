@@ -75,6 +75,8 @@ def latent_config(fields: Mapping[str, Any]) -> LatentConfig:
         raise ValueError(f"unsupported config.json of a {MODEL_TYPE}: {'; '.join(wrong)}{remedy}")
     read = {"rope_scaling": None, "rope_parameters": None, "rope_theta": 10000.0} | dict(fields)
     theta, scaling = rope_of(fields, read)
+    if scaling is not None and scaling.most_positions is not None:
+        raise ValueError(f"unsupported config.json of a {MODEL_TYPE}: rope_scaling of type {scaling.kind}; supported: linear, llama3, yarn")
     sm_scale = (sizes["nope_dim"] + sizes["rope_dim"]) ** -0.5
     given = dict(read["rope_scaling"] or {}) | dict(read["rope_parameters"] or {})
     if scaling is not None and given.get("mscale_all_dim"):

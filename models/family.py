@@ -25,7 +25,15 @@ LAYER_TENSORS = {
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
 }
-"""The same inside `model.layers.N.`; families add to it."""
+"""The same inside `model.layers.N.`, of every family."""
+
+OPTIONAL_TENSORS: Mapping[str, Mapping[str, str]] = {
+    "qkv_bias": {"q_bias": "self_attn.q_proj.bias", "k_bias": "self_attn.k_proj.bias", "v_bias": "self_attn.v_proj.bias"},
+    "o_bias": {"o_bias": "self_attn.o_proj.bias"},
+    "mlp_bias": {"gate_bias": "mlp.gate_proj.bias", "up_bias": "mlp.up_proj.bias", "down_bias": "mlp.down_proj.bias"},
+    "qk_norm": {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"},
+}
+"""The same of layers for which the configuration says so: its field -> names."""
 
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -50,6 +58,8 @@ REMEDIES: Mapping[str, str] = {
     "quantization_config": "load the checkpoint that it was quantized from",
     "compression_config": "load the checkpoint that it was compressed from",
     "auto_map": "if the weights are those of the plain architecture, delete it from config.json",
+    "attention_bias": "this architecture does not read it: if the weights are those of the plain architecture, delete it from config.json",
+    "mlp_bias": "this architecture does not read it: if the weights are those of the plain architecture, delete it from config.json",
 }
 """What to do about a value of `ONLY` that is not supported, where something can be done."""
 
@@ -87,7 +97,9 @@ class Family:
     """One architecture of `transformers`, as differences from what all families share.
 
     defaults: the fields it reads, each with the value transformers takes when config.json leaves it out.
-    only: more entries for `ONLY`. harmless: more entries for `HARMLESS`. extra_tensors: more entries for `LAYER_TENSORS`.
+    `attention_bias` (of q, k, v and o) and `mlp_bias` are read where they are among them, and stored biases that nothing reads are errors.
+    only: more entries for `ONLY`. harmless: more entries for `HARMLESS`. qkv_bias: whether q, k and v always add biases. qk_norm: whether
+    queries and keys are normalised per head, before RoPE.
     window_switch: whether `sliding_window` holds only where `use_sliding_window` is true, and from layer `max_window_layers` on.
     """
 
@@ -96,22 +108,15 @@ class Family:
     defaults: Mapping[str, Any]
     only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     harmless: frozenset[str] = frozenset()
-    extra_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    qkv_bias: bool = False
+    qk_norm: bool = False
     window_switch: bool = False
-
-    @property
-    def qkv_bias(self) -> bool:
-        """Whether the q, k and v projections add a bias."""
-        return "q_bias" in self.extra_tensors
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head, before RoPE."""
-        return "q_norm" in self.extra_tensors
 
     def tensor_names(self, config: ModelConfig) -> Params:
         """The parameter pytree with each tensor's Hugging Face name in its place."""
-        layer = LAYER_TENSORS | dict(self.extra_tensors)
+        layer = dict(LAYER_TENSORS)
+        for field, tensors in OPTIONAL_TENSORS.items():
+            layer |= tensors if getattr(config, field) else {}
         names: dict[str, Any] = {name: TENSORS[name] for name in ("embed", "final_norm")}
         names["layers"] = tuple({k: f"model.layers.{n}.{v}" for k, v in layer.items()} for n in range(config.num_layers))
         return names if config.tie_embeddings else names | {"lm_head": TENSORS["lm_head"]}

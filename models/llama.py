@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2, 3.3 and the many models that use their architecture: no biases, no q and k norms."""
+"""Llama 2, 3, 3.1, 3.2, 3.3 and the many models that use their architecture: no q and k norms, biases where config.json says so."""
 
 from kvjax.models.family import Family
 
@@ -18,10 +18,12 @@ FAMILY = Family(
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "rope_parameters": None,
+        "original_max_position_embeddings": None,
         "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    only={"attention_bias": (False, None), "mlp_bias": (False, None)},
     harmless=frozenset({"is_llama_config"}),
 )

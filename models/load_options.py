@@ -50,4 +50,4 @@ def named_dtype(dtype: DTypeLike | DtypeName) -> np.dtype | Literal["auto"]:
 def refuse(options: Mapping[str, Any]) -> Never:
     """TypeError that names the first of the options that `load` does not have, and says what to do instead."""
     name = next(iter(options))
-    raise TypeError(f"kvjax.load has no option {name!r}: {_HINTS.get(name, 'there are dtype and tokenizer')}")
+    raise TypeError(f"kvjax.load has no option {name!r}: {_HINTS.get(name, 'there are dtype, max_positions and tokenizer')}")

@@ -38,12 +38,12 @@ READ_BYTES = 8 << 20
 """Of a tensor, read at a time."""
 
 
-def read_config(path_or_id: str | Path) -> ModelConfig:
+def read_config(path_or_id: str | Path, *, max_positions: int | None = None) -> ModelConfig:
     """The configuration of a model, from its folder or Hub id; reads config.json and, where there is one, generation_config.json.
 
-    Raises ValueError that names what is unknown or unsupported.
+    max_positions: as in `load`. Raises ValueError that names what is unknown or unsupported.
     """
-    return _config(checkpoint.find_folder(path_or_id, CONFIG_FILES))
+    return _config(checkpoint.find_folder(path_or_id, CONFIG_FILES), max_positions)
 
 
 def expected_dtype(path_or_id: str | Path) -> np.dtype:
@@ -57,20 +57,32 @@ def expected_dtype(path_or_id: str | Path) -> np.dtype:
     return jnp.dtype(fields.get("dtype") or fields.get("torch_dtype") or jnp.bfloat16)
 
 
-def load(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None = None, tokenizer: bool = True, **unknown: Never) -> CausalLM:
+def load(
+    path_or_id: str | Path,
+    *,
+    dtype: DTypeLike | DtypeName | None = None,
+    max_positions: int | None = None,
+    tokenizer: bool = True,
+    **unknown: Never,
+) -> CausalLM:
     """Read a model from its folder or Hub id onto the default device.
 
     dtype: of all parameters, float32, bfloat16 or float16 ("fp32", "bf16", "fp16" and "half" for short); "auto" is the stored type; None
-    is float32 on the CPU, which has no fast bfloat16, and the stored type elsewhere. tokenizer: whether to read the tokenizer too,
-    through transformers. Where config.json says `tie_word_embeddings` and another `lm_head.weight` is stored, the model is loaded untied,
-    with a warning, as transformers does. Raises ValueError for an unsupported configuration, for tensors that are missing, extra or
+    is float32 on the CPU, which has no fast bfloat16, and the stored type elsewhere. max_positions: the longest sequence, in tokens; None
+    is what config.json says, and for a model with `longrope` its original length, up to which the short factors rotate, as in
+    transformers. If it is more than that, the long factors rotate every sequence, because keys stay in the cache as they were rotated:
+    sequences longer than the original length give what transformers gives, and shorter ones do not. tokenizer: whether to read the
+    tokenizer too, through transformers. Where config.json says `tie_word_embeddings` and another `lm_head.weight` is stored, the model is
+    loaded untied, with a warning, as transformers does.
+
+    Raises ValueError for an unsupported configuration, for tensors that are missing, extra or
     misshapen, and for a tokenizer that is missing or has more ids than the model; TypeError, with a hint, for any other option.
     """
     if unknown:
         refuse(unknown)
     dtype = None if dtype is None else named_dtype(dtype)
     folder = checkpoint.find_folder(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
-    config, tensors = _tied_as_stored(_config(folder), checkpoint.stored_tensors(folder))
+    config, tensors = _tied_as_stored(_config(folder, max_positions), checkpoint.stored_tensors(folder))
     checkpoint.check_tensors(config, tensors)
     read_tokenizer = _tokenizer(folder, config) if tokenizer else None
     wanted, structure = checkpoint.wanted_tensors(config)
@@ -102,10 +114,10 @@ def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _config(folder: Path) -> ModelConfig:
+def _config(folder: Path, max_positions: int | None) -> ModelConfig:
     generation = folder / "generation_config.json"
     fields = checkpoint.read_json(folder / "config.json")
-    return config_json.parse(fields, checkpoint.read_json(generation) if generation.is_file() else None)
+    return config_json.parse(fields, checkpoint.read_json(generation) if generation.is_file() else None, max_positions)
 
 
 def _dtype(config: ModelConfig, tensors: dict[str, Stored], dtype: np.dtype | Literal["auto"] | None) -> np.dtype:

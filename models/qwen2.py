@@ -22,11 +22,12 @@ FAMILY = Family(
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "rope_parameters": None,
+        "original_max_position_embeddings": None,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": None,
         "dual_chunk_attention_config": None,
     },
     window_switch=True,
-    extra_tensors={"q_bias": "self_attn.q_proj.bias", "k_bias": "self_attn.k_proj.bias", "v_bias": "self_attn.v_proj.bias"},
+    qkv_bias=True,
 )

@@ -1,4 +1,7 @@
-"""Qwen3, the dense models: RMSNorm on every head of q and k before RoPE, no biases, head_dim independent of hidden_size."""
+"""Qwen3, the dense models: RMSNorm on every head of q and k before RoPE, head_dim independent of hidden_size.
+
+Biases on q, k, v and o where config.json says `attention_bias`.
+"""
 
 from kvjax.models.family import Family
 
@@ -18,11 +21,12 @@ FAMILY = Family(
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "rope_parameters": None,
+        "original_max_position_embeddings": None,
         "tie_word_embeddings": False,
+        "attention_bias": False,
         "bos_token_id": None,
         "eos_token_id": None,
     },
-    only={"attention_bias": (False, None)},
     window_switch=True,
-    extra_tensors={"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"},
+    qk_norm=True,
 )

@@ -1,8 +1,8 @@
 """Rotary position embedding: frequencies as transformers computes them, angles in float32 from absolute positions.
 
-Sources: RoPE (arXiv 2104.09864), in the "rotate half" layout of Llama checkpoints; YaRN (arXiv 2309.00071); the Llama 3.1 release
-for its piecewise scaling. Everything here that depends on the configuration alone is computed on the host with numpy, so that every
-backend rotates by the same numbers.
+Sources: RoPE (arXiv 2104.09864), in the "rotate half" layout of Llama checkpoints; YaRN (arXiv 2309.00071); LongRoPE (arXiv
+2402.13753); the Llama 3.1 release for its piecewise scaling. Everything here that depends on the configuration alone is computed on the
+host with numpy, so that every backend rotates by the same numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from kvjax.model import RopeScaling
+from kvjax.model import LongRope, RopeScaling
 
 
 class Rotated(Protocol):
@@ -36,9 +36,9 @@ def frequencies(config: Rotated) -> tuple[float, ...]:
     """Radians per token of each of the head_dim / 2 rotated pairs, float32 values, scaled as `config.rope_scaling` says.
 
     Float32 operations in transformers' order. Only the power is not PyTorch's, whose last bit depends on the CPU: it is the correctly
-    rounded one, the same on every machine. Of the 9,960 frequencies of 200 configurations (tests/models/make_rope_golden.py) 3 differ from
-    PyTorch's scalar code, 77 from its AVX2 and 70 from its AVX-512 code, by one unit in the last place, in the band that llama3 scaling
-    blends by up to 3; PyTorch's own codes differ from each other as much.
+    rounded one, the same on every machine. Of the 13,008 frequencies of 260 configurations (tests/models/make_rope_golden.py) 3 differ
+    from PyTorch's scalar code, 95 from its AVX2 and 87 from its AVX-512 code, by one unit in the last place, in the band that llama3
+    scaling blends by up to 3; PyTorch's own codes differ from each other as much.
     """
     pairs = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     periods = np.float64(np.float32(config.rope_theta)) ** pairs.astype(np.float64)  # over 2 pi
@@ -48,15 +48,17 @@ def frequencies(config: Rotated) -> tuple[float, ...]:
 def scaled(periods: Float32[np.ndarray, "D2"], config: Rotated) -> Float32[np.ndarray, "D2"]:
     """Frequencies from unscaled periods over 2 pi, bit for bit as transformers scales them."""
     scaling = config.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":  # as far as it goes here, `RopeScaling.most_positions`
         return 1 / periods
+    if isinstance(scaling, LongRope):
+        return 1 / (np.asarray(scaling.long_factors if scaling.long else scaling.short_factors, np.float32) * periods)
     if scaling.kind == "linear":
         return 1 / periods / np.float32(scaling.factor)
     if scaling.kind == "llama3":
         return _llama3(1 / periods, scaling)
     if scaling.kind == "yarn":
         return _yarn(periods, scaling, config)
-    raise ValueError(f"rope_scaling.kind is {scaling.kind!r}; supported: 'linear', 'llama3', 'yarn'")
+    raise ValueError(f"rope_scaling.kind is {scaling.kind!r}; supported: 'linear', 'dynamic', 'llama3', 'yarn', 'longrope'")
 
 
 def _llama3(base: Float32[np.ndarray, "D2"], scaling: RopeScaling) -> Float32[np.ndarray, "D2"]:
@@ -89,7 +91,7 @@ def _yarn(periods: Float32[np.ndarray, "D2"], scaling: RopeScaling, config: Rota
 
 
 def rotation(config: Rotated, positions: Int[Array, "B T"]) -> tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]:
-    """Cosine and sine of every pair's angle at absolute `positions` (tokens), float32, times YaRN's attention factor."""
+    """Cosine and sine of every pair's angle at absolute `positions` (tokens), float32, times the attention factor of YaRN and longrope."""
     angles = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies(config), jnp.float32)
     factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor

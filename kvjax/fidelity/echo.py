@@ -238,7 +238,8 @@ class EchoRun:
         self.plan, self.failed = plan, {}
         longest = max(plan.lengths)
         if longest > model.config.max_positions:
-            raise ValueError(f"a length of {longest:,} tokens is more than the model's {model.config.max_positions:,} positions")
+            known = f"the model's {model.config.max_positions:,} positions{model.config.for_longer(longest)}"
+            raise ValueError(f"a length of {longest:,} tokens is more than {known}")
         tokenizer, sizes = model.tokenizer, {"passages": plan.passages, "passage_tokens": plan.passage_tokens, "run_in": plan.run_in}
         ids, words, prefix = encode_text(tokenizer, text), vocabulary_words(tokenizer), prompt_start(tokenizer)
         self.task = EchoTask(tokenizer, ids, words, plan.facts_per_prompt, **sizes, prefix_ids=prefix)

@@ -121,7 +121,8 @@ class Panel:
         self.model, self.plan = model, plan
         longest = max(plan.lengths)
         if longest > model.config.max_positions:
-            raise ValueError(f"a length of {longest:,} tokens is more than the model's {model.config.max_positions:,} positions")
+            known = f"the model's {model.config.max_positions:,} positions{model.config.for_longer(longest)}"
+            raise ValueError(f"a length of {longest:,} tokens is more than {known}")
         self.text_ids = encode_text(model.tokenizer, text)
         self._engine: tuple[int, Engine] | None = None
         self._trials = functools.lru_cache(maxsize=2)(self._draw)

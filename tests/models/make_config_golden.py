@@ -26,6 +26,7 @@ BASE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 2.0, 4.0, 8.0]}
 FULL, SLIDING = ["full_attention"] * 3, ["full_attention", "sliding_attention", "sliding_attention"]
 TRIED = [
     {"pretraining_tp": 1},
@@ -77,6 +78,24 @@ TRIED = [
     {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0}},
     {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
     {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 16},
+    {"rope_scaling": LONGROPE},
+    {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 16}},
+    {"rope_scaling": LONGROPE, "original_max_position_embeddings": 32},
+    {"rope_scaling": LONGROPE | {"attention_factor": 1.0}, "original_max_position_embeddings": 32},
+    {"rope_scaling": LONGROPE | {"short_factor": [1] * 4, "factor": 1}},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 8},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, "original_max_position_embeddings": 8},
+    {"original_max_position_embeddings": 16},
+    {"attention_bias": True, "mlp_bias": True},
+    {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+    {"use_sliding_window": False, "layer_types": SLIDING, "sliding_window": 8},
+    {"use_sliding_window": True, "layer_types": SLIDING},
+    {"use_sliding_window": True, "max_window_layers": 0},
+    {"use_sliding_window": True, "max_window_layers": -1, "sliding_window": 8},
+    {"layer_types": SLIDING, "sliding_window": 8},
+    {"attention_chunk_size": 8},
+    {"sliding_window_pattern": 2, "sliding_window": 8},
     {"head_dim": 16},
     {"num_key_value_heads": 4},
     {"rms_norm_eps": 0.1},

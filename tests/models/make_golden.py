@@ -16,8 +16,19 @@ VOCAB = 64
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 0.5}
 MSCALE = {"mscale": 1.0, "mscale_all_dim": 0.4, "truncate": False}
+PLAIN = {"rope_type": "default"}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 
-# name: (query heads, KV heads, head dim, width, tied, theta, scaling). The prompts run past original_max_position_embeddings.
+
+def longrope(pairs, original, **more):
+    """Scaling with other factors for every pair, for heads of 2 * pairs."""
+    short = [round(1 + 0.9 * ((7 * pair) % 5) / 5, 3) for pair in range(pairs)]
+    long = [round(1.3 + 6 * pair / pairs + 0.5 * (pair % 3), 3) for pair in range(pairs)]
+    return {"rope_type": "longrope", "short_factor": short, "long_factor": long, "original_max_position_embeddings": original} | more
+
+
+# name: (query heads, KV heads, head dim, width, tied, theta, scaling). The prompts run past original_max_position_embeddings, but for
+# those called short, which end before it with all their tokens. OWN: of the families that are named, with more fields of config.json.
 SHAPES = {
     "g1-d32-tied": (2, 2, 32, 32, True, 1e4, {"rope_type": "default"}),
     "g4-d64-llama3": (8, 2, 64, 16, False, 1e4, LLAMA3),
@@ -27,7 +38,25 @@ SHAPES = {
     "g1-d128-tied-llama3": (2, 2, 128, 12, True, 5e2, LLAMA3 | {"factor": 3.0}),
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
-CASES = {f"{family}-{name}": (family, shape) for family in FAMILIES for name, shape in SHAPES.items()}
+BIASES = {"attention_bias": True}, {"mlp_bias": True}
+OWN = {
+    "llama-g2-d32-attention-bias": ((4, 2, 32, 16, False, 1e4, PLAIN), BIASES[0]),
+    "llama-g2-d32-tied-mlp-bias": ((4, 2, 32, 16, True, 1e4, PLAIN), BIASES[1]),
+    "llama-g4-d64-llama3-biases": ((4, 1, 64, 16, False, 1e4, LLAMA3), BIASES[0] | BIASES[1]),
+    "qwen3-g2-d32-attention-bias": ((4, 2, 32, 16, False, 1e4, PLAIN), BIASES[0]),
+    "llama-g2-d32-dynamic": ((4, 2, 32, 16, False, 1e3, DYNAMIC), {}),
+    "qwen2-g7-d32-dynamic": ((7, 1, 32, 14, True, 5e2, DYNAMIC), {}),
+    "qwen3-g2-d64-dynamic": ((4, 2, 64, 16, False, 1e4, DYNAMIC), {}),
+    "llama-g2-d32-longrope-short": ((4, 2, 32, 16, False, 1e3, longrope(16, 96)), {}),
+    "llama-g2-d32-longrope-long": ((4, 2, 32, 16, False, 1e3, longrope(16, 16)), {}),
+    "llama-g4-d64-longrope-long-biases": ((4, 1, 64, 16, True, 1e4, longrope(32, 32, factor=4.0)), BIASES[0] | BIASES[1]),
+    "qwen2-g1-d64-longrope-short": ((2, 2, 64, 12, True, 1e4, longrope(32, 80, attention_factor=1.4)), {}),
+    "qwen2-g7-d32-longrope-long": ((7, 1, 32, 14, False, 5e2, longrope(16, 24, attention_factor=0.8)), {}),
+    "qwen3-g2-d128-longrope-short": ((2, 1, 128, 12, False, 1e3, longrope(64, 100, factor=2.0)), {}),
+    "qwen3-g4-d32-longrope-long": ((4, 1, 32, 16, False, 1e3, longrope(16, 16)), {}),
+}
+CASES = {f"{family}-{name}": (family, shape, {}) for family in FAMILIES for name, shape in SHAPES.items()}
+CASES |= {name: (name.partition("-")[0], *case) for name, case in OWN.items()}
 
 BIG = {"max_position_embeddings": 131072}
 ROPES = [
@@ -46,10 +75,16 @@ ROPES = [
     (64, YARN | {"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": None, "beta_slow": 2}),
     (32, YARN | {"rope_theta": 1e4, "factor": 1.0}),
     (32, YARN | {"rope_theta": 1e4, "original_max_position_embeddings": 1}),
+    (64, DYNAMIC | {"rope_theta": 1e4}),
+    (128, DYNAMIC | {"rope_theta": 5e5, "factor": 3.7}),
+    *((dim, longrope(dim // 2, 4096, rope_theta=1e4, **more)) for dim in (64, 128) for more in ({}, {"factor": 4.0}, {"factor": 1.0})),
+    (96, longrope(48, 131072, rope_theta=1e6)),
+    (96, longrope(48, 32768, rope_theta=1e6, factor=2.5, attention_factor=1.25)),
+    (64, longrope(32, 262144, rope_theta=1e6)),
 ]
 
 
-def build(family, shape, seed):
+def build(family, shape, fields, seed):
     """A transformers model of the case on the CPU, float32, with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -71,6 +106,7 @@ def build(family, shape, seed):
         bos_token_id=1,
         eos_token_id=None,
         architectures=[{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]],
+        **fields,
     )
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -110,10 +146,10 @@ def run(model, ids):
     return logits, tokens[:, ids.shape[1] :], min(gaps)
 
 
-def sample(family, shape, first_seed=0):
+def sample(family, shape, fields, first_seed=0):
     """(model, ids, logits, greedy) of the first seed whose greedy tokens are varied and nowhere nearly tied."""
     for seed in range(first_seed, first_seed + 200):
-        model, ids = build(family, shape, seed), prompt(seed)
+        model, ids = build(family, shape, fields, seed), prompt(seed)
         logits, greedy, gap = run(model, ids)
         if gap > 0.005 and len(set(greedy[0].tolist())) >= 10:
             return model, ids, logits, greedy
@@ -121,29 +157,33 @@ def sample(family, shape, first_seed=0):
 
 
 def rope_values(head_dim, parameters):
-    """[inverse frequencies], attention factor, as transformers computes them."""
+    """[inverse frequencies], attention factor and, of longrope, the frequencies of sequences past its original length."""
+    import torch
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = LlamaConfig(hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=dict(parameters), **BIG)
     embedding = LlamaRotaryEmbedding(config)
-    return embedding.inv_freq.tolist(), embedding.attention_scaling
+    values = {"frequencies": embedding.inv_freq.tolist(), "attention_factor": embedding.attention_scaling}
+    if parameters["rope_type"] == "longrope":
+        embedding(torch.zeros(1), torch.arange(parameters["original_max_position_embeddings"] + 1)[None])
+        values["long_frequencies"] = embedding.inv_freq.tolist()
+    return values
 
 
 def main():
     """Write every golden file."""
     from safetensors.torch import save_file
 
-    for name, (family, shape) in CASES.items():
-        model, ids, logits, greedy = sample(family, shape)
+    for name, (family, shape, fields) in CASES.items():
+        model, ids, logits, greedy = sample(family, shape, fields)
         model.save_pretrained(GOLDEN / name)
         tensors = {"ids": ids[0], "logits": logits[0], "greedy": greedy[0]}
         save_file({key: value.contiguous() for key, value in tensors.items()}, GOLDEN / name / "golden.safetensors")
         print(name, "logits' standard deviation", float(logits.std()))
     cases = []
     for head_dim, parameters in ROPES:
-        frequencies, factor = rope_values(head_dim, parameters)
-        cases.append({"head_dim": head_dim, "parameters": parameters, "frequencies": frequencies, "attention_factor": factor})
+        cases.append({"head_dim": head_dim, "parameters": parameters} | rope_values(head_dim, parameters))
     (GOLDEN / "rope.json").write_text(json.dumps(cases) + "\n", encoding="utf-8")
 
 

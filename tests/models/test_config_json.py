@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.model import RopeScaling
-from kvjax.models import config_json
+from kvjax.models import config_json, rope
 from kvjax.models.families import FAMILIES
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -237,6 +237,7 @@ def test_written_fields_read_back_the_same(name):
     assert config_json.parse(written_none).eos_token_ids == ()
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.5] * 64, "long_factor": [2] * 64, "original_max_position_embeddings": 4096}
 EVERY_FAMILY = {
     "unknown field": ({"attention_sink_size": 4}, "attention_sink_size is 4: not known for {family}"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
@@ -256,14 +257,39 @@ EVERY_FAMILY = {
     "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be a positive integer"),
     "epsilon": ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
     "rope list": ({"rope_scaling": [1]}, "rope_scaling is \\[1\\]; it must be an object"),
-    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'; supported: default, linear, llama3, yarn"),
+    "dynamic without factor": ({"rope_scaling": {"type": "dynamic"}}, "factor is None"),
+    "dynamic shrinks": ({"rope_scaling": {"type": "dynamic", "factor": 0.5}}, "factor 0.5"),
+    "dynamic of Hunyuan": ({"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}}, "type dynamic has alpha = 1000.0"),
     "linear without factor": ({"rope_scaling": {"rope_type": "linear"}}, "factor is None"),
     "linear shrinks": ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor 0.5"),
-    "longrope": ({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}}, "rope_type 'longrope'"),
-    "mrope": ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type 'mrope'"),
-    "new dynamic": (
-        {"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-        "rope_parameters has rope_type 'dynamic'",
+    "longrope without factors": (
+        {"rope_scaling": {"type": "longrope", "long_factor": [2] * 64}},
+        "short_factor is None; it must be a list",
+    ),
+    "longrope of another head": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1] * 48, "long_factor": [2] * 64}},
+        "short_factor of longrope has 48 numbers; head_dim 128 needs 64",
+    ),
+    "longrope of another head, long": (
+        {"rope_scaling": {"type": "longrope", "short_factor": [1] * 64, "long_factor": [2] * 65}},
+        "long_factor of longrope has 65 numbers",
+    ),
+    "longrope below 0": ({"rope_scaling": LONGROPE | {"short_factor": [1] * 63 + [-1]}}, "short_factor has -1.0"),
+    "longrope in words": ({"rope_scaling": LONGROPE | {"long_factor": ["2"] * 64}}, "long_factor is '2'; it must be a number"),
+    "longrope attention": ({"rope_scaling": LONGROPE | {"attention_factor": 0}}, "attention_factor is 0.0; it must be above 0"),
+    "longrope of Phi-3": ({"rope_scaling": LONGROPE | {"short_mscale": 1.1}}, "longrope has short_mscale = 1.1"),
+    "longrope of one token": ({"rope_scaling": LONGROPE | {"original_max_position_embeddings": 1}}, "needs at least 2"),
+    "two lengths": (
+        {"rope_scaling": LONGROPE, "original_max_position_embeddings": 8192},
+        "is 8192, and 4096 in rope_scaling; they must agree",
+    ),
+    "longrope that slides": (
+        {"rope_scaling": LONGROPE, "layer_types": ["sliding_attention"] * 200, "num_hidden_layers": 200, "sliding_window": 4096},
+        "layer_types names layers of sliding_attention: 200 of 200 layers",
+    ),
+    "mrope": (
+        {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        "rope_type 'mrope'; supported: default, linear, dynamic,",
     ),
     "two types": ({"rope_scaling": {"type": "yarn", "rope_type": "llama3", "factor": 2.0}}, "must agree"),
     "unknown rope key": ({"rope_scaling": {"type": "yarn", "factor": 2.0, "finetuned": True}}, "finetuned = True"),
@@ -286,11 +312,12 @@ EVERY_FAMILY = {
     ),
     "theta": ({"rope_theta": 0.5}, "rope_theta is 0.5"),
 }
+TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
 ONE_FAMILY = {
     "llama": [
-        ({"attention_bias": True}, "attention_bias is True; supported: False"),
-        ({"mlp_bias": True}, "mlp_bias is True; supported: False"),
-        ({"sliding_window": 4096}, "32 of 32 layers attend to a sliding window of 4096 tokens.*set max_position_embeddings to 4096"),
+        ({"attention_bias": 1}, "attention_bias is 1; it must be true or false"),
+        ({"mlp_bias": "yes"}, "mlp_bias is 'yes'; it must be true or false"),
+        ({"sliding_window": 4096}, "sliding_window is 4096: 32 of 32 layers.*a sliding window of 4096 tokens.*max_positions=4096"),
         ({"rope_interleaved": True}, "rope_interleaved is True"),
         ({"num_attention_heads": 30, "num_key_value_heads": 30}, "hidden_size 4096 is not a multiple"),
         ({"num_key_value_heads": 5}, "not a multiple of num_kv_heads 5"),
@@ -298,20 +325,28 @@ ONE_FAMILY = {
     "qwen2": [
         (
             {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20},
-            r"layers attend to a sliding window of 4096 tokens.*set max_position_embeddings to 4096",
+            r"use_sliding_window is True, sliding_window is 4096 and max_window_layers is 20: .* 4096 tokens.*load .*max_positions=4096",
         ),
         ({"use_sliding_window": 1, "sliding_window": 4096}, "use_sliding_window is 1; it must be true or false"),
+        (TWO_LAYERS | {"use_sliding_window": False, "sliding_window": 4096}, "4096, and layer_types names .*: 1 of 2 layers"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1}, "a sliding window of 8 tokens"),
+        (TWO_LAYERS | {"sliding_window": None}, "layer_types names layers of sliding_attention; give the window's length"),
         ({"use_mrope": True}, "use_mrope is True"),
-        ({"attention_bias": True}, "attention_bias is True; supported: None or False"),
+        ({"attention_bias": True}, "attention_bias is True; supported: None or False .this architecture does not read it: .* delete it"),
+        ({"mlp_bias": True}, "mlp_bias is True; supported: None or False .this architecture does not read it: .* delete it"),
         ({"dual_chunk_attention_config": {"chunk_size": 1}}, "original_max_position_embeddings is None"),
     ],
     "qwen3": [
         (
             {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20},
-            r"layers attend to a sliding window of 4096 tokens.*set max_position_embeddings to 4096",
+            r"use_sliding_window is True, sliding_window is 4096 and max_window_layers is 20: .* 4096 tokens.*load .*max_positions=4096",
         ),
         ({"use_sliding_window": 1, "sliding_window": 4096}, "use_sliding_window is 1; it must be true or false"),
-        ({"attention_bias": True}, "attention_bias is True; supported: False"),
+        (TWO_LAYERS | {"use_sliding_window": False, "sliding_window": 4096}, "4096, and layer_types names .*: 1 of 2 layers"),
+        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1}, "a sliding window of 8 tokens"),
+        (TWO_LAYERS | {"sliding_window": None}, "layer_types names layers of sliding_attention; give the window's length"),
+        ({"attention_bias": 0}, "attention_bias is 0; it must be true or false"),
+        ({"mlp_bias": True}, "mlp_bias is True; supported: None or False .this architecture does not read it: .* delete it"),
         ({"head_dim": None}, "head_dim is null"),
     ],
 }
@@ -333,7 +368,7 @@ def test_what_a_family_does_not_support_is_named(family, change, message):
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(ValueError, match=r"mlp_bias is True.*foo is 1") as error:
-        config_json.parse(LLAMA_3_1_8B | {"mlp_bias": True, "foo": 1})
+        config_json.parse(QWEN_2_5_7B | {"mlp_bias": True, "foo": 1})
     assert "\n" not in str(error.value)
 
 
@@ -363,8 +398,10 @@ FIELDS = json.loads((GOLDEN / "config-fields.json").read_text())
 REFUSED = [  # though transformers computes the same: they ask for what the family, or this version of transformers, does not do
     {"mlp_bias": True},
     {"attention_bias": True},
+    {"attention_bias": True, "mlp_bias": True},
     {"partial_rotary_factor": 0.5},
-    {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+    {"attention_chunk_size": 8},
+    {"sliding_window_pattern": 2, "sliding_window": 8},
 ]
 
 
@@ -383,7 +420,15 @@ def test_a_field_does_what_it_does_in_transformers(family, fields, outcome):
     if outcome == "other":
         assert found != base
     elif outcome == "same":
-        assert found == (None if fields in REFUSED else base)
+        assert found == (None if fields in REFUSED else computing_the_same(found, base))
+
+
+def computing_the_same(found, base):
+    """`base`, with a scaling that `found` has where it changes no frequency within the model's positions."""
+    if found is None or found.rope_scaling is None:
+        return base
+    assert (rope.frequencies(found), found.rope_scaling.attention_factor) == (rope.frequencies(base), 1.0)
+    return dataclasses.replace(base, rope_scaling=found.rope_scaling)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -411,3 +456,102 @@ def test_layer_types_must_name_every_layer(family, types):
 def test_a_refused_field_comes_with_a_remedy(fields, remedy):
     with pytest.raises(ValueError, match=remedy):
         config_json.parse(LLAMA_3_1_8B | fields)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_window_that_is_left_out_is_transformers_own(family):
+    """config.json that only switches it on gets 4,096 tokens, in both."""
+    bare = {"model_type": family, "num_hidden_layers": 2, "max_window_layers": 1, "use_sliding_window": True}
+    assert transformers_config(family, bare).sliding_window == 4096
+    with pytest.raises(ValueError, match="1 of 2 layers attend to a sliding window of 4096 tokens"):
+        config_json.parse(bare | {"max_position_embeddings": 4097})
+    assert config_json.parse(bare | {"max_position_embeddings": 4096}).max_positions == 4096
+    assert config_json.parse(bare | {"max_position_embeddings": 32768}, None, 4096).max_positions == 4096
+
+
+def transformers_config(family, fields):
+    import transformers
+
+    return transformers.AutoConfig.for_model(**json.loads(json.dumps({"model_type": family} | fields)))
+
+
+def test_windows_that_reach_everything_have_no_effect():
+    base = config_json.parse(QWEN_2_5_7B)
+    on = {"use_sliding_window": True, "sliding_window": 131072, "max_window_layers": 0}
+    assert config_json.parse(QWEN_2_5_7B | on) == base
+    assert config_json.parse(QWEN_2_5_7B | on | {"sliding_window": 64, "max_window_layers": 28}) == base
+    with pytest.raises(ValueError, match="28 of 28 layers"):
+        config_json.parse(QWEN_2_5_7B | on | {"sliding_window": 131071})
+    with pytest.raises(ValueError, match="which does not help beside rope_scaling"):  # save would lose the window
+        config_json.parse(QWEN_2_5_7B | on | {"sliding_window": 64, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, None, 64)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_may_be_loaded_for_less(family):
+    base = config_json.parse(BASES[family])
+    assert config_json.parse(BASES[family], None, 1000) == dataclasses.replace(base, max_positions=1000)
+    assert config_json.parse(BASES[family], None, base.max_positions) == base
+    for wrong in (0, base.max_positions + 1, 8.0, True, "8k"):
+        with pytest.raises(ValueError, match=f"it must be from 1 to {base.max_positions}, the model's positions"):
+            config_json.parse(BASES[family], None, wrong)
+
+
+def test_yarn_may_be_loaded_up_to_its_stretched_length():
+    fields = QWEN_2_5_7B_INSTRUCT | {"rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}}
+    assert config_json.parse(fields, None, 131072) == config_json.parse(fields)
+    with pytest.raises(ValueError, match="from 1 to 131072"):
+        config_json.parse(fields, None, 131073)
+
+
+def test_dynamic_scaling_ends_where_it_would_begin():
+    fields = LLAMA_3_8B | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}
+    config = config_json.parse(fields)
+    assert config.rope_scaling == RopeScaling("dynamic", 4.0, 8192)
+    assert config.max_positions == 8192
+    with pytest.raises(ValueError, match="rope_scaling of kind dynamic serves 8,192"):
+        dataclasses.replace(config, max_positions=8193)
+    less = config_json.parse(fields, None, 100)
+    assert config_json.to_fields(less, "float32")["max_position_embeddings"] == 8192, "where transformers begins to stretch"
+    assert config_json.parse(config_json.to_fields(less, "float32"), None, 100) == less
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_longrope_is_loaded_for_short_or_long_sequences(family):
+    sizes = {"max_position_embeddings": 131072, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    fields = BASES[family] | sizes | {"rope_scaling": LONGROPE}
+    short, long = config_json.parse(fields), config_json.parse(fields, None, 8192)
+    assert (short.max_positions, short.rope_scaling.long) == (4096, False)
+    assert (long.max_positions, long.rope_scaling.long) == (8192, True)
+    assert config_json.parse(fields, None, 4096) == short
+    assert config_json.parse(fields, None, 4097).rope_scaling == long.rope_scaling
+    beside = fields | {"rope_scaling": {k: v for k, v in LONGROPE.items() if k != "original_max_position_embeddings"}}
+    assert config_json.parse(beside | {"original_max_position_embeddings": 4096}) == short
+    assert config_json.parse(spelled_as_transformers_5(fields)) == short
+    with pytest.raises(ValueError, match="serves 4,096: load it with max_positions=131072"):
+        dataclasses.replace(short, max_positions=5000)
+    assert config_json.parse(json.loads(json.dumps(config_json.to_fields(short, "float32")))) == short
+    assert config_json.parse(json.loads(json.dumps(config_json.to_fields(long, "float32"))), None, 8192) == long
+    read = transformers_config(family, config_json.to_fields(long, "float32"))
+    assert read.max_position_embeddings == 131072
+    assert read.rope_parameters["original_max_position_embeddings"] == 4096
+    assert read.rope_parameters["attention_factor"] == long.rope_scaling.attention_factor
+
+
+@pytest.mark.parametrize(("tokens", "helps"), [(4096, False), (4097, True), (131072, True), (131073, False)])
+def test_what_helps_with_a_longer_sequence(tokens, helps):
+    fields = LLAMA_3_1_8B | {"rope_scaling": LONGROPE}
+    short, long = config_json.parse(fields), config_json.parse(fields, None, 8192)
+    assert ("load it with max_positions=131072" in short.for_longer(tokens)) == helps
+    assert long.for_longer(tokens) == config_json.parse(LLAMA_3_1_8B).for_longer(tokens) == ""
+
+
+BIASED = ((False, None), (True, None), (None, True))
+
+
+def test_biases_are_counted():
+    plain, attention, mlp = (config_json.parse(LLAMA_3_1_8B | {"attention_bias": a, "mlp_bias": m}) for a, m in BIASED)
+    assert (plain.qkv_bias, plain.o_bias, plain.mlp_bias) == (False, False, False)
+    assert (attention.qkv_bias, attention.o_bias, attention.mlp_bias) == (True, True, False)
+    assert (mlp.qkv_bias, mlp.o_bias, mlp.mlp_bias) == (False, False, True)
+    assert attention.num_params - plain.num_params == 32 * (4096 + 2 * 1024 + 4096)
+    assert mlp.num_params - plain.num_params == 32 * (2 * 14336 + 4096)

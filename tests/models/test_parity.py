@@ -21,17 +21,34 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def golden_case(name):
-    return load(GOLDEN / name, dtype=jnp.float32, tokenizer=False), load_file(GOLDEN / name / "golden.safetensors")
+    """A golden model, loaded for sequences past longrope's original length where they are, and what is expected of it."""
+    want = load_file(GOLDEN / name / "golden.safetensors")
+    longest = 128 if "-longrope-long" in name else None
+    return load(GOLDEN / name, dtype=jnp.float32, max_positions=longest, tokenizer=False), want
 
 
 def test_cases_cover_what_they_must(golden_script):
     assert sorted(golden_script.CASES) == CASES
-    configs = [load(GOLDEN / name, tokenizer=False).config for name in CASES if name.startswith("llama")]
+    configs = [golden_case(name)[0].config for name in CASES if name.startswith("llama") and name not in golden_script.OWN]
     assert {c.num_heads // c.num_kv_heads for c in configs} == {1, 4, 7}
     assert {c.head_dim for c in configs} == {32, 64, 128}
     assert {c.tie_embeddings for c in configs} == {True, False}
     assert {c.rope_scaling and c.rope_scaling.kind for c in configs} == {None, "llama3", "yarn"}
     assert all(c.rope_scaling is None or c.rope_scaling.original_max_positions < golden_script.PROMPT_TOKENS for c in configs)
+    own = {name: golden_case(name)[0].config for name in golden_script.OWN}
+    biased = {(c.family, c.qkv_bias, c.o_bias, c.mlp_bias) for c in own.values()}
+    assert biased >= {
+        ("llama", True, True, False),
+        ("llama", False, False, True),
+        ("llama", True, True, True),
+        ("qwen3", True, True, False),
+    }
+    scaled = {(c.family, c.rope_scaling.kind, getattr(c.rope_scaling, "long", None)) for c in own.values() if c.rope_scaling}
+    assert scaled >= {(f, *kind) for f in FAMILIES for kind in (("dynamic", None), ("longrope", False), ("longrope", True))}
+    for name, c in own.items():
+        ends = golden_script.PROMPT_TOKENS + golden_script.GREEDY_TOKENS
+        assert ends <= c.max_positions
+        assert "longrope-long" not in name or c.rope_scaling.original_max_positions < golden_script.PROMPT_TOKENS
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -132,6 +149,11 @@ def norm_after_rope(model, monkeypatch):
     return model.decoder, model.params, None
 
 
+def longrope_of_the_other_length(model, monkeypatch):
+    scaling = dataclasses.replace(model.config.rope_scaling, long=not model.config.rope_scaling.long)
+    return TransformerDecoder(dataclasses.replace(model.config, rope_scaling=scaling, max_positions=16)), model.params, None
+
+
 LLAMA3, YARN, MSCALE, FACTOR = "g4-d64-llama3", "g7-d32-tied-yarn", "g4-d128-yarn-mscale", "g7-d64-yarn-factor"
 MUTANTS = {
     "rope scaling off, llama3": (FAMILIES, LLAMA3, reconfigure(rope_scaling=None)),
@@ -159,6 +181,21 @@ MUTANTS = {
     "no k bias": (("qwen2",), LLAMA3, drop("k_bias")),
     "no v bias": (("qwen2",), LLAMA3, drop("v_bias")),
     "no biases": (("qwen2",), YARN, reconfigure(qkv_bias=False)),
+    "no o bias": (("llama", "qwen3"), "g2-d32-attention-bias", drop("o_bias")),
+    "no o bias beside q, k, v": (("llama", "qwen3"), "g2-d32-attention-bias", reconfigure(o_bias=False)),
+    "no q bias of Llama": (("llama",), "g2-d32-attention-bias", drop("q_bias")),
+    "no k bias of Qwen3": (("qwen3",), "g2-d32-attention-bias", drop("k_bias")),
+    "no gate bias": (("llama",), "g2-d32-tied-mlp-bias", drop("gate_bias")),
+    "no up bias": (("llama",), "g4-d64-llama3-biases", drop("up_bias")),
+    "no down bias": (("llama",), "g2-d32-tied-mlp-bias", drop("down_bias")),
+    "gate and up biases swapped": (("llama",), "g4-d64-llama3-biases", swap("gate_bias", "up_bias")),
+    "no biases of the MLP": (("llama",), "g4-d64-llama3-biases", reconfigure(mlp_bias=False)),
+    "dynamic scales from the start": (("qwen3",), "g2-d64-dynamic", reconfigure(rope_theta=1e4 * 4 ** (64 / 62))),
+    "longrope off": (("llama",), "g2-d32-longrope-short", reconfigure(rope_scaling=None)),
+    "longrope attention factor": (("llama",), "g2-d32-longrope-short", rescale(attention_factor=1.0)),
+    "longrope attention factor given": (("qwen2",), "g1-d64-longrope-short", rescale(attention_factor=1.0)),
+    "long factors for short": (("qwen3",), "g2-d128-longrope-short", longrope_of_the_other_length),
+    "short factors for long": (("llama",), "g2-d32-longrope-long", longrope_of_the_other_length),
     "no q and k norms": (("qwen3",), LLAMA3, reconfigure(qk_norm=False)),
     "q and k norms swapped": (("qwen3",), FACTOR, swap("q_norm", "k_norm")),
     "q and k norms after rope": (("qwen3",), FACTOR, norm_after_rope),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.model import LongRope
 from kvjax.models import config_json, rope
 from pallas_kernels.bench.top_k.score_rows import Yarn
 from pallas_kernels.elementwise import rotate
@@ -15,9 +16,13 @@ BITS = dict(np.load(Path(__file__).with_name("golden") / "rope-bits.npz"))
 CASES = json.loads(Path(__file__).with_name("golden").joinpath("rope.json").read_text())
 
 
-def config(head_dim, parameters, **fields):
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": head_dim, "max_position_embeddings": 131072}
-    return config_json.parse({"model_type": "llama", "rope_parameters": parameters} | sizes | fields)
+LONGEST = 131072
+
+
+def config(head_dim, parameters, long=False, **fields):
+    """long: for sequences past longrope's original length."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": head_dim, "max_position_embeddings": LONGEST}
+    return config_json.parse({"model_type": "llama", "rope_parameters": parameters} | sizes | fields, None, LONGEST if long else None)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['parameters']['rope_type']}-{c['head_dim']}")
@@ -27,12 +32,27 @@ def test_frequencies_are_those_of_transformers(case):
     assert (c.rope_scaling.attention_factor if c.rope_scaling else 1.0) == pytest.approx(case["attention_factor"], rel=1e-12)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "long_frequencies" in case], ids=lambda c: str(c["head_dim"]))
+def test_longrope_changes_its_factors_past_the_original_length(case):
+    original = case["parameters"]["original_max_position_embeddings"]
+    short = config(case["head_dim"], case["parameters"])
+    assert short.max_positions == min(original, LONGEST)
+    if original >= LONGEST:  # there is nothing longer
+        assert config(case["head_dim"], case["parameters"], long=True) == short
+        return
+    assert not np.allclose(case["frequencies"], case["long_frequencies"], rtol=0.1)
+    long = config(case["head_dim"], case["parameters"], long=True)
+    np.testing.assert_allclose(rope.frequencies(long), case["long_frequencies"], rtol=1e-6)
+    assert long.max_positions == LONGEST
+    assert long.rope_scaling.attention_factor == short.rope_scaling.attention_factor
+
+
 def bits_of(code):
-    """[(configuration, periods, frequencies)] of the 200 in rope-bits.npz, as one of PyTorch's codes computes them."""
+    """[(configuration, periods, frequencies)] of the 260 in rope-bits.npz, as one of PyTorch's codes computes them."""
     arrays = {name: BITS[name] for name in ("periods", "frequencies")}
     if code != "scalar":
         arrays = {name: (array.view(np.int32) + BITS[f"{name}_{code}"]).view(np.float32) for name, array in arrays.items()}
-    configs = [config(head_dim, parameters) for head_dim, parameters in json.loads(str(BITS["configs"]))]
+    configs = [config(*case) for case in json.loads(str(BITS["configs"]))]
     ends = np.cumsum([c.head_dim // 2 for c in configs])[:-1]
     return list(zip(configs, *(np.split(array, ends) for array in arrays.values()), strict=True))
 
@@ -45,8 +65,9 @@ def ulps(ours, theirs):
 @pytest.mark.parametrize("code", ["scalar", "avx2", "avx512"])
 def test_scaling_is_transformers_to_the_last_bit(code):
     cases = bits_of(code)
-    assert len(cases) == 200
-    assert {c.rope_scaling and c.rope_scaling.kind for c, _, _ in cases} == {None, "linear", "llama3", "yarn"}
+    assert len(cases) == 260
+    assert {c.rope_scaling and c.rope_scaling.kind for c, _, _ in cases} == {None, "linear", "dynamic", "llama3", "yarn", "longrope"}
+    assert {c.rope_scaling.long for c, _, _ in cases if isinstance(c.rope_scaling, LongRope)} == {False, True}
     for c, periods, frequencies in cases:
         np.testing.assert_array_equal(rope.scaled(periods, c), frequencies, err_msg=str(c))
 
@@ -71,9 +92,12 @@ def test_golden_cases_differ_from_unscaled_frequencies():
     """Otherwise the test above would pass without any scaling."""
     unscaled = {"factor": 1.0}, {"original_max_position_embeddings": 1}  # with an original length of 1, YaRN has no pair to slow
     scaled = [
-        c for c in CASES if c["parameters"]["rope_type"] != "default" and not any(u.items() <= c["parameters"].items() for u in unscaled)
+        c
+        for c in CASES
+        if c["parameters"]["rope_type"] not in ("default", "dynamic")  # dynamic: within the configuration's positions
+        and (c["parameters"]["rope_type"] == "longrope" or not any(u.items() <= c["parameters"].items() for u in unscaled))
     ]
-    assert len(scaled) >= 10
+    assert len(scaled) >= 18
     for case in scaled:
         plain = rope.frequencies(config(case["head_dim"], {"rope_type": "default", "rope_theta": case["parameters"]["rope_theta"]}))
         assert not np.allclose(plain, case["frequencies"], rtol=1e-3)
