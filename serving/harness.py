@@ -40,7 +40,7 @@ else:
 MAX_NEW_TOKENS = 256
 """What `generate_until` generates at most where a task does not say, as the harness's own models do."""
 
-MODEL_ARGS = ("pretrained", "policy", "prefill", "dtype", "pages", "page_size", "prefill_chunk", "max_length", "seed")
+MODEL_ARGS = ("pretrained", "policy", "prefill", "dtype", "max_positions", "pages", "page_size", "prefill_chunk", "max_length", "seed")
 """What `--model_args` may name."""
 
 
@@ -75,9 +75,9 @@ class KvjaxLM(LM):
     def create_from_arg_obj(cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None) -> Self:
         """The model of a command line.
 
-        arg_dict: `--model_args`. pretrained: a folder, Hub id or "needle"; dtype as for `kvjax.load`; policy, prefill, pages, page_size and
-        prefill_chunk as for `kvjax.Engine`; max_length and seed as here. additional_config: batch_size is `slots` ("auto": max_batch_size);
-        the harness always names a device, and JAX's default device is used. ValueError for any other argument.
+        arg_dict: `--model_args`. pretrained: a folder, Hub id or "needle"; dtype and max_positions as for `kvjax.load`; policy, prefill,
+        pages, page_size and prefill_chunk as for `kvjax.Engine`; max_length and seed as here. additional_config: batch_size is `slots`
+        ("auto": max_batch_size); the harness always names a device, and JAX's default device is used. ValueError for any other argument.
         """
         given, more = dict(arg_dict), dict(additional_config or {})
         if unknown := sorted(set(given) - set(MODEL_ARGS)):
@@ -87,7 +87,8 @@ class KvjaxLM(LM):
         batch, most = more.get("batch_size"), more.get("max_batch_size")
         slots = most if batch is None or str(batch).startswith("auto") else int(batch)
         own = {name: given.pop(name) for name in ("max_length", "seed") if name in given}
-        model = load(str(given.pop("pretrained")), dtype=given.pop("dtype", None))
+        loading = {name: given.pop(name) for name in ("dtype", "max_positions") if name in given}
+        model = load(str(given.pop("pretrained")), **loading)
         return cls(Engine(model, **given), slots=slots, **own)
 
     @classmethod

@@ -25,6 +25,7 @@ from kvjax.serving.cli.options import (
     ChunkOption,
     Dtype,
     DtypeOption,
+    MaxPositionsOption,
     ModelOption,
     PageSizeOption,
     PagesOption,
@@ -118,6 +119,7 @@ def batch_command(
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
+    max_positions: MaxPositionsOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")] = False,
     fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Exit with status 1 if a record could not be answered.")] = False,
 ) -> None:
@@ -133,7 +135,7 @@ def batch_command(
     from kvjax.serving.batch.records import Defaults
 
     check_paths(source, out, overwrite)
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, max_positions)
     defaults = Defaults(max_new_tokens, temperature, seed)
     if pages is None:
         needed = pages_of_job(source, defaults, loaded, max_batch, page_size)
@@ -180,6 +182,7 @@ def generate_command(
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
+    max_positions: MaxPositionsOption = None,
 ) -> None:
     """Continue one prompt, printing the text as it comes."""
     text = _prompt_text(prompt, file)
@@ -190,7 +193,7 @@ def generate_command(
     from kvjax.sampling import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, max_positions)
     messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
     ids = list(chat_ids(messages, loaded.tokenizer, {})) if chat else encode(loaded.tokenizer, text)
     engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk, prefill)
@@ -209,6 +212,7 @@ def score_command(
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
+    max_positions: MaxPositionsOption = None,
 ) -> None:
     """Print the log-probability (natural log) of a continuation after a prompt, as one JSON object.
 
@@ -227,7 +231,7 @@ def score_command(
     from kvjax.scoring import score
     from pallas_kernels.bench.results import finite
 
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, max_positions)
     engine = _engine(loaded, policy, len(encode(loaded.tokenizer, before + after)), pages, page_size, prefill_chunk)
     found = score(engine, before, after)
     tokens = len(found.token_ids)
@@ -247,6 +251,7 @@ def plan_command(
         Dtype | None,
         typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False),
     ] = None,
+    max_positions: MaxPositionsOption = None,
     memory: Annotated[
         float | None,
         typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False, **number(above=0, most=2**30)),
@@ -265,7 +270,7 @@ def plan_command(
         raise typer.BadParameter(
             f"{policy!r} builds the indexes of what it may choose, which depends on the weights; name those", param_hint="--policy"
         )
-    config = read_config(model)
+    config = read_config(model, max_positions=max_positions)
     stored = expected_dtype(model) if dtype is None else jnp.dtype(dtype.value)
     plan = memory_plan(config, dtype=stored, page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
     typer.echo(f"{model} in {stored.name}, {chosen.describe()}\n{plan}")

@@ -11,6 +11,7 @@ from kvjax.serving.cli.options import (
     ChunkOption,
     DtypeOption,
     JsonOption,
+    MaxPositionsOption,
     PageSizeOption,
     load_model,
     number,
@@ -163,6 +164,7 @@ def choose_command(
         str | None, typer.Option(help="With --prefill: another device, as JAX names it. [default: this one]", show_default=False)
     ] = None,
     dtype: DtypeOption = None,
+    max_positions: MaxPositionsOption = None,
 ) -> None:
     """Print what the policy `auto` would run on this device, and why. For decoding, a device without a built-in bill is calibrated."""
     import jax
@@ -174,7 +176,7 @@ def choose_command(
         raise typer.BadParameter("goes with --prefill: decoding is calibrated on the device that is here", param_hint="--device")
     cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
     auto = AutoPrefill(level) if prefill else Auto(level)
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, max_positions)
     sizes = {"page_size": 128, "dtype": jax.tree.leaves(loaded.params)[0].dtype.name}
     if prefill:
         auto = auto.bind(loaded, **sizes, device=device)
@@ -245,6 +247,7 @@ def evidence_prefill_command(
         str | None, typer.Option("--model", "-m", help="The model that was run, for results without its fingerprint.", show_default=False)
     ] = None,
     dtype: DtypeOption = None,
+    max_positions: MaxPositionsOption = None,
 ) -> None:
     """Record what prefill policies keep of a model, for prefill `auto`: rows of the same model, policy, length and task are replaced."""
     from kvjax.bill.evidence import PrefillEvidence, read_evidence, write_evidence
@@ -256,7 +259,7 @@ def evidence_prefill_command(
 
         from kvjax.model import fingerprint
 
-        loaded = load_model(model, dtype)
+        loaded = load_model(model, dtype, max_positions)
         ran = fingerprint(loaded), jax.tree.leaves(loaded.params)[0].dtype.name
     rows = read_evidence(read_text(into, "--into"), PrefillEvidence) if into.is_file() else ()
     rows = with_results(rows, [(_in_repository(file), read_json(file, "the JSON of kvjax echo or kvjax needle")) for file in results], ran)

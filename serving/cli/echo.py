@@ -13,6 +13,7 @@ from kvjax.serving.cli.options import (
     ChunkOption,
     DtypeOption,
     JsonOption,
+    MaxPositionsOption,
     ModelOption,
     PageSizeOption,
     SeedOption,
@@ -51,6 +52,7 @@ def echo_command(
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
+    max_positions: MaxPositionsOption = None,
 ) -> None:
     """Count the facts and passages of a prompt that the prompt's own tokens recall, under each prefill policy, beside dense prefill.
 
@@ -89,7 +91,7 @@ def echo_command(
     )
     for line in dense_at(plan.prefills, plan.lengths):
         typer.echo(line, err=True)
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, max_positions)
     run = EchoRun(loaded, source or documentation_text(), plan)
     stored = jax.tree.leaves(loaded.params)[0].dtype.name
     names = [path.name for path in text or ()] or ["pydoc_data.topics"]

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.serving.batch.journal import Journal
-from kvjax.serving.cli.options import LARGEST_BATCH, ChunkOption, PageSizeOption, SeedOption, parse_lengths, read_text, whole
+from kvjax.serving.cli.options import (
+    LARGEST_BATCH,
+    ChunkOption,
+    MaxPositionsOption,
+    PageSizeOption,
+    SeedOption,
+    parse_lengths,
+    read_text,
+    whole,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -84,6 +93,7 @@ def fidelity_command(
         str | None,
         typer.Option(help="float32, bfloat16 or float16. [default: float32 on the CPU, else the checkpoint's]", show_default=False),
     ] = None,
+    max_positions: MaxPositionsOption = None,
 ) -> None:
     """Compare decode policies with dense: facts found, agreement, KL and perplexity on forced text, speed, keys read.
 
@@ -114,7 +124,7 @@ def fidelity_command(
         prefill_chunk=prefill_chunk,
     )
     source = "\n\n".join(read_text(path, "--text") for path in text or ()) or documentation_text()
-    panel = Panel(load(model, dtype=dtype), source, plan)
+    panel = Panel(load(model, dtype=dtype, max_positions=max_positions), source, plan)
     out.mkdir(parents=True, exist_ok=True)
     try:
         records = run_units(panel, out / RECORDS, describe(panel), Console(stderr=True))

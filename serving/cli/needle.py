@@ -14,6 +14,7 @@ from kvjax.serving.cli.options import (
     ChunkOption,
     DtypeOption,
     JsonOption,
+    MaxPositionsOption,
     ModelOption,
     PageSizeOption,
     SeedOption,
@@ -58,6 +59,7 @@ def needle_command(
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
+    max_positions: MaxPositionsOption = None,
 ) -> None:
     """Count the needles a model finds in a long text under each policy: haystacks are prefilled once, questions decoded by the policy.
 
@@ -82,7 +84,7 @@ def needle_command(
         parse(name)
     for name in prefills:
         parse_prefill(name)
-    loaded = load_model(model, dtype)
+    loaded = load_model(model, dtype, max_positions)
     sizes = {"length": length, "trials": trials, "distractors": distractors, "seed": seed}
     found = {}
     with bar(Console(stderr=True)) as progress:

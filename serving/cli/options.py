@@ -110,6 +110,15 @@ PrefillOption = Annotated[str, typer.Option(help=f"How the prompt attends to its
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False)
 ]
+MaxPositionsOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Longest sequence to load the model for, as 8192 or 8k. Past longrope's original length its long factors are used. "
+        "[default: as config.json says; longrope: its original length]",
+        show_default=False,
+        **token_count(),
+    ),
+]
 PageSizeOption = Annotated[int, typer.Option(help="Tokens per page of the cache.", **whole())]
 ChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of the page size.", **whole())]
 PagesOption = Annotated[
@@ -122,11 +131,11 @@ JsonOption = Annotated[
 ]
 
 
-def load_model(model: str, dtype: Dtype | None) -> Model:
-    """The model of `--model`, its weights in `--dtype`."""
+def load_model(model: str, dtype: Dtype | None, max_positions: int | None) -> Model:
+    """The model of `--model`, its weights in `--dtype`, for sequences of `--max-positions`."""
     from kvjax.models.loading import load
 
-    return load(model, dtype=None if dtype is None else dtype.value)
+    return load(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
 
 
 def read_text(path: Path, option: str) -> str:

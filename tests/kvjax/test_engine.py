@@ -15,6 +15,7 @@ import pytest
 from kvjax import Engine, OutOfPages, memory_plan
 from kvjax.cache import IndexSpec
 from kvjax.cache.writes import copy_page, restore_pages
+from kvjax.model import LongRope
 from kvjax.policies.decode import Blocks, TopBlocks, TopTokens, select_and_attend
 from kvjax.sampling import SamplingRows
 from kvjax.steps import prefill_step
@@ -261,6 +262,24 @@ def test_old_logits_are_not_kept(engine, text):
     assert sequence.logits is not None
     engine.decode([sequence], [5])
     assert sequence.logits is None
+
+
+def test_biases_and_longrope_go_through_the_engine(model_factory, text):
+    """Cuts and single steps give what the whole prompt gives at once, rotated by the long factors from the first token on."""
+    factors = {"short_factors": (1.0,) * 8, "long_factors": tuple(1.0 + n for n in range(8)), "max_positions": 256}
+    scaling = LongRope("longrope", 4.0, 32, attention_factor=1.2, long=True, **factors)
+    model = model_factory(family="llama", o_bias=True, mlp_bias=True, rope_scaling=scaling, max_positions=256)
+    layers = tuple(
+        layer | {name: 0.3 * jax.random.normal(jax.random.key(n), layer[name].shape) for n, name in enumerate(layer) if "_bias" in name}
+        for layer in model.params["layers"]
+    )
+    model = dataclasses.replace(model, params=model.params | {"layers": layers})
+    engine = Engine(model, pages=8, page_size=PAGE, prefill_chunk=PAGE)
+    (sequence,) = engine.prefill([text[: 2 * PAGE + 3]])
+    want = model.full_forward(text[: 2 * PAGE + 4])
+    np.testing.assert_allclose(sequence.logits, want[-2], atol=2e-5)
+    logits = engine.decode([sequence], [text[2 * PAGE + 3]])
+    np.testing.assert_allclose(logits[0], want[-1], atol=2e-5)
 
 
 def test_the_models_positions_are_the_limit(model_factory, text):

@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
+from kvjax.models import decoder as decoder_module
 from kvjax.models.decoder import TransformerDecoder, causal_attend, init_params, param_shapes
+from pallas_kernels.project_tokens import project_tokens
 
 CONFIG = ModelConfig(
     family="qwen3",
@@ -71,6 +74,36 @@ def test_decoder_is_static_and_hashable(params):
     first = run(TransformerDecoder(CONFIG), params)
     np.testing.assert_array_equal(first, run(TransformerDecoder(dataclasses.replace(CONFIG)), params))
     assert len(traced) == 1
+
+
+@pytest.mark.parametrize("fields", [{"o_bias": True}, {"mlp_bias": True}, {"qkv_bias": False, "o_bias": True, "mlp_bias": True}])
+def test_biases_are_there_where_the_configuration_says(fields):
+    config = dataclasses.replace(CONFIG, **fields)
+    shapes = param_shapes(config)["layers"][0]
+    assert {"q_bias" in shapes, "k_bias" in shapes, "v_bias" in shapes} == {config.qkv_bias}
+    assert ("o_bias" in shapes) == config.o_bias
+    assert {"gate_bias" in shapes, "up_bias" in shapes, "down_bias" in shapes} == {config.mlp_bias}
+    params = initialised(config, jax.random.key(0), jnp.float32)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == config.num_params
+    assert memory_plan(config, dtype=jnp.float32, available_bytes=0).weights_bytes == 4 * config.num_params
+    assert all(not leaf.any() for name, leaf in params["layers"][1].items() if name.endswith("_bias"))
+
+
+def test_a_model_without_biases_computes_without_them():
+    """Its compiled programs take no further arguments."""
+    plain = dataclasses.replace(CONFIG, qkv_bias=False)
+    calls = []
+
+    def heard(x, weights, **options):
+        calls.append(options)
+        return project_tokens(x, weights, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder_module, "project_tokens", heard)
+        params = initialised(plain, jax.random.key(0), jnp.float32)
+        jax.make_jaxpr(lambda params: TransformerDecoder(plain).hidden(params, *batch(), ATTEND, None))(params)
+    assert len(calls) == 4 * plain.num_layers
+    assert not any("biases" in options for options in calls)
 
 
 def test_a_row_does_not_depend_on_the_others(params):

@@ -373,7 +373,11 @@ def test_the_published_sizes():
         ({"q_lora_rank": None, "index_topk": 0}, "q_lora_rank is None, index_topk is 0; each must be a positive integer"),
         ({"qk_rope_head_dim": 65}, "rope_dim 65 must be even"),
         ({"index_head_dim": 32}, "at most index_dim 32"),
-        ({"rope_scaling": {"type": "longrope"}}, "longrope"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}},
+            "type longrope; supported: linear",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type dynamic; supported: linear, llama3, yarn"),
         (
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
             "quantization_config is .*fp8.*dequantize first",

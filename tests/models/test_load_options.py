@@ -1,7 +1,9 @@
 """What `load` is given: names of dtypes, hints for options of other libraries; and what it prints, which is nothing."""
 
+import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models import CausalLM, load
+from kvjax.models import CausalLM, load, read_config
 from kvjax.models.loading import save
 from kvjax.models.transformers_import import ADVICE
 
@@ -52,12 +54,30 @@ def test_other_dtypes_are_refused_before_anything_is_read(dtype):
         ({"torch_dtype": "bfloat16"}, "no option 'torch_dtype': it is called dtype here"),
         ({"device": "cuda"}, "no option 'device': .*jax_default_device"),
         ({"device_map": "auto"}, "no option 'device_map': leave it out"),
-        ({"nonsense": 1}, "no option 'nonsense': there are dtype and tokenizer"),
+        ({"nonsense": 1}, "no option 'nonsense': there are dtype, max_positions and tokenizer"),
     ],
 )
 def test_options_of_other_libraries_get_a_hint(option, hint):
     with pytest.raises(TypeError, match=hint):
         load("needle", **option)
+
+
+def test_a_model_is_loaded_for_a_length(needle):
+    short = load("needle", tokenizer=False, max_positions=1000)
+    assert short.config == dataclasses.replace(needle.config, max_positions=1000)
+    assert read_config("needle", max_positions=1000) == short.config
+    with pytest.raises(ValueError, match="max_positions is 32769; it must be from 1 to 32768, the model's positions in tokens"):
+        load("needle", tokenizer=False, max_positions=32769)
+
+
+def test_longrope_says_how_to_load_it_for_longer_sequences():
+    folder = Path(__file__).with_name("golden") / "llama-g2-d32-longrope-long"
+    short, long = (load(folder, tokenizer=False, max_positions=most) for most in (None, 128))
+    assert (short.config.max_positions, long.config.max_positions) == (16, 128)
+    sizes = {"pages": 8, "page_size": 16, "prefill_chunk": 16}
+    with pytest.raises(ValueError, match="17 tokens is longer than the model's 16 positions: load it with max_positions=128"):
+        kvjax.Engine(short, **sizes).prefill([[1] * 17])
+    kvjax.Engine(long, **sizes).prefill([[1] * 17])
 
 
 def test_a_model_shows_itself_in_one_line(needle):

@@ -35,6 +35,7 @@ from kvjax.models import (
 GOLDEN = Path(__file__).with_name("golden")
 CASES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
 UNTIED, TIED = "qwen2-g4-d64-llama3", "qwen3-g7-d32-tied-yarn"
+BIASED, MLP_BIASED = "llama-g4-d64-llama3-biases", "llama-g2-d32-tied-mlp-bias"
 CONFIG = ModelConfig(
     family="qwen2",
     vocab_size=40,
@@ -212,6 +213,11 @@ def replace(name, make):
         (TIED, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].astype(np.int8)}), "another type.*lm_head.weight I8"),
         (TIED, lambda t: t.pop("model.embed_tokens.weight"), r"missing: model\.embed_tokens\.weight"),
         (TIED, lambda t: t.pop("model.layers.0.self_attn.q_norm.weight"), "missing: .*q_norm"),
+        (BIASED, lambda t: t.pop("model.layers.1.self_attn.o_proj.bias"), r"1 missing: model.layers.1.self_attn.o_proj.bias \[16\]"),
+        (BIASED, lambda t: t.pop("model.layers.0.mlp.gate_proj.bias"), r"1 missing: model.layers.0.mlp.gate_proj.bias \[48\]"),
+        (BIASED, replace("model.layers.0.mlp.down_proj.bias", lambda t: t["model.norm.weight"][:-1]), r"down_proj.bias is \[15\]"),
+        (MLP_BIASED, replace("model.layers.0.self_attn.q_proj.bias", lambda t: t["model.norm.weight"]), "1 extra: .*q_proj.bias"),
+        (TIED, replace("model.layers.0.mlp.up_proj.bias", lambda t: t["model.norm.weight"]), "1 extra: .*up_proj.bias"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(case, edit, message, edited):

@@ -70,6 +70,8 @@ WRONG = [
     (BATCH + " --seed 4294967296", "4294967296"),
     (BATCH + " --seed {long}", "characters)"),
     (BATCH + " --dtype int4", "int4"),
+    (BATCH + " --max-positions 0", "got 0"),
+    (BATCH + " --max-positions 1m", "max_positions is 1048576; it must be from 1 to"),
     (BATCH + " --policy best", "best"),
     (BATCH + " --policy top:", "top:"),
     (BATCH + " --policy top:-1", "top:-1"),

@@ -179,7 +179,7 @@ def test_a_batch_job_on_a_full_disk_is_one_line_and_goes_on_later(kvjax, model_f
 
 
 def test_an_unexpected_failure_has_status_1_and_its_type(kvjax, monkeypatch, model_folder):
-    monkeypatch.setattr("kvjax.models.loading.read_config", lambda _: {}["layers"])
+    monkeypatch.setattr("kvjax.models.loading.read_config", lambda _, max_positions: {}["layers"])
     status, out, err = kvjax("plan", "--model", model_folder)
     assert (status, out, err) == (1, "", "kvjax: KeyError: 'layers'\n")
 
@@ -280,6 +280,16 @@ def test_score_prints_json_whatever_the_figures(kvjax, model_folder, monkeypatch
 
 
 # plan, needle, train-needle
+
+
+def test_a_model_is_loaded_for_the_sequences_that_are_asked_for(kvjax, model_folder):
+    asked = ("generate", "amber basil", "--model", model_folder, "--max-new-tokens", 100)
+    status, _, err = kvjax(*asked, "--max-positions", 128)
+    assert (status, err) == (0, "")
+    status, _, err = kvjax(*asked, "--max-positions", 64)
+    assert (status, "longer than the model's 64 positions" in " ".join(err.split())) == (2, True)
+    status, _, err = kvjax("plan", "--model", model_folder, "--max-positions", "1k")
+    assert (status, "it must be from 1 to 512" in " ".join(err.split())) == (2, True)
 
 
 def test_plan_counts_bytes(kvjax, model_folder, loaded):

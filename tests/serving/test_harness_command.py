@@ -83,6 +83,10 @@ def test_batch_size_is_what_is_decoded_together(asked, slots, arguments):
     assert KvjaxLM.create_from_arg_obj(arguments, asked).slots == slots
 
 
+def test_the_model_is_loaded_for_the_sequences_that_are_asked_for(arguments):
+    assert KvjaxLM.create_from_arg_obj(arguments | {"max_positions": 300}).engine.config.max_positions == 300
+
+
 def test_results_record_checkpoint_and_policy(lm, arguments):
     recorded = json.loads(json.dumps(lm.get_model_info()))
     assert recorded["model_name"] == arguments["pretrained"]

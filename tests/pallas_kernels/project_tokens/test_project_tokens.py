@@ -359,6 +359,9 @@ PRODUCTION = {
     "qwen2.5-7b logits": production(1, 3584, (152064,), out_dtype=jnp.dtype("float32")),
     "llama-3.1-8b q, k, v, 4 tokens": production(4, 4096, (4096, 1024, 1024), **QKV_7B),
     "llama-3.1-8b gate and up, float16": production(2, 4096, (14336, 14336), "float16", gated=True),
+    "llama-3.1-8b o with a bias": production(1, 4096, (4096,), summed=True, biased=True),
+    "llama-3.1-8b gate and up with biases": production(1, 4096, (14336, 14336), normed=True, gated=True, biased=True),
+    "llama-3.1-8b down with a bias, 8 tokens": production(8, 14336, (4096,), summed=True, biased=True),
     "narrow": production(3, 64, (64, 32, 32), normed=True, half=16, rotated=2, biased=True),
 }
 
