@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
+import flax.struct
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -21,14 +22,30 @@ from jaxtyping import Array, Float, Int
 Params = Any
 """A pytree of weights; the decoder that made it knows its structure."""
 
-Attend = Callable[
-    [int, Float[Array, "B T H D"], Float[Array, "B T K D"], Float[Array, "B T K D"], Any], tuple[Float[Array, "B T H D"], Any]
-]
-"""`attend(layer, q, k, v, state) -> (out, state)`.
 
-The decoder calls it once per layer, in order, with q and k normalised and rotated. Whoever runs the decoder decides what attention
-means: the engine writes k and v into pages and attends to pages; training attends causally within the batch. `state` is any pytree
-and is threaded through the layers.
+@flax.struct.dataclass
+class Heads:
+    """What a layer of attention mixes: queries, keys and values, normalised and rotated.
+
+    sm_scale: logits are multiplied by it. window: a query sees so many latest tokens, its own included; None: all before it.
+    """
+
+    q: Float[Array, "B T H D"]
+    k: Float[Array, "B T K D"]
+    v: Float[Array, "B T K D"]
+    sm_scale: float = flax.struct.field(pytree_node=False)
+    window: int | None = flax.struct.field(pytree_node=False, default=None)
+
+
+LayerInput = Heads
+"""What a decoder gives `Mix`, by the kind of layer."""
+
+Mix = Callable[[int, LayerInput, Any], tuple[Float[Array, "B T H D"], Any]]
+"""`mix(layer, input, state) -> (out, state)`.
+
+The decoder calls it once per layer, in order. Whoever runs the decoder decides what mixing tokens means: the engine writes keys and
+values into pages and attends to pages; training attends causally within the batch. `state` is any pytree and is threaded through the
+layers.
 """
 
 
@@ -167,9 +184,9 @@ class Decoder(Protocol):
     def config(self) -> ModelConfig: ...
 
     def hidden(
-        self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend, state: Any
+        self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], mix: Mix, state: Any
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """Final hidden states (after the last norm) and the state that `attend` threaded through the layers."""
+        """Final hidden states (after the last norm) and the state that `mix` threaded through the layers."""
         ...
 
     def logits(self, params: Params, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import FULL, Cache, IndexSpec, append
 from kvjax.learning import Learning, attend_and_learn
-from kvjax.model import Decoder, Params
+from kvjax.model import Decoder, Heads, Params
 from kvjax.policies.decode import Blocks, DecodePolicy, SelectContext
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy
 from kvjax.sampling import Sampled, SamplingRows, count_tokens, sample
@@ -52,14 +52,14 @@ def prefill_step(
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
     table = cache.page_tables[FULL]
 
-    def attend(layer: int, q, k, v, carry):
+    def mix(layer: int, heads: Heads, carry):
         layers, learned = carry
-        written = append(layers[layer], k, v, positions, valid, table, indexes)
-        ctx = PrefillContext(table, starts, cache.lengths, layer=layer, sm_scale=decoder.config.sm_scale)
-        out, states = attend_and_learn(policy, q, written, ctx, learning)
+        written = append(layers[layer], heads.k, heads.v, positions, valid, table, indexes)
+        ctx = PrefillContext(table, starts, cache.lengths, layer=layer, sm_scale=heads.sm_scale)
+        out, states = attend_and_learn(policy, heads.q, written, ctx, learning)
         return out, (_replace(layers, layer, written), (*learned, states))
 
-    hidden, (layers, learned) = decoder.hidden(params, tokens, positions, attend, (cache.layers, ()))
+    hidden, (layers, learned) = decoder.hidden(params, tokens, positions, mix, (cache.layers, ()))
     if not all_logits:
         last = jnp.clip(cache.lengths - 1 - starts, 0, tokens.shape[1] - 1)
         hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
@@ -91,18 +91,18 @@ def decode(
     table = cache.page_tables[FULL]
     config = decoder.config
 
-    def attend(layer: int, q, k, v, carry):
+    def mix(layer: int, heads: Heads, carry):
         layers, states, listed = carry
-        written = append(layers[layer], k, v, positions, valid, table, indexes)
+        written = append(layers[layer], heads.k, heads.v, positions, valid, table, indexes)
         ctx = SelectContext(
-            table, lengths, layer=layer, num_layers=config.num_layers, page_size=written.k.shape[2], sm_scale=config.sm_scale
+            table, lengths, layer=layer, num_layers=config.num_layers, page_size=written.k.shape[2], sm_scale=heads.sm_scale
         )
-        out, blocks, state = policy.attend(q, written, ctx, states[layer])
+        out, blocks, state = policy.attend(heads.q, written, ctx, states[layer])
         if watch is not None:
-            watch(q, written, ctx, blocks, states[layer])
+            watch(heads.q, written, ctx, blocks, states[layer])
         return out, (_replace(layers, layer, written), _replace(states, layer, state), (*listed, blocks))
 
-    hidden, (layers, states, listed) = decoder.hidden(params, tokens, positions, attend, (cache.layers, states, ()))
+    hidden, (layers, states, listed) = decoder.hidden(params, tokens, positions, mix, (cache.layers, states, ()))
     reads = _count_reads(listed, lengths, cache.layers[0].k.shape[2], num_tokens, config.num_kv_heads)
     after = cache.replace(layers=layers, lengths=jnp.where(active, lengths, cache.lengths))
     return decoder.logits(params, hidden), after, states, reads

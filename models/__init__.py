@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvjax.models.causal_lm import CausalLM
-    from kvjax.models.decoder import TransformerDecoder, causal_attend, init_params, param_shapes
+    from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params, param_shapes
     from kvjax.models.families import FAMILIES
     from kvjax.models.loading import expected_dtype, load, read_config, save
 
@@ -18,7 +18,7 @@ __all__ = [
     "FAMILIES",
     "CausalLM",
     "TransformerDecoder",
-    "causal_attend",
+    "causal_mix",
     "expected_dtype",
     "init_params",
     "load",
@@ -31,7 +31,7 @@ _HOMES = {
     "CausalLM": "causal_lm",
     "FAMILIES": "families",
     "TransformerDecoder": "decoder",
-    "causal_attend": "decoder",
+    "causal_mix": "decoder",
     "expected_dtype": "loading",
     "init_params": "decoder",
     "load": "loading",

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from kvjax.model import Attend, ModelConfig, Params
+from kvjax.model import Heads, LayerInput, Mix, ModelConfig, Params
 from kvjax.models import rope
 from pallas_kernels.elementwise import rms_norm, rotate
 from pallas_kernels.project_tokens import project_tokens
@@ -32,12 +32,12 @@ class TransformerDecoder:
     config: ModelConfig
 
     def hidden(
-        self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], attend: Attend, state: Any
+        self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], mix: Mix, state: Any
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """Final hidden states, after the last norm, and the state that `attend` threaded through the layers.
+        """Final hidden states, after the last norm, and the state that `mix` threaded through the layers.
 
         tokens: ids in [0, V); any other id, -1 included, gives NaN, so pad with a real id. positions: absolute, in tokens.
-        A row's result depends on that row alone, unless `attend` mixes rows. Raises ValueError when shapes do not match the
+        A row's result depends on that row alone, unless `mix` mixes rows. Raises ValueError when shapes do not match the
         configuration.
         """
         if tokens.ndim != 2 or tokens.shape != positions.shape:
@@ -48,7 +48,7 @@ class TransformerDecoder:
         rotation = rope.rotation(self.config, positions)
         for number, layer in enumerate(params["layers"]):
             q, k, v = self._qkv(layer, x, rotation)
-            out, state = attend(number, q, k, v, state)
+            out, state = mix(number, Heads(q, k, v, self.config.sm_scale), state)
             out = out.reshape(*out.shape[:2], -1).astype(x.dtype)
             (x,) = project(out, layer["o"], residual=x, **_biases(layer, self.config.o_bias, "o"))
             options = {"norm": layer["mlp_norm"], "norm_eps": self.config.norm_eps} | _biases(layer, self.config.mlp_bias, "gate", "up")
@@ -129,16 +129,18 @@ def _init_leaf(name: str, shape: tuple[int, ...], key: Array, dtype: Any, std: f
     return (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)
 
 
-def causal_attend(sm_scale: float, implementation: Literal["xla", "cudnn"] | None = None) -> Attend:
+def causal_mix(implementation: Literal["xla", "cudnn"] | None = None) -> Mix:
     """Attention over the batch itself, causal, every row its own sequence: what training and the oracles of tests use.
 
-    Positions must increase along T: token t attends to tokens 0..t of its row. `state` passes through untouched. implementation is
-    `jax.nn.dot_product_attention`'s: None lets JAX choose, "cudnn" needs an NVIDIA GPU and float16 or bfloat16, and float16
-    needs a GPU in any case; memory is T x T per head except with "cudnn".
+    Positions must increase along T: token t attends to tokens 0..t of its row, or to the latest of them where the layer has a window.
+    `state` passes through untouched. implementation is `jax.nn.dot_product_attention`'s: None lets JAX choose, "cudnn" needs an NVIDIA GPU
+    and float16 or bfloat16, and float16 needs a GPU in any case; memory is T x T per head except with "cudnn".
     """
 
-    def attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Float[Array, "B T K D"], state: Any):
-        with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=sm_scale, implementation=implementation), state
+    def mix(layer: int, heads: LayerInput, state: Any):
+        window = None if heads.window is None else (heads.window - 1, 0)
+        static = {"is_causal": True, "scale": heads.sm_scale, "local_window_size": window, "implementation": implementation}
+        with jax.default_matmul_precision("highest" if heads.q.dtype == jnp.float32 else "default"):
+            return jax.nn.dot_product_attention(heads.q, heads.k, heads.v, **static), state
 
-    return attend
+    return mix

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.fidelity.needle import NeedleTask, Trial, exact_match_by_depth
-from kvjax.model import Attend, Decoder, Params
+from kvjax.model import Decoder, Mix, Params
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "attend", "tail"))
-def greedy_tail(decoder: Decoder, attend: Attend, params: Params, tokens: jax.Array, tail: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("decoder", "mix", "tail"))
+def greedy_tail(decoder: Decoder, mix: Mix, params: Params, tokens: jax.Array, tail: int) -> jax.Array:
     """int32[B, tail]: the greedy next token after each of the last `tail` tokens of every row of int32[B, T]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = decoder.hidden(params, tokens, positions, attend, None)
+    hidden, _ = decoder.hidden(params, tokens, positions, mix, None)
     return decoder.logits(params, hidden[:, -tail:]).argmax(-1)
 
 
-def answer_hits(decoder: Decoder, attend: Attend, params: Params, trials: Sequence[Trial], *, batch: int) -> np.ndarray:
+def answer_hits(decoder: Decoder, mix: Mix, params: Params, trials: Sequence[Trial], *, batch: int) -> np.ndarray:
     """bool[trials, answer tokens]: whether greedy decoding is right at each token of the answer, given the right ones before it.
 
     All true is the same as the free-running greedy answer being right. All trials must have one length, answers included.
@@ -32,20 +32,20 @@ def answer_hits(decoder: Decoder, attend: Attend, params: Params, trials: Sequen
         answers = np.array([t.answer_ids for t in some], np.int32)
         tokens = np.array([t.haystack_ids + t.question_ids + t.answer_ids for t in some], np.int32)[:, :-1]
         tokens = np.pad(tokens, ((0, batch - len(some)), (0, 0)), mode="edge")
-        greedy = np.asarray(greedy_tail(decoder, attend, params, tokens, answers.shape[1]))
+        greedy = np.asarray(greedy_tail(decoder, mix, params, tokens, answers.shape[1]))
         hits.append(greedy[: len(some)] == answers)
     return np.concatenate(hits)
 
 
 def needle_report(
-    decoder: Decoder, attend: Attend, params: Params, task: NeedleTask, length: int, count: int, *, batch: int, bins: int = 3, seed: int = 0
+    decoder: Decoder, mix: Mix, params: Params, task: NeedleTask, length: int, count: int, *, batch: int, bins: int = 3, seed: int = 0
 ) -> dict:
     """Exact match, exact match by depth, by template, and share of right digits, for `count` trials of `length` tokens in all."""
     size = 1 + task.digits
     trials = task.trials(length + 1 - size, count, seed=seed)
     if any(len(t.answer_ids) != size for t in trials):
         raise ValueError(f"the tokenizer must write a space and {task.digits} digits as {size} tokens")
-    hits = answer_hits(decoder, attend, params, trials, batch=batch)
+    hits = answer_hits(decoder, mix, params, trials, batch=batch)
     exact = hits.all(1)
     templates = np.array([t.template for t in trials])
     return {

@@ -17,8 +17,8 @@ import optax
 from jaxtyping import Array, Float, Int
 
 from kvjax.fidelity.needle import NeedleTask, vocabulary_words
-from kvjax.model import Attend, Params
-from kvjax.models.decoder import TransformerDecoder, causal_attend
+from kvjax.model import Mix, Params
+from kvjax.models.decoder import TransformerDecoder, causal_mix
 from kvjax.models.needle import corpus
 from kvjax.models.needle.curve import Curve
 from kvjax.models.needle.evaluation import needle_report
@@ -68,12 +68,12 @@ def train(
     folder = Path(folder)
     data = prepare(recipe, text, held_out, folder, with_python_sources=with_python_sources)
     decoder = TransformerDecoder(recipe.model_config())
-    attend = training_attend(recipe)
+    mix = training_mix(recipe)
     last = recipe.steps if stop_at is None else min(stop_at, recipe.steps)
-    params = _fit(recipe, data, decoder, attend, folder, last, workers, on_record)
+    params = _fit(recipe, data, decoder, mix, folder, last, workers, on_record)
     if last < recipe.steps:
         return None
-    evaluate(recipe, data, decoder, attend, params, folder, on_record)
+    evaluate(recipe, data, decoder, mix, params, folder, on_record)
     return export(recipe, decoder, params, folder)
 
 
@@ -114,10 +114,10 @@ def _same_run(path: Path, run: dict) -> None:
             raise ValueError(f"{path.parent} holds a run with another {name}: use another folder, or delete it to start again")
 
 
-def training_attend(recipe: Recipe) -> Attend:
+def training_mix(recipe: Recipe) -> Mix:
     """Causal attention: cuDNN's on a GPU (memory linear in the length), XLA's elsewhere (toy lengths only)."""
     implementation = "cudnn" if jax.default_backend() == "gpu" and recipe.compute_dtype == "bfloat16" else None
-    return causal_attend(recipe.model_config().sm_scale, implementation)
+    return causal_mix(implementation)
 
 
 def schedule(peak: float, recipe: Recipe) -> optax.Schedule:
@@ -141,7 +141,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def weighted_loss(
-    decoder: TransformerDecoder, attend: Attend, dtype: Any, params: Params, tokens: Int[Array, "B T+1"], weights: Float[Array, "B T"]
+    decoder: TransformerDecoder, mix: Mix, dtype: Any, params: Params, tokens: Int[Array, "B T+1"], weights: Float[Array, "B T"]
 ) -> Float[Array, ""]:
     """Weighted mean cross-entropy of each next token, in nats. params: float32; computed in `dtype`."""
     given, wanted = tokens[:, :-1], tokens[:, 1:]
@@ -150,14 +150,14 @@ def weighted_loss(
     rows = params["embed"][given].astype(dtype).reshape(given.size, -1)
     cast = jax.tree.map(lambda x: x.astype(dtype), params)
     positions = jnp.broadcast_to(jnp.arange(given.shape[1]), given.shape)
-    hidden, _ = decoder.hidden(cast | {"embed": rows}, jnp.arange(given.size).reshape(given.shape), positions, attend, None)
+    hidden, _ = decoder.hidden(cast | {"embed": rows}, jnp.arange(given.size).reshape(given.shape), positions, mix, None)
     losses = optax.softmax_cross_entropy_with_integer_labels(decoder.logits(cast, hidden), wanted)
     return jnp.sum(losses * weights) / jnp.sum(weights)
 
 
-def make_update(decoder: TransformerDecoder, attend: Attend, recipe: Recipe, optimiser: optax.GradientTransformation) -> Callable:
+def make_update(decoder: TransformerDecoder, mix: Mix, recipe: Recipe, optimiser: optax.GradientTransformation) -> Callable:
     """Jitted (params, opt_state, tokens, weights) -> (params, opt_state, loss). DONATES params and opt_state."""
-    loss = functools.partial(weighted_loss, decoder, attend, recipe.compute_dtype)
+    loss = functools.partial(weighted_loss, decoder, mix, recipe.compute_dtype)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(params, opt_state, tokens, weights):
@@ -168,7 +168,7 @@ def make_update(decoder: TransformerDecoder, attend: Attend, recipe: Recipe, opt
     return update
 
 
-def _fit(recipe: Recipe, data: Data, decoder, attend, folder: Path, last: int, workers: int | None, on_record) -> Params:
+def _fit(recipe: Recipe, data: Data, decoder, mix, folder: Path, last: int, workers: int | None, on_record) -> Params:
     """Run the steps that are left up to `last`; returns the float32 weights."""
     import orbax.checkpoint as ocp
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -188,7 +188,7 @@ def _fit(recipe: Recipe, data: Data, decoder, attend, folder: Path, last: int, w
         curve = Curve(folder, recipe, done, on_record)
         with progress, batches(recipe, data.vocabulary, data.train_path, first=done, last=last, workers=workers) as source:
             task = progress.add_task(recipe.name, total=recipe.steps, completed=done)
-            update = make_update(decoder, attend, recipe, optimiser)
+            update = make_update(decoder, mix, recipe, optimiser)
             ends = recipe.stage_ends()
             for tokens, weights in source:
                 done += 1
@@ -198,7 +198,7 @@ def _fit(recipe: Recipe, data: Data, decoder, attend, folder: Path, last: int, w
                 evaluated = done % recipe.evaluate_every == 0 or done in ends
                 if evaluated or done % LOG_EVERY == 0 or done == last:
                     stage = recipe.stage(done - 1)
-                    curve.write(done, quick_evaluation(recipe, data, decoder, attend, state["params"], stage) if evaluated else {})
+                    curve.write(done, quick_evaluation(recipe, data, decoder, mix, state["params"], stage) if evaluated else {})
                     progress.update(task, completed=done, description=curve.summary())
                 if done % recipe.checkpoint_every == 0 or done in ends or done == last:
                     manager.save(done, args=ocp.args.StandardSave(state))
@@ -207,34 +207,34 @@ def _fit(recipe: Recipe, data: Data, decoder, attend, folder: Path, last: int, w
     return state["params"]
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "attend", "dtype"))
-def text_loss(decoder: TransformerDecoder, attend: Attend, dtype: str, params: Params, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
+@functools.partial(jax.jit, static_argnames=("decoder", "mix", "dtype"))
+def text_loss(decoder: TransformerDecoder, mix: Mix, dtype: str, params: Params, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
     """Mean cross-entropy of running text, in nats per token."""
-    return weighted_loss(decoder, attend, dtype, params, tokens, jnp.ones(tokens[:, 1:].shape))
+    return weighted_loss(decoder, mix, dtype, params, tokens, jnp.ones(tokens[:, 1:].shape))
 
 
-def quick_evaluation(recipe: Recipe, data: Data, decoder, attend, params: Params, stage) -> dict:
+def quick_evaluation(recipe: Recipe, data: Data, decoder, mix, params: Params, stage) -> dict:
     """Needles and running text, both held out, at the length being trained."""
     seconds = time.perf_counter()
     length = max(stage.length, 128)
     count = min(recipe.evaluate_trials, 8 * stage.batch)
     task = dataclasses.replace(data.task, distractors=min(recipe.distractors, length // 64))
     cast = jax.tree.map(lambda x: x.astype(recipe.compute_dtype), params)
-    report = needle_report(decoder, attend, cast, task, length, count, batch=min(stage.batch, count))
+    report = needle_report(decoder, mix, cast, task, length, count, batch=min(stage.batch, count))
     starts = np.linspace(0, len(data.held_out) - length - 1, stage.batch).astype(int)
     rows = np.stack([data.held_out[s : s + length + 1] for s in starts]).astype(np.int32)
-    report["text_nats"] = float(text_loss(decoder, attend, recipe.compute_dtype, params, rows))
+    report["text_nats"] = float(text_loss(decoder, mix, recipe.compute_dtype, params, rows))
     return report | {"evaluation_seconds": time.perf_counter() - seconds}
 
 
-def evaluate(recipe: Recipe, data: Data, decoder, attend, params: Params, folder: Path, on_record) -> dict:
+def evaluate(recipe: Recipe, data: Data, decoder, mix, params: Params, folder: Path, on_record) -> dict:
     """The final figures: held-out needles in held-out text at each of the recipe's final lengths, written to evaluation.json."""
     cast = jax.tree.map(lambda x: x.astype(recipe.compute_dtype), params)
     biggest = max(s.length * s.batch for s in recipe.stages)
     figures = {"recipe": recipe.name, "steps": recipe.steps, "tokens": recipe.tokens(recipe.steps), "trials": recipe.final_trials}
     for length in recipe.final_lengths:
         batch = max(1, min(recipe.final_trials, biggest // length))
-        report = needle_report(decoder, attend, cast, data.task, length, recipe.final_trials, batch=batch, bins=10, seed=1)
+        report = needle_report(decoder, mix, cast, data.task, length, recipe.final_trials, batch=batch, bins=10, seed=1)
         figures[str(length)] = report
         if on_record:
             on_record({"final": length, **report})

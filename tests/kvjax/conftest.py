@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.model import ModelConfig
-from kvjax.models.decoder import TransformerDecoder, causal_attend, init_params
+from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params
 from kvjax.policies.decode import Blocks
 from kvjax.policies.decode.base import Stateless
 
@@ -31,9 +31,9 @@ class TinyModel:
     @functools.cached_property
     def _forward(self):
         def forward(params, tokens):
-            attend = causal_attend(self.config.sm_scale)
+            mix = causal_mix()
             positions = jnp.arange(tokens.shape[1])[None]
-            hidden, _ = self.decoder.hidden(params, tokens, positions, attend, None)
+            hidden, _ = self.decoder.hidden(params, tokens, positions, mix, None)
             return self.decoder.logits(params, hidden)[0]
 
         return jax.jit(forward)

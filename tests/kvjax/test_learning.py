@@ -74,13 +74,14 @@ def true_mass(model, tokens, block_size):
     """Per layer, `[T, H, blocks]`: what each query of a full causal forward pays each block."""
     found = []
 
-    def attend(layer, q, k, v, state):
+    def mix(layer, given, state):
+        q, k, v = given.q, given.k, given.v
         logits = jnp.einsum("bthd,bshd->bhts", q, jnp.repeat(k, H // K, axis=2)) * model.config.sm_scale
         paid = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones(logits.shape[2:], bool)), logits, -jnp.inf), axis=-1)
         found.append(paid[0].swapaxes(0, 1))
         return jnp.einsum("bhts,bshd->bthd", paid, jnp.repeat(v, H // K, axis=2)), state
 
-    model.decoder.hidden(model.params, jnp.asarray([tokens]), jnp.arange(len(tokens))[None], attend, None)
+    model.decoder.hidden(model.params, jnp.asarray([tokens]), jnp.arange(len(tokens))[None], mix, None)
     blocks = -(-len(tokens) // block_size)
     widths = ((0, 0), (0, 0), (0, blocks * block_size - len(tokens)))
     return [np.pad(np.asarray(paid), widths).reshape(len(tokens), H, blocks, block_size).sum(axis=3) for paid in found]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.policies import Dense, Stateless, Window
+from kvjax.policies.decode import Dense, Stateless, Window
 from kvjax.policies.prefill import DensePrefill
 
 

@@ -23,13 +23,14 @@ def heads(model, text):
     """Per layer, q `[T, H, D]` and its head's k `[T, H, D]` of a causal forward pass without a cache, float64."""
     found, config = [], model.config
 
-    def attend(layer, q, k, v, carry):
+    def mix(layer, given, carry):
+        q, k, v = given.q, given.k, given.v
         found.append(
             (np.asarray(q[0], np.float64), np.repeat(np.asarray(k[0], np.float64), config.num_heads // config.num_kv_heads, axis=1))
         )
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=config.sm_scale), carry
 
-    model.decoder.hidden(model.params, jnp.asarray(text[:70], jnp.int32)[None], jnp.arange(70)[None], attend, None)
+    model.decoder.hidden(model.params, jnp.asarray(text[:70], jnp.int32)[None], jnp.arange(70)[None], mix, None)
     return found
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.models.decoder import causal_attend
+from kvjax.models.decoder import causal_mix
 
 HERE = Path(__file__).parent
 
@@ -28,19 +28,19 @@ def golden_script():
 
 @pytest.fixture(scope="session")
 def complete():
-    """`complete(decoder, params, ids, steps=0, attend=None) -> (logits of ids [T, V], greedy tokens [steps])`.
+    """`complete(decoder, params, ids, steps=0, mix=None) -> (logits of ids [T, V], greedy tokens [steps])`.
 
     Every forward runs over the same padded length, so that a model compiles once. Traced anew on every call, so that a test may
     patch what the decoder calls.
     """
 
-    def run(decoder, params, ids, steps=0, attend=None):
-        attend = attend or causal_attend(decoder.config.sm_scale)
+    def run(decoder, params, ids, steps=0, mix=None):
+        mix = mix or causal_mix()
         positions = jnp.arange(len(ids) + steps)[None]
 
         @jax.jit
         def forward(params, tokens):
-            hidden, _ = decoder.hidden(params, tokens, positions, attend, None)
+            hidden, _ = decoder.hidden(params, tokens, positions, mix, None)
             return decoder.logits(params, hidden)[0]
 
         tokens = np.zeros((1, len(ids) + steps), np.int32)

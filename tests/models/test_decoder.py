@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvjax.memory import memory_plan
-from kvjax.model import ModelConfig
+from kvjax.model import Heads, ModelConfig
 from kvjax.models import decoder as decoder_module
-from kvjax.models.decoder import TransformerDecoder, causal_attend, init_params, param_shapes
+from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params, param_shapes
 from pallas_kernels.project_tokens import project_tokens
 
 CONFIG = ModelConfig(
@@ -32,7 +32,7 @@ CONFIG = ModelConfig(
     qk_norm=True,
 )
 DECODER = TransformerDecoder(CONFIG)
-ATTEND = causal_attend(CONFIG.sm_scale)
+MIX = causal_mix()
 initialised = jax.jit(init_params, static_argnums=(0, 2), static_argnames="std")
 
 
@@ -48,17 +48,18 @@ def batch(rows=3, length=10, start=0):
 
 @functools.partial(jax.jit, static_argnames="decoder")
 def forward(params, tokens, positions, decoder=DECODER):
-    return decoder.logits(params, decoder.hidden(params, tokens, positions, ATTEND, None)[0])
+    return decoder.logits(params, decoder.hidden(params, tokens, positions, MIX, None)[0])
 
 
-def test_attend_sees_every_layer_in_order_and_threads_the_state(params):
+def test_mix_sees_every_layer_in_order_and_threads_the_state(params):
     seen = []
 
-    def attend(layer, q, k, v, state):
+    def mix(layer, given, state):
+        q, k, v = given.q, given.k, given.v
         seen.append((layer, q.shape, k.shape, v.shape))
         return q, (*state, layer)
 
-    _, state = DECODER.hidden(params, *batch(), attend, ())
+    _, state = DECODER.hidden(params, *batch(), mix, ())
     assert state == (0, 1)
     assert seen == [(n, (3, 10, 4, 16), (3, 10, 2, 16), (3, 10, 2, 16)) for n in range(2)]
 
@@ -101,7 +102,7 @@ def test_a_model_without_biases_computes_without_them():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder_module, "project_tokens", heard)
         params = initialised(plain, jax.random.key(0), jnp.float32)
-        jax.make_jaxpr(lambda params: TransformerDecoder(plain).hidden(params, *batch(), ATTEND, None))(params)
+        jax.make_jaxpr(lambda params: TransformerDecoder(plain).hidden(params, *batch(), MIX, None))(params)
     assert len(calls) == 4 * plain.num_layers
     assert not any("biases" in options for options in calls)
 
@@ -127,14 +128,15 @@ def test_activations_have_the_weights_dtype_and_logits_are_float32(dtype, tied):
     config = dataclasses.replace(CONFIG, tie_embeddings=tied)
     decoder, params = TransformerDecoder(config), initialised(config, jax.random.key(0), dtype, std=0.3)
 
-    def attend(layer, q, k, v, state):
+    def mix(layer, given, state):
+        q, k, v = given.q, given.k, given.v
         assert q.dtype == k.dtype == v.dtype == dtype
-        out, state = ATTEND(layer, *(x.astype(jnp.float32) for x in (q, k, v)), state)  # JAX's own does no float16 on the CPU
+        out, state = MIX(layer, jax.tree.map(lambda x: x.astype(jnp.float32), given), state)  # JAX's own does no float16 on the CPU
         return out.astype(dtype), state
 
     @jax.jit
     def run(params):
-        hidden, _ = decoder.hidden(params, *batch(), attend, None)
+        hidden, _ = decoder.hidden(params, *batch(), mix, None)
         return hidden, decoder.logits(params, hidden)
 
     hidden, logits = run(params)
@@ -156,17 +158,17 @@ def test_unknown_token_ids_are_not_clamped(params):
 def test_mismatched_input_is_an_error(params):
     tokens, positions = batch()
     with pytest.raises(ValueError, match=r"one shape \[B, T\], got \(3, 10\) and \(3, 9\)"):
-        DECODER.hidden(params, tokens, positions[:, :-1], ATTEND, None)
+        DECODER.hidden(params, tokens, positions[:, :-1], MIX, None)
     with pytest.raises(ValueError, match="one shape"):
-        DECODER.hidden(params, tokens[0], positions[0], ATTEND, None)
+        DECODER.hidden(params, tokens[0], positions[0], MIX, None)
     with pytest.raises(ValueError, match="1 layers, the configuration has 2"):
-        DECODER.hidden(params | {"layers": params["layers"][:1]}, tokens, positions, ATTEND, None)
+        DECODER.hidden(params | {"layers": params["layers"][:1]}, tokens, positions, MIX, None)
 
 
-def test_causal_attend_is_softmax_attention_over_the_past():
+def test_causal_mix_is_softmax_attention_over_the_past():
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, 6, n, 8)).astype(np.float32) for n in (6, 2, 2))
-    out, state = causal_attend(0.4)(0, jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), "state")
+    out, state = causal_mix()(0, Heads(*map(jnp.asarray, (q, k, v)), 0.4), "state")
     assert state == "state"
     for b, t, h in np.ndindex(2, 6, 6):
         scores = k[b, : t + 1, h // 3] @ q[b, t, h] * 0.4

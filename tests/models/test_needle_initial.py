@@ -18,7 +18,8 @@ def first_layer_attention(config, params):
     """float32[H, T, T]: attention of layer 0 over random tokens, causal."""
     seen = {}
 
-    def attend(layer, q, k, v, state):
+    def mix(layer, given, state):
+        q, k = given.q, given.k
         if layer == 0:
             k = jnp.repeat(k, config.num_heads // config.num_kv_heads, axis=2)
             logits = jnp.einsum("bthd,bshd->bhts", q, k) * config.sm_scale
@@ -27,7 +28,7 @@ def first_layer_attention(config, params):
         return jnp.zeros_like(q), state
 
     tokens = jax.random.randint(jax.random.key(5), (1, TOKENS), 0, config.vocab_size)
-    TransformerDecoder(config).hidden(params, tokens, jnp.arange(TOKENS)[None], attend, None)
+    TransformerDecoder(config).hidden(params, tokens, jnp.arange(TOKENS)[None], mix, None)
     return np.asarray(seen["attention"])
 
 

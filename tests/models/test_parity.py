@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from kvjax.models import decoder as decoder_module
 from kvjax.models import load
-from kvjax.models.decoder import TransformerDecoder, causal_attend
+from kvjax.models.decoder import TransformerDecoder, causal_mix
 from pallas_kernels import elementwise
 
 TOLERANCE = 1e-4
@@ -61,7 +61,7 @@ def test_logits_and_greedy_tokens(name, complete):
     np.testing.assert_array_equal(greedy, want["greedy"])
 
 
-# Wrong decoders. Each takes (model, monkeypatch) and returns (decoder, params, attend or None for the right one).
+# Wrong decoders. Each takes (model, monkeypatch) and returns (decoder, params, mix or None for the right one).
 
 
 def drop(tensor):
@@ -95,7 +95,7 @@ def rescale(**changes):
     return mutant
 
 
-def attending(wrap):
+def mixing(wrap):
     def mutant(model, monkeypatch):
         return model.decoder, model.params, wrap(model.config)
 
@@ -103,16 +103,21 @@ def attending(wrap):
 
 
 def heads_in_wrong_order(config):
-    right = causal_attend(config.sm_scale)
+    right = causal_mix()
 
     def tiled(x):  # head h reads KV head h % K instead of h // G
         return jnp.tile(x, (1, 1, config.num_heads // config.num_kv_heads, 1))
 
-    return lambda layer, q, k, v, state: right(layer, q, tiled(k), tiled(v), state)
+    return lambda layer, given, state: right(layer, given.replace(k=tiled(given.k), v=tiled(given.v)), state)
+
+
+def unscaled(config):
+    right = causal_mix()
+    return lambda layer, given, state: right(layer, given.replace(sm_scale=1.0), state)
 
 
 def sees_the_future(config):
-    return lambda layer, q, k, v, state: (jax.nn.dot_product_attention(q, k, v, scale=config.sm_scale), state)
+    return lambda layer, given, state: (jax.nn.dot_product_attention(given.q, given.k, given.v, scale=given.sm_scale), state)
 
 
 def interleaved_pairs(model, monkeypatch):
@@ -167,10 +172,10 @@ MUTANTS = {
     "yarn truncate": (("qwen2",), MSCALE, rescale(truncate=True)),
     "yarn beta": (("qwen3",), YARN, rescale(beta_fast=32.0, beta_slow=1.0)),
     "interleaved pairs": (("qwen2",), "g1-d32-tied", interleaved_pairs),
-    "heads in the wrong order, G 4": (FAMILIES, LLAMA3, attending(heads_in_wrong_order)),
-    "heads in the wrong order, G 7": (FAMILIES, YARN, attending(heads_in_wrong_order)),
-    "sees the future": (("qwen3",), "g1-d32-tied", attending(sees_the_future)),
-    "no softmax scale": (("llama",), MSCALE, attending(lambda config: causal_attend(1.0))),
+    "heads in the wrong order, G 4": (FAMILIES, LLAMA3, mixing(heads_in_wrong_order)),
+    "heads in the wrong order, G 7": (FAMILIES, YARN, mixing(heads_in_wrong_order)),
+    "sees the future": (("qwen3",), "g1-d32-tied", mixing(sees_the_future)),
+    "no softmax scale": (("llama",), MSCALE, mixing(unscaled)),
     "tied where it is not": (("llama",), LLAMA3, reconfigure(tie_embeddings=True)),
     "norm epsilon": (("qwen2",), "g1-d32-tied", reconfigure(norm_eps=1e-6)),
     "norm adds one": (("qwen3",), "g1-d32-tied", norm_adds_one),
@@ -206,7 +211,7 @@ MUTANTS = {
 def test_mutants_fail(family, mutant, complete, monkeypatch):
     _, case, make = MUTANTS[mutant]
     model, want = golden_case(f"{family}-{case}")
-    decoder, params, attend = make(model, monkeypatch)
-    logits, _ = complete(decoder, params, want["ids"], attend=attend)
+    decoder, params, mix = make(model, monkeypatch)
+    logits, _ = complete(decoder, params, want["ids"], mix=mix)
     error = np.abs(logits - want["logits"]).max()
     assert error > 100 * TOLERANCE, f"a decoder with {mutant} errs by {error:.1e} only, too little to be told apart"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvjax.generation import generate
-from kvjax.models import causal_attend
+from kvjax.models import causal_mix
 from kvjax.scoring import score
 from kvjax.serving import KvjaxLM
 from kvjax.serving.harness import windows
@@ -32,14 +32,15 @@ def instance(*args):
 
 @functools.partial(jax.jit, static_argnames=("decoder", "given", "sink", "width"))
 def forward(decoder, params, tokens, given, sink, width):
-    def attend(layer, q, k, v, state):
+    def mix(layer, heads, state):
+        q, k, v = heads.q, heads.k, heads.v
         row, key = jnp.arange(q.shape[1])[:, None], jnp.arange(q.shape[1])[None]
         seen = (key <= row) & ((row < given) | (key < sink) | (key > row - width))
         with jax.default_matmul_precision("highest"):
-            return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None], scale=decoder.config.sm_scale), state
+            return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None], scale=heads.sm_scale), state
 
-    attend = causal_attend(decoder.config.sm_scale) if given is None else attend
-    hidden, _ = decoder.hidden(params, tokens[None], jnp.arange(len(tokens))[None], attend, None)
+    mix = causal_mix() if given is None else mix
+    hidden, _ = decoder.hidden(params, tokens[None], jnp.arange(len(tokens))[None], mix, None)
     return decoder.logits(params, hidden)[0]
 
 

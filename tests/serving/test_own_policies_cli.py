@@ -15,7 +15,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from kvjax.policies import Stateless, Window
+from kvjax.policies.decode import Stateless, Window
 from kvjax.policies.prefill import SinkWindow
 
 
