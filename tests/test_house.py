@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from pallas_kernels.extras import EXTRAS
+
 ROOT = Path(__file__).parent.parent
 # Source folder -> imported as; lower layers first.
 LAYERS = {"pallas_kernels": "pallas_kernels", "kvjax": "kvjax", "models": "kvjax.models", "serving": "kvjax.serving"}
@@ -289,18 +291,58 @@ def test_type_checkers_are_told_that_the_packages_have_types():
         assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"][package]
 
 
-def test_what_is_imported_is_declared():
+def packages_of(lines: list[str]) -> set[str]:
+    """The import names of these requirements, of those that are installed."""
+    names = {normal(Requirement(line).name) for line in lines}
+    return {package for package, homes in importlib.metadata.packages_distributions().items() if names & set(map(normal, homes))}
+
+
+def undeclared_imports(tree: ast.Module, name: str) -> list[str]:
+    """Imports of packages that pyproject.toml does not declare, and of an extra's package where an import of the module runs them.
+
+    An extra's package is imported inside a function, or for type checkers.
+    """
     project = PYPROJECT["project"]
-    declared = {normal(Requirement(line).name) for line in project["dependencies"]}
-    distributions = importlib.metadata.packages_distributions()
-    missing = {}
-    for path in SOURCES:
-        for module, line in imported_modules(parse(path), module_name(path)):
-            top = module.split(".")[0]
-            ours_or_python = layer(module) or top in sys.stdlib_module_names
-            if not (ours_or_python or top in BRING_YOUR_OWN or declared & {normal(name) for name in distributions.get(top, ())}):
-                missing[f"{label(path)}:{line}"] = top
-    assert not missing
+    core, extra = packages_of(project["dependencies"]), {package for packages in EXTRAS.values() for package in packages}
+    inside = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or for_type_checkers(node)]
+    late = {line for node in inside for line in range(node.lineno, node.end_lineno + 1)}
+    found = []
+    for module, line in imported_modules(tree, name):
+        top = module.split(".")[0]
+        known = layer(module) or top in sys.stdlib_module_names or top in BRING_YOUR_OWN or top in core
+        if not (known or (top in extra and line in late)):
+            found.append(f"line {line}: {top}")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=label)
+def test_what_is_imported_is_declared(path):
+    assert not undeclared_imports(parse(path), module_name(path))
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("import numpy\nfrom scipy import stats\nimport kvjax.model, json", 0),
+        ("import pandas", 1),
+        ("def f():\n    import pandas", 1),
+        ("import matplotlib", 1),
+        ("from statsmodels.stats import proportion", 1),
+        ("class A:\n    import matplotlib", 1),
+        ("def f():\n    import matplotlib.ticker", 0),
+        ("if TYPE_CHECKING:\n    from matplotlib.axes import Axes", 0),
+    ],
+)
+def test_an_import_of_what_may_not_be_installed_is_found(code, count):
+    assert len(undeclared_imports(ast.parse(code), "kvjax.engine")) == count
+
+
+def test_extras_are_those_of_pyproject():
+    """What `needs_extras` looks for is what `pip install 'kvjax[...]'` brings."""
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    for extra, packages in EXTRAS.items():
+        assert set(packages) <= packages_of(extras[extra])
+    assert f"kvjax[{','.join(EXTRAS)}]" in extras["notebooks"]
 
 
 # requirements.lock
@@ -321,7 +363,9 @@ def test_lock_holds_exact_versions_and_nothing_else():
 
 def test_lock_satisfies_pyproject():
     project = PYPROJECT["project"]
-    lines = [*project["dependencies"], *project["optional-dependencies"]["test"], *PYPROJECT["build-system"]["requires"]]
+    assert re.search(r'^EXTRAS = "(.*?)"', (ROOT / "tools" / "make_lock.py").read_text(), re.MULTILINE)[1] == ",".join([*EXTRAS, "test"])
+    extras = [line for extra in (*EXTRAS, "test") for line in project["optional-dependencies"][extra]]
+    lines = [*project["dependencies"], *extras, *PYPROJECT["build-system"]["requires"]]
     for requirement in map(Requirement, lines):
         assert normal(requirement.name) in VERSIONS, f"{requirement} is not locked: run `make lock`"
         assert requirement.specifier.contains(VERSIONS[normal(requirement.name)]), f"{requirement} is locked otherwise: run `make lock`"

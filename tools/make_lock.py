@@ -18,9 +18,10 @@ HELD = {
     "transformers": "5.17.0",  # made the golden files of the parity tests
     "huggingface-hub": "1.33.0",  # the major version that kvjax is developed with
 }
+EXTRAS = "eval,plots,test"  # of pyproject.toml: what `make demo` and `make test` need
 UNWANTED = re.compile(r"torch|nvidia|cuda|tensorflow$")
 HEADER = """\
-# Exact versions of everything `make demo` and `make test` install: kvjax, its dependencies and the test extra; CPU only, no PyTorch.
+# Exact versions of everything `make demo` and `make test` install: kvjax with the extras {extras}; CPU only, no PyTorch.
 # Made by `make lock` from pyproject.toml; the same set for Python {pythons}. Not for editing by hand.
 # jax 0.11.2 is the floor, the oldest release that kvjax supports; newer ones are allowed. tools/make_lock.py says what is held, and why.
 # The large ones: jaxlib, scipy (jax), transformers, tensorstore (orbax-checkpoint), matplotlib.
@@ -28,13 +29,13 @@ HEADER = """\
 
 
 def resolve(python: str) -> tuple[str, dict[str, str]]:
-    """The version of this Python, as 3.12, and {package: version} of a fresh install of kvjax with its tests."""
+    """The version of this Python, as 3.12, and {package: version} of a fresh install of kvjax with EXTRAS."""
     version = subprocess.check_output([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], text=True).strip()
     with tempfile.TemporaryDirectory() as folder:
         constraints, report = Path(folder, "held.txt"), Path(folder, "report.json")
         constraints.write_text("".join(f"{name}=={held}\n" for name, held in HELD.items()))
         command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--only-binary=:all:"]
-        subprocess.run([*command, f"--constraint={constraints}", f"--report={report}", f"{ROOT}[test]"], check=True, cwd=folder)
+        subprocess.run([*command, f"--constraint={constraints}", f"--report={report}", f"{ROOT}[{EXTRAS}]"], check=True, cwd=folder)
         packages = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
     return version, {re.sub(r"[-_.]+", "-", package["name"]).lower(): package["version"] for package in packages}
 
@@ -49,7 +50,7 @@ def main(pythons: list[str]) -> None:
     if unwanted := [name for name in packages if UNWANTED.search(name)]:
         sys.exit(f"the lock would bring {', '.join(unwanted)}: see which dependency asks for it")
     lines = [f"{name}=={version}\n" for name, version in packages.items()]
-    (ROOT / "requirements.lock").write_text(HEADER.format(pythons=" and ".join(resolved)) + "".join(lines))
+    (ROOT / "requirements.lock").write_text(HEADER.format(pythons=" and ".join(resolved), extras=EXTRAS) + "".join(lines))
     print(f"requirements.lock: {len(lines)} packages for Python {' and '.join(resolved)}")
 
 

@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Bool, Float
 from scipy import stats
-from statsmodels.stats.contingency_tables import mcnemar
-from statsmodels.stats.proportion import proportion_confint
 
 from pallas_kernels.bench.formats import estimate
+from pallas_kernels.extras import needs_extras
 
 CONFIDENCE = 0.95
 BLOCK_STEPS = 32
@@ -59,6 +58,9 @@ class Paired:
 
 def proportion(hits: float, trials: float) -> Interval:
     """A share of successes and its Wilson 95% interval; counts need not be whole. ValueError where there were no trials."""
+    needs_extras("an interval of a share", "eval")
+    from statsmodels.stats.proportion import proportion_confint
+
     _check_counts(hits, trials)
     return Interval(hits / trials, *map(float, proportion_confint(hits, trials, alpha=1 - CONFIDENCE, method="wilson")))
 
@@ -71,6 +73,9 @@ def lower_bound(hits: int, trials: int, confidence: float = 0.975) -> float:
 
 def paired(reference: Sequence[bool], policy: Sequence[bool]) -> Paired:
     """Two policies' successes on the same trials, in the same order."""
+    needs_extras("a paired test", "eval")
+    from statsmodels.stats.contingency_tables import mcnemar
+
     first, second = np.asarray(reference, bool), np.asarray(policy, bool)
     if first.shape != second.shape or first.ndim != 1 or not first.size:
         raise ValueError(f"paired trials are two rows of one length, at least one trial, got {first.shape} and {second.shape}")

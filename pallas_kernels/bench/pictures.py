@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pallas_kernels.bench.formats import tokens_text
 from pallas_kernels.bench.results import replacing
+from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,6 +91,7 @@ def picture(file: Path, rows: int = 1, columns: int = 1, *, height: float, **opt
 
     height: inches of a row. options: of `Figure.subplots`.
     """
+    needs_extras("a picture", "plots")
     import matplotlib
     from matplotlib.figure import Figure
 

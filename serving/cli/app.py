@@ -39,6 +39,7 @@ from kvjax.serving.cli.options import (
     token_count,
     whole,
 )
+from pallas_kernels.extras import MissingExtra, needs_extras
 
 if TYPE_CHECKING:
     from kvjax.engine import Engine
@@ -287,6 +288,7 @@ def demo_command(
     if not picture.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {picture.parent}", param_hint="--picture")
 
+    needs_extras("kvjax demo", "plots")
     from kvjax.serving.cli.demo import run_demo
 
     run_demo(picture, prompts=prompts, length=length, seed=seed)
@@ -316,6 +318,7 @@ def train_needle_command(
     if recipe not in PRESETS:
         raise typer.BadParameter(f"{recipe!r} is no recipe; there are {', '.join(PRESETS)}", param_hint="--recipe")
 
+    needs_extras("kvjax train-needle", "plots")
     from kvjax.models.needle.training import train
 
     try:
@@ -432,7 +435,7 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return _short(f"{error.filename}: {error.strerror}")
     text = _short(str(error))
-    meant_for_people = text and isinstance(error, ValueError | NotImplementedError | OSError | RuntimeError)
+    meant_for_people = text and isinstance(error, ValueError | NotImplementedError | OSError | RuntimeError | MissingExtra)
     return text if meant_for_people else f"{type(error).__name__}: {text}"
 
 

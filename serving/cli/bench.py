@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.serving.cli.options import LARGEST_BATCH, JsonOption, ModelOption, parse_lengths, whole
+from pallas_kernels.extras import needs_extras
 
 bench_app = typer.Typer(
     help="Time whole models. Single ops: python -m pallas_kernels.bench --help.", no_args_is_help=True, rich_markup_mode=None
@@ -161,6 +162,8 @@ def overlap_command(
 
     The text is forced through decode steps behind a dense prefill. Scores come from the model's own attention: `sum_h relu(q_h . k)`.
     """
+    if plot is not None:
+        needs_extras("kvjax bench overlap --plot", "plots")
     from kvjax.serving.cli.overlap import measure_overlap
 
     try:

@@ -19,6 +19,7 @@ from kvjax.serving.cli.options import (
     read_json,
     read_text,
 )
+from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.bill import Bill
@@ -287,6 +288,7 @@ def regime_map_command(
     json_out: JsonOption = None,
 ) -> None:
     """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill; what is a projection is pale."""
+    needs_extras("kvjax regime-map", "plots")
     import numpy as np
 
     from kvjax.bill.regimes import regime_map, save

@@ -22,6 +22,7 @@ from kvjax.serving.cli.options import (
     read_text,
     whole,
 )
+from pallas_kernels.extras import needs_extras
 
 
 def echo_command(
@@ -59,6 +60,7 @@ def echo_command(
     Facts stated early are asked for and answered late in the same prompt, and passages stand twice; what is repeated counts where
     the logits of prefill predict it. Dense has to do well and the control has to fail, or the cell is marked invalid.
     """
+    needs_extras("kvjax echo", "eval")
     source = "\n\n".join(read_text(path, "--text") for path in text or ())
 
     import dataclasses

@@ -22,6 +22,7 @@ from kvjax.serving.cli.options import (
     read_text,
     whole,
 )
+from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -100,6 +101,7 @@ def fidelity_command(
     All policies run inside one engine on the same prefilled contexts, and dense runs twice, for the noise floor. What is done is kept in
     OUT/records.jsonl: a run that was killed goes on with the same command, and a finished one is only drawn again.
     """
+    needs_extras("kvjax fidelity", "eval", "plots")
     from rich.console import Console
 
     from kvjax.fidelity.needle import documentation_text

@@ -23,6 +23,7 @@ from kvjax.serving.cli.options import (
     token_count,
     whole,
 )
+from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.fidelity.retrieval import NeedleResult
@@ -65,6 +66,9 @@ def needle_command(
 
     With several prefill policies the whole is run once for each, and paired differences from the first are printed.
     """
+    prefills = list(dict.fromkeys(prefill or ["dense"]))
+    if len(prefills) > 1:
+        needs_extras("kvjax needle with several --prefill", "eval")
     haystack = "\n\n".join(read_text(path, "--text") for path in text or ())
     policies = policy or ["dense", "top:8"]
 
@@ -79,7 +83,6 @@ def needle_command(
     from pallas_kernels.bench.formats import estimate, show
     from pallas_kernels.bench.results import write_result
 
-    prefills = list(dict.fromkeys(prefill or ["dense"]))
     for name in policies:
         parse(name)
     for name in prefills:

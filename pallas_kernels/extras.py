@@ -1,0 +1,29 @@
+"""What an install without extras lacks: `pip install kvjax` brings what loading, generating and batch jobs need, and nothing more.
+
+A function that needs more calls `needs_extras` first, and imports the packages afterwards, inside itself: no module imports an extra's
+package as it is itself imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+EXTRAS = {"eval": ("statsmodels",), "plots": ("matplotlib",)}
+"""The packages of each extra of pyproject.toml that the library imports."""
+
+
+class MissingExtra(ImportError):
+    """A package is not installed that belongs to an extra of kvjax."""
+
+
+def needs_extras(what: str, *extras: str) -> None:
+    """MissingExtra if a package of these extras is not installed. The message names the packages and the command that installs them.
+
+    Args:
+        what: what needs them, as the message begins: "kvjax echo".
+        extras: names in `EXTRAS`.
+    """
+    missing = {extra: [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None] for extra in extras}
+    if packages := [name for names in missing.values() for name in names]:
+        install = ",".join(extra for extra, names in missing.items() if names)
+        raise MissingExtra(f"{what} needs {' and '.join(packages)}, not installed here: pip install 'kvjax[{install}]'")

@@ -1,0 +1,94 @@
+"""Without the extras: what a plain `pip install kvjax` does, and how a command says which extra it needs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvjax.serving.cli import app as cli
+from pallas_kernels.extras import EXTRAS, MissingExtra, needs_extras
+
+BLOCKED = ["IPython", "ipykernel", "nbclient", "nbformat", "pandas", "patsy", *(name for names in EXTRAS.values() for name in names)]
+"""Packages that only extras bring."""
+
+USER = f"""
+import json, sys
+sys.modules |= dict.fromkeys({BLOCKED!r})  # an import of one fails as if it were not installed
+import kvjax
+for name in kvjax.__all__:
+    getattr(kvjax, name)
+import kvjax.fidelity.statistics, kvjax.fidelity.echo_report, kvjax.fidelity.report, kvjax.bill.report, kvjax.bill.regimes
+from kvjax.serving import cli
+model = kvjax.load("needle")
+text = kvjax.generate(model, "Once upon a time", policy="top:8", max_new_tokens=4)
+sys.argv = ["kvjax", "batch", "in.jsonl", "--out", "out.jsonl", "--model", "needle", "--policy", "top:8"]
+try:
+    cli.main()
+except SystemExit as end:
+    assert not end.code, end.code
+(answer,) = map(json.loads, open("out.jsonl"))
+assert answer["text"] == text, (answer, text)
+assert not [name for name in {BLOCKED!r} if sys.modules[name]]
+"""
+
+
+def test_loading_generating_and_batches_need_no_extra(tmp_path):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"id": "a", "prompt": "Once upon a time", "max_new_tokens": 4}) + "\n")
+    ran = subprocess.run([sys.executable, "-c", USER], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("fidelity", "kvjax fidelity needs statsmodels and matplotlib, not installed here: pip install 'kvjax[eval,plots]'"),
+        ("echo", "kvjax echo needs statsmodels, not installed here: pip install 'kvjax[eval]'"),
+        (
+            "needle --prefill dense --prefill bounds:32",
+            "kvjax needle with several --prefill needs statsmodels, not installed here: pip install 'kvjax[eval]'",
+        ),
+        ("regime-map", "kvjax regime-map needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
+        ("bench overlap --plot a.png", "kvjax bench overlap --plot needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
+        ("demo", "kvjax demo needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
+        (
+            "train-needle RUN --text TEXT --held-out TEXT",
+            "kvjax train-needle needs matplotlib, not installed here: pip install 'kvjax[plots]'",
+        ),
+    ],
+)
+def test_a_command_that_needs_an_extra_says_so_at_once_in_one_line(line, said, tmp_path, monkeypatch, capsys):
+    for name in BLOCKED:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["kvjax", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"kvjax: {said}\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_functions_of_the_library_say_it_too(monkeypatch):
+    from kvjax.fidelity.statistics import paired, proportion
+    from pallas_kernels.bench.pictures import picture
+
+    for name in BLOCKED:
+        monkeypatch.setitem(sys.modules, name, None)
+    calls = [
+        ("eval", lambda: proportion(1, 2)),
+        ("eval", lambda: paired([True], [False])),
+        ("plots", lambda: picture(Path("a.png"), height=1.0).__enter__()),
+    ]
+    for extra, call in calls:
+        with pytest.raises(MissingExtra, match=rf"pip install 'kvjax\[{extra}\]'$"):
+            call()
+
+
+def test_only_the_extra_that_lacks_something_is_named(monkeypatch):
+    needs_extras("everything", *EXTRAS)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtra, match=r"^everything needs matplotlib, not installed here: pip install 'kvjax\[plots\]'$"):
+        needs_extras("everything", *EXTRAS)
