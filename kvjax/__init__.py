@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax import policies as policies
     from kvjax import serving as serving
     from kvjax.cache import OutOfPages
-    from kvjax.engine import CachedSequence, Engine
+    from kvjax.engine import Engine
     from kvjax.generation import Completion, Request, generate, run
     from kvjax.memory import memory_plan
     from kvjax.model import ModelConfig
@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.policies.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
     from kvjax.sampling import NotFinite, Sampling
     from kvjax.scoring import Score, score
+    from kvjax.sequences import CachedSequence
     from kvjax.serving import run_batch
 
 __version__ = "0.1.0"
@@ -65,7 +66,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CachedSequence": "kvjax.engine",
+    "CachedSequence": "kvjax.sequences",
     "CausalLM": "kvjax.models",
     "Completion": "kvjax.generation",
     "Dense": "kvjax.policies.decode",

@@ -8,27 +8,27 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import FULL, Cache, LayerCache, OutOfPages, PageAllocator, copy_page, empty_layer, restore_pages
+from kvjax.cache import Cache, LayerCache, OutOfPages, PageAllocator, copy_page, restore_pages
 from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.cache.pool import Pool
 from kvjax.cache.tables import MIN_TABLE_PAGES, page_table, table_width
 from kvjax.checks import check_model, token_ids, whole_number
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect_step, read_of
-from kvjax.learning import OpenChunk, PolicyStates, after_chunk
+from kvjax.learning import PolicyStates, after_chunk
 from kvjax.memory import MemoryPlan, check_pool, memory_plan
 from kvjax.model import Model, fingerprint
 from kvjax.policies.decode import Auto, Choice, DecodePolicy, TopTokens, check_budgets, parse
 from kvjax.policies.prefill import AutoPrefill, DensePrefill, PrefillPolicy, indexes_of, parse_prefill, possible_prefills
 from kvjax.policies.prefill.lists import TileLists
 from kvjax.sampling import Sampled, SamplingRows, sample_step
+from kvjax.sequences import CachedSequence
 from kvjax.steps import Reads, decode_and_sample, decode_step, prefill_step
 
 logger = logging.getLogger(__name__)
@@ -36,26 +36,6 @@ logger = logging.getLogger(__name__)
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 DEFAULT_POOL = (8, 32_768)
 """A default pool holds at most this many sequences of this many tokens."""
-
-
-@dataclasses.dataclass(eq=False)
-class CachedSequence:
-    """A sequence whose keys and values lie in an engine's pages.
-
-    tokens: what was written so far, as far as the host knows it. length: tokens written. pages: physical pages, in order; reserved ones
-    included. logits: next-token logits `[V]` float32 after the last prefill or extend; None after anything else. states: of learning
-    policies, per layer. open_chunk: what prefill goes on with so that they learn the same however a prompt is cut; None after decoding.
-    """
-
-    tokens: list[int]
-    length: int = 0
-    pages: list[int] = dataclasses.field(default_factory=list)
-    logits: Float[Array, " V"] | None = None
-    states: dict[DecodePolicy, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    open_chunk: OpenChunk | None = None
-
-    def __repr__(self) -> str:
-        return f"CachedSequence(length={self.length}, pages={len(self.pages)})"
 
 
 class Engine:
@@ -95,6 +75,7 @@ class Engine:
         if not self.batch_buckets or sorted(set(self.batch_buckets)) != list(self.batch_buckets):
             raise ValueError(f"batch_buckets must be sizes in ascending order, as (1, 2, 4), got {batch_buckets}")
         self.dtype = jax.tree.leaves(model.params)[0].dtype
+        self.spec = self.config.cache_spec(page_size, self.dtype)
         self._autos: dict[Auto, Auto] = {}
         self.policy = self._bound(policy)
         others = (policies,) if isinstance(policies, str) or hasattr(policies, "select") else policies
@@ -110,8 +91,7 @@ class Engine:
         if pages is not None:
             check_pool(self._plan_beside_weights(), pages)
         self.allocator = PageAllocator(self._default_pages() if pages is None else pages)
-        shape = (self.allocator.total, self.config.num_kv_heads, page_size, self.config.head_dim)
-        self._pool = Pool(tuple(empty_layer(*shape, self.dtype, self.indexes) for _ in range(self.config.num_layers)))
+        self._pool = Pool(self.spec.empty({group.name: self.allocator.total for group in self.spec.groups}, self.indexes))
         self.sequences: set[CachedSequence] = set()
         self.last_reads: Reads | None = None
         self.last_choice: Choice | None = None
@@ -345,10 +325,8 @@ class Engine:
 
         `.logits` is None: extend it, or decode the next token.
         """
-        sizes = {"layers": self.config.num_layers, "vocab_size": self.config.vocab_size}
-        page_shape = (self.config.num_kv_heads, self.page_size, self.config.head_dim)
-        point = self.guard.interrupt_point
-        tokens, layers = read_sequence(path, self._header, page_shape=page_shape, interrupt_point=point, **sizes)
+        sizes = {"spec": self.spec, "vocab_size": self.config.vocab_size}
+        tokens, layers = read_sequence(path, self._header, interrupt_point=self.guard.interrupt_point, **sizes)
         self.check_length(len(tokens))
         sequence = CachedSequence(tokens)
         with self._kept(sequence):
@@ -394,6 +372,11 @@ class Engine:
     def _layers(self) -> tuple[LayerCache, ...]:
         return self._pool.layers
 
+    def _cache(self, slots: Sequence[CachedSequence | None], lengths: Int[np.ndarray, "B"]) -> Cache:
+        """What a step reads and writes."""
+        table = page_table([slot.pages if slot else () for slot in slots])
+        return Cache(self._layers, {group.name: table for group in self.spec.groups}, lengths, self.spec)
+
     @contextlib.contextmanager
     def _kept(self, *sequences: CachedSequence) -> Iterator[None]:
         """New sequences, which are live from here on, but freed again if what fills them fails."""
@@ -432,7 +415,6 @@ class Engine:
 
         only: what runs all of them, wherever they begin, for its program and not for its result."""
         fresh, end = sequence.length, sequence.length + len(tokens)
-        table = page_table([sequence.pages])
         collected = []
         for start in range(fresh // self.prefill_chunk * self.prefill_chunk, end, self.prefill_chunk):
             self.guard.interrupt_point()
@@ -446,7 +428,7 @@ class Engine:
             learning, opened = self._states.before_chunk(sequence, start, first, whole=whole)
             if opened is not None:
                 chunk[0, opened.position - start : first - start] = opened.tokens
-            cache = Cache(self._layers, {FULL: table}, np.array([last], np.int32))
+            cache = self._cache([sequence], np.array([last], np.int32))
             logits, _, learned = self._pool.run(
                 prefill_step,
                 self.model.decoder,
@@ -509,7 +491,7 @@ class Engine:
             policy = self._chosen(policy, live)
             active = np.array([slot is not None for slot in slots])
             lengths = np.array([slot.length if slot else 0 for slot in slots], np.int32)
-            cache = Cache(self._layers, {FULL: page_table([slot.pages if slot else () for slot in slots])}, lengths)
+            cache = self._cache(slots, lengths)
             states = self._states.of_batch(policy, slots)
             args = (self.model.decoder, policy, self.indexes, self.model.params, cache, tokens, active, states, *rest)
             *results, _, states, self.last_reads = self._pool.run(step, *args, layers=lambda result: result[-3].layers)

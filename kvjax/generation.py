@@ -19,12 +19,13 @@ from jaxtyping import Array, Int
 from kvjax.cache import OutOfPages
 from kvjax.cache.tables import table_width
 from kvjax.checks import check_model, whole_number
-from kvjax.engine import CachedSequence, Engine
+from kvjax.engine import Engine
 from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
 from kvjax.prompts import Prompt, encode, one_by_one
 from kvjax.sampling import NotFinite, OneSample, Sampled, Sampling, SamplingOptions, SamplingRows, sample_step, seen_tokens
+from kvjax.sequences import CachedSequence
 from kvjax.steps import Reads
 from kvjax.text import TextStream
 
@@ -536,7 +537,7 @@ class _Loop:
     def _completion(self, row: _Row) -> Completion:
         if row.error is not None:
             return Completion(finish_reason="error", prompt_tokens=row.prefilled.prompt_tokens, error=row.error)
-        heads = self.engine.config.num_layers * self.engine.config.num_kv_heads * max(row.steps, 1)
+        heads = self.engine.spec.kv_heads * max(row.steps, 1)
         return Completion(
             text=row.stream.text if row.stream else "",
             token_ids=tuple(row.ids),

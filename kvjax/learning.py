@@ -21,7 +21,7 @@ from pallas_kernels.block_mass import block_mass
 from pallas_kernels.flash_attention import flash_attention
 
 if TYPE_CHECKING:
-    from kvjax.engine import CachedSequence
+    from kvjax.sequences import CachedSequence
 
 States = tuple[Any, ...]
 """A policy's state of every layer."""

@@ -8,7 +8,7 @@ import os
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import IndexSpec, bytes_per_page
+from kvjax.cache import IndexSpec
 from kvjax.model import ModelConfig
 
 DEVICE_SHARE, HOST_SHARE = 0.85, 0.5
@@ -66,8 +66,9 @@ def memory_plan(
     """
     if weights_bytes is None:
         weights_bytes = config.num_params * jnp.dtype(dtype).itemsize
-    per_layer = bytes_per_page(config.num_kv_heads, page_size, config.head_dim, dtype, indexes)
-    return MemoryPlan(weights_bytes, config.num_layers * per_layer, page_size, free_bytes() if available_bytes is None else available_bytes)
+    spec = config.cache_spec(page_size, dtype)
+    page_bytes = sum(spec.bytes_per_page(group.name, indexes) for group in spec.groups)
+    return MemoryPlan(weights_bytes, page_bytes, page_size, free_bytes() if available_bytes is None else available_bytes)
 
 
 def free_bytes() -> int:

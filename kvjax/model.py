@@ -16,8 +16,11 @@ from typing import Any, Literal, Protocol
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
+
+from kvjax.cache.spec import CacheSpec, GroupSpec, PagedSpec
 
 Params = Any
 """A pytree of weights; the decoder that made it knows its structure."""
@@ -166,6 +169,11 @@ class ModelConfig:
     def sm_scale(self) -> float:
         """What logits are multiplied by before softmax: head_dim ** -0.5."""
         return self.head_dim**-0.5
+
+    def cache_spec(self, page_size: int, dtype: Any) -> CacheSpec:
+        """What this model's cache is, in pages of `page_size` tokens. dtype: of keys and values."""
+        layer = PagedSpec("full", self.num_kv_heads, self.head_dim, jnp.dtype(dtype).name)
+        return CacheSpec((GroupSpec("full", page_size),), (layer,) * self.num_layers)
 
     @property
     def num_params(self) -> int:

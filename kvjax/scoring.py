@@ -12,12 +12,13 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from kvjax.checks import check_model
-from kvjax.engine import CachedSequence, Engine
+from kvjax.engine import Engine
 from kvjax.generation import DEFAULT_SLOTS, engine_for
 from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy, Dense
 from kvjax.prompts import Prompt, encode, one_by_one
 from kvjax.sampling import NotFinite, all_finite
+from kvjax.sequences import CachedSequence
 
 
 @dataclasses.dataclass(frozen=True)

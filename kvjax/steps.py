@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import FULL, Cache, IndexSpec, append
+from kvjax.cache import Cache, CacheSpec, IndexSpec, append
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Decoder, Heads, Params
 from kvjax.policies.decode import Blocks, DecodePolicy, SelectContext
@@ -50,10 +50,10 @@ def prefill_step(
     """
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
-    table = cache.page_tables[FULL]
 
     def mix(layer: int, heads: Heads, carry):
         layers, learned = carry
+        table = cache.table_of(layer)
         written = append(layers[layer], heads.k, heads.v, positions, valid, table, indexes)
         ctx = PrefillContext(table, starts, cache.lengths, layer=layer, sm_scale=heads.sm_scale)
         out, states = attend_and_learn(policy, heads.q, written, ctx, learning)
@@ -88,22 +88,20 @@ def decode(
     positions = cache.lengths[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
     valid = jnp.broadcast_to(active[:, None], positions.shape)
     lengths = jnp.where(active, cache.lengths + num_tokens, 0)
-    table = cache.page_tables[FULL]
-    config = decoder.config
+    spec = cache.spec
 
     def mix(layer: int, heads: Heads, carry):
         layers, states, listed = carry
+        table, page_size = cache.table_of(layer), spec.group_of(layer).page_size
         written = append(layers[layer], heads.k, heads.v, positions, valid, table, indexes)
-        ctx = SelectContext(
-            table, lengths, layer=layer, num_layers=config.num_layers, page_size=written.k.shape[2], sm_scale=heads.sm_scale
-        )
+        ctx = SelectContext(table, lengths, layer=layer, num_layers=len(spec.layers), page_size=page_size, sm_scale=heads.sm_scale)
         out, blocks, state = policy.attend(heads.q, written, ctx, states[layer])
         if watch is not None:
             watch(heads.q, written, ctx, blocks, states[layer])
         return out, (_replace(layers, layer, written), _replace(states, layer, state), (*listed, blocks))
 
     hidden, (layers, states, listed) = decoder.hidden(params, tokens, positions, mix, (cache.layers, states, ()))
-    reads = _count_reads(listed, lengths, cache.layers[0].k.shape[2], num_tokens, config.num_kv_heads)
+    reads = _count_reads(listed, lengths, spec, num_tokens)
     after = cache.replace(layers=layers, lengths=jnp.where(active, lengths, cache.lengths))
     return decoder.logits(params, hidden), after, states, reads
 
@@ -134,14 +132,16 @@ def decode_and_sample(
     return sample(logits[:, 0], rows, cache.lengths, counts), cache, states, reads
 
 
-def _count_reads(listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], page_size: int, num_tokens: int, num_kv_heads: int) -> Reads:
+def _count_reads(listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], spec: CacheSpec, num_tokens: int) -> Reads:
     """Blocks listed and keys attended, summed over layers and KV heads. With several query tokens: what any of them attends.
 
     listed: of each layer, None for every page. Layers with lists of one kind are counted together: a count of its own for each would
     be a launch for each.
     """
-    dense = sum(blocks is None for blocks in listed) * num_kv_heads
-    reads = Reads(-(-lengths // page_size) * dense, lengths * dense)
+    reads = Reads(jnp.zeros_like(lengths), jnp.zeros_like(lengths))
+    for group in spec.groups:
+        dense = sum(spec.layers[layer].kv_heads for layer in spec.layers_of(group.name) if listed[layer] is None)
+        reads = Reads(reads.blocks + -(-lengths // group.page_size) * dense, reads.keys + lengths * dense)
     kinds: dict[tuple, list[Array]] = {}
     for blocks in listed:
         if blocks is not None:

@@ -23,7 +23,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from kvjax.engine import CachedSequence, Engine
+from kvjax.engine import Engine
 from kvjax.generation import Request, run
 from kvjax.model import fingerprint
 from kvjax.models import load
@@ -31,6 +31,7 @@ from kvjax.policies import prefill
 from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.sampling import Sampling
 from kvjax.scoring import continuation_logprobs
+from kvjax.sequences import CachedSequence
 
 if importlib.util.find_spec("lm_eval"):
     from lm_eval.api.model import LM

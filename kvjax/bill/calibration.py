@@ -12,11 +12,12 @@ import numpy as np
 from kvjax.bill.fitting import Cell, fit
 from kvjax.bill.step_bill import Bill
 from kvjax.bill.volume import step_bytes
-from kvjax.engine import CachedSequence, Engine
+from kvjax.engine import Engine
 from kvjax.model import Model
 from kvjax.policies.decode.auto import Auto
 from kvjax.policies.decode.naming import name_of, parse
 from kvjax.sampling import SamplingRows
+from kvjax.sequences import CachedSequence
 
 SECONDS = 20.0
 STEPS, ROUNDS = 8, 5

@@ -72,15 +72,17 @@ def step_bytes(
     weights = config.num_params
     if not config.tie_embeddings:
         weights += (batch - config.vocab_size) * config.hidden_size
-    keys = [policy.keys_read(length, layer, page_size) for layer in range(config.num_layers)]
-    selecting = sum(count is not None for count in keys)
-    attended = sum(length if count is None else count for count in keys)
-    pages = -(-length // page_size)
-    rows = sum(math.prod(spec.shape(pages, config.num_kv_heads, page_size, config.head_dim)) for spec in policy.indexes())
+    kv_elements = index_elements = 0
+    for number, layer in enumerate(config.cache_spec(page_size, dtype).layers):
+        keys = policy.keys_read(length, number, page_size)
+        kv_elements += 2 * (length if keys is None else keys) * layer.kv_heads * layer.head_dim
+        if keys is not None:
+            sizes = (-(-length // page_size), layer.kv_heads, page_size, layer.head_dim)
+            index_elements += sum(math.prod(index.shape(*sizes)) for index in policy.indexes())
     return StepBytes(
         weights=_bytes(weights, dtype),
-        kv=_bytes(2 * batch * attended * config.num_kv_heads * config.head_dim, dtype if cache_dtype is None else cache_dtype),
-        index=_bytes(batch * selecting * rows, dtype),
+        kv=_bytes(batch * kv_elements, dtype if cache_dtype is None else cache_dtype),
+        index=_bytes(batch * index_elements, dtype),
         tier=tier,
     )
 

@@ -1,8 +1,8 @@
 """The paged KV cache: types, the page allocator, and pure writes."""
 
 from kvjax.cache.allocator import OutOfPages, PageAllocator
+from kvjax.cache.spec import CacheSpec, GroupSpec, LatentSpec, PagedSpec
 from kvjax.cache.types import (
-    FULL,
     INDEXER,
     INDEXER_SCALES,
     Cache,
@@ -10,26 +10,27 @@ from kvjax.cache.types import (
     LatentPages,
     LayerCache,
     PagedKV,
-    bytes_per_page,
     empty_latents,
     empty_layer,
 )
 from kvjax.cache.writes import append, append_latents, copy_page, restore_pages, seal
 
 __all__ = [
-    "FULL",
     "INDEXER",
     "INDEXER_SCALES",
     "Cache",
+    "CacheSpec",
+    "GroupSpec",
     "IndexSpec",
     "LatentPages",
+    "LatentSpec",
     "LayerCache",
     "OutOfPages",
     "PageAllocator",
     "PagedKV",
+    "PagedSpec",
     "append",
     "append_latents",
-    "bytes_per_page",
     "copy_page",
     "empty_latents",
     "empty_layer",

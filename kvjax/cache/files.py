@@ -14,6 +14,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
+from kvjax.cache.spec import CacheSpec
+
 FORMAT, FORMER = "kvjax sequence 2", "kvjax sequence 1"
 UNSIGNED = "0" * 64
 """Stands in the header where the SHA-256 belongs while the file is hashed: the digest covers every byte but its own."""
@@ -57,12 +59,12 @@ def write_sequence(
 
 
 def read_sequence(
-    path: str | Path, header: dict, *, layers: int, page_shape: tuple[int, int, int], vocab_size: int, interrupt_point: Callable[[], None]
+    path: str | Path, header: dict, *, spec: CacheSpec, vocab_size: int, interrupt_point: Callable[[], None]
 ) -> tuple[list[int], list[tuple[jax.Array, jax.Array]]]:
-    """Tokens, and keys and values of each of `layers` layers, of a file that `write_sequence` wrote.
+    """Tokens, and keys and values of each layer of `spec`, of a file that `write_sequence` wrote.
 
-    page_shape: `(K, P, D)`. ValueError for a file that is damaged, for one whose header is not `header` (it names the field), and for
-    tensors that are missing, too many, or not of the shape, dtype and range that tokens and header ask for.
+    ValueError for a file that is damaged, for one whose header is not `header` (it names the field), and for tensors that are missing, too
+    many, or not of the shape, dtype and range that tokens and spec ask for.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -79,15 +81,18 @@ def read_sequence(
             for name, value in header.items():
                 if stored.get(name) != value:
                     raise ValueError(f"{path} was made with {name} {stored.get(name)!r}, this engine has {value!r}; prefill again")
-            names = {"tokens", *(f"layers.{number}.{kind}" for number in range(layers) for kind in "kv")}
+            count = len(spec.layers)
+            names = {"tokens", *(f"layers.{number}.{kind}" for number in range(count) for kind in "kv")}
             if set(file.keys()) != names:
                 odd = sorted(set(file.keys()) ^ names)[0]
-                raise ValueError(f"{path} {'lacks' if odd in names else 'has a surplus'} tensor {odd!r}; this engine has {layers} layers")
+                raise ValueError(f"{path} {'lacks' if odd in names else 'has a surplus'} tensor {odd!r}; this engine has {count} layers")
             tokens = _tokens(path, file, vocab_size)
-            shape, found = [-(-len(tokens) // page_shape[1]), *page_shape], []
-            for number in range(layers):
+            found = []
+            for number, layer in enumerate(spec.layers):
                 interrupt_point()
-                k, v = (_tensor(path, file, f"layers.{number}.{kind}", shape, header["dtype"]) for kind in "kv")
+                page_size = spec.group_of(number).page_size
+                shape = [-(-len(tokens) // page_size), layer.kv_heads, page_size, layer.head_dim]
+                k, v = (_tensor(path, file, f"layers.{number}.{kind}", shape, layer.dtype) for kind in "kv")
                 found.append((k, v))
             return tokens, found
     except (SafetensorError, OSError) as error:

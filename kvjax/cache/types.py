@@ -1,4 +1,4 @@
-"""The cache: a pool of pages per layer, page tables that name them, and the lengths written so far.
+"""Pages of one layer, and the indexes over them.
 
 Everything here is a pytree of arrays; who owns pages is the allocator's business (`kvjax.cache.allocator`), on the host.
 """
@@ -6,9 +6,9 @@ Everything here is a pytree of arrays; who owns pages is the allocator's busines
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
@@ -16,8 +16,8 @@ from pallas_kernels import paged
 from pallas_kernels.indexer_scores.api import FP8
 from pallas_kernels.page_index import INDEX_ROWS
 
-FULL = "full"
-"""Name of the one layer group there is so far: layers that keep every token."""
+if TYPE_CHECKING:
+    from kvjax.cache.spec import CacheSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +99,18 @@ LayerCache = PagedKV | LatentPages
 class Cache:
     """What a jitted step reads and writes.
 
-    layers: one entry per layer, no stacked axis, so that updates stay in place. page_tables: per layer group, logical page ->
-    physical page, -1 where there is none. lengths: tokens written, the current ones included when attention reads it.
+    layers: one entry per layer, no stacked axis, so that updates stay in place. page_tables: per layer group, logical page -> page id,
+    -1 where there is none. lengths: tokens written, the current ones included when attention reads it. spec: what `layers` are.
     """
 
     layers: tuple[LayerCache, ...]
     page_tables: dict[str, Int[Array, "B M"]]
     lengths: Int[Array, "B"]
+    spec: CacheSpec = flax.struct.field(pytree_node=False)
+
+    def table_of(self, layer: int) -> Int[Array, "B M"]:
+        """The page table of a layer's group."""
+        return self.page_tables[self.spec.layers[layer].group]
 
 
 def empty_layer(
@@ -138,9 +143,3 @@ def empty_latents(
     if index_dtype.name == FP8:
         index[INDEXER_SCALES] = jnp.ones((num_pages, page_size), jnp.float32)
     return LatentPages(jnp.zeros((num_pages, 1, page_size, latent_dim + rope_dim), dtype), index, latent_dim)
-
-
-def bytes_per_page(num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype, indexes: tuple[IndexSpec, ...]) -> int:
-    """Bytes one page of one layer takes, its indexes included."""
-    layer = jax.eval_shape(lambda: empty_layer(1, num_kv_heads, page_size, head_dim, dtype, indexes))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layer))

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.engine import CachedSequence, Engine
+from kvjax.engine import Engine
 from kvjax.fidelity.retrieval import forked, speak
 from kvjax.policies.decode import DecodePolicy, Dense
 from kvjax.sampling import NotFinite
+from kvjax.sequences import CachedSequence
 
 SYNC_STEPS = 16
 """Steps the host may run ahead of the device: each holds logits of every policy until it is done."""
@@ -87,7 +88,7 @@ def force(
     text = np.asarray(continuations, np.int32) if len({len(each) for each in continuations}) == 1 else np.empty((0, 0), np.int32)
     if text.shape[0] != len(sequences) or text.shape[1] < 2:
         raise ValueError(f"forcing needs a continuation of one length, at least 2 tokens, for each of {len(sequences)} sequences")
-    heads = engine.config.num_layers * engine.config.num_kv_heads * len(sequences)
+    heads = engine.spec.kv_heads * len(sequences)
     found: list = []
     with contextlib.ExitStack() as stack:
         reference, alone, *others = (stack.enter_context(forked(engine, sequences)) for _ in range(2 + len(policies)))

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.engine import CachedSequence, Engine
+from kvjax.engine import Engine
 from kvjax.fidelity.needle import NeedleTask, Trial, encode_text, exact_match_by_depth, vocabulary_words
 from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy, name_of, parse
 from kvjax.sampling import NotFinite, all_finite
+from kvjax.sequences import CachedSequence
 
 ANSWER_ROOM = 32
 """Tokens at the end of a context kept for each answer, and for questions of different lengths in one batch."""
@@ -189,7 +190,7 @@ def speak(
     bad_steps, bad_rows = np.nonzero(~np.array(jax.device_get(finite)))
     if bad_steps.size:
         raise NotFinite(sequences[bad_rows[0]].length - len(finite) + int(bad_steps[0]) + 1)
-    heads = engine.config.num_layers * engine.config.num_kv_heads * len(plans)
+    heads = engine.spec.kv_heads * len(plans)
     blocks, keys = np.array([[np.sum(count) / heads for count in read] for read in jax.device_get(reads)]).T
     cut = [np.split(ids, np.cumsum([count for _, count in turns])[:-1]) for ids, turns in zip(said, scripts, strict=True)]
     return [[turn.tolist() for turn in row] for row in cut], blocks, keys

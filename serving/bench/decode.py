@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import FULL, Cache, IndexSpec, PagedKV
+from kvjax.cache import Cache, IndexSpec, PagedKV
 from kvjax.cache.tables import table_width
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder, init_params
@@ -131,20 +131,20 @@ def random_params(config: ModelConfig, dtype: str) -> Params:
 
 def random_cache(plan: Plan, length: int) -> Cache:
     """`batch` sequences with `length - steps` tokens written and room for the rest, in a pool of just that size."""
-    config, pages = plan.config, pages_of(length)
+    spec, pages = plan.config.cache_spec(PAGE_SIZE, plan.dtype), pages_of(length)
     total = pool_pages(plan.batch * pages)
-    shape = (total, config.num_kv_heads, PAGE_SIZE, config.head_dim)
     table = np.full((plan.batch, table_width(pages_of(length))), -1, np.int32)
     order = np.random.default_rng(length).permutation(np.arange(1, plan.batch * pages + 1, dtype=np.int32))
     table[:, :pages] = order.reshape(plan.batch, pages)
 
     def layer(number: int) -> PagedKV:
+        shape = (total, spec.layers[number].kv_heads, PAGE_SIZE, spec.layers[number].head_dim)
         k, v = (random_pages(jax.random.key(2 * number + i), shape, jnp.dtype(plan.dtype)) for i in (0, 1))
         index = {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes}
         return jax.block_until_ready(PagedKV(k, v, index))
 
-    layers = tuple(layer(number) for number in range(config.num_layers))
-    return Cache(layers, {FULL: jnp.asarray(table)}, _start(plan, length))
+    layers = tuple(layer(number) for number in range(len(spec.layers)))
+    return Cache(layers, {group.name: jnp.asarray(table) for group in spec.groups}, _start(plan, length), spec)
 
 
 def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
@@ -168,10 +168,9 @@ def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], N
 
 def cache_bytes(plan: Plan, length: int) -> int:
     """Bytes of pool and indexes."""
-    config, total = plan.config, pool_pages(plan.batch * pages_of(length))
-    pages = (total, config.num_kv_heads, PAGE_SIZE, config.head_dim)
-    elements = 2 * np.prod(pages, dtype=np.int64) + sum(np.prod(spec.shape(*pages), dtype=np.int64) for spec in plan.indexes)
-    return int(elements) * config.num_layers * jnp.dtype(plan.dtype).itemsize
+    spec = plan.config.cache_spec(PAGE_SIZE, plan.dtype)
+    per_page = sum(spec.bytes_per_page(group.name, plan.indexes) for group in spec.groups)
+    return pool_pages(plan.batch * pages_of(length)) * per_page
 
 
 def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params: Params) -> dict[str, int]:
@@ -226,7 +225,7 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
 
 def _compiled(plan: Plan, policy: DecodePolicy, params: Params, cache: Cache, rows: SamplingRows) -> _Runner:
     config = plan.config
-    spec = StateSpec(config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, cache.page_tables[FULL].shape[1])
+    spec = StateSpec(config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, cache.table_of(0).shape[1])
     states = tuple(policy.init(spec, plan.batch) for _ in range(config.num_layers))
     started = time.perf_counter()
     static = (TransformerDecoder(config), policy, plan.indexes)

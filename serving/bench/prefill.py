@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import FULL, Cache, bytes_per_page, empty_layer
+from kvjax.cache import Cache
 from kvjax.cache.tables import table_width
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder
@@ -87,19 +87,19 @@ def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
 
 def empty_cache(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> Cache:
     """Room for one sequence of `length` tokens, its pages in random order, and what the policy scans instead of them."""
-    config, pages = plan.config, pages_of(length)
+    spec, pages = plan.config.cache_spec(PAGE_SIZE, plan.dtype), pages_of(length)
     table = np.full((1, table_width(pages_of(length))), -1, np.int32)
     table[0, :pages] = np.random.default_rng(length).permutation(np.arange(1, pages + 1, dtype=np.int32))
-    sizes = (pool_pages(pages), config.num_kv_heads, PAGE_SIZE, config.head_dim)
-    layers = tuple(empty_layer(*sizes, jnp.dtype(plan.dtype), indexes_of(policy)) for _ in range(config.num_layers))
-    return jax.block_until_ready(Cache(layers, {FULL: jnp.asarray(table)}, jnp.zeros(1, jnp.int32)))
+    names = [group.name for group in spec.groups]
+    layers = spec.empty(dict.fromkeys(names, pool_pages(pages)), indexes_of(policy))
+    return jax.block_until_ready(Cache(layers, {name: jnp.asarray(table) for name in names}, jnp.zeros(1, jnp.int32), spec))
 
 
 def held_bytes(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Params) -> int:
     """Bytes of weights and cache, the policy's indexes included."""
-    config = plan.config
-    page = bytes_per_page(config.num_kv_heads, PAGE_SIZE, config.head_dim, jnp.dtype(plan.dtype), indexes_of(policy))
-    return page * pool_pages(pages_of(length)) * config.num_layers + sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    spec = plan.config.cache_spec(PAGE_SIZE, plan.dtype)
+    page = sum(spec.bytes_per_page(group.name, indexes_of(policy)) for group in spec.groups)
+    return page * pool_pages(pages_of(length)) + sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 def run_prefill_plan(plan: PrefillPlan, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:

@@ -14,12 +14,13 @@ from kvjax.bill.fitting import Cell, errors, forecasts, merged, read_cells, solv
 from kvjax.bill.regimes import crossover, regime_map, save
 from kvjax.bill.regret import regrets, summary
 from kvjax.bill.step_bill import Price, from_json, load_bills, sizes_of, to_json, worthwhile
-from kvjax.cache import PagedKV
+from kvjax.cache import CacheSpec, GroupSpec, PagedKV, PagedSpec
 from kvjax.model import ModelConfig
 from kvjax.policies.decode import Dense, SelectContext, TopBlocks, Window, parse
 from kvjax.steps import _count_reads
 from pallas_kernels.page_index import page_index
 
+TWO_HEADS = CacheSpec((GroupSpec("full", 128),), (PagedSpec("full", 2, 8, "float32"),))
 QWEN = ModelConfig(
     family="qwen2",
     vocab_size=152_064,
@@ -132,7 +133,9 @@ def test_keys_are_those_that_the_policy_lists(policy):
     for layer in range(2):
         ctx = SelectContext(table, rows, layer=layer, num_layers=2, page_size=128, sm_scale=0.5)
         blocks, _ = policy.select(jnp.ones((len(lengths), 1, 4, 4)), PagedKV(keys, keys, index), ctx, ())
-        read = (_count_reads((blocks,), rows, 128, 1, 2).keys // 2).tolist()
+        read = (
+            _count_reads((blocks,), rows, CacheSpec((GroupSpec("full", 128),), (PagedSpec("full", 2, 8, "float32"),)), 1).keys // 2
+        ).tolist()
         said = [policy.keys_read(length, layer, 128) for length in lengths]
         assert read == [length if count is None else count for length, count in zip(lengths, said, strict=True)]
 

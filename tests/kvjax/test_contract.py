@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import Engine
-from kvjax.cache import FULL, Cache
+from kvjax.cache import Cache
 from kvjax.policies.decode import parse
 from kvjax.steps import decode_step, prefill_step
 
@@ -146,7 +146,7 @@ def test_drafted_tokens_decode_together_as_one_by_one(model, text):
     (sequence,) = engine.prefill([text[:30]])
     engine.reserve([sequence], 4)
     table = np.asarray([sequence.pages], np.int32)
-    cache = Cache(engine._layers, {FULL: table}, np.array([30], np.int32))
+    cache = Cache(engine._layers, {"full": table}, np.array([30], np.int32), engine.spec)
     tokens = np.asarray([text[30:34]], np.int32)
     logits, cache, _, reads = decode_step(
         model.decoder, parse("dense"), (), model.params, cache, tokens, np.array([True]), ((),) * model.config.num_layers
@@ -181,4 +181,4 @@ def test_prefill_holds_no_second_copy_of_the_cache(model, prefill):
 def empty_cache(engine, batch):
     layers = engine._layers
     size = sum(layer.k.nbytes + layer.v.nbytes for layer in layers)
-    return Cache(layers, {FULL: jnp.full((batch, 64), -1, jnp.int32)}, jnp.zeros(batch, jnp.int32)), size
+    return Cache(layers, {"full": jnp.full((batch, 64), -1, jnp.int32)}, jnp.zeros(batch, jnp.int32), engine.spec), size

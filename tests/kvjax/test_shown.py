@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from kvjax.engine import CachedSequence, Engine
+from kvjax.engine import Engine
 from kvjax.generation import Completion, Request, generate
 from kvjax.sampling import Sampling
 from kvjax.scoring import Score, score
+from kvjax.sequences import CachedSequence
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.cache import FULL, Cache, IndexSpec, append, copy_page, empty_layer
+from kvjax.cache import Cache, IndexSpec, append, copy_page, empty_layer
 from kvjax.policies.decode import Dense
 from kvjax.steps import decode_step
 from pallas_kernels import dispatch
@@ -86,10 +86,9 @@ def test_copy_page_copies_keys_values_and_indexes_and_nothing_else():
 def test_an_inactive_row_writes_nothing_reads_nothing_and_keeps_its_length(model, tokens):
     """The pure step: also where the row has a page table of its own."""
     config = model.config
-    sizes = (8, config.num_kv_heads, 16, config.head_dim)
-    layers = tuple(empty_layer(*sizes, jnp.float32, ()) for _ in range(config.num_layers))
+    spec = config.cache_spec(16, jnp.float32)
     tables = jnp.array([[0, 1], [2, 3]], jnp.int32)
-    cache = Cache(layers, {FULL: tables}, jnp.array([15, 15], jnp.int32))
+    cache = Cache(spec.empty({"full": 8}), {"full": tables}, jnp.array([15, 15], jnp.int32), spec)
     ids, active, states = jnp.ones((2, tokens), jnp.int32), jnp.array([True, False]), ((),) * config.num_layers
     _, after, _, reads = decode_step(model.decoder, Dense(), (), model.params, cache, ids, active, states)
     assert np.asarray(after.lengths).tolist() == [15 + tokens, 15]

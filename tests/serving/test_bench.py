@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import typer
 
-from kvjax.cache import FULL
 from kvjax.models import TransformerDecoder
 from kvjax.models.decoder import param_shapes
 from kvjax.policies.decode import parse
@@ -115,7 +114,7 @@ class Sized:
 def test_the_cache_is_what_an_engine_would_hold():
     p = plan(policies=policies_of("top:8,quest:64,mean:8"))
     cache = decode_bench.random_cache(p, 2100)
-    table = np.asarray(cache.page_tables[FULL])
+    table = np.asarray(cache.table_of(0))
     assert table.shape == (2, 32), "the next power of two of 17 pages"
     assert (table[:, 17:] == -1).all()
     assert sorted(table[:, :17].reshape(-1)) == list(range(1, 35))
@@ -153,7 +152,7 @@ def test_reading_a_page_that_no_sequence_owns_is_an_error():
     params = decode_bench.random_params(p.config, p.dtype)
     rows = jax.tree.map(jnp.asarray, SamplingRows.of([None] * 2))
     cache = decode_bench.random_cache(p, 2048)
-    cache = cache.replace(page_tables={FULL: cache.page_tables[FULL].at[1, 3].set(0)})
+    cache = cache.replace(page_tables={"full": cache.table_of(0).at[1, 3].set(0)})
     runner = decode_bench._compiled(p, parse("dense"), params, cache, rows)
     with pytest.raises(RuntimeError, match="not finite"):
         decode_bench._round(p, 2048, runner, params, cache, rows)
