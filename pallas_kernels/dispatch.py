@@ -32,6 +32,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "block_sparse_attention": ("mosaic_gpu", "xla", "reference"),
     "flash_attention": ("mosaic_gpu", "xla", "reference"),
     "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
+    "gated_delta": ("xla", "reference"),
     "indexer_scores": ("xla", "reference"),
     "page_index": ("xla", "reference"),
     "project_tokens": ("mosaic_gpu", "xla", "reference"),
