@@ -1,4 +1,4 @@
-"""Every measured figure in README.md, docs/benchmarks.md and docs/prefill.md is in the committed JSON."""
+"""Every measured figure in README.md, docs/benchmarks.md, docs/prefill.md and docs/top-k.md is in the committed JSON."""
 
 import json
 from pathlib import Path
@@ -13,20 +13,36 @@ RESULTS = ROOT / "benchmarks" / "results" / "h200"
 RUNS = report.load(file for pattern in ("ops*.json", "decode*.json", "prefill*.json") for file in RESULTS.glob(pattern))
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/benchmarks.md"])
-def test_tables_are_what_the_results_make(name):
+def test_tables_are_what_the_results_make():
     """After new measurements: the command at the top of docs/benchmarks.md."""
-    text = (ROOT / name).read_text(encoding="utf-8")
-    assert "<!-- bench:decode-op -->" in text
-    assert "<!-- bench:decode-step" in text
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for name in ("decode-op", "decode-step", "decode-step-short"):
+        assert f"<!-- bench:{name} -->" in text
     assert report.rendered(text, RUNS) == text
+
+
+def test_what_the_readme_says_of_steps_is_what_was_measured():
+    """And it says at once where a sparse step gains nothing."""
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    rows = report.merged([run for run in RUNS if run["bench"] == "decode"])
+    ms = {(r["tokens"], r["batch"], r["policy"]): r["median_s"] * 1e3 for r in rows if r["shape"] == "qwen2.5-7b" and "median_s" in r}
+    for said, tokens, batch in (
+        ("At 8K tokens and batch 1 a step of a 7B model takes {:.2f} ms dense and {:.2f} ms with `top:32`", 2**13, 1),
+        ("At 128K and batch 8 it takes {:.2f} and {:.2f} ms", 2**17, 8),
+        ("at 1M and batch 1 {:.2f} and {:.2f} ms", 2**20, 1),
+    ):
+        assert said.format(*(ms[tokens, batch, policy] for policy in ("dense", "top:32"))) in text
+    assert ms[2**13, 1, "top:32"] >= ms[2**13, 1, "dense"]
+    assert "](docs/step-time.png)" in text
+    assert (ROOT / "docs" / "step-time.png").exists()
 
 
 def test_tables_of_prefill_are_what_the_results_make():
     """After new measurements: the command at the top of docs/prefill.md."""
     runs = report.load(file for pattern in ("*/*prefill*.json", "*/block-mass.json") for file in RESULTS.parent.glob(pattern))
     text = (ROOT / "docs" / "prefill.md").read_text(encoding="utf-8")
-    assert "<!-- bench:prefill-steps -->" in text
+    for name in ("prefill-steps", "prefill-time"):
+        assert f"<!-- bench:{name} -->" in text
     assert report.rendered(text, runs) == text
     assert report.rendered(text.replace("| 128K |", "| 129K |").replace("| yes |", "| no |"), runs) == text
     for run in runs:

@@ -101,12 +101,12 @@ def test_what_is_said_of_echo_is_what_was_measured():
     said = "dense predicts {}, `momo:32/8` predicts {}, `momo:64/8` {}, `bounds:32+sparse` {}, `bounds:16+sparse` {} and `oracle:32` {}."
     names = ("dense", "momo:32/8", "momo:64/8", "bounds:32+sparse", "bounds:16+sparse", "oracle:32")
     assert said.format(*(long[name] for name in names)) in text
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    policies = " ".join((ROOT / "docs" / "policies.md").read_text(encoding="utf-8").split())
     said = "`momo:64/8` predicts {}, dense {} and `bounds:32+sparse` {}"
-    assert said.format(*(both(name)[1] for name in ("momo:64/8", "dense", "bounds:32+sparse"))) in readme
+    assert said.format(*(both(name)[1] for name in ("momo:64/8", "dense", "bounds:32+sparse"))) in policies
     pair = {row["policy"]: row for row in result("h200/prefill-echo-32768")["rows"]}["bounds:32+sparse"]["against_dense"]
     lost = f"of {long['dense']} at 32K {pair['lost']}, and gains {pair['gained']}"
-    assert f"of 400 facts repeated inside prompts of 8K and 16K it loses none, {lost}, where `momo:32/8` loses most" in readme
+    assert f"of 400 facts repeated inside prompts of 8K and 16K it loses none, {lost}, where `momo:32/8` loses most" in policies
     assert all(momo < dense / 2 for momo, dense in zip(both("momo:32/8"), both("dense"), strict=True))
     assert "which recalls {} and {}".format(*both("oracle:8")) in text
 
@@ -179,10 +179,10 @@ def test_what_is_said_of_policies_by_share_is_what_was_measured():
     for length, table in tables.items():
         assert lost("bounds:0.01", length) == lost("bounds:0.003", length) == "0%"
         assert table["bfla:0.99"]["hits"] == table["bfla:0.9"]["hits"] == table["window:64+1024"]["hits"]
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    policies = " ".join((ROOT / "docs" / "policies.md").read_text(encoding="utf-8").split())
     names = ("momo:64/8", "flex:0.99", "momo:32/8", "vertical-slash:64+8", "xattention:0.9", "flex:0.9")
     said = ", ".join(f"`{name}` {lost(name)}" for name in names)
-    assert f"lose none, {said}, and `window`, `delta`, `mean:32` and `bfla` {lost('window:64+1024')}" in readme
+    assert f"lose none, {said}, and `window`, `delta`, `mean:32` and `bfla` {lost('window:64+1024')}" in policies
     flex, steeper, antidiagonal = (
         "{}, {} and {}".format(*(lost(name, length) for length in sorted(tables))) for name in ("flex:0.99", "flex:0.9", "xattention:0.9")
     )

@@ -1,6 +1,6 @@
 """Tables and plots from the JSON of a run, and the marked parts of documents that are made from them.
 
-    python -m pallas_kernels.bench.report benchmarks/results/h200/ops.json --into README.md --into docs/benchmarks.md --plot docs/decode.png
+    python -m pallas_kernels.bench.report benchmarks/results/h200/ops.json --into docs/benchmarks.md --plots docs
 
 replaces what stands between `<!-- bench:NAME -->` and `<!-- /bench -->` for every NAME in `PARTS`.
 """
@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pallas_kernels.bench import mass_bench, pictures
+from pallas_kernels.bench import mass_bench, overview, pictures
 from pallas_kernels.bench.formats import markdown, span, tokens_text
 from pallas_kernels.bench.formats import table as terminal_table
 from pallas_kernels.bench.prefill import echo as echo_report
@@ -322,7 +322,8 @@ def write_documents(
     plots: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for decode-op.png, decode-step.png, top-k.png, top-k-overlap.png, prefill-echo.png, prefill-echo-time.png."
+            help="Folder for step-time.png, decode-op.png, decode-step.png, top-k.png, top-k-overlap.png, prefill-echo.png, "
+            "prefill-echo-time.png."
         ),
     ] = None,
 ) -> None:
@@ -340,6 +341,9 @@ def write_documents(
         layers = merged([run for run in runs if run["bench"] == "prefill-layers"])
         if echo_report.timed_points(echoes, layers):
             echo_report.plot_against_time(echoes, layers, plots / "prefill-echo-time.png")
+    ops, steps = (merged([run for run in runs if run["bench"] == kind]) for kind in ("ops", "decode"))
+    if plots is not None and ops and steps:
+        overview.plot(ops, steps, plots / "step-time.png")
     for kind, name, scale, unit in (("ops", "decode-op", 1e6, "us"), ("decode", "decode-step", 1e3, "ms")):
         if plots is not None and any(run["bench"] == kind for run in runs):
             rows = merged([run for run in runs if run["bench"] == kind])

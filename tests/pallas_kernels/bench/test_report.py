@@ -166,7 +166,7 @@ def test_the_command_writes_documents_and_plots(tmp_path):
     document.write_text("<!-- bench:op-rows -->\n<!-- /bench -->\n")
     report.write_documents([tmp_path / "ops.json", tmp_path / "steps.json"], into=[document], plots=tmp_path / "plots")
     assert "| sparse/qwen2.5-7b/top:8 | xla | 13 |" in document.read_text()
-    for name in ("decode-op.png", "decode-step.png"):
+    for name in ("step-time.png", "decode-op.png", "decode-step.png"):
         assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "plots" / "decode-timeline.png").exists(), "no step has a timeline"
     timed = step_row("dense", 5.7, timeline=[["project", 0, 1000], ["span", 1000, 2000]])
@@ -175,6 +175,8 @@ def test_the_command_writes_documents_and_plots(tmp_path):
     assert (tmp_path / "plots" / "decode-timeline.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no row has a time"):
         report.plot([op_row("dense", "dense", None)], tmp_path / "x.png", scale=1, unit="s")
+    with pytest.raises(ValueError, match=r"no row of qwen2\.5-7b at batch 1 or 8 has a time"):
+        report.overview.plot([op_row("dense", "dense", None)], [], tmp_path / "x.png")
 
 
 def test_the_command_prints_what_it_has(tmp_path, capsys):
