@@ -73,10 +73,10 @@ def watch(
     if blocks is None:
         pages = jnp.arange(ctx.page_table.shape[1], dtype=jnp.int32)
         ids = jnp.where(pages * ctx.page_size < ctx.lengths[:, None], pages, -1)[:, None]
-        blocks = Blocks(jnp.repeat(ids, layer.k.shape[1], axis=1), ctx.page_size)
+        blocks = Blocks(jnp.repeat(ids, layer.pages.kv_heads, axis=1), ctx.page_size)
     listed = {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
-    static = {"value_dim": layer.value_dim, "sm_scale": ctx.sm_scale, "return_block_lse": True}
-    _, _, lse = gather_attention(query, layer.k, layer.v, ctx.page_table, ctx.lengths, **static, **listed)
+    static = {"sm_scale": ctx.sm_scale, "return_block_lse": True}
+    _, _, lse = gather_attention(query, layer.pages, ctx.page_table, ctx.lengths, **static, **listed)
     return blocks, lse, scores
 
 
@@ -85,7 +85,7 @@ def inspect_step(decoder, policy, indexes, params, cache: Cache, tokens, active,
     """`kvjax.steps.decode`, and before the cache what `watch` saw of every layer. DONATES cache."""
     watched: list[Any] = []
     logits, *after = decode(
-        decoder, policy, indexes, params, cache, tokens, active, states, watch=lambda *seen: watched.append(watch(*seen))
+        decoder, policy, indexes, params, cache, tokens, active, states, watch=lambda *seen: watched.append(watch(policy, *seen))
     )
     return logits, tuple(watched), *after
 

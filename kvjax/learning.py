@@ -145,7 +145,7 @@ def attend_and_learn(
     states = []
     for each, before in zip(learning.policies, learning.states, strict=True):
         mass, first = masses[each.prefill_mass]
-        at = MassContext(first, ctx.lengths, layer=ctx.layer, page_size=layer.k.shape[2])
+        at = MassContext(first, ctx.lengths, layer=ctx.layer, page_size=layer.pages.page_size)
         states.append(each.observe_prefill(mass, at, before[ctx.layer]))
     return out, tuple(states)
 
@@ -167,10 +167,10 @@ def _mass(
         query, starts = _rows(query, offset, count), starts + offset
         lse = None if lse is None else _rows(lse, offset, count)
     if lse is None:
-        _, lse = flash_attention(query, layer.k, layer.v, ctx.page_table, starts, ctx.lengths, sm_scale=ctx.sm_scale)
+        _, lse = flash_attention(query, layer.pages, ctx.page_table, starts, ctx.lengths, sm_scale=ctx.sm_scale)
     sizes = {"block_size": asked.block_size, "sm_scale": ctx.sm_scale}
-    mass = block_mass(query, layer.k, ctx.page_table, starts, ctx.lengths, lse, first, **sizes)
-    return fitted(mass, learning.max_pages * layer.k.shape[2] // asked.block_size), first
+    mass = block_mass(query, layer.pages, ctx.page_table, starts, ctx.lengths, lse, first, **sizes)
+    return fitted(mass, learning.max_pages * layer.pages.page_size // asked.block_size), first
 
 
 def _rows(array: Array, offset: Int[Array, "B"], count: int) -> Array:

@@ -136,7 +136,7 @@ def decode_latent(
         jnp.where(active, lengths + num_tokens, 0),
         layer=number,
         num_layers=num_layers,
-        page_size=layer.k.shape[2],
+        page_size=layer.pages.page_size,
         sm_scale=config.sm_scale,
         indexer=asked,
     )

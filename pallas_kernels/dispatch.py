@@ -107,6 +107,27 @@ def _pick(op: str, names: tuple[str, ...], signature: str, arrays: tuple, static
     raise NotImplementedError(f"{op} has no implementation here for {signature}: {reasons}")
 
 
+def run(op: str, implementation: str | None, signature: str, call: Any, *operands: Any) -> Any:
+    """Choose an implementation of `op` and run it.
+
+    call: the op's static arguments, one frozen `Call`. operands: its arrays, in the order of the implementation's function, which takes
+    (call, *operands), as its `unsupported` does.
+
+    Raises as `choose` does, and what the implementation raises; ValueError for a `call.config` that is not the implementation's `Config`.
+    """
+    name = choose(op, implementation, signature, (call, *operands))
+    _check_config(op, name, call.config)
+    return load(op, name)(call, *operands)
+
+
+def _check_config(op: str, name: str, config: Any) -> None:
+    module = f"pallas_kernels.{op}.{name}"
+    wanted = getattr(importlib.import_module(module), "Config", None)
+    if config is not None and (wanted is None or not isinstance(config, wanted)):
+        takes = "no config" if wanted is None else f"a {module}.Config"
+        raise ValueError(f"implementation {name!r} of {op} takes {takes}, got {config!r}")
+
+
 def load(op: str, name: str) -> Callable[..., Any]:
     """The function of implementation `name`; its module is imported on first use."""
     return getattr(importlib.import_module(f"pallas_kernels.{op}.{name}"), op)

@@ -31,7 +31,7 @@ def test_the_table_of_bytes():
         for index_dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
             layer = jax.eval_shape(lambda dtype=index_dtype: empty_latents(1, 128, 512, 64, 128, jnp.bfloat16, dtype))
             per_token.append(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layer.index)) // 128)
-        latent = layer.k.size * layer.k.dtype.itemsize // 128
+        latent = layer.pages.k.size * layer.pages.k.dtype.itemsize // 128
         expected = [latent * tokens, *(tokens * (indexer + 8) + 2048 * latent for indexer in per_token)]
         assert [float(figure.replace(",", "")) for figure in figures] == [round(number / 1e6, 1) for number in expected]
 

@@ -29,7 +29,7 @@ class GroupLists(BoundsBlocks):
     def lists(self, query, layer, ctx):
         """The k best distant blocks of every tile and KV head, for each of its query heads, `[B, C, H, W]`."""
         bounds, num_heads = layer.index[self.indexes()[0].name], query.shape[2]
-        page_size = layer.k.shape[2]
+        page_size = layer.pages.page_size
         there = xla.sealed_blocks(ctx.page_table, ctx.lengths, bounds, self.key_block)
         rows = xla.table_bounds(bounds, ctx.page_table, there, -there.shape[1] % mosaic_gpu.TILE)
         sizes = (*query.shape[:3], bounds.shape[1], query.shape[3], rows.shape[2] // mosaic_gpu.TILE)

@@ -12,9 +12,9 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import paged
 from pallas_kernels.indexer_scores.api import FP8
 from pallas_kernels.page_index import INDEX_ROWS
+from pallas_kernels.pages import CODES, Pages
 
 if TYPE_CHECKING:
     from kvjax.cache.spec import CacheSpec
@@ -55,18 +55,12 @@ class IndexSpec:
 class PagedKV:
     """Keys and values of one full-attention layer, and what selectors scan instead of the keys.
 
-    A (page, head) tile is `[P, D]` and contiguous. `index` maps `IndexSpec.name` to `Float[Array, "N K P/bs R D"]`; rows of pages
+    `index` maps `IndexSpec.name` to `Float[Array, "N K P/bs R D"]`; rows of pages
     that are not sealed hold nothing meaningful.
     """
 
-    k: Float[Array, "N K P D"]
-    v: Float[Array, "N K P D"]
+    pages: Pages
     index: dict[str, Float[Array, "N K nb R D"]]
-
-    @property
-    def value_dim(self) -> None:
-        """None: V is an array of its own."""
-        return None
 
 
 INDEXER, INDEXER_SCALES = "indexer", "indexer_scales"
@@ -77,19 +71,14 @@ INDEXER, INDEXER_SCALES = "indexer", "indexer_scales"
 class LatentPages:
     """Latents of one layer of multi-head latent attention (MLA), and what a lightning indexer scans instead of them.
 
-    k: per token one row of `value_dim` latent columns, of which every head's key and value are linear images, and the rotated key that all
-    heads share; V is a view of K, its first `value_dim` columns. index: unlike that of `PagedKV` it is written with each token, so tokens
-    of the open page are found too. INDEXER: keys `[N, P, D_I]`; where those are float8_e4m3fn, INDEXER_SCALES: float32 `[N, P]`.
+    pages: one KV head; per token a row of `value_dim` latent columns, of which every head's key and value are linear images, and the
+    rotated key that all heads share; V is a view of K, its first `value_dim` columns. index: unlike that of `PagedKV` it is written with
+    each token, so tokens of the open page are found too. INDEXER: keys `[N, P, D_I]`; where those are float8_e4m3fn, INDEXER_SCALES:
+    float32 `[N, P]`.
     """
 
-    k: Float[Array, "N 1 P D"]
+    pages: Pages
     index: dict[str, Float[Array, "N P DI"] | Float32[Array, "N P"]]
-    value_dim: int = flax.struct.field(pytree_node=False)
-
-    @property
-    def v(self) -> None:
-        """None: V is a view of K."""
-        return None
 
 
 LayerCache = PagedKV | LatentPages
@@ -119,8 +108,7 @@ def empty_layer(
     """A layer of zeroed pages: 2 * num_pages * num_kv_heads * page_size * head_dim elements of `dtype`, and the declared indexes."""
     pages = (num_pages, num_kv_heads, page_size, head_dim)
     return PagedKV(
-        k=jnp.zeros(pages, dtype),
-        v=jnp.zeros(pages, dtype),
+        pages=Pages(jnp.zeros(pages, dtype), jnp.zeros(pages, dtype)),
         index={spec.name: jnp.zeros(spec.shape(*pages), dtype) for spec in indexes},
     )
 
@@ -134,12 +122,12 @@ def empty_latents(
     ValueError for a dtype other than float32, bfloat16 and float16, which for the indexer's keys may be float8_e4m3fn too.
     """
     dtype, index_dtype = jnp.dtype(dtype), jnp.dtype(dtype if index_dtype is None else index_dtype)
-    if dtype.name not in paged.DTYPES or index_dtype.name not in (*paged.DTYPES, FP8):
+    if dtype.name not in CODES or index_dtype.name not in (*CODES, FP8):
         raise ValueError(
-            f"latents must be one of {', '.join(paged.DTYPES)}, index_dtype one of those or {FP8}; got dtype {dtype}, "
-            f"index_dtype {index_dtype}"
+            f"latents must be one of {', '.join(CODES)}, index_dtype one of those or {FP8}; got dtype {dtype}, index_dtype {index_dtype}"
         )
     index = {INDEXER: jnp.zeros((num_pages, page_size, index_dim), index_dtype)}
     if index_dtype.name == FP8:
         index[INDEXER_SCALES] = jnp.ones((num_pages, page_size), jnp.float32)
-    return LatentPages(jnp.zeros((num_pages, 1, page_size, latent_dim + rope_dim), dtype), index, latent_dim)
+    latents = jnp.zeros((num_pages, 1, page_size, latent_dim + rope_dim), dtype)
+    return LatentPages(Pages(latents, value_dim=latent_dim), index)

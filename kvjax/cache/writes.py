@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.types import INDEXER, INDEXER_SCALES, IndexSpec, LatentPages, LayerCache, PagedKV
-from pallas_kernels import dispatch, paged
+from pallas_kernels import dispatch
 from pallas_kernels.append_tokens import append_tokens
 from pallas_kernels.indexer_scores import quantize_keys
 from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import CODES, physical
 
 
 def append(
@@ -34,8 +35,7 @@ def append(
     `pallas_kernels.append_tokens`.
     """
     kinds = tuple((spec.name, spec.kind, spec.block_size) for spec in indexes)
-    written = append_tokens(layer.k, layer.v, layer.index, k, v, positions, valid, page_table, kinds=kinds)
-    return PagedKV(*written)
+    return PagedKV(*append_tokens(layer.pages, layer.index, k, v, positions, valid, page_table, kinds=kinds))
 
 
 def append_latents(
@@ -55,28 +55,28 @@ def append_latents(
     no other token's. Raises ValueError for shapes and dtypes that do not fit together.
     """
     arrays = dispatch.signature(latents=latents, keys=keys, positions=positions, valid=valid, page_table=page_table)
-    dim, index_dim = layer.k.shape[3], layer.index[INDEXER].shape[2]
+    dim, index_dim = layer.pages.head_dim, layer.index[INDEXER].shape[2]
     rows = positions.shape
     if (positions.ndim, page_table.ndim) != (2, 2) or (valid.shape, page_table.shape[0]) != (rows, rows[0]):
         raise ValueError(f"needs positions [B,T], valid [B,T], page_table [B,M] of one batch; got {arrays}")
     if latents.shape != (*rows, dim) or keys.shape != (*rows, index_dim):
         raise ValueError(f"latents must be [B,T,{dim}] and keys [B,T,{index_dim}], as these pages are; got {arrays}")
-    if latents.dtype.name not in paged.DTYPES or keys.dtype.name not in paged.DTYPES:
-        raise ValueError(f"latents and keys must be one of {', '.join(paged.DTYPES)} (8-bit keys are rounded here); got {arrays}")
+    if latents.dtype.name not in CODES or keys.dtype.name not in CODES:
+        raise ValueError(f"latents and keys must be one of {', '.join(CODES)} (8-bit keys are rounded here); got {arrays}")
     if valid.dtype != bool or positions.dtype != jnp.int32 or page_table.dtype != jnp.int32:
         raise ValueError(f"positions and page_table must be int32, valid bool; got {arrays}")
-    num_pages, _, page_size, _ = layer.k.shape
-    page, offset = paged.physical(page_table, positions // page_size, valid, num_pages), positions % page_size
+    page_size = layer.pages.page_size
+    page, offset = physical(page_table, positions // page_size, valid, layer.pages.num_pages), positions % page_size
     index = dict(layer.index)
     written = {INDEXER: keys}
     if INDEXER_SCALES in index:
         written[INDEXER], written[INDEXER_SCALES] = quantize_keys(keys)
     for name, rows in written.items():
         index[name] = index[name].at[page, offset].set(rows.astype(index[name].dtype), mode="drop")
-    k = layer.k.at[page, 0, offset].set(latents.astype(layer.k.dtype), mode="drop")
     # XLA may fuse the write into readers, which then read the pool from before it and so need a copy of all of it.
-    k, index = jax.lax.optimization_barrier((k, index))
-    return layer.replace(k=k, index=index)
+    index = jax.lax.optimization_barrier(index)
+    pages, _ = append_tokens(layer.pages, {}, latents[:, :, None], None, positions, valid, page_table, kinds=())
+    return LatentPages(pages, index)
 
 
 def seal(
@@ -92,32 +92,22 @@ def seal(
 
 
 @functools.partial(jax.jit, donate_argnames="layers")
-def copy_page(
-    layers: tuple[LayerCache, ...], sources: tuple[Int[Array, ""], ...], targets: tuple[Int[Array, ""], ...]
-) -> tuple[LayerCache, ...]:
-    """Every layer with its page `sources[layer]` copied to page `targets[layer]`, indexes included. DONATES layers."""
-    copied = []
-    for layer, source, target in zip(layers, sources, targets, strict=True):
-        copied.append(jax.tree.map(lambda array, source=source, target=target: array.at[target].set(array[source]), layer))
-    return tuple(copied)
+def copy_page(layers: tuple[LayerCache, ...], source: Int[Array, ""], target: Int[Array, ""]) -> tuple[LayerCache, ...]:
+    """Every layer with page `source` copied to page `target`, indexes included. DONATES layers."""
+    return jax.tree.map(lambda array: array.at[target].set(array[source]), layers)
 
 
-@functools.partial(jax.jit, static_argnames=("opened", "indexes"), donate_argnames="layers")
+@functools.partial(jax.jit, static_argnames="indexes", donate_argnames="layers")
 def restore_pages(
     layers: tuple[PagedKV, ...],
-    pages: tuple[Int[Array, " n"], ...],
-    stored: list[tuple[Float[Array, "n K P D"], Float[Array, "n K P D"]]],
-    *,
-    opened: bool,
     indexes: tuple[IndexSpec, ...],
+    pages: Int[Array, " n"],
+    sealed: Int[Array, " m"],
+    stored: list[tuple[Float[Array, "n K P D"], Float[Array, "n K P D"]]],
 ) -> tuple[PagedKV, ...]:
-    """Put stored keys and values into each layer's `pages` and build its indexes of those that are sealed. DONATES layers.
-
-    opened: whether the last page is open. indexes: of all layers; a layer builds those that it has.
-    """
+    """Put stored keys and values into `pages` of every layer and build the indexes of the `sealed` ones. DONATES layers."""
     restored = []
-    for layer, ids, (k, v) in zip(layers, pages, stored, strict=True):
-        k_pages, v_pages = layer.k.at[ids].set(k), layer.v.at[ids].set(v)
-        own = tuple(spec for spec in indexes if spec.name in layer.index)
-        restored.append(PagedKV(k_pages, v_pages, seal(layer.index, k_pages, ids[: len(ids) - opened], own)))
+    for layer, (k, v) in zip(layers, stored, strict=True):
+        kept = layer.pages.replace(k=layer.pages.k.at[pages].set(k), v=layer.pages.v.at[pages].set(v))
+        restored.append(PagedKV(kept, seal(layer.index, kept.k, sealed, indexes)))
     return tuple(restored)

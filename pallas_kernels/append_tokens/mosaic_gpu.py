@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.append_tokens.api import Kinds
+from pallas_kernels.append_tokens.api import Call, Kinds
 from pallas_kernels.hopper import lane_pairs, lanes
+from pallas_kernels.pages import unlike
 
 THREADS = 128
 MOST_TOKENS = 64
@@ -71,36 +72,34 @@ class Shape:
         return strands
 
 
-def unsupported(k_pages, v_pages, indexes, k, v, positions, valid, page_table, *, kinds, config) -> str | None:
-    """Why this valid input is none for this kernel, or None if it is one."""
+def unsupported(call: Call, pages, indexes, k, v, positions, valid, table) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
+    if reason := unlike(pages):
+        return reason
     if k.shape[1] > MOST_TOKENS:
         return f"it is for decode steps, T must be at most {MOST_TOKENS}, got {k.shape[1]}"
-    if k_pages.dtype.name not in ("bfloat16", "float16", "float32"):
-        return f"pages must be bfloat16, float16 or float32, got {k_pages.dtype}"
-    if k_pages.shape[3] * k_pages.dtype.itemsize % 16:
-        return f"a token's keys must be a multiple of 16 bytes, got head dim {k_pages.shape[3]} of {k_pages.dtype}"
+    if pages.head_dim * pages.k.dtype.itemsize % 16:
+        return f"a token's keys must be a multiple of 16 bytes, got head dim {pages.head_dim} of {pages.k.dtype}"
     return None
 
 
-def append_tokens(k_pages, v_pages, indexes, k, v, positions, valid, page_table, *, kinds, config):
+def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table):
     """See `pallas_kernels.append_tokens.append_tokens`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'mosaic_gpu' of append_tokens takes no config, got {config!r}")
-    reason = unsupported(k_pages, v_pages, indexes, k, v, positions, valid, page_table, kinds=kinds, config=config)
+    reason = unsupported(call, pages, indexes, k, v, positions, valid, table)
     if reason:
         raise NotImplementedError(f"append_tokens 'mosaic_gpu': {reason}")
-    _, num_kv_heads, page_size, head_dim = k_pages.shape
-    s = Shape(num_kv_heads, page_size, head_dim, k.shape[1], page_table.shape[1], k_pages.dtype.name, kinds)
-    named = {name: indexes[name] for name, _, _ in kinds}
-    k_pages, v_pages, built = _append(s, k_pages, v_pages, named, k, v, positions, valid, page_table)
-    return k_pages, v_pages, dict(indexes) | built
+    sizes = (pages.kv_heads, pages.page_size, pages.head_dim, k.shape[1], table.shape[1])
+    named = {name: indexes[name] for name, _, _ in call.kinds}
+    s = Shape(*sizes, pages.k_format.codes, call.kinds)
+    pages, built = _append(s, pages, named, k, v, positions, valid, table)
+    return pages, dict(indexes) | built
 
 
 @functools.partial(jax.jit, static_argnames="s")
-def _append(s: Shape, k_pages, v_pages, indexes, k, v, positions, valid, page_table):
+def _append(s: Shape, pages, indexes, k, v, positions, valid, table):
     lanes.check_version()
     # References are updated in place: the compiled call gives its operands back as its results.
-    k_pages, v_pages, *built = refs = [jax.new_ref(x) for x in (k_pages, v_pages, *(indexes[name] for name, _, _ in s.kinds))]
+    k_pages, v_pages, *built = refs = [jax.new_ref(x) for x in (pages.k, pages.v, *(indexes[name] for name, _, _ in s.kinds))]
     k, v = k.astype(s.dtype), v.astype(s.dtype)
     places = jnp.where(valid, positions, -1)
 
@@ -122,9 +121,9 @@ def _append(s: Shape, k_pages, v_pages, indexes, k, v, positions, valid, page_ta
         grid=(k.shape[0] * s.num_kv_heads,),
         grid_names=("unit",),
         scratch_types=[plgpu.SMEM((PARTIAL_WORDS,), jnp.int32)],
-    )(k, v, places, page_table, *refs)
+    )(k, v, places, table, *refs)
     k_pages, v_pages, *built = (jax.freeze(ref) for ref in refs)
-    return k_pages, v_pages, {name: index for (name, _, _), index in zip(s.kinds, built, strict=True)}
+    return pages.replace(k=k_pages, v=v_pages), {name: index for (name, _, _), index in zip(s.kinds, built, strict=True)}
 
 
 def _page(s: Shape, row, place, table_ref):

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import jax
 
+from pallas_kernels.append_tokens.api import Call
 from pallas_kernels.page_index import page_index
 
 
-def append_tokens(k_pages, v_pages, indexes, k, v, positions, valid, page_table, *, kinds, config):
+def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table):
     """See `pallas_kernels.append_tokens.append_tokens`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'reference' of append_tokens takes no config, got {config!r}")
-    num_tokens, page_size, width = positions.shape[1], k_pages.shape[2], page_table.shape[1]
+    num_tokens, page_size, width = positions.shape[1], pages.page_size, table.shape[1]
 
     def append(i, state):
         row, t = i // num_tokens, i % num_tokens
         position = positions[row, t]
         inside = valid[row, t] & (position >= 0) & (position < width * page_size)
-        page, offset = page_table[row, position // page_size], position % page_size
+        page, offset = table[row, position // page_size], position % page_size
 
         def write(state):
-            k_pages, v_pages, indexes = state
-            k_pages = k_pages.at[page, :, offset].set(k[row, t].astype(k_pages.dtype))
-            v_pages = v_pages.at[page, :, offset].set(v[row, t].astype(v_pages.dtype))
-            return _when(offset == page_size - 1, seal, (k_pages, v_pages, indexes))
+            pages, indexes = state
+            pages = pages.replace(k=pages.k.at[page, :, offset].set(k[row, t].astype(pages.k.dtype)))
+            if v is not None:
+                pages = pages.replace(v=pages.v.at[page, :, offset].set(v[row, t].astype(pages.v.dtype)))
+            return _when(offset == page_size - 1, seal, (pages, indexes))
 
         def seal(state):
-            k_pages, v_pages, indexes = state
+            pages, indexes = state
             built = dict(indexes)
-            for name, kind, block_size in kinds:
-                rows = page_index(k_pages[page], kind=kind, block_size=block_size, implementation="reference")
+            for name, kind, block_size in call.kinds:
+                rows = page_index(pages.k[page], kind=kind, block_size=block_size, implementation="reference")
                 built[name] = indexes[name].at[page].set(rows)
-            return k_pages, v_pages, built
+            return pages, built
 
         return _when(inside & (page >= 0), write, state)
 
-    return jax.lax.fori_loop(0, positions.size, append, (k_pages, v_pages, dict(indexes)))
+    return jax.lax.fori_loop(0, positions.size, append, (pages, dict(indexes)))
 
 
 def _when(condition, change, state):

@@ -7,24 +7,24 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import paged
+from pallas_kernels.append_tokens.api import Call
 from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import physical
 
 
-@functools.partial(jax.jit, static_argnames=("kinds", "config"))
-def append_tokens(k_pages, v_pages, indexes, k, v, positions, valid, page_table, *, kinds, config):
+@functools.partial(jax.jit, static_argnames="call")
+def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table):
     """See `pallas_kernels.append_tokens.append_tokens`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'xla' of append_tokens takes no config, got {config!r}")
-    num_pages, _, page_size, _ = k_pages.shape
-    page = paged.physical(page_table, positions // page_size, valid, num_pages)
+    num_pages, page_size = pages.num_pages, pages.page_size
+    page = physical(table, positions // page_size, valid, num_pages)
     offset = positions % page_size
-    k_pages = k_pages.at[page, :, offset].set(k.astype(k_pages.dtype), mode="drop")
-    v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype), mode="drop")
+    written = pages.replace(k=pages.k.at[page, :, offset].set(k.astype(pages.k.dtype), mode="drop"))
+    if v is not None:
+        written = written.replace(v=pages.v.at[page, :, offset].set(v.astype(pages.v.dtype), mode="drop"))
     # XLA may fuse the write into readers, which then read the pool from before it and so need a copy of all of it.
-    k_pages, v_pages = jax.lax.optimization_barrier((k_pages, v_pages))
-    if not kinds:
-        return k_pages, v_pages, indexes
+    written = jax.lax.optimization_barrier(written)
+    if not call.kinds:
+        return written, indexes
     last = offset == page_size - 1
     # At most this many pages of a row can fill in one call: keep the filled ones, one slot each, by their order in the row.
     span = (positions.shape[1] - 1) // page_size + 1
@@ -32,9 +32,9 @@ def append_tokens(k_pages, v_pages, indexes, k, v, positions, valid, page_table,
     sealed = jnp.full((page.shape[0], span), num_pages, page.dtype)
     rows = jnp.arange(page.shape[0])[:, None]
     sealed = sealed.at[rows, jnp.where(last, slot, span)].set(page, mode="drop").reshape(-1)
-    keys = k_pages.at[sealed].get(mode="fill", fill_value=0)
+    keys = written.k.at[sealed].get(mode="fill", fill_value=0)
     built = dict(indexes)
-    for name, kind, block_size in kinds:
+    for name, kind, block_size in call.kinds:
         rows = page_index(keys, kind=kind, block_size=block_size)
         built[name] = indexes[name].at[sealed].set(rows, mode="drop")
-    return k_pages, v_pages, built
+    return written, built

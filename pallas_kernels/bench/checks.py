@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.pages import Pages
+
 SPAN = 4096
 """Tokens of every row and KV head that are upcast at a time."""
 
@@ -17,8 +19,7 @@ SPAN = 4096
 @functools.partial(jax.jit, static_argnames=("block_size", "sm_scale"))
 def streamed_attention(
     q: Float[Array, "B 1 H D"],
-    k: Float[Array, "N K P D"],
-    v: Float[Array, "N K P D"],
+    pages: Pages,
     page_table: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     blocks: Int[Array, "B K W"],
@@ -31,7 +32,7 @@ def streamed_attention(
     The first pass finds each row's largest logit, the second sums. Written apart from the ops it checks. Lists hold -1 for nothing.
     """
     batch, _, heads, head_dim = q.shape
-    kv_heads, page_size, width = k.shape[1], k.shape[2], blocks.shape[2]
+    kv_heads, page_size, width = pages.kv_heads, pages.page_size, blocks.shape[2]
     per_span = min(width, max(1, SPAN // block_size))
     spans = -(-width // per_span)
     listed = jnp.pad(blocks, ((0, 0), (0, 0), (0, spans * per_span - width)), constant_values=-1)
@@ -41,10 +42,10 @@ def streamed_attention(
         ids = jax.lax.dynamic_slice_in_dim(listed, i * per_span, per_span, axis=2)
         pos = ids[..., None] * block_size + jnp.arange(block_size)
         there = (ids[..., None] >= 0) & (pos < lengths[:, None, None, None])
-        pages = jnp.take_along_axis(page_table[:, None], jnp.maximum(ids, 0) * block_size // page_size, axis=2)[..., None]
+        page_ids = jnp.take_along_axis(page_table[:, None], jnp.maximum(ids, 0) * block_size // page_size, axis=2)[..., None]
         head = jnp.arange(kv_heads)[None, :, None, None]
-        at = (jnp.maximum(pages, 0), head, jnp.maximum(pos, 0) % page_size)
-        keys, values = (jnp.where(there[..., None], x[at], 0).astype(jnp.float32) for x in (k, v))
+        at = (jnp.maximum(page_ids, 0), head, jnp.maximum(pos, 0) % page_size)
+        keys, values = (jnp.where(there[..., None], x[at], 0).astype(jnp.float32) for x in (pages.k, pages.v))
         logits = jnp.einsum("bkgd,bkwsd->bkgws", q, keys, precision="highest") * sm_scale
         return jnp.where(there[:, :, None], logits, -jnp.inf), values
 

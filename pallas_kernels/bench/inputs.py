@@ -13,6 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from pallas_kernels.bench.cases import PAGE_SIZE, Case
 from pallas_kernels.page_index import INDEX_ROWS, page_index
+from pallas_kernels.pages import Pages
 
 L2_BYTES = {"NVIDIA H200": 60 * 2**20, "NVIDIA H100 80GB HBM3": 50 * 2**20}
 """Size of the last-level cache by `device_kind`."""
@@ -32,10 +33,9 @@ CHUNK_PAGES = 256
 
 
 class Pool(NamedTuple):
-    """Pages on the device: k, v `[N, K, P, D]`; index: bounds `[N, K, P/bs, 2, D]` for cases that select or append, else None."""
+    """Pages on the device. index: bounds `[N, K, P/bs, 2, D]` for cases that select or append, else None."""
 
-    k: Float[Array, "N K P D"]
-    v: Float[Array, "N K P D"]
+    pages: Pages
     index: Float[Array, "N K nb R D"] | None
 
 
@@ -92,7 +92,7 @@ def make_pool(case: Case, copies: int, seed: int) -> tuple[Pool, Int[np.ndarray,
     k, v = random_pages(key_k, shape), random_pages(key_v, shape)
     index = jax.block_until_ready(page_index(k, kind="bounds", block_size=case.block_size)) if case.indexed else None
     order = np.random.default_rng(seed).permutation(np.arange(1, used + 1, dtype=np.int32))
-    return Pool(k, v, index), order.reshape(copies, case.batch, case.pages)
+    return Pool(Pages(k, v), index), order.reshape(copies, case.batch, case.pages)
 
 
 def pool_pages(used: int) -> int:

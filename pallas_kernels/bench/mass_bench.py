@@ -32,6 +32,7 @@ from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.timing import device_time
 from pallas_kernels.block_mass import block_mass
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.pages import Pages
 
 BLOCK_SIZE = 64
 SPAN = 2048
@@ -90,14 +91,14 @@ def matching(patterns: Sequence[str]) -> list[Case]:
 
 
 def make_inputs(case: Case) -> tuple[Array, ...]:
-    """q, k, v, page_table, starts, lengths; pages in random order, page 0 NaN and never named."""
-    sizes, pages = case.sizes, case.tokens // PAGE_SIZE
+    """q, pages, page table, starts, lengths; pages in random order, page 0 NaN and never named."""
+    sizes, used = case.sizes, case.tokens // PAGE_SIZE
     key_q, key_k, key_v = jax.random.split(jax.random.key(case.tokens), 3)
-    pool = (pool_pages(pages), sizes.num_kv_heads, PAGE_SIZE, sizes.head_dim)
+    pool = (pool_pages(used), sizes.num_kv_heads, PAGE_SIZE, sizes.head_dim)
     k, v = (random_pages(key, pool) for key in (key_k, key_v))
     q = QUERY_SCALE * jax.random.normal(key_q, (1, case.queries, sizes.num_heads, sizes.head_dim), k.dtype)
-    table = jnp.asarray(np.random.default_rng(case.tokens).permutation(np.arange(1, pages + 1, dtype=np.int32)))
-    return q, k, v, table[None], jnp.array([case.tokens - case.queries], jnp.int32), jnp.array([case.tokens], jnp.int32)
+    table = jnp.asarray(np.random.default_rng(case.tokens).permutation(np.arange(1, used + 1, dtype=np.int32)))
+    return q, Pages(k, v), table[None], jnp.array([case.tokens - case.queries], jnp.int32), jnp.array([case.tokens], jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("block_size", "sm_scale"))
@@ -130,20 +131,20 @@ def streamed_mass(
 
 def row_of(case: Case, implementation: str | None, calls: int) -> dict[str, Any]:
     """Both ops timed on one input, the mass checked for the first head and the last."""
-    q, k, v, table, starts, lengths = make_inputs(case)
+    q, pages, table, starts, lengths = make_inputs(case)
     static = {"sm_scale": case.sizes.head_dim**-0.5, "implementation": implementation}
     first = jnp.full_like(starts, case.first_query)
     with dispatch.listening() as path:
-        dense = jax.jit(functools.partial(flash_attention, **static)).lower(q, k, v, table, starts, lengths).compile()
-        lse = dense(q, k, v, table, starts, lengths)[1]
-        arrays = (q, k, table, starts, lengths, lse, first)
+        dense = jax.jit(functools.partial(flash_attention, **static)).lower(q, pages, table, starts, lengths).compile()
+        lse = dense(q, pages, table, starts, lengths)[1]
+        arrays = (q, pages, table, starts, lengths, lse, first)
         mass = jax.jit(functools.partial(block_mass, block_size=BLOCK_SIZE, **static)).lower(*arrays).compile()
     found = jax.block_until_ready(mass(*arrays))
     row = {"case": case.name, **dataclasses.asdict(case), "block_size": BLOCK_SIZE, "dtype": q.dtype.name, "page_size": PAGE_SIZE}
     row |= {"heads": case.sizes.num_heads, "kv_heads": case.sizes.num_kv_heads, "head_dim": case.sizes.head_dim, "path": path}
     row |= {"same_bits": checks.same_bits(found, mass(*arrays)), "temp_bytes": mass.memory_analysis().temp_size_in_bytes}
-    row |= _errors(case, found, (q, k, table, starts, first), static["sm_scale"])
-    timings = device_time(dense, [(q, k, v, table, starts, lengths)], calls=calls), device_time(mass, [arrays], calls=calls)
+    row |= _errors(case, found, (q, pages.k, table, starts, first), static["sm_scale"])
+    timings = device_time(dense, [(q, pages, table, starts, lengths)], calls=calls), device_time(mass, [arrays], calls=calls)
     of_dense, of_mass = (timing.median_s for timing in timings)
     rates = 2 * case.products(case.queries) / of_dense, case.products(case.last or case.queries) / of_mass
     row |= {"dense": timings[0].figures(), "mass": timings[1].figures(), "times_dense": of_mass / of_dense}

@@ -167,7 +167,7 @@ def _check(case: Case, pool: Pool, op: Callable, own: tuple) -> dict[str, Any]:
         found["same_blocks_as_xla"] = checks.shared_entries(blocks, _list(case, pool, own, "xla"))
     if case.op != "select":
         ref = checks.streamed_attention(
-            q, pool.k, pool.v, table, lengths, blocks, block_size=case.block_size, sm_scale=case.sizes.head_dim**-0.5
+            q, pool.pages, table, lengths, blocks, block_size=case.block_size, sm_scale=case.sizes.head_dim**-0.5
         )
         found |= {"error": checks.row_error(second[0], ref[0]), "lse_error": checks.largest_difference(second[1], ref[1])}
     ids = np.asarray(blocks)

@@ -34,7 +34,7 @@ def op_of(case: Case, implementation: str | None) -> Callable[[Pool, Own], Any]:
 
     def gather(pool: Pool, q, table, lengths, blocks=None):
         listed = {"blocks": blocks, "block_size": case.block_size, "sm_scale": sm_scale}
-        return gather_attention(q, pool.k, pool.v, table, lengths, **listed, implementation=implementation)
+        return gather_attention(q, pool.pages, table, lengths, **listed, implementation=implementation)
 
     def pair(pool: Pool, q, table, lengths):
         blocks = select(pool, q, table, lengths)
@@ -43,17 +43,17 @@ def op_of(case: Case, implementation: str | None) -> Callable[[Pool, Own], Any]:
     def sparse(pool: Pool, q, table, lengths):
         budget = case.budget
         sizes = {"block_size": budget.block_size, "budget": budget.k, "sink": budget.sink, "local": budget.local, "sm_scale": sm_scale}
-        arrays = q, pool.k, pool.v, pool.index, table, lengths
+        arrays = q, pool.pages, pool.index, table, lengths
         return selected_attention(*arrays, kind="bounds", **sizes, implementation=implementation)
 
     def index(pool: Pool, keys):
         return page_index(keys, kind="bounds", block_size=case.block_size, implementation=implementation)
 
     def append(pool: Pool, k, v, positions, table):
-        arrays = pool.k, pool.v, {"index": pool.index}, k, v, positions, jnp.ones(positions.shape, bool), table
+        arrays = pool.pages, {"index": pool.index}, k, v, positions, jnp.ones(positions.shape, bool), table
         kinds = (("index", "bounds", case.block_size),)
-        k_pages, v_pages, indexes = append_tokens(*arrays, kinds=kinds, implementation=implementation)
-        return Pool(k_pages, v_pages, indexes["index"])
+        pages, indexes = append_tokens(*arrays, kinds=kinds, implementation=implementation)
+        return Pool(pages, indexes["index"])
 
     attending = {"dense": gather, "gather": gather, "sparse": sparse, "pair": pair}
     return (attending | {"select": select, "index": index, "append": append})[case.op]

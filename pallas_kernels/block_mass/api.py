@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import dispatch, paged
+from pallas_kernels import dispatch
+from pallas_kernels.pages import Pages, check, check_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static arguments of a call, as `block_mass` explains them."""
+
+    block_size: int
+    sm_scale: float
+    config: Any
+
+    def __post_init__(self):
+        check_scale(self.sm_scale)
 
 
 def block_mass(
     q: Float[Array, "B T H D"],
-    k: Float[Array, "N K P D"],
-    page_table: Int[Array, "B M"],
+    pages: Pages,
+    table: Int[Array, "B M"],
     starts: Int[Array, "B"],
     lengths: Int[Array, "B"],
     lse: Float32[Array, "B T H"],
@@ -26,9 +40,9 @@ def block_mass(
 ) -> Float32[Array, "B H nb"]:
     """How much attention the queries of a chunk pay to each block of keys, summed over the queries: what policies learn from prefill.
 
-    q, k, page_table, starts, lengths: as for `flash_attention`: T consecutive tokens of each sequence from position starts[b] on, heads of
+    q, pages, table, starts, lengths: as for `flash_attention`: T consecutive tokens of each sequence from position starts[b] on, heads of
     one KV head adjacent, over pages that hold `lengths` tokens, the chunk's own included. Pages that no table names, tokens past
-    `lengths`, and queries at or past `lengths` (padding), with their lse, may hold anything, NaN too. q and k float32, bfloat16 or float16.
+    `lengths`, and queries at or past `lengths` (padding), with their lse, may hold anything, NaN too. Only keys are read.
 
     lse: float32, log-sum-exp of each query's scaled logits, natural log, as `flash_attention` returns it; a query whose lse is -inf read
     nothing and counts nothing. first_query: int32, position from which on queries count: 0 for all of the chunk's (H2O), lengths - n for
@@ -46,13 +60,11 @@ def block_mass(
 
     Source: H2O (arXiv 2306.14048), accumulated attention; SnapKV (arXiv 2404.14469), that of a window of last queries.
     """
-    paged.check(q, k, None, page_table, sm_scale, None, starts=starts, lengths=lengths, first_query=first_query)
-    arrays = dispatch.signature(q=q, k=k, page_table=page_table, lse=lse)
-    if not isinstance(block_size, int) or block_size <= 0 or k.shape[2] % block_size:
-        raise ValueError(f"block_size {block_size} does not divide the page size {k.shape[2]}; got {arrays}")
+    check(q, pages, table, starts=starts, lengths=lengths, first_query=first_query)
+    arrays = dispatch.signature(q=q, k=pages.k, table=table, lse=lse)
+    if not isinstance(block_size, int) or block_size <= 0 or pages.page_size % block_size:
+        raise ValueError(f"block_size {block_size} does not divide the page size {pages.page_size}; got {arrays}")
     if lse.shape != q.shape[:3] or lse.dtype != jnp.float32:
         raise ValueError(f"lse must be float32 [B={q.shape[0]}, T={q.shape[1]}, H={q.shape[2]}]; got {arrays}")
-    operands = (q, k, page_table, starts, lengths, lse, first_query)
-    static = {"block_size": block_size, "sm_scale": sm_scale, "config": config}
-    name = dispatch.choose("block_mass", implementation, f"{arrays} block_size {block_size}", operands, static)
-    return dispatch.load("block_mass", name)(*operands, **static)
+    call, signature = Call(block_size, sm_scale, config), f"{arrays} block_size {block_size}"
+    return dispatch.run("block_mass", implementation, signature, call, q, pages, table, starts, lengths, lse, first_query)

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.block_mass.api import Call
 from pallas_kernels.hopper import query_tiles
 from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, SWIZZLED
 
@@ -92,34 +93,31 @@ class Shape:
         }
 
 
-def unsupported(q, k, page_table, starts, lengths, lse, first_query, *, block_size, sm_scale, config) -> str | None:
-    """Why this valid input is none for this kernel, or None if it is one."""
-    if block_size % 16:
-        return f"block_size must be a multiple of 16, got {block_size}"
-    return query_tiles.unsupported(q, k, sm_scale)
+def unsupported(call: Call, q, pages, table, starts, lengths, lse, first_query) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
+    if call.block_size % 16:
+        return f"block_size must be a multiple of 16, got {call.block_size}"
+    return query_tiles.unsupported(q, pages.k, call.sm_scale)
 
 
-def block_mass(q, k, page_table, starts, lengths, lse, first_query, *, block_size, sm_scale, config):
+def block_mass(call: Call, q, pages, table, starts, lengths, lse, first_query):
     """See `pallas_kernels.block_mass.block_mass`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'mosaic_gpu' of block_mass takes no config, got {config!r}")
-    operands, static = (q, k, page_table, starts, lengths, lse, first_query), {"block_size": block_size, "sm_scale": sm_scale}
-    reason = unsupported(*operands, **static, config=config)
+    reason = unsupported(call, q, pages, table, starts, lengths, lse, first_query)
     if reason:
         raise NotImplementedError(f"block_mass 'mosaic_gpu': {reason}")
-    return _sum_up(*operands, **static)
+    return _sum_up(call, q, pages.k, table, starts, lengths, lse, first_query)
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "sm_scale"))
-def _sum_up(q, k, page_table, starts, lengths, lse, first_query, *, block_size, sm_scale):
+@functools.partial(jax.jit, static_argnames="call")
+def _sum_up(call: Call, q, k, table, starts, lengths, lse, first_query):
     num_pages, num_kv_heads, page_size, head_dim = k.shape
-    sizes = (*q.shape[:3], num_kv_heads, head_dim, num_pages, page_size, page_table.shape[1] * page_size // KEYS)
-    s = Shape(*sizes, math.gcd(block_size, KEYS), sm_scale, q.dtype)
+    sizes = (*q.shape[:3], num_kv_heads, head_dim, num_pages, page_size, table.shape[1] * page_size // KEYS)
+    s = Shape(*sizes, math.gcd(call.block_size, KEYS), call.sm_scale, q.dtype)
     ends = jnp.minimum(lengths, starts + s.num_queries)
     arrays = query_tiles.padded(q), k, _lse_that_counts(starts, ends, lse, first_query)
-    mass = launch(s)(*arrays, page_table, starts, ends, lengths, first_query)
+    mass = launch(s)(*arrays, table, starts, ends, lengths, first_query)
     mass = mass[:, :, : s.num_pieces * (KEYS // s.unit)]
-    return mass.reshape(s.batch, s.num_heads, -1, block_size // s.unit).sum(3)
+    return mass.reshape(s.batch, s.num_heads, -1, call.block_size // s.unit).sum(3)
 
 
 def _lse_that_counts(starts, ends, lse, first_query):

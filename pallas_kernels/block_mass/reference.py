@@ -10,23 +10,23 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.block_mass.api import Call
 
-@functools.partial(jax.jit, static_argnames=("block_size", "sm_scale", "config"))
-def block_mass(q, k, page_table, starts, lengths, lse, first_query, *, block_size, sm_scale, config):
+
+@functools.partial(jax.jit, static_argnames="call")
+def block_mass(call: Call, q, pages, table, starts, lengths, lse, first_query):
     """See `pallas_kernels.block_mass.block_mass`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'reference' of block_mass takes no config, got {config!r}")
-    num_kv_heads, page_size, head_dim = k.shape[1:]
+    num_kv_heads, page_size, head_dim = pages.k.shape[1:]
 
     def of_row(q, table, start, length, lse, first):  # q [T, H, D]
         pos, query_pos = jnp.arange(table.size * page_size), start + jnp.arange(q.shape[0])
         there = (jnp.repeat(table, page_size) >= 0) & (pos < length)
         counts = ((query_pos >= first) & (query_pos < length))[:, None] & (lse != -jnp.inf)  # [T, H]
         seen = there & (pos <= query_pos[:, None]) & counts.T[:, :, None]  # [H, T, S]
-        keys = jnp.where(there[:, None, None], k[table].swapaxes(1, 2).reshape(-1, num_kv_heads, head_dim), 0)
+        keys = jnp.where(there[:, None, None], pages.k[table].swapaxes(1, 2).reshape(-1, num_kv_heads, head_dim), 0)
         keys = jnp.repeat(keys.astype(jnp.float32), q.shape[1] // num_kv_heads, axis=1)
-        logits = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * sm_scale
+        logits = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
         weights = jnp.where(seen, jnp.exp(logits - lse.T[:, :, None]), 0)
-        return weights.sum(1).reshape(q.shape[1], -1, block_size).sum(2)
+        return weights.sum(1).reshape(q.shape[1], -1, call.block_size).sum(2)
 
-    return jax.vmap(of_row)(q, page_table, starts, lengths, lse, first_query)
+    return jax.vmap(of_row)(q, table, starts, lengths, lse, first_query)

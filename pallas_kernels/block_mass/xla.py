@@ -15,7 +15,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import online_softmax, paged
+from pallas_kernels import online_softmax
+from pallas_kernels.block_mass.api import Call
+from pallas_kernels.pages import read_tile, visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,22 +39,21 @@ def default_config() -> Config:
     return Config() if jax.default_backend() == "cpu" else Config(query_tile=512, key_tile=1024, rows=16)
 
 
-def block_mass(q, k, page_table, starts, lengths, lse, first_query, *, block_size, sm_scale, config):
+def block_mass(call: Call, q, pages, table, starts, lengths, lse, first_query):
     """See `pallas_kernels.block_mass.block_mass`. config: a `Config`, or None for `default_config()`."""
-    if config is not None and not isinstance(config, Config):
-        raise ValueError(f"implementation 'xla' of block_mass takes a pallas_kernels.block_mass.xla.Config, got {config!r}")
-    static = {"block_size": block_size, "sm_scale": sm_scale, "config": config or default_config()}
-    return _sum_up(q, k, page_table, starts, lengths, lse, first_query, **static)
+    call = dataclasses.replace(call, config=call.config or default_config())
+    return _sum_up(call, q, pages.k, table, starts, lengths, lse, first_query)
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "sm_scale", "config"))
-def _sum_up(q, k, page_table, starts, lengths, lse, first_query, *, block_size, sm_scale, config):
+@functools.partial(jax.jit, static_argnames="call")
+def _sum_up(call: Call, q, k, table, starts, lengths, lse, first_query):
+    block_size, sm_scale, config = call.block_size, call.sm_scale, call.config
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, page_size = k.shape[1:3]
-    num_blocks = page_table.shape[1] * page_size // block_size
+    num_blocks = table.shape[1] * page_size // block_size
     query_tile = min(config.query_tile, num_queries)
-    pages_per_tile = min(max(1, config.key_tile // page_size), page_table.shape[1])
-    page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages_per_tile)), constant_values=-1)
+    pages_per_tile = min(max(1, config.key_tile // page_size), table.shape[1])
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages_per_tile)), constant_values=-1)
     behind = ((0, 0), (0, -num_queries % query_tile), (0, 0))
     q, lse = jnp.pad(q, (*behind, (0, 0))), jnp.pad(lse, behind, constant_values=-jnp.inf)  # padded queries count nothing
 
@@ -65,8 +66,8 @@ def _sum_up(q, k, page_table, starts, lengths, lse, first_query, *, block_size, 
         keep = jnp.maximum(start, first), jnp.minimum(start + num_queries, length)
 
         def tile(args):
-            pages, position = args
-            sums = _walk(q, lse, start, keep, query_tile, pages, position, k, length, sm_scale)
+            page_ids, position = args
+            sums = _walk(q, lse, start, keep, query_tile, page_ids, position, k, length, sm_scale)
             return sums.reshape(num_heads, -1, block_size).sum(2)
 
         tables = table.reshape(-1, pages_per_tile)
@@ -74,24 +75,24 @@ def _sum_up(q, k, page_table, starts, lengths, lse, first_query, *, block_size, 
         mass = jax.lax.map(tile, (tables, positions))
         return mass.swapaxes(0, 1).reshape(num_heads, -1)[:, :num_blocks]
 
-    return jax.lax.map(row, (q, page_table, starts, lengths, lse, first_query), batch_size=math.gcd(batch, config.rows))
+    return jax.lax.map(row, (q, table, starts, lengths, lse, first_query), batch_size=math.gcd(batch, config.rows))
 
 
-def _walk(q, lse, start, keep, query_tile, pages, position, k, length, sm_scale):
+def _walk(q, lse, start, keep, query_tile, page_ids, position, k, length, sm_scale):
     """Sums of weights `[K, G, key_tile]` of the keys from `position` on, over the queries at positions keep[0] <= p < keep[1]."""
     num_kv_heads, page_size = k.shape[1:3]
     group = q.shape[2] // query_tile
-    page = jnp.broadcast_to(pages, (num_kv_heads, pages.size))
-    keys = paged.read_tile(k, page, jnp.zeros_like(page), page_size)
+    page = jnp.broadcast_to(page_ids, (num_kv_heads, page_ids.size))
+    keys = read_tile(k, page, jnp.zeros_like(page), page_size)
     pos = position + jnp.arange(keys.shape[1], dtype=jnp.int32)
-    pos = jnp.where((jnp.repeat(pages, page_size) >= 0) & (pos < length), pos, -1)
+    pos = jnp.where((jnp.repeat(page_ids, page_size) >= 0) & (pos < length), pos, -1)
     begin = jnp.maximum(jnp.maximum(keep[0], position) - start, 0) // query_tile
     end = -(-jnp.maximum(keep[1] - start, 0) // query_tile)
 
     def step(i, sums):
         query_pos = jnp.tile(start + i * query_tile + jnp.arange(query_tile, dtype=jnp.int32), group)[:, None]
         counts = (query_pos >= keep[0]) & (query_pos < keep[1]) & (lse[i] != -jnp.inf)[:, :, None]
-        seen = paged.visible(pos, query_pos, None) & counts
+        seen = visible(pos, query_pos, None) & counts
         logits = online_softmax.scaled_logits(q[i], keys, sm_scale) - lse[i][:, :, None]
         weights = jnp.exp(jnp.where(seen, logits, -jnp.inf))
         return sums + weights.reshape(num_kv_heads, group, query_tile, -1).sum(2)

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, paged
+from pallas_kernels import dispatch
+from pallas_kernels.pages import Pages, check, check_scale, check_window
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static arguments of a call, as `block_sparse_attention` explains them."""
+
+    block_size: int
+    query_tile: int
+    window: tuple[int, int] | None
+    sm_scale: float
+    config: Any
+
+    def __post_init__(self):
+        check_scale(self.sm_scale)
+        check_window(self.window)
+        if self.query_tile <= 0:
+            raise ValueError(f"query_tile must be at least 1 query, got {self.query_tile}")
 
 
 def block_sparse_attention(
     q: Float[Array, "B T H D"],
-    k: Float[Array, "N K P D"],
-    v: Float[Array, "N K P D"],
-    page_table: Int[Array, "B M"],
+    pages: Pages,
+    table: Int[Array, "B M"],
     starts: Int[Array, "B"],
     lengths: Int[Array, "B"],
     *,
@@ -25,10 +43,10 @@ def block_sparse_attention(
     sm_scale: float,
     config: Any = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
     """Causal attention of a chunk of queries per sequence, each tile of queries over its own list of key blocks.
 
-    q, k, v, page_table, starts, lengths: as for `flash_attention`: T consecutive tokens of each sequence from position starts[b] on, over
+    q, pages, table, starts, lengths: as for `flash_attention`: T consecutive tokens of each sequence from position starts[b] on, over
     pages that hold `lengths` tokens, the chunk's own included; what no table names or nothing wrote may hold anything, NaN too.
 
     blocks: int32, per tile of `query_tile` consecutive queries (C = ceil(T / query_tile), the last one may be shorter) and per query head
@@ -38,7 +56,7 @@ def block_sparse_attention(
     too, whether listed or not, and once only; None adds none. sm_scale: multiplies the logits. config: the implementation's own; "xla"
     takes `pallas_kernels.block_sparse_attention.xla.Config`. implementation: see `pallas_kernels.dispatch`.
 
-    Returns out `[B, T, H, D]` in q's dtype and lse `[B, T, H]` float32 (log-sum-exp of the scaled logits that were read, natural log). A
+    Returns out `[B, T, H, Dv]` in q's dtype and lse `[B, T, H]` float32 (log-sum-exp of the scaled logits that were read, natural log). A
     query with nothing to read gives 0 and -inf; queries at or past `lengths` (padding) give finite values that mean nothing. Memory: that
     of q and out, and a tile; never T x S.
 
@@ -46,19 +64,15 @@ def block_sparse_attention(
 
     Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention", Algorithm 1, step 3.
     """
-    paged.check(q, k, v, page_table, sm_scale, window, starts=starts, lengths=lengths)
-    arrays = dispatch.signature(q=q, k=k, page_table=page_table, blocks=blocks)
-    if block_size <= 0 or k.shape[2] % block_size:
-        raise ValueError(f"block_size {block_size} does not divide the page size {k.shape[2]}; got {arrays}")
-    if query_tile <= 0:
-        raise ValueError(f"query_tile must be at least 1 query, got {query_tile}")
+    check(q, pages, table, starts=starts, lengths=lengths)
+    call = Call(block_size, query_tile, window, sm_scale, config)
+    arrays = dispatch.signature(q=q, **pages.arrays, table=table, blocks=blocks)
+    if block_size <= 0 or pages.page_size % block_size:
+        raise ValueError(f"block_size {block_size} does not divide the page size {pages.page_size}; got {arrays}")
     tiles = -(-q.shape[1] // query_tile)
     if blocks.ndim != 4 or blocks.shape[:3] != (q.shape[0], tiles, q.shape[2]) or blocks.shape[3] == 0:
         raise ValueError(f"blocks must be [B={q.shape[0]}, C={tiles} tiles of {query_tile} queries, H={q.shape[2]}, W >= 1]; got {arrays}")
     if blocks.dtype != jnp.int32:
         raise ValueError(f"blocks must be int32; got {arrays}")
-    static = {"block_size": block_size, "query_tile": query_tile, "window": window, "sm_scale": sm_scale, "config": config}
     signature = f"{arrays} block_size {block_size} query_tile {query_tile} window {window}"
-    operands = (q, k, v, page_table, starts, lengths)
-    name = dispatch.choose("block_sparse_attention", implementation, signature, operands, {"blocks": blocks, **static})
-    return dispatch.load("block_sparse_attention", name)(*operands, blocks=blocks, **static)
+    return dispatch.run("block_sparse_attention", implementation, signature, call, q, pages, table, starts, lengths, blocks)

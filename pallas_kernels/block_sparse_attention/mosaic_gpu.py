@@ -16,38 +16,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.block_sparse_attention.api import Call
 from pallas_kernels.hopper import query_tiles
 from pallas_kernels.hopper.query_tiles import TILE_ROWS
+from pallas_kernels.pages import unlike
 
 
-def unsupported(q, k, v, page_table, starts, lengths, *, blocks, block_size, query_tile, window, sm_scale, config) -> str | None:
-    """Why this valid input is none for this kernel, or None if it is one."""
-    if query_tile % TILE_ROWS:
-        return f"query_tile must be a multiple of {TILE_ROWS}, got {query_tile}"
-    if block_size % 16:
-        return f"block_size must be a multiple of 16, got {block_size}"
-    return query_tiles.unsupported(q, k, sm_scale)
+def unsupported(call: Call, q, pages, table, starts, lengths, blocks) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
+    if call.query_tile % TILE_ROWS:
+        return f"query_tile must be a multiple of {TILE_ROWS}, got {call.query_tile}"
+    if call.block_size % 16:
+        return f"block_size must be a multiple of 16, got {call.block_size}"
+    return unlike(pages) or query_tiles.unsupported(q, pages.k, call.sm_scale)
 
 
-def block_sparse_attention(q, k, v, page_table, starts, lengths, *, blocks, block_size, query_tile, window, sm_scale, config):
+def block_sparse_attention(call: Call, q, pages, table, starts, lengths, blocks):
     """See `pallas_kernels.block_sparse_attention.block_sparse_attention`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'mosaic_gpu' of block_sparse_attention takes no config, got {config!r}")
-    static = {"block_size": block_size, "query_tile": query_tile, "window": window, "sm_scale": sm_scale}
-    reason = unsupported(q, k, v, page_table, starts, lengths, blocks=blocks, **static, config=config)
+    reason = unsupported(call, q, pages, table, starts, lengths, blocks)
     if reason:
         raise NotImplementedError(f"block_sparse_attention 'mosaic_gpu': {reason}")
-    return _attend(q, k, v, page_table, starts, lengths, blocks, **static)
+    return _attend(call, q, pages, table, starts, lengths, blocks)
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "query_tile", "window", "sm_scale"))
-def _attend(q, k, v, page_table, starts, lengths, blocks, *, block_size, query_tile, window, sm_scale):
-    s = query_tiles.shape_of(q, k, sm_scale=sm_scale, block_size=block_size)
-    plain_end = query_tiles.plain_ends(page_table, lengths, s.page_size)
+@functools.partial(jax.jit, static_argnames="call")
+def _attend(call: Call, q, pages, table, starts, lengths, blocks):
+    s = query_tiles.shape_of(q, pages.k, sm_scale=call.sm_scale, block_size=call.block_size)
+    plain_end = query_tiles.plain_ends(table, lengths, s.page_size)
     counts = jnp.max(jnp.where(blocks >= 0, jnp.arange(1, blocks.shape[3] + 1, dtype=jnp.int32), 0), axis=3)
-    walk = functools.partial(_walk, s, block_size, query_tile, window)
+    walk = functools.partial(_walk, s, call.block_size, call.query_tile, call.window)
     out, lse = query_tiles.launch(s, "block_sparse_attention_kernel", walk)(
-        query_tiles.padded(q), k, v, page_table, starts, lengths, plain_end, blocks, counts
+        query_tiles.padded(q), pages.k, pages.v, table, starts, lengths, plain_end, blocks, counts
     )
     return query_tiles.cut(s, out, lse)
 

@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import online_softmax, paged
+from pallas_kernels import online_softmax
+from pallas_kernels.block_sparse_attention.api import Call
+from pallas_kernels.pages import read, visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +42,15 @@ def default_config() -> Config:
     return Config() if jax.default_backend() == "cpu" else Config(key_tile=1024, rows=4)
 
 
-def block_sparse_attention(q, k, v, page_table, starts, lengths, *, blocks, block_size, query_tile, window, sm_scale, config):
+def block_sparse_attention(call: Call, q, pages, table, starts, lengths, blocks):
     """See `pallas_kernels.block_sparse_attention.block_sparse_attention`. config: a `Config`, or None for `default_config()`."""
-    if config is not None and not isinstance(config, Config):
-        raise ValueError(
-            f"implementation 'xla' of block_sparse_attention takes a pallas_kernels.block_sparse_attention.xla.Config, got {config!r}"
-        )
-    static = {"block_size": block_size, "query_tile": query_tile, "window": window, "sm_scale": sm_scale}
-    return _attend(q, k, v, page_table, starts, lengths, blocks, **static, config=config or default_config())
+    return _attend(dataclasses.replace(call, config=call.config or default_config()), q, pages, table, starts, lengths, blocks)
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "query_tile", "window", "sm_scale", "config"))
-def _attend(q, k, v, page_table, starts, lengths, blocks, *, block_size, query_tile, window, sm_scale, config):
+@functools.partial(jax.jit, static_argnames="call")
+def _attend(call: Call, q, pages, table, starts, lengths, blocks):
     num_queries, num_heads, head_dim = q.shape[1:]
+    query_tile = call.query_tile
     q = jnp.pad(q, ((0, 0), (0, -num_queries % query_tile), (0, 0), (0, 0)))
     num_tiles = q.shape[1] // query_tile
 
@@ -61,17 +59,17 @@ def _attend(q, k, v, page_table, starts, lengths, blocks, *, block_size, query_t
 
         def tile(args):
             q, first, ids = args
-            always = _always_read(first, query_tile, block_size, window)
-            partial = _walk(q.swapaxes(0, 1), first, always, ids, table, length, k, v, block_size, window, sm_scale, config.key_tile)
+            always = _always_read(first, query_tile, call.block_size, call.window)
+            partial = _walk(call, q.swapaxes(0, 1), first, always, ids, table, length, pages)
             out, lse = online_softmax.finish(partial)
             return out.swapaxes(0, 1).astype(q.dtype), lse.T
 
         first = start + jnp.arange(num_tiles, dtype=jnp.int32) * query_tile
         tiles = (q.reshape(num_tiles, query_tile, num_heads, head_dim), first, lists)
-        out, lse = jax.lax.map(tile, tiles, batch_size=math.gcd(num_tiles, config.rows))
-        return out.reshape(-1, num_heads, head_dim)[:num_queries], lse.reshape(-1, num_heads)[:num_queries]
+        out, lse = jax.lax.map(tile, tiles, batch_size=math.gcd(num_tiles, call.config.rows))
+        return out.reshape(-1, num_heads, pages.v_head_dim)[:num_queries], lse.reshape(-1, num_heads)[:num_queries]
 
-    return jax.lax.map(row, (q, page_table, starts, lengths, blocks))
+    return jax.lax.map(row, (q, table, starts, lengths, blocks))
 
 
 def _always_read(first: Int[Array, ""], query_tile: int, block_size: int, window: tuple[int, int] | None) -> Int[Array, "A"]:
@@ -85,44 +83,31 @@ def _always_read(first: Int[Array, ""], query_tile: int, block_size: int, window
     return jnp.where(ids * block_size < first + query_tile, ids, -1)
 
 
-def _walk(
-    q: Float[Array, "H R D"], first, always, listed: Int[Array, "H W"], table, length, k, v, block_size, window, sm_scale, key_tile
-) -> online_softmax.Partial:
+def _walk(call: Call, q: Float[Array, "H R D"], first, always, listed: Int[Array, "H W"], table, length, pages) -> online_softmax.Partial:
     """Fold what the R queries at positions first, first + 1, ... read: sinks and window of the blocks `always`, the rest of `listed`."""
     num_heads, query_tile = q.shape[:2]
-    per_step = max(1, key_tile // block_size)
+    block_size, window, page_size = call.block_size, call.window, pages.page_size
+    per_step = max(1, call.config.key_tile // block_size)
     query_pos = (first + jnp.arange(query_tile, dtype=jnp.int32))[:, None]
     ids = jnp.concatenate([jnp.broadcast_to(always, (num_heads, always.shape[0])), listed], axis=1)
-    pages = table.at[jnp.maximum(ids, 0) // (k.shape[2] // block_size)].get(mode="fill", fill_value=-1)
-    there = (ids >= 0) & (pages >= 0) & (ids * block_size < jnp.minimum(length, first + query_tile))
+    page_ids = table.at[jnp.maximum(ids, 0) // (page_size // block_size)].get(mode="fill", fill_value=-1)
+    there = (ids >= 0) & (page_ids >= 0) & (ids * block_size < jnp.minimum(length, first + query_tile))
     is_listed = jnp.arange(ids.shape[1]) >= always.shape[0]
     padding = -ids.shape[1] % per_step
-    ids, pages = (jnp.pad(jnp.where(there, x, -1), ((0, 0), (0, padding)), constant_values=-1) for x in (ids, pages))
+    ids, page_ids = (jnp.pad(jnp.where(there, x, -1), ((0, 0), (0, padding)), constant_values=-1) for x in (ids, page_ids))
     is_listed = jnp.pad(is_listed, (0, padding))
     steps = jnp.max(jnp.where(ids >= 0, jnp.arange(ids.shape[1], dtype=jnp.int32) // per_step + 1, 0))
 
     def step(i, partial):
-        block, page = (jax.lax.dynamic_slice_in_dim(x, i * per_step, per_step, axis=1) for x in (ids, pages))
+        block, page = (jax.lax.dynamic_slice_in_dim(x, i * per_step, per_step, axis=1) for x in (ids, page_ids))
         from_list = jnp.repeat(jax.lax.dynamic_slice_in_dim(is_listed, i * per_step, per_step), block_size)
         pos = (block[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)).reshape(num_heads, -1)
         written = (pos >= 0) & (pos < length)
         pos = jnp.where(written, pos, -1)[:, None, :]
-        keys, values = (_read_blocks(x, page, block * block_size % x.shape[2], block_size) for x in (k, v))
-        near = paged.visible(pos, query_pos, window) if window is not None else jnp.zeros((), bool)
-        seen = paged.visible(pos, query_pos, None) & (near != from_list)
-        logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, sm_scale), -jnp.inf)
+        keys, values = read(pages, page, block * block_size % page_size, block_size)
+        near = visible(pos, query_pos, window) if window is not None else jnp.zeros((), bool)
+        seen = visible(pos, query_pos, None) & (near != from_list)
+        logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
         return online_softmax.fold(partial, logits, jnp.where(written[..., None], values, 0))  # what was never written may be NaN
 
-    return jax.lax.fori_loop(0, steps, step, online_softmax.empty(q.shape[:2], q.shape[2]))
-
-
-def _read_blocks(pool: Float[Array, "N K P D"], pages: Int[Array, "H n"], tokens: Int[Array, "H n"], size: int) -> Float[Array, "H S D"]:
-    """For each query head, `size` tokens of its KV head from each of n pages: `paged.read_tile`, but per query head."""
-    num_heads, num_kv_heads, head_dim = pages.shape[0], pool.shape[1], pool.shape[3]
-
-    def one(head, page, token):
-        return jax.lax.dynamic_slice(pool, (page, head, token, 0), (1, 1, size, head_dim))[0, 0]
-
-    heads = jnp.arange(num_heads, dtype=jnp.int32) // (num_heads // num_kv_heads)
-    blocks = jax.vmap(jax.vmap(one, in_axes=(None, 0, 0)))(heads, jnp.maximum(pages, 0), tokens)
-    return blocks.reshape(num_heads, -1, head_dim)
+    return jax.lax.fori_loop(0, steps, step, online_softmax.empty(q.shape[:2], pages.v_head_dim))

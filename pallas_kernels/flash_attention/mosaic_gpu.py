@@ -15,30 +15,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.flash_attention.api import Call
 from pallas_kernels.hopper import query_tiles
+from pallas_kernels.pages import unlike
 
 
-def unsupported(q, k, v, page_table, starts, lengths, *, window, sm_scale, config) -> str | None:
-    """Why this valid input is none for this kernel, or None if it is one."""
-    return query_tiles.unsupported(q, k, sm_scale)
+def unsupported(call: Call, q, pages, table, starts, lengths) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
+    return unlike(pages) or query_tiles.unsupported(q, pages.k, call.sm_scale)
 
 
-def flash_attention(q, k, v, page_table, starts, lengths, *, window, sm_scale, config):
+def flash_attention(call: Call, q, pages, table, starts, lengths):
     """See `pallas_kernels.flash_attention.flash_attention`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'mosaic_gpu' of flash_attention takes no config, got {config!r}")
-    reason = unsupported(q, k, v, page_table, starts, lengths, window=window, sm_scale=sm_scale, config=config)
+    reason = unsupported(call, q, pages, table, starts, lengths)
     if reason:
         raise NotImplementedError(f"flash_attention 'mosaic_gpu': {reason}")
-    return _attend(q, k, v, page_table, starts, lengths, window=window, sm_scale=sm_scale)
+    return _attend(call, q, pages, table, starts, lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("window", "sm_scale"))
-def _attend(q, k, v, page_table, starts, lengths, *, window, sm_scale):
-    s = query_tiles.shape_of(q, k, sm_scale=sm_scale)
-    plain_end = query_tiles.plain_ends(page_table, lengths, s.page_size)
-    out, lse = query_tiles.launch(s, "flash_attention_kernel", functools.partial(_walk, s, window))(
-        query_tiles.padded(q), k, v, page_table, starts, lengths, plain_end
+@functools.partial(jax.jit, static_argnames="call")
+def _attend(call: Call, q, pages, table, starts, lengths):
+    s = query_tiles.shape_of(q, pages.k, sm_scale=call.sm_scale)
+    plain_end = query_tiles.plain_ends(table, lengths, s.page_size)
+    out, lse = query_tiles.launch(s, "flash_attention_kernel", functools.partial(_walk, s, call.window))(
+        query_tiles.padded(q), pages.k, pages.v, table, starts, lengths, plain_end
     )
     return query_tiles.cut(s, out, lse)
 

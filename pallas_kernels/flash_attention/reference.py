@@ -10,13 +10,13 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.flash_attention.api import Call
 
-@functools.partial(jax.jit, static_argnames=("window", "sm_scale", "config"))
-def flash_attention(q, k, v, page_table, starts, lengths, *, window, sm_scale, config):
+
+@functools.partial(jax.jit, static_argnames="call")
+def flash_attention(call: Call, q, pages, table, starts, lengths):
     """See `pallas_kernels.flash_attention.flash_attention`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'reference' of flash_attention takes no config, got {config!r}")
-    num_kv_heads, page_size, head_dim = k.shape[1:]
+    num_kv_heads, page_size, window = pages.kv_heads, pages.page_size, call.window
 
     def of_row(q, table, start, length):  # q [T, H, D]
         pos, query_pos = jnp.arange(table.size * page_size), start + jnp.arange(q.shape[0])[:, None]
@@ -24,13 +24,13 @@ def flash_attention(q, k, v, page_table, starts, lengths, *, window, sm_scale, c
         seen = there & (pos <= query_pos)
         if window is not None:
             seen &= (pos < window[0]) | (pos > query_pos - window[1])
-        keys, values = (pool[table].swapaxes(1, 2).reshape(-1, num_kv_heads, head_dim) for pool in (k, v))
+        keys, values = (pool[table].swapaxes(1, 2).reshape(-1, num_kv_heads, pool.shape[3]) for pool in (pages.k, pages.values))
         keys, values = (jnp.where(there[:, None, None], x, 0).astype(jnp.float32) for x in (keys, values))
         keys, values = (jnp.repeat(x, q.shape[1] // num_kv_heads, axis=1) for x in (keys, values))
-        logits = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * sm_scale
+        logits = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
         logits = jnp.where(seen, logits, -jnp.inf)
         lse = jax.nn.logsumexp(logits, axis=-1)
         weights = jnp.where(seen, jax.nn.softmax(logits, axis=-1), 0)
         return jnp.einsum("hts,shd->thd", weights, values, precision="highest").astype(q.dtype), lse.T
 
-    return jax.vmap(of_row)(q, page_table, starts, lengths)
+    return jax.vmap(of_row)(q, table, starts, lengths)

@@ -15,7 +15,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import online_softmax, paged
+from pallas_kernels import online_softmax
+from pallas_kernels.flash_attention.api import Call
+from pallas_kernels.pages import read, visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,20 +39,18 @@ def default_config() -> Config:
     return Config() if jax.default_backend() == "cpu" else Config(query_tile=512, key_tile=1024, rows=16)
 
 
-def flash_attention(q, k, v, page_table, starts, lengths, *, window, sm_scale, config):
+def flash_attention(call: Call, q, pages, table, starts, lengths):
     """See `pallas_kernels.flash_attention.flash_attention`. config: a `Config`, or None for `default_config()`."""
-    if config is not None and not isinstance(config, Config):
-        raise ValueError(f"implementation 'xla' of flash_attention takes a pallas_kernels.flash_attention.xla.Config, got {config!r}")
-    return _attend(q, k, v, page_table, starts, lengths, window=window, sm_scale=sm_scale, config=config or default_config())
+    return _attend(dataclasses.replace(call, config=call.config or default_config()), q, pages, table, starts, lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("window", "sm_scale", "config"))
-def _attend(q, k, v, page_table, starts, lengths, *, window, sm_scale, config):
+@functools.partial(jax.jit, static_argnames="call")
+def _attend(call: Call, q, pages, table, starts, lengths):
     batch, num_queries, num_heads, head_dim = q.shape
-    num_kv_heads, page_size = k.shape[1:3]
+    num_kv_heads, page_size, config = pages.kv_heads, pages.page_size, call.config
     query_tile = min(config.query_tile, num_queries)
     pages_per_tile = max(1, config.key_tile // page_size)
-    page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages_per_tile)), constant_values=-1)
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages_per_tile)), constant_values=-1)
     q = jnp.pad(q, ((0, 0), (0, -num_queries % query_tile), (0, 0), (0, 0)))
 
     def row(args):
@@ -59,21 +59,21 @@ def _attend(q, k, v, page_table, starts, lengths, *, window, sm_scale, config):
         def tile(args):
             q, first = args
             q = q.reshape(query_tile, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-            partial = _walk(q, first, query_tile, table, length, k, v, pages_per_tile, window, sm_scale)
+            partial = _walk(call, q, first, query_tile, table, length, pages, pages_per_tile)
             out, lse = online_softmax.finish(partial)
             heads_last = (x.reshape(num_heads, query_tile, *x.shape[2:]).swapaxes(0, 1) for x in (out.astype(q.dtype), lse))
             return tuple(heads_last)
 
         first = start + jnp.arange(0, q.shape[0], query_tile, dtype=jnp.int32)
         out, lse = jax.lax.map(tile, (q.reshape(-1, query_tile, num_heads, head_dim), first))
-        return out.reshape(-1, num_heads, head_dim)[:num_queries], lse.reshape(-1, num_heads)[:num_queries]
+        return out.reshape(-1, num_heads, pages.v_head_dim)[:num_queries], lse.reshape(-1, num_heads)[:num_queries]
 
-    return jax.lax.map(row, (q, page_table, starts, lengths), batch_size=math.gcd(batch, config.rows))
+    return jax.lax.map(row, (q, table, starts, lengths), batch_size=math.gcd(batch, config.rows))
 
 
-def _walk(q, first, query_tile, table, length, k, v, pages_per_tile, window, sm_scale):
+def _walk(call: Call, q, first, query_tile, table, length, pages, pages_per_tile):
     """Fold every key tile that the queries at positions first, first + 1, ... may read; q is `[K, G * query_tile, D]`."""
-    num_kv_heads, page_size = k.shape[1:3]
+    page_size, window = pages.page_size, call.window
     key_tile = pages_per_tile * page_size
     query_pos = jnp.tile(first + jnp.arange(query_tile, dtype=jnp.int32), q.shape[1] // query_tile)[:, None]
     end = -(-jnp.maximum(jnp.minimum(first + query_tile, length), 0) // key_tile)
@@ -84,14 +84,14 @@ def _walk(q, first, query_tile, table, length, k, v, pages_per_tile, window, sm_
 
     def step(i, partial):
         i = jnp.where(i < sinks, i, i - sinks + resume)
-        pages = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile)
+        page_ids = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile)
         pos = i * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
-        pos = jnp.where((jnp.repeat(pages, page_size) >= 0) & (pos < length), pos, -1)
-        page = jnp.broadcast_to(pages, (num_kv_heads, pages_per_tile))
-        keys, values = (paged.read_tile(x, page, jnp.zeros_like(page), page_size) for x in (k, v))
-        seen = paged.visible(pos, query_pos, window)
-        logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, sm_scale), -jnp.inf)
+        pos = jnp.where((jnp.repeat(page_ids, page_size) >= 0) & (pos < length), pos, -1)
+        page = jnp.broadcast_to(page_ids, (pages.kv_heads, pages_per_tile))
+        keys, values = read(pages, page, jnp.zeros_like(page), page_size)
+        seen = visible(pos, query_pos, window)
+        logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
         values = jnp.where((pos >= 0)[:, None], values, 0)  # what was never written may be NaN
         return online_softmax.fold(partial, logits, values)
 
-    return jax.lax.fori_loop(0, sinks + end - resume, step, online_softmax.empty(q.shape[:2], q.shape[2]))
+    return jax.lax.fori_loop(0, sinks + end - resume, step, online_softmax.empty(q.shape[:2], pages.v_head_dim))

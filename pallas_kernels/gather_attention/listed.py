@@ -23,22 +23,22 @@ MOST_ROWS = 16
 """T*G beyond which spans are used: the parts that warpgroups exchange would crowd out the tiles."""
 
 
-def unsupported(q, k, *, width: int, block_size: int, words: dict[str, int]) -> str | None:
-    """Why this call, of those that `gather_attention.mosaic_gpu` supports, is none for this form, or None. Arguments as in `shape_of`."""
+def unsupported(q, pages, *, width: int, block_size: int, words: dict[str, int]) -> str | None:
+    """Why this form cannot do a call that `gather_attention.mosaic_gpu` supports, or None if it can. Arguments as in `shape_of`."""
     if block_size not in (16, 32, 64, 128):
         return f"block_size must be 16, 32, 64 or 128, got {block_size}"
-    rows = q.shape[1] * q.shape[2] // k.shape[1]
+    rows = q.shape[1] * q.shape[2] // pages.kv_heads
     if rows > MOST_ROWS:
         return f"T * G must be at most {MOST_ROWS} in one launch, got {rows}"
-    if shape_of(q, k, width=width, block_size=block_size, window=None, sm_scale=1.0, words=words).stages == 0:
+    if shape_of(q, pages, width=width, block_size=block_size, window=None, sm_scale=1.0, words=words).stages == 0:
         return f"a list of {width} blocks and {sum(words.values())} words of other stages leave no shared memory for a tile of keys"
     return None
 
 
-def shape_of(q, k, *, width: int, block_size: int, window, sm_scale: float, words: dict[str, int]) -> Shape:
+def shape_of(q, pages, *, width: int, block_size: int, window, sm_scale: float, words: dict[str, int]) -> Shape:
     """The sizes of a call; no stages where shared memory cannot hold one. words: of shared memory that other stages of the kernel take."""
     batch, num_queries, num_heads, head_dim = q.shape
-    _, num_kv_heads, page_size, _ = k.shape
+    num_kv_heads, page_size = pages.kv_heads, pages.page_size
     ctas = clusters.ctas_per_unit(batch * num_kv_heads)
     sizes = (batch, num_queries, num_heads, num_kv_heads, head_dim, page_size, block_size, width, window, sm_scale, q.dtype, TILE)
     s = Shape(*sizes, 1, WARPGROUPS, ctas)
@@ -125,7 +125,7 @@ def launch(s: Shape, kernel, out_type: list, words: dict[str, int]):
 
 
 @functools.partial(jax.jit, static_argnames="s")
-def attend_listed(s: Shape, q, k, v, page_table, lengths, blocks):
+def attend_listed(s: Shape, q, pages, table, lengths, blocks):
     """`attend` as a kernel of its own, over the lists `blocks` `[B, K, W]`; returns out and lse."""
 
     def listed_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, blocks_ref, out_ref, lse_ref, **scratch):
@@ -139,12 +139,12 @@ def attend_listed(s: Shape, q, k, v, page_table, lengths, blocks):
                 with lanes.when(i < s.width):
                     lanes.store_shared(scratch["ids_s"], i, lanes.load_global(inputs[0], unit * s.width + i))
             lanes.cta_barrier(threads)
-            locate(s, unit, page_table.shape[1], *inputs[1:], scratch)
+            locate(s, unit, table.shape[1], *inputs[1:], scratch)
 
         copy_list((blocks_ref, table_ref, lengths_ref), {name: scratch[name] for name in list_words(s)})
         attend(s, unit, cta, jnp.int32(s.width), (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch)
 
-    return launch(s, listed_kernel, outputs(s), {})(q, k, v, page_table, lengths, blocks)
+    return launch(s, listed_kernel, outputs(s), {})(q, pages.k, pages.v, table, lengths, blocks)
 
 
 def ring_words(s: Shape) -> int:

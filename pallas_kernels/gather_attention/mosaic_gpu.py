@@ -22,8 +22,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import merge
 from pallas_kernels.gather_attention import listed, split_merge
+from pallas_kernels.gather_attention.api import Call
 from pallas_kernels.hopper import decode_tiles as tiles
 from pallas_kernels.hopper import lanes
+from pallas_kernels.pages import unlike
 
 SMS = 132
 """Multiprocessors that the default splits fill. A constant, so that bits do not depend on where a program runs."""
@@ -52,82 +54,73 @@ class Config:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
 
 
-def unsupported(
-    q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config, value_dim=None
-) -> str | None:
-    """Why this valid input is none for this kernel, or None if it is one."""
-    if value_dim is not None:
-        return f"it reads V from an array of its own, not from the first {value_dim} columns of K"
+def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
+    if reason := unlike(pages):
+        return reason
     num_queries, num_heads, head_dim = q.shape[1:]
-    rows = num_queries * num_heads // k.shape[1]
-    if q.dtype != k.dtype or q.dtype.name not in ("bfloat16", "float16"):
-        return f"it multiplies bfloat16 or float16, q and k alike; got q {q.dtype}, k {k.dtype}"
+    rows = num_queries * num_heads // pages.kv_heads
+    if q.dtype != pages.k.dtype or q.dtype.name not in ("bfloat16", "float16"):
+        return f"it multiplies bfloat16 or float16, q and k alike; got q {q.dtype}, k {pages.k.dtype}"
     if head_dim not in (64, 128, 256):
         return f"the head dim must be 64, 128 or 256, got {head_dim}"
     if rows > tiles.ROWS:
-        return f"T * G must be at most {tiles.ROWS}, got {num_queries} * {num_heads // k.shape[1]}"
-    if k.shape[2] % 64:
-        return f"the page size must be a multiple of 64, got {k.shape[2]}"
-    if (blocks is not None or return_block_lse) and block_size not in (16, 32, 64, 128):
-        return f"block_size must be 16, 32, 64 or 128, got {block_size}"
+        return f"T * G must be at most {tiles.ROWS}, got {num_queries} * {num_heads // pages.kv_heads}"
+    if pages.page_size % 64:
+        return f"the page size must be a multiple of 64, got {pages.page_size}"
+    if (blocks is not None or call.return_block_lse) and call.block_size not in (16, 32, 64, 128):
+        return f"block_size must be 16, 32, 64 or 128, got {call.block_size}"
     return None
 
 
-def gather_attention(
-    q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config, value_dim=None, interpret=None
-):
+def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=None):
     """See `pallas_kernels.gather_attention.gather_attention`. config: a `Config`, or None. interpret: for tests."""
-    if config is not None and not isinstance(config, Config):
-        raise ValueError(
-            f"implementation 'mosaic_gpu' of gather_attention takes a pallas_kernels.gather_attention.mosaic_gpu.Config, got {config!r}"
-        )
-    static = {"block_size": block_size, "window": window, "sm_scale": sm_scale, "return_block_lse": return_block_lse}
-    reason = unsupported(q, k, v, page_table, lengths, blocks=blocks, **static, config=config, value_dim=value_dim)
+    reason = unsupported(call, q, pages, table, lengths, blocks)
     if reason:
         raise NotImplementedError(f"gather_attention 'mosaic_gpu': {reason}")
-    if config is None and blocks is not None and not return_block_lse:
-        sizes = {"width": blocks.shape[2], "block_size": block_size, "words": {}}
-        if not listed.unsupported(q, k, **sizes):
-            s = listed.shape_of(q, k, **sizes, window=window, sm_scale=sm_scale)
-            return tuple(listed.attend_listed(s, q, k, v, page_table, lengths, blocks))
-    return _attend(q, k, v, page_table, lengths, blocks, **static, config=config or Config(), interpret=interpret)
+    if call.config is None and blocks is not None and not call.return_block_lse:
+        sizes = {"width": blocks.shape[2], "block_size": call.block_size, "words": {}}
+        if not listed.unsupported(q, pages, **sizes):
+            s = listed.shape_of(q, pages, **sizes, window=call.window, sm_scale=call.sm_scale)
+            return tuple(listed.attend_listed(s, q, pages, table, lengths, blocks))
+    return _attend(dataclasses.replace(call, config=call.config or Config()), q, pages, table, lengths, blocks, interpret=interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "window", "sm_scale", "return_block_lse", "config", "interpret"))
-def _attend(q, k, v, page_table, lengths, blocks, *, block_size, window, sm_scale, return_block_lse, config, interpret):
-    s = _shape(q, k, blocks, block_size, window, sm_scale, return_block_lse, config)
-    width = page_table.shape[1] * s.page_size // s.block_size if blocks is None else blocks.shape[2]
-    launch = _launch(s, width if return_block_lse else None, config.array_code, interpret)
-    queries = tiles.padded_queries(s, q) if config.array_code else q
-    out, lse, *block_lse = launch(queries, k, v, page_table, lengths, *(() if blocks is None else (blocks,)))
-    if config.array_code:
+@functools.partial(jax.jit, static_argnames=("call", "interpret"))
+def _attend(call: Call, q, pages, table, lengths, blocks, *, interpret):
+    s = _shape(call, q, pages, blocks)
+    width = table.shape[1] * s.page_size // s.block_size if blocks is None else blocks.shape[2]
+    launch = _launch(s, width if call.return_block_lse else None, call.config.array_code, interpret)
+    queries = tiles.padded_queries(s, q) if call.config.array_code else q
+    out, lse, *block_lse = launch(queries, pages.k, pages.v, table, lengths, *(() if blocks is None else (blocks,)))
+    if call.config.array_code:
         out, lse = merge.merge_attention([out[:, :, i] for i in range(s.splits)], [lse[:, :, i] for i in range(s.splits)])
         out, lse = _heads_last(s, out).astype(q.dtype), _heads_last(s, lse)
     elif s.splits > 1:
         out, lse = split_merge.merge(s, out, lse)
-    if not return_block_lse:
+    if not call.return_block_lse:
         return out, lse
     ids = jnp.arange(width, dtype=jnp.int32)[None, None] if blocks is None else blocks
-    pages = jnp.take_along_axis(page_table[:, None], jnp.clip(ids * s.block_size // s.page_size, 0, page_table.shape[1] - 1), axis=2)
-    there = (ids >= 0) & (ids * s.block_size < page_table.shape[1] * s.page_size) & (pages >= 0)
+    page_ids = jnp.take_along_axis(table[:, None], jnp.clip(ids * s.block_size // s.page_size, 0, table.shape[1] - 1), axis=2)
+    there = (ids >= 0) & (ids * s.block_size < table.shape[1] * s.page_size) & (page_ids >= 0)
     there &= ids * s.block_size < lengths[:, None, None]
     of_blocks = jnp.where(there[..., None], block_lse[0][:, :, :width], -jnp.inf)
     return out, lse, _heads_last(s, of_blocks.swapaxes(2, 3))
 
 
-def _shape(q, k, blocks, block_size, window, sm_scale, return_block_lse, config: Config) -> tiles.Shape:
+def _shape(call: Call, q, pages, blocks) -> tiles.Shape:
     batch, num_queries, num_heads, head_dim = q.shape
-    _, num_kv_heads, page_size, _ = k.shape
-    if blocks is None and not return_block_lse:
+    num_kv_heads, page_size, block_size, config = pages.kv_heads, pages.page_size, call.block_size, call.config
+    if blocks is None and not call.return_block_lse:
         block_size = page_size
-    tile = max(64, block_size) if return_block_lse else config.tile_tokens or (128 if blocks is None and head_dim <= 128 else 64)
+    tile = max(64, block_size) if call.return_block_lse else config.tile_tokens or (128 if blocks is None and head_dim <= 128 else 64)
     splits = max(1, SMS // (batch * num_kv_heads))
     if blocks is not None:
         splits = min(splits, -(-blocks.shape[2] * block_size // tile))
     stages = config.stages or max(1, min(3, (130 << 10) // (4 * tile * head_dim)))
     return tiles.Shape(
         *(batch, num_queries, num_heads, num_kv_heads, head_dim, page_size, block_size, None if blocks is None else blocks.shape[2]),
-        *(window, sm_scale, q.dtype, tile, stages, 1, config.splits or splits),
+        *(call.window, call.sm_scale, q.dtype, tile, stages, 1, config.splits or splits),
     )
 
 
@@ -138,7 +131,7 @@ def _heads_last(s: tiles.Shape, x):
 
 
 def _launch(s: tiles.Shape, block_lse_width: int | None, array_code: bool, interpret):
-    """The kernel of the spans as a function of (queries, k, v, page_table, lengths, blocks?)."""
+    """The kernel of the spans as a function of (queries, k, v, table, lengths, blocks?)."""
     scratch = s.scratch() | {"rows_s": plgpu.SMEM((tiles.ROWS,), jnp.float32)}
     if array_code:
         parts = (s.batch, s.num_kv_heads, s.splits, s.rows)

@@ -26,7 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.lax import div, rem  # on traced values: `//` and `%` mind signs, which needs the chip's generation when lowering
 
-from pallas_kernels import dispatch, paged
+from pallas_kernels import dispatch
+from pallas_kernels.gather_attention.api import Call
+from pallas_kernels.pages import unlike, visible
 
 SMEM_BYTES = 768 * 1024
 """Of the scalar memory (1 MiB), what the page table, the lengths and the list may take."""
@@ -79,13 +81,14 @@ class _Sizes:
         return -(-self.entries // _LANES)
 
 
-def _sizes(q, k, page_table, blocks, block_size, window, sm_scale, config) -> _Sizes:
+def _sizes(call: Call, q, pages, table, blocks) -> _Sizes:
+    config, block_size = call.config, call.block_size
     if config is not None and not isinstance(config, Config):
         raise ValueError(
             f"implementation 'mosaic_tpu' of gather_attention takes a pallas_kernels.gather_attention.mosaic_tpu.Config, got {config!r}"
         )
-    (_, num_queries, num_heads, _), kv_heads, page_size = q.shape, k.shape[1], k.shape[2]
-    group, width = num_heads // kv_heads, page_table.shape[1]
+    (_, num_queries, num_heads, _), kv_heads, page_size = q.shape, pages.kv_heads, pages.page_size
+    group, width = num_heads // kv_heads, table.shape[1]
     per_tile = max(1, (config or Config()).tile_tokens // block_size)
     if blocks is not None:
         per_tile = min(per_tile, blocks.shape[2])
@@ -100,8 +103,8 @@ def _sizes(q, k, page_table, blocks, block_size, window, sm_scale, config) -> _S
         dense=blocks is None,
         entries=width * (page_size // block_size) if blocks is None else blocks.shape[2],
         per_tile=per_tile,
-        window=window,
-        sm_scale=float(sm_scale),
+        window=call.window,
+        sm_scale=float(call.sm_scale),
     )
 
 
@@ -109,27 +112,25 @@ def _padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def unsupported(
-    q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config, value_dim=None
-) -> str | None:
+def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
     """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only.
 
     Raises ValueError for a config that is not a `Config`.
     """
-    sizes = _sizes(q, k, page_table, blocks, block_size, window, sm_scale, config)
-    arrays = dispatch.signature(q=q, k=k, page_table=page_table, blocks=blocks)
-    if value_dim is not None:
-        return f"it reads V from an array of its own, not from the first {value_dim} columns of K; got {arrays}"
-    if "float16" in (q.dtype.name, k.dtype.name):
+    sizes = _sizes(call, q, pages, table, blocks)
+    arrays = dispatch.signature(q=q, **pages.arrays, table=table, blocks=blocks)
+    if reason := unlike(pages):
+        return reason
+    if "float16" in (q.dtype.name, pages.k_format.codes):
         return f"TPUs do not compute in float16, only in bfloat16 and float32; got {arrays}"
     if q.shape[3] % _LANES:
         return f"head dim {q.shape[3]} is not a multiple of {_LANES}, and XLA would copy the whole pool to pad it; got {arrays}"
-    if block_size % _SUBLANES:
-        return f"block_size {block_size} is not a multiple of {_SUBLANES}, the rows that one copy can start at; got {arrays}"
+    if call.block_size % _SUBLANES:
+        return f"block_size {call.block_size} is not a multiple of {_SUBLANES}, the rows that one copy can start at; got {arrays}"
     scalars = _smem_bytes(sizes, q.shape[0])
     if scalars > SMEM_BYTES:
         return f"page table and list take {scalars} bytes of scalar memory, at most {SMEM_BYTES} are there; {arrays}"
-    vectors = _vmem_bytes(sizes, q, k, return_block_lse)
+    vectors = _vmem_bytes(sizes, q, pages.k, call.return_block_lse)
     if vectors > VMEM_BYTES:
         return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; tile_tokens {sizes.tile_tokens}, {arrays}"
     return None
@@ -150,25 +151,22 @@ def _vmem_bytes(sizes: _Sizes, q, k, return_block_lse: bool) -> int:
     return slots + moved + computed
 
 
-def gather_attention(
-    q, k, v, page_table, lengths, *, blocks, block_size, window, sm_scale, return_block_lse, config, value_dim=None, interpret=False
-) -> tuple[jax.Array, ...]:
+def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=False) -> tuple[jax.Array, ...]:
     """See `pallas_kernels.gather_attention.gather_attention`. config: a `Config`, or None for `Config()`.
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
     Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do, ValueError for another config.
     """
-    keywords = {"blocks": blocks, "block_size": block_size, "window": window, "sm_scale": sm_scale, "config": config}
-    reason = unsupported(q, k, v, page_table, lengths, **keywords, return_block_lse=return_block_lse, value_dim=value_dim)
+    reason = unsupported(call, q, pages, table, lengths, blocks)
     if reason is not None:
         raise NotImplementedError(f"implementation 'mosaic_tpu' of gather_attention: {reason}")
-    sizes = _sizes(q, k, page_table, **keywords)
-    return _attend(q, k, v, page_table, lengths, blocks, sizes=sizes, return_block_lse=return_block_lse, interpret=interpret)
+    sizes = _sizes(call, q, pages, table, blocks)
+    return _attend(q, pages, table, lengths, blocks, sizes=sizes, return_block_lse=call.return_block_lse, interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "return_block_lse", "interpret"))
-def _attend(q, k, v, page_table, lengths, blocks, *, sizes: _Sizes, return_block_lse, interpret):
+def _attend(q, pages, table, lengths, blocks, *, sizes: _Sizes, return_block_lse, interpret):
     batch, num_queries, num_heads, head_dim = q.shape
     kv_heads, used = sizes.kv_heads, num_queries * sizes.group
     rows = q.reshape(batch, num_queries, kv_heads, sizes.group, head_dim).swapaxes(1, 2).reshape(batch, kv_heads, used, head_dim)
@@ -184,7 +182,7 @@ def _attend(q, k, v, page_table, lengths, blocks, *, sizes: _Sizes, return_block
     results = [((sizes.rows, head_dim), q.dtype), ((sizes.rows, 1), jnp.float32)]
     if return_block_lse:
         results.append(((sizes.lse_groups, sizes.rows, _LANES), jnp.float32))
-    slots = pltpu.VMEM((2, sizes.per_tile, sizes.block_size, head_dim), k.dtype)
+    slots = pltpu.VMEM((2, sizes.per_tile, sizes.block_size, head_dim), pages.k.dtype)
     out, lse, *block_lse = pl.pallas_call(
         functools.partial(_kernel, sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -199,7 +197,7 @@ def _attend(q, k, v, page_table, lengths, blocks, *, sizes: _Sizes, return_block
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="gather_attention",
-    )(page_table.reshape(-1), lengths, ids, rows, k, v)
+    )(table.reshape(-1), lengths, ids, rows, pages.k, pages.v)
 
     def heads_last(x):
         x = x[:, :, :used].reshape(batch, kv_heads, num_queries, sizes.group, -1).swapaxes(1, 2)
@@ -335,7 +333,7 @@ def _logits(sizes: _Sizes, q, keys, pos, length):
     dtype = jnp.promote_types(q.dtype, keys.dtype)
     logits = _product(q.astype(dtype), keys.astype(dtype), contract=1) * sizes.sm_scale
     query = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0)
-    seen = paged.visible(pos, length - sizes.num_queries + div(query, sizes.group), sizes.window)
+    seen = visible(pos, length - sizes.num_queries + div(query, sizes.group), sizes.window)
     return jnp.where(seen, logits, -jnp.inf)
 
 

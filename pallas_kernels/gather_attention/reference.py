@@ -10,21 +10,21 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gather_attention.api import Call
 
-@functools.partial(jax.jit, static_argnames=("block_size", "window", "value_dim", "sm_scale", "return_block_lse", "config"))
-def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window, value_dim, sm_scale, return_block_lse, config):
+
+@functools.partial(jax.jit, static_argnames="call")
+def gather_attention(call: Call, q, pages, table, lengths, blocks):
     """See `pallas_kernels.gather_attention.gather_attention`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'reference' of gather_attention takes no config, got {config!r}")
-    if v is None:
-        v = k[..., :value_dim]
-    page_size, num_queries, num_heads, num_kv_heads = k.shape[2], q.shape[1], q.shape[2], k.shape[1]
+    window, block_size, sm_scale = call.window, call.block_size, call.sm_scale
+    page_size, num_queries, num_heads, num_kv_heads = pages.page_size, q.shape[1], q.shape[2], pages.kv_heads
 
     def of_head(q, kv_head, listed, table, length):  # q [T, D]
         pos = listed[:, None] * block_size + jnp.arange(block_size)
         page = table[jnp.clip(pos // page_size, 0, table.size - 1)]
         there = (listed >= 0)[:, None] & (page >= 0) & (pos < length)
-        keys, values = (jnp.where(there[..., None], pool[page, kv_head, pos % page_size], 0).astype(jnp.float32) for pool in (k, v))
+        read = (pool[page, kv_head, pos % page_size].astype(jnp.float32) for pool in (pages.k, pages.values))
+        keys, values = (jnp.where(there[..., None], x, 0) for x in read)
         at = (length - num_queries + jnp.arange(num_queries))[:, None, None]
         seen = there & (pos <= at)
         if window is not None:
@@ -37,9 +37,9 @@ def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window
         return out.astype(q.dtype), lse, jax.nn.logsumexp(logits, axis=2)
 
     if blocks is None:
-        blocks = jnp.tile(jnp.arange(page_table.shape[1] * page_size // block_size), (q.shape[0], num_kv_heads, 1))
+        blocks = jnp.tile(jnp.arange(table.shape[1] * page_size // block_size), (q.shape[0], num_kv_heads, 1))
     group = num_heads // num_kv_heads
     of_heads = jax.vmap(of_head, in_axes=(1, 0, 0, None, None), out_axes=1)
     of_rows = jax.vmap(of_heads, in_axes=(0, None, 0, 0, 0))
-    results = of_rows(q, jnp.arange(num_heads) // group, jnp.repeat(blocks, group, axis=1), page_table, lengths)
-    return results if return_block_lse else results[:2]
+    results = of_rows(q, jnp.arange(num_heads) // group, jnp.repeat(blocks, group, axis=1), table, lengths)
+    return results if call.return_block_lse else results[:2]

@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels import online_softmax, paged
+from pallas_kernels import online_softmax
+from pallas_kernels.gather_attention.api import Call
+from pallas_kernels.pages import read, visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,51 +39,46 @@ def default_config() -> Config:
     return Config() if jax.default_backend() == "cpu" else Config(tile_tokens=2048, rows=64)
 
 
-def gather_attention(q, k, v, page_table, lengths, *, blocks, block_size, window, value_dim, sm_scale, return_block_lse, config):
+def gather_attention(call: Call, q, pages, table, lengths, blocks):
     """See `pallas_kernels.gather_attention.gather_attention`. config: a `Config`, or None for `default_config()`."""
-    if config is not None and not isinstance(config, Config):
-        raise ValueError(f"implementation 'xla' of gather_attention takes a pallas_kernels.gather_attention.xla.Config, got {config!r}")
-    static = {"block_size": block_size, "window": window, "sm_scale": sm_scale, "return_block_lse": return_block_lse}
-    static |= {"value_dim": value_dim}
-    return _attend(q, k, v, page_table, lengths, blocks, **static, config=config or default_config())
+    return _attend(dataclasses.replace(call, config=call.config or default_config()), q, pages, table, lengths, blocks)
 
 
-@functools.partial(jax.jit, static_argnames=("block_size", "window", "value_dim", "sm_scale", "return_block_lse", "config"))
-def _attend(q, k, v, page_table, lengths, blocks, *, block_size, window, value_dim, sm_scale, return_block_lse, config):
+@functools.partial(jax.jit, static_argnames="call")
+def _attend(call: Call, q, pages, table, lengths, blocks):
+    block_size, num_kv_heads, page_size = call.block_size, pages.kv_heads, pages.page_size
+
     def row(args):
         q, table, length, ids = args
         num_queries, num_heads, head_dim = q.shape
-        num_kv_heads = k.shape[1]
         q = q.reshape(num_queries, num_kv_heads, -1, head_dim).swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)
         query_pos = length - num_queries + jnp.arange(num_queries, dtype=jnp.int32)
         query_pos = jnp.repeat(query_pos, num_heads // num_kv_heads)
-        ids, pages, per_tile = _list(ids, table, length, num_kv_heads, k.shape[2], block_size, config.tile_tokens)
+        ids, page_ids, per_tile = _list(ids, table, length, num_kv_heads, page_size, block_size, call.config.tile_tokens)
         tiles = jnp.max(jnp.where(ids >= 0, jnp.arange(ids.shape[1], dtype=jnp.int32) // per_tile + 1, 0))
 
         def step(i, carry):
             partial, block_lse = carry
-            block, page = (jax.lax.dynamic_slice_in_dim(x, i * per_tile, per_tile, axis=1) for x in (ids, pages))
+            block, page = (jax.lax.dynamic_slice_in_dim(x, i * per_tile, per_tile, axis=1) for x in (ids, page_ids))
             pos = (block[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)).reshape(num_kv_heads, -1)
-            tokens = block * block_size % k.shape[2]
-            keys = paged.read_tile(k, page, tokens, block_size)
-            values = keys[..., :value_dim] if v is None else paged.read_tile(v, page, tokens, block_size)
-            seen = paged.visible(pos[:, None, :], query_pos[:, None], window)
-            logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, sm_scale), -jnp.inf)
+            keys, values = read(pages, page, block * block_size % page_size, block_size)
+            seen = visible(pos[:, None, :], query_pos[:, None], call.window)
+            logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
             values = jnp.where(((pos >= 0) & (pos < length))[..., None], values, 0)  # what was never written may be NaN
-            if return_block_lse:
+            if call.return_block_lse:
                 of_tile = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], per_tile, block_size), axis=-1)
                 block_lse = jax.lax.dynamic_update_slice_in_dim(block_lse, of_tile, i * per_tile, axis=2)
             return online_softmax.fold(partial, logits, values), block_lse
 
-        block_lse = jnp.full((*q.shape[:2], ids.shape[1]), -jnp.inf, jnp.float32) if return_block_lse else None
-        partial, block_lse = jax.lax.fori_loop(0, tiles, step, (online_softmax.empty(q.shape[:2], value_dim or head_dim), block_lse))
+        block_lse = jnp.full((*q.shape[:2], ids.shape[1]), -jnp.inf, jnp.float32) if call.return_block_lse else None
+        partial, block_lse = jax.lax.fori_loop(0, tiles, step, (online_softmax.empty(q.shape[:2], pages.v_head_dim), block_lse))
         out, lse = online_softmax.finish(partial)
-        found = (out.astype(q.dtype), lse, block_lse) if return_block_lse else (out.astype(q.dtype), lse)
+        found = (out.astype(q.dtype), lse, block_lse) if call.return_block_lse else (out.astype(q.dtype), lse)
         heads_last = (x.reshape(num_kv_heads, num_queries, -1, *x.shape[2:]).swapaxes(0, 1) for x in found)
         return tuple(x.reshape(num_queries, num_heads, *x.shape[3:]) for x in heads_last)
 
-    out, lse, *block_lse = jax.lax.map(row, (q, page_table, lengths, blocks), batch_size=math.gcd(q.shape[0], config.rows))
-    width = page_table.shape[1] * (k.shape[2] // block_size) if blocks is None else blocks.shape[2]
+    out, lse, *block_lse = jax.lax.map(row, (q, table, lengths, blocks), batch_size=math.gcd(q.shape[0], call.config.rows))
+    width = table.shape[1] * (page_size // block_size) if blocks is None else blocks.shape[2]
     return (out, lse, *(x[..., :width] for x in block_lse))
 
 
@@ -97,7 +94,7 @@ def _list(
         ids = jnp.broadcast_to(jnp.arange(table.shape[0] * per_page, dtype=jnp.int32), (num_kv_heads, table.shape[0] * per_page))
     else:
         per_tile = min(per_tile, ids.shape[1])
-    pages = table.at[jnp.maximum(ids, 0) // per_page].get(mode="fill", fill_value=-1)
-    there = (ids >= 0) & (pages >= 0) & (ids * block_size < length)
+    page_ids = table.at[jnp.maximum(ids, 0) // per_page].get(mode="fill", fill_value=-1)
+    there = (ids >= 0) & (page_ids >= 0) & (ids * block_size < length)
     padding = ((0, 0), (0, -ids.shape[1] % per_tile))
-    return *(jnp.pad(jnp.where(there, x, -1), padding, constant_values=-1) for x in (ids, pages)), per_tile
+    return *(jnp.pad(jnp.where(there, x, -1), padding, constant_values=-1) for x in (ids, page_ids)), per_tile

@@ -100,7 +100,7 @@ class Shape:
 
 
 def unsupported(q, k, sm_scale: float) -> str | None:
-    """Why the shared stage cannot do these valid inputs, or None if it can."""
+    """Why the shared stage cannot take these queries and keys, or None if it can."""
     if q.dtype != k.dtype or q.dtype.name not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 or float16, q and k alike; got q {q.dtype}, k {k.dtype}"
     if q.shape[3] not in (64, 128, 256):
@@ -123,9 +123,9 @@ def shape_of(q, k, *, sm_scale: float, row_stride: int = 1, block_size: int | No
     return Shape(batch, num_rows, row_stride, *sizes, sm_scale, q.dtype)
 
 
-def plain_ends(page_table, lengths, page_size: int):
+def plain_ends(table, lengths, page_size: int):
     """Per row of the batch `[B]`, the position up to which every token is written and has a page."""
-    missing = jnp.where(page_table < 0, jnp.arange(page_table.shape[1], dtype=jnp.int32), page_table.shape[1])
+    missing = jnp.where(table < 0, jnp.arange(table.shape[1], dtype=jnp.int32), table.shape[1])
     return jnp.minimum(missing.min(axis=1) * page_size, lengths)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from pallas_kernels import dispatch, paged
+from pallas_kernels import dispatch
+from pallas_kernels.pages import CODES
 
 FP8 = "float8_e4m3fn"
 
@@ -52,8 +53,8 @@ def indexer_scores(
         raise ValueError(f"q, page_table and lengths must have the same batch; got {arrays}")
     if page_table.dtype != jnp.int32 or lengths.dtype != jnp.int32 or weights.dtype != jnp.float32:
         raise ValueError(f"page_table and lengths must be int32, weights float32; got {arrays}")
-    if q.dtype.name not in paged.DTYPES or keys.dtype.name not in (*paged.DTYPES, FP8):
-        raise ValueError(f"q must be one of {', '.join(paged.DTYPES)}, keys one of those or {FP8}; got {arrays}")
+    if q.dtype.name not in CODES or keys.dtype.name not in (*CODES, FP8):
+        raise ValueError(f"q must be one of {', '.join(CODES)}, keys one of those or {FP8}; got {arrays}")
     if (keys.dtype.name == FP8) != (scales is not None):
         raise ValueError(f"keys of {FP8} need scales, others take none; got {arrays}")
     if scales is not None and (scales.shape != keys.shape[:2] or scales.dtype != jnp.float32):

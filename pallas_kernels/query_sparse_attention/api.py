@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, paged
+from pallas_kernels import dispatch
+from pallas_kernels.pages import Pages, check, check_scale, check_window
 
 ESTIMATES = ("quantile", "buckets")
 """How blocks are found that are not listed exactly."""
 
-SELECTION = ("k_blocks", "k_exact", "tournament", "estimate")
-"""What says which of its candidates a row lists."""
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static arguments of a call, as `query_sparse_attention` explains them."""
+
+    gamma: int
+    block_size: int
+    k_blocks: int
+    k_exact: int
+    window: tuple[int, int] | None
+    tournament: bool
+    estimate: str
+    sm_scale: float
+    config: Any
+
+    def __post_init__(self):
+        check_scale(self.sm_scale)
+        check_window(self.window)
+
+    @property
+    def selection(self) -> dict[str, Any]:
+        """What says which of its candidates a row lists."""
+        return {name: getattr(self, name) for name in ("k_blocks", "k_exact", "tournament", "estimate")}
 
 
 def query_sparse_attention(
     q: Float[Array, "B T H D"],
-    k: Float[Array, "N K P D"],
-    v: Float[Array, "N K P D"],
-    page_table: Int[Array, "B M"],
+    pages: Pages,
+    table: Int[Array, "B M"],
     starts: Int[Array, "B"],
     lengths: Int[Array, "B"],
     *,
@@ -33,10 +55,10 @@ def query_sparse_attention(
     sm_scale: float,
     config: Any = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B R H D"], Float[Array, "B R H"], Int[Array, "B R H k"], Float[Array, "B R H k"]]:
+) -> tuple[Float[Array, "B R H Dv"], Float[Array, "B R H"], Int[Array, "B R H k"], Float[Array, "B R H k"]]:
     """Exact causal attention of every gamma-th query of a chunk, and in the same pass, per query head, the key blocks that score best.
 
-    q, k, v, page_table, starts, lengths, sm_scale: as `flash_attention` takes them (chunk written, query t of row b at position
+    q, pages, table, starts, lengths, sm_scale: as `flash_attention` takes them (chunk written, query t of row b at position
     starts[b] + t, int32, -1 = no page). gamma: queries per measured one. R = ceil(T / gamma) rows: row r is query t = r * gamma of the
     chunk, so query t belongs to row t // gamma; this is the paper's grid where starts are multiples of gamma. block_size: tokens,
     divides P. k_blocks: slots of a list, at least 1. config: the implementation's own; "xla" takes
@@ -73,7 +95,7 @@ def query_sparse_attention(
 
     Named as in the paper: k_exact = k_blocks is the exact (or tournament tree) selector, k_exact = 0 the estimated one, else the hybrid.
 
-    Returns out `[B, R, H, D]` in q's dtype; lse `[B, R, H]` float32, natural log; ids `[B, R, H, k_blocks]` int32, logical blocks, each
+    Returns out `[B, R, H, Dv]` in q's dtype; lse `[B, R, H]` float32, natural log; ids `[B, R, H, k_blocks]` int32, logical blocks, each
     once, in the order of slots (not ascending), -1 in empty slots; scores `[B, R, H, k_blocks]` float32, -inf in empty slots. A row at or
     past its length (padding) gives 0, -inf, -1, -inf, like one with nothing to read. Memory: that of the results and a tile; neither the
     R x S logits nor the R x S / block_size scores are written.
@@ -84,17 +106,13 @@ def query_sparse_attention(
     block on the diagonal is attended to (and is a candidate). Buckets: the partial reduction of "TPU-KNN: K Nearest Neighbor Search at
     Peak FLOP/s" (arXiv 2206.14286), with as many bins as results, behind exact slots.
     """
-    paged.check(q, k, v, page_table, sm_scale, window, starts=starts, lengths=lengths)
-    check_selection(
-        k.shape[2], gamma=gamma, block_size=block_size, k_blocks=k_blocks, k_exact=k_exact, tournament=tournament, estimate=estimate
-    )
-    arrays = (q, k, v, page_table, starts, lengths)
-    selection = {"gamma": gamma, "block_size": block_size, "k_blocks": k_blocks, "k_exact": k_exact, "window": window}
-    selection |= {"tournament": tournament, "estimate": estimate}
-    signature = f"{dispatch.signature(q=q, k=k, page_table=page_table)} {selection}"
-    static = selection | {"sm_scale": sm_scale, "config": config}
-    name = dispatch.choose("query_sparse_attention", implementation, signature, arrays, static)
-    return dispatch.load("query_sparse_attention", name)(*arrays, **static)
+    check(q, pages, table, starts=starts, lengths=lengths)
+    sizes = {"gamma": gamma, "block_size": block_size, "k_blocks": k_blocks, "k_exact": k_exact}
+    how = {"tournament": tournament, "estimate": estimate}
+    check_selection(pages.page_size, **sizes, **how)
+    call = Call(**sizes, window=window, **how, sm_scale=sm_scale, config=config)
+    signature = f"{dispatch.signature(q=q, **pages.arrays, table=table)} {sizes | {'window': window} | how}"
+    return dispatch.run("query_sparse_attention", implementation, signature, call, q, pages, table, starts, lengths)
 
 
 def check_selection(page_size: int, *, gamma: int, block_size: int, k_blocks: int, k_exact: int, tournament: bool, estimate: str) -> None:

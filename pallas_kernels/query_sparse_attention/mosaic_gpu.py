@@ -24,39 +24,37 @@ from jax import lax
 
 from pallas_kernels.hopper import query_tiles
 from pallas_kernels.hopper.decode_tiles import LOG2E, LOWEST
+from pallas_kernels.pages import unlike
 from pallas_kernels.query_sparse_attention import lane_selection
-from pallas_kernels.query_sparse_attention.api import SELECTION
+from pallas_kernels.query_sparse_attention.api import Call
 
 
-def unsupported(q, k, v, page_table, starts, lengths, *, gamma, block_size, window, sm_scale, config, **selection) -> str | None:
-    """Why this valid input is none for this kernel, or None if it is one."""
-    reason = query_tiles.unsupported(q, k, sm_scale)
-    if reason:
+def unsupported(call: Call, q, pages, table, starts, lengths) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
+    if reason := unlike(pages) or query_tiles.unsupported(q, pages.k, call.sm_scale):
         return reason
-    tile = query_tiles.shape_of(q, k, sm_scale=sm_scale).tile
-    if block_size not in (64, tile):
-        return f"block_size must be 64 or {tile} at head dim {q.shape[3]}, got {block_size}"
+    tile = query_tiles.shape_of(q, pages.k, sm_scale=call.sm_scale).tile
+    if call.block_size not in (64, tile):
+        return f"block_size must be 64 or {tile} at head dim {q.shape[3]}, got {call.block_size}"
     return None
 
 
-def query_sparse_attention(q, k, v, page_table, starts, lengths, *, config, **static):
+def query_sparse_attention(call: Call, q, pages, table, starts, lengths):
     """See `pallas_kernels.query_sparse_attention.query_sparse_attention`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'mosaic_gpu' of query_sparse_attention takes no config, got {config!r}")
-    reason = unsupported(q, k, v, page_table, starts, lengths, config=config, **static)
+    reason = unsupported(call, q, pages, table, starts, lengths)
     if reason:
         raise NotImplementedError(f"query_sparse_attention 'mosaic_gpu': {reason}")
-    return _measure(q, k, v, page_table, starts, lengths, **static)
+    return _measure(call, q, pages, table, starts, lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("gamma", "block_size", "window", "sm_scale", *SELECTION))
-def _measure(q, k, v, page_table, starts, lengths, *, gamma, block_size, k_blocks, k_exact, window, tournament, estimate, sm_scale):
-    del tournament  # the same slots
-    q = q[:, ::gamma]
-    s = query_tiles.shape_of(q, k, sm_scale=sm_scale, row_stride=gamma)
-    selector = lane_selection.Selector(block_size, k_blocks, k_exact, estimate, gamma, s.num_rows, s.num_heads, window)
-    lists = (*q.shape[:3], k_blocks)
-    plain_end = query_tiles.plain_ends(page_table, lengths, s.page_size)
+@functools.partial(jax.jit, static_argnames="call")
+def _measure(call: Call, q, pages, table, starts, lengths):
+    q = q[:, :: call.gamma]
+    s = query_tiles.shape_of(q, pages.k, sm_scale=call.sm_scale, row_stride=call.gamma)
+    sizes = (call.block_size, call.k_blocks, call.k_exact, call.estimate, call.gamma, s.num_rows, s.num_heads, call.window)
+    selector = lane_selection.Selector(*sizes)  # a tournament gives the same slots
+    lists = (*q.shape[:3], call.k_blocks)
+    plain_end = query_tiles.plain_ends(table, lengths, s.page_size)
     kernel = query_tiles.launch(
         s,
         "query_sparse_attention_kernel",
@@ -64,7 +62,7 @@ def _measure(q, k, v, page_table, starts, lengths, *, gamma, block_size, k_block
         functools.partial(_aside, s, selector),
         [jax.ShapeDtypeStruct(lists, jnp.int32), jax.ShapeDtypeStruct(lists, jnp.float32)],
     )
-    out, lse, ids, scores = kernel(query_tiles.padded(q), k, v, page_table, starts, lengths, plain_end)
+    out, lse, ids, scores = kernel(query_tiles.padded(q), pages.k, pages.v, table, starts, lengths, plain_end)
     return *query_tiles.cut(s, out, lse), ids, scores
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.query_sparse_attention.api import SELECTION
+from pallas_kernels.query_sparse_attention.api import Call
 
 EMPTY = (-math.inf, -1)
 """A slot that holds nothing; slots are (score, block)."""
@@ -140,39 +140,37 @@ def candidates(position: int, block_size: int, window: tuple[int, int] | None) -
     return (blocks[0], blocks[-1] + 1) if blocks else (0, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("gamma", "block_size", "window", "sm_scale", "config", *SELECTION))
-def query_sparse_attention(q, k, v, page_table, starts, lengths, *, gamma, block_size, window, sm_scale, config, **selection):
+@functools.partial(jax.jit, static_argnames="call")
+def query_sparse_attention(call: Call, q, pages, table, starts, lengths):
     """See `pallas_kernels.query_sparse_attention.query_sparse_attention`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'reference' of query_sparse_attention takes no config, got {config!r}")
-    num_kv_heads, page_size, head_dim = k.shape[1:]
-    q = q[:, ::gamma]
-    positions = starts[:, None] + gamma * jnp.arange(q.shape[1])
+    num_kv_heads, page_size, block_size = pages.kv_heads, pages.page_size, call.block_size
+    q = q[:, :: call.gamma]
+    positions = starts[:, None] + call.gamma * jnp.arange(q.shape[1])
 
     def of_row(q, table, position, length):  # q [R, H, D]
         pos = jnp.arange(table.size * page_size)
         there = (jnp.repeat(table, page_size) >= 0) & (pos < length)
         seen = there & (pos <= position[:, None]) & (position < length)[:, None]
-        keys, values = (pool[table].swapaxes(1, 2).reshape(-1, num_kv_heads, head_dim) for pool in (k, v))
+        keys, values = (pool[table].swapaxes(1, 2).reshape(-1, num_kv_heads, pool.shape[3]) for pool in (pages.k, pages.values))
         keys, values = (jnp.where(there[:, None, None], x, 0).astype(jnp.float32) for x in (keys, values))
         keys, values = (jnp.repeat(x, q.shape[1] // num_kv_heads, axis=1) for x in (keys, values))
-        logits = jnp.einsum("rhd,shd->rhs", q.astype(jnp.float32), keys, precision="highest") * sm_scale
+        logits = jnp.einsum("rhd,shd->rhs", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
         logits = jnp.where(seen[:, None], logits, -jnp.inf)
         scores = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], -1, block_size), axis=-1)
         lse = jax.nn.logsumexp(logits, axis=-1)
         weights = jnp.where(lse[..., None] == -jnp.inf, 0, jax.nn.softmax(logits, axis=-1))
         return jnp.einsum("rhs,shd->rhd", weights, values, precision="highest").astype(q.dtype), lse, scores
 
-    out, lse, scores = jax.vmap(of_row)(q, page_table, positions, lengths)
+    out, lse, scores = jax.vmap(of_row)(q, table, positions, lengths)
 
-    shape = (*lse.shape, selection["k_blocks"])
+    shape = (*lse.shape, call.k_blocks)
 
     def select_rows(scores, positions, lengths):
         ids, kept = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
         for b, r, h in np.ndindex(*lse.shape):
             if positions[b, r] < lengths[b]:
-                first, end = candidates(int(positions[b, r]), block_size, window)
-                slots = select(np.asarray(scores[b, r, h]), first, end, **selection)
+                first, end = candidates(int(positions[b, r]), block_size, call.window)
+                slots = select(np.asarray(scores[b, r, h]), first, end, **call.selection)
                 kept[b, r, h], ids[b, r, h] = zip(*slots, strict=True)
         return ids, kept
 

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import online_softmax, paged
+from pallas_kernels import online_softmax
+from pallas_kernels.pages import read, visible
 from pallas_kernels.query_sparse_attention import online_selection
-from pallas_kernels.query_sparse_attention.api import SELECTION
+from pallas_kernels.query_sparse_attention.api import Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,25 +42,21 @@ def default_config() -> Config:
     return Config() if jax.default_backend() == "cpu" else Config(query_tile=512, key_tile=1024, rows=16)
 
 
-def query_sparse_attention(q, k, v, page_table, starts, lengths, *, config, **static):
+def query_sparse_attention(call: Call, q, pages, table, starts, lengths):
     """See `pallas_kernels.query_sparse_attention.query_sparse_attention`. config: a `Config`, or None for `default_config()`."""
-    if config is not None and not isinstance(config, Config):
-        raise ValueError(
-            f"implementation 'xla' of query_sparse_attention takes a pallas_kernels.query_sparse_attention.xla.Config, got {config!r}"
-        )
-    return _measure(q, k, v, page_table, starts, lengths, config=config or default_config(), **static)
+    return _measure(dataclasses.replace(call, config=call.config or default_config()), q, pages, table, starts, lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("gamma", "block_size", "window", "sm_scale", "config", *SELECTION))
-def _measure(q, k, v, page_table, starts, lengths, *, gamma, k_blocks, k_exact, tournament, config, **static):
+@functools.partial(jax.jit, static_argnames="call")
+def _measure(call: Call, q, pages, table, starts, lengths):
+    gamma, config = call.gamma, call.config
     q = q[:, ::gamma]
     batch, num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, page_size = k.shape[1:3]
+    num_kv_heads, page_size = pages.kv_heads, pages.page_size
     query_tile = min(config.query_tile, num_rows)
     pages_per_tile = max(1, config.key_tile // page_size)
-    page_table = jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % pages_per_tile)), constant_values=-1)
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages_per_tile)), constant_values=-1)
     q = jnp.pad(q, ((0, 0), (0, -num_rows % query_tile), (0, 0), (0, 0)))
-    select = {"k_blocks": k_blocks, "k_exact": k_exact, "tournament": tournament}
 
     def row(args):
         q, table, start, length = args
@@ -69,7 +66,7 @@ def _measure(q, k, v, page_table, starts, lengths, *, gamma, k_blocks, k_exact, 
         def tile(args):
             q, position = args
             q = q.reshape(query_tile, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
-            partial, selection = _walk(q, position, table, length, k, v, pages_per_tile, select, **static)
+            partial, selection = _walk(call, q, position, table, length, pages, pages_per_tile)
             out, lse = online_softmax.finish(partial)
             results = out.astype(q.dtype), lse, selection.ids, selection.scores
             return tuple(x.reshape(num_heads, query_tile, *x.shape[2:]).swapaxes(0, 1) for x in results)
@@ -77,37 +74,39 @@ def _measure(q, k, v, page_table, starts, lengths, *, gamma, k_blocks, k_exact, 
         tiles = jax.lax.map(tile, (q.reshape(-1, query_tile, num_heads, head_dim), position.reshape(-1, query_tile)))
         return tuple(x.reshape(-1, *x.shape[2:])[:num_rows] for x in tiles)
 
-    return jax.lax.map(row, (q, page_table, starts, lengths), batch_size=math.gcd(batch, config.rows))
+    return jax.lax.map(row, (q, table, starts, lengths), batch_size=math.gcd(batch, config.rows))
 
 
-def _walk(q, position, table, length, k, v, pages_per_tile, select, *, block_size, window, estimate, sm_scale):
+def _walk(call: Call, q, position, table, length, pages, pages_per_tile):
     """Fold every key tile that the queries at these positions may read, and offer its blocks; q is `[K, G * query_tile, D]`."""
-    num_kv_heads, page_size = k.shape[1:3]
+    page_size, block_size = pages.page_size, call.block_size
     key_tile = pages_per_tile * page_size
     query_pos = jnp.tile(position, q.shape[1] // position.size)
-    first, end = _candidates(query_pos, block_size, window)
+    slots = {"k_blocks": call.k_blocks, "k_exact": call.k_exact, "tournament": call.tournament}
+    offered = {"k_exact": call.k_exact, "estimate": call.estimate}
+    first, end = _candidates(query_pos, block_size, call.window)
 
     def step(i, state):
         partial, selection = state
-        pages = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile)
+        page_ids = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile)
         pos = i * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
-        pos = jnp.where((jnp.repeat(pages, page_size) >= 0) & (pos < length), pos, -1)
-        page = jnp.broadcast_to(pages, (num_kv_heads, pages_per_tile))
-        keys, values = (paged.read_tile(x, page, jnp.zeros_like(page), page_size) for x in (k, v))
-        seen = paged.visible(pos, query_pos[:, None], None)
-        logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, sm_scale), -jnp.inf)
+        pos = jnp.where((jnp.repeat(page_ids, page_size) >= 0) & (pos < length), pos, -1)
+        page = jnp.broadcast_to(page_ids, (pages.kv_heads, pages_per_tile))
+        keys, values = read(pages, page, jnp.zeros_like(page), page_size)
+        seen = visible(pos, query_pos[:, None], None)
+        logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
         values = jnp.where((pos >= 0)[:, None], values, 0)  # what was never written may be NaN
         partial = online_softmax.fold(partial, logits, values)
         scores = _block_scores(logits, block_size)
         block = i * scores.shape[0]
 
         def offer(j, selection):
-            return online_selection.offer(selection, scores[j], block + j, first, end, k_exact=select["k_exact"], estimate=estimate)
+            return online_selection.offer(selection, scores[j], block + j, first, end, **offered)
 
         return partial, jax.lax.fori_loop(0, scores.shape[0], offer, selection)
 
     tiles = jnp.minimum(-(-(position.max() + 1) // key_tile), table.size // pages_per_tile)
-    state = online_softmax.empty(q.shape[:2], q.shape[2]), online_selection.empty(q.shape[:2], **select)
+    state = online_softmax.empty(q.shape[:2], pages.v_head_dim), online_selection.empty(q.shape[:2], **slots)
     return jax.lax.fori_loop(0, tiles, step, state)
 
 

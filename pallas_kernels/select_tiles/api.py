@@ -7,7 +7,8 @@ import numbers
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, paged
+from pallas_kernels import dispatch
+from pallas_kernels.pages import CODES, check_window
 
 POOLINGS = ("sum", "max")
 """How a tile's queries are taken together."""
@@ -65,12 +66,12 @@ def select_tiles(
         raise ValueError(f"q, page_table, starts and lengths must have the same batch; got {arrays}")
     if any(x.dtype != jnp.int32 for x in (page_table, starts, lengths)):
         raise ValueError(f"page_table, starts and lengths must be int32; got {arrays}")
-    if q.dtype.name not in paged.DTYPES or bounds.dtype.name not in paged.DTYPES:
-        raise ValueError(f"q and bounds must be one of {', '.join(paged.DTYPES)}; got {arrays}")
+    if q.dtype.name not in CODES or bounds.dtype.name not in CODES:
+        raise ValueError(f"q and bounds must be one of {', '.join(CODES)}; got {arrays}")
     for name, value in (("k", k), ("block_size", block_size), ("query_tile", query_tile)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive int, got {value!r}")
-    paged.check_window(window)
+    check_window(window)
     if window[1] < block_size * bounds.shape[2]:
         raise ValueError(
             f"the window of {window[1]} tokens is shorter than a page of {block_size * bounds.shape[2]}: a block of the open page, which "

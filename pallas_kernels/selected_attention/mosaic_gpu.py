@@ -20,37 +20,35 @@ from pallas_kernels.gather_attention import mosaic_gpu as gather
 from pallas_kernels.hopper import decode_tiles as tiles
 from pallas_kernels.hopper import lanes
 from pallas_kernels.select_blocks import mosaic_gpu as select
+from pallas_kernels.selected_attention.api import Call
 
 
-def unsupported(q, k, v, index, page_table, lengths, *, kind, block_size, budget, sink, local, sm_scale, config) -> str | None:
-    """Why this valid input is none for this kernel, or None if it is one."""
-    sizes = {"kind": kind, "page_size": k.shape[2], "block_size": block_size, "k": budget, "sink": sink, "local": local}
-    rest = {"blocks": None, "block_size": block_size, "window": None, "sm_scale": sm_scale, "return_block_lse": False, "config": None}
-    reason = select.unsupported(q, index, page_table, lengths, **sizes) or gather.unsupported(q, k, v, page_table, lengths, **rest)
+def unsupported(call: Call, q, pages, index, table, lengths) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
+    sizes = call.selection(pages.page_size)
+    attended = gather.Call(call.block_size, None, call.sm_scale, False, None)
+    reason = select.unsupported(q, index, table, lengths, **sizes) or gather.unsupported(attended, q, pages, table, lengths, None)
     if reason:
         return reason
-    chosen = select.shape_of(q, index, page_table, **sizes)
-    return listed.unsupported(q, k, width=chosen.width, block_size=block_size, words=chosen.scratch_words())
+    chosen = select.shape_of(q, index, table, **sizes)
+    return listed.unsupported(q, pages, width=chosen.width, block_size=call.block_size, words=chosen.scratch_words())
 
 
-def selected_attention(q, k, v, index, page_table, lengths, *, kind, block_size, budget, sink, local, sm_scale, config):
+def selected_attention(call: Call, q, pages, index, table, lengths):
     """See `pallas_kernels.selected_attention.selected_attention`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'mosaic_gpu' of selected_attention takes no config, got {config!r}")
-    static = {"kind": kind, "block_size": block_size, "budget": budget, "sink": sink, "local": local, "sm_scale": sm_scale}
-    reason = unsupported(q, k, v, index, page_table, lengths, **static, config=config)
+    reason = unsupported(call, q, pages, index, table, lengths)
     if reason:
         raise NotImplementedError(f"selected_attention 'mosaic_gpu': {reason}")
-    sizes = {"kind": kind, "page_size": k.shape[2], "block_size": block_size, "k": budget, "sink": sink, "local": local}
-    chosen = select.shape_of(q, index, page_table, **sizes)
+    chosen = select.shape_of(q, index, table, **call.selection(pages.page_size))
     words = chosen.scratch_words()
-    s = listed.shape_of(q, k, width=chosen.width, block_size=block_size, window=None, sm_scale=sm_scale, words=words)
+    sizes = {"width": chosen.width, "block_size": call.block_size, "window": None, "sm_scale": call.sm_scale}
+    s = listed.shape_of(q, pages, **sizes, words=words)
     depth = listed.ring_words(s) // (chosen.threads // 32 * chosen.slot_words)  # a tile for each warpgroup holds a turn of index rows
-    return _attend(dataclasses.replace(chosen, depth=min(3, depth)), s, q, k, v, index, page_table, lengths)
+    return _attend(dataclasses.replace(chosen, depth=min(3, depth)), s, q, pages, index, table, lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("chosen", "s"))
-def _attend(chosen: select.Shape, s: listed.Shape, q, k, v, index, page_table, lengths):
+def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, table, lengths):
     def selected_kernel(q_ref, k_ref, v_ref, index_ref, table_ref, lengths_ref, out_ref, lse_ref, ids_ref, **scratch):
         unit, cta = lax.axis_index("unit"), lax.axis_index("cta")
 
@@ -69,4 +67,4 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, k, v, index, page_table, l
 
     out_type = [*listed.outputs(s), *select.outputs(chosen)]
     kernel = listed.launch(s, selected_kernel, out_type, chosen.scratch_words())
-    return tuple(kernel(q, k, v, index, page_table, lengths))
+    return tuple(kernel(q, pages.k, pages.v, index, table, lengths))

@@ -32,6 +32,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages, random_pages
 from pallas_kernels.bench.timing import Timing, kernel_timing, record, timeline
 from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import Pages
 
 PAGE_SIZE = 128
 PROFILED_STEPS = 4
@@ -141,7 +142,7 @@ def random_cache(plan: Plan, length: int) -> Cache:
         shape = (total, spec.layers[number].kv_heads, PAGE_SIZE, spec.layers[number].head_dim)
         k, v = (random_pages(jax.random.key(2 * number + i), shape, jnp.dtype(plan.dtype)) for i in (0, 1))
         index = {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes}
-        return jax.block_until_ready(PagedKV(k, v, index))
+        return jax.block_until_ready(PagedKV(Pages(k, v), index))
 
     layers = tuple(layer(number) for number in range(len(spec.layers)))
     return Cache(layers, {group.name: jnp.asarray(table) for group in spec.groups}, _start(plan, length), spec)

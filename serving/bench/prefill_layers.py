@@ -25,6 +25,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.bench.cases import PAGE_SIZE
 from pallas_kernels.bench.timing import device_time
 from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import Pages
 
 CALLS = 5
 """Timed runs of every policy."""
@@ -40,15 +41,15 @@ def layer_rows(name: str, model: Model, tokens: Sequence[int], policies: Sequenc
         raise ValueError(f"a prompt must be a positive multiple of {PAGE_SIZE} tokens here, got {len(tokens):,}")
     recorded = record_prefill(model, tokens, chunk=len(tokens), page_size=PAGE_SIZE)
     q = jnp.stack([jnp.asarray(query) for _, query, _ in sorted(recorded.chunks, key=lambda chunk: chunk[0])])
-    k, v = (jnp.stack([jnp.asarray(recorded.pools[layer][which]) for layer in range(len(q))]) for which in (0, 1))
+    pages = jax.tree.map(lambda *layers: jnp.stack(list(map(jnp.asarray, layers))), *(recorded.pools[layer] for layer in range(len(q))))
     ctx = PrefillContext(*map(jnp.asarray, recorded.chunks[0][2]), layer=0, sm_scale=recorded.sm_scale)
-    sizes = {"heads": q.shape[3], "kv_heads": k.shape[2], "head_dim": q.shape[4], "dtype": q.dtype.name, "page_size": PAGE_SIZE}
+    sizes = {"heads": q.shape[3], "kv_heads": pages.k.shape[2], "head_dim": q.shape[4], "dtype": q.dtype.name, "page_size": PAGE_SIZE}
     dense, seconds = None, 0.0
     for policy in (DensePrefill(), *policies):
         place = {"op": "layers", "shape": name, "tokens": len(tokens), "batch": 1, "policy": str(policy), "layers": len(q)}
         row = {"case": f"layers/{name}/{len(tokens) // 1024}k/b1/{policy}"} | place | sizes
         try:
-            found, out = _measured(policy, q, k, v, ctx)
+            found, out = _measured(policy, q, pages, ctx)
         except Exception as error:  # no reason to lose the other policies
             if dense is None:
                 raise
@@ -59,11 +60,11 @@ def layer_rows(name: str, model: Model, tokens: Sequence[int], policies: Sequenc
         yield row | found | {"error": error, "speedup": {"over": "dense", "times": seconds / found["median_s"]}}
 
 
-def _measured(policy: PrefillPolicy, q, k, v, ctx: PrefillContext) -> tuple[dict[str, Any], Float[Array, "L B T H D"]]:
-    """Time, kernels chosen and keys read of a policy, and its output."""
+def _measured(policy: PrefillPolicy, q, pages: Pages, ctx: PrefillContext) -> tuple[dict[str, Any], Float[Array, "L B T H D"]]:
+    """Time, kernels chosen and keys read of a policy, and its output. q, pages: those of all layers, stacked."""
     length, sparse = q.shape[2], getattr(policy, "dense_tokens", q.shape[2]) < q.shape[2]
     attend = policy.attend_sparse if sparse else DensePrefill().attend
-    layers = PagedKV(k, v, {each.name: _indexes(k, each.kind, each.block_size) for each in indexes_of(policy)})
+    layers = PagedKV(pages, {each.name: _indexes(pages.k, each.kind, each.block_size) for each in indexes_of(policy)})
 
     def of_layers(function, q, layers):
         return jax.lax.map(lambda one: function(one[0], one[1], ctx), (q, layers))

@@ -40,6 +40,7 @@ from pallas_kernels.bench.inputs import QUERY_SCALE, pool_pages, random_pages
 from pallas_kernels.bench.timing import Kernel, Timing, device_time, kernel_timing, record
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import Pages
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 
 SAMPLES = 8
@@ -78,7 +79,7 @@ class Prompt:
     def indexed(self, policy: PrefillPolicy) -> PagedKV:
         """The pools with the indexes that a policy scans."""
         kinds = {spec.name: (spec.kind, spec.block_size) for spec in indexes_of(policy)}
-        index = {name: page_index(self.layer.k, kind=kind, block_size=size) for name, (kind, size) in kinds.items()}
+        index = {name: page_index(self.layer.pages.k, kind=kind, block_size=size) for name, (kind, size) in kinds.items()}
         return jax.block_until_ready(self.layer.replace(index=index))
 
 
@@ -94,7 +95,7 @@ def make_prompt(shape: str, tokens: int, dtype: str = "bfloat16") -> Prompt:
     per_page = random_pages(key_q, (pool_pages(pages), PAGE_SIZE, sizes.num_heads, sizes.head_dim), jnp.dtype(dtype))
     q = (per_page[1 : pages + 1] * QUERY_SCALE).reshape(1, tokens, sizes.num_heads, sizes.head_dim)
     ctx = PrefillContext(table[None], jnp.zeros(1, jnp.int32), jnp.full(1, tokens, jnp.int32), layer=0, sm_scale=sizes.head_dim**-0.5)
-    return jax.block_until_ready(Prompt(shape, q, PagedKV(k, v, {}), ctx, PagedKV(k[table], v[table], {})))
+    return jax.block_until_ready(Prompt(shape, q, PagedKV(Pages(k, v), {}), ctx, PagedKV(Pages(k[table], v[table]), {})))
 
 
 def peak_flops(dtype: str = "bfloat16") -> dict[str, Any]:
@@ -137,7 +138,7 @@ def op_rows(
 
 
 def _baselines(prompt: Prompt, on_progress: Callable) -> Iterator[dict[str, Any]]:
-    k, v = (x.swapaxes(1, 2).reshape(1, prompt.tokens, prompt.sizes.num_kv_heads, -1) for x in (prompt.in_order.k, prompt.in_order.v))
+    k, v = (x.swapaxes(1, 2).reshape(1, prompt.tokens, prompt.sizes.num_kv_heads, -1) for x in jax.tree.leaves(prompt.in_order.pages))
     for name in BASELINES.get(jax.default_backend(), ("xla",)):
         on_progress(f"{prompt.tokens:,} tokens: {name}")
         op = functools.partial(jax.nn.dot_product_attention, is_causal=True, scale=prompt.ctx.sm_scale, implementation=name)
@@ -182,7 +183,7 @@ def _dense(prompt: Prompt, on_progress: Callable, layouts: Sequence[str] = ("pag
         layer, ctx = places[name]
         on_progress(f"{prompt.tokens:,} tokens: dense, {name}")
         op = functools.partial(flash_attention, sm_scale=ctx.sm_scale)
-        row, (out, _) = _timed(prompt, "dense", name, op, prompt.q, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+        row, (out, _) = _timed(prompt, "dense", name, op, prompt.q, layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
         yield row | {"error": _dense_error(prompt, out, _samples(prompt, 1)), "flops": _dense_flops(prompt)}
 
 
@@ -219,7 +220,7 @@ to the output of attention over the lists."""
 def _measured_lists(p: MeasureOnceMaskOnce, prompt: Prompt, layer: PagedKV) -> Listing:
     """Lists of every gamma-th query, united."""
     name, ctx, samples = str(p), prompt.ctx, _samples(prompt, p.gamma)
-    pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+    pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
     measure = functools.partial(query_sparse_attention, **p.listing, sm_scale=ctx.sm_scale)
     row, (exact, lse, ids, scores) = _timed(prompt, "query-sparse", name, measure, prompt.q, *pages)
     ends = np.arange(0, prompt.tokens, p.gamma) + 1
@@ -338,8 +339,8 @@ def _samples(prompt: Prompt, step: int) -> np.ndarray:
 @functools.partial(jax.jit, static_argnames="head")
 def _sampled(q: Array, positions: Array, layer: PagedKV, head: int, seen: Bool[Array, "n G S"] | None, sm_scale: Array):
     """Out `[n, G, D]` and logits `[n, G, S]` of the queries of one KV head over its keys in order."""
-    group = q.shape[1] // layer.k.shape[1]
-    keys, values = (x[:, head].reshape(-1, x.shape[3]).astype(jnp.float32) for x in (layer.k, layer.v))
+    group = q.shape[1] // layer.pages.kv_heads
+    keys, values = (x[:, head].reshape(-1, x.shape[3]).astype(jnp.float32) for x in (layer.pages.k, layer.pages.v))
     q = q[:, head * group : (head + 1) * group].astype(jnp.float32)
     logits = jnp.einsum("ngd,sd->ngs", q, keys, precision="highest") * sm_scale
     causal = jnp.arange(keys.shape[0]) <= positions[:, None, None]

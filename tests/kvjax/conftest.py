@@ -112,7 +112,7 @@ class ListedPages(Stateless):
         last = pages.size
         ids = jnp.sort(jnp.where(there, pages, last), axis=1)
         ids = jnp.where(ids < last, ids, -1)[:, None].astype(jnp.int32)
-        return Blocks(jnp.broadcast_to(ids, (ids.shape[0], layer.k.shape[1], last)), ctx.page_size), state
+        return Blocks(jnp.broadcast_to(ids, (ids.shape[0], layer.pages.kv_heads, last)), ctx.page_size), state
 
     def describe(self):
         return f"every page but {self.without}"

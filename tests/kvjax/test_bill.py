@@ -19,6 +19,7 @@ from kvjax.model import ModelConfig
 from kvjax.policies.decode import Dense, SelectContext, TopBlocks, Window, parse
 from kvjax.steps import _count_reads
 from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import Pages
 
 TWO_HEADS = CacheSpec((GroupSpec("full", 128),), (PagedSpec("full", 2, 8, "float32"),))
 QWEN = ModelConfig(
@@ -110,7 +111,10 @@ def test_bytes_are_those_of_a_real_cache(model, page_size):
     policies = [parse("top:2") if page_size == 128 else TopBlocks(2, block_size=8), TopBlocks(2, block_size=page_size, index="mean")]
     engine = Engine(model, "dense", policies=policies, pages=5, page_size=page_size, prefill_chunk=page_size)
     options = {"dtype": "float32", "page_size": page_size}
-    assert sum(layer.k.nbytes + layer.v.nbytes for layer in engine._layers) == step_bytes(model.config, Dense(), length, **options).kv
+    assert (
+        sum(layer.pages.k.nbytes + layer.pages.v.nbytes for layer in engine._layers)
+        == step_bytes(model.config, Dense(), length, **options).kv
+    )
     for policy in policies:
         held = sum(layer.index[spec.name].nbytes for layer in engine._layers for spec in policy.indexes())
         assert held == step_bytes(model.config, policy, length, **options).index
@@ -132,7 +136,7 @@ def test_keys_are_those_that_the_policy_lists(policy):
     table = jnp.tile(jnp.arange(19, dtype=jnp.int32), (len(lengths), 1))
     for layer in range(2):
         ctx = SelectContext(table, rows, layer=layer, num_layers=2, page_size=128, sm_scale=0.5)
-        blocks, _ = policy.select(jnp.ones((len(lengths), 1, 4, 4)), PagedKV(keys, keys, index), ctx, ())
+        blocks, _ = policy.select(jnp.ones((len(lengths), 1, 4, 4)), PagedKV(Pages(keys, keys), index), ctx, ())
         read = (
             _count_reads((blocks,), rows, CacheSpec((GroupSpec("full", 128),), (PagedSpec("full", 2, 8, "float32"),)), 1).keys // 2
         ).tolist()

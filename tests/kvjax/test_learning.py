@@ -32,7 +32,7 @@ class Heavy(Stateless):
         return jnp.zeros((batch, spec.num_heads, spec.max_pages * spec.page_size // self.block_size))
 
     def scores(self, query, layer, ctx, state):
-        return state.reshape(state.shape[0], layer.k.shape[1], -1, state.shape[2]).sum(axis=2)
+        return state.reshape(state.shape[0], layer.pages.kv_heads, -1, state.shape[2]).sum(axis=2)
 
     def select(self, query, layer, ctx, state):
         scores = self.scores(query, layer, ctx, state)

@@ -9,6 +9,7 @@ from kvjax.cache import IndexSpec, PagedKV
 from kvjax.policies.decode import Dense, SelectContext, TopBlocks, Window, parse
 from kvjax.policies.prefill import parse_prefill
 from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import Pages
 
 P, K, G, D = 128, 2, 2, 16
 
@@ -16,12 +17,12 @@ P, K, G, D = 128, 2, 2, 16
 def pool(num_pages, seed=0, scale=1.0):
     keys = jax.random.normal(jax.random.key(seed), (num_pages, K, P, D)) * scale
     specs = (IndexSpec("bounds", 128), IndexSpec("mean", 128), IndexSpec("bounds", 16))
-    return PagedKV(keys, keys, {spec.name: page_index(keys, kind=spec.kind, block_size=spec.block_size) for spec in specs})
+    return PagedKV(Pages(keys, keys), {spec.name: page_index(keys, kind=spec.kind, block_size=spec.block_size) for spec in specs})
 
 
 def select(policy, layer, length, query=None, layer_number=0):
     query = jax.random.normal(jax.random.key(1), (1, 1, K * G, D)) if query is None else query
-    table = jnp.arange(layer.k.shape[0], dtype=jnp.int32)[None]
+    table = jnp.arange(layer.pages.k.shape[0], dtype=jnp.int32)[None]
     ctx = SelectContext(table, jnp.array([length], jnp.int32), layer=layer_number, num_layers=4, page_size=P, sm_scale=D**-0.5)
     blocks, _ = policy.select(query, layer, ctx, ())
     return blocks
@@ -57,7 +58,7 @@ def test_the_distant_blocks_are_the_best_scoring_ones_per_kv_head():
     query = jax.random.normal(jax.random.key(5), (1, 1, K * G, D))
     blocks = select(TopBlocks(4), layer, 20 * P, query)
     for head in range(K):
-        keys = np.asarray(layer.k)[:, head]
+        keys = np.asarray(layer.pages.k)[:, head]
         heads = np.asarray(query)[0, 0, head * G : (head + 1) * G]
         bound = np.maximum(heads[:, None] * keys.max(1)[None], heads[:, None] * keys.min(1)[None]).sum(-1).max(0)
         best = sorted(range(1, 16), key=lambda block: -bound[block])[:4]
@@ -71,7 +72,7 @@ def test_bounds_are_upper_bounds_of_every_dot_product():
     query = jax.random.normal(jax.random.key(2), (1, 1, K * G, D))
     table = jnp.arange(6, dtype=jnp.int32)[None]
     scores = np.asarray(score_blocks(query, layer.index["bounds16"], table, kind="bounds"))[0]
-    dots = np.einsum("kgd,nkpd->kgnp", np.asarray(query)[0, 0].reshape(K, G, D), np.asarray(layer.k))
+    dots = np.einsum("kgd,nkpd->kgnp", np.asarray(query)[0, 0].reshape(K, G, D), np.asarray(layer.pages.k))
     largest = dots.reshape(K, G, 6 * P // 16, 16).max((1, 3))
     assert np.all(scores >= largest - 1e-4)
 
@@ -79,9 +80,9 @@ def test_bounds_are_upper_bounds_of_every_dot_product():
 def test_a_planted_key_is_found_by_bounds_and_lost_by_mean():
     layer = pool(20, scale=0.3)
     query = jnp.ones((1, 1, K * G, D))
-    keys = layer.k.at[7, :, 40].set(3.0).at[8].add(0.4).at[9].add(0.4).at[10].add(0.4)
+    keys = layer.pages.k.at[7, :, 40].set(3.0).at[8].add(0.4).at[9].add(0.4).at[10].add(0.4)
     specs = (IndexSpec("bounds", 128), IndexSpec("mean", 128))
-    layer = PagedKV(keys, keys, {spec.name: page_index(keys, kind=spec.kind, block_size=128) for spec in specs})
+    layer = PagedKV(Pages(keys, keys), {spec.name: page_index(keys, kind=spec.kind, block_size=128) for spec in specs})
     assert 7 in listed(select(TopBlocks(1), layer, 20 * P, query))
     assert 7 not in listed(select(TopBlocks(1, index="mean"), layer, 20 * P, query))
 

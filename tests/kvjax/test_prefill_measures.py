@@ -27,6 +27,7 @@ from kvjax.policies.prefill.measures import ablation, captured_by_rows, captured
 from kvjax.policies.prefill.missed import drawn_positions, sample_every, sampled_miss
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.pages import Pages
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 
 SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
@@ -44,7 +45,7 @@ def written():
     """A chunk of 32 queries behind 32 tokens, in float32: query, layer, context, and its softmax written out, `[T, H, S]`."""
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((1, 32, 2, 8)), rng.standard_normal((4, 1, 16, 8)), rng.standard_normal((4, 1, 16, 8))
-    layer = PagedKV(jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32), {})
+    layer = PagedKV(Pages(jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32)), {})
     place = (jnp.asarray(x, jnp.int32) for x in (np.arange(4)[None], [32], [64]))
     logits = np.einsum("thd,sd->ths", q[0], k.swapaxes(1, 2).reshape(64, 8)) * 0.5
     logits = np.where(np.arange(64) <= 32 + np.arange(32)[:, None, None], logits, -np.inf)
@@ -58,7 +59,7 @@ def test_what_rows_capture_is_the_share_of_the_softmax(written, k_exact, estimat
     """Of their own blocks, as the op lists them, and of the best, found by trying all."""
     query, layer, ctx, weights = written
     policy = dataclasses.replace(MOMO, k_exact=k_exact, estimate=estimate)
-    pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+    pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
     lse = flash_attention(query, *pages, sm_scale=0.5)[1]
     sizes = {"gamma": 4, "block_size": 8, "k_blocks": 3, "window": (8, policy.row_window), "sm_scale": 0.5}
     ids = np.asarray(query_sparse_attention(query, *pages, k_exact=k_exact, estimate=estimate, **sizes)[2])
@@ -126,7 +127,7 @@ def test_lists_of_an_oracle_keep_to_their_budgets(model, text):
     recorded = record_prefill(model, text[:160], chunk=32, page_size=16)
     number, query, place = recorded.chunks[-1]
     ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
-    layer, query = PagedKV(*map(jnp.asarray, recorded.pools[number]), {}), jnp.asarray(query)
+    layer, query = PagedKV(jax.tree.map(jnp.asarray, recorded.pools[number]), {}), jnp.asarray(query)
     budgets = jnp.asarray(np.random.default_rng(0).integers(0, 6, (1, 4, query.shape[2])))
     found = np.asarray(OracleBlocks(k=3, **SIZES).lists_of(query, layer, ctx, budgets, 5))
     for at in np.ndindex(*budgets.shape):
@@ -156,9 +157,9 @@ def test_sinks_and_a_window_have_errors_alone(model, text):
     recorded = record_prefill(model, text[:160], chunk=32, page_size=16)
     number, query, place = next(chunk for chunk in recorded.chunks[::-1] if chunk[0] == 0)
     ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
-    layer, query = PagedKV(*map(jnp.asarray, recorded.pools[number]), {}), jnp.asarray(query)
+    layer, query = PagedKV(jax.tree.map(jnp.asarray, recorded.pools[number]), {}), jnp.asarray(query)
     sums = measures._compare_window(SinkWindow(8, 12, 4))(query, layer, ctx)
-    pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+    pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
     dense, _ = flash_attention(query, *pages, sm_scale=ctx.sm_scale)
     errors = [output_error(SinkWindow(8, 12, gamma).attend_sparse(query, layer, ctx), dense) for gamma in (None, 4)]
     rest = [x[:, np.arange(32) % 4 != 0] for x in errors]
@@ -225,7 +226,7 @@ def uneven():
     rng = np.random.default_rng(5)
     q, k, v = rng.standard_normal((1, 512, 2, 8)), rng.standard_normal((64, 1, 16, 8)), rng.standard_normal((64, 1, 16, 8))
     q[:, ::16] *= 4
-    layer = PagedKV(jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32), {})
+    layer = PagedKV(Pages(jnp.asarray(k, jnp.float32), jnp.asarray(v, jnp.float32)), {})
     place = (jnp.asarray(x, jnp.int32) for x in (np.arange(64)[None], [512], [1024]))
     return jnp.asarray(q, jnp.float32), layer, PrefillContext(*place, layer=0, sm_scale=0.5)
 

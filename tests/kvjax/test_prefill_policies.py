@@ -31,6 +31,7 @@ from kvjax.policies.prefill import (
 )
 from kvjax.policies.prefill.missed import drawn_positions
 from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import Pages
 
 SIZES = {"chi": 8, "key_block": 8, "sink_tokens": 8, "window_tokens": 12}
 PAGE_WINDOW = {"window_tokens": 16}
@@ -105,7 +106,7 @@ def chunk(seed=0, start=64, length=120, num_queries=64, page_size=16, capacity=1
     used = -(-length // page_size)
     table = np.where(np.arange(pages) < used, table, -1)[None].astype(np.int32)
     k, v = map(jnp.asarray, pool)
-    layer = PagedKV(k, v, {"bounds8": page_index(k, kind="bounds", block_size=8)} if page_size == 16 else {})
+    layer = PagedKV(Pages(k, v), {"bounds8": page_index(k, kind="bounds", block_size=8)} if page_size == 16 else {})
     positions = (jnp.asarray(table), jnp.array([start], jnp.int32), jnp.array([length], jnp.int32))
     return jnp.asarray(query, jnp.float32), layer, PrefillContext(*positions, layer=0, sm_scale=SCALE)
 
@@ -113,7 +114,7 @@ def chunk(seed=0, start=64, length=120, num_queries=64, page_size=16, capacity=1
 def laid_out(query, layer, ctx):
     """(q, keys, positions of the written queries, length) of the one sequence as numpy, keys per query head: [T H D], [S H D]."""
     length, start = int(ctx.lengths[0]), int(ctx.starts[0])
-    keys = np.asarray(layer.k)[np.asarray(ctx.page_table[0])].swapaxes(1, 2).reshape(-1, 2, 8)[:length].repeat(3, axis=1)
+    keys = np.asarray(layer.pages.k)[np.asarray(ctx.page_table[0])].swapaxes(1, 2).reshape(-1, 2, 8)[:length].repeat(3, axis=1)
     positions = np.arange(start, min(start + query.shape[1], length))
     return np.asarray(query[0], np.float64)[: len(positions)], keys.astype(np.float64), positions, length
 
@@ -201,7 +202,7 @@ def test_falls_back_to_dense_and_says_so(caplog):
 @pytest.mark.parametrize("name", ["momo", "oracle", "window with delta"])
 def test_covering_everything_is_dense_in_bfloat16(name):
     query, layer, ctx = chunk()
-    layer = PagedKV(layer.k.astype(jnp.bfloat16), layer.v.astype(jnp.bfloat16), {})
+    layer = PagedKV(Pages(layer.pages.k.astype(jnp.bfloat16), layer.pages.v.astype(jnp.bfloat16)), {})
     arguments = (query.astype(jnp.bfloat16), layer, ctx)
     sparse = attend_sparse(COVERING[name], *arguments)
     assert sparse.dtype == jnp.bfloat16
@@ -540,7 +541,7 @@ def test_memory_is_bounded(name):
     shape = jax.ShapeDtypeStruct
     pool, position = shape((1024, 2, 128, 64), jnp.float32), shape((1,), jnp.int32)
     context = PrefillContext(shape((1, 1024), jnp.int32), position, position, layer=1, sm_scale=0.1)
-    compiled = jax.jit(policy.attend).lower(shape((1, 512, 8, 64), jnp.float32), PagedKV(pool, pool, {}), context).compile()
+    compiled = jax.jit(policy.attend).lower(shape((1, 512, 8, 64), jnp.float32), PagedKV(Pages(pool, pool), {}), context).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 60 * 2**20
 
 

@@ -1,7 +1,5 @@
 """TopTokens: which tokens a query reads, what it hands to the next step; and writing latent pages, against a loop in numpy."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 from kvjax.cache import INDEXER, INDEXER_SCALES, PagedKV, append_latents, copy_page, empty_latents
 from kvjax.policies.decode import IndexerQuery, SelectContext, TopBlocks, TopTokens, Window, parse, top_tokens
 from pallas_kernels.indexer_scores import indexer_scores, quantize_keys
+from pallas_kernels.pages import Pages
 
 P, PAGES, WIDTH, H, D, V, HI, DI = 8, 30, 9, 4, 24, 16, 3, 8
 LENGTHS = (70, 0, 9, 33)
@@ -21,7 +20,7 @@ def layer_of(seed=0, dtype="float32", index_dtype=None):
     layer = empty_latents(PAGES, P, V, D - V, DI, dtype, index_dtype)
     keys = jnp.asarray(rng.standard_normal((PAGES, P, DI)), jnp.float32)
     index = {INDEXER: keys.astype(dtype)} if index_dtype is None else dict(zip((INDEXER, INDEXER_SCALES), quantize_keys(keys), strict=True))
-    return dataclasses.replace(layer, k=jnp.asarray(rng.standard_normal(layer.k.shape), dtype), index=index)
+    return layer.replace(pages=layer.pages.replace(k=jnp.asarray(rng.standard_normal(layer.pages.k.shape), dtype)), index=index)
 
 
 def context(num_queries=1, lengths=LENGTHS, seed=1):
@@ -113,7 +112,7 @@ def test_a_token_without_a_page_is_never_listed():
             assert there == sorted(there)
     assert ids[2, 1].tolist() == [-1] * 8 + [8] + [-1] * 51
     np.testing.assert_array_equal(state[2], ids[2, 1])
-    kept = np.asarray(layer.k)[np.asarray(whole)[2, 1], 0, 0]
+    kept = np.asarray(layer.pages.k)[np.asarray(whole)[2, 1], 0, 0]
     np.testing.assert_allclose(out[2, 1], np.broadcast_to(kept[:V], (H, V)), rtol=1e-6)
 
 
@@ -128,7 +127,7 @@ def test_attends_to_what_it_lists(num_queries):
         if not tokens:
             assert not np.asarray(out[row, t]).any()
             continue
-        rows = np.asarray(layer.k, np.float64)[np.asarray(ctx.page_table[row]), 0].reshape(-1, D)[tokens]
+        rows = np.asarray(layer.pages.k, np.float64)[np.asarray(ctx.page_table[row]), 0].reshape(-1, D)[tokens]
         logits = np.asarray(query[row, t], np.float64) @ rows.T * 0.2
         weights = np.exp(logits - logits.max(-1, keepdims=True))
         np.testing.assert_allclose(out[row, t], weights @ rows[:, :V] / weights.sum(-1, keepdims=True), rtol=1e-5, atol=1e-6)
@@ -138,7 +137,7 @@ def test_other_policies_read_latent_pages_too():
     """A window of them, exactly as over keys and values of their own; what is dense is tested on whole layers."""
     layer, (query, ctx) = layer_of(), context(2)
     out, *_ = Window(3, 11).attend(query, layer, ctx, ())
-    of_keys, *_ = Window(3, 11).attend(query, PagedKV(layer.k, layer.k, {}), ctx, ())
+    of_keys, *_ = Window(3, 11).attend(query, PagedKV(Pages(layer.pages.k, layer.pages.k), {}), ctx, ())
     np.testing.assert_allclose(out, of_keys[..., :V], rtol=1e-6, atol=1e-6)
 
 
@@ -146,7 +145,7 @@ def test_what_it_cannot_do_is_refused():
     layer, (query, ctx) = layer_of(), context()
     policy = TopTokens(10)
     with pytest.raises(ValueError, match=r"TopTokens\(10\) ranks tokens by a lightning indexer; this layer of PagedKV has none"):
-        policy.select(query, PagedKV(layer.k, layer.k, {}), ctx, policy.init(None, 4))
+        policy.select(query, PagedKV(Pages(layer.pages.k, layer.pages.k), {}), ctx, policy.init(None, 4))
     with pytest.raises(ValueError, match="lightning indexer"):
         policy.select(query, layer, ctx.replace(indexer=None), policy.init(None, 4))
     for k in (0, 2.5):
@@ -165,7 +164,7 @@ def test_policies_that_scan_an_index_of_blocks_say_that_latent_pages_have_none(p
         with pytest.raises(ValueError, match=r"scans the index \w+8, which latent pages do not have: take Dense, Window or TopTokens"):
             call(query, layer, ctx, ())
     with pytest.raises(ValueError, match=r"this layer has \[\]: name it in empty_layer"):
-        policy.select(query, PagedKV(layer.k, layer.k, {}), ctx, ())
+        policy.select(query, PagedKV(Pages(layer.pages.k, layer.pages.k), {}), ctx, ())
 
 
 def test_it_describes_itself():
@@ -189,7 +188,7 @@ def test_append_latents_is_a_loop_over_tokens(index_dtype):
     starts, valid = np.array([3, 20, 6]), rng.random((3, 12)) < 0.8
     positions = (starts[:, None] + np.arange(12)).astype(np.int32)
     after = append_latents(before, latents, keys, jnp.asarray(positions), jnp.asarray(valid), jnp.asarray(table))
-    wanted = {"k": np.array(before.k), **{name: np.array(array) for name, array in before.index.items()}}
+    wanted = {"k": np.array(before.pages.k), **{name: np.array(array) for name, array in before.index.items()}}
     rows = {"k": np.asarray(latents)[:, :, None], INDEXER: np.asarray(keys)}
     if index_dtype is not None:
         rows[INDEXER], rows[INDEXER_SCALES] = map(np.asarray, quantize_keys(keys))
@@ -203,9 +202,9 @@ def test_append_latents_is_a_loop_over_tokens(index_dtype):
                 wanted[name][page, offset] = rows[name][row, t]
             written += 1
     assert 10 < written < valid.sum()
-    for name, array in {"k": after.k, **after.index}.items():
+    for name, array in {"k": after.pages.k, **after.index}.items():
         np.testing.assert_array_equal(np.asarray(array), wanted[name])
-    assert after.value_dim == V
+    assert after.pages.value_dim == V
 
 
 def test_a_key_that_is_not_finite_spoils_its_own_token_alone():
@@ -256,8 +255,8 @@ def test_rows_that_do_not_fit_the_pages_are_not_written(shapes, dtypes, message)
 def test_copy_page_copies_latents_and_all_that_belongs_to_them():
     before = layer_of(index_dtype=jnp.float8_e4m3fn)
     (after,) = copy_page((jax.tree.map(jnp.copy, before),), jnp.int32(3), jnp.int32(7))
-    assert after.value_dim == V
-    for old, new in ((before.k, after.k), *((before.index[name], after.index[name]) for name in before.index)):
+    assert after.pages.value_dim == V
+    for old, new in ((before.pages.k, after.pages.k), *((before.index[name], after.index[name]) for name in before.index)):
         expected = np.array(old)
         expected[7] = expected[3]
         np.testing.assert_array_equal(np.asarray(new), expected)
@@ -267,6 +266,6 @@ def test_pages_are_as_large_as_they_say():
     """DeepSeek-V3.2's, bytes per token: 576 latents of 2, and the indexer's 128 elements of 2, or of 1 and a scale of 4."""
     for index_dtype, expected in ((None, 1152 + 256), (jnp.float8_e4m3fn, 1152 + 132)):
         layer = empty_latents(3, 128, 512, 64, 128, jnp.bfloat16, index_dtype)
-        arrays = (layer.k, *layer.index.values())
+        arrays = (layer.pages.k, *layer.index.values())
         assert sum(array.size * array.dtype.itemsize for array in arrays) == 3 * 128 * expected
-        assert layer.v is None
+        assert layer.pages.v is None

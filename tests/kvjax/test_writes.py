@@ -1,7 +1,5 @@
 """Writing to pages, against a loop over tokens in numpy: where keys go, which pages are sealed, what nobody may touch."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +12,7 @@ from kvjax.policies.decode import Dense
 from kvjax.steps import decode_step
 from pallas_kernels import dispatch
 from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import Pages
 
 N, K, P, D = 12, 2, 4, 2
 SPECS = (IndexSpec("bounds", 2), IndexSpec("mean", 4))
@@ -24,12 +23,12 @@ def filled_layer(seed=0):
     layer = empty_layer(N, K, P, D, jnp.float32, SPECS)
     index = {name: jnp.asarray(random.normal(size=array.shape), jnp.float32) for name, array in layer.index.items()}
     pages = random.normal(size=(2, N, K, P, D)).astype(np.float32)
-    return dataclasses.replace(layer, k=jnp.asarray(pages[0]), v=jnp.asarray(pages[1]), index=index)
+    return layer.replace(pages=Pages(*map(jnp.asarray, pages)), index=index)
 
 
 def append_one_by_one(layer, k, v, positions, valid, table):
     """The definition: each valid token with a page goes there, and a page whose last slot was written has its index built."""
-    pages = {"k": np.array(layer.k), "v": np.array(layer.v)}
+    pages = {"k": np.array(layer.pages.k), "v": np.array(layer.pages.v)}
     index = {name: np.array(array) for name, array in layer.index.items()}
     sealed = []
     for row, t in np.ndindex(positions.shape):
@@ -65,8 +64,8 @@ def test_append_is_a_loop_over_tokens(starts, tokens, first, last, known, seed):
     k, v = random.normal(size=(2, 2, tokens, K, D)).astype(np.float32)
     got = append(layer, jnp.asarray(k), jnp.asarray(v), jnp.asarray(positions), jnp.asarray(valid), jnp.asarray(table), SPECS)
     expected_k, expected_v, index = append_one_by_one(layer, k, v, positions, valid, table)
-    np.testing.assert_array_equal(np.asarray(got.k), expected_k)
-    np.testing.assert_array_equal(np.asarray(got.v), expected_v)
+    np.testing.assert_array_equal(np.asarray(got.pages.k), expected_k)
+    np.testing.assert_array_equal(np.asarray(got.pages.v), expected_v)
     for name, array in index.items():
         # Where appending is a kernel of its own, it may sum a mean in another order.
         tolerance = 1e-6 if name.startswith("mean") and dispatch.available("append_tokens")[0] == "mosaic_gpu" else 0
@@ -76,7 +75,11 @@ def test_append_is_a_loop_over_tokens(starts, tokens, first, last, known, seed):
 def test_copy_page_copies_keys_values_and_indexes_and_nothing_else():
     before = filled_layer()
     (after,) = copy_page((jax.tree.map(jnp.copy, before),), jnp.int32(3), jnp.int32(7))
-    for old, new in ((before.k, after.k), (before.v, after.v), *((before.index[name], after.index[name]) for name in before.index)):
+    for old, new in (
+        (before.pages.k, after.pages.k),
+        (before.pages.v, after.pages.v),
+        *((before.index[name], after.index[name]) for name in before.index),
+    ):
         expected = np.array(old)
         expected[7] = expected[3]
         np.testing.assert_array_equal(np.asarray(new), expected)
@@ -96,6 +99,6 @@ def test_an_inactive_row_writes_nothing_reads_nothing_and_keeps_its_length(model
     assert np.asarray(reads.keys).tolist() == [(15 + tokens) * heads, 0]
     assert np.asarray(reads.blocks).tolist() == [(1 if tokens == 1 else 2) * heads, 0]
     for layer in after.layers:
-        assert np.any(np.asarray(layer.k)[0, :, 15])
-        assert not np.any(np.asarray(layer.k)[2:])
-        assert not np.any(np.asarray(layer.v)[2:])
+        assert np.any(np.asarray(layer.pages.k)[0, :, 15])
+        assert not np.any(np.asarray(layer.pages.k)[2:])
+        assert not np.any(np.asarray(layer.pages.v)[2:])

@@ -279,8 +279,8 @@ def test_a_row_that_takes_no_part_keeps_its_pages_and_its_hint():
     state = jnp.arange(100, 118, dtype=jnp.int32).reshape(2, 9)
     options = (table, jnp.array([20, 20], jnp.int32), jnp.array([True, False]), state)
     _, after, _, hints = decode_latent_step(config, policy, params, jnp.asarray(hidden[:, :1]), layer, *options)
-    assert (np.asarray(after.k[:7]) != 0).any()
-    assert not np.asarray(after.k[7:]).any()
+    assert (np.asarray(after.pages.k[:7]) != 0).any()
+    assert not np.asarray(after.pages.k[7:]).any()
     np.testing.assert_array_equal(hints[1], state[1])
     assert (np.asarray(hints[0]) != np.asarray(state[0])).any()
 
@@ -291,7 +291,7 @@ def test_bfloat16_is_near_float32():
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params) | {"index_weights": params["index_weights"]}
     exact = run(config, params, hidden, Dense(), AT_ONCE)
     found = run(config, rounded, jnp.asarray(hidden, jnp.bfloat16), Dense(), AT_ONCE)
-    assert found.layer.k.dtype == jnp.bfloat16
+    assert found.layer.pages.k.dtype == jnp.bfloat16
     assert row_error(found.out, exact.out) < 0.06
 
 
@@ -359,8 +359,8 @@ def test_the_published_sizes():
     out, after, blocks, state = jax.eval_shape(step, params, *arrays, shape((1, 2048), jnp.int32))
     assert (out.shape, out.dtype) == ((1, 1, 7168), jnp.bfloat16)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), layer)
-    assert after.k.shape == (1024, 1, 128, 576)
-    assert after.value_dim == 512
+    assert after.pages.k.shape == (1024, 1, 128, 576)
+    assert after.pages.value_dim == 512
     assert blocks.ids.shape == (1, 1, 2048)
     assert state.shape == (1, 2048)
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -29,8 +30,8 @@ ROW_ERROR = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
 
 @dataclasses.dataclass
 class Paged:
-    """Arguments of an attention op. Pages that no table names and tokens past a row's length hold NaN; page 0 is never named,
-    the last page (which a -1 would wrap to) always is."""
+    """Arguments of an attention op as `paging` has it. Pages that no table names and tokens past a row's length hold NaN; page 0 is never
+    named, the last page (which a -1 would wrap to) always is."""
 
     q: jnp.ndarray
     k: jnp.ndarray
@@ -270,10 +271,16 @@ def hopper() -> None:
         pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
 
 
+def _mosaic_gpu(op: str) -> Callable:
+    if op in paging.OPS:
+        return paging.implementation(op, "mosaic_gpu")
+    return getattr(importlib.import_module(f"pallas_kernels.{op}.mosaic_gpu"), op)
+
+
 def lower_for_cuda(op: str, arrays: dict, static: dict) -> str:
     """The text of a call of the Mosaic GPU implementation of `op`, lowered without a GPU. arrays: (shape, dtype) by name, or
     dicts of them."""
-    function = functools.partial(getattr(importlib.import_module(f"pallas_kernels.{op}.mosaic_gpu"), op), **static)
+    function = functools.partial(_mosaic_gpu(op), **static)
     structs = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of[0], jnp.dtype(of[1])), arrays, is_leaf=lambda x: isinstance(x, tuple))
     return jax.jit(function).trace(**structs).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -287,7 +294,12 @@ def compile_for_h200(cases: dict[str, tuple], tmp_path: Path) -> dict[str, list[
         pytest.skip("compiling for a GPU needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt")
     here = Path(__file__).parent
     (tmp_path / "cases").write_bytes(pickle.dumps(cases))
-    told = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    told = {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+    }
     command = [sys.executable, here / "compile_for_h200.py", here / "h200_target.txtpb", tmp_path / "cases", tmp_path / "found"]
     done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -324,7 +336,7 @@ def picked():
         op, arrays, static = case
         structs = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
         with dispatch.listening() as heard:
-            jax.eval_shape(functools.partial(getattr(importlib.import_module(f"pallas_kernels.{op}"), op), **static, **keywords), **structs)
+            jax.eval_shape(functools.partial(paging.public(op), **static, **keywords), **structs)
         return heard
 
     return picked

@@ -121,12 +121,12 @@ def test_the_cache_is_what_an_engine_would_hold():
     assert cache.lengths.tolist() == [2097, 2097]
     assert len(cache.layers) == 2
     layer = cache.layers[0]
-    assert layer.k.shape == layer.v.shape == (35, 2, 128, 16)
-    assert np.isnan(layer.k[0]).all()
-    assert np.isfinite(layer.k[1:]).all()
+    assert layer.pages.k.shape == layer.pages.v.shape == (35, 2, 128, 16)
+    assert np.isnan(layer.pages.k[0]).all()
+    assert np.isfinite(layer.pages.k[1:]).all()
     assert set(layer.index) == {"bounds128", "bounds16", "mean128"}
-    np.testing.assert_array_equal(layer.index["bounds128"][1:, :, 0, 0], layer.k[1:].max(2))
-    assert not np.array_equal(cache.layers[0].k[1:], cache.layers[1].k[1:])
+    np.testing.assert_array_equal(layer.index["bounds128"][1:, :, 0, 0], layer.pages.k[1:].max(2))
+    assert not np.array_equal(cache.layers[0].pages.k[1:], cache.layers[1].pages.k[1:])
     assert sum(x.nbytes for x in jax.tree.leaves(cache.layers)) == decode_bench.cache_bytes(p, 2100)
 
 

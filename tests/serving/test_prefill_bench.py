@@ -82,7 +82,7 @@ def test_bounds_cost_what_the_documentation_says(bounds_rows):
     """Scoring costs 1/64 of dense attention's operations, its index 1/64 of the keys' bytes."""
     prompt = prefill_ops.make_prompt("tiny", 1024)
     layer = prompt.indexed(BoundsBlocks())
-    assert 64 * layer.index["bounds128"].nbytes == layer.k.nbytes
+    assert 64 * layer.index["bounds128"].nbytes == layer.pages.k.nbytes
     dense, select = bounds_rows[:2]
     assert 64 * select["flops"] == pytest.approx(dense["flops"] * 9 / 8, rel=2e-3)  # a query's own block, one of 8, counts whole
     assert (BoundsBlocks(32, dense_below=0).dense_tokens, BoundsBlocks(32).dense_tokens) == (5248, 10_496)
@@ -124,7 +124,9 @@ def test_dense_attention_comes_from_the_run_with_others_beside_it():
 
 def test_a_wrong_result_has_a_large_error(op_rows, monkeypatch):
     right = prefill_ops.flash_attention
-    monkeypatch.setattr(prefill_ops, "flash_attention", lambda q, k, v, *rest, **named: right(q, k, v[::-1], *rest, **named))
+    monkeypatch.setattr(
+        prefill_ops, "flash_attention", lambda q, pages, *rest, **named: right(q, pages.replace(v=pages.v[::-1]), *rest, **named)
+    )
     prompt = prefill_ops.make_prompt("tiny", 512)
     row = next(prefill_ops._dense(prompt, lambda what: None))
     assert not row["error"] < 0.1

@@ -121,8 +121,8 @@ def select_and_attend(
         )
     blocks, state = selected
     listed = {} if blocks is None else {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
-    static = {"value_dim": layer.value_dim, "sm_scale": ctx.sm_scale, "return_block_lse": policy.learns}
-    out, _, *block_lse = gather_attention(query, layer.k, layer.v, ctx.page_table, ctx.lengths, **static, **listed)
+    static = {"sm_scale": ctx.sm_scale, "return_block_lse": policy.learns}
+    out, _, *block_lse = gather_attention(query, layer.pages, ctx.page_table, ctx.lengths, **static, **listed)
     return out, blocks, policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state
 
 

@@ -76,7 +76,7 @@ class TopBlocks(Stateless):
         if ctx.layer < self.dense_layers:
             return select_and_attend(self, query, layer, ctx, state)
         out, _, ids = selected_attention(
-            *(query, layer.k, layer.v, self._index(layer), ctx.page_table, ctx.lengths),
+            *(query, layer.pages, self._index(layer), ctx.page_table, ctx.lengths),
             kind=self.index,
             block_size=self.block_size,
             budget=self.k,

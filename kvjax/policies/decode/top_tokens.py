@@ -72,13 +72,11 @@ class TopTokens(Stateless):
         batch, num_queries, *of_query = query.shape
         out, _ = gather_attention(
             query.reshape(-1, 1, *of_query),
-            layer.k,
-            None,
+            layer.pages,
             jnp.repeat(ctx.page_table, num_queries, axis=0),
             _seen(ctx, num_queries),
             blocks=blocks.ids.reshape(-1, 1, self.k),
             block_size=1,
-            value_dim=layer.value_dim,
             sm_scale=ctx.sm_scale,
         )
         return out.reshape(batch, num_queries, *out.shape[2:]), blocks, state

@@ -46,7 +46,7 @@ class Window(Stateless):
         sink_ids = jnp.arange(sinks)[None] * jnp.ones((batch, 1), jnp.int32)
         ids = jnp.concatenate([sink_ids, first[:, None] + jnp.arange(local)[None]], axis=1)
         ids = jnp.where(ids <= newest[:, None] // size, ids, -1).astype(jnp.int32)
-        num_kv_heads = layer.k.shape[1]
+        num_kv_heads = layer.pages.kv_heads
         blocks = jnp.broadcast_to(ids[:, None], (batch, num_kv_heads, ids.shape[1]))
         return Blocks(blocks, size, (self.sink_tokens, self.window_tokens)), state
 

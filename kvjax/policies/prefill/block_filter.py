@@ -57,7 +57,7 @@ class BlockFilter(TileLists):
 
         def of_row(args):
             q, table, start, length, distant = args
-            kept = self._kept(q, layer.k, table, start, length, ctx.sm_scale)
+            kept = self._kept(q, layer.pages.k, table, start, length, ctx.sm_scale)
             fine = jnp.repeat(jnp.repeat(kept, self.coarse // self.chi, axis=0), self.coarse // self.key_block, axis=2)
             fine = fine[: distant.shape[0], :, : distant.shape[1]] & distant[:, None]
             return sorted_lists(jnp.where(fine, number, -1))

@@ -73,7 +73,7 @@ class BoundsShare(ByBounds):
     def _rungs(self, ranked, query, layer, ctx):
         """The rung of the ladder that each row and query head takes, `[B, H]`; one behind the last for every block."""
         read = self._read(self.ladder[len(self.ladder) // 2])
-        capacity = ctx.page_table.shape[1] * layer.k.shape[2]
+        capacity = ctx.page_table.shape[1] * layer.pages.page_size
         affordable = [tokens for every in EVERY[:-1] if (tokens := int(every * 4 * COST * read)) < capacity]
 
         def measured(ranked, query, here, every):

@@ -58,7 +58,7 @@ class FlexPrefill(TileLists):
     def lists(self, query, layer, ctx):
         """The blocks of every tile and query head, `[B, C, H, M * P / key_block]`."""
         sizes = {"key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
-        distant = distant_blocks(ctx, layer.k.shape[2], query.shape[1], chi=self.chi, **sizes)
+        distant = distant_blocks(ctx, layer.pages.page_size, query.shape[1], chi=self.chi, **sizes)
         number = jnp.arange(distant.shape[2], dtype=jnp.int32)
         columns, bands = VerticalSlash(last_queries=self.chi, chi=self.chi, **sizes)._estimate(query, layer, ctx)
 
@@ -67,7 +67,7 @@ class FlexPrefill(TileLists):
             rows = min(self.chi, q.shape[0])
             at = jnp.clip(length - start - rows, 0, q.shape[0] - rows)
             last = jax.lax.dynamic_slice_in_dim(q, at, rows)
-            keys = mean_keys(layer.k, table, length, self.key_block)[:, : distant.shape[1]]
+            keys = mean_keys(layer.pages.k, table, length, self.key_block)[:, : distant.shape[1]]
             ends = jnp.minimum(start + jnp.arange(1, distant.shape[0] + 1) * self.chi, length)
 
             def estimated(pooled, ends):

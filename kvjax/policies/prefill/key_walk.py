@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import online_softmax, paged
+from pallas_kernels import online_softmax
+from pallas_kernels.pages import read_tile, visible
 
 KEY_TILE = 512
 """Keys per step, in tokens, rounded down to whole pages, at least one."""
@@ -43,11 +44,11 @@ def walk_keys(
     table = jnp.pad(table, (0, -table.shape[0] % per_tile), constant_values=-1)
 
     def body(i, state):
-        pages = jax.lax.dynamic_slice_in_dim(table, i * per_tile, per_tile)
+        page_ids = jax.lax.dynamic_slice_in_dim(table, i * per_tile, per_tile)
         pos = i * tile + jnp.arange(tile, dtype=jnp.int32)
-        pos = jnp.where((jnp.repeat(pages, page_size) >= 0) & (pos < length), pos, -1)
-        page = jnp.broadcast_to(pages, (num_kv_heads, per_tile))
-        read = paged.read_tile(keys, page, jnp.zeros_like(page), page_size)
+        pos = jnp.where((jnp.repeat(page_ids, page_size) >= 0) & (pos < length), pos, -1)
+        page = jnp.broadcast_to(page_ids, (num_kv_heads, per_tile))
+        read = read_tile(keys, page, jnp.zeros_like(page), page_size)
         return step(state, i, jnp.where((pos >= 0)[:, None], read, 0), pos)
 
     return jax.lax.fori_loop(0, -(-length // tile), body, state)
@@ -66,5 +67,5 @@ def probabilities(
     num_queries, num_heads, head_dim = q.shape
     rows = q.reshape(num_queries, keys.shape[0], -1, head_dim).transpose(1, 2, 0, 3).reshape(keys.shape[0], -1, head_dim)
     logits = online_softmax.scaled_logits(rows, keys, sm_scale).reshape(num_heads, num_queries, -1)
-    seen = paged.visible(pos, query_pos[:, None], None) & (query_pos < length)[:, None]
+    seen = visible(pos, query_pos[:, None], None) & (query_pos < length)[:, None]
     return jnp.where(seen, jnp.exp(logits - jnp.where(jnp.isfinite(lse), lse, 0).T[..., None]), 0)

@@ -29,7 +29,7 @@ class DenseWhereCovered:
 
     def attend(self, query, layer, ctx):
         """Dense or sparse, by the length at the end of the chunk."""
-        capacity = ctx.page_table.shape[1] * layer.k.shape[2]
+        capacity = ctx.page_table.shape[1] * layer.pages.page_size
         dense = DensePrefill()
         if capacity <= self.dense_tokens:
             if ctx.layer == 0:
@@ -53,7 +53,7 @@ class TileLists(DenseWhereCovered):
     def distant(self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext) -> Bool[Array, "B C S"]:
         """`distant_blocks` of this policy's tiles, blocks, sinks and window."""
         sizes = {"chi": self.chi, "key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
-        return distant_blocks(ctx, layer.k.shape[2], query.shape[1], **sizes)
+        return distant_blocks(ctx, layer.pages.page_size, query.shape[1], **sizes)
 
     def attend_sparse(self, query, layer, ctx):
         """Attention over sinks, window and lists, whatever the length."""
@@ -62,7 +62,7 @@ class TileLists(DenseWhereCovered):
     def attend_listed(self, blocks: Int[Array, "B C H W"], query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext):
         """Attention over sinks, window and the given lists."""
         out, _ = block_sparse_attention(
-            *(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths),
+            *(query, layer.pages, ctx.page_table, ctx.starts, ctx.lengths),
             blocks=blocks,
             block_size=self.key_block,
             query_tile=self.chi,

@@ -42,7 +42,7 @@ class MeanPooled(TileLists):
         def of_row(args):
             q, table, start, length, candidates = args
             pooled = mean_queries(q, start, length, self.chi)
-            keys = mean_keys(layer.k, table, length, self.key_block)[:, : candidates.shape[-1]]
+            keys = mean_keys(layer.pages.k, table, length, self.key_block)[:, : candidates.shape[-1]]
             grouped = pooled.reshape(pooled.shape[0], keys.shape[0], -1, keys.shape[2])
             scores = jnp.einsum("ckgd,ksd->ckgs", grouped, keys, precision=jax.lax.Precision.HIGHEST)
             return best_blocks(scores.reshape(*pooled.shape[:2], -1), candidates[:, None], self.k)

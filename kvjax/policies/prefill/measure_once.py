@@ -96,11 +96,11 @@ class MeasureOnceMaskOnce(TileLists):
     def measure(self, query, layer, ctx):
         """Exact output of every gamma-th query, `[B, R, H, D]`, and the united lists of the tiles, `[B, C, H, W]`."""
         exact, lse, ids, scores = query_sparse_attention(
-            *(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths),
+            *(query, layer.pages, ctx.page_table, ctx.starts, ctx.lengths),
             **self.listing,
             sm_scale=ctx.sm_scale,
         )
-        num_blocks = ctx.page_table.shape[1] * layer.k.shape[2] // self.key_block
+        num_blocks = ctx.page_table.shape[1] * layer.pages.page_size // self.key_block
         return exact, self.unite(lse, ids, scores, num_blocks=num_blocks)
 
     def unite(self, lse, ids, scores, *, num_blocks: int, implementation: str | None = None):

@@ -30,6 +30,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.block_sparse_attention import block_sparse_attention
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import Pages
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 from pallas_kernels.query_sparse_attention.api import ESTIMATES
 
@@ -41,7 +42,7 @@ def captured_mass(
 
     exp of the difference of the two log-sum-exps; nothing T x S is formed. Padding gives values that mean nothing.
     """
-    pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+    pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
     if dense_lse is None:
         dense_lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)[1]
     return jnp.exp(_attend_lists(policy, query, layer, ctx)[1] - dense_lse)
@@ -56,7 +57,7 @@ def captured_by_rows(
     The best are those with the largest log-sum-exp of logits, all k of them selected exactly. A block that the window cuts counts whole in
     that order, so the first share can exceed the second by what the window holds anyway. Float32, 0 to 1; padding means nothing.
     """
-    pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+    pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
     sizes = {"block_size": policy.key_block, "window": policy.listing["window"], "sm_scale": ctx.sm_scale}
 
     def share(k_exact: int) -> Array:
@@ -103,7 +104,7 @@ class _Listening:
 
     def attend(self, query, layer, ctx):
         out = DensePrefill().attend(query, layer, ctx)
-        jax.debug.callback(self.hear, ctx.layer, query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+        jax.debug.callback(self.hear, ctx.layer, query, layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
         return out
 
     def describe(self) -> str:
@@ -119,7 +120,7 @@ class RecordedPrefill:
 
     tokens: int
     sm_scale: float
-    pools: dict[int, tuple[np.ndarray, np.ndarray]]
+    pools: dict[int, Pages]
     chunks: list[tuple[int, np.ndarray, tuple[np.ndarray, ...]]]
 
 
@@ -127,8 +128,8 @@ def record_prefill(model: Model, tokens: Sequence[int], *, chunk: int = 2048, pa
     """Prefill `tokens` densely, `chunk` at a time, and keep every layer's queries, keys and values."""
     recorded = RecordedPrefill(len(tokens), model.config.sm_scale, {}, [])
 
-    def hear(number, query, k, v, *place):
-        recorded.pools[int(number)] = np.asarray(k), np.asarray(v)  # the last chunk's holds the keys of all
+    def hear(number, query, pages, *place):
+        recorded.pools[int(number)] = jax.tree.map(np.asarray, pages)  # the last chunk's holds the keys of all
         recorded.chunks.append((int(number), np.asarray(query), tuple(map(np.asarray, place))))
 
     engine = Engine(
@@ -162,8 +163,8 @@ def measure_recorded(
     with dispatch.listening() as path:
         for number, query, place in recorded.chunks:
             ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
-            k, v = map(jnp.asarray, recorded.pools[number])
-            layer = PagedKV(k, v, {x.name: page_index(k, kind=x.kind, block_size=x.block_size) for x in indexes_of(policy)})
+            pages = jax.tree.map(jnp.asarray, recorded.pools[number])
+            layer = PagedKV(pages, {x.name: page_index(pages.k, kind=x.kind, block_size=x.block_size) for x in indexes_of(policy)})
             found = compare(jnp.asarray(query), layer, ctx)
             found, blocks = (found, None) if windowed else found
             sums[number] = sums.get(number, 0) + np.asarray(found, np.float64)
@@ -184,7 +185,7 @@ def _missed(recorded: RecordedPrefill, policy: TileLists, lists: Sequence[Array]
     for (layer_number, query, place), blocks in zip(recorded.chunks, lists, strict=True):
         if layer_number == number:
             ctx = PrefillContext(*map(jnp.asarray, place), layer=0, sm_scale=recorded.sm_scale)
-            layer = PagedKV(*map(jnp.asarray, recorded.pools[number]), {})
+            layer = PagedKV(jax.tree.map(jnp.asarray, recorded.pools[number]), {})
             missed, positions, counts = map(np.asarray, miss(query, layer, ctx, blocks))
             shares.append(missed[counts & (positions >= _counted_from(policy, blocks.shape[3]))])
     of_queries = np.concatenate(shares).astype(np.float64)
@@ -253,7 +254,7 @@ def _compare(policy: TileLists):
 
     @jax.jit
     def compare(query, layer, ctx):
-        pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+        pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
         dense, lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)
         corrects = isinstance(policy, MeasureOnceMaskOnce)
         exact, blocks = policy.measure(query, layer, ctx) if corrects else (None, policy.lists(query, layer, ctx))
@@ -304,7 +305,7 @@ def _summed(over: Sequence[tuple[Array, Array]]) -> Array:
 def _attend_lists(policy: TileLists, query, layer, ctx, blocks: Array | None = None):
     """Out and LSE of attention over sinks, window and the policy's lists."""
     return block_sparse_attention(
-        *(query, layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths),
+        *(query, layer.pages, ctx.page_table, ctx.starts, ctx.lengths),
         blocks=policy.lists(query, layer, ctx) if blocks is None else blocks,
         block_size=policy.key_block,
         query_tile=policy.chi,

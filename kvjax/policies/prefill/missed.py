@@ -16,7 +16,8 @@ from kvjax.cache.types import PagedKV
 from kvjax.policies.prefill.base import PrefillContext
 from kvjax.policies.prefill.key_walk import padded_tokens, tile_tokens, walk_keys
 from kvjax.policies.prefill.lists import TileLists
-from pallas_kernels import online_softmax, paged
+from pallas_kernels import online_softmax
+from pallas_kernels.pages import visible
 
 COST = 0.05
 """The most that sampling may cost, as a share of the floating-point operations of the list attention that it judges."""
@@ -72,7 +73,7 @@ def sample(
     """Exact attention of the drawn queries of a chunk, by blocks of `key_block` keys (S = M * P / key_block); window: (sink_tokens,
     window_tokens), whose keys are counted in `near`. Memory: the result, and the drawn queries' logits for a tile of keys."""
     num_queries, num_heads, head_dim = query.shape[1:]
-    num_kv_heads, page_size = layer.k.shape[1:3]
+    num_kv_heads, page_size = layer.pages.kv_heads, layer.pages.page_size
     per_tile = tile_tokens(page_size) // key_block
     positions = drawn_positions(ctx.starts, num_queries, every, seed)
     index = positions - ctx.starts[:, None]
@@ -86,8 +87,8 @@ def sample(
         def step(state, i, keys, pos):
             near, far = state
             logits = online_softmax.scaled_logits(rows, keys, ctx.sm_scale).reshape(num_heads, -1, pos.shape[0])
-            seen = paged.visible(pos, position[:, None], None)
-            inside = paged.visible(pos, position[:, None], window)
+            seen = visible(pos, position[:, None], None)
+            inside = visible(pos, position[:, None], window)
             near = jnp.logaddexp(near, jax.nn.logsumexp(jnp.where(inside, logits, -jnp.inf), axis=-1))
             outside = jnp.where(seen & ~inside, logits, -jnp.inf).reshape(*near.shape, per_tile, key_block)
             return near, jax.lax.dynamic_update_slice_in_dim(far, jax.nn.logsumexp(outside, axis=-1), i * per_tile, axis=2)
@@ -95,7 +96,7 @@ def sample(
         shape = (num_heads, index.shape[0])
         room = padded_tokens(table.shape[0], page_size) // key_block
         state = jnp.full(shape, -jnp.inf, jnp.float32), jnp.full((*shape, room), -jnp.inf, jnp.float32)
-        near, far = walk_keys(layer.k, table, length, state, step)
+        near, far = walk_keys(layer.pages.k, table, length, state, step)
         return near.T, far.swapaxes(0, 1)[..., : table.shape[0] * page_size // key_block]
 
     return Sampled(positions, counts, *jax.lax.map(of_row, (query, ctx.page_table, ctx.lengths, index, positions)))

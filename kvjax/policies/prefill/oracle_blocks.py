@@ -67,10 +67,10 @@ def attention_mass(
     S = M * P / key_block. A tile of n written queries sums to n over its blocks; padding counts nothing. Memory: the result, and the
     logits of T queries against a tile of keys.
     """
-    pages = (layer.k, layer.v, ctx.page_table, ctx.starts, ctx.lengths)
+    pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
     _, lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)
     num_queries, num_heads = query.shape[1:3]
-    page_size = layer.k.shape[2]
+    page_size = layer.pages.page_size
     per_tile = tile_tokens(page_size) // key_block
     num_blocks = ctx.page_table.shape[1] * page_size // key_block
 
@@ -86,6 +86,6 @@ def attention_mass(
 
         room = padded_tokens(table.shape[0], page_size) // key_block
         masses = jnp.zeros((-(-num_queries // chi), num_heads, room), jnp.float32)
-        return walk_keys(layer.k, table, length, masses, step)[..., :num_blocks]
+        return walk_keys(layer.pages.k, table, length, masses, step)[..., :num_blocks]
 
     return jax.lax.map(of_row, (query, lse, ctx.page_table, ctx.starts, ctx.lengths))

@@ -43,9 +43,9 @@ class VerticalSlash(TileLists):
         """The blocks of the best verticals and bands for every tile and query head, `[B, C, H, W]`, those that the tile has to read."""
         batch, num_queries, num_heads = query.shape[:3]
         sizes = {"key_block": self.key_block, "sink_tokens": self.sink_tokens, "window_tokens": self.window_tokens}
-        distant = distant_blocks(ctx, layer.k.shape[2], num_queries, chi=self.chi, **sizes)
+        distant = distant_blocks(ctx, layer.pages.page_size, num_queries, chi=self.chi, **sizes)
         of_blocks, of_bands = self._estimate(query, layer, ctx)
-        at_end = distant_blocks(ctx, layer.k.shape[2], num_queries, chi=num_queries, **sizes)
+        at_end = distant_blocks(ctx, layer.pages.page_size, num_queries, chi=num_queries, **sizes)
         vertical = best_blocks(of_blocks, at_end, self.vertical)
         beyond_window = (jnp.arange(of_bands.shape[2]) + 1) * self.key_block > self.window_tokens
         slash = best_blocks(of_bands, beyond_window & (of_bands > 0), self.slash)
@@ -64,11 +64,11 @@ class VerticalSlash(TileLists):
 
     def _estimate(self, query, layer, ctx):
         """The attention that the last queries pay to every block and to every band, `[B, H, S]` both."""
-        rows, page_size = min(self.last_queries, query.shape[1]), layer.k.shape[2]
+        rows, page_size = min(self.last_queries, query.shape[1]), layer.pages.page_size
         offset = jnp.clip(ctx.lengths - ctx.starts - rows, 0, query.shape[1] - rows)
         last = jax.vmap(lambda q, at: jax.lax.dynamic_slice_in_dim(q, at, rows))(query, offset)
         starts = ctx.starts + offset
-        _, lse = flash_attention(last, layer.k, layer.v, ctx.page_table, starts, ctx.lengths, sm_scale=ctx.sm_scale)
+        _, lse = flash_attention(last, layer.pages, ctx.page_table, starts, ctx.lengths, sm_scale=ctx.sm_scale)
         tile = tile_tokens(page_size)
         per_tile, touched = tile // self.key_block, (tile + rows) // self.key_block + 2
 
@@ -91,7 +91,7 @@ class VerticalSlash(TileLists):
 
             room = padded_tokens(table.shape[0], page_size) // self.key_block
             empty = (jnp.zeros((q.shape[1], room), jnp.float32), jnp.zeros((q.shape[1], room + touched), jnp.float32))
-            of_blocks, of_bands = walk_keys(layer.k, table, length, empty, step)
+            of_blocks, of_bands = walk_keys(layer.pages.k, table, length, empty, step)
             num_blocks = table.shape[0] * page_size // self.key_block
             return of_blocks[:, :num_blocks], of_bands[:, :num_blocks]
 

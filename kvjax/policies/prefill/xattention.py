@@ -53,7 +53,7 @@ class XAttention(TileLists):
 
         def of_row(args):
             q, table, start, length, distant = args
-            worth = self._worth(q, layer.k, table, start, length, ctx.sm_scale)[..., : distant.shape[1]]
+            worth = self._worth(q, layer.pages.k, table, start, length, ctx.sm_scale)[..., : distant.shape[1]]
             return ranked_until(worth, distant[:, None], self.threshold)
 
         return jax.lax.map(of_row, (query, ctx.page_table, ctx.starts, ctx.lengths, distant))

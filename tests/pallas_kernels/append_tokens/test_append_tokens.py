@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
+from paging import append_tokens
 
 from pallas_kernels import dispatch
-from pallas_kernels.append_tokens import append_tokens, mosaic_gpu
+from pallas_kernels.append_tokens import mosaic_gpu
 from pallas_kernels.page_index import INDEX_ROWS, page_index
 
 IMPLEMENTATIONS = {
@@ -148,9 +149,7 @@ def check(op, name: str) -> None:
 
 def skip_unsupported(name: str, case: str) -> None:
     """Skip a case that the implementation says it does not do."""
-    unsupported = getattr(importlib.import_module(f"pallas_kernels.append_tokens.{name}"), "unsupported", None)
-    reason = unsupported and unsupported(*arguments(case), kinds=CASES[case].named_kinds, config=None)
-    if reason:
+    if reason := paging.unsupported("append_tokens", name, *arguments(case), kinds=CASES[case].named_kinds):
         pytest.skip(reason)
 
 
@@ -226,7 +225,7 @@ def production(batch: int, num_tokens: int, kv_heads: int, page_size: int, head_
     named = tuple((f"{kind}{size}", kind, size) for kind, size in kinds)
     pool, tokens = ((4096, kv_heads, page_size, head_dim), dtype), ((batch, num_tokens, kv_heads, head_dim), dtype)
     indexes = {name: ((4096, kv_heads, page_size // size, INDEX_ROWS[kind], head_dim), dtype) for name, kind, size in named}
-    places = {"positions": ((batch, num_tokens), "int32"), "valid": ((batch, num_tokens), "bool"), "page_table": ((batch, 1024), "int32")}
+    places = {"positions": ((batch, num_tokens), "int32"), "valid": ((batch, num_tokens), "bool"), "table": ((batch, 1024), "int32")}
     arrays = {"k_pages": pool, "v_pages": pool, "indexes": indexes, "k": tokens, "v": tokens} | places
     return "append_tokens", arrays, {"kinds": named, "config": None}
 
@@ -263,14 +262,15 @@ def _struct(*shape, dtype) -> jax.ShapeDtypeStruct:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "head_dim", "dtype", "reason"),
-    [(64, 128, "bfloat16", None), (65, 128, "bfloat16", "at most 64"), (1, 12, "bfloat16", "16 bytes"), (1, 8, "float8_e4m3fn", "float8")],
+    ("num_tokens", "head_dim", "v_dtype", "reason"),
+    [(64, 128, None, None), (65, 128, None, "at most 64"), (1, 12, None, "16 bytes"), (1, 128, "float32", "one shape and format")],
 )
-def test_gpu_form_says_what_it_does_not_do(num_tokens, head_dim, dtype, reason):
-    struct = functools.partial(_struct, dtype=dtype)
+def test_gpu_form_says_what_it_does_not_do(num_tokens, head_dim, v_dtype, reason):
+    struct = functools.partial(_struct, dtype="bfloat16")
     pool, tokens = struct(4, 2, 16, head_dim), struct(1, num_tokens, 2, head_dim)
+    v_pool = _struct(*pool.shape, dtype=v_dtype or "bfloat16")
     rest = (struct(1, num_tokens, dtype="int32"), struct(1, num_tokens, dtype="bool"), struct(1, 4, dtype="int32"))
-    said = mosaic_gpu.unsupported(pool, pool, {}, tokens, tokens, *rest, kinds=(), config=None)
+    said = paging.unsupported("append_tokens", "mosaic_gpu", pool, v_pool, {}, tokens, tokens, *rest, kinds=())
     assert said is None if reason is None else reason in said
 
 
@@ -317,7 +317,7 @@ def test_every_barrier_of_the_gpu_form_is_needed(threads, monkeypatch, barrier):
 
 # Mutants: what an append gets wrong, expressed on its arguments or its results.
 
-NAMES = ("k_pages", "v_pages", "indexes", "k", "v", "positions", "valid", "page_table")
+NAMES = ("k_pages", "v_pages", "indexes", "k", "v", "positions", "valid", "table")
 
 
 def _given(**changes):
@@ -373,11 +373,11 @@ MUTANTS = {
     "padding is written": _given(valid=lambda a: jnp.ones_like(a["valid"])),
     "the last token is not": _given(valid=lambda a: a["valid"].at[:, -1].set(False)),
     "only the first token": _given(valid=lambda a: a["valid"].at[:, 1:].set(False)),
-    "-1 is page 0": _given(page_table=lambda a: jnp.maximum(a["page_table"], 0)),
-    "-1 is the last page": _given(page_table=lambda a: a["page_table"] % len(a["k_pages"])),
-    "past the table is its last page": _given(page_table=lambda a: jnp.pad(a["page_table"], ((0, 0), (0, 9)), mode="edge")),
+    "-1 is page 0": _given(table=lambda a: jnp.maximum(a["table"], 0)),
+    "-1 is the last page": _given(table=lambda a: a["table"] % len(a["k_pages"])),
+    "past the table is its last page": _given(table=lambda a: jnp.pad(a["table"], ((0, 0), (0, 9)), mode="edge")),
     "before the first token is the first": _given(positions=lambda a: jnp.maximum(a["positions"], 0)),
-    "the neighbour's table": _given(page_table=lambda a: jnp.roll(a["page_table"], 1, 0)),
+    "the neighbour's table": _given(table=lambda a: jnp.roll(a["table"], 1, 0)),
     "never sealed": _index_from(lambda a, right, kinds: a["indexes"]),
     "always sealed": _index_from(lambda a, right, kinds: _built(right[0], kinds, right[2])),
     "sealed before the write": _on_sealed(lambda a, right, kinds: _built(a["k_pages"], kinds, right[2])),
@@ -410,14 +410,15 @@ def _arguments(**changes) -> list:
 @pytest.mark.parametrize(
     ("changes", "kinds", "message"),
     [
-        ({"k": jnp.zeros((7, 1, 16))}, (), "takes k_pages, v_pages"),
-        ({"v": jnp.zeros((7, 2, 2, 16))}, (), "k and v one shape"),
-        ({"v_pages": jnp.zeros((4, 2, 16, 16))}, (), "one shape and dtype"),
+        ({"k": jnp.zeros((7, 1, 16))}, (), "takes pages, k"),
+        ({"v": jnp.zeros((7, 2, 2, 16))}, (), "k and v must have the same batch and tokens"),
+        ({"v_pages": jnp.zeros((4, 2, 16, 16))}, (), "same pages, KV heads and page size"),
+        ({"v": None}, (), "give v where the pages have one"),
         ({"k": jnp.zeros((7, 1, 2, 16), jnp.int32)}, (), "floating point"),
         ({"k": jnp.zeros((7, 1, 3, 16)), "v": jnp.zeros((7, 1, 3, 16))}, (), "same KV heads and head dim"),
-        ({"page_table": jnp.zeros((7, 0), jnp.int32)}, (), "no axis may be empty"),
+        ({"table": jnp.zeros((7, 0), jnp.int32)}, (), "no axis may be empty"),
         ({"valid": jnp.ones((7, 2), bool)}, (), r"must be \[B,T\]"),
-        ({"page_table": jnp.zeros((6, 6), jnp.int32)}, (), r"with the B and T of k"),
+        ({"table": jnp.zeros((6, 6), jnp.int32)}, (), r"with the B and T of k"),
         ({"positions": jnp.zeros((7, 1))}, (), "must be int32"),
         ({"valid": jnp.ones((7, 1), jnp.int32)}, (), "valid bool"),
         ({}, (("bounds16", "median", 16),), "'median' is unknown; there are bounds, mean"),
@@ -440,4 +441,4 @@ def test_a_config_is_refused(name):
 
 def test_gpu_form_refuses_what_it_does_not_do():
     with pytest.raises(NotImplementedError, match="append_tokens 'mosaic_gpu': it is for decode steps"):
-        mosaic_gpu.append_tokens(*arguments("a chunk"), kinds=(), config=None)
+        paging.implementation("append_tokens", "mosaic_gpu")(*arguments("a chunk"), kinds=())

@@ -16,6 +16,7 @@ from rich.console import Console
 from pallas_kernels import dispatch
 from pallas_kernels.bench import inputs, measure, ops, session, torch_sdpa
 from pallas_kernels.bench.cases import BUDGETS, PROJECTIONS, Case, all_cases, baselines, matching
+from pallas_kernels.pages import Pages
 
 SPARSE = Case("sparse", "tiny", 2048, 2, "top:8")
 INDEX = Case("index", "tiny", 1024, 1, "bounds16")
@@ -91,7 +92,7 @@ def test_pools_are_permuted_and_no_table_names_the_page_of_nan():
     assert tables.shape == (3, 2, 16)
     assert sorted(tables.reshape(-1)) == list(range(1, used + 1))
     assert (np.diff(tables.reshape(-1)) != 1).mean() > 0.9
-    k, v = np.asarray(pool.k, np.float32), np.asarray(pool.v, np.float32)
+    k, v = (np.asarray(x, np.float32) for x in (pool.pages.k, pool.pages.v))
     assert np.isnan(k[0]).all()
     assert np.isnan(v[0]).all()
     assert np.isfinite(k[1:]).all()
@@ -159,10 +160,10 @@ def test_two_ops_and_one_are_the_same_but_for_the_launch():
 
 
 def test_a_list_that_others_would_not_make_shows(monkeypatch):
-    def selected(q, k, v, index, page_table, lengths, *, sm_scale, implementation, **sizes):
+    def selected(q, *arrays, sm_scale, implementation, **sizes):
         from pallas_kernels.selected_attention import selected_attention
 
-        return selected_attention(-q, k, v, index, page_table, lengths, sm_scale=-sm_scale, **sizes)
+        return selected_attention(-q, *arrays, sm_scale=-sm_scale, **sizes)
 
     monkeypatch.setattr("pallas_kernels.bench.ops.selected_attention", selected)
     (row,) = run(SPARSE)
@@ -174,10 +175,10 @@ def test_a_list_that_others_would_not_make_shows(monkeypatch):
 def test_a_wrong_op_shows_in_its_row(wrong, monkeypatch):
     count = iter(range(100))
 
-    def gather(q, k, v, page_table, lengths, *, blocks, sm_scale, implementation, block_size):
+    def gather(*arrays, blocks, sm_scale, implementation, block_size):
         from pallas_kernels.gather_attention import gather_attention
 
-        out, lse = gather_attention(q, k, v, page_table, lengths, blocks=blocks, sm_scale=sm_scale, block_size=block_size)
+        out, lse = gather_attention(*arrays, blocks=blocks, sm_scale=sm_scale, block_size=block_size)
         out = {"value": out.at[0, 0, 1].multiply(1.05), "nan": out.at[0, 0, 1, 3].set(jnp.nan)}.get(wrong, out)
         if wrong == "random":
             out = out + jax.pure_callback(lambda: np.float32(next(count)), jax.ShapeDtypeStruct((), jnp.float32)).astype(out.dtype)
@@ -279,13 +280,14 @@ def test_a_process_that_fails_is_a_failure_of_its_rows(monkeypatch):
 
 def test_listening_hears_the_choices_of_its_block():
     q, table, lengths = jnp.ones((1, 1, 2, 8)), jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32)
+    pages = Pages(jnp.ones((1, 1, 8, 8)), jnp.ones((1, 1, 8, 8)))
     from pallas_kernels.gather_attention import gather_attention
 
     with dispatch.listening() as outer:
         with dispatch.listening() as inner:
             pass
-        gather_attention(q, jnp.ones((1, 1, 8, 8)), jnp.ones((1, 1, 8, 8)), table, lengths, sm_scale=1.0, implementation="reference")
-    gather_attention(q, jnp.ones((1, 1, 8, 8)), jnp.ones((1, 1, 8, 8)), table, lengths, sm_scale=1.0, implementation="xla")
+        gather_attention(q, pages, table, lengths, sm_scale=1.0, implementation="reference")
+    gather_attention(q, pages, table, lengths, sm_scale=1.0, implementation="xla")
     assert (outer, inner) == ({"gather_attention": "reference"}, {})
 
 

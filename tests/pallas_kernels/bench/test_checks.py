@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paging import gather_attention
 
 from pallas_kernels.bench import checks
-from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.pages import Pages
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,9 @@ def paged(tools):
 
 
 def streamed(paged, blocks, block_size):
-    return checks.streamed_attention(*paged.arrays, blocks, block_size=block_size, sm_scale=paged.sm_scale)
+    return checks.streamed_attention(
+        paged.q, Pages(paged.k, paged.v), paged.page_table, paged.lengths, blocks, block_size=block_size, sm_scale=paged.sm_scale
+    )
 
 
 def defined(paged, blocks, block_size):

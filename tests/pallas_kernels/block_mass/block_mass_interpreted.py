@@ -10,6 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import paging
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -38,9 +39,11 @@ def check(suite_of, interpreter, monkeypatch):
     """Runs the kernel in the interpreter on a case."""
     suite = suite_of(CASES, rows=1e-5, each=3e-5, huge=5e-3, **COMMON)
 
+    kernel = paging.implementation("block_mass", "mosaic_gpu")
+
     def op(*arrays, **static):
         try:
-            return jax.block_until_ready(mosaic_gpu.block_mass(*arrays, **static, config=None))
+            return jax.block_until_ready(kernel(*arrays, **static))
         except jax.errors.JaxRuntimeError as error:
             raise AssertionError("the interpreter stopped") from error
 

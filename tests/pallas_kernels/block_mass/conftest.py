@@ -5,16 +5,13 @@ by the fixture `suite_of`; a test that takes `mutant` runs over all of `MUTANTS`
 from __future__ import annotations
 
 import functools
-import inspect
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paging import block_mass, flash_attention
 
-from pallas_kernels import dispatch
-from pallas_kernels.block_mass import block_mass
-
-NAMES = tuple(name for name, of in inspect.signature(block_mass).parameters.items() if of.kind is of.POSITIONAL_OR_KEYWORD)
+NAMES = ("q", "k", "table", "starts", "lengths", "lse", "first_query")
 
 OWN = {"starts": None, "first_query": 0, "block_size": None, "lse_of": "all"}
 """What a case has beside what `make_paged` takes. first_query: a number, or "late": eight before the end of each sequence, in the last row
@@ -42,7 +39,7 @@ class Suite:
         first = jnp.full_like(starts, first) if first != "late" else jnp.maximum(lengths - 8, 0).at[-1].set(lengths[-1])
         window = {"all": None, "few": (0, 3)}[lse_of]
         arrays = (*paged.arrays[:4], starts, lengths)
-        lse = dispatch.load("flash_attention", "reference")(*arrays, window=window, sm_scale=paged.sm_scale, config=None)[1]
+        lse = flash_attention(*arrays, window=window, sm_scale=paged.sm_scale, implementation="reference")[1]
         if lse_of == "few":
             lse = lse.at[:, 2::5].set(-jnp.inf)
         meant = (starts[:, None] + jnp.arange(paged.q.shape[1]) < lengths[:, None])[..., None]
@@ -50,7 +47,7 @@ class Suite:
         given = {
             "q": q,
             "k": paged.k,
-            "page_table": paged.page_table,
+            "table": paged.page_table,
             "starts": starts,
             "lengths": lengths,
             "lse": lse,
@@ -133,11 +130,11 @@ MUTANTS = {
     "scale times sqrt(D)": _with(lambda given: {"sm_scale": given["sm_scale"] * given["q"].shape[3] ** 0.5}),
     "scale over sqrt(D)": _with(lambda given: {"sm_scale": given["sm_scale"] * given["q"].shape[3] ** -0.5}),
     "scale a hundredth larger": _with(sm_scale=lambda scale: scale * 1.01),
-    "a page dropped": _with(page_table=lambda table: table.at[:, 1].set(-1)),
+    "a page dropped": _with(table=lambda table: table.at[:, 1].set(-1)),
     "a page doubled": _with(result=_page_doubled),
-    "one page read for another": _with(page_table=lambda table: table.at[:, 1].set(table[:, 0])),
-    "the neighbour's table": _with(page_table=lambda table: jnp.roll(table, 1, axis=0)),
-    "-1 in the table wraps": _with(lambda given: {"page_table": given["page_table"] % len(given["k"])}),
+    "one page read for another": _with(table=lambda table: table.at[:, 1].set(table[:, 0])),
+    "the neighbour's table": _with(table=lambda table: jnp.roll(table, 1, axis=0)),
+    "-1 in the table wraps": _with(lambda given: {"table": given["table"] % len(given["k"])}),
     "padding counted": _with(_padding_counted),
     "padding hidden by its NaN alone": _with(
         lambda given: {"lengths": jnp.maximum(given["lengths"], given["starts"] + given["q"].shape[1])}

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paging import block_mass, flash_attention
 
 from pallas_kernels import dispatch
-from pallas_kernels.block_mass import block_mass, xla
-from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.block_mass import xla
 
 SMALL_TILES = functools.partial(block_mass, implementation="xla", config=xla.Config(query_tile=8, key_tile=32))
 """The base of the mutants: with tiles this small the inputs below take several."""
@@ -130,7 +130,7 @@ def _struct(num_queries: int, tokens: int, heads: int, kv_heads: int, head_dim: 
     return {
         "q": shape((1, num_queries, heads, head_dim), jnp.float32),
         "k": shape((tokens // 128, kv_heads, 128, head_dim), jnp.float32),
-        "page_table": shape((1, tokens // 128), jnp.int32),
+        "table": shape((1, tokens // 128), jnp.int32),
         "starts": position,
         "lengths": position,
         "lse": shape((1, num_queries, heads), jnp.float32),
@@ -178,12 +178,12 @@ BAD = {
     "block size": ({}, {"block_size": 5}, "block_size 5 does not divide the page size 16"),
     "no block size": ({}, {"block_size": 0}, "block_size 0 does not divide"),
     "a block of 2.0": ({}, {"block_size": 2.0}, "block_size 2.0 does not divide"),
-    "q without heads": ({"q": (2, 5, 32)}, {}, r"needs q \[B,T,H,D\], k \[N,K,P,D\], page_table"),
+    "q without heads": ({"q": (2, 5, 32)}, {}, r"needs q \[B,T,H,D\], pages, table"),
     "heads no multiple": ({"q": (2, 5, 7, 32), "lse": (2, 5, 7)}, {}, "multiple of KV heads"),
     "lse by head first": ({"lse": (2, 8, 5)}, {}, r"lse must be float32 \[B=2, T=5, H=8\]"),
     "starts of another batch": ({"starts": (3,)}, {}, "same batch"),
     "first_query of another batch": ({"first_query": (3,)}, {}, "first_query must have the same batch"),
-    "no queries": ({"q": (2, 0, 8, 32)}, {}, "no axis of q, k and page_table may be empty"),
+    "no queries": ({"q": (2, 0, 8, 32)}, {}, "no axis of q and table may be empty"),
     "a traced scale": ({}, {"sm_scale": "1"}, "sm_scale must be a number"),
     "another config": ({}, {"config": 512, "implementation": "xla"}, "takes a pallas_kernels.block_mass.xla.Config, got 512"),
     "config of the reference": ({}, {"config": 512, "implementation": "reference"}, "'reference' of block_mass takes no config, got 512"),
@@ -194,7 +194,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_input_is_refused(case):
     shapes, keywords, message = BAD[case]
-    shapes = {"q": (2, 5, 8, 32), "k": (9, 2, 16, 32), "page_table": (2, 4), "lse": (2, 5, 8)} | shapes
+    shapes = {"q": (2, 5, 8, 32), "k": (9, 2, 16, 32), "table": (2, 4), "lse": (2, 5, 8)} | shapes
     shapes = dict.fromkeys(("starts", "lengths", "first_query"), (2,)) | shapes
     arrays = {name: jnp.zeros(shape, jnp.float32 if name in ("q", "k", "lse") else jnp.int32) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):

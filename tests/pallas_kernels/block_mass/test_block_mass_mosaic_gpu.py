@@ -27,7 +27,7 @@ def production(heads=(28, 4), head_dim=128, page_size=128, batch=1, tokens=8192,
     num_heads, kv_heads = heads
     pages = (128 << 10) // page_size
     arrays = {"q": ((batch, tokens, num_heads, head_dim), dtype), "k": ((1024, kv_heads, page_size, head_dim), dtype)}
-    arrays |= {"page_table": ((batch, pages), "int32"), "lse": ((batch, tokens, num_heads), "float32")}
+    arrays |= {"table": ((batch, pages), "int32"), "lse": ((batch, tokens, num_heads), "float32")}
     arrays |= dict.fromkeys(("starts", "lengths", "first_query"), ((batch,), "int32"))
     return "block_mass", arrays, {"block_size": block_size, "sm_scale": scale, "config": config}
 

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from pallas_kernels.block_mass import block_mass
-from pallas_kernels.flash_attention import flash_attention
+from paging import block_mass, flash_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 

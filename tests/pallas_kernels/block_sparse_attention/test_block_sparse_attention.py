@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paging import block_sparse_attention, flash_attention
 
 from pallas_kernels import dispatch
-from pallas_kernels.block_sparse_attention import block_sparse_attention, xla
-from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.block_sparse_attention import xla
 
 SMALL_STEPS = functools.partial(block_sparse_attention, implementation="xla", config=xla.Config(key_tile=16))
 """The base of the mutants: with steps this small the inputs below take several."""
@@ -135,7 +135,7 @@ def _with(change=None, result=None, **keyword_changes):
     """A mutant: arguments by name changed by `change`, keywords by functions of the same name, results by `result`."""
 
     def op(*arrays, **keywords):
-        names = ("q", "k", "v", "page_table", "starts", "lengths")
+        names = ("q", "k", "v", "table", "starts", "lengths")
         given = dict(zip(names, arrays, strict=True)) | keywords
         given |= change(given) if change else {}
         given |= {name: of(given[name]) for name, of in keyword_changes.items()}
@@ -160,12 +160,10 @@ MUTANTS = {
     "zeros": _with(result=lambda out, lse: (jnp.zeros_like(out), jnp.zeros_like(lse))),
     "V read from K": _with(lambda given: {"v": given["k"]}),
     "K read from V": _with(lambda given: {"k": given["v"]}),
-    "one page dropped": _with(page_table=lambda table: table.at[:, -1].set(-1)),
-    "one page read for another": _with(page_table=lambda table: table.at[:, 1].set(table[:, 0])),
-    "the neighbour's table": _with(page_table=lambda table: jnp.roll(table, 1, axis=0)),
-    "-1 in the table wraps": _with(
-        lambda given: {"page_table": jnp.where(given["page_table"] < 0, len(given["k"]) - 1, given["page_table"])}
-    ),
+    "one page dropped": _with(table=lambda table: table.at[:, -1].set(-1)),
+    "one page read for another": _with(table=lambda table: table.at[:, 1].set(table[:, 0])),
+    "the neighbour's table": _with(table=lambda table: jnp.roll(table, 1, axis=0)),
+    "-1 in the table wraps": _with(lambda given: {"table": jnp.where(given["table"] < 0, len(given["k"]) - 1, given["table"])}),
     "scale times sqrt(D)": _with(lambda given: {"sm_scale": given["sm_scale"] * given["q"].shape[3] ** 0.5}),
     "length one short": _with(lengths=lambda lengths: jnp.maximum(lengths - 1, 0)),
     "causal mask one late": _with(starts=lambda starts: starts + 1),
@@ -241,8 +239,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_input_is_refused(case):
     shapes, keywords, message = BAD[case]
-    integers = ("page_table", "starts", "lengths", "blocks")
-    shapes = {"q": (2, 5, 8, 32), "k": (9, 2, 16, 32), "v": (9, 2, 16, 32), "page_table": (2, 4), "starts": (2,), "lengths": (2,)} | shapes
+    integers = ("table", "starts", "lengths", "blocks")
+    shapes = {"q": (2, 5, 8, 32), "k": (9, 2, 16, 32), "v": (9, 2, 16, 32), "table": (2, 4), "starts": (2,), "lengths": (2,)} | shapes
     shapes = {"blocks": (2, 2, 8, 3)} | shapes
     arrays = {name: jnp.zeros(shape, jnp.int32 if name in integers else jnp.float32) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):

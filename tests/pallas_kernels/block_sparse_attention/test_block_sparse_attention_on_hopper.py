@@ -7,9 +7,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from pallas_kernels.block_sparse_attention import block_sparse_attention
-from pallas_kernels.flash_attention import flash_attention
+from paging import block_sparse_attention, flash_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -85,7 +83,7 @@ def _with(change=None, result=None, **keyword_changes):
     """A mutant: arguments by name changed by `change`, keywords by functions of the same name, results by `result`."""
 
     def op(*arrays, **keywords):
-        given = dict(zip(("q", "k", "v", "page_table", "starts", "lengths"), arrays, strict=True)) | keywords
+        given = dict(zip(("q", "k", "v", "table", "starts", "lengths"), arrays, strict=True)) | keywords
         given |= change(given) if change else {}
         given |= {name: of(given[name]) for name, of in keyword_changes.items()}
         found = KERNEL(**given)
@@ -103,9 +101,9 @@ MUTANTS = {
     "zeros": _with(result=lambda out, lse: (jnp.zeros_like(out), jnp.zeros_like(lse))),
     "V read from K": _with(lambda given: {"v": given["k"]}),
     "K read from V": _with(lambda given: {"k": given["v"]}),
-    "one page dropped": _with(page_table=lambda table: table.at[:, -1].set(-1)),
-    "one page read for another": _with(page_table=lambda table: table.at[:, 1].set(table[:, 0])),
-    "-1 in the table wraps": _with(lambda given: {"page_table": given["page_table"] % given["k"].shape[0]}),
+    "one page dropped": _with(table=lambda table: table.at[:, -1].set(-1)),
+    "one page read for another": _with(table=lambda table: table.at[:, 1].set(table[:, 0])),
+    "-1 in the table wraps": _with(lambda given: {"table": given["table"] % given["k"].shape[0]}),
     "scale a hundredth larger": _with(sm_scale=lambda scale: scale * 1.01),
     "length one short": _with(lengths=lambda lengths: jnp.maximum(lengths - 1, 0)),
     "causal mask one late": _with(starts=lambda starts: starts + 1),

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paging import flash_attention
 
 from pallas_kernels import dispatch, merge
-from pallas_kernels.flash_attention import flash_attention, xla
+from pallas_kernels.flash_attention import xla
 
 SMALL_TILES = functools.partial(flash_attention, implementation="xla", config=xla.Config(query_tile=8, key_tile=32))
 """The base of the mutants: with tiles this small the inputs below take several."""

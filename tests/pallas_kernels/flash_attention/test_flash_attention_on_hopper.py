@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paging import flash_attention
 
 from pallas_kernels import merge
-from pallas_kernels.flash_attention import flash_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 
@@ -100,7 +100,7 @@ def _with(change=None, result=None, **keyword_changes):
     """A mutant: arguments by name changed by `change`, keywords by functions of the same name, results by `result`."""
 
     def op(*arrays, **keywords):
-        given = dict(zip(("q", "k", "v", "page_table", "starts", "lengths"), arrays, strict=True)) | keywords
+        given = dict(zip(("q", "k", "v", "table", "starts", "lengths"), arrays, strict=True)) | keywords
         given |= change(given) if change else {}
         given |= {name: function(given[name]) for name, function in keyword_changes.items()}
         out = KERNEL(**given)
@@ -124,10 +124,10 @@ MUTANTS = {
     "zeros": _with(result=lambda out, lse: (jnp.zeros_like(out), jnp.zeros_like(lse))),
     "V read from K": _with(lambda given: {"v": given["k"]}),
     "K read from V": _with(lambda given: {"k": given["v"]}),
-    "one page dropped": _with(page_table=lambda table: table.at[:, -1].set(-1)),
-    "one page read for another": _with(page_table=lambda table: table.at[:, 1].set(table[:, 0])),
-    "the neighbour's table": _with(page_table=lambda table: jnp.roll(table, 1, axis=0)),
-    "-1 in the table wraps": _with(lambda given: {"page_table": given["page_table"] % given["k"].shape[0]}),
+    "one page dropped": _with(table=lambda table: table.at[:, -1].set(-1)),
+    "one page read for another": _with(table=lambda table: table.at[:, 1].set(table[:, 0])),
+    "the neighbour's table": _with(table=lambda table: jnp.roll(table, 1, axis=0)),
+    "-1 in the table wraps": _with(lambda given: {"table": given["table"] % given["k"].shape[0]}),
     "one page doubled": _page_doubled,
     "scale times sqrt(D)": _with(lambda given: {"sm_scale": given["sm_scale"] * given["q"].shape[3] ** 0.5}),
     "scale a hundredth larger": _with(sm_scale=lambda scale: scale * 1.01),

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paging import flash_attention
 
-from pallas_kernels.flash_attention import flash_attention, xla
+from pallas_kernels.flash_attention import xla
 
 pytestmark = pytest.mark.optimized
 
@@ -76,14 +77,14 @@ def test_pool_past_2_to_the_31_elements(tools):
 def test_lowers_for_other_backends(tools, platform):
     paged = tools.make_paged(lengths=(40, 96), num_queries=3, dtype="bfloat16")
     op = functools.partial(flash_attention, sm_scale=0.1, config=SMALL_TILES, implementation="xla")
-    arrays = {"q": paged.q, "k": paged.k, "v": paged.v, "page_table": paged.page_table, "lengths": paged.lengths}
+    arrays = {"q": paged.q, "k": paged.k, "v": paged.v, "table": paged.page_table, "lengths": paged.lengths}
     arrays["starts"] = paged.lengths - 3
     assert jax.jit(op).trace(**arrays).lower(lowering_platforms=(platform,)).as_text()
 
 
 BAD = {
     "q without heads": ({"q": (2, 5, 32)}, {}, r"needs q \[B,T,H,D\]"),
-    "k and v differ": ({"v": (9, 2, 16, 64)}, {}, "one shape and dtype"),
+    "k and v differ": ({"v": (8, 2, 16, 32)}, {}, "same pages, KV heads and page size"),
     "heads no multiple": ({"q": (2, 5, 7, 32)}, {}, "multiple of KV heads"),
     "starts of another batch": ({"starts": (3,)}, {}, "same batch"),
     "no queries": ({"q": (2, 0, 8, 32)}, {}, "empty"),
@@ -96,8 +97,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_input_is_refused(case):
     shapes, keywords, message = BAD[case]
-    integers = ("page_table", "starts", "lengths")
-    shapes = {"q": (2, 5, 8, 32), "k": (9, 2, 16, 32), "v": (9, 2, 16, 32), "page_table": (2, 4), "starts": (2,), "lengths": (2,)} | shapes
+    integers = ("table", "starts", "lengths")
+    shapes = {"q": (2, 5, 8, 32), "k": (9, 2, 16, 32), "v": (9, 2, 16, 32), "table": (2, 4), "starts": (2,), "lengths": (2,)} | shapes
     arrays = {name: jnp.zeros(shape, jnp.int32 if name in integers else jnp.float32) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         flash_attention(**arrays, **({"sm_scale": 0.1} | keywords))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-
-from pallas_kernels.gather_attention import gather_attention
+from paging import gather_attention
 
 
 @pytest.fixture(scope="module")

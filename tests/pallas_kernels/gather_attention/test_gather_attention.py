@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paging import gather_attention
 
 from pallas_kernels import merge
-from pallas_kernels.gather_attention import gather_attention, xla
+from pallas_kernels.gather_attention import xla
 
 SMALL_TILES = functools.partial(gather_attention, implementation="xla", config=xla.Config(tile_tokens=32, rows=1))
 """The base of the mutants: with tiles this small the inputs below take several."""

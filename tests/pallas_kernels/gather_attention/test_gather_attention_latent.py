@@ -7,10 +7,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
+from paging import gather_attention
 
 from pallas_kernels import merge
-from pallas_kernels.gather_attention import gather_attention, mosaic_gpu, mosaic_tpu, xla
+from pallas_kernels.gather_attention import xla
 
 SMALL_TILES = functools.partial(gather_attention, implementation="xla", config=xla.Config(tile_tokens=32, rows=1))
 
@@ -191,8 +193,8 @@ def test_twice_the_same_bits_alone_or_in_company(tools, arguments):
 
 
 BAD = {
-    "neither": ({}, r"give v, or v=None and value_dim .* got value_dim None"),
-    "both": ({"v": "k", "value_dim": 8}, "give v, or v=None and value_dim"),
+    "neither": ({}, r"pages need v, or v=None and value_dim .* got value_dim None"),
+    "both": ({"v": "k", "value_dim": 8}, "pages need v, or v=None and value_dim"),
     "too wide": ({"value_dim": 33}, "value_dim must be an int from 1 to the head dim 32, got 33"),
     "none of it": ({"value_dim": 0}, "got 0"),
     "no int": ({"value_dim": 16.0}, r"got 16\.0"),
@@ -209,12 +211,17 @@ def test_wrong_input_is_refused(tools, case):
         gather_attention(paged.q, paged.k, v, paged.page_table, paged.lengths, sm_scale=0.1, **keywords)
 
 
-@pytest.mark.parametrize("kernel", [mosaic_gpu, mosaic_tpu])
+@pytest.mark.parametrize("kernel", ["mosaic_gpu", "mosaic_tpu"])
 def test_kernels_say_that_they_cannot(tools, kernel):
     paged = tools.make_paged(lengths=(200,), page_size=64, width=4, kv_heads=1, group=8, head_dim=128, dtype="bfloat16")
     arrays = (paged.q, paged.k, None, paged.page_table, paged.lengths)
-    static = {"blocks": None, "block_size": 64, "window": None, "sm_scale": 0.1, "return_block_lse": False, "config": None}
-    assert "first 64 columns of K" in kernel.unsupported(*arrays, **static, value_dim=64)
+    assert "first 64 columns of K" in paging.unsupported("gather_attention", kernel, *arrays, sm_scale=0.1, value_dim=64)
     with pytest.raises(NotImplementedError, match="first 64 columns of K"):
-        kernel.gather_attention(*arrays, **static, value_dim=64)
-    assert kernel.unsupported(paged.q, paged.k, paged.k, *arrays[3:], **static) is None
+        paging.implementation("gather_attention", kernel)(*arrays, sm_scale=0.1, value_dim=64)
+    for v, reason in (
+        (paged.k[..., :64], "k and v of one shape"),
+        (paged.k.astype(jnp.float16), "k and v of one shape and format"),
+        (paged.k, None),
+    ):
+        said = paging.unsupported("gather_attention", kernel, paged.q, paged.k, v, *arrays[3:], sm_scale=0.1)
+        assert said is None if reason is None else reason in said

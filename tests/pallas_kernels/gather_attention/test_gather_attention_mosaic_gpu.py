@@ -10,12 +10,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from paging import gather_attention
 
 from pallas_kernels import dispatch
-from pallas_kernels.gather_attention import gather_attention, mosaic_gpu, xla
+from pallas_kernels.gather_attention import mosaic_gpu, xla
+from pallas_kernels.gather_attention.api import Call
 from pallas_kernels.hopper import decode_tiles as tiles
+from pallas_kernels.pages import Pages
 
 # 1. Interpreted. inputs of `make_paged`, then: window; blocks = (listed places, block size) or None for dense; splits.
 
@@ -49,8 +53,9 @@ def check(tools, interpreter):
             keywords["blocks"] = jnp.where(jnp.arange(batch)[:, None, None] == batch - 1, keywords["blocks"][:1], keywords["blocks"])
         expected = gather_attention(*paged.arrays, **keywords, implementation="reference")
         config = mosaic_gpu.Config(splits=splits, array_code=True)
+        kernel = paging.implementation("gather_attention", "mosaic_gpu", interpret=interpreter.params)
         try:
-            found = mosaic_gpu.gather_attention(*paged.arrays, **keywords, config=config, interpret=interpreter.params)
+            found = kernel(*paged.arrays, **keywords, config=config)
             jax.block_until_ready(found)
         except jax.errors.JaxRuntimeError as error:
             raise AssertionError("the interpreter stopped") from error
@@ -129,7 +134,7 @@ def production(
     """(op, arrays, keywords) of a call over 128K tokens a row."""
     num_heads, kv_heads = heads
     pool, table = ((1024, kv_heads, page_size, head_dim), dtype), (batch, (128 << 10) // page_size)
-    arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": pool, "v": pool, "page_table": (table, "int32")}
+    arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": pool, "v": pool, "table": (table, "int32")}
     arrays["lengths"] = ((batch,), "int32")
     keywords = {"block_size": page_size, "window": None, "sm_scale": head_dim**-0.5, "return_block_lse": False, "config": None} | static
     if width is None:
@@ -249,10 +254,9 @@ def test_config_validates_itself(sizes):
 
 def test_spans_share_the_tiles_out():
     """Every tile once, in order, whatever the number of spans."""
-    shape = mosaic_gpu._shape(
-        *(jnp.zeros((1, 1, 4, 64), jnp.bfloat16), jnp.zeros((1, 1, 64, 64), jnp.bfloat16), None),
-        *(64, None, 1.0, False, mosaic_gpu.Config(splits=7)),
-    )
+    pages = Pages(*[jnp.zeros((1, 1, 64, 64), jnp.bfloat16)] * 2)
+    call = Call(64, None, 1.0, False, mosaic_gpu.Config(splits=7))
+    shape = mosaic_gpu._shape(call, jnp.zeros((1, 1, 4, 64), jnp.bfloat16), pages, None)
     for number in range(23):
         spans = [tuple(map(int, tiles.span(shape, split, jnp.int32(number)))) for split in range(7)]
         np.testing.assert_array_equal([first + i for first, count in spans for i in range(count)], np.arange(number))

@@ -7,17 +7,21 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
+from paging import gather_attention
 
-from pallas_kernels.gather_attention import gather_attention, mosaic_tpu
+from pallas_kernels.gather_attention import mosaic_tpu
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
+KERNEL = paging.implementation("gather_attention", "mosaic_tpu")
 RACE = "RACE DETECTED"
+INTERPRETED = paging.implementation("gather_attention", "mosaic_tpu", interpret=INTERPRET)
 SMALL_TILES = jax.jit(
-    functools.partial(mosaic_tpu.gather_attention, config=mosaic_tpu.Config(tile_tokens=32), interpret=INTERPRET),
+    functools.partial(INTERPRETED, config=mosaic_tpu.Config(tile_tokens=32)),
     static_argnames=("block_size", "window", "sm_scale", "return_block_lse"),
     compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
 )
@@ -229,7 +233,7 @@ def _shapes(batch=1, heads=28, kv_heads=4, tokens=131072, page=128, dtype=jnp.bf
 
 def _op(q, k, v, table, lengths, blocks, **keywords):
     static = {"block_size": k.shape[2], "window": None, "sm_scale": 0.1, "return_block_lse": False, "config": None}
-    return mosaic_tpu.gather_attention(q, k, v, table, lengths, blocks=blocks, **(static | keywords))
+    return KERNEL(q, k, v, table, lengths, blocks=blocks, **(static | keywords))
 
 
 PRODUCTION = {
@@ -286,7 +290,7 @@ def test_what_it_cannot_do_is_refused_with_the_values(case):
     shapes, keywords, message = UNSUPPORTED[case]
     *arrays, blocks = _shapes(**shapes)
     static = {"block_size": 128, "window": None, "sm_scale": 0.1, "return_block_lse": False, "config": None} | keywords
-    reason = mosaic_tpu.unsupported(*arrays, blocks=blocks, **static)
+    reason = paging.unsupported("gather_attention", "mosaic_tpu", *arrays, blocks=blocks, **static)
     if message is None:  # a list of 37 blocks is at most one tile of them
         assert reason is None
         return
@@ -305,7 +309,7 @@ def test_config_validates_itself(tile_tokens):
 def test_another_config_is_refused(arguments):
     arrays, keywords = arguments("dense")
     with pytest.raises(ValueError, match=r"takes a pallas_kernels.gather_attention.mosaic_tpu.Config, got \{'tile_tokens': 8\}"):
-        mosaic_tpu.gather_attention(*arrays, **keywords, return_block_lse=False, config={"tile_tokens": 8})
+        KERNEL(*arrays, **keywords, config={"tile_tokens": 8})
 
 
 def test_inputs_are_not_flat(check, arguments):

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paging import gather_attention
 
 from pallas_kernels import merge
-from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.gather_attention.mosaic_gpu import Config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paging import gather_attention
 
-from pallas_kernels.gather_attention import gather_attention, xla
+from pallas_kernels.gather_attention import xla
 
 pytestmark = pytest.mark.optimized
 
@@ -120,17 +121,17 @@ def test_pool_past_2_to_the_31_elements(tools):
 def test_lowers_for_other_backends(tools, platform):
     paged = tools.make_paged(lengths=(40, 96), num_queries=3, dtype="bfloat16")
     op = functools.partial(gather_attention, sm_scale=0.1, config=SMALL_TILES, implementation="xla")
-    arrays = {"q": paged.q, "k": paged.k, "v": paged.v, "page_table": paged.page_table, "lengths": paged.lengths}
+    arrays = {"q": paged.q, "k": paged.k, "v": paged.v, "table": paged.page_table, "lengths": paged.lengths}
     assert jax.jit(op).trace(**arrays).lower(lowering_platforms=(platform,)).as_text()
 
 
 BAD = {
     "q without heads": ({"q": (2, 1, 32)}, {}, r"needs q \[B,T,H,D\]"),
-    "k and v differ": ({"v": (9, 2, 16, 64)}, {}, "one shape and dtype"),
+    "k and v differ": ({"v": (8, 2, 16, 32)}, {}, "same pages, KV heads and page size"),
     "head dims differ": ({"q": (2, 1, 8, 64)}, {}, "head dims equal"),
     "heads no multiple": ({"q": (2, 1, 7, 32)}, {}, "multiple of KV heads"),
     "batches differ": ({"lengths": (3,)}, {}, "same batch"),
-    "no pages": ({"page_table": (2, 0)}, {}, "empty"),
+    "no pages": ({"table": (2, 0)}, {}, "empty"),
     "block size": ({}, {"block_size": 5}, "block_size 5 does not divide the page size 16"),
     "block size 0": ({}, {"block_size": 0}, "block_size 0"),
     "list without heads": ({"blocks": (2, 4)}, {}, r"blocks must be \[B=2, K=2"),
@@ -150,17 +151,17 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_input_is_refused(case):
     shapes, keywords, message = BAD[case]
-    integers = ("page_table", "lengths", "blocks")
-    shapes = {"q": (2, 1, 8, 32), "k": (9, 2, 16, 32), "v": (9, 2, 16, 32), "page_table": (2, 4), "lengths": (2,)} | shapes
+    integers = ("table", "lengths", "blocks")
+    shapes = {"q": (2, 1, 8, 32), "k": (9, 2, 16, 32), "v": (9, 2, 16, 32), "table": (2, 4), "lengths": (2,)} | shapes
     arrays = {name: jnp.zeros(shape, jnp.int32 if name in integers else jnp.float32) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         gather_attention(**arrays, **({"sm_scale": 0.1} | keywords))
 
 
-@pytest.mark.parametrize("name", ["q", "page_table", "lengths", "blocks"])
+@pytest.mark.parametrize("name", ["q", "table", "lengths", "blocks"])
 def test_wrong_dtype_is_refused(tools, name):
     paged = tools.make_paged(lengths=(5, 6))
-    arrays = dict(zip(("q", "k", "v", "page_table", "lengths"), paged.arrays, strict=True))
+    arrays = dict(zip(("q", "k", "v", "table", "lengths"), paged.arrays, strict=True))
     arrays["blocks"] = jnp.zeros((2, 2, 1), jnp.int32)
     arrays[name] = arrays[name].astype(jnp.uint8)
     with pytest.raises(ValueError, match="uint8"):

@@ -10,12 +10,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
-from pallas_kernels.block_sparse_attention import mosaic_gpu as block_sparse
-from pallas_kernels.flash_attention import mosaic_gpu as flash
 from pallas_kernels.hopper import query_tiles
 
 SMALL = {"dtype": "bfloat16", "head_dim": 64, "page_size": 64, "kv_heads": 1, "group": 1, "width": 6, "num_queries": 72}
@@ -44,16 +42,16 @@ def check(tools, interpreter, monkeypatch):
             (*paged.arrays[:4], jnp.asarray(starts, jnp.int32), paged.lengths),
             {"sm_scale": paged.sm_scale, "window": window},
         )
-        op, kernel = "flash_attention", flash.flash_attention
+        op = "flash_attention"
         if lists is not None:
-            op, kernel, (width, size) = "block_sparse_attention", block_sparse.block_sparse_attention, lists
+            op, (width, size) = "block_sparse_attention", lists
             rng, num_blocks = np.random.default_rng(3), spec["width"] * spec["page_size"] // size
             ids = np.append(rng.permutation(num_blocks), [-1, num_blocks])[:width]
             keywords |= {"blocks": jnp.asarray(ids, jnp.int32)[None, None, None], "block_size": size, "query_tile": 128}
-        expected = dispatch.load(op, "reference")(*arrays, **keywords, config=None)
+        expected = paging.implementation(op, "reference")(*arrays, **keywords)
         monkeypatch.setattr(query_tiles, "launch", functools.partial(LAUNCH, interpret=interpreter.params))
         try:
-            found = jax.block_until_ready(kernel(*arrays, **keywords, config=None))
+            found = jax.block_until_ready(paging.implementation(op, "mosaic_gpu")(*arrays, **keywords))
         except jax.errors.JaxRuntimeError as error:
             raise AssertionError("the interpreter stopped") from error
         tools.assert_rows_close(found[0], expected[0], 2 * tools.row_error[paged.q.dtype.name])

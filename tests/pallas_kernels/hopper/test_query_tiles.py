@@ -27,7 +27,7 @@ def production(heads=(28, 4), head_dim: int = 128, page_size: int = 128, batch: 
     """(op, arrays, keywords) of a prefill of a chunk over 128K tokens; over lists where a block size is given."""
     num_heads, kv_heads = heads
     pool, width = ((1024, kv_heads, page_size, head_dim), dtype), (128 << 10) // page_size
-    arrays = {"q": ((batch, tokens, num_heads, head_dim), dtype), "k": pool, "v": pool, "page_table": ((batch, width), "int32")}
+    arrays = {"q": ((batch, tokens, num_heads, head_dim), dtype), "k": pool, "v": pool, "table": ((batch, width), "int32")}
     arrays |= dict.fromkeys(("starts", "lengths"), ((batch,), "int32"))
     static = {"window": None, "sm_scale": head_dim**-0.5, "config": None} | static
     if "block_size" not in static:

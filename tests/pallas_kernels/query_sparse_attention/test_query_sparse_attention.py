@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from paging import query_sparse_attention
 
 from pallas_kernels import dispatch
-from pallas_kernels.query_sparse_attention import query_sparse_attention, xla
+from pallas_kernels.query_sparse_attention import xla
 
 SMALL_TILES = functools.partial(query_sparse_attention, implementation="xla", config=xla.Config(query_tile=3, key_tile=32))
 """The base of the mutants: with tiles this small the inputs below take several."""

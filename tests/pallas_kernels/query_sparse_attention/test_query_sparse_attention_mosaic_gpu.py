@@ -11,7 +11,7 @@ def production(heads: tuple[int, int] = (28, 4), head_dim: int = 128, page_size:
     """(op, arrays, keywords) of a chunk of 8192 queries over 128K tokens."""
     num_heads, kv_heads = heads
     pool = ((1024, kv_heads, page_size, head_dim), dtype)
-    arrays = {"q": ((1, 8192, num_heads, head_dim), dtype), "k": pool, "v": pool, "page_table": ((1, (128 << 10) // page_size), "int32")}
+    arrays = {"q": ((1, 8192, num_heads, head_dim), dtype), "k": pool, "v": pool, "table": ((1, (128 << 10) // page_size), "int32")}
     arrays |= {"starts": ((1,), "int32"), "lengths": ((1,), "int32")}
     sizes = {
         "gamma": 16,

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from pallas_kernels.query_sparse_attention import query_sparse_attention
+from paging import query_sparse_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paging import query_sparse_attention
 
-from pallas_kernels.query_sparse_attention import query_sparse_attention, xla
+from pallas_kernels.query_sparse_attention import xla
 
 pytestmark = pytest.mark.optimized
 
@@ -90,14 +91,14 @@ def test_pool_past_2_to_the_31_elements(tools):
 def test_lowers_for_other_backends(tools, platform, tournament):
     paged = tools.make_paged(lengths=(40, 96), num_queries=3, dtype="bfloat16")
     op = functools.partial(query_sparse_attention, **SIZES, tournament=tournament, sm_scale=0.1, config=SMALL_TILES, implementation="xla")
-    arrays = {"q": paged.q, "k": paged.k, "v": paged.v, "page_table": paged.page_table, "lengths": paged.lengths}
+    arrays = {"q": paged.q, "k": paged.k, "v": paged.v, "table": paged.page_table, "lengths": paged.lengths}
     arrays["starts"] = paged.lengths - 3
     assert jax.jit(op).trace(**arrays).lower(lowering_platforms=(platform,)).as_text()
 
 
 BAD = {
     "q without heads": ({"q": (2, 5, 32)}, {}, r"needs q \[B,T,H,D\]"),
-    "k and v differ": ({"v": (9, 2, 16, 64)}, {}, "one shape and dtype"),
+    "k and v differ": ({"v": (8, 2, 16, 32)}, {}, "same pages, KV heads and page size"),
     "starts of another batch": ({"starts": (3,)}, {}, "same batch"),
     "window of none": ({}, {"window": (4, 0)}, r"window must be .* got \(4, 0\)"),
     "gamma of none": ({}, {"gamma": 0}, "gamma must be an int, at least 1; got 0"),
@@ -125,8 +126,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_input_is_refused(case):
     shapes, keywords, message = BAD[case]
-    integers = ("page_table", "starts", "lengths")
-    shapes = {"q": (2, 5, 8, 32), "k": (9, 2, 16, 32), "v": (9, 2, 16, 32), "page_table": (2, 4), "starts": (2,), "lengths": (2,)} | shapes
+    integers = ("table", "starts", "lengths")
+    shapes = {"q": (2, 5, 8, 32), "k": (9, 2, 16, 32), "v": (9, 2, 16, 32), "table": (2, 4), "starts": (2,), "lengths": (2,)} | shapes
     arrays = {name: jnp.zeros(shape, jnp.int32 if name in integers else jnp.float32) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         query_sparse_attention(**arrays, **(SIZES | {"sm_scale": 0.1} | keywords))

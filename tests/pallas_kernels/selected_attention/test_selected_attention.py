@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from paging import gather_attention, selected_attention
 
 from pallas_kernels import dispatch
-from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.page_index import page_index
 from pallas_kernels.select_blocks import select_blocks, selection_width
-from pallas_kernels.selected_attention import selected_attention
 
 COMPOSED = functools.partial(selected_attention, implementation="composed")
 KERNEL = functools.partial(selected_attention, implementation="mosaic_gpu")
@@ -348,7 +347,7 @@ BAD = {
     "block size": ({}, {"block_size": 24}, "block_size 24 does not divide page_size 64"),
     "negative budget": ({}, {"budget": -1}, "k must be at least 0, got -1"),
     "no local": ({}, {"local": 0}, "local must be at least 1, got 0"),
-    "k and v differ": ({"v": (9, 2, 64, 32)}, {}, "one shape and dtype"),
+    "k and v differ": ({"v": (8, 2, 64, 64)}, {}, "same pages, KV heads and page size"),
     "batches differ": ({"lengths": (3,)}, {}, "same batch"),
     "traced scale": ({}, {"sm_scale": jnp.float32(0.1)}, "sm_scale must be a number known when compiling"),
     "unknown implementation": ({}, {"implementation": "fused"}, "'fused' of selected_attention is unknown; there are mosaic_gpu, composed"),
@@ -359,7 +358,7 @@ BAD = {
 def test_wrong_input_is_refused(case):
     shapes, keywords, message = BAD[case]
     pool = (9, 2, 64, 64)
-    shapes = {"q": (2, 1, 8, 64), "k": pool, "v": pool, "index": (9, 2, 4, 2, 64), "page_table": (2, 4), "lengths": (2,)} | shapes
-    arrays = {name: jnp.zeros(shape, jnp.int32 if name in ("page_table", "lengths") else jnp.bfloat16) for name, shape in shapes.items()}
+    shapes = {"q": (2, 1, 8, 64), "k": pool, "v": pool, "index": (9, 2, 4, 2, 64), "table": (2, 4), "lengths": (2,)} | shapes
+    arrays = {name: jnp.zeros(shape, jnp.int32 if name in ("table", "lengths") else jnp.bfloat16) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         selected_attention(**arrays, **(SIZES | {"sm_scale": 0.1} | keywords))

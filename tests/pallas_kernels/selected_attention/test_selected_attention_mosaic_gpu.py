@@ -31,7 +31,7 @@ def production(
     pool = (1024, kv_heads, page_size, head_dim)
     index = (*pool[:2], page_size // keywords["block_size"], INDEX_ROWS[keywords["kind"]], head_dim)
     arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": (pool, dtype), "v": (pool, dtype), "index": (index, dtype)}
-    arrays |= {"page_table": ((batch, tokens // page_size), "int32"), "lengths": ((batch,), "int32")}
+    arrays |= {"table": ((batch, tokens // page_size), "int32"), "lengths": ((batch,), "int32")}
     return "selected_attention", arrays, keywords
 
 

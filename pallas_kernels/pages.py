@@ -1,0 +1,206 @@
+"""Pages of keys and values: what every attention op takes, what all of them ask of their arguments, and how plain JAX reads a tile."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import dispatch
+
+CODES = ("float32", "bfloat16", "float16")
+"""What a page can hold, and what ops compute with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PageFormat:
+    """How the numbers of a page are stored. codes: one of `CODES`. Static and hashable.
+
+    Raises ValueError for other codes.
+    """
+
+    codes: str
+
+    def __post_init__(self):
+        if self.codes not in CODES:
+            raise ValueError(f"pages hold {', '.join(CODES)}, not {self.codes!r}: cast keys and values to one of these")
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the array that holds the codes."""
+        return jnp.dtype(self.codes)
+
+
+@flax.struct.dataclass
+class Pages:
+    """Keys and values of one layer, in pages. A (page, head) tile is `[P, D]` and contiguous.
+
+    k: `[N, K, P, D]`. v: `[N, K, P, Dv]`, or None where V is a view of K: its first `value_dim` columns, which are read once (latent pages:
+    D = latent + rotated part, K = 1). value_dim: given where v is None, and only there. Pages that no table names may hold anything, NaN
+    too.
+
+    A pytree: `k` and `v` are its leaves. `check_pages` says whether they fit together; every op calls it.
+    """
+
+    k: Float[Array, "N K P D"]
+    v: Float[Array, "N K P Dv"] | None = None
+    value_dim: int | None = flax.struct.field(pytree_node=False, default=None)
+
+    @property
+    def num_pages(self) -> int:
+        """N, pages in the pool."""
+        return self.k.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """K."""
+        return self.k.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """P, tokens per page."""
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """D, columns of a key."""
+        return self.k.shape[3]
+
+    @property
+    def v_head_dim(self) -> int:
+        """Dv, columns of a value, and so of what attention returns."""
+        return self.value_dim if self.v is None else self.v.shape[3]
+
+    @property
+    def k_format(self) -> PageFormat:
+        """How keys are stored."""
+        return PageFormat(self.k.dtype.name)
+
+    @property
+    def v_format(self) -> PageFormat:
+        """How values are stored."""
+        return self.k_format if self.v is None else PageFormat(self.v.dtype.name)
+
+    @property
+    def values(self) -> Float[Array, "N K P Dv"]:
+        """V as an array. Where V is a view of K, using this outside tests may copy the pool: see `read`."""
+        return self.k[..., : self.value_dim] if self.v is None else self.v
+
+    @property
+    def arrays(self) -> dict[str, Array | None]:
+        """`k` and `v` by name, for `dispatch.signature`."""
+        return {"k": self.k, "v": self.v}
+
+
+def check_pages(pages: Pages) -> None:
+    """Raise ValueError, with shapes and dtypes, unless these are pages whose parts fit together."""
+    if not isinstance(pages, Pages):
+        raise ValueError(f"pages must be pallas_kernels.pages.Pages(k, v), got {type(pages).__name__}")
+    arrays = dispatch.signature(**pages.arrays)
+    if any(x is not None and x.ndim != 4 for x in (pages.k, pages.v)):
+        raise ValueError(f"pages need k [N,K,P,D] and v [N,K,P,Dv]; got {arrays}")
+    if any(0 in x.shape for x in (pages.k, pages.v) if x is not None):
+        raise ValueError(f"no axis of pages may be empty; got {arrays}")
+    if (pages.v is None) != (pages.value_dim is not None):
+        raise ValueError(
+            f"pages need v, or v=None and value_dim (V is the first value_dim columns of K); got value_dim {pages.value_dim!r}, {arrays}"
+        )
+    if pages.v is not None and pages.k.shape[:3] != pages.v.shape[:3]:
+        raise ValueError(f"k and v must have the same pages, KV heads and page size; got {arrays}")
+    if pages.value_dim is not None and not (isinstance(pages.value_dim, int) and 1 <= pages.value_dim <= pages.head_dim):
+        raise ValueError(f"value_dim must be an int from 1 to the head dim {pages.head_dim}, got {pages.value_dim!r}; {arrays}")
+    for name, array in pages.arrays.items():
+        if array is not None and array.dtype.name not in CODES:
+            raise ValueError(f"{name} must be one of {', '.join(CODES)}: cast it before it is written; got {arrays}")
+
+
+def check(q: Array, pages: Pages, table: Array, **of_row: Array) -> None:
+    """Raise ValueError, with every shape, unless the arrays that the attention ops share fit together.
+
+    of_row: int32 arrays `[B]` by name (lengths, starts).
+    """
+    check_pages(pages)
+    arrays = dispatch.signature(q=q, **pages.arrays, table=table, **of_row)
+    if q.ndim != 4 or table.ndim != 2 or any(x.ndim != 1 for x in of_row.values()):
+        raise ValueError(f"needs q [B,T,H,D], pages, table [B,M], {' and '.join(of_row)} [B]; got {arrays}")
+    if 0 in (*q.shape, *table.shape):
+        raise ValueError(f"no axis of q and table may be empty; got {arrays}")
+    if q.shape[3] != pages.head_dim or q.shape[2] % pages.kv_heads:
+        raise ValueError(f"q heads must be a multiple of KV heads, and the head dims equal; got {arrays}")
+    if any(x.shape[0] != q.shape[0] for x in (table, *of_row.values())):
+        raise ValueError(f"q, table, {' and '.join(of_row)} must have the same batch; got {arrays}")
+    if any(x.dtype != jnp.int32 for x in (table, *of_row.values())):
+        raise ValueError(f"table, {' and '.join(of_row)} must be int32; got {arrays}")
+    if q.dtype.name not in CODES:
+        raise ValueError(f"q must be one of {', '.join(CODES)}; got {arrays}")
+
+
+def check_scale(sm_scale: float) -> None:
+    """Raise ValueError unless the scale of logits is a number known when compiling."""
+    if not isinstance(sm_scale, numbers.Real):
+        raise ValueError(f"sm_scale must be a number known when compiling, got {sm_scale!r}")
+
+
+def check_window(window: tuple[int, int] | None) -> None:
+    """Raise ValueError unless window is None or a pair of ints, (sink_tokens >= 0, window_tokens >= 1)."""
+    if window is None:
+        return
+    pair = isinstance(window, tuple) and len(window) == 2 and all(isinstance(n, int) for n in window)
+    if not pair or window[0] < 0 or window[1] < 1:
+        raise ValueError(f"window must be a tuple (sink_tokens >= 0, window_tokens >= 1), got {window!r}")
+
+
+def unlike(pages: Pages) -> str | None:
+    """Why a kernel that reads V as it reads K, from an array of its own, cannot read these pages; None if it can."""
+    if pages.v is None:
+        return f"it reads V from an array of its own, not from the first {pages.value_dim} columns of K"
+    if pages.k.shape != pages.v.shape or pages.k_format != pages.v_format:
+        return f"it reads k and v of one shape and format; got {dispatch.signature(**pages.arrays)}"
+    return None
+
+
+def physical(table: Int[Array, "B M"], logical: Int[Array, "B T"], valid: Bool[Array, "B T"], num_pages: int) -> Int[Array, "B T"]:
+    """Physical page of each token, or `num_pages` (outside the pool, so that writes drop) where there is none."""
+    page = jnp.take_along_axis(table, jnp.clip(logical, 0, table.shape[1] - 1), axis=1)
+    there = valid & (logical >= 0) & (logical < table.shape[1]) & (page >= 0)
+    return jnp.where(there, page, num_pages)
+
+
+def read(
+    pages: Pages, page_ids: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int
+) -> tuple[Float[Array, "R n*size D"], Float[Array, "R n*size Dv"]]:
+    """Keys and values of a tile: see `read_tile`. Where V is a view of K, it is read with K."""
+    keys = read_tile(pages.k, page_ids, tokens, size)
+    return keys, keys[..., : pages.value_dim] if pages.v is None else read_tile(pages.v, page_ids, tokens, size)
+
+
+def read_tile(
+    pool: Float[Array, "N K P D"], page_ids: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int
+) -> Float[Array, "R n*size D"]:
+    """For each row, `size` tokens of each of n pages, from the given token on; where a page id is -1, whatever page 0 holds.
+
+    R rows share the K heads evenly, in order: one row per KV head, or one per query head.
+
+    Page, head and token are separate axes of one gather: no flat offset is formed, which could pass 2^31, and the pool is not
+    reshaped, which can make XLA copy it.
+    """
+    rows, (_, kv_heads, _, head_dim) = page_ids.shape[0], pool.shape
+
+    def one(head, page, token):
+        return jax.lax.dynamic_slice(pool, (page, head, token, 0), (1, 1, size, head_dim))[0, 0]
+
+    heads = jnp.arange(rows, dtype=jnp.int32) // (rows // kv_heads)
+    blocks = jax.vmap(jax.vmap(one, in_axes=(None, 0, 0)))(heads, jnp.maximum(page_ids, 0), tokens)
+    return blocks.reshape(rows, -1, head_dim)
+
+
+def visible(pos: Int[Array, "..."], query_pos: Int[Array, "..."], window: tuple[int, int] | None) -> Bool[Array, "..."]:
+    """Whether a query may attend to a key: the key exists (pos >= 0), lies at or before the query, and inside the window."""
+    seen = (pos >= 0) & (pos <= query_pos)
+    if window is not None:
+        seen &= (pos < window[0]) | (pos > query_pos - window[1])
+    return seen
