@@ -2,13 +2,14 @@
 
 bin := .venv/bin
 
-.PHONY: help demo test long lint venv lock clean
+.PHONY: help demo test long lint docs venv lock clean
 
 help:
 	@echo "make demo   watch the embedded model answer 8K-token prompts under four decode policies"
 	@echo "make test   lint, check the format, run every test but the long ones"
 	@echo "make long   run the long tests: random histories, kills and interrupts by the hundred"
 	@echo "make lint   only lint and check the format"
+	@echo "make docs   write the API reference, from docstrings and docs/examples.md, to out/docs"
 	@echo "make venv   only make .venv"
 	@echo "make lock   write requirements.lock anew, with the newest versions that pyproject.toml allows"
 	@echo "make clean  remove .venv and everything else that was made here"
@@ -25,6 +26,9 @@ long: venv
 lint: venv
 	@$(bin)/ruff check
 	@$(bin)/ruff format --check
+
+docs: venv
+	@$(bin)/python tools/make_docs.py out/docs
 
 venv:
 	@python=$$(sh tools/find_python.sh) && "$$python" tools/make_venv.py

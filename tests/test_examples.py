@@ -1,9 +1,14 @@
 """The examples of the documents run, and print what stands beside them."""
 
+import doctest
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import kvjax
 
 pytestmark = pytest.mark.optimized
 
@@ -34,3 +39,37 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     for path, page in documents.items():
         for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", page):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+EXAMPLES = (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
+
+
+def test_every_public_name_has_an_example():
+    assert sorted(re.findall(r"^## (\w+)$", EXAMPLES, re.MULTILINE)) == sorted({"kvjax", *kvjax.__all__} - {"__version__"})
+    for section in EXAMPLES.split("\n## ")[1:]:
+        name, code = section.split("\n", 1)
+        assert ">>> " in code, name
+
+
+def test_the_examples_of_public_names_print_what_stands_below_them(capsys):
+    examples = doctest.DocTestParser().get_doctest(EXAMPLES, {}, "examples", "docs/examples.md", 0)
+    ran = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL).run(examples)
+    assert (ran.failed, ran.attempted > 40) == (0, True), capsys.readouterr().out
+
+
+def test_a_wrong_output_is_noticed():
+    wrong = EXAMPLES[: EXAMPLES.index("## load")] + ">>> model.name\n'another'\n"
+    examples = doctest.DocTestParser().get_doctest(wrong, {}, "examples", "docs/examples.md", 0)
+    assert doctest.DocTestRunner().run(examples, out=lambda text: None).failed == 1
+
+
+def test_the_api_reference_has_every_public_name_with_its_example(tmp_path):
+    command = [sys.executable, str(ROOT / "tools" / "make_docs.py"), str(tmp_path)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    assert "Warning" not in made.stderr
+    page = (tmp_path / "kvjax.html").read_text(encoding="utf-8")
+    _, *parts = re.split(r'<section id="(\w+)">', page)
+    with_example = {name for name, part in zip(parts[::2], parts[1::2], strict=True) if "<strong>Example</strong>" in part}
+    assert with_example == set(kvjax.__all__) - {"__version__"}
+    assert sorted(path.name for path in tmp_path.glob("*.html")) == ["index.html", "kvjax.html"]

@@ -18,7 +18,7 @@ HELD = {
     "transformers": "5.17.0",  # made the golden files of the parity tests
     "huggingface-hub": "1.33.0",  # the major version that kvjax is developed with
 }
-EXTRAS = "eval,plots,test"  # of pyproject.toml: what `make demo` and `make test` need
+EXTRAS = "eval,plots,docs,test"  # of pyproject.toml: what the commands of the Makefile need
 UNWANTED = re.compile(r"torch|nvidia|cuda|tensorflow$")
 HEADER = """\
 # Exact versions of everything `make demo` and `make test` install: kvjax with the extras {extras}; CPU only, no PyTorch.
