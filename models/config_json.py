@@ -53,7 +53,7 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
     if isinstance(scaling, LongRope):
         scaling = dataclasses.replace(scaling, long=max_positions > scaling.original_max_positions)
     biased = {name: name in read and read[name] is not None and _boolean(read, name) for name in ("attention_bias", "mlp_bias")}
-    _check_sliding(fields, family, _size(read, "num_hidden_layers"), _written_positions(max_positions, scaling))
+    windows = _windows(fields, family, _size(read, "num_hidden_layers"), _written_positions(max_positions, scaling))
     return ModelConfig(
         family=family.model_type,
         vocab_size=_size(read, "vocab_size"),
@@ -72,6 +72,7 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
         o_bias=biased["attention_bias"],
         mlp_bias=biased["mlp_bias"],
         qk_norm=family.qk_norm,
+        windows=windows,
         eos_token_ids=_token_ids(generation or {}, "eos_token_id") or _token_ids(read, "eos_token_id"),
         bos_token_id=None if read["bos_token_id"] is None else _integer(read, "bos_token_id"),
     )
@@ -104,6 +105,7 @@ def to_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
     }
     fields |= {name: value for name, value in (("attention_bias", config.o_bias), ("mlp_bias", config.mlp_bias)) if name in family.defaults}
+    fields |= _window_fields(config.windows)
     required = {name: values[0] for name, values in (dict(ONLY) | dict(family.only)).items() if values[0] is not None}
     return fields | required
 
@@ -135,35 +137,50 @@ def _remedy(name: str) -> str:
     return f" ({REMEDIES[name]})" if name in REMEDIES else ""
 
 
-def _check_sliding(fields: Fields, family: Family, layers: int, max_positions: int) -> None:
-    """ValueError if a layer attends to a sliding window that is shorter than `max_positions` tokens."""
+def _windows(fields: Fields, family: Family, layers: int, max_positions: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer, () where none is shorter than `max_positions` tokens.
+
+    ValueError for windows that this architecture of transformers does not read, or that have no length.
+    """
     window, types = fields.get("sliding_window", _WINDOW if family.window_switch else None), fields.get("layer_types")
     if window is not None:
         window = _size({"sliding_window": window}, "sliding_window")
-    said = f"sliding_window is {window}"
+    switch = family.window_switch and fields.get("use_sliding_window") is not None and _boolean(fields, "use_sliding_window")
+    said = f"use_sliding_window is {fields.get('use_sliding_window')}, " if family.window_switch else ""
+    said += f"sliding_window is {window}"
     if types is not None:
         if not isinstance(types, list) or not set(types) <= {"full_attention", "sliding_attention"} or len(types) != layers:
             raise ValueError(
                 f"config.json: layer_types is {types}; it must be a list of 'full_attention' or 'sliding_attention', one for each of "
                 f"{layers} layers"
             )
-        sliding = [number for number, kind in enumerate(types) if kind == "sliding_attention"]
+        sliding = {number for number, kind in enumerate(types) if kind == "sliding_attention"}
         said += ", and layer_types names layers of sliding_attention"
     elif not family.window_switch:
-        sliding = [] if window is None else list(range(layers))
+        sliding = set() if window is None else set(range(layers))
     else:
-        switch = False if fields.get("use_sliding_window") is None else _boolean(fields, "use_sliding_window")
         first = 28 if fields.get("max_window_layers") is None else _integer(fields, "max_window_layers")  # as transformers takes it
-        sliding = [] if window is None or not switch else list(range(max(0, first), layers))
-        said = f"use_sliding_window is {fields.get('use_sliding_window')}, {said} and max_window_layers is {first}"
+        sliding = set(range(max(0, first), layers)) if window is not None and switch else set()
     if sliding and window is None:
         raise ValueError(f"config.json of a {family.architecture}: {said}; give the window's length, sliding_window")
-    if sliding and window < max_positions:
+    if not sliding or window >= max_positions:
+        return ()
+    if not switch:
+        remedy = "set use_sliding_window to true" if family.window_switch else "transformers reads no window for it: delete the fields"
         raise ValueError(
-            f"unsupported config.json of a {family.architecture}: {said}: {len(sliding)} of {layers} layers attend to a sliding window of "
-            f"{window} tokens, which is not supported; if your sequences are no longer, load it with max_positions={window}, which "
-            "does not help beside rope_scaling of type dynamic or longrope"
+            f"unsupported config.json of a {family.architecture}: {said}: {len(sliding)} of {layers} layers would attend to "
+            f"a sliding window of {window} tokens; {remedy}, or load it with max_positions={window} if your sequences are no longer"
         )
+    return tuple(window if number in sliding else None for number in range(layers))
+
+
+def _window_fields(windows: tuple[int | None, ...]) -> dict[str, Any]:
+    """config.json's fields of sliding windows. ValueError for windows of several lengths, which it has no words for."""
+    lengths = {window for window in windows if window is not None}
+    if len(lengths) > 1:
+        raise ValueError(f"config.json of these families has one sliding_window for all layers, the model has {sorted(lengths)}")
+    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return {"use_sliding_window": True, "sliding_window": lengths.pop(), "layer_types": types} if lengths else {}
 
 
 def _written_positions(max_positions: int, scaling: RopeScaling | None) -> int:

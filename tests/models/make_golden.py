@@ -39,6 +39,7 @@ SHAPES = {
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
 BIASES = {"attention_bias": True}, {"mlp_bias": True}
+WINDOW, TYPES = {"use_sliding_window": True, "sliding_window": 12}, ["sliding_attention", "full_attention"]
 OWN = {
     "llama-g2-d32-attention-bias": ((4, 2, 32, 16, False, 1e4, PLAIN), BIASES[0]),
     "llama-g2-d32-tied-mlp-bias": ((4, 2, 32, 16, True, 1e4, PLAIN), BIASES[1]),
@@ -54,6 +55,10 @@ OWN = {
     "qwen2-g7-d32-longrope-long": ((7, 1, 32, 14, False, 5e2, longrope(16, 24, attention_factor=0.8)), {}),
     "qwen3-g2-d128-longrope-short": ((2, 1, 128, 12, False, 1e3, longrope(64, 100, factor=2.0)), {}),
     "qwen3-g4-d32-longrope-long": ((4, 1, 32, 16, False, 1e3, longrope(16, 16)), {}),
+    "qwen2-g2-d32-window": ((4, 2, 32, 16, False, 1e4, PLAIN), WINDOW | {"max_window_layers": 1}),
+    "qwen2-g7-d32-yarn-all-windows": ((7, 1, 32, 14, True, 1e3, YARN), WINDOW | {"max_window_layers": 0}),
+    "qwen3-g4-d64-llama3-window": ((4, 1, 64, 16, False, 1e4, LLAMA3), WINDOW | {"layer_types": TYPES}),
+    "qwen3-g2-d32-dynamic-window": ((4, 2, 32, 16, True, 1e3, DYNAMIC), WINDOW | {"layer_types": TYPES[::-1]}),
 }
 CASES = {f"{family}-{name}": (family, shape, {}) for family in FAMILIES for name, shape in SHAPES.items()}
 CASES |= {name: (name.partition("-")[0], *case) for name, case in OWN.items()}

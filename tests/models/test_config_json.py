@@ -283,10 +283,6 @@ EVERY_FAMILY = {
         {"rope_scaling": LONGROPE, "original_max_position_embeddings": 8192},
         "is 8192, and 4096 in rope_scaling; they must agree",
     ),
-    "longrope that slides": (
-        {"rope_scaling": LONGROPE, "layer_types": ["sliding_attention"] * 200, "num_hidden_layers": 200, "sliding_window": 4096},
-        "layer_types names layers of sliding_attention: 200 of 200 layers",
-    ),
     "mrope": (
         {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
         "rope_type 'mrope'; supported: default, linear, dynamic,",
@@ -323,13 +319,11 @@ ONE_FAMILY = {
         ({"num_key_value_heads": 5}, "not a multiple of num_kv_heads 5"),
     ],
     "qwen2": [
-        (
-            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20},
-            r"use_sliding_window is True, sliding_window is 4096 and max_window_layers is 20: .* 4096 tokens.*load .*max_positions=4096",
-        ),
         ({"use_sliding_window": 1, "sliding_window": 4096}, "use_sliding_window is 1; it must be true or false"),
-        (TWO_LAYERS | {"use_sliding_window": False, "sliding_window": 4096}, "4096, and layer_types names .*: 1 of 2 layers"),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1}, "a sliding window of 8 tokens"),
+        (
+            TWO_LAYERS | {"use_sliding_window": False, "sliding_window": 4096},
+            "4096, and layer_types names .*: 1 of 2 layers .*set use_sliding_window to true.*max_positions=4096",
+        ),
         (TWO_LAYERS | {"sliding_window": None}, "layer_types names layers of sliding_attention; give the window's length"),
         ({"use_mrope": True}, "use_mrope is True"),
         ({"attention_bias": True}, "attention_bias is True; supported: None or False .this architecture does not read it: .* delete it"),
@@ -337,13 +331,11 @@ ONE_FAMILY = {
         ({"dual_chunk_attention_config": {"chunk_size": 1}}, "original_max_position_embeddings is None"),
     ],
     "qwen3": [
-        (
-            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20},
-            r"use_sliding_window is True, sliding_window is 4096 and max_window_layers is 20: .* 4096 tokens.*load .*max_positions=4096",
-        ),
         ({"use_sliding_window": 1, "sliding_window": 4096}, "use_sliding_window is 1; it must be true or false"),
-        (TWO_LAYERS | {"use_sliding_window": False, "sliding_window": 4096}, "4096, and layer_types names .*: 1 of 2 layers"),
-        ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": -1}, "a sliding window of 8 tokens"),
+        (
+            TWO_LAYERS | {"use_sliding_window": False, "sliding_window": 4096},
+            "4096, and layer_types names .*: 1 of 2 layers .*set use_sliding_window to true.*max_positions=4096",
+        ),
         (TWO_LAYERS | {"sliding_window": None}, "layer_types names layers of sliding_attention; give the window's length"),
         ({"attention_bias": 0}, "attention_bias is 0; it must be true or false"),
         ({"mlp_bias": True}, "mlp_bias is True; supported: None or False .this architecture does not read it: .* delete it"),
@@ -463,8 +455,7 @@ def test_a_window_that_is_left_out_is_transformers_own(family):
     """config.json that only switches it on gets 4,096 tokens, in both."""
     bare = {"model_type": family, "num_hidden_layers": 2, "max_window_layers": 1, "use_sliding_window": True}
     assert transformers_config(family, bare).sliding_window == 4096
-    with pytest.raises(ValueError, match="1 of 2 layers attend to a sliding window of 4096 tokens"):
-        config_json.parse(bare | {"max_position_embeddings": 4097})
+    assert config_json.parse(bare | {"max_position_embeddings": 4097}).windows == (None, 4096)
     assert config_json.parse(bare | {"max_position_embeddings": 4096}).max_positions == 4096
     assert config_json.parse(bare | {"max_position_embeddings": 32768}, None, 4096).max_positions == 4096
 
@@ -480,10 +471,30 @@ def test_windows_that_reach_everything_have_no_effect():
     on = {"use_sliding_window": True, "sliding_window": 131072, "max_window_layers": 0}
     assert config_json.parse(QWEN_2_5_7B | on) == base
     assert config_json.parse(QWEN_2_5_7B | on | {"sliding_window": 64, "max_window_layers": 28}) == base
-    with pytest.raises(ValueError, match="28 of 28 layers"):
-        config_json.parse(QWEN_2_5_7B | on | {"sliding_window": 131071})
-    with pytest.raises(ValueError, match="which does not help beside rope_scaling"):  # save would lose the window
-        config_json.parse(QWEN_2_5_7B | on | {"sliding_window": 64, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, None, 64)
+    assert config_json.parse(QWEN_2_5_7B | on | {"sliding_window": 131071}).windows == (131071,) * 28
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({"max_window_layers": 1}, (None, 64, 64)),
+        ({"max_window_layers": 0}, (64, 64, 64)),
+        ({"max_window_layers": -1}, (64, 64, 64)),
+        ({"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (64, None, 64)),
+        ({"max_window_layers": 0, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, (64, 64, 64)),
+    ],
+)
+def test_windows_are_read_and_written(family, fields, windows):
+    base = {"model_type": family, "num_hidden_layers": 3, "max_position_embeddings": 4096, "use_sliding_window": True, "sliding_window": 64}
+    config = config_json.parse(base | fields)
+    assert config.windows == windows
+    written = config_json.to_fields(config, "float32")
+    assert config_json.parse(written) == config
+    # Dynamic RoPE is written with the length from which it scales, so a model that is loaded for less keeps its windows.
+    assert config_json.parse(base | fields, None, 64).windows == (windows if "rope_scaling" in fields else ())
+    with pytest.raises(ValueError, match=r"one sliding_window for all layers, the model has \[64, 65\]"):
+        config_json.to_fields(dataclasses.replace(config, windows=(64, 65, None)), "float32")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

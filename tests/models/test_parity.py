@@ -45,9 +45,11 @@ def test_cases_cover_what_they_must(golden_script):
     }
     scaled = {(c.family, c.rope_scaling.kind, getattr(c.rope_scaling, "long", None)) for c in own.values() if c.rope_scaling}
     assert scaled >= {(f, *kind) for f in FAMILIES for kind in (("dynamic", None), ("longrope", False), ("longrope", True))}
+    windows = {(c.family, c.windows) for c in own.values() if c.windows}
+    assert windows == {("qwen2", (None, 12)), ("qwen2", (12, 12)), ("qwen3", (12, None)), ("qwen3", (None, 12))}
     for name, c in own.items():
         ends = golden_script.PROMPT_TOKENS + golden_script.GREEDY_TOKENS
-        assert ends <= c.max_positions
+        assert ends <= c.max_positions or "-yarn" in name  # which goes on past what config.json says
         assert "longrope-long" not in name or c.rope_scaling.original_max_positions < golden_script.PROMPT_TOKENS
 
 
@@ -201,6 +203,10 @@ MUTANTS = {
     "longrope attention factor given": (("qwen2",), "g1-d64-longrope-short", rescale(attention_factor=1.0)),
     "long factors for short": (("qwen3",), "g2-d128-longrope-short", longrope_of_the_other_length),
     "short factors for long": (("llama",), "g2-d32-longrope-long", longrope_of_the_other_length),
+    "no window": (("qwen2",), "g2-d32-window", reconfigure(windows=())),
+    "a window one token longer": (("qwen3",), "g4-d64-llama3-window", reconfigure(windows=(13, None))),
+    "a window one token shorter": (("qwen2",), "g7-d32-yarn-all-windows", reconfigure(windows=(11, 11))),
+    "the other layer's window": (("qwen3",), "g2-d32-dynamic-window", reconfigure(windows=(12, None))),
     "no q and k norms": (("qwen3",), LLAMA3, reconfigure(qk_norm=False)),
     "q and k norms swapped": (("qwen3",), FACTOR, swap("q_norm", "k_norm")),
     "q and k norms after rope": (("qwen3",), FACTOR, norm_after_rope),
