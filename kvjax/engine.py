@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Cache, LayerCache, OutOfPages, PageAllocator, copy_page, restore_pages
 from kvjax.cache.files import read_sequence, write_sequence
+from kvjax.cache.groups import GroupPages, most_pages
 from kvjax.cache.pool import Pool
-from kvjax.cache.tables import MIN_TABLE_PAGES, page_table, table_width
+from kvjax.cache.tables import MIN_TABLE_PAGES, table_width
 from kvjax.checks import check_model, token_ids, whole_number
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect_step, read_of
@@ -90,8 +91,9 @@ class Engine:
             self.prefill_policy.check_pages(page_size)
         if pages is not None:
             check_pool(self._plan_beside_weights(), pages)
-        self.allocator = PageAllocator(self._default_pages() if pages is None else pages)
-        self._pool = Pool(self.spec.empty({group.name: self.allocator.total for group in self.spec.groups}, self.indexes))
+        totals = self._totals(self._default_pages() if pages is None else whole_number("pages", pages, 1))
+        self._groups = GroupPages(self.spec, totals, self.prefill_chunk)
+        self._pool = Pool(self.spec.empty(totals, self.indexes))
         self.sequences: set[CachedSequence] = set()
         self.last_reads: Reads | None = None
         self.last_choice: Choice | None = None
@@ -99,7 +101,8 @@ class Engine:
         self._told: set[tuple[PrefillPolicy, bool]] = set()
 
     def __repr__(self) -> str:
-        used, total = self.allocator.total - self.allocator.free, self.allocator.total
+        allocators = self.allocators.values()
+        used, total = sum(each.total - each.free for each in allocators), sum(each.total for each in allocators)
         name = getattr(self.model, "name", "") or self.config.family
         policies = ", ".join(map(str, self.policies))
         pool = f"{used:,} of {total:,} pages of {self.page_size} tokens in use"
@@ -113,8 +116,13 @@ class Engine:
         plan = self._plan_beside_weights()
         return dataclasses.replace(plan, weights_bytes=weights, available_bytes=plan.available_bytes + weights)
 
+    @property
+    def allocators(self) -> dict[str, PageAllocator]:
+        """Who owns which page, by layer group."""
+        return self._groups.allocators
+
     def pages_for(self, tokens: int) -> int:
-        """Pages that `tokens` tokens take."""
+        """Pages that `tokens` tokens take in a layer group that keeps all of them."""
         return -(-tokens // self.page_size)
 
     def check_length(self, tokens: int) -> None:
@@ -122,8 +130,9 @@ class Engine:
         if tokens > self.config.max_positions:
             known = f"the model's {self.config.max_positions:,} positions{self.config.for_longer(tokens)}"
             raise ValueError(f"a sequence of {tokens:,} tokens is longer than {known}")
-        if self.pages_for(tokens) > self.allocator.total:
-            raise self._out_of_pages(self.pages_for(tokens), self.allocator.total)
+        for name, count in self._groups.needed(tokens).items():
+            if count > (total := self.allocators[name].total):
+                raise self._advised(OutOfPages(count, total, total, group=name))
 
     def declared(self, policy: str | DecodePolicy | None) -> DecodePolicy:
         """The policy of a call, None being the engine's own; ValueError if it scans an index that this engine's pages do not have."""
@@ -154,10 +163,10 @@ class Engine:
         prompts = [self.check_tokens(prompt) for prompt in prompts]
         for prompt in prompts:
             self.check_length(len(prompt) + reserve)
-        needed = sum(self.pages_for(len(prompt) + reserve) for prompt in prompts)
-        if needed > self.allocator.free:
-            raise self._out_of_pages(needed, self.allocator.free)
-        sequences = [CachedSequence([]) for _ in prompts]
+        needed = [self._groups.needed(len(prompt) + reserve) for prompt in prompts]
+        with self._advice():
+            self._groups.check_free({name: sum(each[name] for each in needed) for name in self.allocators})
+        sequences = [CachedSequence([], pages=self._groups.new()) for _ in prompts]
         with self._kept(*sequences):
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 self.reserve([sequence], len(prompt) + reserve)
@@ -204,15 +213,14 @@ class Engine:
         """
         slots, tokens = self._one_token_each(sequences, tokens)
         self._check_live(sequences)
-        kept, pages = (self.last_reads, self.last_choice), [len(sequence.pages) for sequence in sequences]
+        kept, pages = (self.last_reads, self.last_choice), [self._counts(sequence) for sequence in sequences]
         try:
             chosen, (logits, watched), _ = self._step(inspect_step, slots, tokens, policy)
             return read_of(chosen, len(sequences), logits, watched)
         finally:
             self.last_reads, self.last_choice = kept
-            for sequence, count in zip(sequences, pages, strict=True):
-                self.allocator.release(sequence.pages[count:])
-                del sequence.pages[count:]
+            for sequence, counts in zip(sequences, pages, strict=True):
+                self._groups.keep(sequence, counts)
 
     @guarded
     def decode_and_sample(
@@ -252,14 +260,14 @@ class Engine:
         """A second sequence with the same history: sealed pages are shared, the open one is copied. OutOfPages if none is free for it."""
         self._check_live([sequence])
         self._pool.check()
-        sealed = sequence.length // self.page_size
-        child = CachedSequence(list(sequence.tokens), sequence.length, [], sequence.logits, dict(sequence.states), sequence.open_chunk)
-        with self._kept(child):
-            self.allocator.share(sequence.pages[:sealed])
-            child.pages = sequence.pages[:sealed]
-            if sequence.length % self.page_size:
-                child.pages += self._take(1)
-                self._pool.run(copy_page, self._layers, np.int32(sequence.pages[sealed]), np.int32(child.pages[sealed]))
+        child = CachedSequence(
+            list(sequence.tokens), sequence.length, self._groups.new(), sequence.logits, dict(sequence.states), sequence.open_chunk
+        )
+        with self._kept(child), self._advice():
+            opened = self._groups.fork(sequence, child)
+            if opened is not None:
+                sources, targets = (tuple(np.int32(ids[layer.group]) for layer in self.spec.layers) for ids in opened)
+                self._pool.run(copy_page, self._layers, sources, targets)
             self.guard.interrupt_point()
         return child
 
@@ -277,9 +285,8 @@ class Engine:
                 f"cannot truncate to {length} tokens: the sequence has {sequence.length}, of which the first {lowest} are sealed; "
                 f"a length from {lowest} to {sequence.length} is possible (fork before writing to go back further)"
             )
-        keep = self.pages_for(length)
-        self.allocator.release(sequence.pages[keep:])
-        del sequence.pages[keep:], sequence.tokens[length:]
+        self._groups.keep_written(sequence, length)
+        del sequence.tokens[length:]
         sequence.length = length
         sequence.logits = sequence.open_chunk = None
 
@@ -287,20 +294,17 @@ class Engine:
     def free(self, sequence: CachedSequence) -> None:
         """Give the sequence's pages back. It cannot be used afterwards."""
         self._check_live([sequence])
-        self.allocator.release(sequence.pages)
+        self._groups.keep_written(sequence, 0)
         self.sequences.remove(sequence)
-        sequence.pages, sequence.logits = [], None
+        sequence.logits = None
 
     @guarded
     def reserve(self, sequences: Sequence[CachedSequence], tokens: int) -> None:
         """Take the pages that `tokens` more tokens of every sequence need, or raise OutOfPages and take none."""
         self._check_live(sequences)
         tokens = whole_number("tokens", tokens)
-        needed = [max(0, self.pages_for(sequence.length + tokens) - len(sequence.pages)) for sequence in sequences]
-        taken = self._take(sum(needed))
-        for sequence, count in zip(sequences, needed, strict=True):
-            sequence.pages += taken[:count]
-            del taken[:count]
+        with self._advice():
+            self._groups.reserve(sequences, tokens)
 
     @guarded
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
@@ -315,8 +319,9 @@ class Engine:
         if sequence.tokens:
             self.check_tokens(sequence.tokens)
         self._pool.check()
-        pages = np.asarray(sequence.pages[: self.pages_for(sequence.length)], np.int32)
-        stored = [(layer.pages.k[pages], layer.pages.v[pages]) for layer in self._layers]
+        ids = self._groups.stored(sequence)
+        pairs = [(layer.pages, ids[spec.group]) for spec, layer in zip(self.spec.layers, self._layers, strict=True)]
+        stored = [(pages.k[own], pages.v[own]) for pages, own in pairs]
         write_sequence(path, self._header, sequence.tokens, stored, self.guard.interrupt_point)
 
     @guarded
@@ -328,12 +333,13 @@ class Engine:
         sizes = {"spec": self.spec, "vocab_size": self.config.vocab_size}
         tokens, layers = read_sequence(path, self._header, interrupt_point=self.guard.interrupt_point, **sizes)
         self.check_length(len(tokens))
-        sequence = CachedSequence(tokens)
-        with self._kept(sequence):
-            self.reserve([sequence], len(tokens))
+        sequence = CachedSequence(tokens, pages=self._groups.new())
+        with self._kept(sequence), self._advice():
+            self._groups.fill(sequence, len(tokens))
             sequence.length = len(tokens)
-            pages = np.array(sequence.pages, np.int32)
-            self._pool.run(restore_pages, self._layers, self.indexes, pages, pages[: sequence.length // self.page_size], layers)
+            pages = self._groups.stored(sequence)
+            pages = tuple(pages[layer.group] for layer in self.spec.layers)
+            self._pool.run(restore_pages, self._layers, pages, layers, opened=sequence.length % self.page_size > 0, indexes=self.indexes)
             self.guard.interrupt_point()
         return sequence
 
@@ -374,8 +380,7 @@ class Engine:
 
     def _cache(self, slots: Sequence[CachedSequence | None], lengths: Int[np.ndarray, "B"]) -> Cache:
         """What a step reads and writes."""
-        table = page_table([slot.pages if slot else () for slot in slots])
-        return Cache(self._layers, {group.name: table for group in self.spec.groups}, lengths, self.spec)
+        return Cache(self._layers, self._groups.tables(slots), lengths, self.spec)
 
     @contextlib.contextmanager
     def _kept(self, *sequences: CachedSequence) -> Iterator[None]:
@@ -391,16 +396,18 @@ class Engine:
     @contextlib.contextmanager
     def _reserved(self, sequences: Sequence[CachedSequence], tokens: int) -> Iterator[None]:
         """Pages for `tokens` more tokens of every sequence. Those that hold nothing are given back if what the block does fails."""
-        before = [len(sequence.pages) for sequence in sequences]
+        before = [self._counts(sequence) for sequence in sequences]
         self.reserve(sequences, tokens)
         try:
             yield
         except BaseException:
-            for sequence, count in zip(sequences, before, strict=True):
-                keep = max(count, self.pages_for(sequence.length))
-                self.allocator.release(sequence.pages[keep:])
-                del sequence.pages[keep:]
+            for sequence, counts in zip(sequences, before, strict=True):
+                self._groups.keep_written(sequence, sequence.length, counts)
             raise
+
+    def _counts(self, sequence: CachedSequence) -> dict[str, int]:
+        """Pages of each group that a sequence holds, reserved and given back ones included."""
+        return {name: len(pages) for name, pages in sequence.pages.items()}
 
     def _write(
         self,
@@ -428,6 +435,8 @@ class Engine:
             learning, opened = self._states.before_chunk(sequence, start, first, whole=whole)
             if opened is not None:
                 chunk[0, opened.position - start : first - start] = opened.tokens
+            self._groups.give_back(sequence)
+            self.reserve([sequence], last - first)
             cache = self._cache([sequence], np.array([last], np.int32))
             logits, _, learned = self._pool.run(
                 prefill_step,
@@ -474,6 +483,7 @@ class Engine:
         # Nothing can fail from here on.
         for number, row in enumerate(rows):
             slots[row].length += 1
+            self._groups.give_back(slots[row])
             slots[row].logits = slots[row].open_chunk = None
             if learns:
                 slots[row].states[policy] = learned[number]
@@ -555,18 +565,26 @@ class Engine:
         """`kvjax.checks.token_ids` of this model's vocabulary."""
         return token_ids(tokens, self.config.vocab_size)
 
-    def _take(self, count: int) -> list[int]:
+    @contextlib.contextmanager
+    def _advice(self) -> Iterator[None]:
+        """OutOfPages leaves with what a page takes and how many there is room for."""
         try:
-            return self.allocator.take(count)
+            yield
         except OutOfPages as error:
-            raise self._out_of_pages(error.needed, error.free) from None
+            raise self._advised(error) from None
 
-    def _out_of_pages(self, needed: int, free: int) -> OutOfPages:
+    def _advised(self, error: OutOfPages) -> OutOfPages:
         plan = self._plan_beside_weights()
         advice = (
             f"A page holds {self.page_size} tokens and takes {plan.page_bytes:,} bytes; memory has room for {plan.pages_that_fit:,} more"
         )
-        return OutOfPages(needed, free, self.allocator.total, advice)
+        return OutOfPages(error.needed, error.free, error.total, advice, group=error.group)
+
+    def _totals(self, pages: int) -> dict[str, int]:
+        """Pages of each layer group, of `pages` of those that keep all tokens: a window group never needs more, and where decode batches
+        are full of sequences of any length, what their windows and chunks take."""
+        most = {group.name: most_pages(group, self.prefill_chunk) * self.batch_buckets[-1] for group in self.spec.groups}
+        return {name: int(min(pages, count)) for name, count in most.items()}
 
     def _plan_beside_weights(self) -> MemoryPlan:
         return memory_plan(self.config, dtype=self.dtype, page_size=self.page_size, indexes=self.indexes, weights_bytes=0)

@@ -85,7 +85,7 @@ def inspect_step(decoder, policy, indexes, params, cache: Cache, tokens, active,
     """`kvjax.steps.decode`, and before the cache what `watch` saw of every layer. DONATES cache."""
     watched: list[Any] = []
     logits, *after = decode(
-        decoder, policy, indexes, params, cache, tokens, active, states, watch=lambda *seen: watched.append(watch(policy, *seen))
+        decoder, policy, indexes, params, cache, tokens, active, states, watch=lambda *seen: watched.append(watch(*seen))
     )
     return logits, tuple(watched), *after
 

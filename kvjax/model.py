@@ -106,6 +106,7 @@ class ModelConfig:
     """A decoder-only transformer with grouped-query attention, RoPE, RMSNorm and a gated SiLU MLP. Static and hashable.
 
     qkv_bias, o_bias, mlp_bias: which projections add a bias (mlp_bias: gate, up and down). max_positions: the longest sequence, in tokens.
+    windows: per layer the latest tokens that a query sees, None for all; () where no layer has a window.
     """
 
     family: str
@@ -128,6 +129,7 @@ class ModelConfig:
     # Outside repr, so that fingerprints of models without them stay; those of models with them count the biases themselves.
     o_bias: bool = dataclasses.field(default=False, repr=False)
     mlp_bias: bool = dataclasses.field(default=False, repr=False)
+    windows: tuple[int | None, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self):
         for name in (
@@ -146,6 +148,10 @@ class ModelConfig:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even: RoPE rotates pairs")
+        if self.windows and (len(self.windows) != self.num_layers or any(window is not None and window < 1 for window in self.windows)):
+            raise ValueError(
+                f"windows must be a positive number of tokens or None for each of {self.num_layers} layers, got {self.windows}"
+            )
         if self.rope_scaling is not None:
             self._check_scaling(self.rope_scaling)
 
@@ -171,9 +177,16 @@ class ModelConfig:
         return self.head_dim**-0.5
 
     def cache_spec(self, page_size: int, dtype: Any) -> CacheSpec:
-        """What this model's cache is, in pages of `page_size` tokens. dtype: of keys and values."""
-        layer = PagedSpec("full", self.num_kv_heads, self.head_dim, jnp.dtype(dtype).name)
-        return CacheSpec((GroupSpec("full", page_size),), (layer,) * self.num_layers)
+        """What this model's cache is, in pages of `page_size` tokens. dtype: of keys and values. Layers of one window are a group."""
+        windows = [self.window_of(layer) for layer in range(self.num_layers)]
+        names = {window: "full" if window is None else f"window:{window}" for window in dict.fromkeys(windows)}
+        groups = tuple(GroupSpec(name, page_size, window) for window, name in names.items())
+        dtype = jnp.dtype(dtype).name
+        return CacheSpec(groups, tuple(PagedSpec(names[window], self.num_kv_heads, self.head_dim, dtype) for window in windows))
+
+    def window_of(self, layer: int) -> int | None:
+        """The latest tokens that a query of this layer sees, its own included; None: all before it."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def num_params(self) -> int:
@@ -233,6 +246,8 @@ def fingerprint(model: Model) -> str:
     while the array lives, so asking again for a loaded model is free.
     """
     digest = hashlib.sha256(repr(model.config).encode())
+    if model.config.windows:  # not in repr, so that models without windows keep their fingerprints
+        digest.update(repr(model.config.windows).encode())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
             digest.update(_sha256(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode()))

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Cache, CacheSpec, IndexSpec, append
-from kvjax.learning import Learning, attend_and_learn
+from kvjax.attend import attend_chunk, reader_of, write
+from kvjax.cache import Cache, CacheSpec, IndexSpec
+from kvjax.learning import Learning
 from kvjax.model import Decoder, Heads, Params
 from kvjax.policies.decode import Blocks, DecodePolicy, SelectContext
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy
@@ -53,10 +54,9 @@ def prefill_step(
 
     def mix(layer: int, heads: Heads, carry):
         layers, learned = carry
-        table = cache.table_of(layer)
-        written = append(layers[layer], heads.k, heads.v, positions, valid, table, indexes)
-        ctx = PrefillContext(table, starts, cache.lengths, layer=layer, sm_scale=heads.sm_scale)
-        out, states = attend_and_learn(policy, heads.q, written, ctx, learning)
+        written = write(cache, layers, layer, heads, positions, valid, indexes)
+        ctx = PrefillContext(cache.table_of(layer), starts, cache.lengths, layer=layer, sm_scale=heads.sm_scale)
+        out, states = attend_chunk(policy, heads, written, ctx, learning)
         return out, (_replace(layers, layer, written), (*learned, states))
 
     hidden, (layers, learned) = decoder.hidden(params, tokens, positions, mix, (cache.layers, ()))
@@ -93,11 +93,12 @@ def decode(
     def mix(layer: int, heads: Heads, carry):
         layers, states, listed = carry
         table, page_size = cache.table_of(layer), spec.group_of(layer).page_size
-        written = append(layers[layer], heads.k, heads.v, positions, valid, table, indexes)
+        written = write(cache, layers, layer, heads, positions, valid, indexes)
         ctx = SelectContext(table, lengths, layer=layer, num_layers=len(spec.layers), page_size=page_size, sm_scale=heads.sm_scale)
-        out, blocks, state = policy.attend(heads.q, written, ctx, states[layer])
+        reader = reader_of(policy, heads)
+        out, blocks, state = reader.attend(heads.q, written, ctx, states[layer])
         if watch is not None:
-            watch(heads.q, written, ctx, blocks, states[layer])
+            watch(reader, heads.q, written, ctx, blocks, states[layer])
         return out, (_replace(layers, layer, written), _replace(states, layer, state), (*listed, blocks))
 
     hidden, (layers, states, listed) = decoder.hidden(params, tokens, positions, mix, (cache.layers, states, ()))

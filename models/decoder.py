@@ -48,7 +48,7 @@ class TransformerDecoder:
         rotation = rope.rotation(self.config, positions)
         for number, layer in enumerate(params["layers"]):
             q, k, v = self._qkv(layer, x, rotation)
-            out, state = mix(number, Heads(q, k, v, self.config.sm_scale), state)
+            out, state = mix(number, Heads(q, k, v, self.config.sm_scale, self.config.window_of(number)), state)
             out = out.reshape(*out.shape[:2], -1).astype(x.dtype)
             (x,) = project(out, layer["o"], residual=x, **_biases(layer, self.config.o_bias, "o"))
             options = {"norm": layer["mlp_norm"], "norm_eps": self.config.norm_eps} | _biases(layer, self.config.mlp_bias, "gate", "up")

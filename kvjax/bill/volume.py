@@ -73,7 +73,12 @@ def step_bytes(
     if not config.tie_embeddings:
         weights += (batch - config.vocab_size) * config.hidden_size
     kv_elements = index_elements = 0
-    for number, layer in enumerate(config.cache_spec(page_size, dtype).layers):
+    spec = config.cache_spec(page_size, dtype)
+    for number, layer in enumerate(spec.layers):
+        window = spec.group_of(number).window
+        if window is not None:
+            kv_elements += 2 * min(length, window) * layer.kv_heads * layer.head_dim
+            continue
         keys = policy.keys_read(length, number, page_size)
         kv_elements += 2 * (length if keys is None else keys) * layer.kv_heads * layer.head_dim
         if keys is not None:

@@ -8,11 +8,12 @@ from kvjax.checks import whole_number
 
 
 class OutOfPages(RuntimeError):
-    """The pool has fewer free pages than a call needs. Nothing was written and no page was taken."""
+    """The pool has fewer free pages than a call needs. Nothing was written and no page was taken. group: of layers."""
 
-    def __init__(self, needed: int, free: int, total: int, advice: str = ""):
-        self.needed, self.free, self.total = needed, free, total
-        text = f"out of pages: {needed} needed, {free} free of {total}; free sequences, or make the engine with more pages"
+    def __init__(self, needed: int, free: int, total: int, advice: str = "", *, group: str = "full"):
+        self.needed, self.free, self.total, self.group = needed, free, total, group
+        of_group = "" if group == "full" else f" of layer group {group}"
+        text = f"out of pages{of_group}: {needed} needed, {free} free of {total}; free sequences, or make the engine with more pages"
         super().__init__(f"{text}. {advice}" if advice else text)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
+from kvjax.cache.groups import first_stored, pages_for
 from kvjax.cache.spec import CacheSpec
 
 FORMAT, FORMER = "kvjax sequence 2", "kvjax sequence 1"
@@ -30,7 +31,8 @@ def write_sequence(
     layers: list[tuple[jax.Array, jax.Array]],
     interrupt_point: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write keys and values (`[pages, K, P, D]` per layer, in logical order) beside `path` and rename; whatever fails, nothing is left.
+    """Write keys and values (`[pages, K, P, D]` per layer, in logical order, without pages before a window) beside `path` and rename;
+    whatever fails, nothing is left.
 
     header: what must agree on loading (model, page size, dtype). Indexes are not stored: they are a function of the keys. interrupt_point:
     called now and then, and may raise. ValueError if the folder is missing or `path` is one, OSError if it cannot be written.
@@ -90,8 +92,9 @@ def read_sequence(
             found = []
             for number, layer in enumerate(spec.layers):
                 interrupt_point()
-                page_size = spec.group_of(number).page_size
-                shape = [-(-len(tokens) // page_size), layer.kv_heads, page_size, layer.head_dim]
+                group = spec.group_of(number)
+                pages = pages_for(len(tokens), group) - first_stored(group, len(tokens))
+                shape = [pages, layer.kv_heads, group.page_size, layer.head_dim]
                 k, v = (_tensor(path, file, f"layers.{number}.{kind}", shape, layer.dtype) for kind in "kv")
                 found.append((k, v))
             return tokens, found

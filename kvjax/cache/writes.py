@@ -92,22 +92,32 @@ def seal(
 
 
 @functools.partial(jax.jit, donate_argnames="layers")
-def copy_page(layers: tuple[LayerCache, ...], source: Int[Array, ""], target: Int[Array, ""]) -> tuple[LayerCache, ...]:
-    """Every layer with page `source` copied to page `target`, indexes included. DONATES layers."""
-    return jax.tree.map(lambda array: array.at[target].set(array[source]), layers)
+def copy_page(
+    layers: tuple[LayerCache, ...], sources: tuple[Int[Array, ""], ...], targets: tuple[Int[Array, ""], ...]
+) -> tuple[LayerCache, ...]:
+    """Every layer with its page `sources[layer]` copied to page `targets[layer]`, indexes included. DONATES layers."""
+    copied = []
+    for layer, source, target in zip(layers, sources, targets, strict=True):
+        copied.append(jax.tree.map(lambda array, source=source, target=target: array.at[target].set(array[source]), layer))
+    return tuple(copied)
 
 
-@functools.partial(jax.jit, static_argnames="indexes", donate_argnames="layers")
+@functools.partial(jax.jit, static_argnames=("opened", "indexes"), donate_argnames="layers")
 def restore_pages(
     layers: tuple[PagedKV, ...],
-    indexes: tuple[IndexSpec, ...],
-    pages: Int[Array, " n"],
-    sealed: Int[Array, " m"],
+    pages: tuple[Int[Array, " n"], ...],
     stored: list[tuple[Float[Array, "n K P D"], Float[Array, "n K P D"]]],
+    *,
+    opened: bool,
+    indexes: tuple[IndexSpec, ...],
 ) -> tuple[PagedKV, ...]:
-    """Put stored keys and values into `pages` of every layer and build the indexes of the `sealed` ones. DONATES layers."""
+    """Put stored keys and values into each layer's `pages` and build its indexes of those that are sealed. DONATES layers.
+
+    opened: whether the last page is open. indexes: of all layers; a layer builds those that it has.
+    """
     restored = []
-    for layer, (k, v) in zip(layers, stored, strict=True):
-        kept = layer.pages.replace(k=layer.pages.k.at[pages].set(k), v=layer.pages.v.at[pages].set(v))
-        restored.append(PagedKV(kept, seal(layer.index, kept.k, sealed, indexes)))
+    for layer, ids, (k, v) in zip(layers, pages, stored, strict=True):
+        kept = layer.pages.replace(k=layer.pages.k.at[ids].set(k), v=layer.pages.v.at[ids].set(v))
+        own = tuple(spec for spec in indexes if spec.name in layer.index)
+        restored.append(PagedKV(kept, seal(layer.index, kept.k, ids[: len(ids) - opened], own)))
     return tuple(restored)

@@ -144,7 +144,7 @@ def batch_command(
     sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
     engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes)
     policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
-    typer.echo(f"{model}, {policies}, {engine.allocator.total:,} pages of {page_size} tokens", err=True)
+    typer.echo(f"{model}, {policies}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
     try:
         summary = run_file(source, out, engine, slots=max_batch, defaults=defaults, overwrite=overwrite, console=Console(stderr=True))
     except KeyboardInterrupt:

@@ -37,8 +37,8 @@ def error(logits, oracle):
 
 def scramble(engine, seed):
     """Take and release pages so that the next sequences get them in no order."""
-    taken = engine.allocator.take(engine.allocator.free)
-    engine.allocator.release(np.random.default_rng(seed).permutation(taken).tolist())
+    taken = engine.allocators["full"].take(engine.allocators["full"].free)
+    engine.allocators["full"].release(np.random.default_rng(seed).permutation(taken).tolist())
 
 
 @pytest.mark.parametrize("chunk", [16, 32, 64, 160])
@@ -145,7 +145,7 @@ def test_drafted_tokens_decode_together_as_one_by_one(model, text):
     engine = engine_for(model)
     (sequence,) = engine.prefill([text[:30]])
     engine.reserve([sequence], 4)
-    table = np.asarray([sequence.pages], np.int32)
+    table = np.asarray([sequence.pages["full"]], np.int32)
     cache = Cache(engine._layers, {"full": table}, np.array([30], np.int32), engine.spec)
     tokens = np.asarray([text[30:34]], np.int32)
     logits, cache, _, reads = decode_step(

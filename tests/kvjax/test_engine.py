@@ -32,7 +32,7 @@ def engine(model):
 
 
 def pages_of(engine, sequence, layer=0):
-    return np.asarray(engine._layers[layer].pages.k)[sequence.pages]
+    return np.asarray(engine._layers[layer].pages.k)[sequence.pages["full"]]
 
 
 def test_sealed_pages_have_their_index_and_it_is_that_of_their_keys(model, text):
@@ -42,7 +42,7 @@ def test_sealed_pages_have_their_index_and_it_is_that_of_their_keys(model, text)
     engine.extend(sequence, text[70:100])
     for token in text[100:135]:
         engine.decode([sequence], [token])
-    sealed = np.asarray(sequence.pages[: 135 // 32])
+    sealed = np.asarray(sequence.pages["full"][: 135 // 32])
     for layer in engine._layers:
         expected = page_index(layer.pages.k[sealed], kind="bounds", block_size=16)
         np.testing.assert_array_equal(np.asarray(layer.index["bounds16"])[sealed], np.asarray(expected))
@@ -58,18 +58,18 @@ def test_files_may_be_named_from_the_home_folder(engine, text, tmp_path, monkeyp
 
 def test_fork_shares_sealed_pages_and_copies_the_open_one(engine, text):
     (parent,) = engine.prefill([text[:40]])
-    free = engine.allocator.free
+    free = engine.allocators["full"].free
     child = engine.fork(parent)
-    assert engine.allocator.free == free - 1
-    assert child.pages[:2] == parent.pages[:2]
-    assert child.pages[2] != parent.pages[2]
+    assert engine.allocators["full"].free == free - 1
+    assert child.pages["full"][:2] == parent.pages["full"][:2]
+    assert child.pages["full"][2] != parent.pages["full"][2]
     before = pages_of(engine, parent)
     for token in (1, 2, 3):
         engine.decode([child], [token])
     np.testing.assert_array_equal(pages_of(engine, parent), before)
     engine.free(parent)
     engine.free(child)
-    assert engine.allocator.free == 24
+    assert engine.allocators["full"].free == 24
 
 
 def test_a_fork_goes_on_like_its_parent(engine, text):
@@ -81,9 +81,9 @@ def test_a_fork_goes_on_like_its_parent(engine, text):
 
 def test_fork_at_a_page_end_copies_nothing(engine, text):
     (parent,) = engine.prefill([text[:32]])
-    free = engine.allocator.free
+    free = engine.allocators["full"].free
     engine.fork(parent)
-    assert engine.allocator.free == free
+    assert engine.allocators["full"].free == free
 
 
 def test_truncate_drops_open_tokens_and_the_rest_is_as_if_never_written(engine, text):
@@ -108,7 +108,7 @@ def test_exhaustion_names_what_is_needed_and_loses_nothing(engine, text):
     (sequence,) = engine.prefill([text[:300]])  # 19 of 24 pages
     with pytest.raises(OutOfPages, match=r"7 needed, 5 free of 24.*A page holds 16 tokens and takes"):
         engine.prefill([text[:32], text[:80]])
-    assert engine.allocator.free == 5
+    assert engine.allocators["full"].free == 5
     with pytest.raises(OutOfPages, match="needed"):
         engine.extend(sequence, text[:100])
     assert sequence.length == 300
@@ -119,7 +119,7 @@ def test_a_failed_reservation_takes_no_page(engine, text):
     sequences = engine.prefill([text[:32], text[:32]])
     with pytest.raises(OutOfPages):
         engine.reserve(sequences, 300)
-    assert engine.allocator.free == 20
+    assert engine.allocators["full"].free == 20
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_sequence_of_another_engine_is_not_used(engine, model, text):
         with pytest.raises(ValueError, match="another engine's"):
             call(sequence)
     assert other.sequences == {sequence}
-    assert (engine.allocator.free, other.allocator.free) == (24, 22)
+    assert (engine.allocators["full"].free, other.allocators["full"].free) == (24, 22)
 
 
 def test_what_fails_half_way_keeps_nothing(engine, text):
@@ -176,13 +176,13 @@ def test_what_fails_half_way_keeps_nothing(engine, text):
 
     with pytest.raises(KeyboardInterrupt):
         engine.prefill([text[:40], text[:40]], on_tokens=fail)
-    assert engine.allocator.free == 24
+    assert engine.allocators["full"].free == 24
     (sequence,) = engine.prefill([text[:300]], reserve=84)
     with pytest.raises(OutOfPages):
         engine.fork(sequence)
     assert engine.sequences == {sequence}
     engine.free(sequence)
-    assert engine.allocator.free == 24
+    assert engine.allocators["full"].free == 24
 
 
 @pytest.fixture
@@ -241,13 +241,13 @@ def test_chunks_of_prefill_begin_at_multiples_of_the_chunk(engine, text, monkeyp
 def test_reserved_pages_are_each_sequences_own_and_given_back(engine, text):
     one, two = engine.prefill([text[:10], text[:10]])
     engine.reserve([one, two], 40)
-    assert len({*one.pages, *two.pages}) == 8
-    assert engine.allocator.free == 16
+    assert len({*one.pages["full"], *two.pages["full"]}) == 8
+    assert engine.allocators["full"].free == 16
     engine.reserve([one, two], 40)
-    assert engine.allocator.free == 16
+    assert engine.allocators["full"].free == 16
     assert engine.fork(one).length == 10
     engine.truncate(two, 5)
-    assert (len(two.pages), engine.allocator.free) == (1, 18)
+    assert (len(two.pages["full"]), engine.allocators["full"].free) == (1, 18)
     with pytest.raises(OutOfPages, match="20 needed, 18 free"):
         engine.prefill([text[:10]], reserve=310)
 
@@ -338,7 +338,7 @@ def test_a_file_that_does_not_fit_takes_no_page(engine, model, text, tmp_path):
     small.prefill([text[:20]])
     with pytest.raises(OutOfPages, match="5 needed, 4 free of 6"):
         small.restore(tmp_path / "prompt.safetensors")
-    assert (small.allocator.free, len(small.sequences)) == (4, 1)
+    assert (small.allocators["full"].free, len(small.sequences)) == (4, 1)
 
 
 def test_a_sequence_of_another_engine_is_refused(engine, model, model_factory, text, tmp_path):
@@ -446,7 +446,7 @@ def test_warmup_compiles_what_the_first_call_needs(model_factory, text):
     """No step is compiled any more, whatever the lengths up to the one named: tables of 16, 32 and 64 pages."""
     engine = Engine(model_factory(num_layers=1, rope_theta=777.0), "quest:2", pages=80, page_size=PAGE, prefill_chunk=32)
     engine.warmup(batch=3, tokens=600)
-    assert (engine.allocator.free, engine.sequences) == (80, set())
+    assert (engine.allocators["full"].free, engine.sequences) == (80, set())
     compiled = []
 
     def listen(event, duration, **kwargs):
@@ -474,7 +474,7 @@ def test_fork_and_restore_hold_no_second_copy_of_the_cache(model):
     layers, size = engine._layers, sum(layer.pages.k.nbytes + layer.pages.v.nbytes for layer in engine._layers)
     page, pages = jnp.int32(0), jnp.zeros(1, jnp.int32)
     stored = [(layer.pages.k[:1], layer.pages.v[:1]) for layer in layers]
-    copied = copy_page.lower(layers, page, page).compile()
-    restored = restore_pages.lower(layers, engine.indexes, pages, pages, stored).compile()
+    copied = copy_page.lower(layers, (page,) * len(layers), (page,) * len(layers)).compile()
+    restored = restore_pages.lower(layers, (pages,) * len(layers), stored, opened=False, indexes=engine.indexes).compile()
     for compiled in (copied, restored):
         assert compiled.memory_analysis().temp_size_in_bytes < size / 20

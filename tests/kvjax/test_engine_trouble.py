@@ -23,8 +23,11 @@ def engine(model):
 
 def books(engine):
     """All that must not change when a call is refused."""
-    held = [(each, each.length, list(each.tokens), list(each.pages), dict(each.states), each.logits is None) for each in engine.sequences]
-    return engine.allocator.free, held
+    held = [
+        (each, each.length, list(each.tokens), list(each.pages["full"]), dict(each.states), each.logits is None)
+        for each in engine.sequences
+    ]
+    return engine.allocators["full"].free, held
 
 
 # One thread at a time
@@ -64,7 +67,7 @@ def test_a_second_thread_is_refused_and_the_first_loses_nothing(engine, text):
         with pytest.raises(RuntimeError, match=r"being used by another thread, and is used by one thread at a time: make one for each"):
             call()
     worker.join(60)
-    assert (found[0].length, sequence.length, len(sequence.pages)) == (20, 40, 3)
+    assert (found[0].length, sequence.length, len(sequence.pages["full"])) == (20, 40, 3)
     np.testing.assert_array_equal(np.asarray(engine.decode([sequence], [5])), expected)
 
 
@@ -88,7 +91,7 @@ def test_a_loop_that_another_thread_stops_gives_its_pages_back(engine, text):
         next(running)
     worker.join()
     assert not engine.sequences
-    assert engine.allocator.free == PAGES
+    assert engine.allocators["full"].free == PAGES
 
 
 def test_tokens_changed_by_hand_are_not_saved(engine, text, tmp_path):
@@ -125,7 +128,7 @@ def test_many_threads_get_a_clear_sentence_or_the_right_answer(engine, text):
     assert right
     assert refused
     assert not other
-    assert engine.allocator.owners(sequence.pages[0]) == len(engine.sequences)
+    assert engine.allocators["full"].owners(sequence.pages["full"][0]) == len(engine.sequences)
 
 
 # A step that fails
@@ -200,7 +203,7 @@ def test_an_engine_whose_step_failed_says_so_and_what_to_do(engine, text, tmp_pa
             call()
     for sequence in list(engine.sequences):
         engine.free(sequence)
-    assert engine.allocator.free == PAGES
+    assert engine.allocators["full"].free == PAGES
 
 
 # Budgets

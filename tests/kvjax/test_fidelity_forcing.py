@@ -41,7 +41,7 @@ def forced(engine, windows, policies):
     with prefilled(engine, [window[:HISTORY] for window in windows]) as sequences:
         found = force(engine, sequences, [window[HISTORY:] for window in windows], policies, on_step=on_step)
         prefixes = exact_prefixes(engine, sequences, [window[HISTORY] for window in windows], policies, 12)
-    assert engine.allocator.free == engine.allocator.total
+    assert engine.allocators["full"].free == engine.allocators["full"].total
     return found, prefixes, logits_alive
 
 
@@ -137,4 +137,4 @@ def test_continuations_that_do_not_fit_are_refused(engine, windows, policies, co
         pytest.raises(ValueError, match="a continuation of one length, at least 2 tokens, for each of 3 sequences"),
     ):
         force(engine, sequences, continuations, policies)
-    assert engine.allocator.free == engine.allocator.total
+    assert engine.allocators["full"].free == engine.allocators["full"].total

@@ -56,7 +56,7 @@ def test_more_prompts_than_slots_take_turns_and_change_nothing(engine):
     together = generate(engine, prompts, max_new_tokens=6, slots=4, temperature=0.8, seed=3)
     turns = [generate(engine, [prompt, "other", "x", "y"], max_new_tokens=6, slots=4, temperature=0.8, seed=3)[0] for prompt in prompts]
     assert together == turns
-    assert engine.allocator.free == 64
+    assert engine.allocators["full"].free == 64
 
 
 def test_seeds_repeat_and_differ(engine):
@@ -302,7 +302,7 @@ def test_requests_wait_for_pages_rather_than_fail(speaker):
     assert len(generate(engine, prompts, max_new_tokens=4, slots=4)) == 3
     with pytest.raises(OutOfPages, match="5 needed"):
         generate(engine, "a" * 600, max_new_tokens=4)
-    assert engine.allocator.free == 4
+    assert engine.allocators["full"].free == 4
 
 
 def test_pages_for_all_new_tokens_are_taken_at_the_start(speaker):
@@ -352,14 +352,14 @@ def test_a_callback_that_fails_gives_the_pages_back(engine):
     ):
         with pytest.raises(ZeroDivisionError):
             call()
-        assert (engine.allocator.free, engine.sequences) == (64, set())
+        assert (engine.allocators["full"].free, engine.sequences) == (64, set())
 
 
 def test_stopping_early_gives_the_pages_back(engine):
     results = run(engine, [Request("a", Sampling(max_new_tokens=2)), Request("b", Sampling(max_new_tokens=50))], slots=4)
     next(results)
     results.close()
-    assert engine.allocator.free == 64
+    assert engine.allocators["full"].free == 64
 
 
 def test_the_step_is_compiled_once_per_shape_bucket(model_factory, speaker):

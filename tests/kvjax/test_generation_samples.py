@@ -23,7 +23,7 @@ def engine(speaker):
 @pytest.fixture(autouse=True)
 def _no_leaked_pages(engine):
     yield
-    assert (engine.allocator.free, engine.sequences) == (64, set())
+    assert (engine.allocators["full"].free, engine.sequences) == (64, set())
 
 
 def by_hand(model, ids, sampling):
@@ -140,8 +140,8 @@ def test_samples_take_turns_where_pages_are_short(speaker):
     small = Engine(speaker, pages=2, page_size=128, prefill_chunk=128, batch_buckets=(4,))
     results = list(run(small, [Request("a" * 200, Sampling(n=2, **settings), "no"), Request("b", Sampling(3), "yes")], slots=4))
     assert [(request.id, type(completion.error)) for request, completion in results] == [("no", OutOfPages), ("yes", type(None))]
-    assert small.allocator.free == 2
-    assert engine.allocator.free == 4
+    assert small.allocators["full"].free == 2
+    assert engine.allocators["full"].free == 4
 
 
 @pytest.mark.parametrize(

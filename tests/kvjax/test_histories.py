@@ -115,13 +115,13 @@ class History:
             calls[self.random.integers(len(calls))]()
 
     def check_pages(self):
-        owners = np.zeros(self.engine.allocator.total, int)
+        owners = np.zeros(self.engine.allocators["full"].total, int)
         for each in self.held:
-            np.add.at(owners, each.sequence.pages, 1)
+            np.add.at(owners, each.sequence.pages["full"], 1)
             assert each.sequence.tokens == each.tokens, self.calls
             assert each.sequence.length == len(each.tokens), self.calls
-        assert owners.tolist() == [self.engine.allocator.owners(page) for page in range(owners.size)], self.calls
-        assert self.engine.allocator.free == (owners == 0).sum(), self.calls
+        assert owners.tolist() == [self.engine.allocators["full"].owners(page) for page in range(owners.size)], self.calls
+        assert self.engine.allocators["full"].free == (owners == 0).sum(), self.calls
         assert self.engine.sequences == {each.sequence for each in self.held}, self.calls
 
     def differences(self) -> int:
@@ -189,8 +189,8 @@ def test_the_comparison_sees_a_page_that_two_sequences_write(model, tmp_path, mo
     """A fork that shares its open page, though both go on writing it, must be found."""
 
     def fork(engine, sequence):
-        child = type(sequence)(list(sequence.tokens), sequence.length, list(sequence.pages), sequence.logits, {})
-        engine.allocator.share(child.pages)
+        child = type(sequence)(list(sequence.tokens), sequence.length, {"full": list(sequence.pages["full"])}, sequence.logits, {})
+        engine.allocators["full"].share(child.pages["full"])
         engine.sequences.add(child)
         return child
 

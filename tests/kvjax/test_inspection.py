@@ -40,7 +40,7 @@ class Counting(Stateless):
 
 
 def page_bits(engine, sequence):
-    pages = np.array(sequence.pages[: engine.pages_for(sequence.length)])
+    pages = np.array(sequence.pages["full"][: engine.pages_for(sequence.length)])
     return [np.asarray(layer.pages.k[pages, :, :]) for layer in engine._layers]
 
 
@@ -86,13 +86,14 @@ def test_nothing_is_left_behind(engine, text, length):
     (sequence,) = engine.prefill([text[:length]])
     twin = engine.fork(sequence)
     engine.decode([twin], [1], "dense")
-    before = dataclasses.replace(sequence, pages=list(sequence.pages), tokens=list(sequence.tokens), states=dict(sequence.states))
-    free, reads, bits = engine.allocator.free, engine.last_reads, page_bits(engine, sequence)
+    pages = {"full": list(sequence.pages["full"])}
+    before = dataclasses.replace(sequence, pages=pages, tokens=list(sequence.tokens), states=dict(sequence.states))
+    free, reads, bits = engine.allocators["full"].free, engine.last_reads, page_bits(engine, sequence)
     for policy in ("dense", SMALL, Counting()):
         engine.inspect([sequence], [9], policy)
     assert dataclasses.astuple(dataclasses.replace(sequence, logits=None)) == dataclasses.astuple(dataclasses.replace(before, logits=None))
     assert sequence.logits is before.logits
-    assert (engine.allocator.free, engine.last_reads) == (free, reads)
+    assert (engine.allocators["full"].free, engine.last_reads) == (free, reads)
     rows = length % 16 or 16
     for old, new in zip(bits, page_bits(engine, sequence), strict=True):
         assert (old[:-1] == new[:-1]).all()
@@ -118,7 +119,7 @@ def test_a_policy_that_lists_nothing_is_told_so(model, text, listed_pages):
     (sequence,) = engine.prefill([text[:40]])
     with pytest.raises(ValueError, match="lists no block in layer 0"):
         engine.inspect([sequence], [5])
-    assert engine.allocator.free == 1
+    assert engine.allocators["full"].free == 1
 
 
 def test_it_raises_as_decode_does(model, text):
@@ -126,7 +127,7 @@ def test_it_raises_as_decode_does(model, text):
     (sequence,) = engine.prefill([text[:32]])
     with pytest.raises(OutOfPages):
         engine.inspect([sequence], [5])
-    assert len(sequence.pages) == 2
+    assert len(sequence.pages["full"]) == 2
     with pytest.raises(ValueError, match="2 tokens for 1 sequences"):
         engine.inspect([sequence], [5, 6])
     with pytest.raises(ValueError, match="outside the vocabulary"):

@@ -102,14 +102,17 @@ class World:
         wrong, engine = [], self.engine
         owners = np.zeros(PAGES, int)
         for sequence in engine.sequences:
-            np.add.at(owners, sequence.pages, 1)
+            np.add.at(owners, sequence.pages["full"], 1)
             # What decode_and_sample wrote is in `.tokens` only when its caller has read it.
             unread = 1 if name == "decode_and_sample" and sequence in (a, b) else 0
             if not sequence.length - unread <= len(sequence.tokens) <= sequence.length:
                 wrong.append(f"{name}: {len(sequence.tokens)} tokens, length {sequence.length}")
-            if len(sequence.pages) < engine.pages_for(sequence.length):
-                wrong.append(f"{name}: {len(sequence.pages)} pages, length {sequence.length}")
-        if owners.tolist() != [engine.allocator.owners(page) for page in range(PAGES)] or engine.allocator.free != (owners == 0).sum():
+            if len(sequence.pages["full"]) < engine.pages_for(sequence.length):
+                wrong.append(f"{name}: {len(sequence.pages['full'])} pages, length {sequence.length}")
+        if (
+            owners.tolist() != [engine.allocators["full"].owners(page) for page in range(PAGES)]
+            or engine.allocators["full"].free != (owners == 0).sum()
+        ):
             wrong.append(f"{name}: page counts")
         if name in ("generate", "warmup", "score") and engine.sequences != {self.control, a, b}:
             wrong.append(f"{name}: sequences left over")

@@ -57,7 +57,7 @@ def test_a_row_that_turns_nan_while_it_decodes_ends_as_an_error_and_its_neighbou
     def completions(model):
         engine = Engine(model, pages=24, page_size=16, prefill_chunk=32, batch_buckets=(4,))
         found = {request.id: done for request, done in run(engine, [Request(text, sampling, text) for text in PROMPTS])}
-        assert (engine.allocator.free, engine.sequences) == (24, set())
+        assert (engine.allocators["full"].free, engine.sequences) == (24, set())
         again = {request.id: done for request, done in run(engine, [Request(text, sampling, text) for text in PROMPTS[1:]])}
         assert again == {text: found[text] for text in PROMPTS[1:]}, "pages that held NaN are as good as any"
         return found
@@ -84,7 +84,7 @@ def test_a_prompt_whose_logits_are_nan_is_an_error(sound):
     for ask in (lambda: generate(engine, "bad ^"), lambda: generate(model, ["good", "bad ^"], logprobs=True)):
         with pytest.raises(NotFinite, match="position 5 are not finite"):
             ask()
-    assert engine.allocator.free == 24
+    assert engine.allocators["full"].free == 24
 
 
 def test_a_batch_line_says_it(sound):
@@ -112,7 +112,7 @@ def test_scores_are_never_of_nan(sound, policy, prompt, continuation, position):
             ask()
         # In one chunk of dense prefill a token's NaN value reaches earlier queries too: masked, it is multiplied by 0.
         assert caught.value.position == position or (policy == "dense" and len(prompt) < caught.value.position < position)
-    assert engine.allocator.free == 24
+    assert engine.allocators["full"].free == 24
     assert score(engine, "ab", "c^", policy=policy).logprob < 0, "the last token's own logits are not asked for"
 
 

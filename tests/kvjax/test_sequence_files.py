@@ -37,7 +37,7 @@ def unchanged(engine):
     """No page, sequence or bit of the pool changes in the test."""
     before = jax.tree.map(np.array, engine._layers)
     yield
-    assert (engine.allocator.free, engine.sequences) == (PAGES, set())
+    assert (engine.allocators["full"].free, engine.sequences) == (PAGES, set())
     jax.tree.map(np.testing.assert_array_equal, before, engine._layers)
 
 

@@ -45,7 +45,7 @@ def test_a_failed_completion_shows_its_error():
         Request("word " * 10_000, Sampling()),
         Request(tuple(range(10_000)), Sampling(), id="x" * 10_000),
         Score(-1.0, (-0.1,) * 10_000, tuple(range(10_000)), True),
-        CachedSequence(list(range(10_000)), 10_000, list(range(100)), np.zeros(10_000)),
+        CachedSequence(list(range(10_000)), 10_000, {"full": list(range(100))}, np.zeros(10_000)),
         Completion(error=ValueError("x" * 10_000)),
     ],
 )

@@ -79,5 +79,5 @@ def _no_leaked_pages(request):
     """Whatever a test does, the shared engine has all its pages back afterwards."""
     yield
     if "engine" in request.fixturenames:
-        allocator = request.getfixturevalue("engine").allocator
+        allocator = request.getfixturevalue("engine").allocators["full"]
         assert allocator.free == allocator.total

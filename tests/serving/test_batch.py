@@ -160,7 +160,7 @@ def test_a_record_larger_than_the_pool_is_an_error_of_its_own(model, expected):
     assert "out of pages" in found["large"]["error"]
     assert found["short"]["text"] == expected["short"].text
     assert found["one"]["text"] == expected["one"].text
-    assert small.allocator.free == 8
+    assert small.allocators["full"].free == 8
 
 
 def test_messages_need_a_chat_template(engine, model, monkeypatch):

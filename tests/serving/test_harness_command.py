@@ -61,7 +61,7 @@ def direct_answers(folder, policy=POLICY) -> list[float]:
 def test_arguments_reach_model_engine_and_adapter(lm, arguments):
     assert isinstance(lm, KvjaxLM)
     assert (str(lm.policy), lm.slots, lm.max_length, lm.seed) == (POLICY, 2, 256, 3)
-    assert (lm.engine.page_size, lm.engine.prefill_chunk, lm.engine.allocator.total) == (16, 64, 32)
+    assert (lm.engine.page_size, lm.engine.prefill_chunk, lm.engine.allocators["full"].total) == (16, 64, 32)
     assert lm.engine.model.name == arguments["pretrained"]
     pair = types.SimpleNamespace(args=(DOCUMENTS[1]["question"], " orchid pepper quartz raven"))
     ((found, _),) = lm.loglikelihood([pair])

@@ -1,0 +1,136 @@
+"""Which pages of each layer group sequences hold, on the host: taken as they grow, given back as they fall out of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.cache.allocator import OutOfPages, PageAllocator
+from kvjax.cache.spec import CacheSpec, GroupSpec
+from kvjax.cache.tables import page_table
+
+Pages = dict[str, list[int]]
+"""Of one sequence, by group: logical page -> page id, reserved ones included; -1 for a page that a window gave back."""
+
+
+class Holder(Protocol):
+    """A sequence: tokens written, and its pages."""
+
+    length: int
+    pages: Pages
+
+
+class GroupPages:
+    """The pages of every layer group, and who holds them.
+
+    totals: pages of each group. chunk: tokens that prefill writes at a time; a window group keeps what the chunk of the next token reads.
+    """
+
+    def __init__(self, spec: CacheSpec, totals: Mapping[str, int], chunk: int):
+        self.spec, self.chunk = spec, chunk
+        self.allocators = {group.name: PageAllocator(totals[group.name]) for group in spec.groups}
+
+    def new(self) -> Pages:
+        """The pages of a sequence without tokens."""
+        return {group.name: [] for group in self.spec.groups}
+
+    def reserve(self, sequences: Sequence[Holder], tokens: int) -> None:
+        """Take what `tokens` more tokens of every sequence need, or raise OutOfPages and take none. Window groups take pages for one chunk
+        at most: they get others back as the sequence grows."""
+        wanted = {group.name: [self._missing(group, each, tokens) for each in sequences] for group in self.spec.groups}
+        self.check_free({name: sum(counts) for name, counts in wanted.items()})
+        for name, counts in wanted.items():
+            for sequence, count in zip(sequences, counts, strict=True):
+                sequence.pages[name] += self.allocators[name].take(count)
+
+    def check_free(self, needed: Mapping[str, int]) -> None:
+        """OutOfPages unless every group has so many free pages."""
+        for name, count in needed.items():
+            allocator = self.allocators[name]
+            if count > allocator.free:
+                raise OutOfPages(count, allocator.free, allocator.total, group=name)
+
+    def needed(self, tokens: int) -> dict[str, int]:
+        """Pages of each group that a new sequence of `tokens` tokens takes at most."""
+        return {group.name: min(pages_for(tokens, group), most_pages(group, self.chunk)) for group in self.spec.groups}
+
+    def give_back(self, sequence: Holder) -> None:
+        """Release the pages that no later query reads: those before the window of the chunk that holds the next token."""
+        start = sequence.length // self.chunk * self.chunk
+        for group in self.spec.groups:
+            ids, page = sequence.pages[group.name], first_read(group, start) - 1
+            while page >= 0 and ids[page] >= 0:  # what lies before a page that was given back is gone too
+                self.allocators[group.name].release([ids[page]])
+                ids[page], page = -1, page - 1
+
+    def keep(self, sequence: Holder, counts: Mapping[str, int]) -> None:
+        """Release all but the first so many pages of each group."""
+        for name, count in counts.items():
+            ids = sequence.pages[name]
+            self.allocators[name].release([page for page in ids[count:] if page >= 0])
+            del ids[count:]
+
+    def keep_written(self, sequence: Holder, length: int, least: Mapping[str, int] | None = None) -> None:
+        """Release the pages behind `length` tokens, but the first `least` of each group."""
+        counts = {group.name: pages_for(length, group) for group in self.spec.groups}
+        self.keep(sequence, {name: max(count, (least or {}).get(name, 0)) for name, count in counts.items()})
+
+    def fill(self, sequence: Holder, length: int) -> None:
+        """Pages for the first `length` tokens of a sequence that holds none, without those that no later query reads."""
+        first = {group.name: first_stored(group, length) for group in self.spec.groups}
+        count = {group.name: pages_for(length, group) - first[group.name] for group in self.spec.groups}
+        self.check_free(count)
+        for name in first:
+            sequence.pages[name] = [-1] * first[name] + self.allocators[name].take(count[name])
+
+    def fork(self, parent: Holder, child: Holder) -> tuple[dict[str, int], dict[str, int]] | None:
+        """Share the parent's sealed pages with the child and take one more where a page is open. Returns source and target of the open
+        page by group, or None where none is open. OutOfPages, and nothing is shared, if none is free."""
+        opened = {group.name: int(parent.length % group.page_size > 0) for group in self.spec.groups}
+        self.check_free(opened)
+        sources, targets = {}, {}
+        for group in self.spec.groups:
+            name, sealed = group.name, parent.length // group.page_size
+            child.pages[name] = list(parent.pages[name][:sealed])
+            self.allocators[name].share([page for page in child.pages[name] if page >= 0])
+            if opened[name]:
+                sources[name] = parent.pages[name][sealed]
+                (targets[name],) = self.allocators[name].take(1)
+                child.pages[name].append(targets[name])
+        return (sources, targets) if sources else None
+
+    def tables(self, slots: Sequence[Holder | None]) -> dict[str, Int[np.ndarray, "B M"]]:
+        """Page tables of a batch, by group."""
+        return {group.name: page_table([slot.pages[group.name] if slot else () for slot in slots]) for group in self.spec.groups}
+
+    def stored(self, sequence: Holder) -> dict[str, Int[np.ndarray, " n"]]:
+        """Ids of the pages that a file of the sequence holds, by group."""
+        written = {group.name: slice(first_stored(group, sequence.length), pages_for(sequence.length, group)) for group in self.spec.groups}
+        return {name: np.asarray(sequence.pages[name][part], np.int32) for name, part in written.items()}
+
+    def _missing(self, group: GroupSpec, sequence: Holder, tokens: int) -> int:
+        ahead = tokens if group.window is None else min(tokens, self.chunk)
+        return max(0, pages_for(sequence.length + ahead, group) - len(sequence.pages[group.name]))
+
+
+def pages_for(tokens: int, group: GroupSpec) -> int:
+    """Pages that the first `tokens` tokens take."""
+    return -(-tokens // group.page_size)
+
+
+def first_read(group: GroupSpec, position: int) -> int:
+    """The first page that a query at `position`, or a later one, reads."""
+    return 0 if group.window is None else max(0, position - group.window + 1) // group.page_size
+
+
+def first_stored(group: GroupSpec, length: int) -> int:
+    """The first page that a file of `length` tokens holds: queries of the open page need no earlier one."""
+    return first_read(group, length // group.page_size * group.page_size)
+
+
+def most_pages(group: GroupSpec, chunk: int) -> int | float:
+    """Pages that a sequence of any length holds at most: those of a window and a chunk, and one on which the window ends."""
+    return float("inf") if group.window is None else pages_for(group.window - 1 + chunk, group) + 1
