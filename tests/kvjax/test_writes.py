@@ -74,7 +74,7 @@ def test_append_is_a_loop_over_tokens(starts, tokens, first, last, known, seed):
 
 def test_copy_page_copies_keys_values_and_indexes_and_nothing_else():
     before = filled_layer()
-    (after,) = copy_page((jax.tree.map(jnp.copy, before),), jnp.int32(3), jnp.int32(7))
+    (after,) = copy_page((jax.tree.map(jnp.copy, before),), (jnp.int32(3),), (jnp.int32(7),))
     for old, new in (
         (before.pages.k, after.pages.k),
         (before.pages.v, after.pages.v),
