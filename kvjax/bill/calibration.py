@@ -60,7 +60,7 @@ def _cells(model: Model, names: Sequence[str], page_size: int, batch: int, until
     lengths = _lengths(model, page_size, batch, names)
     pages = batch * (lengths[-1] // page_size)
     engine = Engine(model, "dense", policies=names, pages=pages, page_size=page_size, prefill_chunk=page_size, batch_buckets=(batch,))
-    sequences = [CachedSequence([], lengths[-1] - STEPS) for _ in range(batch)]
+    sequences = [CachedSequence([], lengths[-1] - STEPS, {group.name: [] for group in engine.spec.groups}) for _ in range(batch)]
     engine.sequences.update(sequences)
     engine.reserve(sequences, STEPS)
     rows = SamplingRows.of([None] * batch)

@@ -49,7 +49,7 @@ class Fed:
 class ScriptedEngine:
     """Answers every trial rightly under "right", and under "wrong" with a last digit that is one too high."""
 
-    config = SimpleNamespace(num_layers=LAYERS, num_kv_heads=KV_HEADS)
+    spec = SimpleNamespace(kv_heads=LAYERS * KV_HEADS)
 
     def __init__(self, trials, vocabulary, digits):
         self.trials, self.vocabulary, self.digits = trials, vocabulary, digits

@@ -254,7 +254,7 @@ def test_rows_that_do_not_fit_the_pages_are_not_written(shapes, dtypes, message)
 
 def test_copy_page_copies_latents_and_all_that_belongs_to_them():
     before = layer_of(index_dtype=jnp.float8_e4m3fn)
-    (after,) = copy_page((jax.tree.map(jnp.copy, before),), jnp.int32(3), jnp.int32(7))
+    (after,) = copy_page((jax.tree.map(jnp.copy, before),), (jnp.int32(3),), (jnp.int32(7),))
     assert after.pages.value_dim == V
     for old, new in ((before.pages.k, after.pages.k), *((before.index[name], after.index[name]) for name in before.index)):
         expected = np.array(old)
