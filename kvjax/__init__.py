@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvjax.registry import lives_in
+
 if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax import bill as bill
     from kvjax import fidelity as fidelity
@@ -22,18 +24,20 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax import serving as serving
     from kvjax.cache import OutOfPages
     from kvjax.engine import Engine
-    from kvjax.generation import Completion, Request, generate, run
+    from kvjax.generation import generate, run
     from kvjax.memory import memory_plan
     from kvjax.model import ModelConfig
     from kvjax.models import CausalLM, load, save
     from kvjax.policies.decode import Dense, TopBlocks, Window
     from kvjax.policies.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
+    from kvjax.requests import Completion, Request
     from kvjax.sampling import NotFinite, Sampling
+    from kvjax.scheduler import Scheduler
     from kvjax.scoring import Score, score
     from kvjax.sequences import CachedSequence
     from kvjax.serving import run_batch
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CachedSequence",
@@ -50,6 +54,7 @@ __all__ = [
     "OutOfPages",
     "Request",
     "Sampling",
+    "Scheduler",
     "Score",
     "SinkWindow",
     "TopBlocks",
@@ -68,7 +73,7 @@ __all__ = [
 _HOMES = {
     "CachedSequence": "kvjax.sequences",
     "CausalLM": "kvjax.models",
-    "Completion": "kvjax.generation",
+    "Completion": "kvjax.requests",
     "Dense": "kvjax.policies.decode",
     "DensePrefill": "kvjax.policies.prefill",
     "Engine": "kvjax.engine",
@@ -78,8 +83,9 @@ _HOMES = {
     "NotFinite": "kvjax.sampling",
     "OracleBlocks": "kvjax.policies.prefill",
     "OutOfPages": "kvjax.cache",
-    "Request": "kvjax.generation",
+    "Request": "kvjax.requests",
     "Sampling": "kvjax.sampling",
+    "Scheduler": "kvjax.scheduler",
     "Score": "kvjax.scoring",
     "SinkWindow": "kvjax.policies.prefill",
     "TopBlocks": "kvjax.policies.decode",
@@ -94,6 +100,10 @@ _HOMES = {
     "score": "kvjax.scoring",
 }
 _PACKAGES = ("bill", "fidelity", "models", "policies", "serving")
+
+# `auto` measures with an engine, and so lives above it; policies and engines find it by name alone.
+lives_in("policy", "auto", "kvjax.bill.auto_decode", "Auto")
+lives_in("prefill policy", "auto", "kvjax.bill.auto_prefill", "AutoPrefill")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """What mixing tokens means in an engine: write a layer's keys and values to its pages, and attend to what its group and the policy read.
 
-A layer group with a window reads its window and nothing else; policies list blocks in layers that keep every token.
+A layer group with a window reads its window and nothing else; policies list blocks in layers that keep every token. Recurrent layers have
+a row of state for each sequence: the only entry of its page table.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax import recurrent
 from kvjax.cache import Cache, IndexSpec, LayerCache, append
 from kvjax.learning import Learning, attend_and_learn
-from kvjax.model import Heads
+from kvjax.model import Heads, Recurrence
 from kvjax.policies.decode import DecodePolicy, Window
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy
 from pallas_kernels.flash_attention import flash_attention
@@ -43,6 +45,20 @@ def attend_chunk(
     pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
     out, _ = flash_attention(heads.q, *pages, window=(0, heads.window), sm_scale=ctx.sm_scale)
     return out, () if learning is None else tuple(before[ctx.layer] for before in learning.states)
+
+
+def recall_chunk(
+    cache: Cache, layers: tuple[LayerCache, ...], number: int, given: Recurrence, starts: Int[Array, "B"], fresh: Int[Array, "B"]
+) -> tuple[Float[Array, "B T H Dv"], LayerCache]:
+    """The recurrence of a chunk of prefill in layer `number` of `layers`, and the layer after it."""
+    return recurrent.prefill(layers[number], cache.table_of(number)[:, 0], given, starts, fresh, cache.lengths)
+
+
+def recall_tokens(
+    cache: Cache, layers: tuple[LayerCache, ...], number: int, given: Recurrence, active: Bool[Array, "B"]
+) -> tuple[Float[Array, "B T H Dv"], LayerCache]:
+    """The recurrence of a decode step in layer `number` of `layers`, and the layer after it. cache.lengths: without these tokens."""
+    return recurrent.step(layers[number], cache.table_of(number)[:, 0], given, cache.lengths, active)
 
 
 def reader_of(policy: DecodePolicy, heads: Heads) -> DecodePolicy:

@@ -8,35 +8,39 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Cache, LayerCache, OutOfPages, PageAllocator, copy_page, restore_pages
+from kvjax.cache import LayerCache, OutOfPages, PageAllocator, copy_page
 from kvjax.cache.files import read_sequence, write_sequence
-from kvjax.cache.groups import GroupPages, most_pages
+from kvjax.cache.groups import GroupPages, pool_sizes
 from kvjax.cache.pool import Pool
-from kvjax.cache.tables import MIN_TABLE_PAGES, table_width
+from kvjax.cache.tables import table_widths
+from kvjax.cache.transfer import Stored, read_pages, write_pages
 from kvjax.checks import check_model, token_ids, whole_number
+from kvjax.chunks import ChunkRun, Prefiller
+from kvjax.declared import DeclaredPolicies
+from kvjax.decoding import DRAFTS, DecodeRunner, Launched
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect_step, read_of
-from kvjax.learning import PolicyStates, after_chunk
-from kvjax.memory import MemoryPlan, check_pool, memory_plan
+from kvjax.memory import MemoryPlan, check_pool, default_pages, memory_plan
 from kvjax.model import Model, fingerprint
-from kvjax.policies.decode import Auto, Choice, DecodePolicy, TopTokens, check_budgets, parse
-from kvjax.policies.prefill import AutoPrefill, DensePrefill, PrefillPolicy, indexes_of, parse_prefill, possible_prefills
-from kvjax.policies.prefill.lists import TileLists
-from kvjax.sampling import Sampled, SamplingRows, sample_step
-from kvjax.sequences import CachedSequence
-from kvjax.steps import Reads, decode_and_sample, decode_step, prefill_step
+from kvjax.plans import Chunk, Decoded, StepPlan, StepResult
+from kvjax.policies.choice import Choice, possible_prefills
+from kvjax.policies.decode import DecodePolicy
+from kvjax.policies.prefill import PrefillPolicy
+from kvjax.sampling import Sampled, SamplingRows, check_rows, sample_step
+from kvjax.sequences import CachedSequence, check_usable
+from kvjax.slots import Slots, in_bucket
+from kvjax.steps import Reads, decode_and_sample, decode_step
 
 logger = logging.getLogger(__name__)
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-DEFAULT_POOL = (8, 32_768)
-"""A default pool holds at most this many sequences of this many tokens."""
 
 
 class Engine:
@@ -46,8 +50,6 @@ class Engine:
     are built as pages are sealed. pages: size of the pool; None fits it to free memory. page_size and prefill_chunk are in tokens; the
     chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`). batch_buckets: decode batches
     are padded to the next of these sizes, and a sequence's bits are the same in every batch of one bucket. sequences: those not freed yet.
-    last_reads: what the latest decode step read, summed over layers and KV heads (None before the first). last_choice: what `auto` chose
-    for it and why (None under other policies); last_prefill_choice: what prefill `auto` chose for the latest chunk.
 
     One thread at a time: a method called while another thread is in one raises RuntimeError, and the other thread's call is not disturbed.
     Ctrl-C takes effect between chunks of prefill and after other methods, so that pages and lengths are right after it (`kvjax.guard`).
@@ -75,40 +77,35 @@ class Engine:
         self.batch_buckets = tuple(whole_number("each size in batch_buckets", size, 1) for size in batch_buckets)
         if not self.batch_buckets or sorted(set(self.batch_buckets)) != list(self.batch_buckets):
             raise ValueError(f"batch_buckets must be sizes in ascending order, as (1, 2, 4), got {batch_buckets}")
-        self.dtype = jax.tree.leaves(model.params)[0].dtype
-        self.spec = self.config.cache_spec(page_size, self.dtype)
-        self._autos: dict[Auto, Auto] = {}
-        self.policy = self._bound(policy)
-        others = (policies,) if isinstance(policies, str) or hasattr(policies, "select") else policies
-        self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, others))))
-        self._states = PolicyStates(self.policies, self.config, page_size=page_size, prefill_chunk=prefill_chunk)
-        self.prefill_policy = parse_prefill(prefill)
-        if isinstance(self.prefill_policy, AutoPrefill):
-            self.prefill_policy = self.prefill_policy.bind(model, page_size=page_size, dtype=self.dtype.name)
-        scanned = [each.indexes() for each in self.policies] + [indexes_of(self.prefill_policy)]
-        self.indexes = tuple(dict.fromkeys(spec for indexes in scanned for spec in indexes))
-        if isinstance(self.prefill_policy, TileLists):
-            self.prefill_policy.check_pages(page_size)
-        if pages is not None:
-            check_pool(self._plan_beside_weights(), pages)
-        totals = self._totals(self._default_pages() if pages is None else whole_number("pages", pages, 1))
+        self.dtype = jnp.dtype(self.config.compute_dtype)
+        self.spec = self.config.cache_spec(page_size)
+        self._declared = DeclaredPolicies(model, policy, policies, prefill, page_size=page_size, prefill_chunk=prefill_chunk)
+        self.policy, self.policies = self._declared.policy, self._declared.policies
+        self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
+        plan = self._plan_beside_weights()
+        pages = default_pages(plan, self.config) if pages is None else whole_number("pages", check_pool(plan, pages), 1)
+        totals = pool_sizes(self.spec, pages, self.prefill_chunk, self.batch_buckets[-1])
         self._groups = GroupPages(self.spec, totals, self.prefill_chunk)
         self._pool = Pool(self.spec.empty(totals, self.indexes))
+        self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
+        self._runs: dict[CachedSequence, ChunkRun] = {}
+        self._runner = DecodeRunner(model, self._pool, self._groups, self._declared)
+        self._rows: SamplingRows | None = None  # known to fit together
         self.sequences: set[CachedSequence] = set()
-        self.last_reads: Reads | None = None
-        self.last_choice: Choice | None = None
-        self.last_prefill_choice: Choice | None = None
-        self._told: set[tuple[PrefillPolicy, bool]] = set()
+
+    @property
+    def last_reads(self) -> Reads | None:
+        """What the latest decode step read, summed over layers and KV heads; None before the first."""
+        return self._runner.last_reads
 
     def __repr__(self) -> str:
-        allocators = self.allocators.values()
+        allocators = [each for name, each in self.allocators.items() if name not in self.spec.row_groups]
         used, total = sum(each.total - each.free for each in allocators), sum(each.total for each in allocators)
-        name = getattr(self.model, "name", "") or self.config.family
-        policies = ", ".join(map(str, self.policies))
+        name, policies = getattr(self.model, "name", "") or self.config.family, ", ".join(map(str, self.policies))
         pool = f"{used:,} of {total:,} pages of {self.page_size} tokens in use"
         return f"Engine({name!r}: {policies}; prefill {self.prefill_policy}; {pool}, sequences={len(self.sequences)})"
 
-    # What there is room for
+    # Capacity
 
     def memory_plan(self) -> MemoryPlan:
         """Weights, cache per 1K tokens and pages that fit, for this model as loaded."""
@@ -134,18 +131,46 @@ class Engine:
             if count > (total := self.allocators[name].total):
                 raise self._advised(OutOfPages(count, total, total, group=name))
 
+    @property
+    def last_choice(self) -> Choice | None:
+        """What `auto` chose last, for a step or at a request's admission, and why; None before the first."""
+        return self._declared.last_choice
+
+    @property
+    def last_prefill_choice(self) -> Choice | None:
+        """What prefill `auto` chose for the latest chunk, and why; None before the first."""
+        return self._declared.last_prefill_choice
+
     def declared(self, policy: str | DecodePolicy | None) -> DecodePolicy:
         """The policy of a call, None being the engine's own; ValueError if it scans an index that this engine's pages do not have."""
-        chosen = self.policy if policy is None else self._bound(policy)
-        missing = [spec.name for spec in chosen.indexes() if spec not in self.indexes]
-        if missing:
-            raise ValueError(
-                f"policy {chosen} needs the index {missing[0]}, which this engine does not build: name it in Engine(policies=...)"
-            )
-        self._states.check_declared(chosen)
-        return chosen
+        return self._declared.find(policy)
+
+    def chosen(self, policy: DecodePolicy, lengths: Sequence[int]) -> DecodePolicy:
+        """What runs a step of sequences of these lengths in tokens: the policy itself, or what `auto` chooses. A new choice is logged."""
+        return self._declared.choose(policy, lengths)
+
+    def grows(self, sequence: CachedSequence, tokens: int) -> bool:
+        """Whether so many more tokens of a sequence need pages that it does not hold."""
+        return any(-(-(sequence.length + tokens) // self.page_size) > len(pages) for pages in sequence.pages.values())
+
+    def slices_left(self, sequence: CachedSequence) -> int:
+        """Slices of layers that the sequence's chunk of prefill has still to go through; all of them where none is under way."""
+        run = self._runs.get(sequence)
+        return len(self._prefiller.slices) - (0 if run is None else run.done)
+
+    def check_room(self, tokens: int, spare: int = 0) -> None:
+        """OutOfPages unless a new sequence of `tokens` tokens fits beside `spare` pages of each layer group that stay free."""
+        with self._advice():
+            self._groups.check_free({name: count + spare for name, count in self._groups.needed(tokens).items()})
 
     # Sequences
+
+    @guarded
+    def new_sequence(self) -> CachedSequence:
+        """A sequence without tokens, which `extend` or chunks of `step` write."""
+        sequence = CachedSequence([], pages=self._groups.new())
+        self.sequences.add(sequence)
+        return sequence
 
     @guarded
     def prefill(
@@ -192,17 +217,20 @@ class Engine:
 
     @guarded
     def decode(
-        self, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None = None
-    ) -> Float[Array, "n V"]:
+        self, sequences: Sequence[CachedSequence], tokens: Sequence[int] | Sequence[Sequence[int]], policy: str | DecodePolicy | None = None
+    ) -> Float[Array, "n *T V"]:
         """Write one given token of every sequence and return its next-token logits, float32, through the decode policy.
 
-        For forcing known text and for own sampling; `kvjax.generate` samples inside the step.
+        tokens: one of every sequence, or a row of T (4, 8 or 16) of every one: then logits are `[n, T, V]`. Each of the T is read as if it
+        came alone; bits are those of a step of T. For forcing known text and for own sampling; `kvjax.generate` samples inside the step.
         """
-        slots, tokens = self._one_token_each(sequences, tokens)
-        (logits,) = self._decode(decode_step, slots, tokens, policy)
-        for sequence, token in zip(sequences, tokens[:, 0].tolist(), strict=False):
-            sequence.tokens.append(token)
-        return logits[: len(sequences), 0]
+        padded, given = self._given(sequences, tokens)
+        launched = self._launch(decode_step, padded, given, policy, num_tokens=given.shape[1])
+        self._runner.keep(launched, given.shape[1])
+        for sequence, row in zip(sequences, given.tolist(), strict=False):
+            sequence.tokens += row
+        logits = launched.results[0][: len(sequences)]
+        return logits if np.ndim(tokens[0]) else logits[:, 0]
 
     @guarded
     def inspect(self, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None = None) -> StepRead:
@@ -211,22 +239,38 @@ class Engine:
         The step runs as `decode` runs it, and attends to what is listed once more for the scores; the sequences stay as they are, and so do
         the states of learning policies. `last_reads` and `last_choice` too. Waits for the device. Raises as `decode` does.
         """
-        slots, tokens = self._one_token_each(sequences, tokens)
+        padded, given = self._given(sequences, [[token] for token in tokens])
         self._check_live(sequences)
         kept, pages = (self.last_reads, self.last_choice), [self._counts(sequence) for sequence in sequences]
         try:
-            chosen, (logits, watched), _ = self._step(inspect_step, slots, tokens, policy)
-            return read_of(chosen, len(sequences), logits, watched)
+            launched = self._launch(inspect_step, padded, given, policy)
+            launched.slots.forget()  # the step is not taken
+            return read_of(launched.policy, len(sequences), *launched.results)
         finally:
-            self.last_reads, self.last_choice = kept
+            self._runner.last_reads, self._declared.last_choice = kept
             for sequence, counts in zip(sequences, pages, strict=True):
                 self._groups.keep(sequence, counts)
+
+    @guarded
+    def step(self, plan: StepPlan) -> StepResult:
+        """Run a plan: its decode steps, then slices of its chunks of prefill, each as calls of their own. Waits for nothing.
+
+        Raises what `decode_and_sample` and `extend` raise. Pages for the whole plan are taken first: with OutOfPages nothing has run, and
+        no page was taken. The caller appends decoded tokens to `.tokens` when it learns them.
+        """
+        if len(plan.decodes) > 1 or plan.chunks:  # one step alone takes its own before it runs
+            self._take_pages(plan)
+        decodes = []
+        for group in plan.decodes:
+            sampled = self.decode_and_sample(group.sequences, group.tokens, group.sampling, group.policy, counts=group.counts)
+            decodes.append(Decoded(sampled, self.last_reads))
+        return StepResult(tuple(decodes), tuple(self._advance(chunk) for chunk in plan.chunks))
 
     @guarded
     def decode_and_sample(
         self,
         slots: Sequence[CachedSequence | None],
-        tokens: Int[Array, "B"],
+        tokens: Int[Array, "B *T"],
         rows: SamplingRows,
         policy: str | DecodePolicy | None = None,
         *,
@@ -234,25 +278,32 @@ class Engine:
     ) -> Sampled:
         """Write one token per slot (None: empty) and sample the next one, all in one jitted call.
 
-        tokens may still be on their way from the last step; nothing here waits for the device, so ids in a JAX array are not checked: one
-        outside the vocabulary makes its row not finite. The caller appends the written tokens to `.tokens` when it learns them, and drops a
-        row whose logits were not finite. counts: of the tokens each row holds (`kvjax.sampling.seen_tokens`), int32, where a row has a
-        penalty. DONATES counts; the result has them with the written tokens added.
+        tokens: `[B]`; or `[B, T]`, T being 4, 8 or 16: the token that each row is certain of and T - 1 drafted ones, -1 where there is no
+        draft. What is sampled then has an axis T, and `accepted` says how many of the row's tokens stay: the first, and each draft that is
+        what was sampled in its place. The others are dropped: they leave nothing in cache, index or states that is ever read. Waits for the
+        device to learn how many stay.
+
+        Without drafts nothing here waits, and tokens may still be on their way from the last step; so ids in a JAX array are not checked:
+        one outside the vocabulary makes its row not finite. The caller appends the written tokens to `.tokens` when it learns them, and
+        drops a row whose logits were not finite. counts: of the tokens each row holds (`kvjax.sampling.seen_tokens`), int32, where a row
+        has a penalty. DONATES counts; the result has them with the tokens that stay added.
         """
-        if rows.penalises and counts is None:
-            raise ValueError("a row has a penalty, which needs counts of its tokens: pass counts, as kvjax.sampling.seen_tokens makes them")
         if len(slots) not in self.batch_buckets:
             raise ValueError(f"{len(slots)} slots are no batch bucket of this engine: {self.batch_buckets}")
         if not isinstance(tokens, jax.Array):
-            tokens = np.array(self.check_tokens(tokens), np.int32)
-        elif not jnp.issubdtype(tokens.dtype, jnp.integer):
+            tokens = np.asarray(tokens) if np.ndim(tokens) == 2 else np.array(self.check_tokens(tokens), np.int32)
+        if not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(f"token ids must be whole numbers, got {tokens.dtype}")
-        for name, shape in {"tokens": tokens.shape, **rows.shapes()}.items():
-            if shape != (len(slots),):
-                raise ValueError(f"{name} must have one entry for each of {len(slots)} slots, got shape {shape}")
-        if counts is not None and np.shape(counts) != (len(slots), self.config.vocab_size):
-            raise ValueError(f"counts must be of {len(slots)} slots and {self.config.vocab_size} token ids, got shape {np.shape(counts)}")
-        (sampled,) = self._decode(decode_and_sample, slots, tokens, policy, rows, counts)
+        drafted = tokens.ndim == 2
+        if drafted and tokens.shape[1] not in DRAFTS[1:]:
+            raise ValueError(f"a drafted step writes {', '.join(map(str, DRAFTS[1:]))} tokens of every sequence, got {tokens.shape[1]}")
+        first = tokens[:, 0] if drafted else tokens
+        if first.shape != (len(slots),) or rows is not self._rows or counts is not None:
+            check_rows(rows, first, counts, len(slots), self.config.vocab_size)
+        launched = self._launch(decode_and_sample, slots, tokens, policy, rows, counts, num_tokens=tokens.shape[1] if drafted else 1)
+        (sampled,) = launched.results
+        self._runner.keep(launched, np.asarray(sampled.accepted) if drafted else 1)
+        self._rows = rows
         return sampled
 
     @guarded
@@ -287,16 +338,16 @@ class Engine:
             )
         self._groups.keep_written(sequence, length)
         del sequence.tokens[length:]
-        sequence.length = length
-        sequence.logits = sequence.open_chunk = None
+        sequence.length, sequence.logits, sequence.open_chunk = length, None, None
 
     @guarded
     def free(self, sequence: CachedSequence) -> None:
         """Give the sequence's pages back. It cannot be used afterwards."""
-        self._check_live([sequence])
+        self._check_live([sequence], ready=False)
         self._groups.keep_written(sequence, 0)
         self.sequences.remove(sequence)
-        sequence.logits = None
+        self._runs.pop(sequence, None)
+        sequence.logits = sequence.suspended = None
 
     @guarded
     def reserve(self, sequences: Sequence[CachedSequence], tokens: int) -> None:
@@ -319,9 +370,7 @@ class Engine:
         if sequence.tokens:
             self.check_tokens(sequence.tokens)
         self._pool.check()
-        ids = self._groups.stored(sequence)
-        pairs = [(layer.pages, ids[spec.group]) for spec, layer in zip(self.spec.layers, self._layers, strict=True)]
-        stored = [(pages.k[own], pages.v[own]) for pages, own in pairs]
+        stored = read_pages(self._pool, self.spec, self._groups.stored(sequence))
         write_sequence(path, self._header, sequence.tokens, stored, self.guard.interrupt_point)
 
     @guarded
@@ -334,14 +383,30 @@ class Engine:
         tokens, layers = read_sequence(path, self._header, interrupt_point=self.guard.interrupt_point, **sizes)
         self.check_length(len(tokens))
         sequence = CachedSequence(tokens, pages=self._groups.new())
-        with self._kept(sequence), self._advice():
-            self._groups.fill(sequence, len(tokens))
-            sequence.length = len(tokens)
-            pages = self._groups.stored(sequence)
-            pages = tuple(pages[layer.group] for layer in self.spec.layers)
-            self._pool.run(restore_pages, self._layers, pages, layers, opened=sequence.length % self.page_size > 0, indexes=self.indexes)
-            self.guard.interrupt_point()
+        with self._kept(sequence):
+            self._take_back(sequence, len(tokens), layers)
         return sequence
+
+    @guarded
+    def suspend(self, sequence: CachedSequence) -> None:
+        """Move the sequence's pages and states to host memory, and give the pages back. It must be resumed before it is used again; its
+        bits are then the same. Waits for the device."""
+        self._check_live([sequence])
+        sequence.suspended = read_pages(self._pool, self.spec, self._groups.stored(sequence, self.prefill_chunk))
+        sequence.states, sequence.logits = jax.device_get((sequence.states, sequence.logits))
+        if sequence.open_chunk is not None:
+            sequence.open_chunk = dataclasses.replace(sequence.open_chunk, states=jax.device_get(sequence.open_chunk.states))
+        self._groups.keep_written(sequence, 0)
+        sequence.pages = self._groups.new()
+
+    @guarded
+    def resume(self, sequence: CachedSequence) -> None:
+        """Bring a suspended sequence back to the device. OutOfPages, and it stays suspended, if there is no room."""
+        self._check_live([sequence], ready=False)
+        if sequence.suspended is None:
+            raise ValueError("the sequence is not suspended: only what Engine.suspend moved to host memory can be resumed")
+        self._take_back(sequence, sequence.length, sequence.suspended, self.prefill_chunk)
+        sequence.suspended = None
 
     @guarded
     def warmup(self, *, batch: int = 1, tokens: int | None = None, policy: str | DecodePolicy | None = None) -> None:
@@ -354,20 +419,21 @@ class Engine:
         longest = self.pages_for(self.page_size if tokens is None else whole_number("tokens", tokens, 1))
         sequences = self.prefill([[0]] * whole_number("batch", batch, 1))
         try:
-            slots, rows = self._slots(sequences), SamplingRows.of([None])
+            slots, rows = in_bucket(sequences, self.batch_buckets), SamplingRows.of([None])
             sample_step(sequences[0].logits[None], rows, np.ones(1, np.int32))
-            rows, width = SamplingRows.of([None] * len(slots)), MIN_TABLE_PAGES
-            while True:
-                self.reserve(sequences[:1], min(width, longest) * self.page_size - sequences[0].length)
-                for each in possible_prefills(self.prefill_policy, min(width, longest) * self.page_size, self.prefill_chunk):
+            rows = SamplingRows.of([None] * len(slots))
+            for width in table_widths(longest):
+                tokens = min(width, longest) * self.page_size
+                self.reserve(sequences[:1], tokens - sequences[0].length)
+                for each in possible_prefills(self.prefill_policy, tokens, self.prefill_chunk):
                     with self._reserved(sequences[:1], 1):
                         self._write(sequences[0], [0], all_logits=False, only=each)
-                for each in self._steps_of(policy, longest * self.page_size, batch):
+                written, sequences[0].length = sequences[0].length, tokens - 1
+                for each in self._declared.possible(policy, longest * self.page_size, batch):
                     self.guard.interrupt_point()
                     jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, each))
-                if width >= longest:
-                    return
-                width *= 2
+                    sequences[0].length = tokens - 1
+                sequences[0].length = written
         finally:
             for sequence in sequences:
                 self.free(sequence)
@@ -377,10 +443,6 @@ class Engine:
     @property
     def _layers(self) -> tuple[LayerCache, ...]:
         return self._pool.layers
-
-    def _cache(self, slots: Sequence[CachedSequence | None], lengths: Int[np.ndarray, "B"]) -> Cache:
-        """What a step reads and writes."""
-        return Cache(self._layers, self._groups.tables(slots), lengths, self.spec)
 
     @contextlib.contextmanager
     def _kept(self, *sequences: CachedSequence) -> Iterator[None]:
@@ -418,148 +480,101 @@ class Engine:
         on_tokens: Callable[[int], None] | None = None,
         only: PrefillPolicy | None = None,
     ):
-        """Run the chunks that hold positions [length, length + len(tokens)); they begin at multiples of the chunk, whatever came before.
+        """Run the chunks that hold positions [length, length + len(tokens)).
 
         only: what runs all of them, wherever they begin, for its program and not for its result."""
-        fresh, end = sequence.length, sequence.length + len(tokens)
-        collected = []
-        for start in range(fresh // self.prefill_chunk * self.prefill_chunk, end, self.prefill_chunk):
+        collected, done = [], 0
+        while done < len(tokens):
             self.guard.interrupt_point()
-            first, last = max(start, fresh), min(start + self.prefill_chunk, end)
-            policy = only or self._prefill_of(start)
-            whole = first == start or policy.queries_stand_alone or only is not None
-            if not whole:
-                logger.info("positions %d to %d go into a chunk begun earlier: dense, not %s", first, last - 1, policy)
-            chunk = np.zeros((1, self.prefill_chunk), np.int32)
-            chunk[0, first - start : last - start] = tokens[first - fresh : last - fresh]
-            learning, opened = self._states.before_chunk(sequence, start, first, whole=whole)
-            if opened is not None:
-                chunk[0, opened.position - start : first - start] = opened.tokens
-            self._groups.give_back(sequence)
-            self.reserve([sequence], last - first)
-            cache = self._cache([sequence], np.array([last], np.int32))
-            logits, _, learned = self._pool.run(
-                prefill_step,
-                self.model.decoder,
-                policy if whole else DensePrefill(),
-                self.indexes,
-                self.model.params,
-                cache,
-                chunk,
-                np.array([start], np.int32),
-                np.array([first], np.int32),
-                all_logits=all_logits,
-                learning=learning,
-                layers=lambda result: result[1].layers,
-            )
-            sequence.tokens += tokens[first - fresh : last - fresh]
-            sequence.length, sequence.logits = last, None
-            after_chunk(sequence, learning, opened, learned, tokens[first - fresh : last - fresh])
+            run = self._begin(sequence, tokens[done:], all_logits=all_logits, only=only)
+            self._prefiller.advance(run)
+            done += len(run.written)
             if all_logits:
-                collected.append(logits[0, first - start : last - start])
+                collected.append(run.x[0, run.first - run.start : run.last - run.start])
             if on_tokens:
-                jax.block_until_ready(logits)
-                on_tokens(last - first)
-        result = jnp.concatenate(collected) if all_logits else logits[0]
+                jax.block_until_ready(run.x)
+                on_tokens(len(run.written))
+        result = jnp.concatenate(collected) if all_logits else run.x[0]
         sequence.logits = result[-1] if all_logits else result
         return result
 
-    def _prefill_of(self, start: int) -> PrefillPolicy:
-        """What prefills the chunk from `start` on: the policy itself, or what `auto` chooses; each kind of choice is logged once."""
-        if not isinstance(self.prefill_policy, AutoPrefill):
-            return self.prefill_policy
-        self.last_prefill_choice = choice = self.prefill_policy.choose(start, start + self.prefill_chunk)
-        kind = choice.policy, choice.seconds is None
-        if kind not in self._told:
-            self._told.add(kind)
-            logger.info("prefill %s: %s", self.prefill_policy, choice)
-        return choice.policy
+    def _begin(
+        self, sequence: CachedSequence, tokens: list[int], *, all_logits: bool = False, only: PrefillPolicy | None = None
+    ) -> ChunkRun:
+        """A chunk of the sequence's next tokens, with pages for them, before its first slice of layers."""
+        chunk = self.prefill_chunk
+        policy = only or self._declared.choose_prefill(self.prefill_policy, sequence.length // chunk * chunk)
+        self._groups.give_back(sequence)
+        self.reserve([sequence], min(len(tokens), chunk - sequence.length % chunk))
+        return self._prefiller.begin(sequence, tokens, policy, all_logits=all_logits, always=only is not None)
 
-    def _decode(self, step: Callable, slots: Sequence[CachedSequence | None], tokens, policy: str | DecodePolicy | None, *rest):
-        """Run one decode step over padded slots and keep the books. Returns what the step returned before the cache."""
-        policy, results, states = self._step(step, slots, tokens, policy, *rest)
-        learns, rows = bool(jax.tree.leaves(states)), [row for row, sequence in enumerate(slots) if sequence is not None]
-        learned = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states) for row in rows] if learns else []
-        # Nothing can fail from here on.
-        for number, row in enumerate(rows):
-            slots[row].length += 1
-            self._groups.give_back(slots[row])
-            slots[row].logits = slots[row].open_chunk = None
-            if learns:
-                slots[row].states[policy] = learned[number]
-        return results
+    def _take_back(self, sequence: CachedSequence, length: int, stored: Stored, grain: int | None = None) -> None:
+        """Give a sequence without pages those of its first `length` tokens, with what is stored of them. OutOfPages changes nothing."""
+        with self._advice():
+            self._groups.fill(sequence, length, grain)
+        sequence.length, opened = length, length % self.page_size > 0
+        try:
+            write_pages(self._pool, self.spec, self._groups.stored(sequence, grain), stored, opened=opened, indexes=self.indexes)
+            self.guard.interrupt_point()
+        except BaseException:
+            self._groups.keep_written(sequence, 0)
+            raise
 
-    def _step(self, step: Callable, slots: Sequence[CachedSequence | None], tokens, policy: str | DecodePolicy | None, *rest):
-        """Run one decode step, which leaves every sequence as long as it was. Returns the policy that ran, what the step returned before
-        the cache, and the policy's states."""
+    def _take_pages(self, plan: StepPlan) -> None:
+        """Pages for everything that a plan writes, and the beginning of its chunks; or OutOfPages, and none were taken."""
+        self._check_live(plan.sequences(), ready=False)
+        with contextlib.ExitStack() as reserved:
+            for group in plan.decodes:
+                count = group.tokens.shape[1] if np.ndim(group.tokens) > 1 else 1
+                slots = self._filled(self.declared(group.policy), group.sequences, count)
+                reserved.enter_context(self._reserved(slots.lacking(count), count))
+            for chunk in plan.chunks:
+                self._start(chunk)
+
+    def _start(self, chunk: Chunk) -> None:
+        """Begin a chunk, if it is not one to go on with."""
+        sequence, tokens = chunk.sequence, self.check_tokens(chunk.tokens)
+        if sequence in self._runs:
+            return self._runs[sequence].check_same(tokens)
+        self._check_live([sequence])
+        self.check_length(sequence.length + len(tokens))
+        self._runs[sequence] = self._begin(sequence, tokens)
+
+    def _advance(self, chunk: Chunk) -> Float[Array, " V"] | None:
+        """Run slices of a chunk; its logits once it is through all layers."""
+        if not self._prefiller.advance(self._runs[chunk.sequence], chunk.slices):
+            return None
+        chunk.sequence.logits = self._runs.pop(chunk.sequence).x[0]
+        return chunk.sequence.logits
+
+    def _launch(self, step: Callable, padded: Sequence[CachedSequence | None], tokens, policy, *rest, num_tokens: int = 1) -> Launched:
+        """Launch a decode step over padded slots, with pages for the tokens that it writes."""
         policy = self.declared(policy)
-        live = [slot for slot in slots if slot is not None]
-        self._check_live(live)
-        for sequence in live:
-            self.check_length(sequence.length + 1)
-        with self._reserved(live, 1):
-            policy = self._chosen(policy, live)
-            active = np.array([slot is not None for slot in slots])
-            lengths = np.array([slot.length if slot else 0 for slot in slots], np.int32)
-            cache = self._cache(slots, lengths)
-            states = self._states.of_batch(policy, slots)
-            args = (self.model.decoder, policy, self.indexes, self.model.params, cache, tokens, active, states, *rest)
-            *results, _, states, self.last_reads = self._pool.run(step, *args, layers=lambda result: result[-3].layers)
-        return policy, results, states
+        slots = self._filled(policy, padded, num_tokens)
+        with self._reserved(slots.lacking(num_tokens), num_tokens):
+            return self._runner.launch(step, slots, tokens, policy, *rest, num_tokens=num_tokens)
 
-    def _bound(self, policy: str | DecodePolicy) -> DecodePolicy:
-        """The policy of a name; `auto` bound to this model, once."""
-        policy = parse(policy)
-        check_budgets(policy, table_width(self.pages_for(self.config.max_positions)) * self.page_size)
-        if isinstance(policy, TopTokens):
-            raise ValueError(
-                f"policy {policy} needs latent pages and a lightning indexer, which no model of an engine has: use it with "
-                "kvjax.models.latent_attention.decode_latent_step, or name another policy here"
-            )
-        if not isinstance(policy, Auto) or policy.bound is not None:
-            return policy
-        if policy not in self._autos:
-            self._autos[policy] = policy.bind(self.model, page_size=self.page_size, dtype=self.dtype.name)
-        return self._autos[policy]
+    def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], num_tokens: int) -> Slots:
+        """The slots of a policy's batches of this size, with these sequences in them."""
+        self._check_live([each for each in padded if each is not None])
+        slots = self._runner.fill(policy, padded)
+        self.check_length(slots.longest + num_tokens)
+        return slots
 
-    def _steps_of(self, policy: str | DecodePolicy | None, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
-        """What a policy may run for `batch` sequences of up to `longest` tokens."""
-        policy = self.declared(policy)
-        return policy.possible(longest, batch) if isinstance(policy, Auto) else (policy,)
-
-    def _chosen(self, policy: DecodePolicy, live: Sequence[CachedSequence]) -> DecodePolicy:
-        """What runs this step: the policy itself, or what `auto` chooses for these lengths; a choice that is new is logged."""
-        choice = policy.choose([sequence.length + 1 for sequence in live]) if isinstance(policy, Auto) else None
-        if choice is not None and (self.last_choice is None or choice.policy != self.last_choice.policy):
-            logger.info("%s: %s", policy, choice)
-        self.last_choice = choice
-        return policy if choice is None else choice.policy
-
-    def _one_token_each(
-        self, sequences: Sequence[CachedSequence], tokens: Sequence[int]
-    ) -> tuple[list[CachedSequence | None], Int[np.ndarray, "B 1"]]:
-        """Slots and tokens of a step over whole sequences, padded to a batch bucket."""
+    def _given(self, sequences: Sequence[CachedSequence], tokens: Sequence[Any]) -> tuple[list[CachedSequence | None], np.ndarray]:
+        """Slots and tokens `[B, T]` of a step over whole sequences, padded to a batch bucket."""
         if len(tokens) != len(sequences):
-            raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each")
-        slots = self._slots(sequences)
-        padded = np.zeros((len(slots), 1), np.int32)
-        padded[: len(sequences), 0] = self.check_tokens(tokens)
+            raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each, or a row of them")
+        slots = in_bucket(sequences, self.batch_buckets)
+        rows = [self.check_tokens(each if np.ndim(each) else [each]) for each in tokens]
+        if len(rows[0]) not in DRAFTS or any(len(row) != len(rows[0]) for row in rows):
+            raise ValueError(f"a step writes {', '.join(map(str, DRAFTS))} tokens of every sequence, got rows of {list(map(len, rows))}")
+        padded = np.zeros((len(slots), len(rows[0])), np.int32)
+        padded[: len(rows)] = rows
         return slots, padded
 
-    def _slots(self, sequences: Sequence[CachedSequence]) -> list[CachedSequence | None]:
-        """The sequences padded with None to their batch bucket."""
-        if not sequences:
-            raise ValueError("a step needs at least one sequence")
-        bucket = next((size for size in self.batch_buckets if size >= len(sequences)), None)
-        if bucket is None:
-            raise ValueError(f"{len(sequences)} sequences are more than the largest batch bucket, {self.batch_buckets[-1]}")
-        return [*sequences, *([None] * (bucket - len(sequences)))]
-
-    def _check_live(self, sequences: Sequence[CachedSequence]) -> None:
-        if not self.sequences.issuperset(sequences):
-            raise ValueError("the sequence was freed or is another engine's; prefill it here")
-        if len(set(sequences)) < len(sequences):
-            raise ValueError("a sequence stands twice in one batch; fork it to decode it twice")
+    def _check_live(self, sequences: Sequence[CachedSequence], *, ready: bool = True) -> None:
+        check_usable(sequences, self.sequences, self._runs.keys() if ready else None)
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """`kvjax.checks.token_ids` of this model's vocabulary."""
@@ -567,32 +582,17 @@ class Engine:
 
     @contextlib.contextmanager
     def _advice(self) -> Iterator[None]:
-        """OutOfPages leaves with what a page takes and how many there is room for."""
+        """Add to OutOfPages how much a page takes and how many fit."""
         try:
             yield
         except OutOfPages as error:
             raise self._advised(error) from None
 
     def _advised(self, error: OutOfPages) -> OutOfPages:
-        plan = self._plan_beside_weights()
-        advice = (
-            f"A page holds {self.page_size} tokens and takes {plan.page_bytes:,} bytes; memory has room for {plan.pages_that_fit:,} more"
-        )
-        return OutOfPages(error.needed, error.free, error.total, advice, group=error.group)
-
-    def _totals(self, pages: int) -> dict[str, int]:
-        """Pages of each layer group, of `pages` of those that keep all tokens: a window group never needs more, and where decode batches
-        are full of sequences of any length, what their windows and chunks take."""
-        most = {group.name: most_pages(group, self.prefill_chunk) * self.batch_buckets[-1] for group in self.spec.groups}
-        return {name: int(min(pages, count)) for name, count in most.items()}
+        return OutOfPages(error.needed, error.free, error.total, self._plan_beside_weights().advice(error, self.spec), group=error.group)
 
     def _plan_beside_weights(self) -> MemoryPlan:
-        return memory_plan(self.config, dtype=self.dtype, page_size=self.page_size, indexes=self.indexes, weights_bytes=0)
-
-    def _default_pages(self) -> int:
-        sequences, tokens = DEFAULT_POOL
-        wanted = sequences * self.pages_for(min(tokens, self.config.max_positions))
-        return max(1, min(wanted, self._plan_beside_weights().pages_that_fit))
+        return memory_plan(self.config, page_size=self.page_size, indexes=self.indexes, weights_bytes=0, sequences=self.batch_buckets[-1])
 
     @functools.cached_property
     def _header(self) -> dict:

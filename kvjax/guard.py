@@ -1,4 +1,4 @@
-"""Calls on shared state: one thread at a time, and none of them torn by Ctrl-C."""
+"""Calls on shared state: one thread at a time, and Ctrl-C never stops a call half-way."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CallGuard:
 
     @contextlib.contextmanager
     def when_free(self) -> Iterator[None]:
-        """Enter when no other thread is in it, however long that takes: for giving back what would be lost otherwise."""
+        """Enter, waiting for as long as another thread is in it: for giving back what would otherwise be lost."""
         self._enter(wait=True)
         try:
             yield
@@ -67,7 +67,7 @@ class CallGuard:
         _give_back(handler, held)
 
     def interrupt_point(self) -> None:
-        """Let a Ctrl-C that was held back take effect here. For places from which an exception leads to a state that may stay."""
+        """Let a Ctrl-C that was held back take effect here. For places at which the state is whole."""
         if self._held and callable(self._handler):
             frame = self._held.pop()
             self._held.clear()
@@ -75,7 +75,7 @@ class CallGuard:
 
 
 def _give_back(handler: Any, held: list[FrameType | None]) -> None:
-    """Ctrl-C does again what it did before; one that was held back does it now."""
+    """Put the earlier handler of Ctrl-C back; a Ctrl-C that was held back takes effect now."""
     if handler is not None:
         signal.signal(signal.SIGINT, handler)
         if held:

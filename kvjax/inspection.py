@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from kvjax.cache import Cache
 from kvjax.cache.types import LayerCache
 from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext
+from kvjax.slots import NextPages
 from kvjax.steps import decode
 from pallas_kernels.gather_attention import gather_attention
 
@@ -67,7 +68,7 @@ def watch(
 ) -> tuple[Blocks, Float32[Array, "B T H W"], Float32[Array, "B K S"] | None]:
     """What a layer read: the list (of every page, where there is none), the LSE of each of its blocks, and the policy's scores.
 
-    state: that which the policy selected with. Attends to the listed blocks once more, for the LSE.
+    state: the one that the policy selected with. Attends to the listed blocks once more, for the LSE.
     """
     scores = policy.scores(query, layer, ctx, state) if blocks is not None and isinstance(policy, ScoresBlocks) else None
     if blocks is None:
@@ -81,11 +82,13 @@ def watch(
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")
-def inspect_step(decoder, policy, indexes, params, cache: Cache, tokens, active, states):
+def inspect_step(decoder, policy, indexes, params, cache: Cache, tokens, active, states, following: NextPages):
     """`kvjax.steps.decode`, and before the cache what `watch` saw of every layer. DONATES cache."""
     watched: list[Any] = []
     logits, *after = decode(
-        decoder, policy, indexes, params, cache, tokens, active, states, watch=lambda *seen: watched.append(watch(*seen))
+        *(decoder, policy, indexes, params, cache, tokens, active, states),
+        following=following,
+        watch=lambda *seen: watched.append(watch(*seen)),
     )
     return logits, tuple(watched), *after
 

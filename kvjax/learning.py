@@ -1,4 +1,4 @@
-"""Learning from prefill: the attention mass of a chunk for the policies that ask for it, and what is kept while a chunk is open."""
+"""Learning from prefill: the attention mass of a chunk for the policies that ask for it, and their states while a chunk is open."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.cache import PagedKV
+from kvjax.layers import AttentionLayer, DeltaLayer
 from kvjax.model import ModelConfig
 from kvjax.policies.decode import DecodePolicy, LearnsFromPrefill, MassContext, PrefillMass, StateSpec
 from kvjax.policies.decode.mass import fitted
@@ -58,6 +59,12 @@ def learns_from_prefill(policy: DecodePolicy) -> bool:
     return isinstance(policy, LearnsFromPrefill) and policy.prefill_mass is not None
 
 
+def state_specs(config: ModelConfig, page_size: int, max_pages: int) -> tuple[StateSpec, ...]:
+    """Of each layer that has pages, the sizes that a policy makes its state from."""
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionLayer)]
+    return tuple(StateSpec(each.num_heads, each.num_kv_heads, each.head_dim, page_size, max_pages) for each in mixers)
+
+
 class PolicyStates:
     """What an engine needs to keep policies' states: `policies` are those of its own that learn from prefill.
 
@@ -68,27 +75,36 @@ class PolicyStates:
         self.policies = tuple(policy for policy in policies if learns_from_prefill(policy))
         for policy in self.policies:
             _check(policy, page_size, prefill_chunk)
+            if any(isinstance(layer.mixer, DeltaLayer) for layer in config.layers):
+                raise ValueError(
+                    f"policy {policy} learns from prefill, for which the queries of a chunk are computed again; recurrent layers, as this "
+                    "model has, do not compute them twice: name a policy that does not learn from prefill"
+                )
         self.max_pages = -(-config.max_positions // page_size)
-        self.spec = StateSpec(config.num_heads, config.num_kv_heads, config.head_dim, page_size, self.max_pages)
-        self.num_layers = config.num_layers
+        self.specs = state_specs(config, page_size, self.max_pages)
+        self._none: dict[DecodePolicy, States] = {}  # of policies without any state
 
     def check_declared(self, policy: DecodePolicy) -> None:
-        """ValueError for a policy that should have learned from prefill and was not told."""
+        """ValueError for a policy that learns from prefill and was not declared to the engine."""
         if learns_from_prefill(policy) and policy not in self.policies:
             raise ValueError(f"policy {policy} learns from prefill, which this engine did not show it: name it in Engine(policies=...)")
 
     def fresh(self, policy: DecodePolicy) -> States:
         """A policy's states of one sequence before its first token."""
-        return tuple(policy.init(self.spec, 1) for _ in range(self.num_layers))
+        return tuple(policy.init(spec, 1) for spec in self.specs)
 
     def of_batch(self, policy: DecodePolicy, slots: Sequence[CachedSequence | None]) -> States:
         """Per layer, the policy's state of all slots. Sequences it has not seen start afresh; ValueError if it should have seen prefill."""
+        if policy in self._none:
+            return self._none[policy]
         fresh = self.fresh(policy)
         if policy in self.policies and any(slot and policy not in slot.states for slot in slots):
             raise ValueError(
                 f"policy {policy} learns from prefill, and a sequence restored from a file does not hold what it learned: prefill it again"
             )
         if not jax.tree.leaves(fresh):
+            if policy not in self.policies:
+                self._none[policy] = fresh
             return fresh
         rows = [slot.states.get(policy, fresh) if slot else fresh for slot in slots]
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
@@ -113,7 +129,7 @@ class PolicyStates:
 def after_chunk(
     sequence: CachedSequence, learning: Learning | None, opened: OpenChunk | None, learned: tuple[States, ...], written: Sequence[int]
 ) -> None:
-    """Keep what a prefill step learned, and what the next call goes on with. written: its tokens."""
+    """Keep what a prefill step learned, and what the next call continues from. written: its tokens."""
     if learning is not None:
         sequence.states = sequence.states | dict(zip(learning.policies, learned, strict=True))
         sequence.open_chunk = dataclasses.replace(opened, tokens=(*opened.tokens, *written))
@@ -135,7 +151,7 @@ def _check(policy: LearnsFromPrefill, page_size: int, prefill_chunk: int) -> Non
 def attend_and_learn(
     policy: PrefillPolicy, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext, learning: Learning | None
 ) -> tuple[Float[Array, "B T H D"], tuple[Any, ...]]:
-    """A chunk's attention in one layer, and what every learning policy knows after it."""
+    """A chunk's attention in one layer, and every learning policy's state after it."""
     if learning is None:
         return policy.attend(query, layer, ctx), ()
     out, lse = policy.attend_with_lse(query, layer, ctx) if isinstance(policy, DensePrefill) else (policy.attend(query, layer, ctx), None)

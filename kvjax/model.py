@@ -6,21 +6,23 @@ Dimension letters follow the design: B batch, T query tokens, H query heads, K K
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import math
 import os
 import re
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
-from kvjax.cache.spec import CacheSpec, GroupSpec, PagedSpec
+from kvjax.cache.spec import WHOLE, CacheSpec, GroupSpec
+from kvjax.layers import AttentionLayer, DeltaLayer, LayerConfig, LongRope, Mixer, Mlp, Rope, RopeScaling
 
 Params = Any
 """A pytree of weights; the decoder that made it knows its structure."""
@@ -40,7 +42,44 @@ class Heads:
     window: int | None = flax.struct.field(pytree_node=False, default=None)
 
 
-LayerInput = Heads
+@flax.struct.dataclass
+class Recurrence:
+    """What a Gated DeltaNet layer mixes (`pallas_kernels.gated_delta`): queries, keys and values before their convolution over time.
+
+    x: of each token K queries and K keys of key_dim elements, then H values of value_dim. weight: of the convolution, W taps. g: log of the
+    decay. beta: how much of the correction is written. scale: factor of the queries.
+    """
+
+    x: Float[Array, "B T E"]
+    weight: Float[Array, "E W"]
+    g: Float32[Array, "B T H"]
+    beta: Float32[Array, "B T H"]
+    key_heads: int = flax.struct.field(pytree_node=False)
+    key_dim: int = flax.struct.field(pytree_node=False)
+    value_dim: int = flax.struct.field(pytree_node=False)
+    scale: float = flax.struct.field(pytree_node=False)
+
+    @property
+    def value_heads(self) -> int:
+        """H."""
+        return self.g.shape[2]
+
+    @property
+    def width(self) -> int:
+        """W, taps of the convolution."""
+        return self.weight.shape[1]
+
+    def split(
+        self, convolved: Float[Array, "B n E"]
+    ) -> tuple[Float[Array, "B n K Dk"], Float[Array, "B n K Dk"], Float[Array, "B n H Dv"]]:
+        """Queries, keys and values of what came out of the convolution."""
+        dim = self.key_heads * self.key_dim
+        parts = convolved[..., :dim], convolved[..., dim : 2 * dim], convolved[..., 2 * dim :]
+        sizes = (self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
+        return tuple(part.reshape(*convolved.shape[:2], *size) for part, size in zip(parts, sizes, strict=True))
+
+
+LayerInput = Heads | Recurrence
 """What a decoder gives `Mix`, by the kind of layer."""
 
 Mix = Callable[[int, LayerInput, Any], tuple[Float[Array, "B T H D"], Any]]
@@ -52,150 +91,175 @@ layers.
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained length.
-
-    kind "linear": every frequency divided by `factor`. kind "llama3": low frequencies divided by `factor`, with a smooth band between
-    `low_freq_factor` and `high_freq_factor` (wavelengths counted in `original_max_positions`). kind "yarn": NTK-by-parts between
-    `beta_fast` and `beta_slow` (YaRN, arXiv 2309.00071), with cos and sin multiplied by `attention_factor`. kind "longrope": `LongRope`.
-
-    kind "dynamic": plain frequencies up to `original_max_positions` tokens, which is as far as a model with it goes here. Beyond,
-    transformers stretches all frequencies with every new token; the keys in a cache would keep the rotation of older ones.
-    """
-
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
-    factor: float
-    original_max_positions: int
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
-
-    @property
-    def most_positions(self) -> int | None:
-        """Positions up to which one set of frequencies serves every sequence; None: all."""
-        return self.original_max_positions if self.kind == "dynamic" else None
+DTYPES = ("float32", "bfloat16", "float16")
+"""What models compute in."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LongRope(RopeScaling):
-    """LongRoPE (arXiv 2402.13753), kind "longrope": the wavelength of each pair has a factor of its own, searched for, not computed.
-
-    short_factors, long_factors: one per rotated pair. long: which of them rotate, every sequence alike, because keys stay in the cache as
-    they were rotated. transformers takes the short ones for sequences of up to `original_max_positions` tokens and the long ones for
-    longer; so the short ones are its own, and end there, and the long ones are its own for longer sequences alone. Cos and sin are
-    multiplied by `attention_factor` in both cases. max_positions: what the checkpoint says is the longest sequence.
-    """
-
-    short_factors: tuple[float, ...]
-    long_factors: tuple[float, ...]
-    max_positions: int
-    long: bool = False
-
-    @property
-    def most_positions(self) -> int:
-        """Positions up to which the factors in use serve."""
-        return self.max_positions if self.long else min(self.original_max_positions, self.max_positions)
-
-
-@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer with grouped-query attention, RoPE, RMSNorm and a gated SiLU MLP. Static and hashable.
+    """A decoder-only transformer: what its layers are, and what surrounds them. Static and hashable.
 
-    qkv_bias, o_bias, mlp_bias: which projections add a bias (mlp_bias: gate, up and down). max_positions: the longest sequence, in tokens.
-    windows: per layer the latest tokens that a query sees, None for all; () where no layer has a window.
+    Args:
+        family: by what name `kvjax.models.families` knows it.
+        vocab_size, hidden_size: V and E.
+        layers: from the first on. Their number and kinds are taken from here alone.
+        norm_eps: of every RMSNorm.
+        norm_offset: added to the weight of every RMSNorm, but for those in Gated DeltaNet layers: 1 where weights are stored less one.
+        embed_scale: what embeddings are multiplied by, rounded to compute_dtype first; None: they are taken as they are.
+        tie_embeddings: whether the embedding is the head too.
+        max_positions: the longest sequence, in tokens.
+        compute_dtype: of activations, weights and cache, by name.
+        eos_token_ids, bos_token_id: ids that end and start a text.
     """
 
     family: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    layers: tuple[LayerConfig, ...]
     norm_eps: float
     tie_embeddings: bool
     max_positions: int
-    qkv_bias: bool = False
-    qk_norm: bool = False
+    compute_dtype: str
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    # Outside repr, so that fingerprints of models without them stay; those of models with them count the biases themselves.
-    o_bias: bool = dataclasses.field(default=False, repr=False)
-    mlp_bias: bool = dataclasses.field(default=False, repr=False)
-    windows: tuple[int | None, ...] = dataclasses.field(default=(), repr=False)
+    norm_offset: float = 0.0
+    embed_scale: float | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Found once: every call of a jitted step asks for it."""
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     def __post_init__(self):
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_positions",
-        ):
+        for name in ("vocab_size", "hidden_size", "max_positions"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim {self.head_dim} must be even: RoPE rotates pairs")
-        if self.windows and (len(self.windows) != self.num_layers or any(window is not None and window < 1 for window in self.windows)):
-            raise ValueError(
-                f"windows must be a positive number of tokens or None for each of {self.num_layers} layers, got {self.windows}"
-            )
-        if self.rope_scaling is not None:
-            self._check_scaling(self.rope_scaling)
+        if not self.layers:
+            raise ValueError("a model needs at least one layer")
+        if self.compute_dtype not in DTYPES:
+            raise ValueError(f"compute_dtype must be one of {', '.join(DTYPES)}, got {self.compute_dtype!r}")
+        for scaling in self._scalings():
+            if scaling.most_positions is not None and self.max_positions > scaling.most_positions:
+                known = f"rope_scaling of kind {scaling.kind} serves {scaling.most_positions:,}"
+                raise ValueError(f"max_positions is {self.max_positions:,}, and {known}{self.for_longer(self.max_positions)}")
 
-    def _check_scaling(self, scaling: RopeScaling) -> None:
-        if isinstance(scaling, LongRope):
-            for name, factors in (("short_factor", scaling.short_factors), ("long_factor", scaling.long_factors)):
-                if len(factors) != self.head_dim // 2:
-                    raise ValueError(f"{name} of longrope has {len(factors)} numbers; head_dim {self.head_dim} needs {self.head_dim // 2}")
-        if scaling.most_positions is not None and self.max_positions > scaling.most_positions:
-            known = f"rope_scaling of kind {scaling.kind} serves {scaling.most_positions:,}"
-            raise ValueError(f"max_positions is {self.max_positions:,}, and {known}{self.for_longer(self.max_positions)}")
+    def _scalings(self) -> tuple[RopeScaling, ...]:
+        ropes = dict.fromkeys(mixer.rope for mixer in self.attention)
+        return tuple(rope.scaling for rope in ropes if rope.scaling is not None)
 
     def for_longer(self, tokens: int) -> str:
         """What to do for a sequence of `tokens` tokens, more than `max_positions`, as the end of an error message; "" if nothing helps."""
-        scaling = self.rope_scaling
-        if not isinstance(scaling, LongRope) or scaling.long or not scaling.original_max_positions < tokens <= scaling.max_positions:
-            return ""
-        return f": load it with max_positions={scaling.max_positions}, which rotates every sequence by longrope's long factors"
+        return next((scaling.for_longer(tokens) for scaling in self._scalings() if isinstance(scaling, LongRope)), "")
 
     @property
-    def sm_scale(self) -> float:
-        """What logits are multiplied by before softmax: head_dim ** -0.5."""
-        return self.head_dim**-0.5
+    def attention(self) -> tuple[AttentionLayer, ...]:
+        """The mixers of the layers of attention."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionLayer))
 
-    def cache_spec(self, page_size: int, dtype: Any) -> CacheSpec:
-        """What this model's cache is, in pages of `page_size` tokens. dtype: of keys and values. Layers of one window are a group."""
-        windows = [self.window_of(layer) for layer in range(self.num_layers)]
-        names = {window: "full" if window is None else f"window:{window}" for window in dict.fromkeys(windows)}
-        groups = tuple(GroupSpec(name, page_size, window) for window, name in names.items())
-        dtype = jnp.dtype(dtype).name
-        return CacheSpec(groups, tuple(PagedSpec(names[window], self.num_kv_heads, self.head_dim, dtype) for window in windows))
+    @property
+    def num_layers(self) -> int:
+        """Layers, of all kinds."""
+        return len(self.layers)
 
-    def window_of(self, layer: int) -> int | None:
-        """The latest tokens that a query of this layer sees, its own included; None: all before it."""
-        return self.windows[layer] if self.windows else None
+    def cache_spec(self, page_size: int) -> CacheSpec:
+        """What this model's cache is, in pages of `page_size` tokens. Layers of one window are a layer group, and so are recurrent ones."""
+        names = [_group_name(layer.mixer) for layer in self.layers]
+        windows = {name: layer.mixer.window for name, layer in zip(names, self.layers, strict=True)}
+        groups = tuple(GroupSpec(name, WHOLE if name == RECURRENT else page_size, window) for name, window in windows.items())
+        layers = (layer.mixer.cache_spec(name, page_size, self.compute_dtype) for name, layer in zip(names, self.layers, strict=True))
+        return CacheSpec(groups, tuple(layers))
 
     @property
     def num_params(self) -> int:
         """Weights, counted from the shapes alone."""
-        e, d = self.hidden_size, self.head_dim
-        attention = e * d * (2 * self.num_heads + 2 * self.num_kv_heads)
-        attention += d * (self.num_heads + 2 * self.num_kv_heads) * self.qkv_bias + e * self.o_bias + 2 * d * self.qk_norm
-        layer = attention + 3 * e * self.intermediate_size + (2 * self.intermediate_size + e) * self.mlp_bias + 2 * e
-        return self.num_layers * layer + e + self.vocab_size * e * (1 if self.tie_embeddings else 2)
+        layers = sum(math.prod(shape) for layer in self.layers for shape in layer.shapes(self.hidden_size).values())
+        return layers + self.hidden_size + self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+
+
+RECURRENT = "recurrent"
+"""Name of the layer group of recurrent layers."""
+
+
+def _group_name(mixer: Mixer) -> str:
+    if isinstance(mixer, DeltaLayer):
+        return RECURRENT
+    return "full" if mixer.window is None else f"window:{mixer.window}"
+
+
+def uniform_config(
+    *,
+    family: str,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rope_theta: float,
+    norm_eps: float,
+    tie_embeddings: bool,
+    max_positions: int,
+    compute_dtype: str = "float32",
+    rope_scaling: RopeScaling | None = None,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    qk_norm: bool = False,
+    windows: tuple[int | None, ...] = (),
+    eos_token_ids: tuple[int, ...] = (),
+    bos_token_id: int | None = None,
+) -> ModelConfig:
+    """A model whose layers differ in their windows at most: grouped-query attention, RoPE on whole heads, a gated SiLU MLP.
+
+    Arguments are those of `ModelConfig`, `AttentionLayer`, `Mlp` and `Rope`; logits are scaled by head_dim ** -0.5. windows: of each
+    layer, () where none has one. Raises ValueError for what they do not take.
+    """
+    if num_layers <= 0:
+        raise ValueError(f"num_layers must be positive, got {num_layers}")
+    if head_dim <= 0 or head_dim % 2:
+        raise ValueError(f"head_dim {head_dim} must be positive and even: RoPE rotates pairs")
+    if windows and (len(windows) != num_layers or any(window is not None and window < 1 for window in windows)):
+        raise ValueError(f"windows must be a positive number of tokens or None for each of {num_layers} layers, got {windows}")
+    attention = AttentionLayer(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=Rope(rope_theta, head_dim, rope_scaling),
+        sm_scale=head_dim**-0.5,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        qk_norm=qk_norm,
+    )
+    mlp = Mlp(intermediate_size, bias=mlp_bias)
+    return ModelConfig(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=tuple(LayerConfig(dataclasses.replace(attention, window=each), mlp) for each in windows or (None,) * num_layers),
+        norm_eps=norm_eps,
+        tie_embeddings=tie_embeddings,
+        max_positions=max_positions,
+        compute_dtype=compute_dtype,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+    )
+
+
+def uniform_fields(config: ModelConfig) -> dict[str, Any] | None:
+    """What `uniform_config` makes this model of, by name; None for a model that it cannot make."""
+    first, shared = config.layers[0], ("family", "vocab_size", "hidden_size", "norm_eps", "tie_embeddings", "max_positions")
+    mixer, windows = first.mixer, tuple(layer.mixer.window for layer in config.layers)
+    if not isinstance(mixer, AttentionLayer):
+        return None
+    fields = {name: getattr(config, name) for name in (*shared, "compute_dtype", "eos_token_ids", "bos_token_id", "num_layers")}
+    fields |= {name: getattr(mixer, name) for name in ("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "o_bias", "qk_norm")}
+    fields |= {"intermediate_size": first.mlp.size, "mlp_bias": first.mlp.bias}
+    fields |= {"rope_theta": mixer.rope.theta, "rope_scaling": mixer.rope.scaling, "windows": windows if any(windows) else ()}
+    return fields if mixer.rope.dim == mixer.head_dim and uniform_config(**fields) == config else None
 
 
 class Decoder(Protocol):
@@ -204,10 +268,31 @@ class Decoder(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
+    def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+        """What goes into the first layer."""
+        ...
+
+    def run_layers(
+        self,
+        params: Params,
+        x: Float[Array, "B T E"],
+        positions: Int[Array, "B T"],
+        mix: Mix,
+        state: Any,
+        first: int = 0,
+        last: int | None = None,
+    ) -> tuple[Float[Array, "B T E"], Any]:
+        """What comes out of layers [first, last) for `x`, which went into `first`, and the state that `mix` threaded. None: to the end."""
+        ...
+
+    def final_norm(self, params: Params, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        """Final hidden states from what came out of the last layer."""
+        ...
+
     def hidden(
         self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], mix: Mix, state: Any
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """Final hidden states (after the last norm) and the state that `mix` threaded through the layers."""
+        """Final hidden states and the state that `mix` threaded through the layers: `embed`, `run_layers`, `final_norm`."""
         ...
 
     def logits(self, params: Params, hidden: Float[Array, "... E"]) -> Float[Array, "... V"]:
@@ -245,14 +330,50 @@ def fingerprint(model: Model) -> str:
     host one tensor at a time and hashed by one thread per core; `tools/time_fingerprint.py` measures how fast. An array's digest is kept
     while the array lives, so asking again for a loaded model is free.
     """
-    digest = hashlib.sha256(repr(model.config).encode())
-    if model.config.windows:  # not in repr, so that models without windows keep their fingerprints
-        digest.update(repr(model.config.windows).encode())
+    digest = hashlib.sha256(_text(model.config).encode())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
             digest.update(_sha256(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode()))
             digest.update(_content(leaf, pool))
     return f"sha256-{digest.hexdigest()[:32]}"
+
+
+def _text(config: ModelConfig) -> str:
+    """What a model computes with its weights, in words that stay: its fingerprint hashes them.
+
+    The first version's configuration had one set of fields for all layers, and its repr was hashed. Evidence, bills and saved sequences
+    name models by that, so a model that has such fields keeps that text, letter by letter (biases of o and of the MLP, which came later,
+    count as weights). compute_dtype is not in it: each weight counts with its dtype.
+    """
+    fields = uniform_fields(config)
+    if fields is None:
+        return _named(config, "compute_dtype")
+    return f"ModelConfig({', '.join(f'{name}={_value(fields[name])}' for name in _FIRST_FIELDS)}){fields['windows'] or ''}"
+
+
+_FIRST_FIELDS = (
+    *("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "max_positions"),
+    *("qkv_bias", "qk_norm", "eos_token_ids", "bos_token_id"),
+)
+"""Of the first version's configuration, in its order."""
+
+
+def _value(value: Any) -> str:
+    if not isinstance(value, RopeScaling):
+        return repr(value)
+    fields = [field.name for field in dataclasses.fields(value)]
+    return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in fields)})"
+
+
+def _named(value: Any, *left_out: str) -> str:
+    """A value's name and its fields that are not as they are by default, so that a field that is added later changes no text."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_named, value))})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    fields = [field for field in dataclasses.fields(value) if field.name not in left_out and getattr(value, field.name) != field.default]
+    return f"{type(value).__name__}({', '.join(f'{field.name}={_named(getattr(value, field.name))}' for field in fields)})"
 
 
 def check_fingerprint(mark: object, where: str, remedy: str) -> None:

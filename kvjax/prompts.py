@@ -1,4 +1,4 @@
-"""Prompts as people give them - text, token ids, chat messages, what a tokenizer returns - as token ids."""
+"""Prompts in every form that users give them (text, token ids, chat messages, what a tokenizer returns), as token ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
         raise ValueError(f"chat_template_kwargs must be a mapping, as {{'enable_thinking': False}}, got {template_options!r:.60}")
     if _is_chat(prompt):
         return list(chat_ids(prompt, tokenizer, template_options or {}))
-    if isinstance(prompt, bytes | bytearray):  # whose items are whole numbers, but no token ids
+    if isinstance(prompt, bytes | bytearray):  # its items are whole numbers, but not token ids
         raise ValueError(f"a prompt is text or a list of token ids, got bytes, {prompt!r:.60}: prompt.decode() makes text of them")
     if template_options:
         raise ValueError(f"chat_template_kwargs are for chat messages, and this prompt has none: {prompt!r:.60}")
@@ -39,7 +39,7 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
         raise ValueError("the model has no tokenizer: pass token ids instead of text")
     try:
         return list(tokenizer(prompt)["input_ids"])
-    except Exception as error:  # whatever a tokenizer raises is about this prompt, and others may go on
+    except Exception as error:  # whatever a tokenizer raises concerns this prompt alone
         raise ValueError(f"the tokenizer cannot read the prompt: {error}") from error
 
 
@@ -61,16 +61,16 @@ def chat_ids(messages: Iterable[Mapping[str, str]], tokenizer: Any, template_opt
         raise ValueError(f"a message has a role and a content, got {wrong!r:.60}")
     try:
         text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True, **template_options)
-    except ImportError:  # jinja2 is missing, which is no record's fault
+    except ImportError:  # jinja2 is missing: no record is wrong
         raise
-    except Exception as error:  # templates are programs of the model's makers and raise what they like
+    except Exception as error:  # templates are programs that come with the model, and may raise anything
         raise ValueError(f"the model's chat template does not take these messages: {error}") from error
     # The template writes the special tokens itself.
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def one_by_one(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """The prompts as a list, and whether a single one was given rather than several. ValueError for what is neither."""
+    """The prompts as a list, and whether a single one was given. ValueError for anything that is neither one prompt nor several."""
     if isinstance(prompts, Mapping):
         prompts = _rows(prompts)
     single = isinstance(prompts, str | bytes | bytearray) or _is_chat(prompts)

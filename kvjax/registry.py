@@ -1,12 +1,15 @@
-"""Policies of one's own by name: registered in this process, loaded from a Python file, or made and passed as objects.
+"""Policies by name: built in, registered in this process, or loaded from a Python file.
 
-`kvjax.policies` and `kvjax.policies.prefill` hold one `Registry` each and ask it for every name that is not built in.
+`kvjax.policies.decode` and `kvjax.policies.prefill` hold one `Registry` each. A built-in policy may live above them, as `auto` does, which
+needs engines to measure with: then the front door `kvjax/__init__.py` says where (`lives_in`), and the module is imported when the name is
+first used. Python runs the front door before any module of the package, so every import of kvjax knows these names.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import inspect
 import re
 import sys
@@ -16,27 +19,101 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FORMS = "a registered name, FILE.py:CLASS or FILE.py:CLASS:ARGS (as my_file.py:Mine:8/recent=4)"
+_OWN_FORMS = "a registered name, FILE.py:CLASS or FILE.py:CLASS:ARGS (as my_file.py:Mine:8/recent=4)"
+DECODE_FORMS = (
+    "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (tokens, 128 of them sinks), "
+    "top:K, mean:K (blocks of 128), quest:K (blocks of 16), auto, auto:LEVEL, " + _OWN_FORMS
+)
+PREFILL_FORMS = (
+    "dense, bounds:K (blocks of 128; with +sparse behind it short prompts too), "
+    "bounds:SHARE (as bounds:0.01: as many as leave less than that missed), "
+    "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; changed by +quantile, +score, +untrimmed, +plain, +uncorrected, "
+    "+gamma4 or +gamma1 behind it), "
+    "window:SINK+WINDOW (tokens, as window:64+1024), "
+    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
+    "flex:GAMMA, xattention:THRESHOLD, bfla:MASS (shares of attention, as flex:0.9), "
+    "auto, auto:LEVEL (chunk by chunk the fastest on record as keeping what the level asks), " + _OWN_FORMS
+)
+"""Names of policies, for messages and for the help of commands, which must not wait for JAX."""
 
 _IN_FILE = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<args>.*))?", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _files: dict[tuple[Path, str], ModuleType] = {}
 """Files loaded so far, by path and SHA-256: an unchanged file gives the same class again, so that its policies are equal."""
+_homes: dict[tuple[str, str], tuple[str, str]] = {}
+"""Module and class of built-in policies that are imported when first named, by kind and first word of the name."""
+
+LARGEST = 2**31 - 1
+"""Of the numbers in a name: counts of blocks and tokens are 32-bit integers on the device."""
+
+
+def lives_in(kind: str, word: str, module: str, name: str) -> None:
+    """Let `word` and `word:ARGS` of one kind of policy stand for `name()` and `name("ARGS")` of a module, imported when first named."""
+    _homes[kind, word] = module, name
 
 
 class Registry:
-    """Names of one kind of policy that are not built in.
+    """Names of one kind of policy.
 
-    kind: for messages, "policy" or "prefill policy". remedy: for messages, how to get parts that are missing. parts: attributes that such
-    a policy has. reserved: first words of built-in names. built_in: the policy of a built-in name, None for other names.
+    Args:
+        kind: for messages, "policy" or "prefill policy".
+        forms: for messages, the names that are understood.
+        remedy: for messages, how to get parts that are missing.
+        parts: attributes that every policy of this kind has; the first one tells a policy from other objects.
+        reserved: first words of built-in names.
+        read: the policy of a built-in name, None for other names; ValueError for numbers that it cannot have.
+        hint: for messages, what else a name that is not understood may be; "" where nothing is known.
     """
 
-    def __init__(self, kind: str, remedy: str, parts: tuple[str, ...], reserved: tuple[str, ...], built_in: Callable[[str], Any | None]):
-        self.kind, self.remedy, self.parts, self.reserved, self.built_in = kind, remedy, parts, reserved, built_in
+    def __init__(
+        self,
+        kind: str,
+        *,
+        forms: str,
+        remedy: str,
+        parts: tuple[str, ...],
+        reserved: tuple[str, ...],
+        read: Callable[[str], Any | None],
+        hint: Callable[[str], str] = lambda name: "",
+    ):
+        self.kind, self.forms, self.remedy, self.parts, self.reserved = kind, forms, remedy, parts, reserved
+        self._read, self._hint = read, hint
         self._factories: dict[str, Callable[..., Any]] = {}
         self._named: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         self._sources: dict[Any, str] = {}
+
+    def parse(self, name: Any) -> Any:
+        """The policy a name stands for; a policy is returned as it is. ValueError that lists the known forms, or says in one sentence what
+        is wrong with a policy of one's own."""
+        if not isinstance(name, str):
+            if not hasattr(name, self.parts[0]):
+                raise ValueError(f"{name!r} is neither a {self.kind} nor a {self.kind}'s name; names are {self.forms}")
+            self.check(name)
+            return name
+        policy = self.built_in(text := name.strip()) or self.find(text)
+        if policy is None:
+            raise ValueError(f"{self.kind} {name!r} is not understood; there are {self.forms}{self._hint(text)}")
+        return policy
+
+    def built_in(self, name: str) -> Any | None:
+        """The policy of a built-in name, None for other names. ValueError for numbers that it cannot have."""
+        word, colon, args = name.partition(":")
+        if home := _homes.get((self.kind, word)):
+            module, made = home
+            return getattr(importlib.import_module(module), made)(*([args] if colon else []))
+        # Python's int() refuses thousands of digits in its own words.
+        form = re.fullmatch(r"[a-z-]+:(.*)", name)
+        if form and any(len(number) > 10 or int(number) > LARGEST for number in re.findall(r"(?<![0-9.])[0-9]+", form[1])):
+            raise ValueError(f"{self.kind} {name!r} has a number above {LARGEST}, the largest that can be used: name a smaller one")
+        return self._read(name)
+
+    def is_built_in(self, name: str) -> bool:
+        """Whether a built-in policy has this name."""
+        try:
+            return self.built_in(name) is not None
+        except ValueError:
+            return False
 
     def register(self, name: str, factory: Callable[..., Any], *, replace: bool = False) -> None:
         """Let `name` and `name:ARGS` stand for `factory()` and `factory("ARGS")`, in this process.

@@ -42,7 +42,7 @@ _HINTS = {
     "device_map": "JAX chooses the device: load and run the model inside `with jax.default_device(...)`",
 }
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-"""A higher temperature draws as this one does: evenly."""
+"""Above this temperature every token is equally likely, as at it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +200,17 @@ class SamplingRows:
         )
 
 
+def check_rows(rows: SamplingRows, tokens: Array, counts: Array | None, slots: int, vocab_size: int) -> None:
+    """ValueError unless the arguments of a step of so many slots fit together."""
+    if rows.penalises and counts is None:
+        raise ValueError("a row has a penalty, which needs counts of its tokens: pass counts, as kvjax.sampling.seen_tokens makes them")
+    for name, shape in {"tokens": tokens.shape, **rows.shapes()}.items():
+        if shape != (slots,):
+            raise ValueError(f"{name} must have one entry for each of {slots} slots, got shape {shape}")
+    if counts is not None and np.shape(counts) != (slots, vocab_size):
+        raise ValueError(f"counts must be of {slots} slots and {vocab_size} token ids, got shape {np.shape(counts)}")
+
+
 class NotFinite(FloatingPointError):
     """A model's logits were NaN or infinite, so they say nothing about the next token. position: where that token would stand."""
 
@@ -213,12 +224,13 @@ class NotFinite(FloatingPointError):
 
 @flax.struct.dataclass
 class Sampled:
-    """What sampling says of every row: the token, its log-probability, and whether there was anything to sample from.
+    """The result of sampling, per row: the token, its log-probability, and whether the logits could be sampled.
 
     finite: False where the row's logits hold NaN or +inf, or nothing but -inf (a token whose logit is -inf is never chosen, which is no
     fault). Token and log-probability then mean nothing, and whoever reads them raises `NotFinite` for the row. Log-probabilities are under
     softmax(logits), natural log, float32. top_tokens and top_logprobs: the `rows.ranks` most likely tokens, best first (None without).
-    counts: those that were passed in (see `seen_tokens`), for the next step.
+    counts: those that were passed in (see `seen_tokens`), for the next step. accepted: after drafts (`accept`), where everything but counts
+    has an axis T behind the batch: how many of the row's tokens stay.
     """
 
     tokens: Int[Array, "B"]
@@ -227,6 +239,7 @@ class Sampled:
     top_tokens: Int[Array, "B R"] | None = None
     top_logprobs: Float[Array, "B R"] | None = None
     counts: Int[Array, "B V"] | None = None
+    accepted: Int[Array, "B"] | None = None
 
 
 def sample(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array, "B"], counts: Int[Array, "B V"] | None = None) -> Sampled:
@@ -252,6 +265,34 @@ def sample(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array
     return Sampled(chosen, logprobs, all_finite(logits), top_tokens, top_logits - largest - log_sum, counts)
 
 
+def accept(
+    logits: Float[Array, "B T V"],
+    rows: SamplingRows,
+    lengths: Int[Array, "B"],
+    drafted: Int[Array, "B T"],
+    active: Bool[Array, "B"],
+    counts: Int[Array, "B V"] | None,
+) -> Sampled:
+    """Sample behind each of T written tokens, and keep the drafts that are what was sampled: the longest run of them after the first token.
+
+    lengths: of each row before these tokens. drafted: the row's certain token, then drafts; -1, where there is none, is never kept. A row
+    that is not active keeps nothing. A draw depends on the row's seed and on the place of the token alone, so that what is kept is what T
+    steps of one token would have drawn from these logits.
+    """
+    found = []
+    for token in range(drafted.shape[1]):
+        if rows.penalises:
+            counts = count_tokens(counts, jnp.maximum(drafted[:, token], 0), active)
+        found.append(sample(logits[:, token], rows, lengths + token + 1, counts).replace(counts=None))
+    sampled = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *found)
+    kept = (drafted[:, 1:] == sampled.tokens[:, :-1]) & sampled.finite[:, :-1]
+    accepted = jnp.where(active, 1 + jnp.cumprod(kept, axis=1, dtype=jnp.int32).sum(axis=1), 0)
+    if rows.penalises:
+        for token in range(1, drafted.shape[1]):
+            counts = count_tokens(counts, jnp.maximum(drafted[:, token], 0), active & (accepted <= token), -1)
+    return sampled.replace(counts=counts, accepted=accepted)
+
+
 def all_finite(logits: Float[Array, "... V"]) -> Bool[Array, "..."]:
     """Whether rows of logits can be sampled from, as `Sampled.finite` says: the largest is NaN if one is NaN."""
     return jnp.isfinite(jnp.max(logits, axis=-1))
@@ -268,9 +309,9 @@ def seen_tokens(prompt: Sequence[int], vocab_size: int) -> Int[np.ndarray, " V"]
     return counts
 
 
-def count_tokens(counts: Int[Array, "B V"], tokens: Int[Array, "B"], active: Bool[Array, "B"]) -> Int[Array, "B V"]:
-    """Counts with one more token in the answer of every active row."""
-    return counts.at[jnp.arange(tokens.shape[0]), tokens].add(jnp.where(active, 2, 0))
+def count_tokens(counts: Int[Array, "B V"], tokens: Int[Array, "B"], active: Bool[Array, "B"], times: int = 1) -> Int[Array, "B V"]:
+    """Counts with one more token in the answer of every active row, or with `times` -1 one fewer."""
+    return counts.at[jnp.arange(tokens.shape[0]), tokens].add(jnp.where(active, 2 * times, 0))
 
 
 def penalised(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, "B V"]) -> Float[Array, "B V"]:
@@ -281,12 +322,12 @@ def penalised(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array
 
 
 def kept(ranked: Float[Array, "B V"], rows: SamplingRows) -> Bool[Array, "B V"]:
-    """Which of the scaled logits, largest first, the cuts leave to draw from."""
+    """Which of the scaled logits, largest first, stay after top-k, top-p and min-p."""
     rank = jnp.arange(ranked.shape[-1])[None]
     keep = (rows.top_k[:, None] == 0) | (rank < rows.top_k[:, None])
     mass = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(mass, axis=-1) - mass
-    # A token stays while the mass before it is short of top_p, so the one that crosses the line stays. A top_p of 1 cuts nothing: the
+    # A token stays while the mass before it is less than top_p, so the token that reaches top_p stays. A top_p of 1 cuts nothing: the
     # rounded sum may reach 1 before the last token.
     keep &= (before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1)
     keep &= jnp.exp(ranked - ranked[:, :1]) >= rows.min_p[:, None]
@@ -294,7 +335,7 @@ def kept(ranked: Float[Array, "B V"], rows: SamplingRows) -> Bool[Array, "B V"]:
 
 
 def _draw(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array, "B"]) -> Int[Array, "B"]:
-    """A draw for every row; rows of temperature 0 get one too, which the caller drops.
+    """One random draw per row; the caller drops those of rows with temperature 0.
 
     The row's maximum is subtracted before the division, so that the best token stays at 0 however small the temperature is: logits / T
     overflows below T of about 1e-36. 0 and minus infinity stay what they are, also where a device flushes T, or its inverse, to 0.

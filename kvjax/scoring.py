@@ -13,11 +13,12 @@ from jaxtyping import Bool, Float
 
 from kvjax.checks import check_model
 from kvjax.engine import Engine
-from kvjax.generation import DEFAULT_SLOTS, engine_for
+from kvjax.generation import engine_for
 from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy, Dense
 from kvjax.prompts import Prompt, encode, one_by_one
 from kvjax.sampling import NotFinite, all_finite
+from kvjax.scheduler import DEFAULT_SLOTS
 from kvjax.sequences import CachedSequence
 
 
@@ -87,9 +88,10 @@ def continuation_logprobs(
 ) -> tuple[Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """Log-probability of each token of a continuation, float32, and whether it is the greedy one.
 
-    sequence: fresh from prefill or extend, so that its `.logits` predict the first token; it grows by all but the last. Logits are held one
-    chunk, `[prefill_chunk, V]`, at a time: all of a long document's would not fit. ValueError for a token outside the vocabulary; NotFinite
-    where the model gives NaN, FloatingPointError where it gives a token a probability of 0.
+    sequence: fresh from prefill or extend, so that its `.logits` predict the first token; it grows by all but the last.
+    Logits are held one chunk, `[prefill_chunk, V]`, at a time: those of a whole long document would not fit in memory.
+    ValueError for a token outside the vocabulary; NotFinite where the model gives NaN, FloatingPointError where it
+    gives a token a probability of 0.
     """
     continuation, begun = engine.check_tokens(continuation), sequence.length
     found = [_look_up(sequence.logits[None], jnp.asarray(continuation[:1]))]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Array, Float
 
 if TYPE_CHECKING:
+    from kvjax.cache.transfer import Stored
     from kvjax.learning import OpenChunk
     from kvjax.policies.decode import DecodePolicy
 
@@ -16,10 +18,10 @@ if TYPE_CHECKING:
 class CachedSequence:
     """A sequence whose keys and values lie in an engine's pages.
 
-    tokens: what was written so far, as far as the host knows it. length: tokens written. pages: by layer group, the page ids in order,
+    tokens: those written so far that the host has read. length: tokens written. pages: by layer group, the page ids in order,
     reserved ones included, -1 for those that a window gave back. logits: next-token logits `[V]` float32 after the last prefill or extend;
     None after anything else. states: of learning policies, per layer. open_chunk: what prefill goes on with so that they learn the same
-    however a prompt is cut; None after decoding.
+    however a prompt is cut; None after decoding. suspended: its pages in host memory, while `Engine.suspend` keeps them there.
     """
 
     tokens: list[int]
@@ -28,6 +30,24 @@ class CachedSequence:
     logits: Float[Array, " V"] | None = None
     states: dict[DecodePolicy, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     open_chunk: OpenChunk | None = None
+    suspended: Stored | None = None
 
     def __repr__(self) -> str:
         return f"CachedSequence(length={self.length}, pages={max(map(len, self.pages.values()), default=0)})"
+
+
+def check_usable(sequences: Sequence[CachedSequence], live: Set[CachedSequence], in_chunks: Set[CachedSequence] | None) -> None:
+    """ValueError for sequences that are not among the engine's `live` ones, or stand twice.
+
+    in_chunks: those in the middle of a chunk of prefill, which cannot be written to, nor can suspended ones; None: that does not matter.
+    """
+    if not live >= set(sequences):
+        raise ValueError("the sequence was freed or is another engine's; prefill it here")
+    if len(set(sequences)) < len(sequences):
+        raise ValueError("a sequence stands twice in one batch; fork it to decode it twice")
+    if in_chunks is None:
+        return
+    if any(each.suspended is not None for each in sequences):
+        raise ValueError("the sequence is suspended; engine.resume(sequence) brings its pages back")
+    if not in_chunks.isdisjoint(sequences):
+        raise ValueError("the sequence is in the middle of a chunk of prefill: go on with the chunk (Engine.step), or free it")

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attend import attend_chunk, reader_of, write
-from kvjax.cache import Cache, CacheSpec, IndexSpec
+from kvjax.attend import attend_chunk, reader_of, recall_chunk, recall_tokens, write
+from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache
 from kvjax.learning import Learning
-from kvjax.model import Decoder, Heads, Params
+from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.policies.decode import Blocks, DecodePolicy, SelectContext
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy
-from kvjax.sampling import Sampled, SamplingRows, count_tokens, sample
+from kvjax.sampling import Sampled, SamplingRows, accept, count_tokens, sample
+from kvjax.slots import NextPages, name_pages
 
 
 @flax.struct.dataclass
@@ -28,42 +29,56 @@ class Reads:
     keys: Int[Array, "B"]
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "all_logits"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "first", "last", "all_logits"), donate_argnames="cache")
 def prefill_step(
     decoder: Decoder,
     policy: PrefillPolicy,
     indexes: tuple[IndexSpec, ...],
     params: Params,
     cache: Cache,
-    tokens: Int[Array, "B T"],
+    x: Int[Array, "B T"] | Float[Array, "B T E"],
     starts: Int[Array, "B"],
     fresh: Int[Array, "B"],
     *,
+    first: int = 0,
+    last: int | None = None,
     all_logits: bool = False,
     learning: Learning | None = None,
 ) -> tuple[Float[Array, "B *T V"], Cache, tuple[Any, ...]]:
-    """Write one chunk of each row to the cache; return next-token logits and what was learned. DONATES cache.
+    """Take one chunk of each row through layers [first, last), all of them where last is None; each writes it to its pages. DONATES cache.
+
+    x: token ids where first is 0, else what the step up to `first` returned. Returns hidden states `[B, T, E]`, or after the model's last
+    layer next-token logits, float32: of the last written token, `[B, V]`, or with all_logits of every row of the chunk, `[B, T, V]`. Then
+    the cache, and what was learned in these layers.
 
     The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
     rows are padding. Because a token always sits in the row its absolute position gives it, its bits do not depend on how the history was
-    cut into calls. all_logits: logits of every row, `[B, T, V]`, instead of those of the last written token, `[B, V]`; float32.
-    learning: decode policies that learn from prefill; their states after the chunk come back, per policy and layer.
+    cut into calls. They may depend on how the layers were cut. learning: decode policies that learn from prefill; their states after the
+    chunk come back, per policy and layer.
     """
-    positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = starts[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
 
-    def mix(layer: int, heads: Heads, carry):
+    def mix(layer: int, heads: LayerInput, carry):
         layers, learned = carry
+        if isinstance(heads, Recurrence):
+            out, after = recall_chunk(cache, layers, layer, heads, starts, fresh)
+            return out, (_replace(layers, layer, after), learned)
         written = write(cache, layers, layer, heads, positions, valid, indexes)
-        ctx = PrefillContext(cache.table_of(layer), starts, cache.lengths, layer=layer, sm_scale=heads.sm_scale)
+        place = cache.spec.paged.index(layer)
+        ctx = PrefillContext(cache.table_of(layer), starts, cache.lengths, layer=place, sm_scale=heads.sm_scale)
         out, states = attend_chunk(policy, heads, written, ctx, learning)
         return out, (_replace(layers, layer, written), (*learned, states))
 
-    hidden, (layers, learned) = decoder.hidden(params, tokens, positions, mix, (cache.layers, ()))
-    if not all_logits:
-        last = jnp.clip(cache.lengths - 1 - starts, 0, tokens.shape[1] - 1)
-        hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
-    return decoder.logits(params, hidden), cache.replace(layers=layers), tuple(zip(*learned, strict=True))
+    x = x if first else decoder.embed(params, x)
+    x, (layers, learned) = decoder.run_layers(params, x, positions, mix, (cache.layers, ()), first, last)
+    if last is None or last == len(cache.spec.layers):
+        x = decoder.final_norm(params, x)
+        if not all_logits:
+            newest = jnp.clip(cache.lengths - 1 - starts, 0, x.shape[1] - 1)
+            x = jnp.take_along_axis(x, newest[:, None, None], axis=1)[:, 0]
+        x = decoder.logits(params, x)
+    return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True))
 
 
 def decode(
@@ -76,30 +91,38 @@ def decode(
     active: Bool[Array, "B"],
     states: tuple[Any, ...],
     *,
+    following: NextPages | None = None,
     watch: Callable[..., None] | None = None,
 ) -> tuple[Float[Array, "B T V"], Cache, tuple[Any, ...], Reads]:
     """One step: write T tokens of every active row, attend to the blocks the policy lists, return logits (float32) for each.
 
-    cache.lengths comes in without the new tokens and goes out with them. T is 1, or a few drafted tokens. states: one per layer, from
-    `policy.init`. Inactive rows write nothing and their logits mean nothing. watch: called while tracing, layer by layer, with query,
-    pages, context, list, and the state that the list was made with (`kvjax.inspection`).
+    cache.lengths comes in without the new tokens and goes out with them. T is 1, or a few drafted tokens; each lists and sees what it would
+    in a step of its own. states: one per layer that has pages, from `policy.init`; with T above 1 those that come back have an axis T
+    behind the batch (`states_after`). Inactive rows write nothing and their logits mean nothing. following: pages that `name_pages` adds to
+    the page tables first. watch: called while tracing, for each of these layers, with query, pages, context, list, and the state that the
+    list was made with (`kvjax.inspection`).
     """
+    cache = cache if following is None else name_pages(cache, following)
     num_tokens = tokens.shape[1]
     positions = cache.lengths[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
     valid = jnp.broadcast_to(active[:, None], positions.shape)
     lengths = jnp.where(active, cache.lengths + num_tokens, 0)
     spec = cache.spec
 
-    def mix(layer: int, heads: Heads, carry):
+    def mix(layer: int, heads: LayerInput, carry):
         layers, states, listed = carry
+        if isinstance(heads, Recurrence):
+            out, after = recall_tokens(cache, layers, layer, heads, active)
+            return out, (_replace(layers, layer, after), states, listed)
         table, page_size = cache.table_of(layer), spec.group_of(layer).page_size
         written = write(cache, layers, layer, heads, positions, valid, indexes)
-        ctx = SelectContext(table, lengths, layer=layer, num_layers=len(spec.layers), page_size=page_size, sm_scale=heads.sm_scale)
-        reader = reader_of(policy, heads)
-        out, blocks, state = reader.attend(heads.q, written, ctx, states[layer])
+        place, count = spec.paged.index(layer), len(spec.paged)
+        ctx = SelectContext(table, lengths, layer=place, num_layers=count, page_size=page_size, sm_scale=heads.sm_scale)
+        reader, before = reader_of(policy, heads), states[place]
+        out, blocks, state = _read_by_turns(reader, heads.q, written, ctx, before)
         if watch is not None:
-            watch(reader, heads.q, written, ctx, blocks, states[layer])
-        return out, (_replace(layers, layer, written), _replace(states, layer, state), (*listed, blocks))
+            watch(reader, heads.q, written, ctx, blocks, before)
+        return out, (_replace(layers, layer, written), _replace(states, place, state), (*listed, blocks))
 
     hidden, (layers, states, listed) = decoder.hidden(params, tokens, positions, mix, (cache.layers, states, ()))
     reads = _count_reads(listed, lengths, spec, num_tokens)
@@ -107,8 +130,13 @@ def decode(
     return decoder.logits(params, hidden), after, states, reads
 
 
-decode_step = jax.jit(decode, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")
-"""`decode`, jitted. DONATES cache."""
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")
+def decode_step(decoder, policy, indexes, params, cache: Cache, tokens, active, states, following: NextPages | None = None):
+    """`decode`, jitted; all of the tokens stay. DONATES cache."""
+    logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, tokens, active, states, following=following)
+    if tokens.shape[1] > 1:
+        states = states_after(states, jnp.full(tokens.shape[0], tokens.shape[1]))
+    return logits, cache, states, reads
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames=("cache", "counts"))
@@ -118,30 +146,64 @@ def decode_and_sample(
     indexes: tuple[IndexSpec, ...],
     params: Params,
     cache: Cache,
-    tokens: Int[Array, "B"],
+    tokens: Int[Array, "B *T"],
     active: Bool[Array, "B"],
     states: tuple[Any, ...],
     rows: SamplingRows,
     counts: Int[Array, "B V"] | None = None,
+    following: NextPages | None = None,
 ) -> tuple[Sampled, Cache, tuple[Any, ...], Reads]:
     """One step from token to next token in one call. DONATES cache and counts.
 
-    counts: where `rows.penalises`, which tokens each row held before this step; the tokens written now are counted into it.
+    tokens: `[B]`, or `[B, T]`: certain ones and T - 1 drafts behind each, -1 where there is none. What is sampled then has an axis T, and
+    `accepted` says how many of a row's tokens stay; cache, counts and states are those after them. counts: where `rows.penalises`, which
+    tokens each row held before this step; the tokens written now are counted into it.
     """
-    logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, tokens[:, None], active, states)
-    counts = count_tokens(counts, tokens, active) if rows.penalises else counts
-    return sample(logits[:, 0], rows, cache.lengths, counts), cache, states, reads
+    drafted = tokens if tokens.ndim == 2 else tokens[:, None]
+    written = jnp.where(drafted < 0, 0, drafted) if tokens.ndim == 2 else drafted
+    lengths = cache.lengths
+    logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, written, active, states, following=following)
+    if tokens.ndim == 1:
+        counts = count_tokens(counts, tokens, active) if rows.penalises else counts
+        return sample(logits[:, 0], rows, cache.lengths, counts), cache, states, reads
+    sampled = accept(logits, rows, lengths, drafted, active, counts)
+    return sampled, cache.replace(lengths=lengths + sampled.accepted), states_after(states, sampled.accepted), reads
+
+
+def _read_by_turns(policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: Any):
+    """`policy.attend`. Where it learns, the tokens of a drafted step are read one by one, each with what those before it taught; the state
+    then has an axis T behind the batch: what is known after each token."""
+    count = query.shape[1]
+    if count == 1 or not jax.tree.leaves(state):
+        return policy.attend(query, layer, ctx, state)
+    outs, lists, known = [], [], []
+    for token in range(count):
+        seen = jnp.maximum(ctx.lengths - (count - 1 - token), 0)
+        out, blocks, state = policy.attend(query[:, token : token + 1], layer, ctx.replace(lengths=seen), state)
+        outs.append(out)
+        lists.append(blocks)
+        known.append(state)
+    state = jax.tree.map(lambda *each: jnp.stack(each, axis=1), *known)
+    blocks = None if lists[0] is None else lists[0].replace(ids=jnp.stack([each.ids for each in lists], axis=1))
+    return jnp.concatenate(outs, axis=1), blocks, state
+
+
+def states_after(states: tuple[Any, ...], count: Int[Array, "B"]) -> tuple[Any, ...]:
+    """Of states with an axis T behind the batch, those after `count` tokens of each row, at least 1."""
+    rows, last = jnp.arange(count.shape[0]), jnp.maximum(count - 1, 0)
+    return jax.tree.map(lambda leaf: leaf[rows, last], states)
 
 
 def _count_reads(listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], spec: CacheSpec, num_tokens: int) -> Reads:
     """Blocks listed and keys attended, summed over layers and KV heads. With several query tokens: what any of them attends.
 
-    listed: of each layer, None for every page. Layers with lists of one kind are counted together: a count of its own for each would
-    be a launch for each.
+    listed: of each layer that has pages, None for every page. Layers with lists of one kind are counted together: a count of its own for
+    each would be a launch for each.
     """
     reads = Reads(jnp.zeros_like(lengths), jnp.zeros_like(lengths))
     for group in spec.groups:
-        dense = sum(spec.layers[layer].kv_heads for layer in spec.layers_of(group.name) if listed[layer] is None)
+        own = [layer for layer, blocks in zip(spec.paged, listed, strict=True) if blocks is None and spec.layers[layer].group == group.name]
+        dense = sum(spec.layers[layer].kv_heads for layer in own)
         reads = Reads(reads.blocks + -(-lengths // group.page_size) * dense, reads.keys + lengths * dense)
     kinds: dict[tuple, list[Array]] = {}
     for blocks in listed:
@@ -153,9 +215,13 @@ def _count_reads(listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], sp
 
 
 def _count_listed(
-    ids: Int[Array, "B L K W"], size: int, window: tuple[int, int] | None, lengths: Int[Array, "B"], num_tokens: int
+    ids: Int[Array, "B L *T K W"], size: int, window: tuple[int, int] | None, lengths: Int[Array, "B"], num_tokens: int
 ) -> Reads:
-    lengths = lengths[:, None, None, None]
+    if ids.ndim == 5:  # a list per query, which reads up to its own token
+        lengths, num_tokens = lengths[:, None] - num_tokens + 1 + jnp.arange(num_tokens, dtype=jnp.int32), 1
+        lengths = lengths[:, None, :, None, None]
+    else:
+        lengths = lengths[:, None, None, None]
     start, stop = ids * size, jnp.minimum((ids + 1) * size, lengths)
     keys = jnp.maximum(stop - start, 0)
     if window is not None:
@@ -163,7 +229,8 @@ def _count_listed(
         oldest = jnp.maximum(lengths - num_tokens - (window_tokens - 1), sink_tokens)
         keys = jnp.maximum(jnp.minimum(stop, sink_tokens) - start, 0) + jnp.maximum(stop - jnp.maximum(start, oldest), 0)
     there = ids >= 0
-    return Reads(there.sum((1, 2, 3), dtype=jnp.int32), jnp.where(there, keys, 0).sum((1, 2, 3), dtype=jnp.int32))
+    lists = tuple(range(1, ids.ndim))
+    return Reads(there.sum(lists, dtype=jnp.int32), jnp.where(there, keys, 0).sum(lists, dtype=jnp.int32))
 
 
 def _replace(items: tuple, index: int, item) -> tuple:

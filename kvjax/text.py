@@ -1,4 +1,4 @@
-"""From token ids to text as they come: pieces for streaming, and stop strings that may straddle tokens."""
+"""From token ids to text, as they arrive: pieces for streaming, and stop strings that may begin and end inside tokens."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class TextStream:
         return self._emit(after[len(before) :])
 
     def close(self) -> str:
-        """What was held back, once no further token comes, up to a stop string."""
+        """The text held back so far, up to a stop string; for when no further token comes."""
         if self.stopped:
             return ""
         before = self._decode(self._anchor, self._done)
         after = self._decode(self._anchor, len(self._ids))
         self._done = len(self._ids)
-        # A stop string may stand before a torn last character, with which it was held back.
+        # A stop string may precede an incomplete last character, and was then held back with it.
         piece = self._emit(after[len(before) :])
         rest, self._held = self._held, ""
         self.text += rest

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from kvjax.models.causal_lm import CausalLM
     from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params, param_shapes
     from kvjax.models.families import FAMILIES
-    from kvjax.models.loading import expected_dtype, load, read_config, save
+    from kvjax.models.loading import load, read_config
+    from kvjax.models.saving import save
 
 __all__ = [
     "FAMILIES",
     "CausalLM",
     "TransformerDecoder",
     "causal_mix",
-    "expected_dtype",
     "init_params",
     "load",
     "param_shapes",
@@ -32,12 +32,11 @@ _HOMES = {
     "FAMILIES": "families",
     "TransformerDecoder": "decoder",
     "causal_mix": "decoder",
-    "expected_dtype": "loading",
     "init_params": "decoder",
     "load": "loading",
     "param_shapes": "decoder",
     "read_config": "loading",
-    "save": "loading",
+    "save": "saving",
 }
 
 

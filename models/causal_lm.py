@@ -10,6 +10,7 @@ import jax
 
 from kvjax import generation
 from kvjax.model import ModelConfig, Params
+from kvjax.models import saving
 from kvjax.models.checkpoint import MAX_SHARD_BYTES
 from kvjax.models.decoder import TransformerDecoder
 
@@ -31,14 +32,13 @@ class CausalLM:
     generate = generation.generate
 
     def save(self, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-        """Write the model in Hugging Face format; see `kvjax.models.loading.save` for the options."""
-        from kvjax.models import loading
-
-        loading.save(self, folder, overwrite=overwrite, max_shard_bytes=max_shard_bytes)
+        """Write the model in Hugging Face format; see `kvjax.models.saving.save` for the options."""
+        saving.save(self, folder, overwrite=overwrite, max_shard_bytes=max_shard_bytes)
 
     def __repr__(self) -> str:
         dtypes = "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(self.params)}))
         count, config = self.config.num_params, self.config
         size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
-        layers = f"{config.num_layers} layers, {config.num_heads} heads, {config.num_kv_heads} KV heads"
+        kinds = dict.fromkeys(layer.mixer.describe() for layer in config.layers)
+        layers = f"{config.num_layers} layers, {' or '.join(kinds)}"
         return f"CausalLM({self.name!r}: {config.family}, {size} parameters in {dtypes}, {layers}, {config.max_positions:,} positions)"

@@ -12,9 +12,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.model import LongRope, ModelConfig, RopeScaling
+from kvjax.layers import AttentionLayer, LongRope, RopeScaling
+from kvjax.model import ModelConfig, uniform_config, uniform_fields
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import HARMLESS, ONLY, REMEDIES, Family
+from kvjax.models.fields import boolean as _boolean
+from kvjax.models.fields import integer as _integer
+from kvjax.models.fields import number as _number
+from kvjax.models.fields import size as _size
 
 Fields = Mapping[str, Any]
 
@@ -35,84 +40,126 @@ _WINDOW = 4096
 """`sliding_window` of Qwen2 and Qwen3 where config.json leaves it out."""
 
 
-def parse(fields: Fields, generation: Fields | None = None, max_positions: int | None = None) -> ModelConfig:
+def parse(fields: Fields, generation: Fields | None = None, max_positions: int | None = None, dtype: str | None = None) -> ModelConfig:
     """The configuration that config.json's `fields` describe; `generation` is generation_config.json, where there is one.
 
     The end-of-sequence ids are generation_config.json's if it names any, else config.json's, as transformers generates.
     With YaRN, `max_positions` covers the stretched length (original length times factor) even where config.json still names the
     original one, as model cards that tell users to add the scaling leave it; with linear and dynamic scaling it is what config.json says,
     with longrope its original length. max_positions: another length in tokens, up to what config.json says (`load` tells what it does).
+    dtype: the model's compute_dtype; None: what config.json says, bfloat16 where it says nothing.
     Raises ValueError that lists every field at fault.
     """
     family = family_of(fields)
+    fields = text_fields(fields, family)
+    fields = fields if family.spread is None else family.spread(fields)
     _check_fields(fields, family)
     read = dict(family.defaults) | {name: fields[name] for name in family.defaults if name in fields}
-    heads, hidden = _size(read, "num_attention_heads"), _size(read, "hidden_size")
-    theta, scaling = rope_of(fields, read)
+    theta, scaling = rope_of(*(_without(each, family.rope_keys) for each in (fields, read)))
     max_positions = _positions(max_positions, read, scaling)
     if isinstance(scaling, LongRope):
         scaling = dataclasses.replace(scaling, long=max_positions > scaling.original_max_positions)
+    shared = {
+        "family": family.model_type,
+        "compute_dtype": str(fields.get("dtype") or fields.get("torch_dtype") or "bfloat16") if dtype is None else dtype,
+        "vocab_size": _size(read, "vocab_size"),
+        "hidden_size": _size(read, "hidden_size"),
+        "norm_eps": _number(read, "rms_norm_eps"),
+        "tie_embeddings": _boolean(read, "tie_word_embeddings"),
+        "max_positions": max_positions,
+        "eos_token_ids": _token_ids(generation or {}, "eos_token_id") or _token_ids(read, "eos_token_id"),
+        "bos_token_id": None if read["bos_token_id"] is None else _integer(read, "bos_token_id"),
+    }
+    if family.layers_of is not None:
+        scale = shared["hidden_size"] ** 0.5 if family.scaled_embedding else None
+        layers = family.layers_of(read, theta, scaling)
+        return ModelConfig(**shared, layers=layers, norm_offset=family.norm_offset, embed_scale=scale)
+    heads = _size(read, "num_attention_heads")
     biased = {name: name in read and read[name] is not None and _boolean(read, name) for name in ("attention_bias", "mlp_bias")}
-    windows = _windows(fields, family, _size(read, "num_hidden_layers"), _written_positions(max_positions, scaling))
-    return ModelConfig(
-        family=family.model_type,
-        vocab_size=_size(read, "vocab_size"),
-        hidden_size=hidden,
+    return uniform_config(
+        **shared,
         intermediate_size=_size(read, "intermediate_size"),
         num_layers=_size(read, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=heads if read["num_key_value_heads"] is None else _size(read, "num_key_value_heads"),
-        head_dim=_head_dim(read, hidden, heads, family),
+        head_dim=_head_dim(read, shared["hidden_size"], heads, family),
         rope_theta=theta,
         rope_scaling=scaling,
-        norm_eps=_number(read, "rms_norm_eps"),
-        tie_embeddings=_boolean(read, "tie_word_embeddings"),
-        max_positions=max_positions,
         qkv_bias=family.qkv_bias or biased["attention_bias"],
         o_bias=biased["attention_bias"],
         mlp_bias=biased["mlp_bias"],
         qk_norm=family.qk_norm,
-        windows=windows,
-        eos_token_ids=_token_ids(generation or {}, "eos_token_id") or _token_ids(read, "eos_token_id"),
-        bos_token_id=None if read["bos_token_id"] is None else _integer(read, "bos_token_id"),
+        windows=_windows(fields, family, _size(read, "num_hidden_layers"), _written_positions(max_positions, scaling)),
     )
 
 
-def to_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of `config`, for transformers 4 and 5 alike; `dtype` is the stored weights' ("bfloat16", ...)."""
+def text_fields(fields: Fields, family: Family) -> Fields:
+    """config.json's fields of the text model: all, or of a checkpoint that holds the family's model within a larger one, `text_config`
+    and what stands beside it, without what the other parts alone read."""
+    if family.within is None or fields.get("model_type", family.within.model_type) != family.within.model_type:
+        return fields
+    inner = fields.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"config.json: text_config is {inner!r}; a {family.within.architecture} needs an object")
+    return dict(inner) | _without(fields, family.within.fields | {"text_config", "model_type", "architectures"})
+
+
+def _without(fields: Fields, names: frozenset[str]) -> Fields:
+    """The fields but for these, which are left out of objects among them too."""
+    return {name: _without(value, names) if isinstance(value, Mapping) else value for name, value in fields.items() if name not in names}
+
+
+def to_fields(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of `config`, for transformers 4 and 5 alike.
+
+    ValueError for layers of several kinds, which config.json of these families has no words for.
+    """
     family = FAMILIES[config.family]
-    scaling = config.rope_scaling
-    rope = _rope_fields(scaling)
-    eos = config.eos_token_ids
+    own = _uniform_fields(config, family) if family.fields_of is None else family.fields_of(config)
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionLayer)]
+    rope = next((mixer.rope for mixer in mixers if mixer.window is None), mixers[0].rope)
+    scaling, eos = _rope_fields(rope.scaling), config.eos_token_ids
+    partial = {name: own[name] for name in ("partial_rotary_factor",) if name in own}
     fields = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": _written_positions(config.max_positions, scaling),
+        "max_position_embeddings": _written_positions(config.max_positions, rope.scaling),
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope,
-        "rope_parameters": (rope or {"rope_type": "default"}) | {"rope_theta": config.rope_theta},
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+        "rope_parameters": (scaling or {"rope_type": "default"}) | {"rope_theta": rope.theta} | partial,
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": list(eos) if len(eos) > 1 else (eos[0] if eos else None),
-        "dtype": dtype,
+        "dtype": config.compute_dtype,
     }
-    fields |= {name: value for name, value in (("attention_bias", config.o_bias), ("mlp_bias", config.mlp_bias)) if name in family.defaults}
-    fields |= _window_fields(config.windows)
-    required = {name: values[0] for name, values in (dict(ONLY) | dict(family.only)).items() if values[0] is not None}
-    return fields | required
+    only = (dict(ONLY) | dict(family.only)).items()
+    fields |= own | {name: values[0] for name, values in only if values[0] is not None and name not in family.defaults}
+    return fields if family.fold is None else family.fold(fields)
+
+
+def _uniform_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """config.json's fields of layers that are all of one kind."""
+    uniform = uniform_fields(config)
+    if uniform is None:
+        raise ValueError(f"config.json of a {family.architecture} describes one kind of layer, and this model's differ from it")
+    biases = {"attention_bias": uniform["o_bias"], "mlp_bias": uniform["mlp_bias"]}
+    return {
+        "intermediate_size": uniform["intermediate_size"],
+        "num_attention_heads": uniform["num_heads"],
+        "num_key_value_heads": uniform["num_kv_heads"],
+        "head_dim": uniform["head_dim"],
+        **{name: value for name, value in biases.items() if name in family.defaults},
+        **_window_fields(uniform["windows"]),
+    }
 
 
 def to_generation_fields(config: ModelConfig) -> dict[str, Any]:
     """generation_config.json: the ids that start and end a sequence."""
-    fields = to_fields(config, "float32")
+    fields = to_fields(config)
     return {name: fields[name] for name in ("bos_token_id", "eos_token_id") if fields[name] is not None}
 
 
@@ -363,30 +410,3 @@ def _token_ids(fields: Fields, name: str) -> tuple[int, ...]:
 
 def _same(value: Any, allowed: Any) -> bool:
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
-
-
-def _integer(fields: Fields, name: str) -> int:
-    value = fields.get(name)
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"config.json: {name} is {value!r}; it must be an integer")
-    return value
-
-
-def _size(fields: Fields, name: str) -> int:
-    value = _integer(fields, name)
-    if value < 1:
-        raise ValueError(f"config.json: {name} is {value}; it must be a positive integer")
-    return value
-
-
-def _number(fields: Fields, name: str) -> float:
-    value = fields.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError(f"config.json: {name} is {value!r}; it must be a number")
-    return float(value)
-
-
-def _boolean(fields: Fields, name: str) -> bool:
-    if not isinstance(fields[name], bool):
-        raise ValueError(f"config.json: {name} is {fields[name]!r}; it must be true or false")
-    return fields[name]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models import llama, qwen2, qwen3
+from kvjax.models import gemma3, llama, qwen2, qwen3, qwen3_5
 from kvjax.models.family import Family
 
-FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in (llama, qwen2, qwen3)}
+FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_5, gemma3)}
 
 
 def family_of(fields: Mapping[str, Any]) -> Family:
@@ -16,16 +16,19 @@ def family_of(fields: Mapping[str, Any]) -> Family:
 
     Raises ValueError for an architecture or model_type that is not known, naming those that are.
     """
-    by_architecture = {family.architecture: family for family in FAMILIES.values()}
+    names = [(family.architecture, family.model_type, family) for family in FAMILIES.values()]
+    names += [(family.within.architecture, family.within.model_type, family) for family in FAMILIES.values() if family.within]
+    by_architecture = {architecture: (model_type, family) for architecture, model_type, family in names}
+    by_type = {model_type: family for _, model_type, family in names}
     architectures, model_type = fields.get("architectures"), fields.get("model_type")
-    known = ", ".join(f"{family.architecture} ({family.model_type})" for family in FAMILIES.values())
+    known = ", ".join(f"{architecture} ({model_type})" for architecture, model_type, _ in names)
     if not architectures and model_type is None:
         raise ValueError(f"config.json names neither architectures nor model_type; supported: {known}")
     if architectures and (len(architectures) != 1 or architectures[0] not in by_architecture):
         raise ValueError(f"config.json: architectures is {architectures}; supported: {known}")
-    if model_type is not None and model_type not in FAMILIES:
+    if model_type is not None and model_type not in by_type:
         raise ValueError(f"config.json: model_type is {model_type!r}; supported: {known}")
-    family = by_architecture[architectures[0]] if architectures else FAMILIES[model_type]
-    if model_type is not None and family is not FAMILIES[model_type]:
+    of_architecture, family = by_architecture[architectures[0]] if architectures else (model_type, by_type[model_type])
+    if model_type is not None and model_type != of_architecture:
         raise ValueError(f"config.json: architectures is {architectures} but model_type is {model_type!r}; they must name one family")
     return family

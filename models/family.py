@@ -6,9 +6,10 @@ llama.py, qwen2.py and qwen3.py each hold one `Family` that shows only how that 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvjax.layers import DeltaLayer, LayerConfig, RopeScaling
 from kvjax.model import ModelConfig, Params
 
 TENSORS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
@@ -24,16 +25,30 @@ LAYER_TENSORS = {
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
 }
-"""The same inside `model.layers.N.`, of every family."""
+"""The same inside `model.layers.N.`; a layer has those that its configuration says (`LayerConfig.shapes`)."""
 
-OPTIONAL_TENSORS: Mapping[str, Mapping[str, str]] = {
-    "qkv_bias": {"q_bias": "self_attn.q_proj.bias", "k_bias": "self_attn.k_proj.bias", "v_bias": "self_attn.v_proj.bias"},
-    "o_bias": {"o_bias": "self_attn.o_proj.bias"},
-    "mlp_bias": {"gate_bias": "mlp.gate_proj.bias", "up_bias": "mlp.up_proj.bias", "down_bias": "mlp.down_proj.bias"},
-    "qk_norm": {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"},
+DELTA_TENSORS = LAYER_TENSORS | {
+    "qkv": "linear_attn.in_proj_qkv.weight",
+    "z": "linear_attn.in_proj_z.weight",
+    "a": "linear_attn.in_proj_a.weight",
+    "b": "linear_attn.in_proj_b.weight",
+    "conv": "linear_attn.conv1d.weight",
+    "decay_log": "linear_attn.A_log",
+    "dt_bias": "linear_attn.dt_bias",
+    "delta_norm": "linear_attn.norm.weight",
+    "o": "linear_attn.out_proj.weight",
 }
-"""The same of layers for which the configuration says so: its field -> names."""
+"""The same of a Gated DeltaNet layer."""
 
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -93,6 +108,17 @@ HARMLESS = frozenset({
 
 
 @dataclasses.dataclass(frozen=True)
+class Within:
+    """A model that has a family's model as its text part, in `text_config` of its config.json. prefixes: what names of the text model's
+    tensors begin with -> what they do in its own checkpoints. fields: beside `text_config`, of other parts alone."""
+
+    architecture: str
+    model_type: str
+    prefixes: Mapping[str, str]
+    fields: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Family:
     """One architecture of `transformers`, as differences from what all families share.
 
@@ -100,6 +126,12 @@ class Family:
     `attention_bias` (of q, k, v and o) and `mlp_bias` are read where they are among them, and stored biases that nothing reads are errors.
     only: more entries for `ONLY`. harmless: more entries for `HARMLESS`. qkv_bias: whether q, k and v always add biases. qk_norm: whether
     queries and keys are normalised per head, before RoPE.
+    layers_of, fields_of: of families whose layers differ: `layers_of(fields with defaults, rope_theta, scaling)` gives the layers, and
+    `fields_of(config)` their fields. norm_offset: `ModelConfig.norm_offset`. rope_keys: of rope_parameters, read by `layers_of` or by
+    nobody. spread: config.json's fields with `rope_parameters` of one kind of layers alone, where transformers writes one for each kind;
+    fold: the same fields as transformers writes them. scaled_embedding: whether embeddings are multiplied by the square root of the width.
+    layer_tensors: more entries for `LAYER_TENSORS`, or others. within: the larger model whose text part it is. unread: what names of
+    tensors begin with that nobody here reads.
     window_switch: whether `sliding_window` holds only where `use_sliding_window` is true, and from layer `max_window_layers` on.
     """
 
@@ -111,12 +143,33 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     window_switch: bool = False
+    layers_of: Callable[[Mapping[str, Any], float, RopeScaling | None], tuple[LayerConfig, ...]] | None = None
+    fields_of: Callable[[ModelConfig], dict[str, Any]] | None = None
+    spread: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+    fold: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    norm_offset: float = 0.0
+    scaled_embedding: bool = False
+    layer_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rope_keys: frozenset[str] = frozenset()
+    within: Within | None = None
+    unread: tuple[str, ...] = ()
+
+    def own_name(self, name: str) -> str | None:
+        """A stored tensor's name as the family's own checkpoints have it; None for one that nobody here reads."""
+        for prefix, own in self.within.prefixes.items() if self.within else ():
+            if name.startswith(prefix):
+                return own + name.removeprefix(prefix)
+        return None if name.startswith(self.unread) else name
 
     def tensor_names(self, config: ModelConfig) -> Params:
         """The parameter pytree with each tensor's Hugging Face name in its place."""
-        layer = dict(LAYER_TENSORS)
-        for field, tensors in OPTIONAL_TENSORS.items():
-            layer |= tensors if getattr(config, field) else {}
         names: dict[str, Any] = {name: TENSORS[name] for name in ("embed", "final_norm")}
-        names["layers"] = tuple({k: f"model.layers.{n}.{v}" for k, v in layer.items()} for n in range(config.num_layers))
+        attention = LAYER_TENSORS | dict(self.layer_tensors)
+        names["layers"] = tuple(
+            {
+                name: f"model.layers.{number}.{(DELTA_TENSORS if isinstance(layer.mixer, DeltaLayer) else attention)[name]}"
+                for name in layer.shapes(config.hidden_size)
+            }
+            for number, layer in enumerate(config.layers)
+        )
         return names if config.tie_embeddings else names | {"lm_head": TENSORS["lm_head"]}

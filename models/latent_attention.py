@@ -22,9 +22,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LatentPages, append_latents
-from kvjax.model import Params, RopeScaling
+from kvjax.layers import Rope, RopeScaling
+from kvjax.model import Params
 from kvjax.models import rope
-from kvjax.models.decoder import project
+from kvjax.models.products import project
 from kvjax.policies.decode import Blocks, DecodePolicy, IndexerQuery, SelectContext
 from pallas_kernels.elementwise import rms_norm, rotate
 
@@ -64,9 +65,9 @@ class LatentConfig:
             raise ValueError(f"rope_dim {self.rope_dim} must be even and at most index_dim {self.index_dim}")
 
     @property
-    def head_dim(self) -> int:
-        """Elements of a head that are rotated (`kvjax.models.rope`)."""
-        return self.rope_dim
+    def rope(self) -> Rope:
+        """How the shared key, queries and the indexer are rotated."""
+        return Rope(self.rope_theta, self.rope_dim, self.rope_scaling)
 
 
 def param_shapes(config: LatentConfig) -> dict[str, tuple[int, ...]]:
@@ -117,15 +118,15 @@ def decode_latent(
     """
     num_tokens = x.shape[1]
     positions = lengths[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
-    rotation = rope.rotation(config, positions)
+    rotation = rope.rotation(config.rope, positions)
     query_latent, compressed, index_k = project(x, params["q_a"], params["kv_a"], params["index_k"])
     q, index_q = project(query_latent, params["q_b"], params["index_q"], norm=params["q_norm"], norm_eps=NORM_EPS)
 
     latents = _latents(config, params, compressed, rotation)
     index_q = index_q.reshape(*x.shape[:2], config.index_heads, config.index_dim)
     index_k = _layer_norm(index_k, params["index_norm"], params["index_norm_bias"])
-    index_q = _rotate_first(index_q, rotation)
-    index_k = _rotate_first(index_k[:, :, None], rotation)[:, :, 0]
+    index_q = rotate(index_q, *rotation)  # the first elements, in "rotate half" layout, as the indexer of DeepSeek's checkpoints is
+    index_k = rotate(index_k[:, :, None], *rotation)[:, :, 0]
     valid = jnp.broadcast_to(active[:, None], positions.shape)
     layer = append_latents(layer, latents, index_k, positions, valid, page_table)
 
@@ -167,12 +168,6 @@ def _absorbed(config: LatentConfig, params: Params, q: Float[Array, "B T Q"], ro
 def _rotate_pairs(x: Float[Array, "B T N R"], rotation) -> Float[Array, "B T N R"]:
     """RoPE on neighbouring pairs (2i, 2i + 1), as the attention of DeepSeek's checkpoints is laid out; the result has evens, then odds."""
     return rotate(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), *rotation)
-
-
-def _rotate_first(x: Float[Array, "B T N D"], rotation) -> Float[Array, "B T N D"]:
-    """RoPE on the first elements of a head in "rotate half" layout, as the indexer of DeepSeek's checkpoints is."""
-    rotated = 2 * rotation[0].shape[-1]
-    return jnp.concatenate([rotate(x[..., :rotated], *rotation), x[..., rotated:]], axis=-1)
 
 
 def _layer_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], bias: Float[Array, "D"]) -> Float[Array, "... D"]:

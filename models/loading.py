@@ -1,4 +1,4 @@
-"""Models in Hugging Face format, from a folder or the Hub to the device and back.
+"""Models in Hugging Face format, from a folder or the Hub to the device.
 
 Weights go from file to device in pieces of at most READ_BYTES (a row, where that is longer): beside the growing model the host holds a
 few of them, and the device one.
@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike
 
-from kvjax.model import Model, ModelConfig, Params
+from kvjax.model import ModelConfig
 from kvjax.models import checkpoint, config_json
 from kvjax.models.causal_lm import CausalLM
-from kvjax.models.checkpoint import CONFIG_FILES, DTYPES, MAX_SHARD_BYTES, TOKENIZER_FILES, WEIGHT_FILES, Stored, Wanted
+from kvjax.models.checkpoint import CONFIG_FILES, DTYPES, TOKENIZER_FILES, WEIGHT_FILES, Stored, Wanted
 from kvjax.models.decoder import TransformerDecoder
+from kvjax.models.families import FAMILIES
 from kvjax.models.family import TENSORS
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
 from kvjax.models.transformers_import import import_transformers
@@ -38,23 +35,14 @@ READ_BYTES = 8 << 20
 """Of a tensor, read at a time."""
 
 
-def read_config(path_or_id: str | Path, *, max_positions: int | None = None) -> ModelConfig:
+def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None = None, max_positions: int | None = None) -> ModelConfig:
     """The configuration of a model, from its folder or Hub id; reads config.json and, where there is one, generation_config.json.
 
-    max_positions: as in `load`. Raises ValueError that names what is unknown or unsupported.
+    dtype, max_positions: as in `load`, which goes by the stored tensors where dtype is None or "auto"; here config.json says their type
+    (bfloat16 where it says nothing). Raises ValueError that names what is unknown or unsupported.
     """
-    return _config(checkpoint.find_folder(path_or_id, CONFIG_FILES), max_positions)
-
-
-def expected_dtype(path_or_id: str | Path) -> np.dtype:
-    """The dtype that `load` will choose, from config.json alone: float32 on the CPU, elsewhere the one it names (bfloat16 if none).
-
-    For plans made before the weights are there; `load` itself goes by the stored tensors.
-    """
-    if jax.default_backend() == "cpu":
-        return jnp.dtype(jnp.float32)
-    fields = checkpoint.read_json(checkpoint.find_folder(path_or_id, CONFIG_FILES) / "config.json")
-    return jnp.dtype(fields.get("dtype") or fields.get("torch_dtype") or jnp.bfloat16)
+    chosen = _chosen(dtype)
+    return _config(checkpoint.find_folder(path_or_id, CONFIG_FILES), max_positions, None if chosen is None else chosen.name)
 
 
 def load(
@@ -80,53 +68,36 @@ def load(
     """
     if unknown:
         refuse(unknown)
-    dtype = None if dtype is None else named_dtype(dtype)
+    chosen = _chosen(dtype)
     folder = checkpoint.find_folder(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
-    config, tensors = _tied_as_stored(_config(folder, max_positions), checkpoint.stored_tensors(folder))
+    config = _config(folder, max_positions, "float32")
+    config, tensors = _tied_as_stored(config, _own_tensors(config, checkpoint.stored_tensors(folder)))
     checkpoint.check_tensors(config, tensors)
     read_tokenizer = _tokenizer(folder, config) if tokenizer else None
     wanted, structure = checkpoint.wanted_tensors(config)
-    params = jax.tree.unflatten(structure, list(_place_all(wanted, tensors, _dtype(config, tensors, dtype))))
+    chosen = _stored_dtype(wanted, tensors) if chosen is None else chosen
+    params = jax.tree.unflatten(structure, list(_place_all(wanted, tensors, chosen)))
+    config = dataclasses.replace(config, compute_dtype=chosen.name)
     return CausalLM(TransformerDecoder(config), params, read_tokenizer, str(path_or_id))
 
 
-def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write a model in Hugging Face format: config, weights in the parameters' dtype, tokenizer. `transformers` and `load` read it.
-
-    The files are written to a folder beside `folder`, which is then renamed, so a folder of that name is always whole. overwrite:
-    replace `folder`, with everything in it, if it holds a model already. max_shard_bytes: largest weights file; the host holds one
-    such file's tensors at a time. Raises ValueError when `folder` is there already and may not be replaced.
-    """
-    folder = Path(folder).expanduser().absolute()
-    if max_shard_bytes <= 0:
-        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
-    _check_target(folder, overwrite)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        dtype = _write_weights(model, beside, max_shard_bytes)
-        _write_json(beside / "config.json", config_json.to_fields(model.config, dtype))
-        _write_json(beside / "generation_config.json", config_json.to_generation_fields(model.config))
-        if model.tokenizer is not None:
-            model.tokenizer.save_pretrained(beside)
-        _rename(beside, folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-def _config(folder: Path, max_positions: int | None) -> ModelConfig:
+def _config(folder: Path, max_positions: int | None, dtype: str | None) -> ModelConfig:
     generation = folder / "generation_config.json"
     fields = checkpoint.read_json(folder / "config.json")
-    return config_json.parse(fields, checkpoint.read_json(generation) if generation.is_file() else None, max_positions)
+    return config_json.parse(fields, checkpoint.read_json(generation) if generation.is_file() else None, max_positions, dtype)
 
 
-def _dtype(config: ModelConfig, tensors: dict[str, Stored], dtype: np.dtype | Literal["auto"] | None) -> np.dtype:
-    """The parameters' dtype, worked out as `load` documents."""
-    if isinstance(dtype, np.dtype):
-        return dtype
-    if dtype is None and jax.default_backend() == "cpu":
-        return jnp.dtype(jnp.float32)
-    stored = {DTYPES[tensors[w.name].dtype] for w in checkpoint.wanted_tensors(config)[0]}
+def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
+    """The dtype that `load` was told, or takes on a CPU; None for the stored type."""
+    if dtype is None:
+        return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else None
+    named = named_dtype(dtype)
+    return named if isinstance(named, np.dtype) else None
+
+
+def _stored_dtype(wanted: list[Wanted], tensors: dict[str, Stored]) -> np.dtype:
+    """The one type that all tensors are stored in."""
+    stored = {DTYPES[tensors[w.name].dtype] for w in wanted}
     if len(stored) > 1:
         raise ValueError(f"the weights are stored in several types ({', '.join(sorted(stored))}); choose one with dtype=")
     return jnp.dtype(stored.pop())
@@ -161,6 +132,12 @@ def _pieces(stored: Stored) -> Iterator[tuple[int, np.ndarray]]:
         with safe_open(stored.file, framework="np") as opened:  # anew for each piece: what was read stays mapped until it is closed
             rows = opened.get_slice(stored.name)[start : min(start + count, stored.shape[0])]
         yield start, rows
+
+
+def _own_tensors(config: ModelConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """The tensors that the family reads, named as its own checkpoints name them."""
+    family = FAMILIES[config.family]
+    return {own: stored for name, stored in tensors.items() if (own := family.own_name(name)) is not None}
 
 
 def _tied_as_stored(config: ModelConfig, tensors: dict[str, Stored]) -> tuple[ModelConfig, dict[str, Stored]]:
@@ -214,83 +191,3 @@ def _tokenizer(folder: Path, config: ModelConfig) -> Any:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _check_target(folder: Path, overwrite: bool) -> None:
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not overwrite:
-        raise ValueError(f"{folder} is there already; choose another folder, or pass overwrite=True to replace a model")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds no config.json, so it is not a model to replace; choose another folder")
-
-
-def _rename(beside: Path, folder: Path) -> None:
-    """Put `beside` in the place of `folder`; what stood there is removed last."""
-    _open_up(beside)
-    if not folder.exists():
-        os.replace(beside, folder)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-    os.replace(folder, old)
-    os.replace(beside, folder)
-    shutil.rmtree(old)
-
-
-def _open_up(folder: Path) -> None:
-    """Give a folder and its files the modes that new ones get: tempfile and safetensors make theirs for the owner alone."""
-    masked = os.umask(0)
-    os.umask(masked)
-    folder.chmod(0o777 & ~masked)
-    for file in folder.iterdir():
-        file.chmod(0o666 & ~masked)
-
-
-def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> str:
-    """model.safetensors, or shards and their index. Returns the dtype's name."""
-    from safetensors.numpy import save_file
-
-    wanted, structure = checkpoint.wanted_tensors(model.config)
-    leaves = _leaves(model.params, wanted, structure)
-    dtypes = {leaf.dtype.name for leaf in leaves}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES.values()):
-        raise ValueError(f"parameters have dtypes {sorted(dtypes)}; all must have one of {', '.join(DTYPES.values())}")
-    shards = _shards(wanted, [leaf.nbytes for leaf in leaves], max_shard_bytes)
-    files = (
-        [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))] if len(shards) > 1 else ["model.safetensors"]
-    )
-    for file, members in zip(files, shards, strict=True):
-        host = {wanted[n].name: np.asarray(leaves[n]) for n in members}
-        save_file(host, folder / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {wanted[n].name: file for file, members in zip(files, shards, strict=True) for n in members}
-        total = {"total_parameters": model.config.num_params, "total_size": sum(leaf.nbytes for leaf in leaves)}
-        _write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
-    return dtypes.pop()
-
-
-def _leaves(params: Params, wanted: list[Wanted], structure: Any) -> list[Array]:
-    leaves, given = jax.tree.flatten(params)
-    if given != structure:
-        raise ValueError("the parameters do not have the structure that kvjax.models.init_params gives for this configuration")
-    for leaf, w in zip(leaves, wanted, strict=True):
-        if leaf.shape != w.shape:
-            raise ValueError(f"{w.name} has shape {leaf.shape}, the configuration needs {w.shape}")
-    return leaves
-
-
-def _shards(wanted: list[Wanted], sizes: list[int], most: int) -> list[list[int]]:
-    """Tensor numbers by file: each file takes what fits, in order; a tensor larger than `most` stands alone."""
-    shards: list[list[int]] = [[]]
-    filled = 0
-    for n, size in enumerate(sizes):
-        if shards[-1] and filled + size > most:
-            shards.append([])
-            filled = 0
-        shards[-1].append(n)
-        filled += size
-    return shards
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

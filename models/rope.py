@@ -9,45 +9,31 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int
 
-from kvjax.model import LongRope, RopeScaling
-
-
-class Rotated(Protocol):
-    """What a configuration says about rotation; static and hashable. head_dim: the elements of a head that are rotated."""
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def rope_theta(self) -> float: ...
-
-    @property
-    def rope_scaling(self) -> RopeScaling | None: ...
+from kvjax.layers import LongRope, Rope, RopeScaling
 
 
 @functools.lru_cache(maxsize=64)
-def frequencies(config: Rotated) -> tuple[float, ...]:
-    """Radians per token of each of the head_dim / 2 rotated pairs, float32 values, scaled as `config.rope_scaling` says.
+def frequencies(rope: Rope) -> tuple[float, ...]:
+    """Radians per token of each of the dim / 2 rotated pairs, float32 values, scaled as `rope.scaling` says.
 
     Float32 operations in transformers' order. Only the power is not PyTorch's, whose last bit depends on the CPU: it is the correctly
     rounded one, the same on every machine. Of the 13,008 frequencies of 260 configurations (tests/models/make_rope_golden.py) 3 differ
     from PyTorch's scalar code, 95 from its AVX2 and 87 from its AVX-512 code, by one unit in the last place, in the band that llama3
     scaling blends by up to 3; PyTorch's own codes differ from each other as much.
     """
-    pairs = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    periods = np.float64(np.float32(config.rope_theta)) ** pairs.astype(np.float64)  # over 2 pi
-    return tuple(float(x) for x in scaled(periods.astype(np.float32), config))
+    pairs = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
+    periods = np.float64(np.float32(rope.theta)) ** pairs.astype(np.float64)  # over 2 pi
+    return tuple(float(x) for x in scaled(periods.astype(np.float32), rope))
 
 
-def scaled(periods: Float32[np.ndarray, "D2"], config: Rotated) -> Float32[np.ndarray, "D2"]:
+def scaled(periods: Float32[np.ndarray, "D2"], rope: Rope) -> Float32[np.ndarray, "D2"]:
     """Frequencies from unscaled periods over 2 pi, bit for bit as transformers scales them."""
-    scaling = config.rope_scaling
+    scaling = rope.scaling
     if scaling is None or scaling.kind == "dynamic":  # as far as it goes here, `RopeScaling.most_positions`
         return 1 / periods
     if isinstance(scaling, LongRope):
@@ -57,7 +43,7 @@ def scaled(periods: Float32[np.ndarray, "D2"], config: Rotated) -> Float32[np.nd
     if scaling.kind == "llama3":
         return _llama3(1 / periods, scaling)
     if scaling.kind == "yarn":
-        return _yarn(periods, scaling, config)
+        return _yarn(periods, scaling, rope)
     raise ValueError(f"rope_scaling.kind is {scaling.kind!r}; supported: 'linear', 'dynamic', 'llama3', 'yarn', 'longrope'")
 
 
@@ -72,12 +58,12 @@ def _llama3(base: Float32[np.ndarray, "D2"], scaling: RopeScaling) -> Float32[np
     return np.where(wavelengths > longest, slowed, np.where(wavelengths < shortest, base, blended))
 
 
-def _yarn(periods: Float32[np.ndarray, "D2"], scaling: RopeScaling, config: Rotated) -> Float32[np.ndarray, "D2"]:
+def _yarn(periods: Float32[np.ndarray, "D2"], scaling: RopeScaling, rope: Rope) -> Float32[np.ndarray, "D2"]:
     """Pairs that turn more than `beta_fast` times within the original length are kept, fewer than `beta_slow` slowed by `factor`."""
-    dim = config.head_dim
+    dim = rope.dim
 
     def pair_turning(turns: float) -> float:
-        return dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        return dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
     if scaling.truncate:
@@ -90,8 +76,8 @@ def _yarn(periods: Float32[np.ndarray, "D2"], scaling: RopeScaling, config: Rota
     return 1 / (np.float32(scaling.factor) * periods) * (1 - keep) + 1 / periods * keep
 
 
-def rotation(config: Rotated, positions: Int[Array, "B T"]) -> tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]:
+def rotation(rope: Rope, positions: Int[Array, "B T"]) -> tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]:
     """Cosine and sine of every pair's angle at absolute `positions` (tokens), float32, times the attention factor of YaRN and longrope."""
-    angles = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies(config), jnp.float32)
-    factor = config.rope_scaling.attention_factor if config.rope_scaling else 1.0
+    angles = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies(rope), jnp.float32)
+    factor = rope.scaling.attention_factor if rope.scaling else 1.0
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor

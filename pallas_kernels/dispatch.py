@@ -63,11 +63,11 @@ def _is_hopper() -> bool:
     return getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
 
 
-def choose(op: str, implementation: str | None, signature: str, arrays: tuple = (), static: dict[str, Any] | None = None) -> str:
+def choose(op: str, implementation: str | None, signature: str, operands: tuple = ()) -> str:
     """Name of the implementation to run.
 
     op: a key of `IMPLEMENTATIONS`. implementation: None picks the preferred one of this backend that supports the call; a name is taken or
-    refused, never replaced. signature: shapes and dtypes of the call, for the log and for `chosen`. arrays, static: the arguments of the
+    refused, never replaced. signature: shapes and dtypes of the call, for the log and for `chosen`. operands: the arguments of the
     implementation's function, for `unsupported`.
 
     Raises ValueError for a name that does not exist and NotImplementedError for one that cannot run `op` here, or if none can.
@@ -82,7 +82,7 @@ def choose(op: str, implementation: str | None, signature: str, arrays: tuple = 
             f"{op} has no implementation {implementation!r} on backend {jax.default_backend()!r} for {signature}; "
             f"there are {', '.join(names)}, or None to pick"
         )
-    name, passed_by = (implementation, []) if implementation else _pick(op, names, signature, arrays, static or {})
+    name, passed_by = (implementation, []) if implementation else _pick(op, names, signature, operands)
     for heard in _listening:
         heard[op] = name
     if _chosen.get((op, signature)) != name:
@@ -92,14 +92,14 @@ def choose(op: str, implementation: str | None, signature: str, arrays: tuple = 
     return name
 
 
-def _pick(op: str, names: tuple[str, ...], signature: str, arrays: tuple, static: dict[str, Any]) -> tuple[str, list[tuple[str, str]]]:
+def _pick(op: str, names: tuple[str, ...], signature: str, operands: tuple) -> tuple[str, list[tuple[str, str]]]:
     """The first of `names` that supports the call, and why those before it do not."""
     passed_by: list[tuple[str, str]] = []
-    if not arrays:
+    if not operands:
         return names[0], passed_by
     for name in names:
         unsupported = getattr(importlib.import_module(f"pallas_kernels.{op}.{name}"), "unsupported", None)
-        reason = unsupported(*arrays, **static) if unsupported else None
+        reason = unsupported(*operands) if unsupported else None
         if reason is None:
             return name, passed_by
         passed_by.append((name, reason))
@@ -116,7 +116,7 @@ def run(op: str, implementation: str | None, signature: str, call: Any, *operand
     Raises as `choose` does, and what the implementation raises; ValueError for a `call.config` that is not the implementation's `Config`.
     """
     name = choose(op, implementation, signature, (call, *operands))
-    _check_config(op, name, call.config)
+    _check_config(op, name, getattr(call, "config", None))
     return load(op, name)(call, *operands)
 
 
@@ -124,7 +124,7 @@ def _check_config(op: str, name: str, config: Any) -> None:
     module = f"pallas_kernels.{op}.{name}"
     wanted = getattr(importlib.import_module(module), "Config", None)
     if config is not None and (wanted is None or not isinstance(config, wanted)):
-        takes = "no config" if wanted is None else f"a {module}.Config"
+        takes = "no config" if wanted is None else f"a {wanted.__module__}.{wanted.__name__}"
         raise ValueError(f"implementation {name!r} of {op} takes {takes}, got {config!r}")
 
 
@@ -147,7 +147,7 @@ def listening() -> Iterator[dict[str, str]]:
     try:
         yield heard
     finally:
-        _listening[:] = [other for other in _listening if other is not heard]  # by identity: equal dicts are not the same
+        _listening[:] = [other for other in _listening if other is not heard]  # by identity: another block's dict may be equal
 
 
 def signature(**arrays: jax.Array | None) -> str:

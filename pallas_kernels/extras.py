@@ -1,4 +1,4 @@
-"""What an install without extras lacks: `pip install kvjax` brings what loading, generating and batch jobs need, and nothing more.
+"""Optional packages: `pip install kvjax` installs what loading, generating and batch jobs need, and nothing more.
 
 A function that needs more calls `needs_extras` first, and imports the packages afterwards, inside itself: no module imports an extra's
 package as it is itself imported.
@@ -13,7 +13,7 @@ EXTRAS = {"eval": ("statsmodels",), "plots": ("matplotlib",)}
 
 
 class MissingExtra(ImportError):
-    """A package is not installed that belongs to an extra of kvjax."""
+    """A package of an extra of kvjax is not installed."""
 
 
 def needs_extras(what: str, *extras: str) -> None:

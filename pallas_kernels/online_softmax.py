@@ -50,5 +50,5 @@ def finish(partial: Partial) -> tuple[Float[Array, "*rows D"], Float[Array, "*ro
 
 
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
-    """Accelerators multiply float32 with fewer bits unless told; products of shorter types are exact in float32 anyway."""
+    """Accelerators multiply float32 with fewer bits unless asked not to; products of shorter types are exact in float32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -37,7 +37,10 @@ class PageFormat:
 
 @flax.struct.dataclass
 class Pages:
-    """Keys and values of one layer, in pages. A (page, head) tile is `[P, D]` and contiguous.
+    """Keys and values of one layer, in frames: where pages lie on the device. A (frame, head) tile is `[P, D]` and contiguous.
+
+    Where everything fits, the frame of a page is its id. Else pages move, and a table of ids is not a table of frames: an op that reads or
+    writes pages alone takes a table of frames; one that finds rows of an index too, which stay where the page id says, takes both.
 
     k: `[N, K, P, D]`. v: `[N, K, P, Dv]`, or None where V is a view of K: its first `value_dim` columns, which are read once (latent pages:
     D = latent + rotated part, K = 1). value_dim: given where v is None, and only there. Pages that no table names may hold anything, NaN
@@ -52,7 +55,7 @@ class Pages:
 
     @property
     def num_pages(self) -> int:
-        """N, pages in the pool."""
+        """N, frames in the pool."""
         return self.k.shape[0]
 
     @property
@@ -139,6 +142,55 @@ def check(q: Array, pages: Pages, table: Array, **of_row: Array) -> None:
         raise ValueError(f"q must be one of {', '.join(CODES)}; got {arrays}")
 
 
+def check_frames(table: Array, frames: Array | None) -> None:
+    """Raise ValueError unless a table of frames is None or lies beside a table of page ids, entry by entry."""
+    if frames is not None and (frames.shape != table.shape or frames.dtype != jnp.int32):
+        arrays = dispatch.signature(table=table, frames=frames)
+        raise ValueError(f"frames must be int32 of the page table's shape, or None where the frame of a page is its id; got {arrays}")
+
+
+def missing(
+    frames: Int[Array, "B M"],
+    lengths: Int[Array, "B"],
+    blocks: Int[Array, "B *T K W"] | None = None,
+    *,
+    page_size: int,
+    block_size: int | None = None,
+    window: tuple[int, int] | None = None,
+    num_queries: int = 1,
+) -> Int[Array, "B"]:
+    """Listed blocks of each row that some query would attend to and whose page has no frame, all lists of the row together.
+
+    Ops read nothing where a table says -1, so that more than 0 of these is an error, for the caller to raise. Blocks that a window leaves
+    out need no frame.
+
+    Args:
+        frames: int32, logical page -> frame, -1 where there is none.
+        lengths: int32, tokens written, those of the step's queries included.
+        blocks: as `gather_attention` takes them: a list per row or per query; None for every block.
+        page_size: tokens.
+        block_size: tokens, None for a page.
+        window: as `gather_attention` takes it.
+        num_queries: T, queries at the end of each row.
+    """
+    block_size = page_size if block_size is None else block_size
+    batch, width = frames.shape
+    if blocks is None:
+        blocks = jnp.broadcast_to(jnp.arange(width * page_size // block_size, dtype=jnp.int32), (batch, 1, width * page_size // block_size))
+    if blocks.ndim == 4:  # each query's own
+        last = first = lengths[:, None] - blocks.shape[1] + jnp.arange(blocks.shape[1], dtype=jnp.int32)
+    else:
+        first, last = lengths - num_queries, lengths - 1
+    first, last = (x[..., None, None] for x in (first, last))
+    start = blocks * block_size
+    read = (blocks >= 0) & (start <= last)
+    if window is not None:
+        read &= (start < window[0]) | (start + block_size > first - window[1] + 1)
+    page = jnp.where(read, start // page_size, 0).reshape(batch, -1)
+    frame = jnp.take_along_axis(frames, page, axis=1, mode="fill", fill_value=-1).reshape(blocks.shape)
+    return (read & (frame < 0)).sum(range(1, blocks.ndim), dtype=jnp.int32)
+
+
 def check_scale(sm_scale: float) -> None:
     """Raise ValueError unless the scale of logits is a number known when compiling."""
     if not isinstance(sm_scale, numbers.Real):
@@ -163,38 +215,51 @@ def unlike(pages: Pages) -> str | None:
     return None
 
 
-def physical(table: Int[Array, "B M"], logical: Int[Array, "B T"], valid: Bool[Array, "B T"], num_pages: int) -> Int[Array, "B T"]:
-    """Physical page of each token, or `num_pages` (outside the pool, so that writes drop) where there is none."""
+def as_rows(
+    q: Float[Array, "B T H D"], table: Int[Array, "B M"], lengths: Int[Array, "B"], size: int
+) -> tuple[Float[Array, "R size H D"], Int[Array, "R M"], Int[Array, "R"]]:
+    """The T queries of each sequence as T/size rows of `size` queries, which share its page table: queries, tables, lengths.
+
+    A row's length ends with the last of its queries, so each query stands where it stood; 0 where none of them is one of the sequence.
+    """
+    batch, num_queries = q.shape[:2]
+    if num_queries == size:
+        return q, table, lengths
+    ends = lengths[:, None] - num_queries + size * (1 + jnp.arange(num_queries // size, dtype=jnp.int32))
+    rows = batch * num_queries // size
+    return q.reshape(rows, size, *q.shape[2:]), jnp.repeat(table, num_queries // size, axis=0), jnp.maximum(ends, 0).reshape(rows)
+
+
+def physical(table: Int[Array, "B M"], logical: Int[Array, "B T"], valid: Bool[Array, "B T"], nowhere: int) -> Int[Array, "B T"]:
+    """What a table (of page ids, or of frames) says of each token's page, or `nowhere` (past them all, so that writes drop) for -1."""
     page = jnp.take_along_axis(table, jnp.clip(logical, 0, table.shape[1] - 1), axis=1)
     there = valid & (logical >= 0) & (logical < table.shape[1]) & (page >= 0)
-    return jnp.where(there, page, num_pages)
+    return jnp.where(there, page, nowhere)
 
 
 def read(
-    pages: Pages, page_ids: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int
+    pages: Pages, frames: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int
 ) -> tuple[Float[Array, "R n*size D"], Float[Array, "R n*size Dv"]]:
     """Keys and values of a tile: see `read_tile`. Where V is a view of K, it is read with K."""
-    keys = read_tile(pages.k, page_ids, tokens, size)
-    return keys, keys[..., : pages.value_dim] if pages.v is None else read_tile(pages.v, page_ids, tokens, size)
+    keys = read_tile(pages.k, frames, tokens, size)
+    return keys, keys[..., : pages.value_dim] if pages.v is None else read_tile(pages.v, frames, tokens, size)
 
 
-def read_tile(
-    pool: Float[Array, "N K P D"], page_ids: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int
-) -> Float[Array, "R n*size D"]:
-    """For each row, `size` tokens of each of n pages, from the given token on; where a page id is -1, whatever page 0 holds.
+def read_tile(pool: Float[Array, "N K P D"], frames: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int) -> Float[Array, "R n*size D"]:
+    """For each row, `size` tokens of each of n frames, from the given token on; where a frame is -1, whatever frame 0 holds.
 
     R rows share the K heads evenly, in order: one row per KV head, or one per query head.
 
-    Page, head and token are separate axes of one gather: no flat offset is formed, which could pass 2^31, and the pool is not
+    Frame, head and token are separate axes of one gather: no flat offset is formed, which could pass 2^31, and the pool is not
     reshaped, which can make XLA copy it.
     """
-    rows, (_, kv_heads, _, head_dim) = page_ids.shape[0], pool.shape
+    rows, (_, kv_heads, _, head_dim) = frames.shape[0], pool.shape
 
-    def one(head, page, token):
-        return jax.lax.dynamic_slice(pool, (page, head, token, 0), (1, 1, size, head_dim))[0, 0]
+    def one(head, frame, token):
+        return jax.lax.dynamic_slice(pool, (frame, head, token, 0), (1, 1, size, head_dim))[0, 0]
 
     heads = jnp.arange(rows, dtype=jnp.int32) // (rows // kv_heads)
-    blocks = jax.vmap(jax.vmap(one, in_axes=(None, 0, 0)))(heads, jnp.maximum(page_ids, 0), tokens)
+    blocks = jax.vmap(jax.vmap(one, in_axes=(None, 0, 0)))(heads, jnp.maximum(frames, 0), tokens)
     return blocks.reshape(rows, -1, head_dim)
 
 

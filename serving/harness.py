@@ -24,11 +24,12 @@ import jax
 import numpy as np
 
 from kvjax.engine import Engine
-from kvjax.generation import Request, run
+from kvjax.generation import run
 from kvjax.model import fingerprint
 from kvjax.models import load
 from kvjax.policies import prefill
 from kvjax.policies.decode import DecodePolicy, identity, parse
+from kvjax.requests import Request
 from kvjax.sampling import Sampling
 from kvjax.scoring import continuation_logprobs
 from kvjax.sequences import CachedSequence
@@ -178,7 +179,7 @@ class KvjaxLM(LM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: the beginning-of-sequence token, else the end-of-sequence token."""
+        """The token before a text without context: beginning-of-sequence, else end-of-sequence."""
         config = self.engine.config
         if config.bos_token_id is None and not config.eos_token_ids:
             raise ValueError("an empty context needs a beginning- or end-of-sequence token, and the model's configuration names none")

@@ -1,4 +1,4 @@
-"""How far a job is: a bar on a terminal, a line now and then in a log."""
+"""Progress of a job: a bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOG_SECONDS = 30.0
 """Between two lines where the console is no terminal."""
 
 SETTLE_SECONDS = 60.0
-"""The time left is worked out from this much of the past: what was compiled before that no longer counts."""
+"""The time left is computed from this many seconds of the past, so that earlier compilation does not count."""
 
 UPDATE_SECONDS = 0.1
 """At least so much between two updates of a bar. It works out the time left from its last 1,000 updates."""
@@ -82,7 +82,7 @@ class JobProgress(_Job):
         self._work_of, self._done, self._errors = work, len(earlier), 0
         self._prompt_tokens = self._generated = self._running = 0
         self._finished = sum(work[line] for line in earlier)
-        # Only the bar gives way: rates and times must be readable on a terminal of 80 columns.
+        # Only the bar shrinks: rates and times must be readable on a terminal of 80 columns.
         columns = (
             BarColumn(None, table_column=Column(ratio=1)),
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
@@ -134,16 +134,16 @@ class WorkProgress(_Job):
         self._what = ""
 
     def begin(self, what: str) -> None:
-        """Something new is being done."""
+        """Name what is being done now."""
         self._what = what
         self._reached(self._work)
 
     def advance(self, work: int) -> None:
-        """So much more is done."""
+        """Add to what is done."""
         self._reached(self._work + work)
 
     def reach(self, done: int) -> None:
-        """So much is done in all: a unit is through, however its parts were counted."""
+        """Set the total done: a unit is finished, however its parts were counted."""
         self._reached(done)
 
     def _reached(self, done: float) -> None:

@@ -34,6 +34,17 @@ def compiled_programs_go_with_their_module():
 
 
 @pytest.fixture(scope="session")
+def copy_once():
+    """`copy_rate` of a small copy, measured once: each run of a benchmark would take a second to measure it."""
+    from pallas_kernels.bench import measure
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "COPY_BYTES", (2**25, 2**25))
+        found = measure.copy_rate()
+    return lambda: dict(found)
+
+
+@pytest.fixture(scope="session")
 def emulated():
     """The module `emulator.lanes`: GPU threads by numpy."""
     from emulator import lanes

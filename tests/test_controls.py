@@ -105,8 +105,8 @@ def test_what_is_said_of_echo_is_what_was_measured():
     said = "`momo:64/8` predicts {}, dense {} and `bounds:32+sparse` {}"
     assert said.format(*(both(name)[1] for name in ("momo:64/8", "dense", "bounds:32+sparse"))) in policies
     pair = {row["policy"]: row for row in result("h200/prefill-echo-32768")["rows"]}["bounds:32+sparse"]["against_dense"]
-    lost = f"of {long['dense']} at 32K {pair['lost']}, and gains {pair['gained']}"
-    assert f"of 400 facts repeated inside prompts of 8K and 16K it loses none, {lost}, where `momo:32/8` loses most" in policies
+    lost = f"Of {long['dense']} at 32K it loses {pair['lost']} and gains {pair['gained']}"
+    assert f"Of 400 facts repeated inside prompts of 8K and 16K it loses none. {lost}. `momo:32/8` loses most" in policies
     assert all(momo < dense / 2 for momo, dense in zip(both("momo:32/8"), both("dense"), strict=True))
     assert "which recalls {} and {}".format(*both("oracle:8")) in text
 

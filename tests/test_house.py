@@ -136,6 +136,78 @@ def test_a_downward_import_is_allowed(name, code):
     assert not upward_imports(ast.parse(code), name)
 
 
+def imports_of(code: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """The modules that each module imports, at its top or inside a function, or names as a string so as to import them.
+
+    Imports for type checkers do not count, and the front door, which names everything, is left out.
+    """
+    graph = {}
+    for name, tree in code.items():
+        if name == FRONT_DOOR:
+            continue
+        own = name.removesuffix(".__init__")
+        unseen = {line for node in ast.walk(tree) if for_type_checkers(node) for line in range(node.lineno, node.end_lineno + 1)}
+        strings = [(node.value, node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        found = {module for module, line in imported_modules(tree, name) + strings if line not in unseen}
+        graph[own] = {module for module in found if module in MODULES and module not in (own, "kvjax")}
+    return graph
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """A way through the imports that comes back to where it began; empty where there is none."""
+    finished: set[str] = set()
+
+    def search(way: list[str]) -> list[str]:
+        for module in sorted(graph.get(way[-1], ())):
+            if module in way:
+                return [*way[way.index(module) :], module]
+            if module not in finished and (found := search([*way, module])):
+                return found
+        finished.add(way[-1])
+        return []
+
+    return next((found for module in sorted(graph) if (found := search([module]))), [])
+
+
+@functools.cache
+def imports_of_the_sources() -> dict[str, set[str]]:
+    return imports_of({module_name(path): parse(path) for path in SOURCES})
+
+
+def test_imports_make_no_circle():
+    assert not circle(imports_of_the_sources())
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("kvjax.engine", "import kvjax.bill"),
+        ("kvjax.engine", "from kvjax.bill.auto_decode import Auto"),
+        ("kvjax.engine", "def f():\n    from kvjax.bill import calibration"),
+        ("kvjax.engine", "import importlib\nimportlib.import_module('kvjax.bill.auto_decode')"),
+        ("kvjax.policies.decode.naming", "from kvjax.bill.auto_decode import Auto"),
+        ("kvjax.policies.prefill.naming", "def f():\n    from kvjax.bill.auto_prefill import AutoPrefill"),
+        ("kvjax.cache.spec", "from kvjax.engine import Engine"),
+        ("kvjax.cache.spec", "from ..engine import Engine"),
+        ("kvjax.registry", "from kvjax.policies.decode.naming import parse"),
+        ("kvjax.models.saving", "def f():\n    from kvjax.models import loading\n    from kvjax.models.causal_lm import CausalLM"),
+        ("pallas_kernels.pages", "from pallas_kernels.gather_attention import gather_attention"),
+    ],
+)
+def test_a_circle_of_imports_is_found(name, code):
+    graph, added = imports_of_the_sources(), imports_of({name: ast.parse(code)})
+    assert circle(graph | {module: graph[module] | imports for module, imports in added.items()})
+
+
+def test_imports_that_make_no_circle_are_allowed():
+    code = {
+        "kvjax.engine": "if TYPE_CHECKING:\n    from kvjax.generation import run\nimport kvjax.model",
+        "kvjax.generation": "from kvjax.engine import Engine\nfrom kvjax import Request",
+        "kvjax.__init__": "from kvjax.generation import run\nfrom kvjax.engine import Engine",
+    }
+    assert not circle(imports_of({name: ast.parse(text) for name, text in code.items()}))
+
+
 def environment_reads(tree: ast.Module) -> list[str]:
     """Every use of the environment, except a statement that only sets a variable for somebody else's library."""
     set_only = []
@@ -292,10 +364,19 @@ def test_type_checkers_are_told_that_the_packages_have_types():
         assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"][package]
 
 
+# Reading what is installed takes a second.
+installed_packages = functools.cache(importlib.metadata.packages_distributions)
+
+
 def packages_of(lines: list[str]) -> set[str]:
     """The import names of these requirements, of those that are installed."""
     names = {normal(Requirement(line).name) for line in lines}
-    return {package for package, homes in importlib.metadata.packages_distributions().items() if names & set(map(normal, homes))}
+    return {package for package, homes in installed_packages().items() if names & set(map(normal, homes))}
+
+
+@functools.cache
+def core_packages() -> set[str]:
+    return packages_of(PYPROJECT["project"]["dependencies"])
 
 
 def undeclared_imports(tree: ast.Module, name: str) -> list[str]:
@@ -303,8 +384,7 @@ def undeclared_imports(tree: ast.Module, name: str) -> list[str]:
 
     An extra's package is imported inside a function, or for type checkers.
     """
-    project = PYPROJECT["project"]
-    core, extra = packages_of(project["dependencies"]), {package for packages in EXTRAS.values() for package in packages}
+    core, extra = core_packages(), {package for packages in EXTRAS.values() for package in packages}
     inside = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or for_type_checkers(node)]
     late = {line for node in inside for line in range(node.lineno, node.end_lineno + 1)}
     found = []

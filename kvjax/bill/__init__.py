@@ -1,5 +1,7 @@
 """The bill: bytes per step, what they cost on a device, and what is worth choosing."""
 
+from kvjax.bill.auto_decode import Auto, Bound
+from kvjax.bill.auto_prefill import AutoPrefill, PrefillBound
 from kvjax.bill.evidence import LEVELS, Evidence, Fidelity, PrefillEvidence, parse_level, recorded_evidence, recorded_prefill_evidence
 from kvjax.bill.prefill_bill import LayerSizes, PrefillBill, known_prefill_bills
 from kvjax.bill.step_bill import Bill, Prediction, known_bill, known_bills, load_bills
@@ -8,12 +10,16 @@ from kvjax.bill.volume import TIERS, StepBytes, step_bytes
 __all__ = [
     "LEVELS",
     "TIERS",
+    "Auto",
+    "AutoPrefill",
     "Bill",
+    "Bound",
     "Evidence",
     "Fidelity",
     "LayerSizes",
     "Prediction",
     "PrefillBill",
+    "PrefillBound",
     "PrefillEvidence",
     "StepBytes",
     "known_bill",

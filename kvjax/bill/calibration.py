@@ -14,7 +14,7 @@ from kvjax.bill.step_bill import Bill
 from kvjax.bill.volume import step_bytes
 from kvjax.engine import Engine
 from kvjax.model import Model
-from kvjax.policies.decode.auto import Auto
+from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode.naming import name_of, parse
 from kvjax.sampling import SamplingRows
 from kvjax.sequences import CachedSequence
@@ -35,7 +35,7 @@ def calibrate(
     Allocates pages for the longest sequences that fit in half of the free memory. ValueError if that leaves no two lengths, or if time does
     not grow with bytes.
     """
-    if any(isinstance(parse(name), Auto) for name in policies):
+    if any(isinstance(parse(name), ChoosesDecode) for name in policies):
         raise ValueError("a calibration times single policies, and auto chooses among several: name those")
     if not policies:
         raise ValueError("a calibration needs at least one policy besides dense, as top:32")
@@ -47,7 +47,7 @@ def calibrate(
         if number and time.perf_counter() > started + share * number:
             break
         cells += _cells(model, names, page_size, batch, started + share * (number + 1))
-    dtype = jax.tree.leaves(model.params)[0].dtype.name
+    dtype = model.config.compute_dtype
     device = jax.local_devices()[0].device_kind
     took = time.perf_counter() - started
     source = f"a calibration of {took:.0f} s"
@@ -55,7 +55,7 @@ def calibrate(
 
 
 def _cells(model: Model, names: Sequence[str], page_size: int, batch: int, until: float) -> list[Cell]:
-    """Every policy at every length, in rounds until a time of the clock. Lengths share one width of page table, so that each policy is
+    """Every policy at every length, in rounds until the clock reads `until`. Lengths share one width of page table, so that each policy is
     compiled once."""
     lengths = _lengths(model, page_size, batch, names)
     pages = batch * (lengths[-1] // page_size)
@@ -89,9 +89,8 @@ def _lengths(model: Model, page_size: int, batch: int, names: Sequence[str]) -> 
     """Lengths in whole pages, ascending: the longest that positions and half of the free memory allow, and its fractions."""
     from kvjax.memory import memory_plan
 
-    dtype = jax.tree.leaves(model.params)[0].dtype
     indexes = tuple(dict.fromkeys(spec for name in names for spec in parse(name).indexes()))
-    fit_in = memory_plan(model.config, dtype=dtype, page_size=page_size, indexes=indexes, weights_bytes=0).pages_that_fit // 2
+    fit_in = memory_plan(model.config, page_size=page_size, indexes=indexes, weights_bytes=0).pages_that_fit // 2
     longest = min(min(LONGEST, model.config.max_positions) // page_size, fit_in // batch)
     lengths = sorted({longest // part * page_size for part in FRACTIONS} - {0})
     if len(lengths) < 2 or lengths[0] <= STEPS:

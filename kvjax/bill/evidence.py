@@ -1,4 +1,4 @@
-"""What is on record about how much a policy keeps of a model: the only thing that lets `auto` choose a budget.
+"""Evidence: how much a policy keeps of what dense says, for one model. `auto` chooses a budget by evidence alone.
 
 The table is `evidence.json` in this folder, written by `kvjax bill evidence` from the panel.json of `kvjax fidelity`. Its format:
 
@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.model import check_fingerprint
-from kvjax.policies.decode.auto import Auto
+from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode.naming import parse
 from kvjax.policies.prefill.naming import built_in_name
 from pallas_kernels.bench.results import replacing
 
 LEAST_WINDOWS, LEAST_STEPS = 5, 256
-"""Of forced text, for a panel to be evidence."""
+"""A panel with less forced text is not evidence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Evidence:
         check_fingerprint(self.fingerprint, f"the evidence for {self.policy} from {self.source}", "measure it again with kvjax fidelity")
 
     def _check_policy(self) -> None:
-        if isinstance(parse(self.policy), Auto):
+        if isinstance(parse(self.policy), ChoosesDecode):
             raise ValueError(f"evidence is about one policy, and {self.policy!r} chooses among several: record those")
 
     @property
@@ -108,7 +108,7 @@ class Evidence:
         return None if self.valid is None else _wilson_high(self.lost, self.valid)
 
     def meets(self, level: Fidelity) -> bool:
-        """Whether what was measured reaches the level; where dense itself fails nothing was."""
+        """Whether the measured values reach the level. Where dense itself fails, nothing was measured."""
         return (self.kl is None or self.kl <= level.kl) and (level.loss == 1 or (self.loss is not None and self.loss <= level.loss))
 
 
@@ -131,9 +131,9 @@ def _wilson_high(lost: int, valid: int) -> float:
 def qualified(rows: Iterable[Evidence], level: Fidelity, length: int) -> tuple[str, ...]:
     """Policies on record as meeting the level for sequences of `length` tokens.
 
-    A policy does if it meets the level, in every recorded task, at every recorded length up to the shortest one that is at least `length`,
-    and KL was measured at each. Beyond the longest recorded length none does: what a budget keeps shrinks as sequences grow (BRL-2026-07,
-    section 8.4).
+    Such a policy meets the level in every recorded task, at every recorded length up to the shortest one that is at least `length`, and KL
+    was measured at each. Beyond the longest recorded length no policy qualifies: the larger the context, the less a fixed budget keeps
+    (BRL-2026-07, section 8.4).
     """
     by_policy: dict[str, dict[int, list[Evidence]]] = {}
     for row in rows:
@@ -147,7 +147,7 @@ def qualified(rows: Iterable[Evidence], level: Fidelity, length: int) -> tuple[s
 
 
 def _meet(tasks: Sequence[Evidence], level: Fidelity) -> bool:
-    """Whether the rows of one length do, all tasks together."""
+    """Whether the rows of one length meet the level, in all tasks together."""
     return all(row.meets(level) for row in tasks) and any(row.kl is not None for row in tasks)
 
 
@@ -163,19 +163,19 @@ def read_evidence(text: str, kind: type[Evidence] = Evidence) -> tuple[Evidence,
                 )
         return tuple(kind(**row) for row in rows)
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is no table of evidence ({error}): give one that kvjax bill evidence wrote, or a new name") from None
+        raise ValueError(f"this is not a table of evidence ({error}): give one that kvjax bill evidence wrote, or a new name") from None
 
 
 @functools.cache
 def recorded_evidence() -> tuple[Evidence, ...]:
     """The table of decode policies inside the package."""
-    return read_evidence((importlib.resources.files("kvjax.bill") / "evidence.json").read_text(encoding="utf-8"))
+    return read_evidence((importlib.resources.files(__package__) / "evidence.json").read_text(encoding="utf-8"))
 
 
 @functools.cache
 def recorded_prefill_evidence() -> tuple[PrefillEvidence, ...]:
     """The table of prefill policies inside the package."""
-    text = (importlib.resources.files("kvjax.bill") / "prefill_evidence.json").read_text(encoding="utf-8")
+    text = (importlib.resources.files(__package__) / "prefill_evidence.json").read_text(encoding="utf-8")
     return read_evidence(text, PrefillEvidence)
 
 

@@ -96,7 +96,7 @@ def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]
     config_of: the model of a shape's name and number of layers. ValueError if a row counts other bytes than `step_bytes` does.
     """
     if run.get("bench") != "decode":
-        raise ValueError(f"this is no result of kvjax bench decode: its field 'bench' is {run.get('bench')!r}")
+        raise ValueError(f"this is not a result of kvjax bench decode: its field 'bench' is {run.get('bench')!r}")
     groups: dict[tuple[str, str, int, str], list[Cell]] = {}
     for row in run["rows"]:
         if "median_s" not in row:
@@ -152,7 +152,7 @@ def solve(cells: Sequence[Cell], form: str = "fixed") -> Parameters:
 def _relative_fit(columns: Sequence[np.ndarray], cells: Sequence[Cell], known: Any) -> list[float]:
     """Coefficients, none negative, for which known + columns @ coefficients is nearest to the times, by least squares of relative errors.
 
-    A price below zero would promise a gain wherever nothing is saved, at lengths shorter than those measured first of all.
+    A negative price would promise a gain where nothing is saved, above all at lengths shorter than those measured.
     """
     seconds = np.array([cell.seconds for cell in cells])
     return lsq_linear(np.stack(columns, axis=1) / seconds[:, None], 1 - known / seconds, bounds=(0, np.inf), method="bvls").x.tolist()

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvjax.model import ModelConfig
 from kvjax.policies.prefill.naming import built_in_name, parse_prefill
 
 
 class LayerSizes(NamedTuple):
-    """What decides, beside device, policy and length, how long one layer's attention takes. page_size in tokens."""
+    """What one layer's attention time depends on, beside device, policy and length. page_size in tokens."""
 
     heads: int
     kv_heads: int
@@ -30,6 +31,12 @@ class LayerSizes(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.heads}/{self.kv_heads} heads of {self.head_dim} in {self.dtype}, pages of {self.page_size}"
+
+
+def layer_sizes(config: ModelConfig, dtype: str, page_size: int) -> LayerSizes:
+    """Those of the first layer that attends to all tokens: the layers whose attention a prefill policy chooses."""
+    mixer = next((mixer for mixer in config.attention if mixer.window is None), config.attention[0])
+    return LayerSizes(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, dtype, page_size)
 
 
 class Quote(NamedTuple):
@@ -90,7 +97,8 @@ class PrefillBill:
 
 
 def timed_as(policy: str) -> str:
-    """The name under which a built-in policy is timed: that of the same lists without a `dense_below`, which changes no list's time."""
+    """The name under which a built-in policy is timed: that of the same lists without `dense_below`, which does not
+    change a list's time."""
     found = parse_prefill(policy)
     if not hasattr(found, "dense_below"):
         return policy
@@ -151,13 +159,14 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
 
 
 def _name(row: Mapping[str, Any]) -> str | None:
-    """Whose time a row is, None for steps, for what the engine does not run, and for policies that are not built in."""
+    """The policy whose time a row gives. None for single steps, for what the engine does not run, and for policies that
+    are not built in."""
     if row["op"] == "dense":
         return "dense" if row["policy"] == "paged" else None
     name = built_in_name(row["policy"]) if row["op"] in ("sparse", "layers") else None
     if name is None or name == "dense":
         return name
-    # A model's layers run the policy as it is: of a prompt that it attends to densely the row says nothing of its lists.
+    # A model's layers run the policy as it is. Where it attends to a prompt densely, the row gives no time of its lists.
     was_dense = row["op"] == "layers" and row["tokens"] <= getattr(parse_prefill(name), "dense_tokens", 0)
     return None if was_dense else timed_as(name)
 
@@ -173,7 +182,7 @@ def read_prefill_bills(text: str) -> tuple[PrefillBill, ...]:
     try:
         return tuple(map(_from_json, json.loads(text)["bills"]))
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"this holds no prefill bills ({error}): give a file that kvjax bill fit-prefill --json wrote") from None
+        raise ValueError(f"this is not a file of prefill bills ({error}): give a file that kvjax bill fit-prefill --json wrote") from None
 
 
 def _from_json(fields: dict[str, Any]) -> PrefillBill:
@@ -184,4 +193,4 @@ def _from_json(fields: dict[str, Any]) -> PrefillBill:
 @functools.cache
 def known_prefill_bills() -> tuple[PrefillBill, ...]:
     """The bills inside the package, made of committed measurements; each names them in `source`."""
-    return read_prefill_bills((importlib.resources.files("kvjax.bill") / "prefill_bill.json").read_text(encoding="utf-8"))
+    return read_prefill_bills((importlib.resources.files(__package__) / "prefill_bill.json").read_text(encoding="utf-8"))

@@ -14,7 +14,7 @@ from kvjax.bill.evidence import LEAST_WINDOWS, PrefillEvidence
 from kvjax.policies.prefill.naming import built_in_name
 
 VALID_SHARE = 0.9
-"""Share of the needles that dense prefill must leave to be found for the others to say anything, as of the facts of an echo."""
+"""Share of the needles that must be found after dense prefill for a cell to count, as for the facts of an echo."""
 
 
 def with_results(

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 from scipy.optimize import brentq
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RegimeMap:
-    """speedup: of a step over dense, by batch and length (tokens). projected: not an interpolation of measurements. fits: in memory.
+    """speedup: of a step over dense, by batch and length (tokens). projected: not interpolated between measurements. fits: in memory.
 
     model: whose steps these are; the bill may have been measured on another.
     """
@@ -72,7 +71,8 @@ def regime_map(
     if not lengths or not batches:
         raise ValueError(f"a map needs lengths and batches, got {list(lengths)} and {list(batches)}")
     available = 2**63 if memory_bytes is None else memory_bytes
-    plan = memory_plan(config, dtype=jnp.dtype(dtype), page_size=page_size, indexes=policy.indexes(), available_bytes=available)
+    computed = dataclasses.replace(config, compute_dtype=dtype)
+    plan = memory_plan(computed, page_size=page_size, indexes=policy.indexes(), available_bytes=available)
     shape = len(batches), len(lengths)
     speedup, projected, fits = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
     for row, batch in enumerate(batches):
@@ -110,7 +110,7 @@ def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ())
 
     shown = np.ma.array(found.speedup, mask=~found.fits)
     low, high = (float(shown.min()), float(shown.max())) if shown.count() else (1.0, 1.0)
-    # White is 1, and a loss of a few percent looks like one: as far from it as a gain of as much. The scale shows only what there is.
+    # White is 1. A loss of a few percent is as far from white as a gain of as much. The scale covers only the values in the map.
     reach = max(2.0, high, 1 / low)
     projected = found.projected & found.fits
     alpha = np.where(projected, 0.45, 1.0)
@@ -128,7 +128,7 @@ def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ())
         if marked := [level for level in MARKED if low < level < high]:
             widths = [2 if level == 1 else 0.6 for level in marked]
             lines = axis.contour(found.lengths, found.batches, shown, levels=marked, colors="black", linewidths=widths)
-            # Not inline, which would cut a gap into the line: a short one vanishes behind its label.
+            # Not inline: an inline label cuts a gap into the line, and hides a short line.
             for label in axis.clabel(lines, fmt=lambda level: f"{level:g}x", fontsize=LEAST_POINTS, inline=False, colors="black"):
                 label.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.5})
         border = np.ma.array(found.projected.astype(float), mask=~found.fits)

@@ -1,4 +1,4 @@
-"""What choosing by the bill loses against knowing every time, on cells the bill has not seen."""
+"""What choosing by the bill loses against the best choice, on cells that the bill has not seen."""
 
 from __future__ import annotations
 

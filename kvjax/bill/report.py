@@ -120,7 +120,7 @@ CROSSINGS = ("policy", "batch", "faster than dense", "from")
 
 
 def known_from(found: Prediction) -> str:
-    """What a prediction stands on, in a word."""
+    """What a prediction is based on, in one word."""
     return "projection" if found.projection else "measurements"
 
 

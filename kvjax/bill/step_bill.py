@@ -10,19 +10,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.resources
+import itertools
 import json
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.bill.volume import StepBytes, step_bytes
-from kvjax.model import ModelConfig
+from kvjax.model import ModelConfig, uniform_fields
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse
 from kvjax.policies.decode.top_blocks import TopBlocks
 
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "tie_embeddings")
-"""Fields of a `ModelConfig` that decide what a step costs."""
+"""What decides what a step of a model of like layers costs."""
 
 
 class Price(NamedTuple):
@@ -34,7 +36,7 @@ class Price(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of one step and the bytes it reads. projection: the reasons why this is no interpolation of measurements; empty if it is."""
+    """Seconds of one step and the bytes it reads. projection: why this is not interpolated between measurements; empty if it is."""
 
     seconds: float
     bytes: StepBytes
@@ -45,10 +47,11 @@ class Prediction:
 class Bill:
     """A fitted bill. Static and hashable.
 
-    device: as JAX names it. model: the name of what was measured, and `sizes` its `SIZES`; dtype: of weights and cache. bytes_per_s:
-    bandwidth. c0: seconds per step. c1: the `Price` of finding by policy name. measured: (batch, shortest, longest), lengths in tokens,
-    ascending. error: mean relative error of the speed-up of cells that were held out. source: where the measurements are. links: bytes per
-    second at which keys and values come from other tiers, by tier. assumed: what was put in by hand; every prediction is then a projection.
+    device: as JAX names it. model: the name of what was measured, and `sizes` its sizes (`sizes_of`). dtype: of weights and cache.
+    bytes_per_s: bandwidth. c0: seconds per step. c1: the `Price` of finding by policy name. measured: (batch, shortest, longest), lengths
+    in tokens, ascending. error: mean relative error of the speed-up of cells that were held out. source: where the measurements are.
+    links: bytes per second at which keys and values come from other tiers, by tier. assumed: what was put in by hand; every prediction is
+    then a projection.
     """
 
     device: str
@@ -113,7 +116,7 @@ class Bill:
         return dense / sparse
 
     def price(self, policy: str | DecodePolicy) -> tuple[Price, tuple[str, ...]]:
-        """c1 of a policy, and why it is not a measured one: between two measured budgets it is interpolated, never beyond."""
+        """c1 of a policy, and why it is not measured. It is interpolated between two measured budgets, never extrapolated."""
         policy = parse(policy)
         prices = {"dense": Price(0.0), **dict(self.c1)}
         if name_of(policy) in prices:
@@ -151,7 +154,7 @@ class Bill:
         )
 
     def _outside(self, length: int, batch: int) -> tuple[str, ...]:
-        """Why a length and a batch do not lie between measured ones, if they do not."""
+        """Why a length and a batch lie outside the measured ones; empty if they do not."""
         below = max((row for row in self.measured if row[0] <= batch), default=None)
         above = min((row for row in self.measured if row[0] >= batch), default=None)
         if below is None or above is None:
@@ -188,11 +191,11 @@ def interpolated(policy: DecodePolicy, prices: Mapping[str, Price]) -> Price | N
 
 
 PROJECTED_GAIN = 0.1
-"""Where a prediction is a projection, a gain must exceed this; elsewhere, the bill's own error."""
+"""The gain that a projection must exceed. Other predictions must exceed the bill's own error."""
 
 
 def worthwhile(seconds: Mapping[str, float], error: float, projected: Collection[str] = ()) -> str:
-    """The fastest policy of those timed, by name, whose gain over dense exceeds the bill's error: within that there is no gain. Else dense.
+    """The name of the fastest timed policy whose gain over dense exceeds the bill's error (a smaller gain may be none), else dense.
 
     projected: policies whose time is a projection; they must gain PROJECTED_GAIN.
     """
@@ -202,15 +205,19 @@ def worthwhile(seconds: Mapping[str, float], error: float, projected: Collection
 
 
 def sizes_of(config: ModelConfig) -> tuple[int, ...]:
-    """The `SIZES` of a model."""
-    return tuple(int(getattr(config, name)) for name in SIZES)
+    """What a step's cost depends on: the `SIZES` of a model of like layers; of another, its layers one by one."""
+    fields = uniform_fields(config)
+    if fields is not None and not fields["windows"]:
+        return tuple(int(fields[name]) for name in SIZES)
+    each = [(layer.mixer.window or 0, *map(math.prod, layer.shapes(config.hidden_size).values())) for layer in config.layers]
+    return (len(each), config.hidden_size, config.vocab_size, int(config.tie_embeddings), *itertools.chain(*each))
 
 
 def to_json(bill: Bill) -> dict[str, Any]:
     """What `from_json` reads."""
     fields = dataclasses.asdict(bill)
     return fields | {
-        "sizes": dict(zip(SIZES, bill.sizes, strict=True)),
+        "sizes": dict(zip(SIZES, bill.sizes, strict=True)) if len(bill.sizes) == len(SIZES) else list(bill.sizes),
         "c1": {name: price._asdict() for name, price in bill.c1},
         "links": dict(bill.links),
     }
@@ -221,7 +228,8 @@ def from_json(fields: dict[str, Any]) -> Bill:
     names = {field.name for field in dataclasses.fields(Bill)}
     if set(fields) != names:
         raise ValueError(f"a bill has the fields {', '.join(sorted(names))}; different here: {', '.join(sorted(names ^ set(fields)))}")
-    sizes = tuple(fields["sizes"][name] for name in SIZES)
+    given = fields["sizes"]
+    sizes = tuple(given[name] for name in SIZES) if isinstance(given, dict) else tuple(given)
     pairs = {"c1": tuple((name, Price(**price)) for name, price in fields["c1"].items()), "links": tuple(fields["links"].items())}
     rest = {"sizes": sizes, "assumed": tuple(fields["assumed"]), "measured": tuple(map(tuple, fields["measured"]))}
     return Bill(**(fields | pairs | rest))
@@ -238,7 +246,7 @@ def load_bills(file: Path) -> tuple[Bill, ...]:
 @functools.cache
 def known_bills() -> tuple[Bill, ...]:
     """The bills inside the package, fitted to committed measurements; each names them in `source`."""
-    folder = importlib.resources.files("kvjax.bill") / "bills"
+    folder = importlib.resources.files(__package__) / "bills"
     return tuple(bill for file in sorted(folder.iterdir(), key=str) if file.name.endswith(".json") for bill in load_bills(file))
 
 

@@ -1,8 +1,8 @@
 """What a decode step has to move, in bytes, from the configuration alone.
 
 Source: the memory-traffic model of "Attention Pays Its Bill" (BRL-2026-07, section 2). Counted are the weights, the keys and values that
-attention reads, and the index rows that the selector scans. Left out, because they stay below a thousandth of it: activations, logits,
-the new token's keys and values, page tables.
+attention reads, the index rows that the selector scans, and the states of recurrent layers. Left out, because they stay below a
+thousandth of it: activations, logits, the new token's keys and values, page tables.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ TIERS = ("device", "host", "disk")
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes one step reads: `weights` and `index` from device memory, `kv` from `tier`."""
+    """Bytes one step reads: `weights`, `index` and `states` of recurrent layers from device memory, `kv` from `tier`."""
 
     weights: int
     kv: int
     index: int
     tier: str = "device"
+    states: int = 0
 
     def __post_init__(self):
         if self.tier not in TIERS:
@@ -37,12 +38,12 @@ class StepBytes:
     @property
     def total(self) -> int:
         """All of them."""
-        return self.weights + self.kv + self.index
+        return self.weights + self.kv + self.index + self.states
 
     @property
     def from_device(self) -> int:
-        """Those that come from device memory."""
-        return self.total if self.tier == "device" else self.weights + self.index
+        """Bytes that come from device memory."""
+        return self.total if self.tier == "device" else self.total - self.kv
 
 
 def step_bytes(
@@ -51,16 +52,17 @@ def step_bytes(
     length: int,
     batch: int = 1,
     *,
-    dtype: Any = "bfloat16",
+    dtype: Any = None,
     cache_dtype: Any = None,
     page_size: int = 128,
     tier: str = "device",
 ) -> StepBytes:
     """Bytes of one step of `batch` sequences of `length` tokens each, the current one included.
 
-    dtype: of weights and index. cache_dtype: of keys and values (None: dtype); packed types count their bits, without scales. page_size:
-    tokens. tier: where keys and values lie ("device", "host", "disk"). Every weight is read once, whatever the batch; of an embedding that
-    is not the head too, one row per sequence. Index rows are those of whole pages, of layers in which the policy selects.
+    dtype: of weights and index (None: the model's compute_dtype). cache_dtype: of keys and values (None: dtype); packed types count their
+    bits, without scales. page_size: tokens. tier: where keys and values lie ("device", "host", "disk"). Every weight is read once, whatever
+    the batch; of an embedding that is not the head too, one row per sequence. Index rows are those of whole pages, of layers in which the
+    policy selects.
 
     Raises ValueError for sizes below 1 and unknown dtypes, and NotImplementedError for a policy that does not say what it reads.
     """
@@ -69,17 +71,18 @@ def step_bytes(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if not hasattr(policy, "keys_read"):
         raise NotImplementedError(f"policy {policy} does not say what it reads: give it keys_read(length, layer, page_size)")
+    dtype = config.compute_dtype if dtype is None else dtype
     weights = config.num_params
     if not config.tie_embeddings:
         weights += (batch - config.vocab_size) * config.hidden_size
     kv_elements = index_elements = 0
-    spec = config.cache_spec(page_size, dtype)
-    for number, layer in enumerate(spec.layers):
-        window = spec.group_of(number).window
+    spec = config.cache_spec(page_size)
+    for place, number in enumerate(spec.paged):
+        layer, window = spec.layers[number], spec.group_of(number).window
         if window is not None:
             kv_elements += 2 * min(length, window) * layer.kv_heads * layer.head_dim
             continue
-        keys = policy.keys_read(length, number, page_size)
+        keys = policy.keys_read(length, place, page_size)
         kv_elements += 2 * (length if keys is None else keys) * layer.kv_heads * layer.head_dim
         if keys is not None:
             sizes = (-(-length // page_size), layer.kv_heads, page_size, layer.head_dim)
@@ -89,6 +92,7 @@ def step_bytes(
         kv=_bytes(batch * kv_elements, dtype if cache_dtype is None else cache_dtype),
         index=_bytes(batch * index_elements, dtype),
         tier=tier,
+        states=batch * sum(spec.bytes_per_page(group) for group in spec.row_groups),
     )
 
 

@@ -1,7 +1,7 @@
 """The paged KV cache: types, the page allocator, and pure writes."""
 
 from kvjax.cache.allocator import OutOfPages, PageAllocator
-from kvjax.cache.spec import CacheSpec, GroupSpec, LatentSpec, PagedSpec
+from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec, LatentSpec, PagedSpec, RecurrentSpec
 from kvjax.cache.types import (
     INDEXER,
     INDEXER_SCALES,
@@ -10,14 +10,17 @@ from kvjax.cache.types import (
     LatentPages,
     LayerCache,
     PagedKV,
+    SlotLayer,
     empty_latents,
     empty_layer,
 )
-from kvjax.cache.writes import append, append_latents, copy_page, restore_pages, seal
+from kvjax.cache.writes import append, append_latents, copy_page, seal
 
 __all__ = [
     "INDEXER",
     "INDEXER_SCALES",
+    "MOST_TOKENS",
+    "WHOLE",
     "Cache",
     "CacheSpec",
     "GroupSpec",
@@ -29,11 +32,12 @@ __all__ = [
     "PageAllocator",
     "PagedKV",
     "PagedSpec",
+    "RecurrentSpec",
+    "SlotLayer",
     "append",
     "append_latents",
     "copy_page",
     "empty_latents",
     "empty_layer",
-    "restore_pages",
     "seal",
 ]

@@ -18,10 +18,9 @@ class OutOfPages(RuntimeError):
 
 
 class PageAllocator:
-    """Hands out page numbers 0 .. total-1. A page has as many owners as sequences name it; it is free again when the last lets go.
-
-    A released page is the next one handed out, so which page holds what depends on history; results must not.
-    """
+    """Hands out page numbers 0 .. total-1. A page has one owner for each sequence that names it, and is free again when
+    the last owner releases it. The page released last is handed out first, so which page holds what depends on history;
+    results must not."""
 
     def __init__(self, total: int):
         self.total = total = whole_number("pages", total, 1)

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
 from kvjax.cache.groups import first_stored, pages_for
-from kvjax.cache.spec import CacheSpec
+from kvjax.cache.spec import CacheSpec, RecurrentSpec
+from kvjax.cache.transfer import Stored, stored_shapes
 
 FORMAT, FORMER = "kvjax sequence 2", "kvjax sequence 1"
 UNSIGNED = "0" * 64
@@ -28,11 +29,11 @@ def write_sequence(
     path: str | Path,
     header: dict,
     tokens: list[int],
-    layers: list[tuple[jax.Array, jax.Array]],
+    layers: Stored,
     interrupt_point: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write keys and values (`[pages, K, P, D]` per layer, in logical order, without pages before a window) beside `path` and rename;
-    whatever fails, nothing is left.
+    """Write what `kvjax.cache.transfer` stores of each layer (keys and values in logical order, without pages before a window; a row of
+    state) beside `path` and rename; whatever fails, nothing is left.
 
     header: what must agree on loading (model, page size, dtype). Indexes are not stored: they are a function of the keys. interrupt_point:
     called now and then, and may raise. ValueError if the folder is missing or `path` is one, OSError if it cannot be written.
@@ -43,8 +44,8 @@ def write_sequence(
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file to write")
     tensors = {"tokens": jax.numpy.asarray(np.asarray(tokens, np.int32))}
-    for number, (k, v) in enumerate(layers):
-        tensors |= {f"layers.{number}.k": k, f"layers.{number}.v": v}
+    for number, layer in enumerate(layers):
+        tensors |= {f"layers.{number}.{name}": jax.numpy.asarray(x) for name, x in layer.items()}
     partial = path.with_name(path.name + ".partial")
     try:
         save_file(tensors, str(partial), metadata={"format": FORMAT, "header": json.dumps(header), "sha256": UNSIGNED})
@@ -62,8 +63,8 @@ def write_sequence(
 
 def read_sequence(
     path: str | Path, header: dict, *, spec: CacheSpec, vocab_size: int, interrupt_point: Callable[[], None]
-) -> tuple[list[int], list[tuple[jax.Array, jax.Array]]]:
-    """Tokens, and keys and values of each layer of `spec`, of a file that `write_sequence` wrote.
+) -> tuple[list[int], Stored]:
+    """Tokens, and what is stored of each layer of `spec`, of a file that `write_sequence` wrote.
 
     ValueError for a file that is damaged, for one whose header is not `header` (it names the field), and for tensors that are missing, too
     many, or not of the shape, dtype and range that tokens and spec ask for.
@@ -84,7 +85,8 @@ def read_sequence(
                 if stored.get(name) != value:
                     raise ValueError(f"{path} was made with {name} {stored.get(name)!r}, this engine has {value!r}; prefill again")
             count = len(spec.layers)
-            names = {"tokens", *(f"layers.{number}.{kind}" for number in range(count) for kind in "kv")}
+            kinds = [stored_shapes(spec, number, 0) for number in range(count)]
+            names = {"tokens", *(f"layers.{number}.{name}" for number, each in enumerate(kinds) for name in each)}
             if set(file.keys()) != names:
                 odd = sorted(set(file.keys()) ^ names)[0]
                 raise ValueError(f"{path} {'lacks' if odd in names else 'has a surplus'} tensor {odd!r}; this engine has {count} layers")
@@ -94,12 +96,20 @@ def read_sequence(
                 interrupt_point()
                 group = spec.group_of(number)
                 pages = pages_for(len(tokens), group) - first_stored(group, len(tokens))
-                shape = [pages, layer.kv_heads, group.page_size, layer.head_dim]
-                k, v = (_tensor(path, file, f"layers.{number}.{kind}", shape, layer.dtype) for kind in "kv")
-                found.append((k, v))
+                shapes = stored_shapes(spec, number, pages)
+                found.append({name: _tensor(path, file, f"layers.{number}.{name}", [*x.shape], x.dtype.name) for name, x in shapes.items()})
+                if isinstance(layer, RecurrentSpec):
+                    _check_first(path, int(found[-1]["first"][0]), len(tokens), layer.page_size)
             return tokens, found
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable kvjax sequence file: {error}") from error
+
+
+def _check_first(path: Path, first: int, length: int, page_size: int) -> None:
+    """ValueError unless a state that holds `first` tokens is that before the open page of `length` tokens, or before the page before."""
+    opened = length // page_size * page_size
+    if first not in (opened, opened - page_size) or first < 0:
+        raise ValueError(f"{path} has a state of {first} tokens for {length} tokens in pages of {page_size}; prefill again")
 
 
 def _header(path: Path, metadata: dict[str, str]) -> dict:

@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.cache.allocator import OutOfPages, PageAllocator
-from kvjax.cache.spec import CacheSpec, GroupSpec
+from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec
 from kvjax.cache.tables import page_table
 
-Pages = dict[str, list[int]]
+PageIds = dict[str, list[int]]
 """Of one sequence, by group: logical page -> page id, reserved ones included; -1 for a page that a window gave back."""
 
 
@@ -20,7 +20,7 @@ class Holder(Protocol):
     """A sequence: tokens written, and its pages."""
 
     length: int
-    pages: Pages
+    pages: PageIds
 
 
 class GroupPages:
@@ -33,13 +33,20 @@ class GroupPages:
         self.spec, self.chunk = spec, chunk
         self.allocators = {group.name: PageAllocator(totals[group.name]) for group in spec.groups}
 
-    def new(self) -> Pages:
+    @property
+    def has_windows(self) -> bool:
+        """Whether any group gives pages back."""
+        return any(group.window is not None for group in self.spec.groups)
+
+    def new(self) -> PageIds:
         """The pages of a sequence without tokens."""
         return {group.name: [] for group in self.spec.groups}
 
     def reserve(self, sequences: Sequence[Holder], tokens: int) -> None:
-        """Take what `tokens` more tokens of every sequence need, or raise OutOfPages and take none. Window groups take pages for one chunk
-        at most: they get others back as the sequence grows."""
+        """Take what `tokens` more tokens of every sequence need, or raise OutOfPages and take none. Window groups first give
+        back what no later query reads, and take pages up to the end of the next token's chunk, or for one step, at most."""
+        for sequence in sequences:
+            self.give_back(sequence)
         wanted = {group.name: [self._missing(group, each, tokens) for each in sequences] for group in self.spec.groups}
         self.check_free({name: sum(counts) for name, counts in wanted.items()})
         for name, counts in wanted.items():
@@ -67,20 +74,23 @@ class GroupPages:
                 ids[page], page = -1, page - 1
 
     def keep(self, sequence: Holder, counts: Mapping[str, int]) -> None:
-        """Release all but the first so many pages of each group."""
-        for name, count in counts.items():
-            ids = sequence.pages[name]
-            self.allocators[name].release([page for page in ids[count:] if page >= 0])
-            del ids[count:]
+        """Release all but the first so many pages of each group. `sequence.pages` is then another dict, by which slots see that page tables
+        on the device are out of date: the sequence may grow to the same length again in other pages."""
+        kept = {name: ids[: counts[name]] if name in counts else ids for name, ids in sequence.pages.items()}
+        if any(len(ids) < len(sequence.pages[name]) for name, ids in kept.items()):
+            for name, ids in kept.items():
+                self.allocators[name].release([page for page in sequence.pages[name][len(ids) :] if page >= 0])
+            sequence.pages = kept
 
     def keep_written(self, sequence: Holder, length: int, least: Mapping[str, int] | None = None) -> None:
         """Release the pages behind `length` tokens, but the first `least` of each group."""
         counts = {group.name: pages_for(length, group) for group in self.spec.groups}
         self.keep(sequence, {name: max(count, (least or {}).get(name, 0)) for name, count in counts.items()})
 
-    def fill(self, sequence: Holder, length: int) -> None:
-        """Pages for the first `length` tokens of a sequence that holds none, without those that no later query reads."""
-        first = {group.name: first_stored(group, length) for group in self.spec.groups}
+    def fill(self, sequence: Holder, length: int, grain: int | None = None) -> None:
+        """Pages for the first `length` tokens of a sequence that holds none, without those that no later query reads. grain: as `stored`
+        takes it."""
+        first = {group.name: first_stored(group, length, grain) for group in self.spec.groups}
         count = {group.name: pages_for(length, group) - first[group.name] for group in self.spec.groups}
         self.check_free(count)
         for name in first:
@@ -88,10 +98,10 @@ class GroupPages:
 
     def fork(self, parent: Holder, child: Holder) -> tuple[dict[str, int], dict[str, int]] | None:
         """Share the parent's sealed pages with the child and take one more where a page is open. Returns source and target of the open
-        page by group, or None where none is open. OutOfPages, and nothing is shared, if none is free."""
+        page by group, both 0 in groups without one, or None where none is open. OutOfPages, and nothing is shared, if none is free."""
         opened = {group.name: int(parent.length % group.page_size > 0) for group in self.spec.groups}
         self.check_free(opened)
-        sources, targets = {}, {}
+        sources, targets = ({group.name: 0 for group in self.spec.groups} for _ in range(2))
         for group in self.spec.groups:
             name, sealed = group.name, parent.length // group.page_size
             child.pages[name] = list(parent.pages[name][:sealed])
@@ -100,19 +110,21 @@ class GroupPages:
                 sources[name] = parent.pages[name][sealed]
                 (targets[name],) = self.allocators[name].take(1)
                 child.pages[name].append(targets[name])
-        return (sources, targets) if sources else None
+        return (sources, targets) if any(opened.values()) else None
 
     def tables(self, slots: Sequence[Holder | None]) -> dict[str, Int[np.ndarray, "B M"]]:
         """Page tables of a batch, by group."""
         return {group.name: page_table([slot.pages[group.name] if slot else () for slot in slots]) for group in self.spec.groups}
 
-    def stored(self, sequence: Holder) -> dict[str, Int[np.ndarray, " n"]]:
-        """Ids of the pages that a file of the sequence holds, by group."""
-        written = {group.name: slice(first_stored(group, sequence.length), pages_for(sequence.length, group)) for group in self.spec.groups}
-        return {name: np.asarray(sequence.pages[name][part], np.int32) for name, part in written.items()}
+    def stored(self, sequence: Holder, grain: int | None = None) -> dict[str, Int[np.ndarray, " n"]]:
+        """Ids of the pages that a file of the sequence holds, by group. grain: as `first_stored` takes it."""
+        first = {group.name: first_stored(group, sequence.length, grain) for group in self.spec.groups}
+        last = {group.name: pages_for(sequence.length, group) for group in self.spec.groups}
+        return {name: np.asarray(ids[first[name] : last[name]], np.int32) for name, ids in sequence.pages.items()}
 
     def _missing(self, group: GroupSpec, sequence: Holder, tokens: int) -> int:
-        ahead = tokens if group.window is None else min(tokens, self.chunk)
+        # A step writes up to MOST_TOKENS at once, past the end of a chunk too.
+        ahead = tokens if group.window is None else min(tokens, max(self.chunk - sequence.length % self.chunk, MOST_TOKENS))
         return max(0, pages_for(sequence.length + ahead, group) - len(sequence.pages[group.name]))
 
 
@@ -126,11 +138,23 @@ def first_read(group: GroupSpec, position: int) -> int:
     return 0 if group.window is None else max(0, position - group.window + 1) // group.page_size
 
 
-def first_stored(group: GroupSpec, length: int) -> int:
-    """The first page that a file of `length` tokens holds: queries of the open page need no earlier one."""
-    return first_read(group, length // group.page_size * group.page_size)
+def first_stored(group: GroupSpec, length: int, grain: int | None = None) -> int:
+    """The first page that is kept of `length` tokens. grain: tokens whose queries run again when prefill goes on in their middle, a chunk
+    where policies learn from it; None: none do, and queries of the open page need no earlier one."""
+    grain = grain or group.page_size
+    return first_read(group, length // grain * grain)
 
 
 def most_pages(group: GroupSpec, chunk: int) -> int | float:
-    """Pages that a sequence of any length holds at most: those of a window and a chunk, and one on which the window ends."""
-    return float("inf") if group.window is None else pages_for(group.window - 1 + chunk, group) + 1
+    """Pages that a sequence of any length holds at most: those of a window, a chunk and the tokens of one step, and one on which the window
+    ends; one where it holds the whole sequence."""
+    if group.page_size == WHOLE:
+        return 1
+    return float("inf") if group.window is None else pages_for(group.window - 1 + chunk + MOST_TOKENS - 1, group) + 1
+
+
+def pool_sizes(spec: CacheSpec, pages: int, chunk: int, sequences: int) -> dict[str, int]:
+    """Pages of each layer group, of `pages` of those that keep all tokens: a window group never needs more, and where decode batches are
+    full, of `sequences` sequences of any length, what their windows and chunks take."""
+    most = {group.name: most_pages(group, chunk) * sequences for group in spec.groups}
+    return {name: int(min(pages, count)) for name, count in most.items()}

@@ -1,4 +1,4 @@
-"""The pages on the device, and how a jitted call that consumes them is run so that a failure is told."""
+"""The pages on the device. A jitted call that consumes them and fails is reported."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ class Pool:
         self._failure: Exception | None = None
 
     def run(self, step: Callable, *args: Any, layers: Callable[[Any], Layers] = lambda result: result, **kwargs: Any) -> Any:
-        """Call a jitted function that consumes the pages and keep those that it returns, which `layers` finds in the result.
-
-        What fails while it is traced or compiled is raised as it is, and nothing has changed. RuntimeError as `check` raises it.
-        """
+        """Call a jitted function that consumes the pages, and keep those that it returns; `layers` takes them from the
+        result. An error while tracing or compiling is raised as it is, and the pages are unchanged. RuntimeError as
+        `check` raises it."""
         self.check()
         try:
             result = step(*args, **kwargs)
         except Exception as error:
             self.check(error)
             raise
-        self.layers, self._latest = layers(result), jax.tree.leaves(result)[0]
+        self.layers, self._latest = layers(result), _first_array(result)
         return result
 
     def check(self, error: Exception | None = None) -> None:
         """RuntimeError if a call failed after it had begun (out of device memory, say): the pages are gone, or hold what a failed
         computation left.
 
-        error: what the latest call raised. Without one nothing here waits for the device, so a call that is still running passes.
+        error: what the latest call raised. Without one nothing here waits for the device, so a call that is still running passes, and
+        only the first layer is looked at: a call that fails after it has begun raises, or its outputs do.
         """
-        if self._failure is None and any(leaf.is_deleted() for leaf in jax.tree.leaves(self.layers)):
+        looked_at = self.layers[:1] if error is None else self.layers
+        if self._failure is None and any(leaf.is_deleted() for leaf in jax.tree.leaves(looked_at)):
             self._failure = error or RuntimeError("the pages were deleted")
         latest = self._latest
         if self._failure is None and latest is not None and not latest.is_deleted() and (error is not None or latest.is_ready()):
@@ -54,3 +55,10 @@ class Pool:
                 f"this engine lost its pages when a step failed ({type(self._failure).__name__}: {said:.200}): make a new engine, and "
                 "prefill again"
             ) from self._failure
+
+
+def _first_array(result: Any) -> jax.Array:
+    """The first array of a result, without going through all of it."""
+    while isinstance(result, tuple):
+        result = result[0]
+    return jax.tree.leaves(result)[0]

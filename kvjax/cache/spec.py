@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.types import IndexSpec, LayerCache, empty_latents, empty_layer
+from kvjax.cache.types import IndexSpec, LayerCache, SlotLayer, empty_latents, empty_layer
+
+WHOLE = 1 << 30
+"""Page size, in tokens, of a group in which one page holds a whole sequence: the state of recurrent layers."""
+MOST_TOKENS = 16
+"""Tokens that a decode step may write to a sequence, drafted ones included."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
     """Layers that keep the same tokens, and so share page tables.
 
-    page_size: tokens. window: the latest tokens that its layers read, the current one included; None: all.
+    page_size: tokens; WHOLE where one page, a row of state, holds a whole sequence. window: the latest tokens that its layers read, the
+    current one included; None: all.
     """
 
     name: str
@@ -70,11 +77,79 @@ class LatentSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class RecurrentSpec:
+    """A recurrent layer (Gated DeltaNet): a row of state per sequence, and no pages of keys.
+
+    A row is the state before the sequence's open page, and of each token of that page what the recurrence was given and what it wrote. The
+    state after any number of those tokens is a fold of so many rows: `truncate` and drafts that are dropped cost nothing, and nothing is
+    computed again. A page is folded when the token after it is written.
+
+    Args:
+        group: its layer group, whose page size is WHOLE.
+        key_heads, value_heads, key_dim, value_dim: K, H, Dk and Dv of `pallas_kernels.gated_delta`.
+        conv_width: W, taps of the convolution before it.
+        page_size: P, tokens of a page. Of them, and of the drafted ones behind them, a row has what the recurrence needs.
+        chunk: the most tokens of an inner chunk of prefill, on which its bits depend.
+        dtype: of what goes into the convolution, by name.
+
+    Bytes of a sequence and layer: 4 H Dk Dv of state, and for each of P + 15 tokens 2 K Dk + H Dv elements of dtype, 4 H Dv of corrections
+    and 8 H of gates. Qwen3.5-9B (K = 16, H = 32, D = 128, bfloat16, pages of 128): 2.1 + 4.8 MB; 24 such layers: 165 MB.
+    """
+
+    group: str
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    page_size: int
+    dtype: str
+    chunk: int = 64
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if field.type == "int" and getattr(self, field.name) < 1:
+                raise ValueError(f"{field.name} of a recurrent layer must be at least 1, got {getattr(self, field.name)}")
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"value_heads must be a multiple of key_heads, got {self.value_heads} and {self.key_heads}")
+        if self.conv_width < 2:
+            raise ValueError(f"conv_width must be at least 2 taps, got {self.conv_width}")
+
+    @property
+    def kv_heads(self) -> int:
+        """0: no key is kept."""
+        return 0
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token that go through the convolution: its queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = ()) -> SlotLayer:
+        """`num_pages` rows of zeros. Their rows of tokens are `self.page_size`, whatever the group's is; there is nothing to index."""
+        rows = self.page_size + min(self.page_size, MOST_TOKENS) - 1
+        gates = num_pages, rows, self.value_heads
+        return SlotLayer(
+            start=jnp.zeros((num_pages, self.value_heads, self.key_dim, self.value_dim), jnp.float32),
+            inputs=jnp.zeros((num_pages, self.conv_width - 1 + rows, self.channels), jnp.dtype(self.dtype)),
+            g=jnp.zeros(gates, jnp.float32),
+            beta=jnp.zeros(gates, jnp.float32),
+            corrections=jnp.zeros((*gates, self.value_dim), jnp.float32),
+            first=jnp.zeros(num_pages, jnp.int32),
+            page_size=self.page_size,
+            chunk=math.gcd(self.chunk, self.page_size),
+        )
+
+
+LayerSpec = PagedSpec | LatentSpec | RecurrentSpec
+
+
+@dataclasses.dataclass(frozen=True)
 class CacheSpec:
     """The cache of a model: its layer groups, and per layer what a page holds. Sizes are taken from here alone."""
 
     groups: tuple[GroupSpec, ...]
-    layers: tuple[PagedSpec | LatentSpec, ...]
+    layers: tuple[LayerSpec, ...]
 
     def __post_init__(self):
         names = [group.name for group in self.groups]
@@ -84,13 +159,29 @@ class CacheSpec:
         if set(used) != set(names):
             raise ValueError(f"every layer group needs layers and every layer a group; groups {names}, layers in {sorted(set(used))}")
 
+        for layer in self.layers:
+            if (self._named(layer.group).page_size == WHOLE) != isinstance(layer, RecurrentSpec):
+                raise ValueError(
+                    f"a page holds a whole sequence in groups of recurrent layers and in no other; layer group {layer.group!r}"
+                )
+
     def group_of(self, layer: int) -> GroupSpec:
         """The group of a layer."""
-        return next(group for group in self.groups if group.name == self.layers[layer].group)
+        return self._named(self.layers[layer].group)
 
     def layers_of(self, group: str) -> tuple[int, ...]:
         """Numbers of the group's layers."""
         return tuple(number for number, layer in enumerate(self.layers) if layer.group == group)
+
+    @property
+    def paged(self) -> tuple[int, ...]:
+        """Numbers of the layers that attend to pages: those that policies choose blocks for."""
+        return tuple(number for number, layer in enumerate(self.layers) if not isinstance(layer, RecurrentSpec))
+
+    @property
+    def row_groups(self) -> tuple[str, ...]:
+        """Groups in which a sequence holds one page, a row of state, however long it is."""
+        return tuple(group.name for group in self.groups if group.page_size == WHOLE)
 
     @property
     def kv_heads(self) -> int:
@@ -105,6 +196,9 @@ class CacheSpec:
         """Bytes of one page of a group, in all of its layers, indexes included."""
         layers = jax.eval_shape(lambda: [self._empty(number, 1, indexes) for number in self.layers_of(group)])
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
+
+    def _named(self, name: str) -> GroupSpec:
+        return next(group for group in self.groups if group.name == name)
 
     def _empty(self, number: int, pages: int, indexes: tuple[IndexSpec, ...]) -> LayerCache:
         group = self.group_of(number)

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int
 
 MIN_TABLE_PAGES = 16
+GROWTH = 4
+"""Each width of a page table is so many times the one below, so that few programs are compiled."""
 
 
 def table_width(pages: int) -> int:
-    """Columns of a page table for sequences of up to so many pages: the next power of two, so that few programs are compiled."""
-    return max(MIN_TABLE_PAGES, 1 << (pages - 1).bit_length() if pages else 0)
+    """Columns of a page table for sequences of up to so many pages: 16, 64, 256, ..."""
+    width = MIN_TABLE_PAGES
+    while width < pages:
+        width *= GROWTH
+    return width
 
 
-def page_table(rows: Sequence[Sequence[int]]) -> Int[np.ndarray, "B M"]:
-    """The pages of every row (empty for an empty slot), -1 behind them."""
-    table = np.full((len(rows), table_width(max(map(len, rows), default=0))), -1, np.int32)
+def table_widths(pages: int) -> Iterator[int]:
+    """Every width that a sequence of `pages` pages meets as it grows."""
+    width = MIN_TABLE_PAGES
+    yield width
+    while width < pages:
+        width *= GROWTH
+        yield width
+
+
+def page_table(rows: Sequence[Sequence[int]], width: int | None = None) -> Int[np.ndarray, "B M"]:
+    """The pages of every row (empty for an empty slot), -1 behind them. width: columns; None: as many as all pages need. What a narrower
+    table has no column for is left out."""
+    table = np.full((len(rows), width or table_width(max(map(len, rows), default=0))), -1, np.int32)
     for row, pages in zip(table, rows, strict=True):
-        row[: len(pages)] = pages
+        known = pages[: table.shape[1]]
+        row[: len(known)] = known
     return table

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import flax.struct
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, Int32
 
 from pallas_kernels.indexer_scores.api import FP8
 from pallas_kernels.page_index import INDEX_ROWS
@@ -81,7 +81,29 @@ class LatentPages:
     index: dict[str, Float[Array, "N P DI"] | Float32[Array, "N P"]]
 
 
-LayerCache = PagedKV | LatentPages
+@flax.struct.dataclass
+class SlotLayer:
+    """States of one recurrent layer: a row for each sequence. `kvjax.recurrent` reads and writes it.
+
+    Row j of a sequence's tokens is token first + j. Rows behind its last token may hold anything. P: page_size; R: P and the most drafted
+    tokens behind it; W: taps of the convolution; E: its channels.
+    """
+
+    start: Float32[Array, "N H Dk Dv"]
+    """The state after the first `first` tokens."""
+    inputs: Float[Array, "N W-1+R E"]
+    """What went into the convolution: of the W-1 tokens before `first`, zeros where there were none, and of those since."""
+    g: Float32[Array, "N R H"]
+    beta: Float32[Array, "N R H"]
+    corrections: Float32[Array, "N R H Dv"]
+    first: Int32[Array, "N"]
+    """Tokens that `start` holds, a multiple of P."""
+    page_size: int = flax.struct.field(pytree_node=False)
+    chunk: int = flax.struct.field(pytree_node=False)
+    """Tokens of an inner chunk of prefill; divides page_size."""
+
+
+LayerCache = PagedKV | LatentPages | SlotLayer
 
 
 @flax.struct.dataclass

@@ -73,7 +73,7 @@ def append_latents(
         written[INDEXER], written[INDEXER_SCALES] = quantize_keys(keys)
     for name, rows in written.items():
         index[name] = index[name].at[page, offset].set(rows.astype(index[name].dtype), mode="drop")
-    # XLA may fuse the write into readers, which then read the pool from before it and so need a copy of all of it.
+    # XLA may fuse the write into its readers. They would then read the pool as it was before, and need a copy of all of it.
     index = jax.lax.optimization_barrier(index)
     pages, _ = append_tokens(layer.pages, {}, latents[:, :, None], None, positions, valid, page_table, kinds=())
     return LatentPages(pages, index)
@@ -100,24 +100,3 @@ def copy_page(
     for layer, source, target in zip(layers, sources, targets, strict=True):
         copied.append(jax.tree.map(lambda array, source=source, target=target: array.at[target].set(array[source]), layer))
     return tuple(copied)
-
-
-@functools.partial(jax.jit, static_argnames=("opened", "indexes"), donate_argnames="layers")
-def restore_pages(
-    layers: tuple[PagedKV, ...],
-    pages: tuple[Int[Array, " n"], ...],
-    stored: list[tuple[Float[Array, "n K P D"], Float[Array, "n K P D"]]],
-    *,
-    opened: bool,
-    indexes: tuple[IndexSpec, ...],
-) -> tuple[PagedKV, ...]:
-    """Put stored keys and values into each layer's `pages` and build its indexes of those that are sealed. DONATES layers.
-
-    opened: whether the last page is open. indexes: of all layers; a layer builds those that it has.
-    """
-    restored = []
-    for layer, ids, (k, v) in zip(layers, pages, stored, strict=True):
-        kept = layer.pages.replace(k=layer.pages.k.at[ids].set(k), v=layer.pages.v.at[ids].set(v))
-        own = tuple(spec for spec in indexes if spec.name in layer.index)
-        restored.append(PagedKV(kept, seal(layer.index, kept.k, ids[: len(ids) - opened], own)))
-    return tuple(restored)

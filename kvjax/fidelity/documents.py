@@ -2,7 +2,7 @@
 
     python -m kvjax.fidelity.documents benchmarks/results/h200/fidelity-*.json --into docs/fidelity.md --plots docs/fidelity
 
-replaces what stands between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, and draws the pictures of the first panel.
+replaces the part between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, and draws the pictures of the first panel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MARK = re.compile(r"(<!-- fidelity:evidence -->\n).*?(<!-- /fidelity -->)", re.D
 
 
 def evidence(panels: Sequence[dict[str, Any]]) -> str:
-    """Of each panel under one another: its table, what must be read with it, and where it comes from."""
+    """Of each panel, one after the other: its table, the remarks, and where it comes from."""
     return "\n\n".join(map(_panel, panels))
 
 

@@ -1,10 +1,11 @@
 """Echo: what a prompt's own tokens recall of the prompt while it is prefilled.
 
-Facts stated in the first 30% of a prompt are asked for and answered in its last 35%, and passages of the early text stand there again, word
-for word. What counts is how often the model predicts what is repeated, teacher-forced, from the logits of prefill: a value if all of its
-tokens are the most likely ones, a passage by the share of its tokens after a short run-in. A needle at the end of a prompt does not show
-this: it is asked for by decode, which reads the whole cache whatever prefill did. Every prefill policy runs beside dense on the same
-prompts, chunk by chunk, so that logits of one chunk, `[chunk, V]`, are all that is held of each.
+Facts stated in the first 30% of a prompt are asked for and answered in its last 35%. Passages of the early text are
+repeated there, word for word. What counts is how often the model predicts what is repeated, teacher-forced, from the
+logits of prefill: a value if all of its tokens are the most likely ones, a passage by the share of its tokens after a
+short run-in. A needle at the end of a prompt does not show this: it is asked for by decode, which reads the whole cache
+whatever prefill did. Every prefill policy runs beside dense on the same prompts, chunk by chunk, so that logits of one
+chunk, `[chunk, V]`, are all that is held of each.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ EARLY, LATE = 0.3, 0.65
 """Shares of a prompt: what is repeated stands before EARLY, its repetition after LATE."""
 
 CONTROL = "window:64+1024"
-"""A prefill policy that cannot see what is repeated, and so must fail: a cell in which it does not says nothing."""
+"""The control: a prefill policy that cannot see what is repeated. A cell in which it does not fail is invalid."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ListedDense(TileLists):
     """Dense attention through the op of sparse policies, over lists that hold every block: the same keys, added up in another order.
 
-    The noise floor, and the check that nothing but the choice of blocks loses anything.
+    The noise floor, and the check that losses come from the choice of blocks alone.
     """
 
     chi: int = 128
@@ -62,7 +63,7 @@ class ListedDense(TileLists):
 
 @dataclasses.dataclass(frozen=True)
 class Echo:
-    """Tokens [start, start + count) of a prompt, which stood there before from `source` on."""
+    """Tokens [start, start + count) of a prompt, a repetition of those from `source` on."""
 
     source: int
     start: int
@@ -84,7 +85,7 @@ class EchoPrompt:
 
     @property
     def late(self) -> int:
-        """The position from which on repetitions stand and KL is taken."""
+        """The position from which repetitions begin and KL is counted."""
         return round(LATE * len(self.ids))
 
 
@@ -172,7 +173,7 @@ def _take(text: Iterator[int], count: int) -> list[int]:
 
 
 def _place(statement: Sequence[int], answer: Sequence[int]) -> int:
-    """Where a value's tokens stand in its statement; ValueError if the tokenizer writes them otherwise there."""
+    """The place of a value's tokens in its statement; ValueError if the tokenizer splits the value differently there."""
     for place in range(len(statement) - len(answer), -1, -1):
         if list(statement[place : place + len(answer)]) == list(answer):
             return place
@@ -224,7 +225,7 @@ class EchoPlan:
 
     @property
     def policies(self) -> dict[str, PrefillPolicy]:
-        """What is run beside dense and dense again: the control first, each once."""
+        """The policies that run beside dense and dense again: the control first, each once."""
         named = {str(policy): policy for policy in map(parse_prefill, (self.control, *self.prefills))}
         return {name: policy for name, policy in named.items() if not isinstance(policy, DensePrefill)}
 
@@ -323,7 +324,7 @@ class EchoRun:
 
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """An error of a policy under test is noted and loses that policy alone; dense's is raised."""
+        """An error of a tested policy is noted, and the others go on. An error of dense is raised."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""From the records of an echo run to its figures, one JSON value (`pallas_kernels.bench.prefill.echo` makes tables of it)."""
+"""The figures of an echo run, one JSON value, from its records (`pallas_kernels.bench.prefill.echo` makes tables of it)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvjax.fidelity.statistics import clustered, over_windows
 from kvjax.policies.prefill import parse_prefill
 
 VALID_SHARE = 0.9
-"""Share of the repeated values, and of the tokens of passages, that dense must predict for a cell to say anything about other policies."""
+"""Share of the repeated values, and of the tokens of passages, that dense must predict for a cell to be valid."""
 
 CONTROL_LOSS = 0.5
-"""Share of what dense predicts that the control must lose, in facts and in passages, for a cell to say anything."""
+"""Share of what dense predicts that the control must lose, in facts and in passages, for a cell to be valid."""
 
 DISTANCE_BINS = 3
 
@@ -82,7 +82,7 @@ def _by_distance(hits: np.ndarray, distances: np.ndarray) -> list[dict[str, int]
 
 
 def _validity(rows: Sequence[dict], control: str) -> dict[str, list[str]]:
-    """Why facts and why passages of a length say nothing; empty where they do."""
+    """Why the facts and why the passages of a length are invalid; empty where they are valid."""
     by_name = {row["policy"]: row for row in rows}
     dense, window = by_name["dense"], by_name.get(control)
     if window is None:

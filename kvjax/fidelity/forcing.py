@@ -30,7 +30,7 @@ ALONE = "dense again"
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What one policy said at every step, next to dense; float arrays `[windows, steps]`, in nats.
+    """One policy beside dense at every step; float arrays `[windows, steps]`, in nats.
 
     agrees: 1.0 where both have the same most likely token. kl: KL(dense || policy). tv: total variation. nll: of the true next token.
     """
@@ -127,7 +127,8 @@ def exact_prefixes(
 ) -> dict[str, list[int]]:
     """How many greedy tokens each policy writes as dense writes them before the first that differs, at most `count`; one per sequence.
 
-    tokens: what is fed first. ALONE is dense again, each row alone. One flip of a near-tie ends the prefix: report it, judge by nothing.
+    tokens: what is fed first. ALONE is dense again, each row alone. One flip of a near-tie ends the prefix: report it,
+    but do not judge a policy by it.
     """
     scripts = [(([token], count),) for token in tokens]
 
@@ -162,7 +163,7 @@ def _beside(reference: Float[Array, "n V"], logits: Float[Array, "n V"], true: I
 def divergence(log_p: Float[Array, "n V"], log_q: Float[Array, "n V"]) -> Float[Array, " n"]:
     """KL(p || q) of each row, in nats, from log-probabilities."""
     p, q, difference = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
-    # Each term is p times something not negative: sum p log(p/q) alone is lost in rounding where the two nearly agree.
+    # Each term is p times a number >= 0. The plain sum of p log(p/q) is lost in rounding where p and q nearly agree.
     terms = jnp.where(jnp.abs(difference) < 0.5, p * (jnp.expm1(difference) - difference), q - p - p * difference)
     return terms.sum(-1)
 

@@ -62,7 +62,7 @@ class Trial:
         return ((self.question_ids, len(self.answer_ids) + 1),)
 
     def judge(self, texts: Sequence[str]) -> float:
-        """1.0 if what was said to the one question is a hit, else 0.0."""
+        """1.0 if the answer to the one question is a hit, else 0.0."""
         return float(self.is_hit(texts[0]))
 
     def is_hit(self, text: str) -> bool:
@@ -122,7 +122,7 @@ class NeedleTask:
         return [self.trial(length, rng, depth=(i + 0.5) / count, template=i % len(self.templates)) for i in range(count)]
 
     def start_of_text(self, fill: int, length: int, rng: np.random.Generator, rest: str) -> int:
-        """Where to begin `fill` tokens of the text; ValueError if `rest` leaves less than none, or the text is shorter."""
+        """Where to begin `fill` tokens of the text; ValueError if `rest` leaves no room, or the text is too short."""
         if fill < 0:
             raise ValueError(
                 f"{rest} take {length - fill} tokens, and a length of {length} is left for them: use a greater length or fewer distractors"
@@ -183,7 +183,7 @@ def insert(text_ids: np.ndarray, places: Sequence[int], pieces: Sequence[Sequenc
 
 
 def word_hash(word: str) -> int:
-    """The same number for a word everywhere: keys are split into training and held-out ones by it, whatever the tokenizer."""
+    """A word's number, the same with every tokenizer: it splits keys into training and held-out ones."""
     return zlib.crc32(word.encode())
 
 

@@ -1,4 +1,4 @@
-"""The panel: every policy inside one engine, on the same prefilled texts, in units of work that can be kept and never done twice.
+"""The panel: every policy inside one engine, on the same prefilled texts, in units of work. Finished units are kept and not repeated.
 
     panel = Panel(model, text, Plan(policies=("dense", "top:8"), lengths=(8192,)))
     records = [panel.measure(unit) for unit in panel.units()]
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
 from kvjax.engine import Engine
@@ -27,7 +26,8 @@ from kvjax.fidelity.retrieval import ANSWER_ROOM, Answer, ask, forked, prefilled
 from kvjax.fidelity.tasks import HAYSTACKS, TASKS, answers_of, make_trials
 from kvjax.memory import memory_plan
 from kvjax.model import Model
-from kvjax.policies.decode import Auto, DecodePolicy, Dense, name_of, parse
+from kvjax.policies.choice import ChoosesDecode
+from kvjax.policies.decode import DecodePolicy, Dense, name_of, parse
 
 TIMED_STEPS, TIMED_ROUNDS = 16, 3
 
@@ -70,7 +70,7 @@ class Plan:
             if unknown := [value for value in getattr(self, name) if value not in known]:
                 raise ValueError(f"{name}: {unknown[0]!r} is not known; there are {', '.join(known)}")
         for policy in self.policies:
-            if isinstance(parse(policy), Auto):
+            if isinstance(parse(policy), ChoosesDecode):
                 raise ValueError(f"policies: {policy!r} chooses one of the others at every step; measure those")
         # With a single trial or window, "alone" would be the same as "in the batch", and there would be no noise floor.
         for name, least in (("trials", 2), ("windows", 2), ("batch", 2), ("steps", 1), ("free_steps", 1), ("distractors", 0), ("seed", 0)):
@@ -114,7 +114,7 @@ class Unit:
 class Panel:
     """Does the units of a plan. One engine at a time, made when a unit of a new length begins.
 
-    model: with a tokenizer. text: what haystacks and windows are cut from; its tokens must suffice for `plan.windows` disjoint windows.
+    model: with a tokenizer. text: the text from which haystacks and windows are cut, long enough for `plan.windows` disjoint windows.
     """
 
     def __init__(self, model: Model, text: str, plan: Plan):
@@ -228,8 +228,7 @@ class Panel:
         options = {"policies": plan.policies, "page_size": plan.page_size, "prefill_chunk": plan.prefill_chunk, "batch_buckets": (1, batch)}
         pages = self._pages(length)
         indexes = tuple(dict.fromkeys(spec for name in plan.policies for spec in parse(name).indexes()))
-        dtype = jax.tree.leaves(self.model.params)[0].dtype
-        room = memory_plan(self.model.config, dtype=dtype, page_size=plan.page_size, indexes=indexes, weights_bytes=0)
+        room = memory_plan(self.model.config, page_size=plan.page_size, indexes=indexes, weights_bytes=0)
         fits = room.pages_that_fit
         if pages > fits:
             raise ValueError(
@@ -278,11 +277,12 @@ class Panel:
 
 
 def _batches(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """`count` rows in as few batches of at most `most` as there can be, of nearly one size: so none of a single row, if most is above 2."""
+    """`count` rows in as few batches of at most `most` as possible, of nearly equal size: so no batch has a single row,
+    if most is above 2."""
     ends = np.linspace(0, count, -(-count // most) + 1).round().astype(int).tolist()
     yield from itertools.pairwise(ends)
 
 
 def _listed(figures: np.ndarray) -> list[list[float]]:
-    """For JSON, to the six digits that float32 has."""
+    """Rounded for JSON to six digits, as many as float32 has."""
     return [[float(f"{figure:.6g}") for figure in row] for row in np.asarray(figures, float).tolist()]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKS = ("o", "s", "D", "v", "^", "P", "X", "*")
-"""Of tasks and haystacks, in the order in which the figures have them."""
+"""Marks of tasks and haystacks, in the order of the figures."""
 
 
 def draw(figures: dict[str, Any], folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""From a panel's records to its figures: one JSON value, rows for a CSV file, and a table for the terminal."""
+"""The figures of a panel, from its records: one JSON value, rows for a CSV file, and a table for the terminal."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ CONFIDENT_MARGIN = 1.0
 """Nats between dense's two most likely tokens above which a step counts as confident."""
 
 FEW_BLOCKS = 20
-"""A bootstrap over fewer blocks of steps gives intervals that are too narrow, and is remarked on."""
+"""A bootstrap over fewer blocks of steps gives too narrow intervals; a remark then says so."""
 
 VALID_SHARE = 0.9
-"""Share of a cell's trials that dense must answer for the cell to say anything about other policies."""
+"""Share of a cell's trials that dense must answer for the cell to be valid."""
 
 EQUAL_BUDGET = 0.1
 """Two policies have an equal budget if the keys they keep differ by at most this share of the larger (quest:64 and top:8: 7%)."""
@@ -111,7 +111,7 @@ def _check_whole(what: str, wanted: int, records: Sequence[dict]) -> None:
 
 
 def _valid(dense: np.ndarray, bins: np.ndarray) -> np.ndarray:
-    """Which trials stand in cells that count."""
+    """Which trials belong to valid cells."""
     share = np.array([dense[bins == number].mean() if (bins == number).any() else 0.0 for number in range(DEPTH_BINS)])
     return (share >= VALID_SHARE)[bins]
 
@@ -316,8 +316,8 @@ def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]
 
 
 def remarks(figures: dict[str, Any]) -> list[str]:
-    """What must be read with the tables: which policies hold, whether the one that must fail does, cells that do not count, bootstraps of
-    too little, equal budgets, pools of confident steps, and how long it took."""
+    """Remarks below the tables: which policies hold, whether the control fails, invalid cells, bootstraps over too few
+    blocks, equal budgets, pools of confident steps, and the time taken."""
     lines = [*verdicts(figures), *controls(figures)]
     for row in figures["retrieval"]:
         bad = [cell for cell in row["by_depth"] if not cell["valid"]]
@@ -373,9 +373,9 @@ def verdicts(figures: dict[str, Any]) -> list[str]:
 
 
 def controls(figures: dict[str, Any]) -> list[str]:
-    """Whether the narrowest window, which must fail, does: loses at least `CONTROL_LOSS` of what dense finds, and has a KL above `KEPT_KL`.
-
-    Where no window was run, nothing shows that a policy that reads too little would fail, and that is said.
+    """Whether the narrowest window, which must fail, does fail: it loses at least `CONTROL_LOSS` of what dense finds,
+    and has a KL above `KEPT_KL`. Where no window was run, the remark says that nothing shows whether a policy that
+    reads too little would fail.
     """
     names = dict.fromkeys(row["policy"] for row in figures["retrieval"])
     windows = {name: keys for name in names if name != ALONE and isinstance(parse(name), Window) and (keys := _nominal_keys(name))}

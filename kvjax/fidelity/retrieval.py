@@ -30,7 +30,7 @@ Turn = tuple[Sequence[int], int]
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a model said to one trial: its text, whether all that was asked for is in it, the trial's depth, the share of it found."""
+    """A model's answer to one trial: its text, whether everything asked for is in it, the trial's depth, and the share found."""
 
     text: str
     hit: bool
@@ -134,7 +134,7 @@ def needle_exact_match(
         with prefilled(engine, [t.haystack_ids for t in some], on_tokens) as haystacks:
             for policy in policies:
                 with forked(engine, haystacks) as throwaway:
-                    # A step is compiled per batch: what is timed afterwards holds no compilation.
+                    # A step is compiled per batch. Compiled here, so that the timed steps contain no compilation.
                     engine.decode(throwaway, [0] * len(throwaway), policy)
                 with forked(engine, haystacks) as forks:
                     start = time.perf_counter()
@@ -169,7 +169,7 @@ def speak(
 ) -> tuple[list[list[list[int]]], np.ndarray, np.ndarray]:
     """Decode every sequence along its script, greedily where the model speaks: token ids of each turn of each sequence.
 
-    A row that is through while others are not goes on with its own tokens. Also returns, for every step, the blocks and the keys that one
+    A row that finishes before the others goes on with its own tokens. Also returns, for every step, the blocks and the keys that one
     KV head of one layer read on average. The host waits for the device only where the next token is the model's own. NotFinite where the
     model gives NaN.
     """

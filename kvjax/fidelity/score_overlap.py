@@ -1,4 +1,4 @@
-"""How much of a query's highest-scoring keys the query before had, layer by layer, while a model decodes.
+"""How many of a query's highest-scoring keys the previous query had too, layer by layer, while a model decodes.
 
 Scores as a lightning indexer gives them, but from the model's own attention: of one query token, `sum_h relu(q_h . k)` over the query
 heads, q_h and k as attention multiplies them (after norms and RoPE), k of head h's KV head, no weights, scaled by `sm_scale`. With
@@ -48,7 +48,7 @@ def attention_scores(
 
 @dataclasses.dataclass(frozen=True)
 class _Listening(Stateless):
-    """Decodes densely, and gives each layer's scores to `hear`."""
+    """Decodes densely, and passes each layer's scores to `hear`."""
 
     hear: Callable
     kind: str
@@ -78,7 +78,7 @@ class Captured:
         --rows` times."""
         if len(self.lengths) < 2:
             raise ValueError(
-                f"saving rows takes two steps, the last and the one that it gets its hint from; {len(self.lengths)} were captured"
+                f"saving rows needs two steps, the last one and the one before it, which is its hint; {len(self.lengths)} were captured"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(path, scores=self.scores[:, -1], before=self.scores[:, -2])

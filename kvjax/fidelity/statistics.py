@@ -1,4 +1,4 @@
-"""What a difference between two policies is worth: intervals, paired tests and bootstraps, all by scipy and statsmodels.
+"""Whether a difference between two policies is significant: intervals, paired tests and bootstraps, all by scipy and statsmodels.
 
 Rates get Wilson intervals. Two policies that answered the same trials are compared pair by pair: only trials that one answered and the
 other did not tell them apart (McNemar). Teacher-forced steps are compared step by step; neighbouring steps are alike, and so are all
@@ -151,7 +151,8 @@ def block_means(steps: Float[np.ndarray, "windows steps"], size: int = BLOCK_STE
 
 
 def _bootstrapped(sample: Float[np.ndarray, " n"], statistic: Callable) -> Interval:
-    """BCa interval of a statistic; a single block, or blocks that are alike to rounding, leave nothing to resample and give no width."""
+    """BCa interval of a statistic. A single block, or blocks that are equal to rounding, cannot be resampled: the
+    interval then has no width."""
     sample = np.asarray(sample, np.float64)
     if sample.ndim != 1 or not sample.size:
         raise ValueError(f"a bootstrap needs a row of at least one block, got shape {sample.shape}")
@@ -171,7 +172,7 @@ def _design_effect(values: Float[np.ndarray, "clusters trials"]) -> float:
 def _newcombe(both: float, lost: float, gained: float, neither: float) -> Interval:
     """Difference of paired proportions by squaring and adding Wilson limits (Newcombe 1998, Statistics in Medicine 17:2635, method 10).
 
-    Neither library has an interval for this difference that stays honest without discordant pairs, where a bootstrap's has no width.
+    Neither library has an interval for this difference that keeps a width without discordant pairs; a bootstrap's has none there.
     """
     total = both + lost + gained + neither
     reference, policy = proportion(both + lost, total), proportion(both + gained, total)

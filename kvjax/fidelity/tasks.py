@@ -1,4 +1,4 @@
-"""Retrieval tasks in RULER's sense (Hsieh et al., COLM 2024, section 3) and the haystacks they stand in.
+"""Retrieval tasks as in RULER (Hsieh et al., COLM 2024, section 3), and their haystacks.
 
     needle         one fact, one question (`kvjax.fidelity.needle`)
     multi-needle   one key with several values: all of them are asked for at once (RULER: multi-value)
@@ -143,7 +143,7 @@ def _tracking(task: NeedleTask, length: int, rng: np.random.Generator, depth: fl
 
 
 def _more(task: NeedleTask, facts: int) -> NeedleTask:
-    """The task with so many facts more to name and number."""
+    """The task with that many more facts to name and number."""
     return dataclasses.replace(task, distractors=task.distractors + facts)
 
 
@@ -162,7 +162,7 @@ def _planted(
     """A trial whose first `targets` facts are spread evenly from `depth` on (round the end, or to the end if they must stay in order);
     the others stand anywhere. turns: question, and an answer that is as long as the right one."""
     pieces = [encode(task.tokenizer, fact) for fact in facts]
-    # A model lists things in its own words: half as much again as the shortest right answer.
+    # A model lists things in its own words, so answers get half as many tokens again as the shortest right one.
     room = [len(encode(task.tokenizer, answer)) for _, answer in turns]
     scripted = tuple(
         (encode(task.tokenizer, question), size if len(turns) > 1 else size * 3 // 2)

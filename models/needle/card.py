@@ -52,14 +52,16 @@ def _json(name: str) -> dict:
 
 def _model() -> str:
     config = read_config(path())
+    layer = config.layers[0]
+    attention = layer.mixer
     rows = [
         ("parameters (embedding and head are one matrix)", f"{config.num_params:,}"),
         ("weights in bfloat16, bytes", f"{(path() / 'model.safetensors').stat().st_size:,}"),
         ("layers", f"{config.num_layers}"),
-        ("width, MLP width", f"{config.hidden_size}, {config.intermediate_size:,}"),
-        ("query heads, KV heads, head dim", f"{config.num_heads}, {config.num_kv_heads}, {config.head_dim}"),
+        ("width, MLP width", f"{config.hidden_size}, {layer.mlp.size:,}"),
+        ("query heads, KV heads, head dim", f"{attention.num_heads}, {attention.num_kv_heads}, {attention.head_dim}"),
         ("vocabulary", f"{config.vocab_size:,}"),
-        ("RoPE base", f"{config.rope_theta:,.0f}"),
+        ("RoPE base", f"{attention.rope.theta:,.0f}"),
         ("positions", f"{config.max_positions:,}"),
     ]
     return _table(("Qwen2 decoder", ""), rows)

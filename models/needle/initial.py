@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvjax.layers import AttentionLayer
 from kvjax.model import ModelConfig, Params
 from kvjax.models import decoder
 
@@ -20,11 +21,11 @@ def structured_params(config: ModelConfig, key: Array) -> Params:
     copied token then has a high tied logit at once), biases of q and k are normal with deviation 0.5. The query heads of KV head 0
     in layer 0 start as previous-token heads (`previous_token_heads`), which retrieval by key is built upon.
     """
-    named, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(lambda: decoder.init_params(config, key, jnp.float32)))
+    named, structure = jax.tree_util.tree_flatten_with_path(jax.eval_shape(lambda: decoder.init_params(config, key)))
     keys = jax.random.split(key, len(named))
     leaves = [_leaf(path[-1].key, leaf.shape, k) for (path, leaf), k in zip(named, keys, strict=True)]
     params = jax.tree.unflatten(structure, leaves)
-    first = previous_token_heads(config, params["layers"][0])
+    first = previous_token_heads(config.layers[0].mixer, params["layers"][0])
     return params | {"layers": (first, *params["layers"][1:])}
 
 
@@ -37,7 +38,7 @@ def _leaf(name: str, shape: tuple[int, ...], key: Array) -> Float[Array, "..."]:
     return jax.random.normal(key, shape) * scale * (0.1 if name in ("o", "down") else 1.0)
 
 
-def previous_token_heads(config: ModelConfig, layer: Params) -> Params:
+def previous_token_heads(config: AttentionLayer, layer: Params) -> Params:
     """The layer with KV head 0 and its query heads attending 1, 2, ... G tokens back.
 
     Their biases make constant keys and queries whose fastest RoPE pairs agree in phase at that distance; their content
@@ -45,7 +46,7 @@ def previous_token_heads(config: ModelConfig, layer: Params) -> Params:
     """
     group, d = config.num_heads // config.num_kv_heads, config.head_dim
     pairs = np.arange(4)
-    angle = config.rope_theta ** (-2.0 * pairs / d) * np.arange(1, group + 1)[:, None]
+    angle = config.rope.theta ** (-2.0 * pairs / d) * np.arange(1, group + 1)[:, None]
     k_bias, q_bias = np.zeros(d), np.zeros((group, d))
     k_bias[pairs] = 5
     q_bias[:, pairs], q_bias[:, pairs + d // 2] = 5 * np.cos(angle), -5 * np.sin(angle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvjax.model import ModelConfig
+from kvjax.model import ModelConfig, uniform_config
 
 WARM_UP = {"repeats": 0.6, "recall": 0.4}
 MIXTURE = {"needles": 0.45, "records": 0.25, "text": 0.20, "recall": 0.05, "repeats": 0.05}
@@ -96,7 +96,7 @@ class Recipe:
 
     def model_config(self) -> ModelConfig:
         """The decoder to train: Qwen2 style (QKV bias), tied embeddings, <|endoftext|> ends a text."""
-        return ModelConfig(
+        return uniform_config(
             family="qwen2",
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -106,10 +106,10 @@ class Recipe:
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             rope_theta=self.rope_theta,
-            rope_scaling=None,
             norm_eps=1e-6,
             tie_embeddings=True,
             max_positions=self.max_positions,
+            compute_dtype=self.compute_dtype,
             qkv_bias=True,
             eos_token_ids=(0,),
         )

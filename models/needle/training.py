@@ -141,10 +141,10 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def weighted_loss(
-    decoder: TransformerDecoder, mix: Mix, dtype: Any, params: Params, tokens: Int[Array, "B T+1"], weights: Float[Array, "B T"]
+    decoder: TransformerDecoder, mix: Mix, params: Params, tokens: Int[Array, "B T+1"], weights: Float[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Weighted mean cross-entropy of each next token, in nats. params: float32; computed in `dtype`."""
-    given, wanted = tokens[:, :-1], tokens[:, 1:]
+    """Weighted mean cross-entropy of each next token, in nats. params: float32; computed in compute_dtype."""
+    given, wanted, dtype = tokens[:, :-1], tokens[:, 1:], decoder.config.compute_dtype
     # Each token's embedding is looked up here, in float32, and handed over as a table with one row per token: the gradient of the
     # lookup adds up thousands of rows for a frequent token, which bfloat16 would round away.
     rows = params["embed"][given].astype(dtype).reshape(given.size, -1)
@@ -157,7 +157,7 @@ def weighted_loss(
 
 def make_update(decoder: TransformerDecoder, mix: Mix, recipe: Recipe, optimiser: optax.GradientTransformation) -> Callable:
     """Jitted (params, opt_state, tokens, weights) -> (params, opt_state, loss). DONATES params and opt_state."""
-    loss = functools.partial(weighted_loss, decoder, mix, recipe.compute_dtype)
+    loss = functools.partial(weighted_loss, decoder, mix)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(params, opt_state, tokens, weights):
@@ -207,10 +207,10 @@ def _fit(recipe: Recipe, data: Data, decoder, mix, folder: Path, last: int, work
     return state["params"]
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "mix", "dtype"))
-def text_loss(decoder: TransformerDecoder, mix: Mix, dtype: str, params: Params, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
+@functools.partial(jax.jit, static_argnames=("decoder", "mix"))
+def text_loss(decoder: TransformerDecoder, mix: Mix, params: Params, tokens: Int[Array, "B T+1"]) -> Float[Array, ""]:
     """Mean cross-entropy of running text, in nats per token."""
-    return weighted_loss(decoder, mix, dtype, params, tokens, jnp.ones(tokens[:, 1:].shape))
+    return weighted_loss(decoder, mix, params, tokens, jnp.ones(tokens[:, 1:].shape))
 
 
 def quick_evaluation(recipe: Recipe, data: Data, decoder, mix, params: Params, stage) -> dict:
@@ -223,7 +223,7 @@ def quick_evaluation(recipe: Recipe, data: Data, decoder, mix, params: Params, s
     report = needle_report(decoder, mix, cast, task, length, count, batch=min(stage.batch, count))
     starts = np.linspace(0, len(data.held_out) - length - 1, stage.batch).astype(int)
     rows = np.stack([data.held_out[s : s + length + 1] for s in starts]).astype(np.int32)
-    report["text_nats"] = float(text_loss(decoder, mix, recipe.compute_dtype, params, rows))
+    report["text_nats"] = float(text_loss(decoder, mix, params, rows))
     return report | {"evaluation_seconds": time.perf_counter() - seconds}
 
 
@@ -245,9 +245,10 @@ def evaluate(recipe: Recipe, data: Data, decoder, mix, params: Params, folder: P
 def export(recipe: Recipe, decoder: TransformerDecoder, params: Params, folder: Path) -> Path:
     """Write folder/model: bfloat16 weights, configuration and tokenizer, in Hugging Face format."""
     from kvjax.models import CausalLM
-    from kvjax.models.loading import save
+    from kvjax.models.saving import save
 
     tokenizer = transformers_tokenizer(folder / "tokenizer.json", recipe.max_positions)
+    decoder = TransformerDecoder(dataclasses.replace(decoder.config, compute_dtype="bfloat16"))
     model = CausalLM(decoder, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), tokenizer, recipe.name)
     save(model, folder / "model", overwrite=True)
     return folder / "model"

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.page_index import INDEX_ROWS
-from pallas_kernels.pages import Pages, check_pages
+from pallas_kernels.pages import Pages, check_frames, check_pages
 
 Kinds = tuple[tuple[str, str, int], ...]
 """The indexes to build: (key of `indexes`, kind of `page_index`, block size in tokens)."""
@@ -38,25 +38,37 @@ def append_tokens(
     table: Int[Array, "B M"],
     *,
     kinds: Kinds,
+    frames: Int[Array, "B M"] | None = None,
     config: Any = None,
     implementation: str | None = None,
 ) -> tuple[Pages, Indexes]:
     """Write the valid tokens at their positions, then seal each page whose last token is among them: build its indexes from its keys.
 
-    pages: the pool. indexes: of every page of the pool, in the dtype of its keys; those that `kinds` does not name stay as they are.
-    k, v: the new tokens, rounded to the pool's dtypes; v is None where V is a view of K. positions: int32, tokens from the start of the
-    sequence; those of one row are consecutive. valid: tokens to write. table: int32, logical page -> physical page below N, -1 where there
-    is none. A valid token whose page does not exist is dropped, not written elsewhere. No two rows may write to the same page.
-    kinds: the indexes to build. config: the implementation's own; there is none so far. implementation: see `pallas_kernels.dispatch`.
+    Args:
+        pages: the pool.
+        indexes: rows of every page, by page id, in the dtype of the keys; those that `kinds` does not name stay as they are.
+        k, v: the new tokens, rounded to the pool's dtypes; v is None where V is a view of K.
+        positions: int32, tokens from the start of the sequence; those of one row are consecutive.
+        valid: tokens to write.
+        table: int32, logical page -> page id, -1 where there is none: where a page's index rows are.
+        kinds: the indexes to build.
+        frames: int32, logical page -> frame below N, -1 where there is none: where a page's keys and values are. None: the frame of a
+            page is its id.
+        config: the implementation's own; there is none so far.
+        implementation: see `pallas_kernels.dispatch`.
+
+    A valid token whose page is in neither table is dropped, not written elsewhere. No two rows may write to the same page. Of drafted
+    tokens those that fill a page seal it too: queries of the same step that stand past its end find its index, and queries before its end
+    look at no index of it. Where such tokens are dropped the page is open again, and its index rows mean nothing until it fills again.
 
     Returns the pool and the indexes as they are after. Under jit with both donated the update is in place: what is read and
     written is the tokens, and the keys of the pages that fill, at most (T - 1) // P + 1 per row.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
     """
-    _check(pages, indexes, k, v, positions, valid, table, kinds)
-    signature = f"{kinds} {dispatch.signature(k_pages=pages.k, v_pages=pages.v, k=k, table=table)}"
-    operands = (pages, indexes, k, v, positions, valid, table)
+    _check(pages, indexes, k, v, positions, valid, table, kinds, frames)
+    signature = f"{kinds} {dispatch.signature(k_pages=pages.k, v_pages=pages.v, k=k, table=table, frames=frames)}"
+    operands = (pages, indexes, k, v, positions, valid, table, frames)
     return dispatch.run("append_tokens", implementation, signature, Call(kinds, config), *operands)
 
 
@@ -69,8 +81,10 @@ def _check(
     valid: jax.Array,
     table: jax.Array,
     kinds: Kinds,
+    frames: jax.Array | None,
 ) -> None:
     check_pages(pages)
+    check_frames(table, frames)
     pools = {"k_pages": pages.k, "v_pages": pages.v}
     arrays = dispatch.signature(**pools, k=k, v=v, positions=positions, valid=valid, table=table)
     if (pages.v is None) != (v is None):
@@ -98,6 +112,8 @@ def _check(
             raise ValueError(f"block_size {block_size} of index {name!r} does not divide the page size {page_size}")
         if name not in indexes:
             raise ValueError(f"there is no index {name!r}; there are {', '.join(sorted(indexes)) or 'none'}")
-        shape, found = (num_pages, num_kv_heads, page_size // block_size, INDEX_ROWS[kind], head_dim), indexes[name]
+        found = indexes[name]
+        count = num_pages if frames is None or not found.ndim else len(found)  # page ids have their own number where they are no frames
+        shape = (count, num_kv_heads, page_size // block_size, INDEX_ROWS[kind], head_dim)
         if found.shape != shape or found.dtype != pages.k.dtype:
             raise ValueError(f"index {name!r} must be {pages.k.dtype}{list(shape)}, got {found.dtype}{list(found.shape)}")

@@ -72,7 +72,7 @@ class Shape:
         return strands
 
 
-def unsupported(call: Call, pages, indexes, k, v, positions, valid, table) -> str | None:
+def unsupported(call: Call, pages, indexes, k, v, positions, valid, table, frames) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
     if reason := unlike(pages):
         return reason
@@ -83,58 +83,63 @@ def unsupported(call: Call, pages, indexes, k, v, positions, valid, table) -> st
     return None
 
 
-def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table):
+def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table, frames):
     """See `pallas_kernels.append_tokens.append_tokens`; takes no config."""
-    reason = unsupported(call, pages, indexes, k, v, positions, valid, table)
+    reason = unsupported(call, pages, indexes, k, v, positions, valid, table, frames)
     if reason:
         raise NotImplementedError(f"append_tokens 'mosaic_gpu': {reason}")
     sizes = (pages.kv_heads, pages.page_size, pages.head_dim, k.shape[1], table.shape[1])
     named = {name: indexes[name] for name, _, _ in call.kinds}
     s = Shape(*sizes, pages.k_format.codes, call.kinds)
-    pages, built = _append(s, pages, named, k, v, positions, valid, table)
+    tables = (table,) if frames is None else (table, frames)
+    pages, built = _append(s, pages, named, k, v, positions, valid, tables)
     return pages, dict(indexes) | built
 
 
 @functools.partial(jax.jit, static_argnames="s")
-def _append(s: Shape, pages, indexes, k, v, positions, valid, table):
+def _append(s: Shape, pages, indexes, k, v, positions, valid, tables):
     lanes.check_version()
     # References are updated in place: the compiled call gives its operands back as its results.
     k_pages, v_pages, *built = refs = [jax.new_ref(x) for x in (pages.k, pages.v, *(indexes[name] for name, _, _ in s.kinds))]
     k, v = k.astype(s.dtype), v.astype(s.dtype)
     places = jnp.where(valid, positions, -1)
 
-    def append_kernel(k_ref, v_ref, places_ref, table_ref, k_pages_ref, v_pages_ref, *rest):
-        index_refs, partial_s = rest[: len(built)], rest[len(built)]
+    def append_kernel(k_ref, v_ref, places_ref, *rest):
+        table_refs, (k_pages_ref, v_pages_ref, *index_refs, partial_s) = rest[: len(tables)], rest[len(tables) :]
 
         @lanes.stage(unit=lax.axis_index("unit"))
         def run(arrays, partial_s, unit):
-            places_ref, table_ref, tokens, pools, index_refs = arrays
+            places_ref, table_refs, tokens, pools, index_refs = arrays
             row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
-            _write(s, row, head, places_ref, table_ref, tokens, pools)
+            _write(s, row, head, places_ref, table_refs, tokens, pools)
             if s.kinds:
-                _seal(s, row, head, places_ref, table_ref, pools[0], index_refs, partial_s)
+                _seal(s, row, head, places_ref, table_refs, pools[0], index_refs, partial_s)
 
-        run((places_ref, table_ref, (k_ref, v_ref), (k_pages_ref, v_pages_ref), tuple(index_refs)), partial_s)
+        run((places_ref, table_refs, (k_ref, v_ref), (k_pages_ref, v_pages_ref), tuple(index_refs)), partial_s)
 
     plgpu.kernel(
         append_kernel,
         grid=(k.shape[0] * s.num_kv_heads,),
         grid_names=("unit",),
         scratch_types=[plgpu.SMEM((PARTIAL_WORDS,), jnp.int32)],
-    )(k, v, places, table, *refs)
+    )(k, v, places, *tables, *refs)
     k_pages, v_pages, *built = (jax.freeze(ref) for ref in refs)
     return pages.replace(k=k_pages, v=v_pages), {name: index for (name, _, _), index in zip(s.kinds, built, strict=True)}
 
 
-def _page(s: Shape, row, place, table_ref):
-    """Physical page of a token, -1 where there is none. place: the token's position, -1 for none."""
+def _page(s: Shape, row, place, table_refs):
+    """Id and frame of a token's page, both -1 unless it has both. place: the token's position, -1 for none. table_refs: of ids and of
+    frames, or the one table that is both."""
     logical = place // s.page_size
     inside = (place >= 0) & (logical < s.table_width)
-    page = lanes.load_global(table_ref, row * s.table_width + lanes.where(inside, logical, 0))
-    return lanes.where(inside, page, -1)
+    entry = row * s.table_width + lanes.where(inside, logical, 0)
+    found = [lanes.load_global(ref, entry) for ref in table_refs]
+    for number in found:
+        inside = inside & (number >= 0)
+    return lanes.where(inside, found[0], -1), lanes.where(inside, found[-1], -1)
 
 
-def _write(s: Shape, row, head, places_ref, table_ref, tokens, pools) -> None:
+def _write(s: Shape, row, head, places_ref, table_refs, tokens, pools) -> None:
     """The head's new rows, to their pages: a thread moves 16 bytes of keys and of values at a time."""
     count = s.num_tokens * s.pieces
 
@@ -143,11 +148,11 @@ def _write(s: Shape, row, head, places_ref, table_ref, tokens, pools) -> None:
         source = ((row * s.num_tokens + t) * s.num_kv_heads + head) * s.row_bytes + piece * 16
         moved = [lanes.load_global_16_bytes(ref, source) for ref in tokens]  # on their way while the page is looked up
         place = lanes.load_global(places_ref, row * s.num_tokens + t)
-        page = _page(s, row, place, table_ref)
-        with lanes.when(page >= 0):
+        _, frame = _page(s, row, place, table_refs)
+        with lanes.when(frame >= 0):
             target = place % s.page_size * s.row_bytes + piece * 16
             for ref, words in zip(pools, moved, strict=True):
-                lanes.store_global_16_bytes(ref, target, *words, block=page * s.num_kv_heads + head, block_bytes=s.page_bytes)
+                lanes.store_global_16_bytes(ref, target, *words, block=frame * s.num_kv_heads + head, block_bytes=s.page_bytes)
 
     def turn(start):
         i = lanes.thread() + start
@@ -158,25 +163,25 @@ def _write(s: Shape, row, head, places_ref, table_ref, tokens, pools) -> None:
     lanes.loop(count, [], turn, step=THREADS)
 
 
-def _seal(s: Shape, row, head, places_ref, table_ref, k_pages_ref, index_refs, partial_s) -> None:
+def _seal(s: Shape, row, head, places_ref, table_refs, k_pages_ref, index_refs, partial_s) -> None:
     """Build the head's part of the indexes of each page whose last token is new. Every condition here is the same for all threads."""
     lanes.cta_barrier(THREADS)  # the new rows are written
 
     def token(t):
         place = lanes.load_global(places_ref, row * s.num_tokens + t)
         with lanes.when((place >= 0) & (place % s.page_size == s.page_size - 1)):
-            page = _page(s, row, place, table_ref)
+            page, frame = _page(s, row, place, table_refs)
             with lanes.when(page >= 0):
-                at = page * s.num_kv_heads + head
+                at = [number * s.num_kv_heads + head for number in (page, frame)]
                 for (_, kind, block_size), index_ref in zip(s.kinds, index_refs, strict=True):
-                    _build(s, kind, block_size, at, k_pages_ref, index_ref, partial_s)
+                    _build(s, kind, block_size, *at, k_pages_ref, index_ref, partial_s)
         return []
 
     lanes.loop(s.num_tokens, [], token)
 
 
-def _build(s: Shape, kind: str, block_size: int, at, k_pages_ref, index_ref, partial_s) -> None:
-    """One index of one page and head, number `at` among all pages' heads."""
+def _build(s: Shape, kind: str, block_size: int, at, at_frame, k_pages_ref, index_ref, partial_s) -> None:
+    """One index of one page and head, number `at` among all pages' heads, its keys number `at_frame` among all frames'."""
     strands = s.strands(block_size)
     per_strand = block_size // strands
     outputs = s.page_size // block_size * s.pieces
@@ -188,7 +193,7 @@ def _build(s: Shape, kind: str, block_size: int, at, k_pages_ref, index_ref, par
             output, strand = i % outputs, i // outputs
             block, piece = output // s.pieces, output % s.pieces
             first = (block * block_size + strand * per_strand) * s.row_bytes + piece * 16
-            partial = _reduce_tokens(s, kind, per_strand, at, first, k_pages_ref)
+            partial = _reduce_tokens(s, kind, per_strand, at_frame, first, k_pages_ref)
             if strands == 1:
                 _store(s, kind, block_size, at, block, piece, partial, index_ref)
             else:

@@ -11,16 +11,21 @@ from pallas_kernels.append_tokens.api import Call
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import physical
 
+NOWHERE = jnp.iinfo(jnp.int32).max
+"""A page id and a frame that no pool has: what is written there is dropped."""
+
 
 @functools.partial(jax.jit, static_argnames="call")
-def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table):
+def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table, frames):
     """See `pallas_kernels.append_tokens.append_tokens`; takes no config."""
-    num_pages, page_size = pages.num_pages, pages.page_size
-    page = physical(table, positions // page_size, valid, num_pages)
-    offset = positions % page_size
-    written = pages.replace(k=pages.k.at[page, :, offset].set(k.astype(pages.k.dtype), mode="drop"))
+    page_size, logical, offset = pages.page_size, positions // pages.page_size, positions % pages.page_size
+    frame = page = physical(table, logical, valid, NOWHERE)
+    if frames is not None:
+        frame = physical(frames, logical, page < NOWHERE, NOWHERE)
+        page = jnp.where(frame < NOWHERE, page, NOWHERE)
+    written = pages.replace(k=pages.k.at[frame, :, offset].set(k.astype(pages.k.dtype), mode="drop"))
     if v is not None:
-        written = written.replace(v=pages.v.at[page, :, offset].set(v.astype(pages.v.dtype), mode="drop"))
+        written = written.replace(v=pages.v.at[frame, :, offset].set(v.astype(pages.v.dtype), mode="drop"))
     # XLA may fuse the write into readers, which then read the pool from before it and so need a copy of all of it.
     written = jax.lax.optimization_barrier(written)
     if not call.kinds:
@@ -28,11 +33,14 @@ def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table):
     last = offset == page_size - 1
     # At most this many pages of a row can fill in one call: keep the filled ones, one slot each, by their order in the row.
     span = (positions.shape[1] - 1) // page_size + 1
-    slot = positions // page_size - (positions[:, :1] // page_size)
-    sealed = jnp.full((page.shape[0], span), num_pages, page.dtype)
+    slot = jnp.where(last, logical - logical[:, :1], span)
     rows = jnp.arange(page.shape[0])[:, None]
-    sealed = sealed.at[rows, jnp.where(last, slot, span)].set(page, mode="drop").reshape(-1)
-    keys = written.k.at[sealed].get(mode="fill", fill_value=0)
+
+    def of_filled(numbers):
+        return jnp.full((page.shape[0], span), NOWHERE, page.dtype).at[rows, slot].set(numbers, mode="drop").reshape(-1)
+
+    sealed = of_filled(page)
+    keys = written.k.at[sealed if frames is None else of_filled(frame)].get(mode="fill", fill_value=0)
     built = dict(indexes)
     for name, kind, block_size in call.kinds:
         rows = page_index(keys, kind=kind, block_size=block_size)

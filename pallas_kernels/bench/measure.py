@@ -145,10 +145,10 @@ def _run_twice(op: Callable, pool: Any, own: tuple) -> tuple[dict[str, Any], Any
 
 
 def _list(case: Case, pool: Pool, own: tuple, implementation: str | None) -> jax.Array:
-    """What select_blocks lists for a case that has a budget."""
+    """What select_blocks lists for a case that has a budget: `[B, K, W]`."""
     b = case.budget
     sizes = {"page_size": PAGE_SIZE, "block_size": b.block_size, "k": b.k, "sink": b.sink, "local": b.local}
-    return select_blocks(own[0], pool.index, own[1], own[2], kind="bounds", **sizes, implementation=implementation)
+    return select_blocks(own[0], pool.index, own[1], own[2], kind="bounds", **sizes, implementation=implementation)[:, 0]
 
 
 def _check(case: Case, pool: Pool, op: Callable, own: tuple) -> dict[str, Any]:
@@ -156,11 +156,11 @@ def _check(case: Case, pool: Pool, op: Callable, own: tuple) -> dict[str, Any]:
     q, table, lengths, *listed = own
     found, second = _run_twice(op, pool, own)
     if case.op == "select":
-        blocks = second
+        blocks = second[:, 0]
     elif listed:
         blocks = listed[0]
     elif case.budget:
-        blocks = second[2]
+        blocks = second[2][:, 0]
     else:
         blocks = checks.every_block(case.batch, case.sizes.num_kv_heads, case.pages)
     if case.scans:

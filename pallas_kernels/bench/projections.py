@@ -56,7 +56,7 @@ def op_of(case: Case, implementation: str | None):
     """The op as a function of nothing and its own arguments, x first."""
     options = {
         "qkv": {"norm_eps": NORM_EPS, "rotated": 2},
-        "gate-up": {"norm_eps": NORM_EPS, "gated": True},
+        "gate-up": {"norm_eps": NORM_EPS, "gated": "silu"},
         "logits": {"out_dtype": jnp.float32},
     }.get(case.policy, {})
 

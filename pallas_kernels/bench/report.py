@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pallas_kernels.bench import mass_bench, overview, pictures
+from pallas_kernels.bench import mass_bench, overview, pictures, scheduling
 from pallas_kernels.bench.formats import markdown, span, tokens_text
 from pallas_kernels.bench.formats import table as terminal_table
 from pallas_kernels.bench.prefill import echo as echo_report
@@ -194,7 +194,12 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     def of_ops(make: Callable[[list[Row]], str]) -> Callable[[], str]:
         return sourced(prefill_ops, lambda: make(prefill_report.merged_ops(prefill_ops)))
 
-    return of_top_k | {
+    of_kind = {kind: [run for run in runs if run["bench"] == kind] for kind in scheduling.TABLES}
+
+    def scheduled(kind: str) -> Callable[[], str]:
+        return sourced(of_kind[kind], lambda: scheduling.made(kind, [row for run in of_kind[kind] for row in run["rows"]]))
+
+    return (of_top_k | {kind: scheduled(kind) for kind in of_kind}) | {
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
         "decode-op-llama": of(ops, lambda rows: decode_table(rows, "llama-3.1-8b")),
         "op-rows": of(ops, row_table),

@@ -66,8 +66,8 @@ def _sum_up(call: Call, q, k, table, starts, lengths, lse, first_query):
         keep = jnp.maximum(start, first), jnp.minimum(start + num_queries, length)
 
         def tile(args):
-            page_ids, position = args
-            sums = _walk(q, lse, start, keep, query_tile, page_ids, position, k, length, sm_scale)
+            frames, position = args
+            sums = _walk(q, lse, start, keep, query_tile, frames, position, k, length, sm_scale)
             return sums.reshape(num_heads, -1, block_size).sum(2)
 
         tables = table.reshape(-1, pages_per_tile)
@@ -78,14 +78,14 @@ def _sum_up(call: Call, q, k, table, starts, lengths, lse, first_query):
     return jax.lax.map(row, (q, table, starts, lengths, lse, first_query), batch_size=math.gcd(batch, config.rows))
 
 
-def _walk(q, lse, start, keep, query_tile, page_ids, position, k, length, sm_scale):
+def _walk(q, lse, start, keep, query_tile, frames, position, k, length, sm_scale):
     """Sums of weights `[K, G, key_tile]` of the keys from `position` on, over the queries at positions keep[0] <= p < keep[1]."""
     num_kv_heads, page_size = k.shape[1:3]
     group = q.shape[2] // query_tile
-    page = jnp.broadcast_to(page_ids, (num_kv_heads, page_ids.size))
+    page = jnp.broadcast_to(frames, (num_kv_heads, frames.size))
     keys = read_tile(k, page, jnp.zeros_like(page), page_size)
     pos = position + jnp.arange(keys.shape[1], dtype=jnp.int32)
-    pos = jnp.where((jnp.repeat(page_ids, page_size) >= 0) & (pos < length), pos, -1)
+    pos = jnp.where((jnp.repeat(frames, page_size) >= 0) & (pos < length), pos, -1)
     begin = jnp.maximum(jnp.maximum(keep[0], position) - start, 0) // query_tile
     end = -(-jnp.maximum(keep[1] - start, 0) // query_tile)
 

@@ -90,16 +90,16 @@ def _walk(call: Call, q: Float[Array, "H R D"], first, always, listed: Int[Array
     per_step = max(1, call.config.key_tile // block_size)
     query_pos = (first + jnp.arange(query_tile, dtype=jnp.int32))[:, None]
     ids = jnp.concatenate([jnp.broadcast_to(always, (num_heads, always.shape[0])), listed], axis=1)
-    page_ids = table.at[jnp.maximum(ids, 0) // (page_size // block_size)].get(mode="fill", fill_value=-1)
-    there = (ids >= 0) & (page_ids >= 0) & (ids * block_size < jnp.minimum(length, first + query_tile))
+    frames = table.at[jnp.maximum(ids, 0) // (page_size // block_size)].get(mode="fill", fill_value=-1)
+    there = (ids >= 0) & (frames >= 0) & (ids * block_size < jnp.minimum(length, first + query_tile))
     is_listed = jnp.arange(ids.shape[1]) >= always.shape[0]
     padding = -ids.shape[1] % per_step
-    ids, page_ids = (jnp.pad(jnp.where(there, x, -1), ((0, 0), (0, padding)), constant_values=-1) for x in (ids, page_ids))
+    ids, frames = (jnp.pad(jnp.where(there, x, -1), ((0, 0), (0, padding)), constant_values=-1) for x in (ids, frames))
     is_listed = jnp.pad(is_listed, (0, padding))
     steps = jnp.max(jnp.where(ids >= 0, jnp.arange(ids.shape[1], dtype=jnp.int32) // per_step + 1, 0))
 
     def step(i, partial):
-        block, page = (jax.lax.dynamic_slice_in_dim(x, i * per_step, per_step, axis=1) for x in (ids, page_ids))
+        block, page = (jax.lax.dynamic_slice_in_dim(x, i * per_step, per_step, axis=1) for x in (ids, frames))
         from_list = jnp.repeat(jax.lax.dynamic_slice_in_dim(is_listed, i * per_step, per_step), block_size)
         pos = (block[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)).reshape(num_heads, -1)
         written = (pos >= 0) & (pos < length)

@@ -40,7 +40,7 @@ def flash_attention(
 
     q: T consecutive tokens of each sequence, float32, bfloat16 or float16, heads of one KV head adjacent. pages: the pool, the chunk
     already written; pages that no table names, and tokens past `lengths`, may hold anything, NaN too. table: int32, logical page ->
-    physical page below N, -1 where there is none (those tokens are not attended). starts: int32, position of the chunk's first token, any
+    frame below N, -1 where there is none (those tokens are not attended). starts: int32, position of the chunk's first token, any
     token. lengths: int32, tokens written, the chunk's own included.
 
     Query t of row b stands at position starts[b]+t and attends to keys at or before it that are written. window: (sink_tokens,

@@ -84,10 +84,10 @@ def _walk(call: Call, q, first, query_tile, table, length, pages, pages_per_tile
 
     def step(i, partial):
         i = jnp.where(i < sinks, i, i - sinks + resume)
-        page_ids = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile)
+        frames = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile)
         pos = i * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
-        pos = jnp.where((jnp.repeat(page_ids, page_size) >= 0) & (pos < length), pos, -1)
-        page = jnp.broadcast_to(page_ids, (pages.kv_heads, pages_per_tile))
+        pos = jnp.where((jnp.repeat(frames, page_size) >= 0) & (pos < length), pos, -1)
+        page = jnp.broadcast_to(frames, (pages.kv_heads, pages_per_tile))
         keys, values = read(pages, page, jnp.zeros_like(page), page_size)
         seen = visible(pos, query_pos, window)
         logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)

@@ -1,4 +1,17 @@
-"""gated_delta: signature, validation, dispatch."""
+"""gated_delta: signatures, validation, dispatch.
+
+A Gated DeltaNet layer has per value head a state S `[Dk, Dv]` in float32, and with the keys and queries of key head `h // (H / K)`:
+
+    S = exp(g_t) S;   u_t = beta_t (v_t - S^T k_t);   S = S + k_t u_t^T;   out_t = scale * S^T q_t
+
+u_t is the token's correction. A sequence keeps S as it was before its open page, and key, decay and correction of each token of that page:
+S after any of them is `delta_fold` of that many rows. So tokens are dropped by forgetting their rows, and nothing is computed twice.
+
+Source: "Gated Delta Networks" (arXiv 2412.06464), equation 10; chunks: "Parallelizing Linear Transformers with the Delta Rule over Sequence
+Length" (arXiv 2406.06484). The same as `torch_recurrent_gated_delta_rule` of `transformers`, where q and k are repeated.
+
+Letters beside those of the design: R rows of a page, C tokens of an inner chunk, Dk and Dv sizes of a key and a value.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +19,21 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import dispatch
-from pallas_kernels.gated_delta.state import GatedDeltaState
 
-FORMS = ("chunked", "recurrent")
+FORMS = ("page", "step", "fold")
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static arguments of `gated_delta`, which see. Raises ValueError for values that make no sense."""
+    """The static arguments of a form of the op. Raises ValueError for values that make no sense. chunk: of form "page" alone."""
 
     form: str
-    scale: float
+    scale: float = 1.0
     normalize: bool = True
+    chunk: int = 0
 
     def __post_init__(self):
         if self.form not in FORMS:
@@ -29,73 +42,120 @@ class Call:
             raise ValueError(f"scale must be a finite float other than 0, got {self.scale!r}")
         if not isinstance(self.normalize, bool):
             raise ValueError(f"normalize must be a bool, got {self.normalize!r}")
+        if not isinstance(self.chunk, int) or self.chunk < (self.form == "page"):
+            raise ValueError(f"chunk must be at least 1 token, got {self.chunk!r}")
 
 
-def gated_delta(
-    q: Float[Array, "B T K Dk"],
-    k: Float[Array, "B T K Dk"],
-    v: Float[Array, "B T H Dv"],
-    g: Float32[Array, "B T H"],
-    beta: Float32[Array, "B T H"],
-    state: GatedDeltaState,
+def delta_page(
+    q: Float[Array, "B R K Dk"],
+    k: Float[Array, "B R K Dk"],
+    v: Float[Array, "B R H Dv"],
+    g: Float32[Array, "B R H"],
+    beta: Float32[Array, "B R H"],
+    corrections: Float32[Array, "B R H Dv"],
+    start: Float32[Array, "B H Dk Dv"],
+    counts: Int32[Array, "B"],
     lengths: Int32[Array, "B"],
     *,
-    form: str,
     scale: float,
+    chunk: int,
     normalize: bool = True,
-    fold: Bool[Array, "B"] | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B T H Dv"], GatedDeltaState]:
-    """The next tokens of B sequences through a Gated DeltaNet layer's recurrence.
-
-    Per value head, with the state S `[Dk, Dv]` in float32 and the keys and queries of key head `h // (H / K)`:
-
-        S = exp(g_t) S;   S = S + k_t (beta_t (v_t - S^T k_t))^T;   out_t = scale * S^T q_t
+) -> tuple[Float[Array, "B R H Dv"], Float32[Array, "B R H Dv"]]:
+    """Prefill: the next tokens of a page, whose rows are the tokens in order, by matrix products over inner chunks of the page.
 
     Args:
         q, k: queries and keys, of v's dtype. K key heads; they are not repeated for the value heads.
         v: values. H is a multiple of K.
         g: log of the decay, finite and at most 0. beta: how much of the correction is written, 0 to 1.
-        state: what the same sequences left behind, see `GatedDeltaState`; `empty_state` before the first token. Its shapes say how many
-            tokens an inner chunk has.
-        lengths: tokens of each row, 0 to T. What stands in q, k, v, g and beta beyond may be anything, NaN too. A row of length 0 keeps
-            its state bit for bit.
-        form: "chunked" or "recurrent", see below.
-        scale: factor of the queries, Dk**-0.5 in the models.
+        corrections: of the tokens that the page has already.
+        start: the state before the page.
+        counts: tokens that the page has already. Of these q is not read, v and beta only in the inner chunk that is not full yet.
+        lengths: tokens that are new; they follow, and counts + lengths is at most R. Rows beyond may hold anything, NaN too.
+        scale: factor of the queries, Dk**-0.5 in the models. chunk: C, tokens of an inner chunk; divides R. Bits depend on it.
         normalize: divide each query and key by its length first: x / sqrt(sum(x^2) + 1e-6), in float32.
-        fold: rows whose tail is folded into the border after their tokens, also where these are none. Only for "chunked"; None: no row.
         implementation: see `pallas_kernels.dispatch`.
 
-    Returns out `[B, T, H, Dv]` in v's dtype, 0 beyond a row's length, and the state after the tokens. All arithmetic is float32.
+    Returns out in v's dtype, 0 in rows that are not new, and the corrections with those of the new rows put in. All arithmetic is float32.
 
-    "chunked" is for prefill. Inner chunks have C tokens and are counted from the border, not from the start of a call. A chunk that a call
-    leaves incomplete goes into the state as its tokens, and the next call computes it again, by the same arithmetic. So any cut of a
-    sequence into chunked calls gives the same bits, of outputs and states, whatever T is. Cost: up to C-1 tokens computed again per call.
-
-    "recurrent" is for decode: a step reads and writes the border, 8 H Dk Dv bytes a row, and looks at no tail. The tail must have been
-    folded: a row with tokens and a tail becomes NaN, outputs and state. Bits differ from the chunked form's. After it, chunks are counted
-    from the last token it wrote.
-
-    In both forms a row's results do not depend on the other rows. To drop drafted tokens, call again with the state before them and the
-    number of tokens that stay: the bits are those of a call that never had the others. That costs a second copy of the state for a step.
-    In the chunked form a token of a chunk that is NaN or infinite makes the whole chunk NaN, the tokens before it included.
+    An inner chunk that is not full is computed again by the next call, as a whole and by the same arithmetic. So however a page is cut
+    into calls, a token's bits are the same; they do not depend on other rows of the batch either. A token that is NaN or infinite makes its
+    whole inner chunk NaN. Cost: up to C-1 tokens computed again per call, and S once per inner chunk from the page's rows.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
-
-    Sources: "Gated Delta Networks" (arXiv 2412.06464), equation 10; chunks: "Parallelizing Linear Transformers with the Delta Rule over
-    Sequence Length" (arXiv 2406.06484). The same as `torch_recurrent_gated_delta_rule` of `transformers`, where q and k are repeated.
     """
-    call = Call(form=form, scale=scale, normalize=normalize)
-    _check(q, k, v, g, beta, state, lengths, fold, call)
-    fold = jnp.zeros(lengths.shape, bool) if fold is None else fold
-    arrays = q, k, v, g, beta, state, lengths, fold
-    signature = f"{call} chunk {state.chunk} {dispatch.signature(q=q, v=v)}"
-    name = dispatch.choose("gated_delta", implementation, signature, arrays, {"call": call})
-    return dispatch.load("gated_delta", name)(*arrays, call=call)
+    call = Call("page", scale, normalize, chunk)
+    _check_tokens(q, k, v, g, beta, lengths)
+    _check_rows(v, k, g, corrections, start, counts)
+    if k.shape[1] % chunk or corrections.shape[1] != k.shape[1]:
+        raise ValueError(
+            f"chunk {chunk} must divide the rows of the page, {k.shape[1]}, and corrections must have as many: {corrections.shape}"
+        )
+    signature = f"{call} {dispatch.signature(q=q, v=v)}"
+    return dispatch.run("gated_delta", implementation, signature, call, q, k, v, g, beta, corrections, start, counts, lengths)
 
 
-def _check(q, k, v, g, beta, state: GatedDeltaState, lengths, fold, call: Call) -> None:
-    arrays = dispatch.signature(q=q, k=k, v=v, g=g, beta=beta, lengths=lengths, fold=fold)
+def delta_step(
+    q: Float[Array, "B T K Dk"],
+    k: Float[Array, "B T K Dk"],
+    v: Float[Array, "B T H Dv"],
+    g: Float32[Array, "B T H"],
+    beta: Float32[Array, "B T H"],
+    page_k: Float[Array, "B R K Dk"],
+    page_g: Float32[Array, "B R H"],
+    corrections: Float32[Array, "B R H Dv"],
+    start: Float32[Array, "B H Dk Dv"],
+    counts: Int32[Array, "B"],
+    lengths: Int32[Array, "B"],
+    *,
+    scale: float,
+    normalize: bool = True,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B T H Dv"]]:
+    """Decode: a token, or T drafted ones, after the `counts` tokens of a page.
+
+    page_k, page_g, corrections: of the page's tokens; rows from `counts` on may hold anything. lengths: how many of the T tokens there are.
+    The other arguments are those of `delta_page`.
+
+    Returns out in v's dtype and the tokens' corrections, 0 from `lengths` on. A token's results do not depend on those after it: drafts are
+    dropped by not keeping their rows. Bits differ from `delta_page`'s, and are promised for equal B and T.
+
+    Bytes of a row: S is read once and not written, 4 H Dk Dv; R keys, and 4 R H Dv of corrections. Raises as `delta_page` does.
+    """
+    call = Call("step", scale, normalize)
+    _check_tokens(q, k, v, g, beta, lengths)
+    _check_rows(v, page_k, page_g, corrections, start, counts)
+    if page_k.dtype != k.dtype or page_k.shape[2:] != k.shape[2:]:
+        raise ValueError(f"keys of the page must be like k; got {dispatch.signature(page_k=page_k, k=k)}")
+    signature = f"{call} {dispatch.signature(q=q, v=v, page_k=page_k)}"
+    return dispatch.run(
+        "gated_delta", implementation, signature, call, q, k, v, g, beta, page_k, page_g, corrections, start, counts, lengths
+    )
+
+
+def delta_fold(
+    k: Float[Array, "B R K Dk"],
+    g: Float32[Array, "B R H"],
+    corrections: Float32[Array, "B R H Dv"],
+    start: Float32[Array, "B H Dk Dv"],
+    counts: Int32[Array, "B"],
+    *,
+    normalize: bool = True,
+    implementation: str | None = None,
+) -> Float32[Array, "B H Dk Dv"]:
+    """The state after the first `counts` rows of a page, from that before it. Arguments and errors are those of `delta_page`.
+
+    Bytes of a row: S read and written, R keys and corrections read. Bits are promised for equal B and R.
+    """
+    call = Call("fold", normalize=normalize)
+    if k.ndim != 4 or g.ndim != 3:
+        raise ValueError(f"delta_fold takes k [B,R,K,Dk] and g [B,R,H]; got {dispatch.signature(k=k, g=g)}")
+    _check_rows(corrections, k, g, corrections, start, counts)
+    return dispatch.run("gated_delta", implementation, f"{call} {dispatch.signature(k=k, g=g)}", call, k, g, corrections, start, counts)
+
+
+def _check_tokens(q, k, v, g, beta, lengths) -> None:
+    arrays = dispatch.signature(q=q, k=k, v=v, g=g, beta=beta, lengths=lengths)
     if q.ndim != 4 or v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2] or 0 in (*q.shape, *v.shape):
         raise ValueError(f"gated_delta takes q, k [B,T,K,Dk] and v [B,T,H,Dv], no axis empty; got {arrays}")
     if not jnp.issubdtype(v.dtype, jnp.floating) or not q.dtype == k.dtype == v.dtype:
@@ -106,20 +166,17 @@ def _check(q, k, v, g, beta, state: GatedDeltaState, lengths, fold, call: Call) 
         raise ValueError(f"g and beta must be float32 [B,T,H]; got {arrays}")
     if lengths.shape != v.shape[:1] or lengths.dtype != jnp.int32:
         raise ValueError(f"lengths must be int32 [B]; got {arrays}")
-    if fold is not None and (call.form != "chunked" or fold.shape != lengths.shape or fold.dtype != jnp.bool_):
-        raise ValueError(f"fold must be bool [B], and only form 'chunked' takes it; got {arrays}, form {call.form!r}")
-    (batch, _, num_heads, value_dim), (key_heads, key_dim) = v.shape, q.shape[2:]
+
+
+def _check_rows(v, page_k, page_g, corrections, start, counts) -> None:
+    """That the rows of a page, and the state before it, are those of layers with values like v `[B, any, H, Dv]`."""
+    (batch, _, heads, value_dim), (rows, _, key_dim) = v.shape, page_k.shape[1:]
     wanted = {
-        "border": ((batch, num_heads, key_dim, value_dim), jnp.float32),
-        "k": ((batch, state.chunk - 1, key_heads, key_dim), k.dtype),
-        "v": ((batch, state.chunk - 1, num_heads, value_dim), v.dtype),
-        "g": ((batch, state.chunk - 1, num_heads), jnp.float32),
-        "beta": ((batch, state.chunk - 1, num_heads), jnp.float32),
-        "count": ((batch,), jnp.int32),
+        "page's g": (page_g, (batch, rows, heads), jnp.float32),
+        "corrections": (corrections, (batch, rows, heads, value_dim), jnp.float32),
+        "start": (start, (batch, heads, key_dim, value_dim), jnp.float32),
+        "counts": (counts, (batch,), jnp.int32),
     }
-    for name, (shape, dtype) in wanted.items():
-        found = getattr(state, name)
+    for name, (found, shape, dtype) in wanted.items():
         if found.shape != shape or found.dtype != dtype:
-            raise ValueError(
-                f"state.{name} must be {jnp.dtype(dtype)}{list(shape)}, got {found.dtype}{list(found.shape)}: make it with empty_state"
-            )
+            raise ValueError(f"{name} must be {jnp.dtype(dtype)}{list(shape)}, got {found.dtype}{list(found.shape)}")

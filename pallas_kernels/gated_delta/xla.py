@@ -1,29 +1,30 @@
-"""gated_delta for any backend: inner chunks one after the other, each by matrix products; or token by token.
+"""gated_delta for any backend: a page by inner chunks, one after the other, each by matrix products; a step by products with its rows.
 
-Chunked form. Inside a chunk the corrections u_i = beta_i (v_i - S_i^T k_i), with S_i the decayed state that token i meets, solve a
-unit lower triangular system (the UT transform), since S_i is the chunk's first state and the corrections before i:
+Inside an inner chunk the corrections u_i = beta_i (v_i - S_i^T k_i), with S_i the decayed state that token i meets, solve a unit lower
+triangular system (the UT transform), since S_i is the chunk's first state and the corrections before i:
 
     u_i + sum_{j<i} beta_i exp(g_{j+1} + ... + g_i) (k_i . k_j) u_j = beta_i (v_i - exp(g_1 + ... + g_i) S_0^T k_i)
 
-What decides bits. All arithmetic of a chunk runs on arrays of the chunk's shape, in the body of a loop whose number of rounds is not known
-to the compiler: no call can merge it with what stands around it, and it does not know T. Row i of a chunk gets only zeros from later rows,
+A step solves the same for its own tokens, one after the other, with the page's corrections known; it needs no state but the page's first.
+
+What decides bits. All arithmetic of an inner chunk runs on arrays of the chunk's and the page's shapes, in the body of a loop whose number
+of rounds is not known to the compiler: no call can merge it with what stands around it. Row i of a chunk gets only zeros from later rows,
 because every product with them is masked, and is rounded alike whether they are there or not. Sums of g are taken per pair of
 tokens and not as differences of one running sum, which would lose a weak decay after a strong one.
 
-Memory: the outputs once more, a second state, and a chunk's arrays, about `16 B H C (C + Dk + Dv)` bytes. Traffic per chunk: these arrays
-several times, its tokens and the state once. Source: arXiv 2412.06464, section 3.3 and appendix A.
+Memory: the outputs and the corrections once more, a second state, and a chunk's arrays, about `16 B H C (C + Dk + Dv)` bytes. Traffic per
+chunk: these arrays several times, the page's rows and the state once. Source: arXiv 2412.06464, section 3.3 and appendix A.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.gated_delta.state import GatedDeltaState
+from pallas_kernels.gated_delta.api import Call
 
 EPSILON = 1e-6
 """Added to the squared length of a query or key before the root."""
@@ -32,92 +33,93 @@ _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def gated_delta(q, k, v, g, beta, state, lengths, fold, *, call):
-    """See `pallas_kernels.gated_delta.gated_delta`."""
-    if call.form == "recurrent":
-        return _recurrent(q, k, v, g, beta, state, lengths, call)
-    return _chunked(q, k, v, g, beta, state, lengths, fold, call)
+def gated_delta(call: Call, *operands):
+    """See `pallas_kernels.gated_delta`: its functions, by form."""
+    return {"page": _page, "step": _step, "fold": _fold}[call.form](*operands, call)
 
 
-def _unit(x: Float[Array, "... D"], call) -> Float32[Array, "... D"]:
+def _unit(x: Float[Array, "... D"], call: Call) -> Float32[Array, "... D"]:
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPSILON) if call.normalize else x
 
 
-# Token by token.
+def _up_to(counts: Int32[Array, "B"], x: Float[Array, "B n ..."]) -> Float[Array, "B n ..."]:
+    """The first `counts` rows, zeros beyond."""
+    there = jnp.arange(x.shape[1], dtype=jnp.int32) < counts[:, None]
+    return jnp.where(there.reshape(*there.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
-def _recurrent(q, k, v, g, beta, state, lengths, call):
-    group = v.shape[2] // q.shape[2]
-
-    def step(border, token):
-        q, k, v, g, beta, at = token
-        q, k = (jnp.repeat(_unit(x, call), group, axis=1) for x in (q, k))
-        after = border * jnp.exp(g)[..., None, None]
-        correction = beta[..., None] * (v.astype(jnp.float32) - _einsum("bhd,bhde->bhe", k, after))
-        after = after + k[..., None] * correction[..., None, :]
-        there = (at < lengths)[:, None, None]
-        out = jnp.where(there, _einsum("bhd,bhde->bhe", q * call.scale, after), 0)
-        return jnp.where(there[..., None], after, border), out.astype(v.dtype)
-
-    # A tail that was not folded is a mistake of the caller; it must not go unseen.
-    bad = ((state.count > 0) & (lengths > 0))[:, None, None, None]
-    steps = [jnp.swapaxes(x, 0, 1) for x in (q, k, v, g, beta)]
-    border, outs = jax.lax.scan(step, jnp.where(bad, jnp.nan, state.border), (*steps, jnp.arange(q.shape[1], dtype=jnp.int32)))
-    return jnp.swapaxes(outs, 0, 1), dataclasses.replace(state, border=border)
+def _since(g: Float32[Array, "B R H"]) -> tuple[Float32[Array, "B H"], Float32[Array, "B H R"]]:
+    """The decay of all rows together, and of the rows after each row; rows that are not there have g = 0."""
+    rows = jnp.arange(g.shape[1])
+    after = (rows > jnp.arange(-1, g.shape[1])[:, None]).astype(jnp.float32)  # [j, l]: l after j, j = -1 being the start
+    decays = jnp.exp(_einsum("jl,blh->bhj", after, g))
+    return decays[..., 0], decays[..., 1:]
 
 
-# Chunk by chunk.
+def _fold(k, g, corrections, start, counts, call):
+    k, g, corrections = (_up_to(counts, x) for x in (k, g, corrections))
+    whole, since = _since(g)
+    keys = jnp.repeat(_unit(k, call), g.shape[2] // k.shape[2], axis=2) * jnp.swapaxes(since, 1, 2)[..., None]
+    return start * whole[..., None, None] + _einsum("brhd,brhe->bhde", keys, corrections)
 
 
-def _chunked(q, k, v, g, beta, state, lengths, fold, call):
-    (batch, num_tokens, num_heads, value_dim), size = v.shape, state.chunk
-    total = state.count + lengths
-    most = -(-(size - 1 + num_tokens) // size)
-    rounds = jnp.max(jnp.where((lengths > 0) | fold, -(-total // size), 0))
-    tails = state.k, state.v, state.g, state.beta
+def _step(q, k, v, g, beta, page_k, page_g, corrections, start, counts, lengths, call):
+    (batch, num_tokens, heads, value_dim), group = v.shape, v.shape[2] // k.shape[2]
+    page_k, page_g, corrections = (_up_to(counts, x) for x in (page_k, page_g, corrections))
+    q, k = _unit(q, call) * call.scale, _unit(k, call)
+    # Decays from the start, and from each row of the page, to before the first of these tokens.
+    whole, since = _since(page_g)
+    known = _unit(page_k, call)
 
-    def round_(number, carry):
-        outs, border = carry
-        at = jnp.broadcast_to(number * size + jnp.arange(size, dtype=jnp.int32), (batch, size))
-        keys, values, log_decay, rate = (
-            _tokens(tail, new, state.count, total, at) for tail, new in zip(tails, (k, v, g, beta), strict=True)
-        )
-        queries = _tokens(jnp.zeros_like(state.k), q, state.count, total, at)
-        by_head = [jnp.swapaxes(x, 1, 2) for x in (_unit(queries, call) * call.scale, _unit(keys, call), values.astype(jnp.float32))]
-        out, end = _chunk(*by_head, jnp.swapaxes(log_decay, 1, 2), jnp.swapaxes(rate, 1, 2), border)
-        outs = jax.lax.dynamic_update_slice_in_dim(outs, jnp.swapaxes(out, 1, 2).astype(v.dtype), number * size, axis=1)
-        passed = ((number + 1) * size <= total) | (fold & (number * size < total))
-        return outs, jnp.where(passed[:, None, None, None], end, border)
+    def held(x):
+        """Of each token x [B, T, K, Dk]: what the state before these tokens holds, not yet decayed by them. [B, T, H, Dv]"""
+        of_start = _einsum("bthd,bhde->bthe", jnp.repeat(x, group, axis=2), start) * whole[:, None, :, None]
+        weights = jnp.repeat(_einsum("btkd,brkd->btkr", x, known), group, axis=2) * since[:, None]
+        return of_start + _einsum("bthr,brhe->bthe", weights, corrections)
 
-    outs = jnp.zeros((batch, most * size, num_heads, value_dim), v.dtype)
-    outs, border = jax.lax.fori_loop(0, rounds, round_, (outs, state.border))
-    at = jnp.arange(num_tokens, dtype=jnp.int32) + state.count[:, None]
-    out = jnp.where((at < total[:, None])[..., None, None], jax.vmap(lambda rows, at: rows[at])(outs, at), 0)
-    return out, _state_after(state, border, (k, v, g, beta), total, fold)
+    found_k, found_q = held(k), held(q)
+    by_k, by_q = (jnp.repeat(_einsum("btkd,bskd->btks", x, k), group, axis=2) for x in (k, q))
 
+    def token(at, carry):
+        out, new, decay = carry
+        decay = decay * jnp.exp(g[:, at])[:, :, None]  # [B, H, 1 + T]: from before the tokens, and from each earlier one, to this
+        reach, place = decay[..., :1], jnp.arange(num_tokens)
+        found = reach * found_k[:, at] + _einsum("bhs,bshe->bhe", jnp.where(place < at, by_k[:, at] * decay[..., 1:], 0), new)
+        new = new.at[:, at].set(beta[:, at, :, None] * (v[:, at].astype(jnp.float32) - found))
+        decay = decay.at[..., 1 + at].set(1.0)
+        read = reach * found_q[:, at] + _einsum("bhs,bshe->bhe", jnp.where(place <= at, by_q[:, at] * decay[..., 1:], 0), new)
+        return out.at[:, at].set(read), new, decay
 
-def _tokens(tail: Array, new: Array, count: Int32[Array, "B"], total: Int32[Array, "B"], at: Int32[Array, "B n"]) -> Array:
-    """The tokens at places `at` since the border: those of the tail, then those of the call, then zeros.
-
-    A row of `at` is consecutive. It starts at 0, or at the tail's end or later.
-    """
-
-    def mask(rows):
-        return rows.reshape(*at.shape, *[1] * (new.ndim - 2))
-
-    old = jnp.pad(tail, ((0, 0), (0, at.shape[1] - tail.shape[1]), *[(0, 0)] * (new.ndim - 2)))
-    fresh = jax.vmap(lambda rows, index: rows.at[index].get(mode="clip"))(new, at - count[:, None])
-    return jnp.where(mask(at < total[:, None]), jnp.where(mask(at < count[:, None]), old, fresh), 0)
+    zeros = jnp.zeros((batch, num_tokens, heads, value_dim), jnp.float32)
+    out, new, _ = jax.lax.fori_loop(0, num_tokens, token, (zeros, zeros, jnp.ones((batch, heads, 1 + num_tokens), jnp.float32)))
+    return _up_to(lengths, out).astype(v.dtype), _up_to(lengths, new)
 
 
-def _state_after(state: GatedDeltaState, border, new, total: Int32[Array, "B"], fold: Bool[Array, "B"]) -> GatedDeltaState:
-    first = total // state.chunk * state.chunk
-    left = jnp.where(fold, 0, total - first)
-    at = first[:, None] + jnp.arange(state.chunk - 1, dtype=jnp.int32)
-    tails = state.k, state.v, state.g, state.beta
-    rows = [_tokens(tail, x, state.count, first + left, at) for tail, x in zip(tails, new, strict=True)]
-    return GatedDeltaState(border, *rows, left)
+def _page(q, k, v, g, beta, corrections, start, counts, lengths, call):
+    size, total = call.chunk, counts + lengths
+    q, k, v, g, beta = (_up_to(total, x) for x in (q, k, v, g, beta))
+    first = jnp.min(jnp.where(lengths > 0, counts // size, k.shape[1] // size))
+    last = jnp.max(jnp.where(lengths > 0, -(-total // size), 0))
+
+    def chunk(number, carry):
+        outs, corrections = carry
+        begin = number * size
+        state = _fold(k, g, corrections, start, jnp.minimum(begin, total), call)
+        queries, keys, values, log_decay, rate = (jnp.swapaxes(_rows(x, begin, size), 1, 2) for x in (q, k, v, g, beta))
+        out, found = _chunk(_unit(queries, call) * call.scale, _unit(keys, call), values.astype(jnp.float32), log_decay, rate, state)
+        at = begin + jnp.arange(size, dtype=jnp.int32)
+        new = ((at >= counts[:, None]) & (at < total[:, None]))[..., None, None]
+        out = jnp.where(new, jnp.swapaxes(out, 1, 2), 0).astype(v.dtype)
+        found = jnp.where(new, jnp.swapaxes(found, 1, 2), _rows(corrections, begin, size))
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=begin, axis=1)
+        return put(outs, out), put(corrections, found)
+
+    return jax.lax.fori_loop(first, last, chunk, (jnp.zeros(v.shape, v.dtype), corrections))
+
+
+def _rows(x: Float[Array, "B R ..."], begin: Int32[Array, ""], size: int) -> Float[Array, "B C ..."]:
+    return jax.lax.dynamic_slice_in_dim(x, begin, size, axis=1)
 
 
 def _chunk(
@@ -127,8 +129,8 @@ def _chunk(
     g: Float32[Array, "B H C"],
     beta: Float32[Array, "B H C"],
     start: Float32[Array, "B H Dk Dv"],
-) -> tuple[Float32[Array, "B H C Dv"], Float32[Array, "B H Dk Dv"]]:
-    """Outputs of a chunk, and the state after it. Tokens that are not there are zeros: they decay nothing and correct nothing."""
+) -> tuple[Float32[Array, "B H C Dv"], Float32[Array, "B H C Dv"]]:
+    """Outputs and corrections of an inner chunk. Tokens that are not there are zeros: they decay nothing and correct nothing."""
     group = v.shape[1] // k.shape[1]
     since_start, between = _decays(g)
     wide_q, wide_k = (jnp.repeat(x, group, axis=1) for x in (q, k))
@@ -136,10 +138,8 @@ def _chunk(
     found = since_start * _einsum("bhid,bhde->bhie", wide_k, start)
     corrections = _einsum("bhij,bhje->bhie", _inverse(beta[..., None] * of_keys), beta[..., None] * (v - found))
     out = since_start * _einsum("bhid,bhde->bhie", wide_q, start) + _einsum("bhij,bhje->bhie", of_queries, corrections)
-    until_end = jnp.swapaxes(between[..., -1:, :], -1, -2)
-    end = start * since_start[..., -1:, :] + _einsum("bhjd,bhje->bhde", wide_k * until_end, corrections)
     # A sum of zeros alone may be -0 or 0, depending on the signs of masked rows.
-    return jnp.where(out == 0, 0.0, out), end
+    return jnp.where(out == 0, 0.0, out), jnp.where(corrections == 0, 0.0, corrections)
 
 
 def _decays(g: Float32[Array, "B H C"]) -> tuple[Float32[Array, "B H C 1"], Float32[Array, "B H C C"]]:

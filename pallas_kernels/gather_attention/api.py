@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.pages import Pages, check, check_scale, check_window
+from pallas_kernels.pages import Pages, as_rows, check, check_scale, check_window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ def gather_attention(
     table: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     *,
-    blocks: Int[Array, "B K W"] | None = None,
+    blocks: Int[Array, "B *T K W"] | None = None,
     block_size: int | None = None,
     window: tuple[int, int] | None = None,
     sm_scale: float,
@@ -43,18 +43,24 @@ def gather_attention(
 ) -> tuple[Array, ...]:
     """Attention of a few queries per sequence over a list of blocks of its keys.
 
-    q: T queries per sequence (1, or a few drafted tokens), float32, bfloat16 or float16, heads of one KV head adjacent. pages: the pool;
-    pages that no table names may hold anything, NaN too. table: int32, logical page -> physical page below N, -1 where there is none.
-    lengths: int32, tokens written, those of the T queries included.
-
     Query t of row b stands at position lengths[b]-T+t and attends to the keys at or before it, so drafts are causal among themselves.
 
-    blocks: int32, the logical blocks each KV head reads, each at most once, in any order, -1 anywhere = none; blocks that do not exist or
-    have no page are skipped. None reads every block (dense). block_size: tokens per block, divides P (default P); it also sets the
-    grain of the block LSE. window: (sink_tokens, window_tokens), of the keys listed only those at positions < sink_tokens or
-    > query position - window_tokens are attended. sm_scale: multiplies the logits. return_block_lse: return the third result.
-    config: the implementation's own; "xla" takes `pallas_kernels.gather_attention.xla.Config`. implementation: see
-    `pallas_kernels.dispatch`.
+    Args:
+        q: T queries per sequence (1, or a few drafted tokens), float32, bfloat16 or float16, heads of one KV head adjacent.
+        pages: the pool; frames that no table names may hold anything, NaN too.
+        table: int32, logical page -> frame below N, -1 where there is none.
+        lengths: int32, tokens written, those of the T queries included.
+        blocks: int32, the logical blocks each KV head reads, each at most once, in any order, -1 anywhere = none. Blocks that do not exist
+            or have no frame are not read; `pallas_kernels.pages.missing` counts them. `[B, K, W]` is one list for all T queries.
+            `[B, T, K, W]` is a list per query: queries are then rows of their own that share a page table, and each reads its own list.
+            None reads every block (dense).
+        block_size: tokens per block, divides P (default P); it also sets the grain of the block LSE.
+        window: (sink_tokens, window_tokens), of the keys listed only those at positions < sink_tokens or > query position - window_tokens
+            are attended.
+        sm_scale: multiplies the logits.
+        return_block_lse: return the third result.
+        config: the implementation's own; "xla" takes `pallas_kernels.gather_attention.xla.Config`.
+        implementation: see `pallas_kernels.dispatch`.
 
     Returns out `[B, T, H, Dv]` in q's dtype, lse `[B, T, H]` float32 (log-sum-exp of the scaled logits, natural log) and, if asked for,
     the same per listed block `[B, T, H, W]` (W = M * P / block_size when blocks is None). A query with nothing to read gives 0 and -inf.
@@ -70,10 +76,19 @@ def gather_attention(
     block_size = pages.page_size if block_size is None else block_size
     if block_size <= 0 or pages.page_size % block_size:
         raise ValueError(f"block_size {block_size} does not divide the page size {pages.page_size}; got {arrays}")
-    if blocks is not None and (blocks.ndim != 3 or blocks.shape[:2] != (q.shape[0], pages.kv_heads) or blocks.shape[2] == 0):
-        raise ValueError(f"blocks must be [B={q.shape[0]}, K={pages.kv_heads}, W >= 1]; got {arrays}")
+    batch, num_queries, heads = *q.shape[:2], pages.kv_heads
+    shapes = None if blocks is None else ((batch, heads, blocks.shape[-1]), (batch, num_queries, heads, blocks.shape[-1]))
+    if blocks is not None and (blocks.shape not in shapes or blocks.shape[-1] == 0):
+        raise ValueError(
+            f"blocks must be [B={batch}, K={heads}, W >= 1], or per query [B={batch}, T={num_queries}, K={heads}, W]; got {arrays}"
+        )
     if blocks is not None and blocks.dtype != jnp.int32:
         raise ValueError(f"blocks must be int32; got {arrays}")
     call = Call(block_size, window, sm_scale, return_block_lse, config)
     signature = f"{arrays} block_size {block_size} window {window}" + (f" value_dim {pages.value_dim}" if pages.v is None else "")
-    return dispatch.run("gather_attention", implementation, signature, call, q, pages, table, lengths, blocks)
+    if blocks is None or blocks.ndim == 3:
+        return dispatch.run("gather_attention", implementation, signature, call, q, pages, table, lengths, blocks)
+    rows, tables, ends = as_rows(q, table, lengths, 1)
+    lists = blocks.reshape(-1, *blocks.shape[2:])
+    results = dispatch.run("gather_attention", implementation, signature, call, rows, pages, tables, ends, lists)
+    return tuple(x.reshape(batch, num_queries, *x.shape[2:]) for x in results)

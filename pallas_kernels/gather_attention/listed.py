@@ -59,13 +59,12 @@ def scratch(s: Shape, words: dict[str, int]) -> dict:
     return s.scratch() | floats | {name: plgpu.SMEM((n,), jnp.int32) for name, n in words.items()}
 
 
-def locate(s: Shape, unit, table_width: int, table_ref, lengths_ref, scratch) -> None:
+def locate(s: Shape, length, table_ref, first_entry, scratch) -> None:
     """By single threads: to `scratch["pages_s"]` the page of each listed block, -1 where there is none; behind them the row's length.
 
-    Every tile needs them, and gets them sooner from there than from global memory.
+    first_entry: of the row in the page table. Every tile needs the pages, and gets them sooner from there than from global memory.
     """
-    row, threads = unit // s.num_kv_heads, s.warpgroups * 128
-    length = lanes.load_global(lengths_ref, row)
+    threads = s.warpgroups * 128
     with lanes.when(lanes.thread() == 0):
         lanes.store_shared(scratch["pages_s"], s.width, length)
     for start in range(0, s.width, threads):
@@ -73,7 +72,7 @@ def locate(s: Shape, unit, table_width: int, table_ref, lengths_ref, scratch) ->
         with lanes.when(i < s.width):
             token = lanes.load_shared(scratch["ids_s"], i)[0] * s.block_size
             there = (token >= 0) & (token < length)
-            page = lanes.load_global(table_ref, row * table_width + lanes.where(there, token, 0) // s.page_size)
+            page = lanes.load_global(table_ref, first_entry + lanes.where(there, token, 0) // s.page_size)
             lanes.store_shared(scratch["pages_s"], i, lanes.where(there, page, -1))
     lanes.cta_barrier(threads)
 
@@ -133,13 +132,14 @@ def attend_listed(s: Shape, q, pages, table, lengths, blocks):
 
         @lanes.stage(unit=unit)
         def copy_list(inputs, scratch, unit):
-            threads = s.warpgroups * 128
+            blocks_ref, table_ref, lengths_ref = inputs
+            threads, row = s.warpgroups * 128, unit // s.num_kv_heads
             for start in range(0, s.width, threads):
                 i = lanes.thread() + start
                 with lanes.when(i < s.width):
-                    lanes.store_shared(scratch["ids_s"], i, lanes.load_global(inputs[0], unit * s.width + i))
+                    lanes.store_shared(scratch["ids_s"], i, lanes.load_global(blocks_ref, unit * s.width + i))
             lanes.cta_barrier(threads)
-            locate(s, unit, table.shape[1], *inputs[1:], scratch)
+            locate(s, lanes.load_global(lengths_ref, row), table_ref, row * table.shape[1], scratch)
 
         copy_list((blocks_ref, table_ref, lengths_ref), {name: scratch[name] for name in list_words(s)})
         attend(s, unit, cta, jnp.int32(s.width), (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch)

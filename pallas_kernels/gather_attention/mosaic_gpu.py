@@ -5,6 +5,9 @@ else: the tiles of a (row, KV head) are cut into equal spans, by the row's own l
 (`tiles`), a second launch merges them in order (`split_merge`). Either way bits depend on the row alone and on static shapes, never on
 the other rows.
 
+A tile of queries has at most 64 rows (T*G). More are cut into tiles of equally many queries, each a row of the launch: they run side by
+side, and a key that they share comes from memory once if they are close enough in time for the L2 cache, else once per tile.
+
 Memory traffic: each listed key and value once, the output; with several spans also T*G * (D + 1) float32 per span, written and read.
 Source: split decoding over a page list, "Attention Pays Its Bill" (BRL-2026-07).
 """
@@ -25,7 +28,7 @@ from pallas_kernels.gather_attention import listed, split_merge
 from pallas_kernels.gather_attention.api import Call
 from pallas_kernels.hopper import decode_tiles as tiles
 from pallas_kernels.hopper import lanes
-from pallas_kernels.pages import unlike
+from pallas_kernels.pages import as_rows, unlike
 
 SMS = 132
 """Multiprocessors that the default splits fill. A constant, so that bits do not depend on where a program runs."""
@@ -58,14 +61,13 @@ def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
     if reason := unlike(pages):
         return reason
-    num_queries, num_heads, head_dim = q.shape[1:]
-    rows = num_queries * num_heads // pages.kv_heads
+    num_heads, head_dim = q.shape[2:]
     if q.dtype != pages.k.dtype or q.dtype.name not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 or float16, q and k alike; got q {q.dtype}, k {pages.k.dtype}"
     if head_dim not in (64, 128, 256):
         return f"the head dim must be 64, 128 or 256, got {head_dim}"
-    if rows > tiles.ROWS:
-        return f"T * G must be at most {tiles.ROWS}, got {num_queries} * {num_heads // pages.kv_heads}"
+    if num_heads // pages.kv_heads > tiles.ROWS:
+        return f"there may be at most {tiles.ROWS} query heads per KV head, got {num_heads // pages.kv_heads}"
     if pages.page_size % 64:
         return f"the page size must be a multiple of 64, got {pages.page_size}"
     if (blocks is not None or call.return_block_lse) and call.block_size not in (16, 32, 64, 128):
@@ -78,12 +80,23 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=
     reason = unsupported(call, q, pages, table, lengths, blocks)
     if reason:
         raise NotImplementedError(f"gather_attention 'mosaic_gpu': {reason}")
+    size = queries_per_tile(q.shape[1], q.shape[2] // pages.kv_heads)
+    if size < q.shape[1]:
+        rows = as_rows(q, table, lengths, size)
+        lists = None if blocks is None else jnp.repeat(blocks, q.shape[1] // size, axis=0)
+        found = gather_attention(call, rows[0], pages, *rows[1:], lists, interpret=interpret)
+        return tuple(x.reshape(*q.shape[:2], *x.shape[2:]) for x in found)
     if call.config is None and blocks is not None and not call.return_block_lse:
         sizes = {"width": blocks.shape[2], "block_size": call.block_size, "words": {}}
         if not listed.unsupported(q, pages, **sizes):
             s = listed.shape_of(q, pages, **sizes, window=call.window, sm_scale=call.sm_scale)
             return tuple(listed.attend_listed(s, q, pages, table, lengths, blocks))
     return _attend(dataclasses.replace(call, config=call.config or Config()), q, pages, table, lengths, blocks, interpret=interpret)
+
+
+def queries_per_tile(num_queries: int, group: int) -> int:
+    """Queries of a tile: the largest divisor of their number with which a tile's rows are at most `tiles.ROWS`."""
+    return next(n for n in range(num_queries, 0, -1) if num_queries % n == 0 and n * group <= tiles.ROWS)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "interpret"))

@@ -54,14 +54,14 @@ def _attend(call: Call, q, pages, table, lengths, blocks):
         q = q.reshape(num_queries, num_kv_heads, -1, head_dim).swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)
         query_pos = length - num_queries + jnp.arange(num_queries, dtype=jnp.int32)
         query_pos = jnp.repeat(query_pos, num_heads // num_kv_heads)
-        ids, page_ids, per_tile = _list(ids, table, length, num_kv_heads, page_size, block_size, call.config.tile_tokens)
+        ids, frames, per_tile = _list(ids, table, length, num_kv_heads, page_size, block_size, call.config.tile_tokens)
         tiles = jnp.max(jnp.where(ids >= 0, jnp.arange(ids.shape[1], dtype=jnp.int32) // per_tile + 1, 0))
 
         def step(i, carry):
             partial, block_lse = carry
-            block, page = (jax.lax.dynamic_slice_in_dim(x, i * per_tile, per_tile, axis=1) for x in (ids, page_ids))
+            block, frame = (jax.lax.dynamic_slice_in_dim(x, i * per_tile, per_tile, axis=1) for x in (ids, frames))
             pos = (block[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)).reshape(num_kv_heads, -1)
-            keys, values = read(pages, page, block * block_size % page_size, block_size)
+            keys, values = read(pages, frame, block * block_size % page_size, block_size)
             seen = visible(pos[:, None, :], query_pos[:, None], call.window)
             logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
             values = jnp.where(((pos >= 0) & (pos < length))[..., None], values, 0)  # what was never written may be NaN
@@ -85,7 +85,7 @@ def _attend(call: Call, q, pages, table, lengths, blocks):
 def _list(
     ids: Int[Array, "K W"] | None, table: Int[Array, "M"], length: Array, num_kv_heads: int, page_size: int, block_size: int, tokens: int
 ) -> tuple[Array, Array, int]:
-    """Block ids to walk through and their physical pages, `[K, tiles * per_tile]`, and blocks per tile.
+    """Block ids to walk through and the frames of their pages, `[K, tiles * per_tile]`, and blocks per tile.
 
     Both are -1 where there is no such block, it has no page, or nothing of it is written.
     """
@@ -94,7 +94,7 @@ def _list(
         ids = jnp.broadcast_to(jnp.arange(table.shape[0] * per_page, dtype=jnp.int32), (num_kv_heads, table.shape[0] * per_page))
     else:
         per_tile = min(per_tile, ids.shape[1])
-    page_ids = table.at[jnp.maximum(ids, 0) // per_page].get(mode="fill", fill_value=-1)
-    there = (ids >= 0) & (page_ids >= 0) & (ids * block_size < length)
+    frames = table.at[jnp.maximum(ids, 0) // per_page].get(mode="fill", fill_value=-1)
+    there = (ids >= 0) & (frames >= 0) & (ids * block_size < length)
     padding = ((0, 0), (0, -ids.shape[1] % per_tile))
-    return *(jnp.pad(jnp.where(there, x, -1), padding, constant_values=-1) for x in (ids, page_ids)), per_tile
+    return *(jnp.pad(jnp.where(there, x, -1), padding, constant_values=-1) for x in (ids, frames)), per_tile

@@ -37,6 +37,12 @@ def multiply_pairs(a: lanes.Scalar, b: lanes.Scalar, dtype: str) -> lanes.Scalar
     return lanes.ptx(f"mul.rn.{kind} $0, $1, $2;", a, b, result="i32")
 
 
+def multiply_add_pairs(a: lanes.Scalar, b: lanes.Scalar, c: lanes.Scalar, dtype: str) -> lanes.Scalar:
+    """a * b + c of the two numbers of each word, rounded once to bfloat16 or float16."""
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]
+    return lanes.ptx(f"fma.rn.{kind} $0, $1, $2, $3;", a, b, c, result="i32")
+
+
 def unpack(word: lanes.Scalar, dtype: str) -> list[lanes.Scalar]:
     """The two numbers of a word as float32."""
     if dtype == "bfloat16":

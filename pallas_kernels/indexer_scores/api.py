@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,11 +14,18 @@ from pallas_kernels.pages import CODES
 FP8 = "float8_e4m3fn"
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static arguments of a call, as `indexer_scores` explains them."""
+
+    config: Any
+
+
 def indexer_scores(
     q: Float[Array, "B T H D"],
     weights: Float32[Array, "B T H"],
     keys: Float[Array, "N P D"],
-    page_table: Int[Array, "B M"],
+    table: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     *,
     scales: Float32[Array, "N P"] | None = None,
@@ -28,8 +36,8 @@ def indexer_scores(
 
     q: the indexer's queries, float32, bfloat16 or float16. weights: float32, of either sign; factors that do not depend on the key
     (1/sqrt(D), 1/sqrt(H)) belong here. keys: the pool of indexer keys, one head of D; q's dtypes, or float8_e4m3fn with `scales`, one per
-    token: key = code * scale (`quantize_keys`); scales must be positive. Pages that no table names may hold anything. page_table: int32,
-    logical page -> physical page below N, -1 where there is none. lengths: int32, tokens written, those of the T queries included.
+    token: key = code * scale (`quantize_keys`); scales must be positive. Pages that no table names may hold anything. table: int32,
+    logical page -> page id below N, -1 where there is none. lengths: int32, tokens written, those of the T queries included.
 
     Query t of row b stands at position lengths[b]-T+t. A token after it, past the row's length, or without a page scores -inf, so that
     top-k never prefers it to one that is there. config: the implementation's own; "xla" takes `pallas_kernels.indexer_scores.xla.Config`.
@@ -42,23 +50,21 @@ def indexer_scores(
 
     Source: DeepSeek-V3.2-Exp technical report (DeepSeek-AI, 2025), section 1, equation (1).
     """
-    arrays = dispatch.signature(q=q, weights=weights, keys=keys, scales=scales, page_table=page_table, lengths=lengths)
-    if (q.ndim, weights.ndim, keys.ndim, page_table.ndim, lengths.ndim) != (4, 3, 3, 2, 1):
-        raise ValueError(f"needs q [B,T,H,D], weights [B,T,H], keys [N,P,D], page_table [B,M], lengths [B]; got {arrays}")
-    if 0 in (*q.shape, *keys.shape, *page_table.shape):
-        raise ValueError(f"no axis of q, keys and page_table may be empty; got {arrays}")
+    arrays = dispatch.signature(q=q, weights=weights, keys=keys, scales=scales, table=table, lengths=lengths)
+    if (q.ndim, weights.ndim, keys.ndim, table.ndim, lengths.ndim) != (4, 3, 3, 2, 1):
+        raise ValueError(f"needs q [B,T,H,D], weights [B,T,H], keys [N,P,D], table [B,M], lengths [B]; got {arrays}")
+    if 0 in (*q.shape, *keys.shape, *table.shape):
+        raise ValueError(f"no axis of q, keys and table may be empty; got {arrays}")
     if weights.shape != q.shape[:3] or keys.shape[2] != q.shape[3]:
         raise ValueError(f"weights must be [B,T,H] of q, and the dims of q and keys equal; got {arrays}")
-    if not q.shape[0] == page_table.shape[0] == lengths.shape[0]:
-        raise ValueError(f"q, page_table and lengths must have the same batch; got {arrays}")
-    if page_table.dtype != jnp.int32 or lengths.dtype != jnp.int32 or weights.dtype != jnp.float32:
-        raise ValueError(f"page_table and lengths must be int32, weights float32; got {arrays}")
+    if not q.shape[0] == table.shape[0] == lengths.shape[0]:
+        raise ValueError(f"q, table and lengths must have the same batch; got {arrays}")
+    if table.dtype != jnp.int32 or lengths.dtype != jnp.int32 or weights.dtype != jnp.float32:
+        raise ValueError(f"table and lengths must be int32, weights float32; got {arrays}")
     if q.dtype.name not in CODES or keys.dtype.name not in (*CODES, FP8):
         raise ValueError(f"q must be one of {', '.join(CODES)}, keys one of those or {FP8}; got {arrays}")
     if (keys.dtype.name == FP8) != (scales is not None):
         raise ValueError(f"keys of {FP8} need scales, others take none; got {arrays}")
     if scales is not None and (scales.shape != keys.shape[:2] or scales.dtype != jnp.float32):
         raise ValueError(f"scales must be float32 [N,P] of keys; got {arrays}")
-    static = {"config": config}
-    name = dispatch.choose("indexer_scores", implementation, arrays, (q, weights, keys, page_table, lengths), static | {"scales": scales})
-    return dispatch.load("indexer_scores", name)(q, weights, keys, page_table, lengths, scales=scales, **static)
+    return dispatch.run("indexer_scores", implementation, arrays, Call(config), q, weights, keys, table, lengths, scales)

@@ -7,14 +7,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.indexer_scores.api import Call
 
-@functools.partial(jax.jit, static_argnames="config")
-def indexer_scores(q, weights, keys, page_table, lengths, *, scales, config):
+
+@functools.partial(jax.jit, static_argnames="call")
+def indexer_scores(call: Call, q, weights, keys, table, lengths, scales):
     """See `pallas_kernels.indexer_scores.indexer_scores`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'reference' of indexer_scores takes no config, got {config!r}")
     page_size, num_queries = keys.shape[1], q.shape[1]
-    position = jnp.arange(page_table.shape[1] * page_size)
+    position = jnp.arange(table.shape[1] * page_size)
 
     def of_row(q, weights, table, length):  # q [T, H, D]
         page, place = table[position // page_size], position % page_size
@@ -26,4 +26,4 @@ def indexer_scores(q, weights, keys, page_table, lengths, *, scales, config):
         at = length - num_queries + jnp.arange(num_queries)
         return jnp.where((page >= 0) & (position <= at[:, None]), scores, -jnp.inf)
 
-    return jax.vmap(of_row)(q, weights, page_table, lengths)
+    return jax.vmap(of_row)(q, weights, table, lengths)

@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.indexer_scores.api import FP8
+from pallas_kernels.indexer_scores.api import FP8, Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,33 +33,31 @@ def default_config() -> Config:
     return Config() if jax.default_backend() == "cpu" else Config(tile_tokens=8192)
 
 
-def indexer_scores(q, weights, keys, page_table, lengths, *, scales, config):
+def indexer_scores(call: Call, q, weights, keys, table, lengths, scales):
     """See `pallas_kernels.indexer_scores.indexer_scores`. config: a `Config`, or None for `default_config()`."""
-    if config is not None and not isinstance(config, Config):
-        raise ValueError(f"implementation 'xla' of indexer_scores takes a pallas_kernels.indexer_scores.xla.Config, got {config!r}")
-    return _score(q, weights, keys, page_table, lengths, scales, config=config or default_config())
+    return _score(call.config or default_config(), q, weights, keys, table, lengths, scales)
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _score(q, weights, keys, page_table, lengths, scales, *, config):
-    (batch, num_queries, _, _), page_size, width = q.shape, keys.shape[1], page_table.shape[1]
+def _score(config: Config, q, weights, keys, table, lengths, scales):
+    (batch, num_queries, _, _), page_size, width = q.shape, keys.shape[1], table.shape[1]
     per_tile = max(1, config.tile_tokens // page_size)
-    table = jnp.pad(page_table, ((0, 0), (0, -width % per_tile)), constant_values=-1)
+    table = jnp.pad(table, ((0, 0), (0, -width % per_tile)), constant_values=-1)
     dtype = jnp.promote_types(q.dtype, jnp.bfloat16 if keys.dtype.name == FP8 else keys.dtype)
     at = lengths[:, None] - num_queries + jnp.arange(num_queries, dtype=jnp.int32)
     size = per_tile * page_size
 
     def read(number):
-        pages = jax.lax.dynamic_slice_in_dim(table, number * per_tile, per_tile, axis=1)
-        tile = keys[jnp.maximum(pages, 0)].reshape(batch, size, -1).astype(dtype)
+        page_ids = jax.lax.dynamic_slice_in_dim(table, number * per_tile, per_tile, axis=1)
+        tile = keys[jnp.maximum(page_ids, 0)].reshape(batch, size, -1).astype(dtype)
         # Accelerators multiply float32 with fewer bits unless told; products of shorter types are exact in float32 anyway.
         precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         dots = jnp.einsum("bthd,bsd->bths", q.astype(dtype), tile, precision=precision, preferred_element_type=jnp.float32)
         scores = jnp.einsum("bths,bth->bts", jnp.maximum(dots, 0), weights, precision=jax.lax.Precision.HIGHEST)
         if scales is not None:
-            scores = scores * scales[jnp.maximum(pages, 0)].reshape(batch, 1, size)
+            scores = scores * scales[jnp.maximum(page_ids, 0)].reshape(batch, 1, size)
         position = number * size + jnp.arange(size, dtype=jnp.int32)
-        seen = jnp.repeat(pages >= 0, page_size, axis=1)[:, None] & (position <= at[..., None])
+        seen = jnp.repeat(page_ids >= 0, page_size, axis=1)[:, None] & (position <= at[..., None])
         return jnp.where(seen, scores, -jnp.inf)  # what was never written may score NaN
 
     def step(number):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -9,6 +11,18 @@ from pallas_kernels import dispatch
 
 INDEX_ROWS = {"bounds": 2, "mean": 1}
 """Rows an index holds per block: bounds are (max, min), mean is one row."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static arguments of a call, as `page_index` explains them."""
+
+    kind: str
+    block_size: int
+
+    def __post_init__(self):
+        if self.kind not in INDEX_ROWS:
+            raise ValueError(f"index kind {self.kind!r} is unknown; there are {', '.join(sorted(INDEX_ROWS))}")
 
 
 def page_index(
@@ -25,11 +39,9 @@ def page_index(
 
     Raises ValueError for an unknown kind, a block size that does not divide P, or keys that are not floating point.
     """
-    if kind not in INDEX_ROWS:
-        raise ValueError(f"index kind {kind!r} is unknown; there are {', '.join(sorted(INDEX_ROWS))}")
+    call = Call(kind, block_size)
     if keys.ndim < 2 or not jnp.issubdtype(keys.dtype, jnp.floating):
         raise ValueError(f"keys must be floating point [..., P, D], got {dispatch.signature(keys=keys)}")
     if block_size <= 0 or keys.shape[-2] % block_size:
         raise ValueError(f"block_size {block_size} does not divide the page size {keys.shape[-2]} of {dispatch.signature(keys=keys)}")
-    name = dispatch.choose("page_index", implementation, f"{kind}{block_size} {dispatch.signature(keys=keys)}")
-    return dispatch.load("page_index", name)(keys, kind=kind, block_size=block_size)
+    return dispatch.run("page_index", implementation, f"{kind}{block_size} {dispatch.signature(keys=keys)}", call, keys)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.page_index.api import Call
 
-def page_index(keys, *, kind, block_size):
+
+def page_index(call: Call, keys):
     """See `pallas_kernels.page_index.page_index`."""
-    blocks = []
+    blocks, block_size = [], call.block_size
     for start in range(0, keys.shape[-2], block_size):
         tokens = [keys[..., start + i, :] for i in range(block_size)]
-        if kind == "bounds":
+        if call.kind == "bounds":
             most = least = tokens[0]
             for token in tokens[1:]:
                 most, least = jnp.maximum(most, token), jnp.minimum(least, token)

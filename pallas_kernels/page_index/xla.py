@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.page_index.api import Call
 
-@functools.partial(jax.jit, static_argnames=("kind", "block_size"))
-def page_index(keys: Float[Array, "... P D"], *, kind: str, block_size: int) -> Float[Array, "... P/block_size R D"]:
+
+@functools.partial(jax.jit, static_argnames="call")
+def page_index(call: Call, keys: Float[Array, "... P D"]) -> Float[Array, "... P/block_size R D"]:
     """See `pallas_kernels.page_index.page_index`."""
     *lead, page_size, head_dim = keys.shape
-    blocks = keys.reshape(*lead, page_size // block_size, block_size, head_dim)
-    if kind == "bounds":
+    blocks = keys.reshape(*lead, page_size // call.block_size, call.block_size, head_dim)
+    if call.kind == "bounds":
         return jnp.stack([blocks.max(-2), blocks.min(-2)], axis=-2)
     return jnp.mean(blocks, axis=-2, keepdims=True, dtype=jnp.float32).astype(keys.dtype)

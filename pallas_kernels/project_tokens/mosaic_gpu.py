@@ -47,8 +47,9 @@ class Shape:
     features: tuple[int, ...]
     half: int
     rotated: int
-    gated: bool
+    gated: str | None
     norm_eps: float | None
+    norm_offset: float
     biased: bool
     residual: bool
     dtype: str
@@ -116,14 +117,16 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def unsupported(x, weights, *, biases, norm, norm_eps, rotation, rotated, gated, residual, out_dtype, config) -> str | None:
-    """Why this valid input is none for this kernel, or None if it is one."""
+def unsupported(call: Call, x, weights, biases, norm, rotation, residual) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
     if x.shape[0] > MOST_TOKENS:
         return f"it is for decode steps, at most {MOST_TOKENS} tokens, got {x.shape[0]}"
     if x.dtype.name not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 or float16, got {x.dtype}"
     if norm is not None and x.dtype == jnp.float16:
         return "tokens are multiplied by the norm's weight before they are scaled, which may be more than float16 holds"
+    if norm is not None and call.norm_offset not in (0.0, 1.0):
+        return f"it adds 0 or 1 to the norm's weight, got {call.norm_offset}"
     if rotation is not None and residual is not None:
         return "it either turns results or adds to them"
     if x.shape[1] % CHUNK:
@@ -136,29 +139,27 @@ def unsupported(x, weights, *, biases, norm, norm_eps, rotation, rotated, gated,
     return None
 
 
-def project_tokens(x, weights, *, biases, norm, norm_eps, rotation, rotated, gated, residual, out_dtype, config):
+def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
     """See `pallas_kernels.project_tokens.project_tokens`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'mosaic_gpu' of project_tokens takes no config, got {config!r}")
-    options = {"biases": biases, "norm": norm, "rotation": rotation, "residual": residual}
-    settings = {"norm_eps": norm_eps, "rotated": rotated, "gated": gated, "out_dtype": out_dtype, "config": config}
-    reason = unsupported(x, weights, **options, **settings)
+    reason = unsupported(call, x, weights, biases, norm, rotation, residual)
     if reason:
         raise NotImplementedError(f"project_tokens 'mosaic_gpu': {reason}")
     s = Shape(
         *x.shape,
         features=tuple(w.shape[0] for w in weights),
         half=0 if rotation is None else rotation[0].shape[1],
-        rotated=rotated,
-        gated=gated,
-        norm_eps=None if norm is None else norm_eps,
+        rotated=call.rotated,
+        gated=call.gated,
+        norm_eps=None if norm is None else call.norm_eps,
+        norm_offset=call.norm_offset,
         biased=biases is not None,
         residual=residual is not None,
         dtype=x.dtype.name,
-        out_dtype=jnp.dtype(out_dtype).name,
+        out_dtype=call.out_dtype.name,
     )
     rest = lanes.SHARED_WORDS - sum((s.scratch_words() | {"ring_s": 0}).values())
     s = dataclasses.replace(s, depth=min(MOST_DEPTH, rest // (s.warps * s.slot_words)))
+    options = {"biases": biases, "norm": norm, "rotation": rotation, "residual": residual}
     return tuple(_project(s, {"x": x, "weights": weights} | options))
 
 
@@ -290,7 +291,11 @@ class _Tiles:
             words += lane_pairs.load_matrices(ring_s, start + lane_copies.swizzled(row, piece, CHUNK * 2))
             if s.norm_eps is not None:
                 norm += lane_pairs.load_matrices(ring_s, start + lane_copies.swizzled(lanes.i32(s.tokens), piece, CHUNK * 2))
-        return words if s.norm_eps is None else [lane_pairs.multiply_pairs(a, b, s.dtype) for a, b in zip(words, norm, strict=True)]
+        if s.norm_eps is None:
+            return words
+        if s.norm_offset:
+            return [lane_pairs.multiply_add_pairs(a, b, a, s.dtype) for a, b in zip(words, norm, strict=True)]
+        return [lane_pairs.multiply_pairs(a, b, s.dtype) for a, b in zip(words, norm, strict=True)]
 
     def _add_squares(self) -> None:
         """Sums of squares of the tokens, each warp over its share; `_scale` adds them up."""
@@ -354,7 +359,7 @@ class _Tiles:
         if s.half:
             results = self._rotate(results, token, unit)
         if s.gated:
-            results = [[_silu(gate) * up for gate, up in zip(*results, strict=True)]]
+            results = [[_activated(gate, s.gated) * up for gate, up in zip(*results, strict=True)]]
         if s.residual:
             word = lanes.load_global(self.inputs["residual"], (token * s.units + unit) // 2)
             results = [_add(results[0], lane_pairs.unpack(word, s.dtype))]
@@ -386,5 +391,7 @@ def _add(a, b):
     return [x + y for x, y in zip(a, b, strict=True)]
 
 
-def _silu(x):
-    return x / (lanes.exp2(x * -1.4426950408889634) + 1.0)
+def _activated(x, activation: str):
+    """silu is x * sigmoid(x); gelu_tanh is x * sigmoid(2 u), u being what the tanh is of."""
+    inner = x if activation == "silu" else (x * x * 0.044715 + 1.0) * x * 1.5957691216057308
+    return x / (lanes.exp2(inner * -1.4426950408889634) + 1.0)

@@ -5,26 +5,32 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.project_tokens.api import Call
 
-def project_tokens(x, weights, *, biases, norm, norm_eps, rotation, rotated, gated, residual, out_dtype, config):
+
+def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
     """See `pallas_kernels.project_tokens.project_tokens`; takes no config. Rounds once, at the end; not to be traced."""
-    if config is not None:
-        raise ValueError(f"implementation 'reference' of project_tokens takes no config, got {config!r}")
     x, *weights = (np.asarray(y, np.float64) for y in (x, *weights))
     if norm is not None:
-        x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + norm_eps) * np.asarray(norm, np.float64)
+        x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + call.norm_eps) * (call.norm_offset + np.asarray(norm, np.float64))
     results = [x @ w.T for w in weights]
     if biases is not None:
         results = [y + np.asarray(b, np.float64) for y, b in zip(results, biases, strict=True)]
     if rotation is not None:
         turns = np.asarray(rotation[0], np.float64) + 1j * np.asarray(rotation[1], np.float64)
-        results = [_rotate(y, turns) for y in results[:rotated]] + results[rotated:]
-    if gated:
+        results = [_rotate(y, turns) for y in results[: call.rotated]] + results[call.rotated :]
+    if call.gated:
         gate, up = results
-        results = [gate / (1 + np.exp(-gate)) * up]
+        results = [_ACTIVATIONS[call.gated](gate) * up]
     if residual is not None:
         results = [results[0] + np.asarray(residual, np.float64)]
-    return tuple(jnp.asarray(y, out_dtype) for y in results)
+    return tuple(jnp.asarray(y, call.out_dtype) for y in results)
+
+
+_ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu_tanh": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
 
 
 def _rotate(y, turns):

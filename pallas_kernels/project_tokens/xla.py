@@ -6,23 +6,23 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import elementwise
+from pallas_kernels.project_tokens.api import Call
 
 
-def project_tokens(x, weights, *, biases, norm, norm_eps, rotation, rotated, gated, residual, out_dtype, config):
+def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
     """See `pallas_kernels.project_tokens.project_tokens`; takes no config."""
-    if config is not None:
-        raise ValueError(f"implementation 'xla' of project_tokens takes no config, got {config!r}")
     if norm is not None:
-        x = elementwise.rms_norm(x, norm, norm_eps)
-    several = len(weights) > 1 and not gated
-    results = [_product(_two_rows(x) if several else x, w, out_dtype)[: x.shape[0]] for w in weights]
+        x = elementwise.rms_norm(x, norm, call.norm_eps, call.norm_offset)
+    several = len(weights) > 1 and not call.gated
+    results = [_product(_two_rows(x) if several else x, w, call.out_dtype)[: x.shape[0]] for w in weights]
     if biases is not None:
         results = [y + b.astype(y.dtype) for y, b in zip(results, biases, strict=True)]
     if rotation is not None:
-        results = [_rotate(y, rotation) for y in results[:rotated]] + results[rotated:]
-    if gated:
+        results = [_rotate(y, rotation) for y in results[: call.rotated]] + results[call.rotated :]
+    if call.gated:
         gate, up = results
-        results = [jax.nn.silu(gate) * up]
+        gate = jax.nn.silu(gate) if call.gated == "silu" else jax.nn.gelu(gate, approximate=True)
+        results = [gate * up]
     if residual is not None:
         results = [results[0] + residual.astype(results[0].dtype)]
     return tuple(results)

@@ -166,11 +166,12 @@ def query_sparse_attention(call: Call, q, pages, table, starts, lengths):
     shape = (*lse.shape, call.k_blocks)
 
     def select_rows(scores, positions, lengths):
+        scores, positions, lengths = (np.asarray(x) for x in (scores, positions, lengths))  # JAX's arrays are slow to index
         ids, kept = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
         for b, r, h in np.ndindex(*lse.shape):
             if positions[b, r] < lengths[b]:
                 first, end = candidates(int(positions[b, r]), block_size, call.window)
-                slots = select(np.asarray(scores[b, r, h]), first, end, **call.selection)
+                slots = select(scores[b, r, h], first, end, **call.selection)
                 kept[b, r, h], ids[b, r, h] = zip(*slots, strict=True)
         return ids, kept
 

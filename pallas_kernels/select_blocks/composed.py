@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from pallas_kernels import dispatch
 from pallas_kernels.select_blocks import xla
+from pallas_kernels.select_blocks.api import Call
 from pallas_kernels.top_k import top_k
 
 
-def unsupported(q, index, page_table, lengths, **static) -> str | None:
+def unsupported(call: Call, q, index, table, lengths) -> str | None:
     """Why this is not the way to go, or None if it is."""
     return None if "mosaic_gpu" in dispatch.available("top_k") else "top_k has no kernel here, and XLA's own is in xla"
 
 
-def select_blocks(q, index, page_table, lengths, **static):
+def select_blocks(call: Call, q, index, table, lengths):
     """See `pallas_kernels.select_blocks.select_blocks`."""
-    return xla.select_blocks(q, index, page_table, lengths, **static, top_k=_top_k)
+    return xla.select_blocks(call, q, index, table, lengths, top_k=_top_k)
 
 
 def _top_k(scores, k):

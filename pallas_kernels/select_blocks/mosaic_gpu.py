@@ -1,4 +1,4 @@
-"""select_blocks in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per sequence and KV head.
+"""select_blocks in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per query and KV head.
 
 1. Score: each warp takes 16 blocks at a time, whose index rows it copies ahead into a ring of its own. They are one operand of
    `mma.m16n8k16`; the query, split in its positive and negative part, is the other, its heads the 8 columns.
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import clusters, lane_copies, lane_pairs, lanes
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import choose
-from pallas_kernels.select_blocks.api import selection_width
+from pallas_kernels.select_blocks.api import Call, selection_width
 
 AT_ONCE = 2048
 """Candidates up to which all CTAs choose among all, once: which spares the choice among their shares. (Faster at 64 and 1024.)"""
@@ -56,11 +56,6 @@ class Shape:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def rows(self) -> int:
-        """Query rows per KV head, T*G."""
-        return self.num_queries * self.group
-
-    @property
     def per_page(self) -> int:
         """Blocks per page."""
         return self.page_size // self.block_size
@@ -68,9 +63,7 @@ class Shape:
     @property
     def width(self) -> int:
         """W, entries of a list."""
-        return selection_width(
-            self.num_queries, page_size=self.page_size, block_size=self.block_size, k=self.k, sink=self.sink, local=self.local
-        )
+        return selection_width(page_size=self.page_size, block_size=self.block_size, k=self.k, sink=self.sink, local=self.local)
 
     @property
     def row_words(self) -> int:
@@ -84,8 +77,8 @@ class Shape:
 
     @property
     def column_tiles(self) -> int:
-        """Matrix products of 8 columns: a column per query row (bounds), or four per query (mean: a float32 in three parts)."""
-        return -(-self.rows // 8) if self.kind == "bounds" else -(-self.num_queries // 2)
+        """Matrix products of 8 columns: a column per query head (bounds), or four for their mean (a float32 in three parts)."""
+        return -(-self.group // 8) if self.kind == "bounds" else 1
 
     @property
     def blocks(self) -> int:
@@ -120,20 +113,20 @@ class Shape:
         return dict(zip(("queries_s", "keys_s", "survivors_s", "distant_s", "ids_s", "counts_s"), sizes, strict=True))
 
 
-def unsupported(q, index, page_table, lengths, *, kind, page_size, block_size, k, sink, local) -> str | None:
-    """Why this valid input is none for this kernel, or None if it is one."""
-    _, num_queries, num_heads, head_dim = q.shape
+def unsupported(call: Call, q, index, table, lengths) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
+    num_heads, head_dim = q.shape[2:]
     if q.dtype != index.dtype or q.dtype.name not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 or float16, q and index alike; got q {q.dtype}, index {index.dtype}"
     if head_dim not in (64, 128, 256):
         return f"the head dim must be 64, 128 or 256, got {head_dim}"
-    if num_queries * num_heads // index.shape[1] > 64:
-        return f"T * G must be at most 64, got {num_queries} * {num_heads // index.shape[1]}"
-    shape = shape_of(q, index, page_table, kind=kind, page_size=page_size, block_size=block_size, k=k, sink=sink, local=local)
+    if num_heads // index.shape[1] > 64:
+        return f"there may be at most 64 query heads per KV head, got {num_heads // index.shape[1]}"
+    shape = shape_of(call, q, index, table)
     most = choose.MOST_PER_THREAD * shape.threads
     if max(shape.span, shape.ctas * shape.kept) > most:
         return (
-            f"a CTA chooses among at most {most} blocks; {page_table.shape[1] * page_size} tokens in blocks of {block_size} over "
+            f"a CTA chooses among at most {most} blocks; {table.shape[1] * call.page_size} tokens in blocks of {call.block_size} over "
             f"{shape.ctas} CTAs give {shape.span}, and the survivors of all are {shape.ctas * shape.kept}"
         )
     if shape.depth == 0:
@@ -141,28 +134,27 @@ def unsupported(q, index, page_table, lengths, *, kind, page_size, block_size, k
     return None
 
 
-def shape_of(q, index, page_table, **sizes) -> Shape:
+def shape_of(call: Call, q, index, table) -> Shape:
     """The sizes of a call; as many turns on their way as shared memory holds, up to 3, none if it cannot hold one."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads = index.shape[1]
-    ctas = clusters.ctas_per_unit(batch * num_kv_heads)
-    dims = (batch, num_queries, num_heads, num_kv_heads, head_dim, page_table.shape[1])
-    s = Shape(*dims, **sizes, dtype=q.dtype.name, ctas=ctas, depth=1)
+    ctas = clusters.ctas_per_unit(batch * num_queries * num_kv_heads)
+    dims = (batch, num_queries, num_heads, num_kv_heads, head_dim, table.shape[1])
+    s = Shape(*dims, **dataclasses.asdict(call), dtype=q.dtype.name, ctas=ctas, depth=1)
     room = lanes.SHARED_WORDS - sum(s.scratch_words().values())
     return dataclasses.replace(s, depth=max(0, min(3, room // (s.threads // 32 * s.slot_words))))
 
 
-def select_blocks(q, index, page_table, lengths, *, kind, page_size, block_size, k, sink, local):
+def select_blocks(call: Call, q, index, table, lengths):
     """See `pallas_kernels.select_blocks.select_blocks`."""
-    sizes = {"page_size": page_size, "block_size": block_size, "k": k, "sink": sink, "local": local}
-    reason = unsupported(q, index, page_table, lengths, kind=kind, **sizes)
+    reason = unsupported(call, q, index, table, lengths)
     if reason:
         raise NotImplementedError(f"select_blocks 'mosaic_gpu': {reason}")
-    return _select(shape_of(q, index, page_table, kind=kind, **sizes), q, index, page_table, lengths)
+    return _select(shape_of(call, q, index, table), q, index, table, lengths)
 
 
 @functools.partial(jax.jit, static_argnames="s")
-def _select(s: Shape, q, index, page_table, lengths):
+def _select(s: Shape, q, index, table, lengths):
     lanes.check_version()
 
     def select_kernel(q_ref, index_ref, table_ref, lengths_ref, ids_ref, *scratch):
@@ -178,32 +170,33 @@ def _select(s: Shape, q, index, page_table, lengths):
     return plgpu.kernel(
         select_kernel,
         out_type=outputs(s),
-        grid=(s.batch * s.num_kv_heads,),
+        grid=(s.batch * s.num_queries * s.num_kv_heads,),
         grid_names=("unit",),
         cluster=(s.ctas,),
         cluster_names=("cta",),
         num_threads=s.threads // 128,
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in sizes.values()],
-    )(q, index, page_table, lengths)[0]
+    )(q, index, table, lengths)[0]
 
 
 def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
     """The lists."""
-    return [jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, s.width), jnp.int32)]
+    return [jax.ShapeDtypeStruct((s.batch, s.num_queries, s.num_kv_heads, s.width), jnp.int32)]
 
 
 def select(s: Shape, unit, cta, inputs, scratch) -> None:
     """All stages, by all threads of all CTAs of a cluster: the list lands in `scratch["ids_s"]` of each of them, its length behind it.
 
-    unit: sequence * num_kv_heads + KV head. cta: number in the cluster. inputs: q, index, page table, lengths.
+    unit: row * num_kv_heads + KV head, where a row is a query, sequence * num_queries + its number. cta: number in the cluster. inputs: q,
+    index, page table, lengths.
     """
     q_ref, index_ref, table_ref, lengths_ref = inputs
     row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
-    length = lanes.load_global_now(lengths_ref, row)
+    length = tokens_seen(s.num_queries, lengths_ref, row)
     current = (length - 1) // s.block_size
-    first_written = lanes.maximum(length - s.num_queries, 0) // s.page_size * s.per_page
-    first_local = lanes.maximum(lanes.minimum(current - (s.local - 1), first_written), 0)
+    open_page = lanes.maximum(length - 1, 0) // s.page_size * s.per_page
+    first_local = lanes.maximum(lanes.minimum(current - (s.local - 1), open_page), 0)
     local_start = lanes.maximum(first_local, s.sink)
     found = lanes.i32(0)
     if s.k:
@@ -213,12 +206,18 @@ def select(s: Shape, unit, cta, inputs, scratch) -> None:
             _operand(s, q_ref, row, head, queries_s)
             lanes.cta_barrier(s.threads)
 
-        score = functools.partial(_score, s, index_ref, table_ref, row, head, length, queries_s, ring_s, operand)
+        score = functools.partial(_score, s, index_ref, table_ref, row, head, queries_s, ring_s, operand)
         choose_best = _choose_at_once if s.at_once else _choose_twice
         found = choose_best(s, cta, lanes.maximum(first_local - s.sink, 0), score, scratch)
         lanes.cta_barrier(s.threads)
     _assemble(s, length, current, local_start, found, scratch["distant_s"], scratch["ids_s"])
     lanes.cta_barrier(s.threads)
+
+
+def tokens_seen(num_queries: int, lengths_ref, row):
+    """Tokens up to the one of query `row` = sequence * num_queries + its number, itself included; 0 where it stands before the sequence."""
+    length = lanes.load_global_now(lengths_ref, row // num_queries)
+    return lanes.maximum(length - (num_queries - 1) + row % num_queries, 0)
 
 
 def store_list(s: Shape, unit, cta, ids_ref, ids_s) -> None:
@@ -243,17 +242,17 @@ def _operand(s: Shape, q_ref, row, head, queries_s) -> None:
             lanes.store_shared(queries_s, i * 4, *words)
 
 
-def _query_words(s: Shape, q_ref, row, head, query, member, d):
-    """Elements d, d + 1 and those 8, 16, 24 further of query `query`, head `member` of the group."""
-    element = ((row * s.num_queries + query) * s.num_heads + head * s.group + member) * s.head_dim + d
+def _query_words(s: Shape, q_ref, row, head, member, d):
+    """Elements d, d + 1 and those 8, 16, 24 further of head `member` of the group."""
+    element = (row * s.num_heads + head * s.group + member) * s.head_dim + d
     return [lanes.load_global(q_ref, element // 2 + 4 * n) for n in range(4)]
 
 
 def _bounds_column(s: Shape, q_ref, row, head, column, d):
-    """max(q, 0) against the maxima, min(q, 0) against the minima: their products add up to the bound."""
-    r = lanes.minimum(column, s.rows - 1)
+    """max(q, 0) against the maxima, min(q, 0) against the minima: their products add up to the bound. Columns past the group's repeat
+    its last."""
     minima = d >= s.head_dim
-    words = _query_words(s, q_ref, row, head, r // s.group, r % s.group, lanes.where(minima, d - s.head_dim, d))
+    words = _query_words(s, q_ref, row, head, lanes.minimum(column, s.group - 1), lanes.where(minima, d - s.head_dim, d))
     kind = "bf16x2" if s.dtype == "bfloat16" else "f16x2"
     zero = lanes.i32(0)
     parts = [[lanes.ptx(f"{op}.{kind} $0, $1, $2;", word, zero, result="i32") for op in ("max", "min")] for word in words]
@@ -261,11 +260,12 @@ def _bounds_column(s: Shape, q_ref, row, head, column, d):
 
 
 def _mean_column(s: Shape, q_ref, row, head, column, d):
-    """The group's mean query in float32, as three numbers of the storage type whose sum it is; one column each, the fourth is 0."""
-    query, part = lanes.minimum(column // 4, s.num_queries - 1), column % 4
+    """The group's mean query in float32, as three numbers of the storage type whose sum it is; one column each, the fourth is 0, and all
+    of it twice."""
+    part = column % 4
 
     def add(member, *total):
-        words = _query_words(s, q_ref, row, head, query, member, d)
+        words = _query_words(s, q_ref, row, head, member, d)
         return [a + b for a, b in zip(total, [x for word in words for x in lane_pairs.unpack(word, s.dtype)], strict=True)]
 
     total = lanes.loop(s.group, [lanes.f32(0.0)] * 8, add)
@@ -281,19 +281,19 @@ def _mean_column(s: Shape, q_ref, row, head, column, d):
     return words
 
 
-def _score(s: Shape, index_ref, table_ref, row, head, length, queries_s, ring_s, operand, first, stride, end, put) -> None:
+def _score(s: Shape, index_ref, table_ref, row, head, queries_s, ring_s, operand, first, stride, end, put) -> None:
     """Scores of candidates: in turn n a warp takes 16 blocks from `first + n * stride` on, those below `end`.
 
     operand: fills `queries_s`, by all threads. put: called with a block and its key, an order-preserving integer of its score or NO_KEY
     where its page does not exist, in four lanes with different `lane % 4`.
     """
     lane = lanes.lane()
-    g, t = lane >> 2, lane & 3
-    columns = _written_columns(s, length, t)
+    g = lane >> 2
+    entries = row // s.num_queries * s.table_width
 
     def locate(n):  # the pages of the 16 blocks, in as many lanes
         block = lanes.minimum(first + n * stride + (lane & 15), s.blocks - 1)
-        return [lanes.load_global_now(table_ref, row * s.table_width + block // s.per_page)]
+        return [lanes.load_global_now(table_ref, entries + block // s.per_page)]
 
     def slot(n):
         return (lanes.warp() * s.depth + n % s.depth) * s.slot_words
@@ -310,7 +310,7 @@ def _score(s: Shape, index_ref, table_ref, row, head, length, queries_s, ring_s,
         lane_copies.copy_rows_async(ring_s, slot(n), row_place, rows=16, row_bytes=4 * s.row_words)
 
     def consume(n, place):
-        scores = _products(s, ring_s, slot(n), queries_s, lane, columns)
+        scores = _products(s, ring_s, slot(n), queries_s, lane)
         for half, score in enumerate(scores):
             page = lanes.shuffle(place[0], g + 8 * half)
             block = first + n * stride + (g + 8 * half)
@@ -323,24 +323,7 @@ def _score(s: Shape, index_ref, table_ref, row, head, length, queries_s, ring_s,
     lane_copies.pipeline(turns, s.depth, locate, fetch, consume, [], prepare=operand)
 
 
-def _written_columns(s: Shape, length, t):
-    """Per matrix product, whether this lane's two columns are queries at positions that exist (None: always)."""
-    found = []
-    for tile in range(s.column_tiles):
-        pair = []
-        for c in range(2):
-            if s.kind == "bounds":
-                r = t * 2 + (8 * tile + c)
-                query, there = r // s.group, r < s.rows
-            else:
-                query = (t >> 1) + 2 * tile
-                there = query < s.num_queries
-            pair.append(there & (length - s.num_queries + query >= 0))
-        found.append(pair)
-    return found
-
-
-def _products(s: Shape, ring_s, slot, queries_s, lane, columns):
+def _products(s: Shape, ring_s, slot, queries_s, lane):
     """Scores of the index rows g and g + 8 of the slot, in each of the four lanes (g, t)."""
     rows = [
         lane_pairs.load_matrices(ring_s, slot + lane_copies.swizzled(lane & 15, (lane >> 4) + 2 * step, 4 * s.row_words))
@@ -357,11 +340,11 @@ def _products(s: Shape, ring_s, slot, queries_s, lane, columns):
         acc = [(a + b) + (c + d) for a, b, c, d in zip(*sums, strict=True)]
         for n in range(2):
             values = acc[2 * n : 2 * n + 2]
-            if s.kind == "mean":  # the four columns of a query are parts of one number
+            if s.kind == "mean":  # four columns are parts of one number
                 total = values[0] + values[1]
                 values = [total + lanes.shuffle_xor(total, 1)]
-            for value, there in zip(values, columns[tile], strict=False):
-                best[n] = lanes.maximum_or_nan(best[n], lanes.where(there, value, float("-inf")))
+            for value in values:
+                best[n] = lanes.maximum_or_nan(best[n], value)
     for distance in (1, 2):
         best = [lanes.maximum_or_nan(x, lanes.shuffle_xor(x, distance)) for x in best]
     return best

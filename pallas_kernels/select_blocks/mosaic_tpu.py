@@ -1,4 +1,4 @@
-"""select_blocks for TPU: one kernel scores the index and lists the best blocks, a sequence at a time.
+"""select_blocks for TPU: one kernel scores the index and lists the best blocks, a query at a time.
 
 Scores. The page table is scalar-prefetched and the index stays in HBM. A grid cell walks the pages before the first local block in tiles
 of `Config.tile_rows` index rows, one copy of `[K, P/bs, R, D]` per page into one of two slots in VMEM; while a tile is scored, the next is
@@ -9,8 +9,8 @@ Exact top-k. A score becomes an int32 in the same order, the least int32 where t
 by bit by counting, 32 passes over the scores in VMEM. The list is written in the kernel, ascending: k times the lowest block that is above
 the last one found and above the k-th best, or equal to it while ties may still be kept. There is no sort.
 
-Memory traffic: the index of the pages before the first local block that the table names, once, `K * P/bs * R * D * itemsize` bytes each.
-Vector memory: 4 bytes per index row of the table and KV head, plus two tiles. All heads and the batch's rows are independent.
+Memory traffic, per query: the index of the pages before the first local block that the table names, once, `K * P/bs * R * D * itemsize`
+bytes each. Vector memory: 4 bytes per index row of the table and KV head, plus two tiles. All heads and queries are independent.
 
 Source: Quest (ICML 2024) for bounds; "Attention Pays Its Bill" (BRL-2026-07) for the list.
 """
@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.lax import div, rem  # on traced values: `//` and `%` mind signs, which needs the chip's generation when lowering
 
 from pallas_kernels import dispatch
-from pallas_kernels.select_blocks.api import selection_width
+from pallas_kernels.select_blocks.api import Call
 
 SMEM_BYTES = 768 * 1024
 """Of the scalar memory (1 MiB), what the page table and the lengths may take."""
@@ -54,8 +54,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What is known when compiling. query_rows: rows of q per position (G, or 1 for the mean); rows: those of all positions, padded to
-    whole tiles. index_rows: of a block; page_rows: of a page. per_page: blocks of a page. width: of the page table."""
+    """What is known when compiling. query_rows: rows of q per query (G, or 1 for the mean); rows: these, padded to whole tiles.
+    index_rows: of a block; page_rows: of a page. per_page: blocks of a page. width: of the page table."""
 
     kind: str
     kv_heads: int
@@ -83,7 +83,8 @@ class _Sizes:
         return self.tile_pages * self.page_rows
 
 
-def _sizes(q, index, page_table, kind, page_size, block_size, k, sink, local, config) -> _Sizes:
+def _sizes(call: Call, q, index, table, config) -> _Sizes:
+    kind, page_size, block_size = call.kind, call.page_size, call.block_size
     (_, num_queries, num_heads, _), kv_heads, page_rows = q.shape, index.shape[1], index.shape[2] * index.shape[3]
     query_rows = num_heads // kv_heads if kind == "bounds" else 1
     unit = _LANES // math.gcd(_LANES, page_rows)
@@ -92,18 +93,18 @@ def _sizes(q, index, page_table, kind, page_size, block_size, k, sink, local, co
         kv_heads=kv_heads,
         num_queries=num_queries,
         query_rows=query_rows,
-        rows=_padded(num_queries * query_rows, _QUERY_TILE),
+        rows=_padded(query_rows, _QUERY_TILE),
         index_rows=index.shape[3],
-        width=page_table.shape[1],
+        width=table.shape[1],
         page_size=page_size,
         block_size=block_size,
         per_page=page_size // block_size,
         page_rows=page_rows,
         tile_pages=unit * max(1, (config or Config()).tile_rows // (unit * page_rows)),
-        k=k,
-        sink=sink,
-        local=local,
-        listed=selection_width(num_queries, page_size=page_size, block_size=block_size, k=k, sink=sink, local=local),
+        k=call.k,
+        sink=call.sink,
+        local=call.local,
+        listed=call.width,
     )
 
 
@@ -111,10 +112,10 @@ def _padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def unsupported(q, index, page_table, lengths, *, kind, page_size, block_size, k, sink, local, config=None) -> str | None:
+def unsupported(call: Call, q, index, table, lengths, *, config=None) -> str | None:
     """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
-    sizes = _sizes(q, index, page_table, kind, page_size, block_size, k, sink, local, config)
-    arrays = dispatch.signature(q=q, index=index, page_table=page_table)
+    sizes = _sizes(call, q, index, table, config)
+    arrays = dispatch.signature(q=q, index=index, table=table)
     if not {q.dtype.name, index.dtype.name} <= {"float32", "bfloat16"}:
         return f"TPUs compute in bfloat16 and float32 only; got {arrays}"
     if q.shape[3] % _LANES:
@@ -138,30 +139,26 @@ def _vmem_bytes(sizes: _Sizes, q, index) -> int:
     return scores + slots + moved + computed
 
 
-def select_blocks(
-    q, index, page_table, lengths, *, kind, page_size, block_size, k, sink, local, config: Config | None = None, interpret=False
-) -> jax.Array:
+def select_blocks(call: Call, q, index, table, lengths, *, config: Config | None = None, interpret=False) -> jax.Array:
     """See `pallas_kernels.select_blocks.select_blocks`. config: a `Config`, or None for `Config()`.
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
     Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do.
     """
-    keywords = {"kind": kind, "page_size": page_size, "block_size": block_size, "k": k, "sink": sink, "local": local, "config": config}
-    reason = unsupported(q, index, page_table, lengths, **keywords)
+    reason = unsupported(call, q, index, table, lengths, config=config)
     if reason is not None:
         raise NotImplementedError(f"implementation 'mosaic_tpu' of select_blocks: {reason}")
-    return _select(q, index, page_table, lengths, sizes=_sizes(q, index, page_table, **keywords), interpret=interpret)
+    return _select(q, index, table, lengths, sizes=_sizes(call, q, index, table, config), interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "interpret"))
-def _select(q, index, page_table, lengths, *, sizes: _Sizes, interpret):
+def _select(q, index, table, lengths, *, sizes: _Sizes, interpret):
     batch, num_queries, _, head_dim = q.shape
     kv_heads = sizes.kv_heads
-    rows = q.reshape(batch, num_queries, kv_heads, -1, head_dim).swapaxes(1, 2)
+    rows = q.reshape(batch * num_queries, kv_heads, -1, head_dim)
     if sizes.kind == "mean":
-        rows = rows.mean(axis=3, dtype=jnp.float32)
-    rows = rows.reshape(batch, kv_heads, -1, head_dim)
+        rows = rows.mean(axis=2, keepdims=True, dtype=jnp.float32)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, sizes.rows - rows.shape[2]), (0, 0)))
     if sizes.kind == "bounds":
         rows = jnp.concatenate([jnp.maximum(rows, 0), jnp.minimum(rows, 0)], axis=2)
@@ -172,7 +169,7 @@ def _select(q, index, page_table, lengths, *, sizes: _Sizes, interpret):
         functools.partial(_kernel, sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(batch,),
+            grid=(batch * num_queries,),
             in_specs=[pl.BlockSpec((1, *rows.shape[1:]), lambda row, *_: (row, 0, 0, 0)), pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=pl.BlockSpec((1, kv_heads, listed), lambda row, *_: (row, 0, 0)),
             scratch_shapes=[
@@ -181,23 +178,24 @@ def _select(q, index, page_table, lengths, *, sizes: _Sizes, interpret):
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, listed), jnp.int32),
+        out_shape=jax.ShapeDtypeStruct((batch * num_queries, kv_heads, listed), jnp.int32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,
         name="select_blocks",
-    )(page_table.reshape(-1), lengths, rows, index)
-    return ids[..., : sizes.listed]
+    )(table.reshape(-1), lengths, rows, index)
+    return ids[..., : sizes.listed].reshape(batch, num_queries, kv_heads, -1)
 
 
 def _kernel(sizes: _Sizes, table, lengths, q, index, out, slots, keys, arrived):
-    """One sequence. Scratch: slots of index pages, the scores as ordered integers `[tiles, K, tile_rows]`, a semaphore per slot."""
-    length = lengths[pl.program_id(0)]
+    """One query. Scratch: slots of index pages, the scores as ordered integers `[tiles, K, tile_rows]`, a semaphore per slot."""
+    sequence, query = div(pl.program_id(0), sizes.num_queries), rem(pl.program_id(0), sizes.num_queries)
+    length = jnp.maximum(lengths[sequence] - (sizes.num_queries - 1) + query, 0)  # tokens up to the query's own
     last = jnp.where(length > 0, div(length - 1, sizes.block_size), -1)
-    open_page = div(jnp.maximum(length - sizes.num_queries, 0), sizes.page_size)
+    open_page = div(jnp.maximum(length - 1, 0), sizes.page_size)
     first_local = jnp.maximum(jnp.minimum(last - sizes.local + 1, open_page * sizes.per_page), 0)
     searched = jnp.minimum(first_local, sizes.width * sizes.per_page)
     tiles = div(searched * sizes.index_rows + sizes.tile_rows - 1, sizes.tile_rows)
-    pages = _Pages(sizes, table, searched, index, slots, arrived)
+    pages = _Pages(sizes, table, sequence, searched, index, slots, arrived)
 
     @pl.when(tiles > 0)
     def _():
@@ -213,7 +211,7 @@ def _kernel(sizes: _Sizes, table, lengths, q, index, out, slots, keys, arrived):
         pages.wait(tile, slot)
 
         def of_head(head, _):
-            score = _scores(sizes, q[0, head], slots[slot, :, head].reshape(sizes.tile_rows, -1), length)
+            score = _scores(sizes, q[0, head], slots[slot, :, head].reshape(sizes.tile_rows, -1))
             row = tile * sizes.tile_rows + _lanes(sizes.tile_rows)
             candidate = (row >= sizes.sink * sizes.index_rows) & (row < searched * sizes.index_rows)
             if sizes.index_rows == 2:
@@ -239,16 +237,17 @@ class _Pages:
 
     sizes: _Sizes
     table: jax.Ref
+    sequence: jax.Array
     searched: jax.Array
     index: jax.Ref
     slots: jax.Ref
     arrived: jax.Ref
 
     def page(self, tile, i):
-        """Of the i-th page of a tile: whether it is searched, and its physical page or -1."""
+        """Of the i-th page of a tile: whether it is searched, and its page id or -1."""
         page = tile * self.sizes.tile_pages + i
         inside = page * self.sizes.per_page < self.searched
-        return inside, self.table[pl.program_id(0) * self.sizes.width + jnp.where(inside, page, 0)]
+        return inside, self.table[self.sequence * self.sizes.width + jnp.where(inside, page, 0)]
 
     def _each(self, tile, do, when_there: bool):
         def one(i, _):
@@ -280,7 +279,7 @@ class _Pages:
         self._each(tile, missing, when_there=False)
 
 
-def _scores(sizes: _Sizes, q, rows, length):
+def _scores(sizes: _Sizes, q, rows):
     """`[1, tile_rows]` float32: the score of each block in the column of its first index row, NaN and -inf as the lowest finite number.
 
     Other columns, and those of pages that were not copied, hold anything.
@@ -292,8 +291,7 @@ def _scores(sizes: _Sizes, q, rows, length):
     )
     if sizes.kind == "bounds":  # the product with the minimum stands one column behind that with the maximum
         products = products[: sizes.rows] + pltpu.roll(products[sizes.rows :], sizes.tile_rows - 1, 1)
-    at = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0)
-    looked_at = (at < sizes.num_queries * sizes.query_rows) & (at >= (sizes.num_queries - length) * sizes.query_rows)
+    looked_at = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0) < sizes.query_rows
     nan = products != products
     score = jnp.where(looked_at & ~nan, products, -jnp.inf).max(0, keepdims=True)
     some_nan = jnp.where(looked_at & nan, 1, 0).max(0, keepdims=True)

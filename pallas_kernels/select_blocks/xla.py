@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.select_blocks.api import selection_width
+from pallas_kernels.select_blocks.api import Call
 
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 
 
 @functools.partial(jax.jit, static_argnames=("kind",))
 def score_blocks(
-    q: Float[Array, "B T H D"], index: Float[Array, "N K nb R D"], page_table: Int[Array, "B M"], *, kind: str
-) -> Float[Array, "B K M*nb"]:
-    """Score of every block of the tables for every KV head, float32, the maximum over the T queries; see `select_blocks`.
+    q: Float[Array, "B T H D"], index: Float[Array, "N K nb R D"], table: Int[Array, "B M"], *, kind: str
+) -> Float[Array, "B T K M*nb"]:
+    """Score of every block of the tables for every query and KV head, float32; see `select_blocks`.
 
     Scores of blocks whose page is -1 mean nothing.
     """
@@ -34,59 +34,53 @@ def score_blocks(
     else:
         q = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1)
     heads = jnp.arange(num_kv_heads)[None, :, None]
-    read = index[jnp.maximum(page_table, 0)[:, None, :], heads]
+    read = index[jnp.maximum(table, 0)[:, None, :], heads]
     read = read.reshape(batch, num_kv_heads, -1, q.shape[-1])  # the rows of the index side by side
     dtype = jnp.promote_types(q.dtype, read.dtype)
     scores = jnp.einsum(
-        "btkgd,bksd->bktgs",
+        "btkgd,bksd->btkgs",
         q.astype(dtype),
         read.astype(dtype),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return scores.max(axis=(2, 3))
+    return scores.max(axis=3)
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "page_size", "block_size", "k", "sink", "local", "top_k"))
+@functools.partial(jax.jit, static_argnames=("call", "top_k"))
 def select_blocks(
+    call: Call,
     q: Float[Array, "B T H D"],
     index: Float[Array, "N K P/bs R D"],
-    page_table: Int[Array, "B M"],
+    table: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     *,
-    kind: str,
-    page_size: int,
-    block_size: int,
-    k: int,
-    sink: int,
-    local: int,
     top_k: Callable = jax.lax.top_k,
-) -> Int[Array, "B K W"]:
+) -> Int[Array, "B T K W"]:
     """See `pallas_kernels.select_blocks.select_blocks`."""
-    num_queries, per_page = q.shape[1], page_size // block_size
-    lengths = lengths[:, None]
-    last = jnp.where(lengths > 0, (lengths - 1) // block_size, -1)
-    open_page = (lengths - num_queries) // page_size * per_page
-    first_local = jnp.clip(jnp.minimum(last - local + 1, open_page), 0)
+    num_queries, page_size, block_size, sink, k = q.shape[1], call.page_size, call.block_size, call.sink, call.k
+    per_page = page_size // block_size
+    position = (lengths[:, None] - num_queries + jnp.arange(num_queries, dtype=jnp.int32))[..., None]  # [B, T, 1]
+    last = jnp.where(position >= 0, position // block_size, -1)
+    open_page = position // page_size * per_page
+    first_local = jnp.clip(jnp.minimum(last - call.local + 1, open_page), 0)
 
-    written = (lengths - num_queries + jnp.arange(num_queries) >= 0)[..., None, None]
-    scores = score_blocks(jnp.where(written, q, q[:, -1:]), index, page_table, kind=kind)
+    scores = score_blocks(q, index, table, kind=call.kind)
     block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-    candidate = (block >= sink) & (block < first_local) & (jnp.repeat(page_table, per_page, axis=1) >= 0)
-    distant = _best(scores, candidate[:, None, :], k, top_k)
+    candidate = (block >= sink) & (block < first_local) & (jnp.repeat(table, per_page, axis=1) >= 0)[:, None]
+    distant = _best(scores, candidate[:, :, None], k, top_k)
 
     at_start = jnp.arange(sink, dtype=jnp.int32)
     at_start = jnp.where(at_start < first_local, at_start, _NONE)
-    width = selection_width(num_queries, page_size=page_size, block_size=block_size, k=k, sink=sink, local=local)
-    at_end = first_local + jnp.arange(width - sink - k, dtype=jnp.int32)
+    at_end = first_local + jnp.arange(call.width - sink - k, dtype=jnp.int32)
     at_end = jnp.where(at_end <= last, at_end, _NONE)
-    always = jnp.concatenate([at_start, at_end], axis=1)[:, None, :]
-    always = jnp.broadcast_to(always, (*distant.shape[:2], always.shape[-1]))
+    always = jnp.concatenate([at_start, at_end], axis=-1)[:, :, None]
+    always = jnp.broadcast_to(always, (*distant.shape[:3], always.shape[-1]))
     ids = jnp.sort(jnp.concatenate([always, distant], axis=-1), axis=-1)
     return jnp.where(ids == _NONE, -1, ids)
 
 
-def _best(scores: Float[Array, "B K S"], candidate: Array, k: int, top_k: Callable) -> Int[Array, "B K k"]:
+def _best(scores: Float[Array, "B T K S"], candidate: Array, k: int, top_k: Callable) -> Int[Array, "B T K k"]:
     """The k best candidates, in no order that matters; `_NONE` where there are fewer. top_k: as `jax.lax.top_k`."""
     lowest = jnp.finfo(jnp.float32).min
     scores = jnp.where(scores >= lowest, scores, lowest)  # NaN and -inf
@@ -95,4 +89,4 @@ def _best(scores: Float[Array, "B K S"], candidate: Array, k: int, top_k: Callab
     scores = jnp.where(candidate, scores, -jnp.inf)
     best, ids = top_k(scores.reshape(-1, scores.shape[-1]), kept)
     ids = jnp.where(best == -jnp.inf, _NONE, ids).reshape(*scores.shape[:-1], kept)
-    return jnp.pad(ids, ((0, 0), (0, 0), (0, k - kept)), constant_values=_NONE)
+    return jnp.pad(ids, ((0, 0), (0, 0), (0, 0), (0, k - kept)), constant_values=_NONE)

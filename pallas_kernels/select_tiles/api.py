@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 
 import jax.numpy as jnp
@@ -14,10 +15,38 @@ POOLINGS = ("sum", "max")
 """How a tile's queries are taken together."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static arguments of a call, as `select_tiles` explains them."""
+
+    k: int
+    block_size: int
+    query_tile: int
+    window: tuple[int, int]
+    pooling: str
+    ranked: bool
+    sm_scale: float
+
+    def __post_init__(self):
+        for name in ("k", "block_size", "query_tile"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        if self.window is None:
+            raise ValueError("select_tiles needs a window, (sink_tokens, window_tokens): what lies in it is no candidate")
+        check_window(self.window)
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {self.pooling!r}")
+        if not isinstance(self.ranked, bool):
+            raise ValueError(f"ranked must be True or False, got {self.ranked!r}")
+        if not isinstance(self.sm_scale, numbers.Real) or not self.sm_scale > 0:
+            raise ValueError(f"sm_scale must be a positive number known when compiling, else bounds are none; got {self.sm_scale!r}")
+
+
 def select_tiles(
     q: Float[Array, "B T H D"],
     bounds: Float[Array, "N K nb 2 D"],
-    page_table: Int[Array, "B M"],
+    table: Int[Array, "B M"],
     starts: Int[Array, "B"],
     lengths: Int[Array, "B"],
     *,
@@ -34,7 +63,7 @@ def select_tiles(
 
     q: T consecutive tokens of each sequence, the first at position starts[b]; those at or past lengths[b] are padding. bounds: per page
     and block of keys the elementwise max and min of its keys (`page_index`, kind "bounds"), the chunk's own pages included. Only blocks of
-    sealed pages count, that is of pages that `lengths` tokens fill whole and that page_table names; the rows of others may hold anything,
+    sealed pages count, that is of pages that `lengths` tokens fill whole and that table names; the rows of others may hold anything,
     NaN too.
 
     Query t at position p bounds its logit with any key of a block that begins at or before p by
@@ -55,43 +84,23 @@ def select_tiles(
 
     Source: bounds of Quest (Tang et al., ICML 2024), of every query of a tile rather than of one.
     """
-    arrays = dispatch.signature(q=q, bounds=bounds, page_table=page_table, starts=starts, lengths=lengths)
-    if q.ndim != 4 or bounds.ndim != 5 or bounds.shape[3] != 2 or page_table.ndim != 2 or starts.ndim != 1 or lengths.ndim != 1:
-        raise ValueError(f"needs q [B,T,H,D], bounds [N,K,nb,2,D], page_table [B,M], starts and lengths [B]; got {arrays}")
-    if 0 in (*q.shape, *bounds.shape, *page_table.shape):
-        raise ValueError(f"no axis of q, bounds and page_table may be empty; got {arrays}")
+    arrays = dispatch.signature(q=q, bounds=bounds, table=table, starts=starts, lengths=lengths)
+    if q.ndim != 4 or bounds.ndim != 5 or bounds.shape[3] != 2 or table.ndim != 2 or starts.ndim != 1 or lengths.ndim != 1:
+        raise ValueError(f"needs q [B,T,H,D], bounds [N,K,nb,2,D], table [B,M], starts and lengths [B]; got {arrays}")
+    if 0 in (*q.shape, *bounds.shape, *table.shape):
+        raise ValueError(f"no axis of q, bounds and table may be empty; got {arrays}")
     if q.shape[3] != bounds.shape[4] or q.shape[2] % bounds.shape[1]:
         raise ValueError(f"q heads must be a multiple of KV heads, and the head dims equal; got {arrays}")
-    if any(x.shape[0] != q.shape[0] for x in (page_table, starts, lengths)):
-        raise ValueError(f"q, page_table, starts and lengths must have the same batch; got {arrays}")
-    if any(x.dtype != jnp.int32 for x in (page_table, starts, lengths)):
-        raise ValueError(f"page_table, starts and lengths must be int32; got {arrays}")
+    if any(x.shape[0] != q.shape[0] for x in (table, starts, lengths)):
+        raise ValueError(f"q, table, starts and lengths must have the same batch; got {arrays}")
+    if any(x.dtype != jnp.int32 for x in (table, starts, lengths)):
+        raise ValueError(f"table, starts and lengths must be int32; got {arrays}")
     if q.dtype.name not in CODES or bounds.dtype.name not in CODES:
         raise ValueError(f"q and bounds must be one of {', '.join(CODES)}; got {arrays}")
-    for name, value in (("k", k), ("block_size", block_size), ("query_tile", query_tile)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a positive int, got {value!r}")
-    check_window(window)
+    call = Call(k, block_size, query_tile, window, pooling, ranked, sm_scale)
     if window[1] < block_size * bounds.shape[2]:
         raise ValueError(
             f"the window of {window[1]} tokens is shorter than a page of {block_size * bounds.shape[2]}: a block of the open page, which "
             "has no bounds, would be a candidate; use a window of at least a page"
         )
-    if pooling not in POOLINGS:
-        raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}")
-    if not isinstance(ranked, bool):
-        raise ValueError(f"ranked must be True or False, got {ranked!r}")
-    if not isinstance(sm_scale, numbers.Real) or not sm_scale > 0:
-        raise ValueError(f"sm_scale must be a positive number known when compiling, else bounds are none; got {sm_scale!r}")
-    static = {
-        "k": k,
-        "block_size": block_size,
-        "query_tile": query_tile,
-        "window": window,
-        "pooling": pooling,
-        "ranked": ranked,
-        "sm_scale": sm_scale,
-    }
-    operands = (q, bounds, page_table, starts, lengths)
-    name = dispatch.choose("select_tiles", implementation, f"{arrays} {static}", operands, static)
-    return dispatch.load("select_tiles", name)(*operands, **static)
+    return dispatch.run("select_tiles", implementation, f"{arrays} {call}", call, q, bounds, table, starts, lengths)

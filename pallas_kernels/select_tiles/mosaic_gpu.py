@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import query_tiles
 from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, LOWEST, SWIZZLED
+from pallas_kernels.select_tiles.api import Call
 from pallas_kernels.select_tiles.xla import candidates, listed, sealed_blocks, table_bounds
 from pallas_kernels.top_k import top_k
 
@@ -86,38 +87,39 @@ class Shape:
         }
 
 
-def unsupported(q, bounds, page_table, starts, lengths, *, query_tile, **static) -> str | None:
-    """Why this valid input is none for this kernel, or None if it is one."""
+def unsupported(call: Call, q, bounds, table, starts, lengths) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
     if q.dtype != bounds.dtype or q.dtype.name not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 or float16, q and bounds alike; got q {q.dtype}, bounds {bounds.dtype}"
     if q.shape[3] not in (64, 128):
         return f"the head dim must be 64 or 128, got {q.shape[3]}"
-    if query_tile != TILE:
-        return f"query_tile must be {TILE}, got {query_tile}"
+    if call.query_tile != TILE:
+        return f"query_tile must be {TILE}, got {call.query_tile}"
     return None
 
 
-def select_tiles(q, bounds, page_table, starts, lengths, **static):
+def select_tiles(call: Call, q, bounds, table, starts, lengths):
     """See `pallas_kernels.select_tiles.select_tiles`."""
-    reason = unsupported(q, bounds, page_table, starts, lengths, **static)
+    reason = unsupported(call, q, bounds, table, starts, lengths)
     if reason:
         raise NotImplementedError(f"select_tiles 'mosaic_gpu': {reason}")
-    return _select(q, bounds, page_table, starts, lengths, **static)
+    return _select(call, q, bounds, table, starts, lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "ranked", "sm_scale"))
-def _select(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, ranked, sm_scale):
-    there = sealed_blocks(page_table, lengths, bounds, block_size)
-    rows = table_bounds(bounds, page_table, there, -there.shape[1] % TILE)
+@functools.partial(jax.jit, static_argnames="call")
+def _select(call: Call, q, bounds, table, starts, lengths):
+    block_size = call.block_size
+    there = sealed_blocks(table, lengths, bounds, block_size)
+    rows = table_bounds(bounds, table, there, -there.shape[1] % TILE)
     sizes = (*q.shape[:3], bounds.shape[1], q.shape[3], rows.shape[2] // TILE)
-    s = Shape(*sizes, block_size, pooling, sm_scale, q.dtype)
+    s = Shape(*sizes, block_size, call.pooling, call.sm_scale, q.dtype)
     page_size = block_size * bounds.shape[2]
-    sealed = jnp.minimum(lengths // page_size, page_table.shape[1]) * bounds.shape[2]
-    first, end = candidates(starts, lengths, s.num_queries, block_size, query_tile, window)
+    sealed = jnp.minimum(lengths // page_size, table.shape[1]) * bounds.shape[2]
+    first, end = candidates(starts, lengths, s.num_queries, block_size, call.query_tile, call.window)
     paid = launch(s)(query_tiles.padded(q), rows, admitted_blocks(there, first, rows.shape[2]), starts, lengths, sealed)
     ends = jnp.broadcast_to(jnp.minimum(end, sealed[:, None])[:, None], paid.shape[:3]).reshape(-1)
-    best, ids = top_k(paid.reshape(-1, paid.shape[-1]), min(k, there.shape[1]), lengths=ends, sort=ranked)
-    return listed(best, ids, ranked).reshape(*paid.shape[:3], -1).swapaxes(1, 2)
+    best, ids = top_k(paid.reshape(-1, paid.shape[-1]), min(call.k, there.shape[1]), lengths=ends, sort=call.ranked)
+    return listed(best, ids, call.ranked).reshape(*paid.shape[:3], -1).swapaxes(1, 2)
 
 
 def admitted_blocks(there, first: int, columns: int):

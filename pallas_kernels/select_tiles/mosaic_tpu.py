@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.lax import div  # on traced values: `//` minds signs, which needs the chip's generation when lowering
 
 from pallas_kernels import dispatch, online_softmax
+from pallas_kernels.select_tiles.api import Call
 from pallas_kernels.select_tiles.xla import best_candidates, candidates, sealed_blocks, table_bounds
 
 BLOCK_TILE = 256
@@ -31,9 +32,9 @@ _LANES, _SUBLANES = 128, 8
 _QUERY_TILE = 16  # rows of whole tiles: 8 sublanes, two bfloat16 rows each
 
 
-def unsupported(q, bounds, page_table, starts, lengths, *, query_tile, **static) -> str | None:
+def unsupported(call: Call, q, bounds, table, starts, lengths) -> str | None:
     """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
-    arrays = dispatch.signature(q=q, bounds=bounds)
+    arrays, query_tile = dispatch.signature(q=q, bounds=bounds), call.query_tile
     if not {q.dtype.name, bounds.dtype.name} <= {"float32", "bfloat16"}:
         return f"TPUs compute in bfloat16 and float32 only; got {arrays}"
     if q.shape[3] % _LANES:
@@ -54,23 +55,24 @@ def _vmem_bytes(q, bounds, query_tile: int) -> int:
     return moved + 2 * query_tile * _LANES * wide + computed
 
 
-def select_tiles(q, bounds, page_table, starts, lengths, *, interpret=False, **static):
+def select_tiles(call: Call, q, bounds, table, starts, lengths, *, interpret=False):
     """See `pallas_kernels.select_tiles.select_tiles`. interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
     Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do.
     """
-    reason = unsupported(q, bounds, page_table, starts, lengths, **static)
+    reason = unsupported(call, q, bounds, table, starts, lengths)
     if reason is not None:
         raise NotImplementedError(f"implementation 'mosaic_tpu' of select_tiles: {reason}")
-    return _select(q, bounds, page_table, starts, lengths, interpret=interpret, **static)
+    return _select(call, q, bounds, table, starts, lengths, interpret=interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "ranked", "sm_scale", "interpret"))
-def _select(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, ranked, sm_scale, interpret):
+@functools.partial(jax.jit, static_argnames=("call", "interpret"))
+def _select(call: Call, q, bounds, table, starts, lengths, *, interpret):
     batch, num_queries, num_heads, head_dim = q.shape
-    there = sealed_blocks(page_table, lengths, bounds, block_size)
-    rows = table_bounds(bounds, page_table, there, -there.shape[1] % BLOCK_TILE)
-    sealed = jnp.minimum(lengths // (block_size * bounds.shape[2]), page_table.shape[1]) * bounds.shape[2]
+    block_size, query_tile = call.block_size, call.query_tile
+    there = sealed_blocks(table, lengths, bounds, block_size)
+    rows = table_bounds(bounds, table, there, -there.shape[1] % BLOCK_TILE)
+    sealed = jnp.minimum(lengths // (block_size * bounds.shape[2]), table.shape[1]) * bounds.shape[2]
     tiles, group = -(-num_queries // query_tile), num_heads // bounds.shape[1]
     q = jnp.pad(q, ((0, 0), (0, tiles * query_tile - num_queries), (0, 0), (0, 0))).swapaxes(1, 2)
     reach = functools.partial(_reach, query_tile, block_size)
@@ -88,7 +90,7 @@ def _select(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile
         return row, head, tile, 0, walk * here(row, tile, step, scalars)
 
     scores = pl.pallas_call(
-        functools.partial(_kernel, reach, block_size, pooling, sm_scale),
+        functools.partial(_kernel, reach, block_size, call.pooling, call.sm_scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(batch, num_heads, tiles, 2, rows.shape[2] // BLOCK_TILE),
@@ -104,8 +106,8 @@ def _select(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile
         interpret=interpret,
         name="select_tiles",
     )(starts, lengths, sealed, q, rows)
-    first, end = candidates(starts, lengths, num_queries, block_size, query_tile, window)
-    return best_candidates(scores[:, :, :, 0, : there.shape[1]].swapaxes(1, 2), there, first, end, k, ranked)
+    first, end = candidates(starts, lengths, num_queries, block_size, query_tile, call.window)
+    return best_candidates(scores[:, :, :, 0, : there.shape[1]].swapaxes(1, 2), there, first, end, call.k, call.ranked)
 
 
 def _reach(query_tile: int, block_size: int, row, tile, starts, lengths, sealed):

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.select_tiles.api import Call
+
 
 def paid_by(query, bounds, begins, position, sm_scale):
     """What one query may pay each block: softmax over the blocks that begin at or before it. query [D], bounds [S, 2, D], begins [S]."""
@@ -20,34 +22,36 @@ def paid_by(query, bounds, begins, position, sm_scale):
     return (weights / weights.sum()).astype(np.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "ranked", "sm_scale"))
-def select_tiles(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, ranked, sm_scale):
+@functools.partial(jax.jit, static_argnames="call")
+def select_tiles(call: Call, q, bounds, table, starts, lengths):
     """See `pallas_kernels.select_tiles.select_tiles`."""
     batch, num_queries, num_heads, _ = q.shape
+    block_size, query_tile, window, sm_scale = call.block_size, call.query_tile, call.window, call.sm_scale
     num_kv_heads, per_page = bounds.shape[1:3]
-    num_blocks = page_table.shape[1] * per_page
-    tiles, width = -(-num_queries // query_tile), min(k, num_blocks)
+    num_blocks = table.shape[1] * per_page
+    tiles, width = -(-num_queries // query_tile), min(call.k, num_blocks)
 
-    def of_all(q, bounds, page_table, starts, lengths):
+    def of_all(q, bounds, table, starts, lengths):
         q, bounds = np.asarray(q, np.float32), np.asarray(bounds, np.float32)
+        table, starts, lengths = (np.asarray(x) for x in (table, starts, lengths))  # JAX's arrays are slow to index
         found = np.full((batch, tiles, num_heads, width), -1, np.int32)
         for b, tile, head in np.ndindex(batch, tiles, num_heads):
-            sealed = [page >= 0 and (i + 1) * block_size * per_page <= lengths[b] for i, page in enumerate(page_table[b])]
+            sealed = [page >= 0 and (i + 1) * block_size * per_page <= lengths[b] for i, page in enumerate(table[b])]
             begins = np.where(np.repeat(sealed, per_page), np.arange(num_blocks) * block_size, -1)
-            rows = bounds[page_table[b], head * num_kv_heads // num_heads].reshape(num_blocks, 2, -1)
+            rows = bounds[table[b], head * num_kv_heads // num_heads].reshape(num_blocks, 2, -1)
             rows = np.where(begins[:, None, None] >= 0, rows, 0)
             queries = range(tile * query_tile, min((tile + 1) * query_tile, num_queries))
             positions = [starts[b] + t for t in queries if starts[b] + t < lengths[b]]
             if not positions:
                 continue
             paid = [paid_by(q[b, p - starts[b], head], rows, begins, p, sm_scale) for p in positions]
-            worth = np.sum(paid, axis=0) if pooling == "sum" else np.max(paid, axis=0)
+            worth = np.sum(paid, axis=0) if call.pooling == "sum" else np.max(paid, axis=0)
             candidates = [
                 j for j, begin in enumerate(begins) if begin >= 0 and begin + block_size > window[0] and begin <= positions[-1] - window[1]
             ]
             best = sorted(candidates, key=lambda j: (-worth[j], j))[:width]
-            found[b, tile, head, : len(best)] = best if ranked else sorted(best)
+            found[b, tile, head, : len(best)] = best if call.ranked else sorted(best)
         return found
 
     result = jax.ShapeDtypeStruct((batch, tiles, num_heads, width), jnp.int32)
-    return jax.pure_callback(of_all, result, q, bounds, page_table, starts, lengths)
+    return jax.pure_callback(of_all, result, q, bounds, table, starts, lengths)

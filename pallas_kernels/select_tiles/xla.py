@@ -14,20 +14,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import online_softmax
+from pallas_kernels.select_tiles.api import Call
 
 BLOCK_TILE = 256
 QUERY_SPAN = 1024
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 
 
-@functools.partial(jax.jit, static_argnames=("k", "block_size", "query_tile", "window", "pooling", "ranked", "sm_scale"))
-def select_tiles(q, bounds, page_table, starts, lengths, *, k, block_size, query_tile, window, pooling, ranked, sm_scale):
+@functools.partial(jax.jit, static_argnames="call")
+def select_tiles(call: Call, q, bounds, table, starts, lengths):
     """See `pallas_kernels.select_tiles.select_tiles`."""
-    num_queries, num_heads, head_dim = q.shape[1:]
-    num_kv_heads = bounds.shape[1]
+    (num_queries, num_heads, head_dim), num_kv_heads = q.shape[1:], bounds.shape[1]
+    block_size, query_tile = call.block_size, call.query_tile
     per_tile = max(1, BLOCK_TILE // bounds.shape[2]) * bounds.shape[2]
-    there = sealed_blocks(page_table, lengths, bounds, block_size)
-    rows = table_bounds(bounds, page_table, there, -there.shape[1] % per_tile)
+    there = sealed_blocks(table, lengths, bounds, block_size)
+    rows = table_bounds(bounds, table, there, -there.shape[1] % per_tile)
     span = max(1, QUERY_SPAN // query_tile) * query_tile
     q = jnp.pad(q, ((0, 0), (0, -num_queries % span), (0, 0), (0, 0)))
 
@@ -35,7 +36,7 @@ def select_tiles(q, bounds, page_table, starts, lengths, *, k, block_size, query
         q, rows, position, length = args
         grouped = q.reshape(span, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
         query_pos = jnp.where(position + jnp.arange(span) < length, position + jnp.arange(span), -1)
-        paid = _paid(grouped, rows, jnp.tile(query_pos, num_heads // num_kv_heads), per_tile, block_size, query_tile, pooling, sm_scale)
+        paid = _paid(grouped, rows, jnp.tile(query_pos, num_heads // num_kv_heads), per_tile, call)
         return paid.reshape(num_heads, span // query_tile, -1).swapaxes(0, 1)
 
     def of_row(args):
@@ -46,26 +47,26 @@ def select_tiles(q, bounds, page_table, starts, lengths, *, k, block_size, query
         return paid.reshape(-1, num_heads, rows.shape[1])[: -(-num_queries // query_tile)]
 
     scores = jax.lax.map(of_row, (q, rows, starts, lengths))
-    first, end = candidates(starts, lengths, num_queries, block_size, query_tile, window)
-    return best_candidates(scores[..., : there.shape[1]], there, first, end, k, ranked)
+    first, end = candidates(starts, lengths, num_queries, block_size, query_tile, call.window)
+    return best_candidates(scores[..., : there.shape[1]], there, first, end, call.k, call.ranked)
 
 
-def table_bounds(bounds, page_table, there: Bool[Array, "B S"], more: int) -> Float[Array, "B K S+more 2*D"]:
+def table_bounds(bounds, table, there: Bool[Array, "B S"], more: int) -> Float[Array, "B K S+more 2*D"]:
     """The bounds of each table's blocks, in order, maxima beside minima. Blocks that are not there, and `more` behind them, have a maximum
     so low and a minimum so high that a query other than 0 can pay them nothing."""
-    batch, head_dim = page_table.shape[0], bounds.shape[4]
-    rows = bounds[jnp.maximum(page_table, 0)].swapaxes(1, 2).reshape(batch, bounds.shape[1], -1, 2 * head_dim)
+    batch, head_dim = table.shape[0], bounds.shape[4]
+    rows = bounds[jnp.maximum(table, 0)].swapaxes(1, 2).reshape(batch, bounds.shape[1], -1, 2 * head_dim)
     far = jnp.asarray(jnp.finfo(bounds.dtype).max / 4, bounds.dtype)
     nothing = jnp.concatenate([jnp.full(head_dim, -far), jnp.full(head_dim, far)])
     rows = jnp.where(there[:, None, :, None], rows, nothing)
     return jnp.concatenate([rows, jnp.broadcast_to(nothing, (*rows.shape[:2], more, 2 * head_dim))], axis=2)
 
 
-def sealed_blocks(page_table, lengths, bounds, block_size: int):
+def sealed_blocks(table, lengths, bounds, block_size: int):
     """Whether a block of the tables `[B, M * nb]` has a page that is full."""
     page_size = block_size * bounds.shape[2]
-    pages = jnp.arange(1, page_table.shape[1] + 1, dtype=jnp.int32)
-    return jnp.repeat((page_table >= 0) & (pages <= lengths[:, None] // page_size), bounds.shape[2], axis=1)
+    pages = jnp.arange(1, table.shape[1] + 1, dtype=jnp.int32)
+    return jnp.repeat((table >= 0) & (pages <= lengths[:, None] // page_size), bounds.shape[2], axis=1)
 
 
 def candidates(starts, lengths, num_queries: int, block_size: int, query_tile: int, window: tuple[int, int]):
@@ -94,15 +95,15 @@ def listed(best: Float[Array, "*rows W"], ids: Int[Array, "*rows W"], ranked: bo
     return jnp.where(ids == _NONE, -1, ids).astype(jnp.int32)
 
 
-def _paid(q, rows, query_pos, per_tile: int, block_size: int, query_tile: int, pooling: str, sm_scale: float) -> Float[Array, "K G*C S"]:
+def _paid(q, rows, query_pos, per_tile: int, call: Call) -> Float[Array, "K G*C S"]:
     """What the tiles of q `[K, G * T, D]` pay the blocks of rows `[K, S, 2 * D]`; query_pos `[G * T]` is -1 for padding."""
     split = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1)
-    steps = jnp.minimum(-(-(query_pos.max() // block_size + 1) // per_tile), rows.shape[1] // per_tile)
+    steps = jnp.minimum(-(-(query_pos.max() // call.block_size + 1) // per_tile), rows.shape[1] // per_tile)
 
     def logits(i):
         here = jax.lax.dynamic_slice_in_dim(rows, i * per_tile, per_tile, axis=1)
-        begins = (i * per_tile + jnp.arange(per_tile)) * block_size
-        return jnp.where(begins <= query_pos[:, None], online_softmax.scaled_logits(split, here, sm_scale), -jnp.inf)
+        begins = (i * per_tile + jnp.arange(per_tile)) * call.block_size
+        return jnp.where(begins <= query_pos[:, None], online_softmax.scaled_logits(split, here, call.sm_scale), -jnp.inf)
 
     def measure(i, state):
         top, total = state
@@ -116,9 +117,9 @@ def _paid(q, rows, query_pos, per_tile: int, block_size: int, query_tile: int, p
     lse = jnp.where(top == -jnp.inf, 0.0, top + jnp.log(jnp.where(total == 0, 1.0, total)))
 
     def pay(i, paid):
-        of_queries = jnp.exp(logits(i) - lse[..., None]).reshape(q.shape[0], -1, query_tile, per_tile)
-        of_tiles = of_queries.sum(2) if pooling == "sum" else of_queries.max(2)
+        of_queries = jnp.exp(logits(i) - lse[..., None]).reshape(q.shape[0], -1, call.query_tile, per_tile)
+        of_tiles = of_queries.sum(2) if call.pooling == "sum" else of_queries.max(2)
         return jax.lax.dynamic_update_slice_in_dim(paid, of_tiles, i * per_tile, axis=2)
 
-    nothing = jnp.zeros((q.shape[0], q.shape[1] // query_tile, rows.shape[1]), jnp.float32)
+    nothing = jnp.zeros((q.shape[0], q.shape[1] // call.query_tile, rows.shape[1]), jnp.float32)
     return jax.lax.fori_loop(0, steps, pay, nothing)

@@ -8,8 +8,8 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.pages import Pages, check, check_scale
-from pallas_kernels.select_blocks.api import check as check_selection
+from pallas_kernels.pages import Pages, check, check_frames, check_scale
+from pallas_kernels.select_blocks import api as select_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +27,9 @@ class Call:
     def __post_init__(self):
         check_scale(self.sm_scale)
 
-    def selection(self, page_size: int) -> dict[str, Any]:
-        """The keywords of `select_blocks`."""
-        sizes = {"block_size": self.block_size, "k": self.budget, "sink": self.sink, "local": self.local}
-        return {"kind": self.kind, "page_size": page_size} | sizes
+    def selection(self, page_size: int) -> select_blocks.Call:
+        """The call of `select_blocks` that lists the blocks."""
+        return select_blocks.Call(self.kind, page_size, self.block_size, self.budget, self.sink, self.local)
 
 
 def selected_attention(
@@ -46,16 +45,19 @@ def selected_attention(
     sink: int,
     local: int,
     sm_scale: float,
+    frames: Int[Array, "B M"] | None = None,
     config: Any = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"], Int[Array, "B K W"]]:
-    """Attention of a few queries per sequence over the blocks that suit them best.
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"], Int[Array, "B T K W"]]:
+    """Attention of a few queries per sequence, each over the blocks that suit it best.
 
     The same as `blocks = select_blocks(q, index, table, lengths, kind=kind, k=budget, ...)` and
-    `gather_attention(q, pages, table, lengths, blocks=blocks, ...)`, up to the order of additions; arguments as there. It saves a launch,
-    and a write and a read of the list.
+    `gather_attention(q, pages, frames, lengths, blocks=blocks, ...)`, up to the order of additions; arguments as there. It saves a launch,
+    and a write and a read of the list. table: logical page -> page id, by which the index is found. frames: logical page -> frame, where
+    keys and values are; None: the frame of a page is its id.
 
-    Returns out, lse as `gather_attention` does, and the list.
+    Returns out, lse as `gather_attention` does, and the lists. Query t of T lists and sees what it would as the only one of a step at its
+    position; bits are the same for equal B and T.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
 
@@ -63,9 +65,11 @@ def selected_attention(
     """
     check(q, pages, table, lengths=lengths)
     call = Call(kind, block_size, budget, sink, local, sm_scale, config)
-    sizes = call.selection(pages.page_size)
-    check_selection(q, index, table, lengths, **sizes)
-    if index.shape[:2] != pages.k.shape[:2]:
-        raise ValueError(f"index and k must have the same pages and KV heads; got {dispatch.signature(k=pages.k, index=index)}")
-    signature = f"{sizes} {dispatch.signature(q=q, **pages.arrays, index=index, table=table)}"
-    return dispatch.run("selected_attention", implementation, signature, call, q, pages, index, table, lengths)
+    select_blocks.check(call.selection(pages.page_size), q, index, table, lengths)
+    check_frames(table, frames)
+    alike = index.shape[:2] == pages.k.shape[:2] if frames is None else index.shape[1] == pages.kv_heads
+    if not alike:
+        arrays = dispatch.signature(k=pages.k, index=index, frames=frames)
+        raise ValueError(f"index and k must have the same pages (unless there are frames) and KV heads; got {arrays}")
+    signature = f"{call} {dispatch.signature(q=q, **pages.arrays, index=index, table=table, frames=frames)}"
+    return dispatch.run("selected_attention", implementation, signature, call, q, pages, index, table, lengths, frames)

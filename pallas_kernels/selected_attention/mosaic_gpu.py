@@ -1,10 +1,14 @@
-"""selected_attention in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per sequence and KV head.
+"""selected_attention in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per query and KV head.
 
 The stages of `select_blocks` leave the same list in the shared memory of every CTA of the cluster; each warpgroup then folds its part of
 the list (`gather_attention.tiles`), and the cluster merges the parts (`gather_attention.cluster_merge`). Two barriers of the cluster stand
 where two launches would, and the list never passes through global memory.
 
-Memory traffic: the candidates' index rows, the listed keys and values, the output and the list.
+The T queries of a sequence are T rows that share its page table, each with a list and a cluster of its own: what a drafted step gives is
+by construction what steps of one token would. Blocks that several of them list are read by each, all but the first time mostly from the
+L2 cache.
+
+Memory traffic, per query: the candidates' index rows, the listed keys and values, the output and the list.
 """
 
 from __future__ import annotations
@@ -23,48 +27,61 @@ from pallas_kernels.select_blocks import mosaic_gpu as select
 from pallas_kernels.selected_attention.api import Call
 
 
-def unsupported(call: Call, q, pages, index, table, lengths) -> str | None:
+def unsupported(call: Call, q, pages, index, table, lengths, frames) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
-    sizes = call.selection(pages.page_size)
+    chosen_by = call.selection(pages.page_size)
     attended = gather.Call(call.block_size, None, call.sm_scale, False, None)
-    reason = select.unsupported(q, index, table, lengths, **sizes) or gather.unsupported(attended, q, pages, table, lengths, None)
+    rows = _rows(q)
+    reason = select.unsupported(chosen_by, q, index, table, lengths) or gather.unsupported(attended, rows, pages, table, lengths, None)
     if reason:
         return reason
-    chosen = select.shape_of(q, index, table, **sizes)
-    return listed.unsupported(q, pages, width=chosen.width, block_size=call.block_size, words=chosen.scratch_words())
+    chosen = select.shape_of(chosen_by, q, index, table)
+    return listed.unsupported(rows, pages, width=chosen.width, block_size=call.block_size, words=chosen.scratch_words())
 
 
-def selected_attention(call: Call, q, pages, index, table, lengths):
+def _rows(q) -> jax.ShapeDtypeStruct:
+    """Every query as a row of its own: `[B*T, 1, H, D]`, shape and dtype."""
+    return jax.ShapeDtypeStruct((q.shape[0] * q.shape[1], 1, *q.shape[2:]), q.dtype)
+
+
+def selected_attention(call: Call, q, pages, index, table, lengths, frames):
     """See `pallas_kernels.selected_attention.selected_attention`; takes no config."""
-    reason = unsupported(call, q, pages, index, table, lengths)
+    reason = unsupported(call, q, pages, index, table, lengths, frames)
     if reason:
         raise NotImplementedError(f"selected_attention 'mosaic_gpu': {reason}")
-    chosen = select.shape_of(q, index, table, **call.selection(pages.page_size))
+    chosen = select.shape_of(call.selection(pages.page_size), q, index, table)
     words = chosen.scratch_words()
     sizes = {"width": chosen.width, "block_size": call.block_size, "window": None, "sm_scale": call.sm_scale}
-    s = listed.shape_of(q, pages, **sizes, words=words)
+    s = listed.shape_of(_rows(q), pages, **sizes, words=words)
     depth = listed.ring_words(s) // (chosen.threads // 32 * chosen.slot_words)  # a tile for each warpgroup holds a turn of index rows
-    return _attend(dataclasses.replace(chosen, depth=min(3, depth)), s, q, pages, index, table, lengths)
+    tables = (table,) if frames is None else (table, frames)
+    return _attend(dataclasses.replace(chosen, depth=min(3, depth)), s, q, pages, index, tables, lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("chosen", "s"))
-def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, table, lengths):
-    def selected_kernel(q_ref, k_ref, v_ref, index_ref, table_ref, lengths_ref, out_ref, lse_ref, ids_ref, **scratch):
+def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, lengths):
+    """tables: of page ids and of frames, or the one table that is both."""
+
+    def selected_kernel(q_ref, k_ref, v_ref, index_ref, lengths_ref, *refs, **scratch):
+        table_refs, (out_ref, lse_ref, ids_ref) = refs[: len(tables)], refs[len(tables) :]
         unit, cta = lax.axis_index("unit"), lax.axis_index("cta")
 
         @lanes.stage(unit=unit, cta=cta)
         def choose(arrays, words, unit, cta):
-            inputs, ids_ref = arrays
-            select.select(chosen, unit, cta, inputs, words)
+            (q_ref, index_ref, lengths_ref), table_refs, ids_ref = arrays
+            select.select(chosen, unit, cta, (q_ref, index_ref, table_refs[0], lengths_ref), words)
             select.store_list(chosen, unit, cta, ids_ref, words["ids_s"])
             lanes.publish_to_tensor_cores()  # the ring held index rows; TMA writes to it next
-            listed.locate(s, unit, chosen.table_width, *inputs[2:], words)
+            row = unit // s.num_kv_heads
+            length = select.tokens_seen(chosen.num_queries, lengths_ref, row)
+            listed.locate(s, length, table_refs[-1], row // chosen.num_queries * chosen.table_width, words)
 
         names = chosen.scratch_words() | listed.list_words(s)
         words = {name: scratch[name] for name in names} | {"ring_s": lanes.Swizzled(scratch["kv_s"], tiles.SWIZZLED)}
-        choose(((q_ref, index_ref, table_ref, lengths_ref), ids_ref), words)
+        choose(((q_ref, index_ref, lengths_ref), table_refs, ids_ref), words)
         listed.attend(s, unit, cta, scratch["ids_s"][s.width], (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch)
 
     out_type = [*listed.outputs(s), *select.outputs(chosen)]
     kernel = listed.launch(s, selected_kernel, out_type, chosen.scratch_words())
-    return tuple(kernel(q, pages.k, pages.v, index, table, lengths))
+    out, lse, ids = kernel(q.reshape(_rows(q).shape), pages.k, pages.v, index, lengths, *tables)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3]), ids

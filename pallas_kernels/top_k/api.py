@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +10,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static arguments of a call, as `top_k` explains them."""
+
+    k: int
+    sort: bool
+    return_counts: bool
+    config: Any
 
 
 def top_k(
@@ -62,7 +73,5 @@ def top_k(
         raise ValueError(f"lengths must be int32 [{batch}], one per row of scores; got {arrays}")
     if isinstance(lengths, np.ndarray) and (lengths.min() < 0 or lengths.max() > row):
         raise ValueError(f"lengths must lie between 0 and {row}, the scores of a row; got {lengths.min()} to {lengths.max()}")
-    static = {"k": int(k), "sort": sort, "return_counts": return_counts, "config": config}
-    signature = f"{arrays} {static}"
-    name = dispatch.choose("top_k", implementation, signature, (scores, hint, lengths), static)
-    return dispatch.load("top_k", name)(scores, hint, lengths, **static)
+    call = Call(int(k), sort, return_counts, config)
+    return dispatch.run("top_k", implementation, f"{arrays} {call}", call, scores, hint, lengths)

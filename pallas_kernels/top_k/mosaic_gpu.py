@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import lanes
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.top_k import search
+from pallas_kernels.top_k.api import Call
 from pallas_kernels.top_k.keys import key_of
 from pallas_kernels.top_k.plan import MOST_K, UNROLLED, Config, Shape, shape_of
 
@@ -30,35 +31,35 @@ COUNTS = ("passes", "candidates", "refinement rounds", "guess cycles", "verify c
 """What `return_counts` adds, of the cluster's first CTA: a column each."""
 
 
-def unsupported(scores, hint, lengths, *, k, sort, return_counts, config) -> str | None:
-    """Why this valid input is none for this kernel, or None if it is one."""
+def unsupported(call: Call, scores, hint, lengths) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
     if scores.dtype != jnp.float32:
         return f"it ranks float32 scores, got {scores.dtype}"
-    if k > MOST_K:
-        return f"it keeps at most {MOST_K:,}, got k {k:,}"
-    s = _shape(scores, hint, lengths, k=k, return_counts=return_counts, config=config)
+    if call.k > MOST_K:
+        return f"it keeps at most {MOST_K:,}, got k {call.k:,}"
+    s = _shape(call, scores, hint, lengths)
     if not s.fits:
         return f"rows of {scores.shape[1]:,} scores over {s.ctas} CTAs and {s.capacity:,} candidates need more shared memory than there is"
     return None
 
 
-def top_k(scores, hint, lengths, *, k, sort, return_counts, config):
+def top_k(call: Call, scores, hint, lengths):
     """See `pallas_kernels.top_k.top_k`."""
-    reason = unsupported(scores, hint, lengths, k=k, sort=sort, return_counts=return_counts, config=config)
+    reason = unsupported(call, scores, hint, lengths)
     if reason:
         raise NotImplementedError(f"top_k 'mosaic_gpu': {reason}")
-    s = _shape(scores, hint, lengths, k=k, return_counts=return_counts, config=config)
-    return _top_k(s, scores, hint if s.start == "hint" else None, lengths, sort=sort)
+    s = _shape(call, scores, hint, lengths)
+    return _top_k(s, scores, hint if s.start == "hint" else None, lengths, sort=call.sort)
 
 
-def _shape(scores, hint, lengths, *, k, return_counts, config) -> Shape:
-    if config is not None and not isinstance(config, Config):
-        raise ValueError(f"implementation 'mosaic_gpu' of top_k takes a pallas_kernels.top_k.plan.Config, got {config!r}")
-    config = config or Config()
+def _shape(call: Call, scores, hint, lengths) -> Shape:
+    if call.config is not None and not isinstance(call.config, Config):
+        raise ValueError(f"implementation 'mosaic_gpu' of top_k takes a pallas_kernels.top_k.plan.Config, got {call.config!r}")
+    config = call.config or Config()
     if hint is None and config.start == "hint":
         raise ValueError("the config starts from the hint, and there is none; give one, or start from a sample")
     batch, num = scores.shape
-    return shape_of(batch, -(-num // 4) * 4, k, config, has_lengths=lengths is not None or num % 4 > 0, counted=return_counts)
+    return shape_of(batch, -(-num // 4) * 4, call.k, config, has_lengths=lengths is not None or num % 4 > 0, counted=call.return_counts)
 
 
 @functools.partial(jax.jit, static_argnames=("s", "sort"))

@@ -10,21 +10,23 @@ import functools
 import jax
 import jax.numpy as jnp
 
-
-def unsupported(scores, hint, lengths, *, k, sort, return_counts, config) -> str | None:
-    """Why this valid input is none for this implementation, or None if it is one."""
-    if config is not None:
-        return f"it takes no config, got {config!r}"
-    return "it has no counts to return" if return_counts else None
+from pallas_kernels.top_k.api import Call
 
 
-def top_k(scores, hint, lengths, *, k, sort, return_counts, config):
+def unsupported(call: Call, scores, hint, lengths) -> str | None:
+    """Why this implementation cannot take this valid input, or None if it can."""
+    if call.config is not None:
+        return f"it takes no config, got {call.config!r}"
+    return "it has no counts to return" if call.return_counts else None
+
+
+def top_k(call: Call, scores, hint, lengths):
     """See `pallas_kernels.top_k.top_k`; takes no config."""
-    reason = unsupported(scores, hint, lengths, k=k, sort=sort, return_counts=return_counts, config=config)
+    reason = unsupported(call, scores, hint, lengths)
     if reason:
         raise NotImplementedError(f"top_k 'reference': {reason}")
     lengths = jnp.full(scores.shape[0], scores.shape[1], jnp.int32) if lengths is None else jnp.asarray(lengths)
-    return _order(k, sort, scores, lengths)
+    return _order(call.k, call.sort, scores, lengths)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

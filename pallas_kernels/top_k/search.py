@@ -81,7 +81,7 @@ def share_of(s: Shape, scores_ref, scratch: dict, row: Scalar, cta: Scalar, leng
 
 
 def fetch(share: Share) -> None:
-    """Start bringing as much of the share as there is room for, while the threshold is looked for."""
+    """Start fetching as much of the share as fits, while the threshold is being found."""
     s = share.s
     lane_copies.make_arrivals(share.scratch["arrivals_s"], s.warps * s.slots, s.threads)
 

@@ -11,23 +11,24 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.top_k import keys
+from pallas_kernels.top_k.api import Call
 
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every index
 
 
-def unsupported(scores, hint, lengths, *, k, sort, return_counts, config) -> str | None:
-    """Why this valid input is none for this implementation, or None if it is one."""
-    if config is not None:
-        return f"it takes no config, got {config!r}"
-    return "it has no counts to return" if return_counts else None
+def unsupported(call: Call, scores, hint, lengths) -> str | None:
+    """Why this implementation cannot take this valid input, or None if it can."""
+    if call.config is not None:
+        return f"it takes no config, got {call.config!r}"
+    return "it has no counts to return" if call.return_counts else None
 
 
-def top_k(scores, hint, lengths, *, k, sort, return_counts, config):
+def top_k(call: Call, scores, hint, lengths):
     """See `pallas_kernels.top_k.top_k`; takes no config."""
-    reason = unsupported(scores, hint, lengths, k=k, sort=sort, return_counts=return_counts, config=config)
+    reason = unsupported(call, scores, hint, lengths)
     if reason:
         raise NotImplementedError(f"top_k 'xla': {reason}")
-    return _best(scores, lengths, k=k, sort=sort)
+    return _best(scores, lengths, k=call.k, sort=call.sort)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "sort"))

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The static arguments of a call, as `union_blocks` explains them."""
+
+    rows: int
+    k_trim: int
+    rank: str
+    num_blocks: int | None
+
+    def __post_init__(self):
+        if self.rank not in ("mean", "sum"):
+            raise ValueError(f"rank must be 'mean' or 'sum', got {self.rank!r}")
+        for name in ("rows", "k_trim", "num_blocks"):
+            value = getattr(self, name)
+            if (name, value) != ("num_blocks", None) and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a positive int, got {value!r}")
 
 
 def union_blocks(
@@ -42,11 +62,5 @@ def union_blocks(
         raise ValueError(f"union_blocks takes ids and scores [B,R,H,k] of one shape, no axis empty; got {arrays}")
     if ids.dtype != jnp.int32 or scores.dtype != jnp.float32:
         raise ValueError(f"ids must be int32 and scores float32; got {arrays}")
-    if rank not in ("mean", "sum"):
-        raise ValueError(f"rank must be 'mean' or 'sum', got {rank!r}")
-    for name, value in (("rows", rows), ("k_trim", k_trim), ("num_blocks", 1 if num_blocks is None else num_blocks)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive int, got {value!r}")
-    static = {"rows": rows, "k_trim": k_trim, "rank": rank, "num_blocks": num_blocks}
-    name = dispatch.choose("union_blocks", implementation, f"{arrays} {static}", (ids, scores), static)
-    return dispatch.load("union_blocks", name)(ids, scores, **static)
+    call = Call(rows, k_trim, rank, num_blocks)
+    return dispatch.run("union_blocks", implementation, f"{arrays} {call}", call, ids, scores)

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import lane_marks, lanes
 from pallas_kernels.select_blocks import choose
+from pallas_kernels.union_blocks.api import Call
 
 MOST_ENTRIES = 64
 """Entries of a tile that a thread holds at most."""
@@ -35,8 +36,9 @@ def _sizes(ids, rows: int, num_blocks: int) -> tuple[int, int, int]:
     return rows, threads, -(-min(rows * k, num_blocks) // (4 * threads)) * 4 * threads
 
 
-def unsupported(ids, scores, *, rows, k_trim, rank, num_blocks) -> str | None:
-    """Why this valid input is none for this kernel, or None if it is one."""
+def unsupported(call: Call, ids, scores) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
+    rows, num_blocks = call.rows, call.num_blocks
     if num_blocks is None:
         return "it needs num_blocks"
     rows_here, threads, most = _sizes(ids, rows, num_blocks)
@@ -49,16 +51,17 @@ def unsupported(ids, scores, *, rows, k_trim, rank, num_blocks) -> str | None:
     return None
 
 
-def union_blocks(ids, scores, *, rows, k_trim, rank, num_blocks):
+def union_blocks(call: Call, ids, scores):
     """See `pallas_kernels.union_blocks.union_blocks`."""
-    reason = unsupported(ids, scores, rows=rows, k_trim=k_trim, rank=rank, num_blocks=num_blocks)
+    reason = unsupported(call, ids, scores)
     if reason:
         raise NotImplementedError(f"union_blocks 'mosaic_gpu': {reason}")
-    return _unite(ids, scores, rows=rows, k_trim=k_trim, rank=rank, num_blocks=num_blocks)
+    return _unite(call, ids, scores)
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "k_trim", "rank", "num_blocks"))
-def _unite(ids, scores, *, rows, k_trim, rank, num_blocks):
+@functools.partial(jax.jit, static_argnames="call")
+def _unite(call: Call, ids, scores):
+    rows, k_trim, rank, num_blocks = call.rows, call.k_trim, call.rank, call.num_blocks
     lanes.check_version()
     batch, num_rows, num_heads, k = ids.shape
     tiles = -(-num_rows // rows)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.union_blocks.api import Call
+
 LOWEST = np.finfo(np.float32).min
 
 
@@ -30,10 +32,10 @@ def union(rows: list[list[tuple[int, np.float32]]], k_trim: int, rank: str) -> l
     return sorted(best[:k_trim])
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "k_trim", "rank", "num_blocks"))
-def union_blocks(ids, scores, *, rows, k_trim, rank, num_blocks):
+@functools.partial(jax.jit, static_argnames="call")
+def union_blocks(call: Call, ids, scores):
     """See `pallas_kernels.union_blocks.union_blocks`."""
-    batch, num_rows, num_heads, _ = ids.shape
+    (batch, num_rows, num_heads, _), rows, k_trim = ids.shape, call.rows, call.k_trim
     tiles = -(-num_rows // rows)
 
     def of_all(ids, scores):
@@ -41,7 +43,7 @@ def union_blocks(ids, scores, *, rows, k_trim, rank, num_blocks):
         blocks = np.full((batch, tiles, num_heads, k_trim), -1, np.int32)
         for b, u, h in np.ndindex(batch, tiles, num_heads):
             lists = [list(zip(ids[b, r, h], scores[b, r, h], strict=True)) for r in range(u * rows, min((u + 1) * rows, num_rows))]
-            kept = union(lists, k_trim, rank)
+            kept = union(lists, k_trim, call.rank)
             blocks[b, u, h, : len(kept)] = kept
         return blocks
 

@@ -12,13 +12,15 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.union_blocks.api import Call
+
 _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "k_trim", "rank", "num_blocks"))
-def union_blocks(ids, scores, *, rows, k_trim, rank, num_blocks):
+@functools.partial(jax.jit, static_argnames="call")
+def union_blocks(call: Call, ids, scores):
     """See `pallas_kernels.union_blocks.union_blocks`."""
-    batch, num_rows, num_heads, _ = ids.shape
+    (batch, num_rows, num_heads, _), rows, k_trim = ids.shape, call.rows, call.k_trim
     pad = ((0, 0), (0, -num_rows % rows), (0, 0), (0, 0))
     ids, scores = jnp.pad(ids, pad, constant_values=-1), jnp.pad(scores, pad)
     ids, scores = (x.reshape(batch, -1, rows, num_heads, x.shape[3]).swapaxes(2, 3) for x in (ids, scores))
@@ -34,7 +36,7 @@ def union_blocks(ids, scores, *, rows, k_trim, rank, num_blocks):
         total = jnp.where(same, total + jnp.pad(scores[..., step:], ahead), total)
         count += same
     lowest = jnp.finfo(jnp.float32).min
-    worth = total / count if rank == "mean" else total
+    worth = total / count if call.rank == "mean" else total
     worth = jnp.where(worth >= lowest, worth, lowest)  # NaN and -inf
     worth = jnp.where(worth == 0, 0.0, worth)  # -0.0 and 0.0 are a tie
 

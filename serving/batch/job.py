@@ -22,11 +22,12 @@ from typing import Any
 from rich.console import Console
 
 from kvjax.engine import Engine
-from kvjax.generation import OnToken, Request, pages_needed, run
+from kvjax.generation import pages_needed, run
 from kvjax.model import Model, fingerprint
 from kvjax.policies.decode import DecodePolicy, identity, parse
 from kvjax.policies.prefill import identity as prefill_identity
 from kvjax.prompts import chat_ids, encode
+from kvjax.requests import OnToken, Request
 from kvjax.sampling import Sampling
 from kvjax.serving.batch.partial import Partial
 from kvjax.serving.batch.records import Defaults, Record, read
@@ -112,7 +113,7 @@ def pages_of_job(source: Path, defaults: Defaults, model: Model, slots: int, pag
             try:
                 request = _request(record, model.tokenizer) if record.error is None else None
                 tokens = len(encode(model.tokenizer, request.prompt)) + request.sampling.max_new_tokens - 1 if request else 0
-            except ValueError:  # the record's own answer will say so
+            except ValueError:  # the record's own answer says so
                 continue
             if 0 < tokens <= model.config.max_positions:
                 sizes.append((tokens, request.sampling.n))
@@ -136,7 +137,7 @@ def check_paths(source: Path, out: Path, overwrite: bool) -> None:
 
 
 def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path, defaults: Defaults) -> dict[str, Any]:
-    """What must be the same for a job to go on where another left off: all that decides what the answers say."""
+    """What must be equal for a job to continue an earlier run: everything that the answers depend on."""
     with open(source, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {

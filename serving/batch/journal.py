@@ -1,4 +1,4 @@
-"""A file of JSON lines that outlives the job that writes it.
+"""A file of JSON lines that survives the job that writes it.
 
 Its first line says which job it belongs to; every other line is one entry, appended as it is made. A job that is killed leaves the
 file behind; at most its last line is torn, and that line is dropped when the job is run again.
@@ -53,13 +53,13 @@ class Journal:
                 self._let_go()
 
     def _let_go(self) -> None:
-        """Close the file. What a full disk did not take has been said by then, and closing would say it again."""
+        """Close the file. An error of a full disk was raised before; closing would raise it again."""
         with contextlib.suppress(OSError):
             self._file.close()
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """An OSError of the block says which file it is about: those of open files do not."""
+        """Adds the file's name to an OSError of the block: errors of open files do not name it."""
         try:
             yield
         except OSError as error:
@@ -122,7 +122,7 @@ class Journal:
                 )
 
     def _torn_header(self, text: bytes) -> bool:
-        """Whether a file that begins like this was left by a job that died while it began, and is no file of somebody else's."""
+        """Whether a file that begins like this was left by a job that died at its start, rather than made by somebody else."""
         begun = dump({"format": self.FORMAT})[:-2]
         return not text.endswith(b"\n") and begun.startswith(text[: len(begun)])
 
@@ -146,7 +146,7 @@ def dump(value: Any) -> bytes:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a new or renamed name survive a power cut."""
+    """Make a new or renamed file survive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""The file that holds a job's results until all are there.
+"""The file that holds a job's results until all are complete.
 
 Every result is kept with the number of its input line (`batch.journal` says how it outlives the job). At the end the results are
 written in input order to a third file, which is renamed to the output.

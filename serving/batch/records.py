@@ -32,7 +32,7 @@ COMPLETIONS = "/v1/completions"
 ROLES = ("system", "user", "assistant")
 
 IGNORED = ("user", "metadata", "store")
-"""Fields that are for whoever keeps requests, not for the model."""
+"""Fields for whoever stores requests, not for the model."""
 
 _NUMBERS = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _COUNTS = {"top_k": 0, "n": 1}
@@ -43,7 +43,7 @@ _ENVELOPE = {"custom_id", "method", "url", "body"}
 _BODY = {"model", "max_tokens", *_SAMPLING}
 _ENDPOINTS = {CHAT: _BODY | _CHAT | {"max_completion_tokens"}, COMPLETIONS: _BODY | {"prompt"}}
 _PROMPTS = {None: "prompt or messages", CHAT: "body.messages", COMPLETIONS: "body.prompt"}
-# Fields of the API that ask for nothing at these values, and for something kvjax does not do at any other.
+# Fields of the API that change nothing at these values, and are not supported at others.
 _NEUTRAL = {
     "best_of": (1,),
     "stream": (False,),
@@ -94,7 +94,7 @@ class Record:
 
 
 class _Wrong(ValueError):
-    """What is wrong with a record, in words for whoever wrote it."""
+    """What is wrong with a record, for the person who wrote it."""
 
 
 def read(lines: Iterable[bytes | str | Mapping[str, Any]], defaults: Defaults = Defaults()) -> Iterator[Record]:

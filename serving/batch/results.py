@@ -1,4 +1,4 @@
-"""What a batch job answers: one output line per record, in the record's own format, and the summary of a job."""
+"""Answers of a batch job: one output line per record, in the record's own format, and the summary of the job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.serving.batch.records import CHAT, Record
 from pallas_kernels.bench.results import finite
 
 if TYPE_CHECKING:
-    from kvjax.generation import Completion
+    from kvjax.requests import Completion
 
 FIRST_ERRORS = 3
 INVALID = "invalid_request_error"
@@ -50,7 +50,7 @@ def answered(record: Record, completion: Completion, *, model: str, tokenizer: A
 
 
 def _per_step(choices: Sequence[Completion], field: str) -> float:
-    """The mean over the steps of all samples; 0 where none took a step."""
+    """The mean over the steps of all samples; 0 where there was no step."""
     if len(choices) == 1:
         return getattr(choices[0], field)
     steps = [len(choice.token_ids) - 1 for choice in choices]
@@ -118,7 +118,7 @@ def _choice(index: int, completion: Completion, record: Record, tokenizer: Any) 
 
 
 def _chat_logprobs(pairs: list[tuple[str, float]], best: list[list[tuple[str, float]]]) -> dict[str, Any]:
-    """No `bytes`: a token that is part of a character has no text of its own, and its bytes are the tokenizer's secret."""
+    """No `bytes`: a token that is part of a character has no text of its own, and tokenizers do not give its bytes."""
     fields = [
         {**_entry(*pair), "top_logprobs": [_entry(token, value) for token, value in place]} for pair, place in zip(pairs, best, strict=True)
     ]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,10 +24,12 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Cache, IndexSpec, PagedKV
 from kvjax.cache.tables import table_width
-from kvjax.model import ModelConfig, Params
+from kvjax.learning import state_specs
+from kvjax.model import ModelConfig, Params, uniform_config
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.models.loading import read_config
-from kvjax.policies.decode import Auto, DecodePolicy, StateSpec, name_of, parse
+from kvjax.policies.choice import ChoosesDecode
+from kvjax.policies.decode import DecodePolicy, name_of, parse
 from kvjax.sampling import SamplingRows
 from kvjax.steps import Reads, decode_and_sample
 from pallas_kernels import dispatch
@@ -38,10 +42,10 @@ PAGE_SIZE = 128
 PROFILED_STEPS = 4
 MEMORY_SHARE = 0.95
 
-_QWEN = {"family": "qwen2", "rope_scaling": None, "norm_eps": 1e-6, "tie_embeddings": False, "qkv_bias": True}
-_LLAMA = {"family": "llama", "rope_scaling": None, "norm_eps": 1e-5, "tie_embeddings": False}
+_QWEN = {"family": "qwen2", "compute_dtype": "bfloat16", "norm_eps": 1e-6, "tie_embeddings": False, "qkv_bias": True}
+_LLAMA = {"family": "llama", "compute_dtype": "bfloat16", "norm_eps": 1e-5, "tie_embeddings": False}
 SHAPES = {
-    "qwen2.5-7b": ModelConfig(
+    "qwen2.5-7b": uniform_config(
         **_QWEN,
         vocab_size=152_064,
         hidden_size=3584,
@@ -53,7 +57,7 @@ SHAPES = {
         rope_theta=1e6,
         max_positions=2**21,
     ),
-    "llama-3.1-8b": ModelConfig(
+    "llama-3.1-8b": uniform_config(
         **_LLAMA,
         vocab_size=128_256,
         hidden_size=4096,
@@ -65,7 +69,7 @@ SHAPES = {
         rope_theta=5e5,
         max_positions=2**21,
     ),
-    "tiny": ModelConfig(
+    "tiny": uniform_config(
         **_QWEN,
         vocab_size=512,
         hidden_size=64,
@@ -87,7 +91,6 @@ class Plan:
 
     shape: str
     config: ModelConfig
-    dtype: str
     lengths: tuple[int, ...]
     policies: tuple[DecodePolicy, ...]
     batch: int
@@ -95,7 +98,7 @@ class Plan:
     rounds: int
 
     def __post_init__(self):
-        if auto := [policy for policy in self.policies if isinstance(policy, Auto)]:
+        if auto := [policy for policy in self.policies if isinstance(policy, ChoosesDecode)]:
             raise ValueError(f"policy {auto[0]} chooses among others and is not timed itself: name those")
         for name, values in (("batch", (self.batch,)), ("steps", (self.steps,)), ("rounds", (self.rounds,)), ("lengths", self.lengths)):
             if not values or min(values) < 1:
@@ -109,15 +112,20 @@ class Plan:
         return tuple(dict.fromkeys(spec for policy in self.policies for spec in policy.indexes()))
 
 
-def config_of(shape: str, layers: int | None = None) -> ModelConfig:
-    """A known shape, or that of a model's folder or hub id; layers: with only so many. ValueError that lists the shapes for neither."""
+def config_of(shape: str, layers: int | None = None, dtype: str | None = None) -> ModelConfig:
+    """A known shape, or that of a model's folder or hub id. ValueError that lists the shapes for neither.
+
+    layers: with so many, the model's own in turn. dtype: computing in it, not in what the model says.
+    """
     try:
         config = SHAPES[shape] if shape in SHAPES else read_config(shape)
     except (ValueError, OSError) as error:
         if "/" in shape or Path(shape).exists():  # a folder or a hub id was meant
             raise
         raise ValueError(f"shape {shape!r} is not known; there are {', '.join(SHAPES)}, or give a model folder or hub id") from error
-    return config if layers is None else dataclasses.replace(config, num_layers=layers)
+    if layers is not None:
+        config = dataclasses.replace(config, layers=tuple(itertools.islice(itertools.cycle(config.layers), layers)))
+    return config if dtype is None else dataclasses.replace(config, compute_dtype=dtype)
 
 
 def policies_of(text: str) -> tuple[DecodePolicy, ...]:
@@ -125,14 +133,14 @@ def policies_of(text: str) -> tuple[DecodePolicy, ...]:
     return tuple(dict.fromkeys(parse(name) for name in text.split(",")))
 
 
-def random_params(config: ModelConfig, dtype: str) -> Params:
+def random_params(config: ModelConfig) -> Params:
     """Weights as a model's are at the start of training, made on the device; biases zero."""
-    return jax.block_until_ready(init_params(config, jax.random.key(0), jnp.dtype(dtype)))
+    return jax.block_until_ready(init_params(config, jax.random.key(0)))
 
 
 def random_cache(plan: Plan, length: int) -> Cache:
     """`batch` sequences with `length - steps` tokens written and room for the rest, in a pool of just that size."""
-    spec, pages = plan.config.cache_spec(PAGE_SIZE, plan.dtype), pages_of(length)
+    spec, pages = plan.config.cache_spec(PAGE_SIZE), pages_of(length)
     total = pool_pages(plan.batch * pages)
     table = np.full((plan.batch, table_width(pages_of(length))), -1, np.int32)
     order = np.random.default_rng(length).permutation(np.arange(1, plan.batch * pages + 1, dtype=np.int32))
@@ -140,7 +148,7 @@ def random_cache(plan: Plan, length: int) -> Cache:
 
     def layer(number: int) -> PagedKV:
         shape = (total, spec.layers[number].kv_heads, PAGE_SIZE, spec.layers[number].head_dim)
-        k, v = (random_pages(jax.random.key(2 * number + i), shape, jnp.dtype(plan.dtype)) for i in (0, 1))
+        k, v = (random_pages(jax.random.key(2 * number + i), shape, jnp.dtype(plan.config.compute_dtype)) for i in (0, 1))
         index = {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes}
         return jax.block_until_ready(PagedKV(Pages(k, v), index))
 
@@ -151,7 +159,7 @@ def random_cache(plan: Plan, length: int) -> Cache:
 def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """Rows, one for each length and policy: `skipped` where the length does not fit in memory, `failed` where it breaks."""
     on_progress("weights")
-    params = random_params(plan.config, plan.dtype)
+    params = random_params(plan.config)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     for length in plan.lengths:
         gc.collect()
@@ -169,7 +177,7 @@ def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], N
 
 def cache_bytes(plan: Plan, length: int) -> int:
     """Bytes of pool and indexes."""
-    spec = plan.config.cache_spec(PAGE_SIZE, plan.dtype)
+    spec = plan.config.cache_spec(PAGE_SIZE)
     per_page = sum(spec.bytes_per_page(group.name, plan.indexes) for group in spec.groups)
     return pool_pages(plan.batch * pages_of(length)) * per_page
 
@@ -177,13 +185,16 @@ def cache_bytes(plan: Plan, length: int) -> int:
 def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params: Params) -> dict[str, int]:
     """Bytes that one step has to move: every weight but the embedding, of which one row per sequence (all of it where it is the head
     too); K and V of `keys` tokens (summed over layers, KV heads and rows); the indexes of whole sequences that the policy scans."""
-    config, item = plan.config, jnp.dtype(plan.dtype).itemsize
+    config, item = plan.config, jnp.dtype(plan.config.compute_dtype).itemsize
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if not config.tie_embeddings:
         weights -= params["embed"].nbytes - plan.batch * config.hidden_size * item
-    rows = sum(np.prod(spec.shape(pages_of(length), config.num_kv_heads, PAGE_SIZE, config.head_dim)) for spec in policy.indexes())
-    index = int(rows) * plan.batch * config.num_layers * item
-    return {"weights": int(weights), "kv": 2 * keys * config.head_dim * item, "index": index}
+    cache = config.cache_spec(PAGE_SIZE)
+    (head_dim,) = {layer.head_dim for layer in cache.layers}
+    selecting = [layer for number, layer in enumerate(cache.layers) if cache.group_of(number).window is None]
+    sizes = [(pages_of(length), layer.kv_heads, PAGE_SIZE, layer.head_dim) for layer in selecting]
+    rows = sum(math.prod(spec.shape(*each)) for spec in policy.indexes() for each in sizes)
+    return {"weights": int(weights), "kv": 2 * keys * head_dim * item, "index": rows * plan.batch * item}
 
 
 @dataclasses.dataclass
@@ -226,8 +237,7 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
 
 def _compiled(plan: Plan, policy: DecodePolicy, params: Params, cache: Cache, rows: SamplingRows) -> _Runner:
     config = plan.config
-    spec = StateSpec(config.num_heads, config.num_kv_heads, config.head_dim, PAGE_SIZE, cache.table_of(0).shape[1])
-    states = tuple(policy.init(spec, plan.batch) for _ in range(config.num_layers))
+    states = tuple(policy.init(spec, plan.batch) for spec in state_specs(config, PAGE_SIZE, cache.table_of(0).shape[1]))
     started = time.perf_counter()
     static = (TransformerDecoder(config), policy, plan.indexes)
     with dispatch.listening() as heard:
@@ -281,8 +291,7 @@ def _steps(
 
 def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) -> dict[str, Any]:
     """Figures of one policy at one length. `keys_read` and `blocks_read` are one KV head's in one layer, on average, at the last step."""
-    config = plan.config
-    lists = plan.batch * config.num_layers * config.num_kv_heads
+    lists = plan.batch * plan.config.cache_spec(PAGE_SIZE).kv_heads
     keys, blocks = (int(np.sum(np.asarray(x), dtype=np.int64)) for x in (runner.reads.keys, runner.reads.blocks))
     middle, low, high = (float(np.quantile(runner.seconds, q)) for q in (0.5, 0.1, 0.9))
     moved = bytes_read(plan, runner.policy, length, keys, params)
@@ -308,7 +317,12 @@ def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) 
 
 def _fields(plan: Plan, length: int, policy: DecodePolicy) -> dict[str, Any]:
     named = {"op": "decode", "shape": plan.shape, "tokens": length, "batch": plan.batch, "policy": name_of(policy)}
-    return named | {"layers": plan.config.num_layers, "dtype": plan.dtype, "steps": plan.steps, "describe": policy.describe()}
+    return named | {
+        "layers": plan.config.num_layers,
+        "dtype": plan.config.compute_dtype,
+        "steps": plan.steps,
+        "describe": policy.describe(),
+    }
 
 
 def _first(plan: Plan) -> tuple[Int[Array, "B"], Float[Array, "B"]]:

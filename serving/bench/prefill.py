@@ -23,7 +23,8 @@ from kvjax.cache import Cache
 from kvjax.cache.tables import table_width
 from kvjax.model import ModelConfig, Params
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.policies.prefill import AutoPrefill, BoundsBlocks, PrefillPolicy, indexes_of, name_of, parse_prefill
+from kvjax.policies.choice import ChoosesPrefill
+from kvjax.policies.prefill import BoundsBlocks, PrefillPolicy, indexes_of, name_of, parse_prefill
 from kvjax.serving.bench.decode import MEMORY_SHARE, PAGE_SIZE, pages_of, random_params
 from kvjax.steps import prefill_step
 from pallas_kernels import dispatch
@@ -52,7 +53,6 @@ class PrefillPlan:
 
     shape: str
     config: ModelConfig
-    dtype: str
     lengths: tuple[int, ...]
     policies: tuple[PrefillPolicy, ...]
     chunk: int
@@ -78,16 +78,16 @@ def dense_at(policies: Iterable[str | PrefillPolicy], lengths: Iterable[int]) ->
 
 
 def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
-    """Prefill policies by name, with commas between them. ValueError for `auto`, which is none of them."""
+    """Prefill policies by name, with commas between them. ValueError for `auto`, which only chooses among them."""
     found = tuple(dict.fromkeys(parse_prefill(name) for name in text.split(",")))
-    if auto := [policy for policy in found if isinstance(policy, AutoPrefill)]:
+    if auto := [policy for policy in found if isinstance(policy, ChoosesPrefill)]:
         raise ValueError(f"prefill policy {auto[0]} chooses among others and is not timed itself: name those")
     return found
 
 
 def empty_cache(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> Cache:
     """Room for one sequence of `length` tokens, its pages in random order, and what the policy scans instead of them."""
-    spec, pages = plan.config.cache_spec(PAGE_SIZE, plan.dtype), pages_of(length)
+    spec, pages = plan.config.cache_spec(PAGE_SIZE), pages_of(length)
     table = np.full((1, table_width(pages_of(length))), -1, np.int32)
     table[0, :pages] = np.random.default_rng(length).permutation(np.arange(1, pages + 1, dtype=np.int32))
     names = [group.name for group in spec.groups]
@@ -97,7 +97,7 @@ def empty_cache(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> Cache:
 
 def held_bytes(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Params) -> int:
     """Bytes of weights and cache, the policy's indexes included."""
-    spec = plan.config.cache_spec(PAGE_SIZE, plan.dtype)
+    spec = plan.config.cache_spec(PAGE_SIZE)
     page = sum(spec.bytes_per_page(group.name, indexes_of(policy)) for group in spec.groups)
     return page * pool_pages(pages_of(length)) + sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
@@ -105,7 +105,7 @@ def held_bytes(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Pa
 def run_prefill_plan(plan: PrefillPlan, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """Rows, one for each length and policy: `skipped` where the length does not fit in memory, `failed` where it breaks."""
     on_progress("weights")
-    params = random_params(plan.config, plan.dtype)
+    params = random_params(plan.config)
     for length in plan.lengths:
         there = memory_bytes()
         for policy in plan.policies:
@@ -188,7 +188,10 @@ def longest(of_chunks: Sequence[Sequence[Kernel]], most: int = 16) -> dict[str, 
 def dense_flops(config: ModelConfig, length: int) -> dict[str, float]:
     """Floating-point operations of a dense prefill: of every matrix but embedding and head, and of causal attention."""
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * length * (length + 1) / 2
+    attention = 0.0
+    for mixer in config.attention:
+        most = length if mixer.window is None else min(length, mixer.window)  # keys of a query; the first `most` queries see fewer
+        attention += 4 * mixer.num_heads * mixer.head_dim * (most * (most + 1) / 2 + (length - most) * most)
     return {"projections": 2.0 * (config.num_params - tables) * length, "attention": attention}
 
 
@@ -207,4 +210,9 @@ def _chunks(plan: PrefillPlan, length: int) -> list[tuple]:
 
 def _fields(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> dict[str, Any]:
     named = {"op": "prefill", "shape": plan.shape, "tokens": length, "batch": 1, "policy": name_of(policy)}
-    return named | {"layers": plan.config.num_layers, "dtype": plan.dtype, "chunk": plan.chunk, "describe": policy.describe()}
+    return named | {
+        "layers": plan.config.num_layers,
+        "dtype": plan.config.compute_dtype,
+        "chunk": plan.chunk,
+        "describe": policy.describe(),
+    }

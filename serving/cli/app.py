@@ -259,22 +259,21 @@ def plan_command(
     ] = None,
 ) -> None:
     """Print what weights and cache take and how many pages fit, from the model's configuration alone."""
-    import jax.numpy as jnp
 
     from kvjax.memory import memory_plan
-    from kvjax.models.loading import expected_dtype, read_config
-    from kvjax.policies.decode import Auto, parse
+    from kvjax.models.loading import read_config
+    from kvjax.policies.choice import ChoosesDecode
+    from kvjax.policies.decode import parse
 
     available = None if memory is None else int(memory * 2**30)
     chosen = parse(policy)
-    if isinstance(chosen, Auto):
+    if isinstance(chosen, ChoosesDecode):
         raise typer.BadParameter(
             f"{policy!r} builds the indexes of what it may choose, which depends on the weights; name those", param_hint="--policy"
         )
-    config = read_config(model, max_positions=max_positions)
-    stored = expected_dtype(model) if dtype is None else jnp.dtype(dtype.value)
-    plan = memory_plan(config, dtype=stored, page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
-    typer.echo(f"{model} in {stored.name}, {chosen.describe()}\n{plan}")
+    config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
+    plan = memory_plan(config, page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
+    typer.echo(f"{model} in {config.compute_dtype}, {chosen.describe()}\n{plan}")
 
 
 @app.command("demo")
@@ -344,11 +343,12 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
 
     from rich.console import Console
 
-    from kvjax.generation import Request, run
+    from kvjax.generation import run
+    from kvjax.requests import Request
     from kvjax.serving.progress import bar
 
     if stats:
-        # Otherwise the rates would be those of the compiler.
+        # Otherwise the rates would include compilation.
         engine.warmup(tokens=len(ids) + sampling.max_new_tokens - 1)
     console = Console(stderr=True)
     progress = bar(console, redirect_stdout=False)
@@ -403,16 +403,15 @@ def _check_fits(model: Model, policy: str, tokens: int, pages: int, page_size: i
 
 def _plan_beside_weights(model: Model, policy: str, page_size: int) -> MemoryPlan:
     """What fits into memory now that the weights are there."""
-    import jax
 
     from kvjax.memory import memory_plan
-    from kvjax.policies.decode import Auto, parse
+    from kvjax.policies.choice import ChoosesDecode
+    from kvjax.policies.decode import parse
 
-    dtype = jax.tree.leaves(model.params)[0].dtype
     chosen = parse(policy)
-    if isinstance(chosen, Auto):  # its candidates, and so its indexes, are those on record for this model
-        chosen = chosen.bind(model, page_size=page_size, dtype=dtype.name)
-    return memory_plan(model.config, dtype=dtype, page_size=page_size, indexes=chosen.indexes(), weights_bytes=0)
+    if isinstance(chosen, ChoosesDecode):  # its candidates, and so its indexes, come from the evidence for this model
+        chosen = chosen.bind(model, page_size=page_size, dtype=model.config.compute_dtype)
+    return memory_plan(model.config, page_size=page_size, indexes=chosen.indexes(), weights_bytes=0)
 
 
 def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT", option: str = "--file") -> str:
@@ -426,7 +425,7 @@ def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT",
 
 
 def _one_line(error: Exception) -> str:
-    """An error's message on one line, with its type where the message was hardly written for people."""
+    """An error's message on one line, with its type where the message alone says too little."""
     if passed_through_a_policy_file(error):
         return place_and_error(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -440,12 +439,12 @@ def _one_line(error: Exception) -> str:
 
 
 def _short(text: str) -> str:
-    """A message on one line; a word that nobody would read to its end, such as a number of 5,000 digits, is cut."""
+    """A message on one line; very long words, such as a number of 5,000 digits, are cut."""
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:60]}... ({len(word[0]):,} characters)", " ".join(text.split()))
 
 
 def _drop_output() -> None:
-    """Forget what could not be written to standard output: at exit Python would try once more, and complain of it in its own words."""
+    """Drop what could not be written to standard output. At exit Python would try again, and print an error of its own."""
     try:
         sys.stdout.flush()
     except OSError:

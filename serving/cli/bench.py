@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvjax.serving.cli import scheduling
 from kvjax.serving.cli.options import LARGEST_BATCH, JsonOption, ModelOption, parse_lengths, whole
 from pallas_kernels.extras import needs_extras
 
@@ -44,7 +45,7 @@ def decode_command(
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{dtype!r} is none of bfloat16, float16, float32", param_hint="--dtype")
-    plan = Plan(shape, config_of(shape, layers), dtype, parse_lengths(lengths), policies_of(policies), batch, steps, rounds)
+    plan = Plan(shape, config_of(shape, layers, dtype), parse_lengths(lengths), policies_of(policies), batch, steps, rounds)
 
     from rich.console import Console
 
@@ -158,7 +159,7 @@ def overlap_command(
         typer.Option(dir_okay=False, help="Write the last two steps' scores here, .npz, for --rows of pallas_kernels.bench.top_k."),
     ] = None,
 ) -> None:
-    """Measure how many of a query's highest-scoring keys the query before had, layer by layer: what a hint to top_k is worth.
+    """Measure how many of a query's highest-scoring keys the previous query had too, layer by layer: the value of a hint to top_k.
 
     The text is forced through decode steps behind a dense prefill. Scores come from the model's own attention: `sum_h relu(q_h . k)`.
     """
@@ -173,7 +174,7 @@ def overlap_command(
 
 
 def _measured(plan: Any, json_out: Path | None, console: Any) -> list[dict[str, Any]]:
-    """Run the plan with a line that says what is being done, and write rows as they come."""
+    """Run the plan, show what is being done, and write rows as they arrive."""
     from kvjax.serving.bench.decode import run_plan
     from pallas_kernels.bench.measure import copy_rate
     from pallas_kernels.bench.results import write_result
@@ -186,3 +187,7 @@ def _measured(plan: Any, json_out: Path | None, console: Any) -> list[dict[str, 
             if json_out is not None:
                 write_result(json_out, {"bench": "decode", "copy": copy, "rows": rows})
     return rows
+
+
+for _name, _command in scheduling.COMMANDS.items():
+    bench_app.command(_name)(_command)

@@ -168,17 +168,15 @@ def choose_command(
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Print what the policy `auto` would run on this device, and why. For decoding, a device without a built-in bill is calibrated."""
-    import jax
 
-    from kvjax.policies.decode import Auto
-    from kvjax.policies.prefill import AutoPrefill
+    from kvjax.bill import Auto, AutoPrefill
 
     if device is not None and not prefill:
         raise typer.BadParameter("goes with --prefill: decoding is calibrated on the device that is here", param_hint="--device")
     cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
     auto = AutoPrefill(level) if prefill else Auto(level)
     loaded = load_model(model, dtype, max_positions)
-    sizes = {"page_size": 128, "dtype": jax.tree.leaves(loaded.params)[0].dtype.name}
+    sizes = {"page_size": 128, "dtype": loaded.config.compute_dtype}
     if prefill:
         auto = auto.bind(loaded, **sizes, device=device)
         typer.echo(auto.describe())
@@ -256,12 +254,10 @@ def evidence_prefill_command(
 
     ran = None
     if model is not None:
-        import jax
-
         from kvjax.model import fingerprint
 
         loaded = load_model(model, dtype, max_positions)
-        ran = fingerprint(loaded), jax.tree.leaves(loaded.params)[0].dtype.name
+        ran = fingerprint(loaded), loaded.config.compute_dtype
     rows = read_evidence(read_text(into, "--into"), PrefillEvidence) if into.is_file() else ()
     rows = with_results(rows, [(_in_repository(file), read_json(file, "the JSON of kvjax echo or kvjax needle")) for file in results], ran)
     write_evidence(rows, into)

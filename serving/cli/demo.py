@@ -53,7 +53,7 @@ def run_demo(file: Path, *, prompts: int = 16, length: int = 8192, seed: int = 0
     save_picture(results, file, f"{prompts} needles, each in {length:,} tokens of Python's documentation")
     elapsed = time.perf_counter() - start
     decoding = sum(result.seconds for result in results)
-    # Not through rich, which would break the line and take brackets in a path for its markup.
+    # Not through rich, which would wrap the line and read brackets in a path as markup.
     print(f"prefill and compilation {elapsed - decoding:.0f} s, questions and answers {decoding:.0f} s; picture of the table: {file}")
     return results
 

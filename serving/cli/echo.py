@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,9 +16,10 @@ from kvjax.serving.cli.options import (
     ModelOption,
     PageSizeOption,
     SeedOption,
+    TextOption,
     load_model,
     parse_lengths,
-    read_text,
+    read_texts,
     whole,
 )
 from pallas_kernels.extras import needs_extras
@@ -42,12 +42,7 @@ def echo_command(
     passage_tokens: Annotated[int, typer.Option(help="Tokens of a passage.", **whole())] = 64,
     run_in: Annotated[int, typer.Option(help="Tokens of a passage that are not counted: by them the model finds it.", **whole())] = 16,
     control: Annotated[str, typer.Option(help="Prefill policy that must fail; a cell in which it does not is invalid.")] = "window:64+1024",
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Text file to hide facts in; may be given several times. [default: Python's own documentation]", show_default=False
-        ),
-    ] = None,
+    text: TextOption = None,
     json_out: JsonOption = None,
     seed: SeedOption = 0,
     page_size: PageSizeOption = 128,
@@ -61,16 +56,14 @@ def echo_command(
     the logits of prefill predict it. Dense has to do well and the control has to fail, or the cell is marked invalid.
     """
     needs_extras("kvjax echo", "eval")
-    source = "\n\n".join(read_text(path, "--text") for path in text or ())
+    source, names = read_texts(text)
 
     import dataclasses
 
-    import jax
     from rich.console import Console
 
     from kvjax.fidelity.echo import EchoPlan, EchoRun
     from kvjax.fidelity.echo_report import summarize
-    from kvjax.fidelity.needle import documentation_text
     from kvjax.model import fingerprint
     from kvjax.serving.bench.prefill import dense_at
     from kvjax.serving.progress import bar
@@ -94,9 +87,8 @@ def echo_command(
     for line in dense_at(plan.prefills, plan.lengths):
         typer.echo(line, err=True)
     loaded = load_model(model, dtype, max_positions)
-    run = EchoRun(loaded, source or documentation_text(), plan)
-    stored = jax.tree.leaves(loaded.params)[0].dtype.name
-    names = [path.name for path in text or ()] or ["pydoc_data.topics"]
+    run = EchoRun(loaded, source, plan)
+    stored = loaded.config.compute_dtype
     settings = {"model": model, "fingerprint": fingerprint(loaded), "dtype": stored, "text": names, **dataclasses.asdict(plan)}
     records, figures = [], None
     with bar(Console(stderr=True)) as progress:

@@ -15,11 +15,15 @@ from kvjax.serving.batch.journal import Journal
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
     ChunkOption,
+    DtypeOption,
     MaxPositionsOption,
+    ModelOption,
     PageSizeOption,
     SeedOption,
+    TextOption,
+    load_model,
     parse_lengths,
-    read_text,
+    read_texts,
     whole,
 )
 from pallas_kernels.extras import needs_extras
@@ -53,9 +57,7 @@ class Records(Journal):
 
 
 def fidelity_command(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle', the small model inside this package.")
-    ] = "needle",
+    model: ModelOption = "needle",
     policies: Annotated[
         str, typer.Option(help="Decode policies, with commas between them; dense is always the reference.")
     ] = "dense,window:640,window:4736,top:8,top:32,mean:8,quest:64",
@@ -70,13 +72,7 @@ def fidelity_command(
             "the same form), near-miss (the text with facts that differ little from the one asked for)."
         ),
     ] = "codes",
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Text file to hide facts in and to force; may be given several times. [default: Python's own documentation]",
-            show_default=False,
-        ),
-    ] = None,
+    text: TextOption = None,
     out: Annotated[
         Path,
         typer.Option("--out", "-o", file_okay=False, help="Folder for panel.json, panel.csv, pictures and records."),
@@ -90,10 +86,7 @@ def fidelity_command(
     seed: SeedOption = 0,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 or float16. [default: float32 on the CPU, else the checkpoint's]", show_default=False),
-    ] = None,
+    dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Compare decode policies with dense: facts found, agreement, KL and perplexity on forced text, speed, keys read.
@@ -104,12 +97,8 @@ def fidelity_command(
     needs_extras("kvjax fidelity", "eval", "plots")
     from rich.console import Console
 
-    from kvjax.fidelity.needle import documentation_text
     from kvjax.fidelity.panel import Panel, Plan
-    from kvjax.models.loading import load
 
-    if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise typer.BadParameter(f"{dtype!r} is none of float32, bfloat16, float16", param_hint="--dtype")
     plan = Plan(
         policies=_listed(policies),
         lengths=parse_lengths(lengths),
@@ -125,15 +114,14 @@ def fidelity_command(
         page_size=page_size,
         prefill_chunk=prefill_chunk,
     )
-    source = "\n\n".join(read_text(path, "--text") for path in text or ()) or documentation_text()
-    panel = Panel(load(model, dtype=dtype, max_positions=max_positions), source, plan)
+    source, names = read_texts(text)
+    panel = Panel(load_model(model, dtype, max_positions), source, plan)
     out.mkdir(parents=True, exist_ok=True)
     try:
         records = run_units(panel, out / RECORDS, describe(panel), Console(stderr=True))
     except KeyboardInterrupt:
         typer.echo(f"interrupted; what was done is kept in {out / RECORDS}: run the same command again to go on", err=True)
         raise
-    names = [path.name for path in text or ()] or ["pydoc_data.topics"]
     run = describe(panel)
     write_report(
         panel, records, out, {"model": model, "fingerprint": run["model"], "dtype": run["dtype"], "text": names, TEXT_HASH: run[TEXT_HASH]}
@@ -162,7 +150,7 @@ def run_units(panel: Panel, path: Path, job: dict[str, Any], console: Console) -
 
 
 def describe(panel: Panel) -> dict[str, Any]:
-    """What must be the same for a panel to go on where another run left off: all that decides what its records say."""
+    """What must be equal for a panel to continue an earlier run: everything that its records depend on."""
     import dataclasses
 
     import jax
@@ -173,7 +161,7 @@ def describe(panel: Panel) -> dict[str, Any]:
 
     job = {
         "model": fingerprint(panel.model),
-        "dtype": str(jax.tree.leaves(panel.model.params)[0].dtype),
+        "dtype": panel.model.config.compute_dtype,
         "device": jax.local_devices()[0].device_kind,
         "versions": versions(),
         TEXT_HASH: hashlib.sha256(panel.text_ids.tobytes()).hexdigest(),

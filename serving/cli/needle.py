@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,8 +17,9 @@ from kvjax.serving.cli.options import (
     ModelOption,
     PageSizeOption,
     SeedOption,
+    TextOption,
     load_model,
-    read_text,
+    read_texts,
     token_count,
     whole,
 )
@@ -43,12 +43,7 @@ def needle_command(
             show_default=False,
         ),
     ] = None,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Text file to hide needles in; may be given several times. [default: Python's own documentation]", show_default=False
-        ),
-    ] = None,
+    text: TextOption = None,
     json_out: JsonOption = None,
     length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer, as 8192 or 8k.", **token_count())] = 8192,
     trials: Annotated[int, typer.Option(help="Needles to look for.", **whole(most=LARGEST_BATCH))] = 16,
@@ -69,12 +64,11 @@ def needle_command(
     prefills = list(dict.fromkeys(prefill or ["dense"]))
     if len(prefills) > 1:
         needs_extras("kvjax needle with several --prefill", "eval")
-    haystack = "\n\n".join(read_text(path, "--text") for path in text or ())
+    haystack, names = read_texts(text)
     policies = policy or ["dense", "top:8"]
 
     from rich.console import Console
 
-    from kvjax.fidelity.needle import documentation_text
     from kvjax.fidelity.retrieval import needle_panel
     from kvjax.policies.decode import parse
     from kvjax.policies.prefill import parse_prefill
@@ -95,7 +89,7 @@ def needle_command(
         for name in prefills:
             found[name] = needle_panel(
                 loaded,
-                haystack or documentation_text(),
+                haystack,
                 policies,
                 **sizes,
                 batch=max_batch,
@@ -118,12 +112,9 @@ def needle_command(
             f"{pair['prefill']} prefill, {pair['policy']} decode: -{pair['lost']}/+{pair['gained']} beside {prefills[0]}, {difference}"
         )
     if json_out is not None:
-        import jax
-
         from kvjax.model import fingerprint
 
-        source = [path.name for path in text or ()] or "pydoc_data.topics"
-        ran = {"model": model, "fingerprint": fingerprint(loaded), "dtype": jax.tree.leaves(loaded.params)[0].dtype.name}
+        ran = {"model": model, "fingerprint": fingerprint(loaded), "dtype": loaded.config.compute_dtype}
         figures = {"results": [result.figures() for result in found[prefills[0]]]}
         if prefill:
             others = [
@@ -131,11 +122,11 @@ def needle_command(
                 for name in prefills[1:]
             ]
             figures |= {"prefill": prefills[0], "prefill_chunk": prefill_chunk, "other_prefills": others, "pairs": pairs}
-        write_result(json_out, {**ran, **sizes, "text": source} | figures)
+        write_result(json_out, {**ran, **sizes, "text": names} | figures)
 
 
 def _beside(first: str, other: str, reference: NeedleResult, result: NeedleResult) -> dict[str, Any]:
-    """The needles found after one prefill policy beside those after another, trial by trial, under one decode policy."""
+    """Needles found after one prefill policy compared with another, trial by trial, under one decode policy."""
     import dataclasses
 
     from kvjax.fidelity.statistics import paired

@@ -6,45 +6,31 @@ import enum
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.registry import FORMS as OWN_FORMS
+from kvjax.registry import DECODE_FORMS as POLICIES
+from kvjax.registry import PREFILL_FORMS as PREFILLS
 
 if TYPE_CHECKING:
     from kvjax.model import Model
 
-POLICIES = (
-    "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (128 of them sinks), top:K, mean:K (blocks of 128 tokens), "
-    "quest:K (blocks of 16), auto, " + OWN_FORMS
-)
-PREFILLS = (
-    "dense, bounds:K (blocks of 128; with +sparse behind it short prompts too), "
-    "bounds:SHARE (as bounds:0.01: as many as leave less than that missed), "
-    "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; changed by +quantile, +score, +untrimmed, +plain, +uncorrected, "
-    "+gamma4 or +gamma1 behind it), "
-    "window:SINK+WINDOW (tokens, as window:64+1024), "
-    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
-    "flex:GAMMA, xattention:THRESHOLD, bfla:MASS (shares of attention, as flex:0.9), "
-    "auto, auto:LEVEL (chunk by chunk the fastest on record as keeping what the level asks), " + OWN_FORMS
-)
-
-
 LARGEST = 2**31 - 1
-"""Of a count: tokens, pages and token ids are 32-bit integers on the device."""
+"""Largest count: tokens, pages and token ids are 32-bit integers on the device."""
 
 LARGEST_BATCH = 2**16
-"""Of what is decoded together. Far above what any device holds, and far below what would take the host minutes to find out."""
+"""Most sequences decoded together. Far more than any device holds, and few enough that the host finds that out quickly."""
 
 
 def whole(least: int = 1, most: int = LARGEST) -> Any:
-    """What an option of whole numbers from `least` to `most` says to typer."""
+    """Arguments of typer.Option for whole numbers from `least` to `most`."""
 
     def parsed(text: object) -> int:
         word = str(text)
-        # Python's int() refuses thousands of digits in words of its own, and takes 1_000.
+        # Python's int() refuses thousands of digits with a message of its own, and takes 1_000.
         if not re.fullmatch(r"[+-]?[0-9]{1,20}", word) or not least <= int(word) <= most:
             raise typer.BadParameter(f"must be a whole number from {least} to {most}, got {word}")
         return int(word)
@@ -63,7 +49,7 @@ def parse_lengths(text: str, what: str = "lengths") -> tuple[int, ...]:
 
 
 def token_count(least: int = 1, most: int = LARGEST) -> Any:
-    """What an option that is one count of tokens says to typer: `whole`, or as 8k."""
+    """Arguments of typer.Option for one count of tokens: a whole number, or as 8k."""
 
     def parsed(text: object) -> int:
         try:
@@ -78,7 +64,7 @@ def token_count(least: int = 1, most: int = LARGEST) -> Any:
 
 
 def number(*, above: float | None = None, least: float | None = None, most: float = math.inf) -> Any:
-    """What an option of finite numbers says to typer: more than `above` or at least `least`, and at most `most`."""
+    """Arguments of typer.Option for finite numbers: above `above` or at least `least`, and at most `most`."""
 
     def parsed(text: object) -> float:
         try:
@@ -119,6 +105,10 @@ MaxPositionsOption = Annotated[
         **token_count(),
     ),
 ]
+TextOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="Text file to take; may be given several times. [default: Python's own documentation]", show_default=False),
+]
 PageSizeOption = Annotated[int, typer.Option(help="Tokens per page of the cache.", **whole())]
 ChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of the page size.", **whole())]
 PagesOption = Annotated[
@@ -146,6 +136,18 @@ def read_text(path: Path, option: str) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{path} is not UTF-8 text (byte {error.start})", param_hint=option) from None
+
+
+def read_texts(paths: Sequence[Path] | None) -> tuple[str, list[str]]:
+    """The texts of `--text`, one after the other, and the names of their files; Python's own documentation where none is given."""
+    if paths:
+        texts = {path: read_text(path, "--text") for path in paths}
+        if empty := [str(path) for path, text in texts.items() if not text.strip()]:
+            raise typer.BadParameter(f"{empty[0]} is empty", param_hint="--text")
+        return "\n\n".join(texts[path] for path in paths), [path.name for path in paths]
+    from kvjax.fidelity.needle import documentation_text
+
+    return documentation_text(), ["pydoc_data.topics"]
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:

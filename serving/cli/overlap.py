@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 
 import kvjax
-from kvjax.fidelity.needle import documentation_text, encode_text
+from kvjax.fidelity.needle import encode_text
 from kvjax.fidelity.score_overlap import AGES, capture_scores, overlap_rows
-from kvjax.serving.cli.options import parse_lengths, read_text
+from kvjax.serving.cli.options import parse_lengths, read_texts
 from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.top_k.report import overlap_table, plot_overlap
 
@@ -39,8 +39,8 @@ def measure_overlap(
         raise ValueError(f"--length {tokens} leaves no keys before {steps} decode steps: use a greater --length or fewer --steps")
     if max(sizes) > tokens - steps + 1:  # not only after minutes of prefill
         raise ValueError(f"k must be from 1 to {tokens - steps + 1}, the keys of the first step, got {ks!r}")
+    prose, names = read_texts(files)
     loaded = kvjax.load(model)
-    prose = "\n\n".join(read_text(file, "--text") for file in files) or documentation_text()
     ids = encode_text(loaded.tokenizer, prose).tolist()
     if len(ids) < tokens:
         raise ValueError(f"the text has {len(ids):,} tokens, {tokens:,} are to be decoded: give more with --text")
@@ -55,8 +55,7 @@ def measure_overlap(
         captured = capture_scores(loaded, ids[:tokens], steps, kind=kind, on_tokens=say)
     rows = overlap_rows(captured, sizes, [age for age in AGES if age < steps])
     if json_out is not None:
-        settings = {"model": model, "tokens": tokens, "steps": steps, "kind": kind}
-        settings["text"] = [file.name for file in files] or ["documentation"]
+        settings = {"model": model, "tokens": tokens, "steps": steps, "kind": kind, "text": names}
         write_result(json_out, {"bench": "overlap", **settings, "rows": rows})
     if plot is not None:
         plot_overlap(rows, plot)

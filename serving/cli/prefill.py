@@ -41,8 +41,8 @@ def time_run(shape: str, lengths: str, policies: str, dtype: str, *, chunk: int 
     """Time to first token. ValueError for what makes no plan."""
     if layers is not None and layers < 1:
         raise ValueError(f"layers must be at least 1, got {layers}")
-    config = config_of(shape, layers)
-    plan = PrefillPlan(shape, config, _dtype(dtype), parse_lengths(lengths), policies_of(policies), chunk, rounds)
+    config = config_of(shape, layers, _dtype(dtype))
+    plan = PrefillPlan(shape, config, parse_lengths(lengths), policies_of(policies), chunk, rounds)
 
     def table(rows: Sequence[dict[str, Any]]) -> str:
         return f"{prefill_report.time_table(rows)}\n\n{prefill_report.split_table(rows)}"
@@ -110,7 +110,7 @@ def ops_run(shape: str, lengths: str, policies: str, dtype: str, *, baselines: b
             try:
                 options = {"dtype": dtype, "baselines": baselines, "on_progress": say}
                 yield from op_rows(shape, length, sparse, begun["peak"]["flops_per_s"], **options)
-            except Exception as error:  # no reason to lose the other lengths
+            except Exception as error:  # the other lengths go on
                 named = {
                     "case": f"prompt/{shape}/{length}",
                     "op": "prompt",
@@ -151,7 +151,7 @@ def measures_run(
         raise ValueError(f"chunk {chunk} must be a positive multiple of the page size {PAGE_SIZE}")
     tokens = parse_lengths(lengths)
     loaded, ids = _read(model, None if dtype is None else _dtype(dtype), files, max(tokens))
-    stored = jax.tree.leaves(loaded.params)[0].dtype.name
+    stored = loaded.config.compute_dtype
     fields = {"op": "prefill-measures", "shape": model, "batch": 1, "dtype": stored, "chunk": chunk}
 
     def rows(say: Callable, _: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -167,7 +167,7 @@ def measures_run(
 
 
 def show(run: Run, json_out: Path | None) -> list[dict[str, Any]]:
-    """Run with a line that says what is being done, write rows as they come, print the table; returns the rows."""
+    """Run, show what is being done, write rows as they arrive, print the table; returns the rows."""
     console, rows = Console(stderr=True), []
     with console.status("") as status:
         begun = run.begin(status.update)

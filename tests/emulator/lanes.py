@@ -4,7 +4,7 @@
 is looked up in `emulated_ptx.CODES`. So the functions of `lanes` itself are under test. What a GPU would leave undefined is a `Fault`
 (`emulated_memory`): strays, races, barriers that some threads miss, decisions by words that nobody wrote.
 
-Not emulated: compilers that round a product and a sum once (as `fma`), fences between proxies, `mma`, `ldmatrix`, tensor maps.
+Not emulated: compilers that round a product and a sum once (as `fma`), fences between proxies, tensor maps, `wgmma`.
 """
 
 from __future__ import annotations

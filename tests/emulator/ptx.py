@@ -336,3 +336,43 @@ def _reduce(machine, x, name, kind):
         return _REDUCTIONS[name].reduce(values, axis=1, dtype=values.dtype).view(np.int32)
 
     return machine.per_warp(x, reduce, "a reduction")
+
+
+_REGISTERS = r"\{\$0, \$1, \$2, \$3\}"
+
+
+@code(rf"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16 {_REGISTERS}, \[\$4\];", convergent=True)
+def _load_matrices(machine, pointer):
+    """Lane 8m + r points to row r of matrix m; lane (g, t) gets word t of row g of each."""
+    words = [Value(x, I32, unknown) for x, unknown in machine.load(pointer, 4, space="shared", constant=False)]
+    row, word = (machine.thread & 31) >> 2, machine.thread & 3
+    found = []
+    for matrix in range(4):
+        of_row = [machine.across(x, row + 8 * matrix) for x in words]
+        data = np.select([word == n for n in range(4)], [x.data for x in of_row])
+        found.append(Value(data, I32, unknown_in(*of_row)))
+    return found
+
+
+@code(
+    rf"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(?P<kind>bf16|f16)\.(?P=kind)\.f32 {_REGISTERS}, "
+    r"\{\$4, \$5, \$6, \$7\}, \{\$8, \$9\}, \{\$10, \$11, \$12, \$13\};",
+    convergent=True,
+)
+def _multiply_matrices(machine, *words, kind):
+    """acc + A [16, 16] @ B [16, 8], per warp. The words of lane (g, t): of A rows g, g + 8 of columns 2t and on, the same of columns 2t + 8
+    and on; of B rows 2t and on, 2t + 8 and on, of column g; of acc columns 2t, 2t + 1 of rows g, g + 8."""
+    machine.whole_warps("a matrix product")
+    spread = [np.broadcast_to(x.data, machine.size).reshape(-1, 8, 4) for x in words]  # [warps, g, t]
+    a, b = np.zeros((2, len(spread[0]), 16, 16), np.float64)
+    acc = np.zeros((len(a), 16, 8), np.float64)
+    for n, word in enumerate(spread[:4]):
+        for i, x in enumerate(_split(word, kind + "x2")):
+            a[:, 8 * (n % 2) : 8 * (n % 2) + 8, 8 * (n // 2) + i : 8 * (n // 2) + 8 : 2] = x
+    for n, word in enumerate(spread[4:6]):
+        for i, x in enumerate(_split(word, kind + "x2")):
+            b[:, 8 * n + i : 8 * n + 8 : 2, :8] = x.swapaxes(1, 2)
+    for n, x in enumerate(spread[6:]):
+        acc[:, 8 * (n // 2) : 8 * (n // 2) + 8, n % 2 :: 2] = x
+    acc = (acc + a @ b[:, :, :8]).astype(np.float32)
+    return [value(acc[:, 8 * (n // 2) : 8 * (n // 2) + 8, n % 2 :: 2].reshape(-1), *words) for n in range(4)]

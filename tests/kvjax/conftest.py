@@ -1,67 +1,14 @@
-"""Small random models and their oracle: one causal forward over the whole text."""
+"""Small random models, a text, and policies with planted defects."""
 
 import dataclasses
-import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import VOCAB, make_model, make_recurrent_model
 
-from kvjax.model import ModelConfig
-from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params
 from kvjax.policies.decode import Blocks
 from kvjax.policies.decode.base import Stateless
-
-VOCAB = 97
-
-
-@dataclasses.dataclass(eq=False)
-class TinyModel:
-    """A decoder with random weights, large enough in scale that attention is peaked and a wrong key shows."""
-
-    decoder: TransformerDecoder
-    params: dict
-    tokenizer: object = None
-
-    @property
-    def config(self):
-        return self.decoder.config
-
-    @functools.cached_property
-    def _forward(self):
-        def forward(params, tokens):
-            mix = causal_mix()
-            positions = jnp.arange(tokens.shape[1])[None]
-            hidden, _ = self.decoder.hidden(params, tokens, positions, mix, None)
-            return self.decoder.logits(params, hidden)[0]
-
-        return jax.jit(forward)
-
-    def full_forward(self, tokens):
-        """Logits `[T, V]` of every token, by dense causal attention without a cache."""
-        return np.asarray(self._forward(self.params, jnp.asarray(tokens, jnp.int32)[None]))
-
-
-def make_model(dtype=jnp.float32, **overrides):
-    fields = {
-        "family": "qwen2",
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "rope_theta": 1e4,
-        "rope_scaling": None,
-        "norm_eps": 1e-6,
-        "tie_embeddings": True,
-        "max_positions": 4096,
-        "qkv_bias": True,
-    }
-    decoder = TransformerDecoder(ModelConfig(**(fields | overrides)))
-    return TinyModel(decoder, init_params(decoder.config, jax.random.key(7), dtype, std=0.15))
 
 
 @pytest.fixture(scope="session")
@@ -71,7 +18,17 @@ def model():
 
 @pytest.fixture(scope="session")
 def bf16_model():
-    return make_model(jnp.bfloat16)
+    return make_model(compute_dtype="bfloat16")
+
+
+@pytest.fixture(scope="session")
+def recurrent_model():
+    return make_recurrent_model()
+
+
+@pytest.fixture(scope="session")
+def bf16_recurrent_model():
+    return make_recurrent_model("bfloat16")
 
 
 @pytest.fixture(scope="session")

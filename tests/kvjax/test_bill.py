@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import QWEN_7B, altered
 
 from kvjax import Engine
 from kvjax.bill import Bill, known_bill, step_bytes
@@ -15,36 +16,19 @@ from kvjax.bill.regimes import crossover, regime_map, save
 from kvjax.bill.regret import regrets, summary
 from kvjax.bill.step_bill import Price, from_json, load_bills, sizes_of, to_json, worthwhile
 from kvjax.cache import CacheSpec, GroupSpec, PagedKV, PagedSpec
-from kvjax.model import ModelConfig
 from kvjax.policies.decode import Dense, SelectContext, TopBlocks, Window, parse
 from kvjax.steps import _count_reads
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
 
 TWO_HEADS = CacheSpec((GroupSpec("full", 128),), (PagedSpec("full", 2, 8, "float32"),))
-QWEN = ModelConfig(
-    family="qwen2",
-    vocab_size=152_064,
-    hidden_size=3584,
-    intermediate_size=18_944,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    rope_theta=1e6,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    tie_embeddings=False,
-    max_positions=2**21,
-    qkv_bias=True,
-)
-OTHER = dataclasses.replace(QWEN, hidden_size=4096, num_heads=32, num_kv_heads=8)
+OTHER = altered(QWEN_7B, hidden_size=4096, num_heads=32, num_kv_heads=8)
 RATE, C0 = 4.4e12, 1.1e-3
 PRICES = {"dense": Price(0.0), "top:8": Price(0.1e-3), "top:32": Price(0.2e-3, 3e-13)}
 
 
 def bill(**changed):
-    fields = {"device": "chip", "model": "qwen2.5-7b", "sizes": sizes_of(QWEN), "dtype": "bfloat16", "bytes_per_s": RATE, "c0": C0}
+    fields = {"device": "chip", "model": "qwen2.5-7b", "sizes": sizes_of(QWEN_7B), "dtype": "bfloat16", "bytes_per_s": RATE, "c0": C0}
     fields |= {"c1": tuple(item for item in PRICES.items() if item[0] != "dense"), "measured": ((1, 8192, 2**20), (16, 8192, 2**20))}
     return Bill(**(fields | {"error": 0.01, "source": "planted"} | changed))
 
@@ -55,7 +39,7 @@ def planted(policies=tuple(PRICES), prices=PRICES, lengths=(8192, 32_768, 131_07
     for policy in policies:
         for length in lengths:
             for batch in batches:
-                moved, price = step_bytes(QWEN, parse(policy), length, batch), prices[policy]
+                moved, price = step_bytes(QWEN_7B, parse(policy), length, batch), prices[policy]
                 seconds = moved.total / RATE + C0 + price.fixed + price.per_byte * moved.index
                 cells.append(Cell(length, batch, policy, seconds * (1 + noise * draw.standard_normal()), moved))
     return cells
@@ -73,34 +57,34 @@ def changed_at(cells, places, factor, policies=None):
 def test_bytes_of_the_7b_shape_by_hand():
     """57,344 bytes a token: 28 layers, 4 KV heads, 128 dimensions, keys and values, 2 bytes. 448 bytes of bounds a token: 1/128 of it."""
     weights = 2 * (7_615_616_512 - 152_064 * 3584 + 3584)
-    dense = step_bytes(QWEN, Dense(), 131_072)
+    dense = step_bytes(QWEN_7B, Dense(), 131_072)
     assert (dense.weights, dense.kv, dense.index, dense.total) == (weights, 57_344 * 131_072, 0, weights + 7_516_192_768)
-    top = step_bytes(QWEN, parse("top:8"), 131_072)
+    top = step_bytes(QWEN_7B, parse("top:8"), 131_072)
     assert (top.weights, top.kv, top.index) == (weights, 57_344 * 13 * 128, 448 * 131_072)
-    assert step_bytes(QWEN, parse("mean:8"), 131_072).index == 224 * 131_072
-    quest = step_bytes(QWEN, parse("quest:64"), 131_072)
+    assert step_bytes(QWEN_7B, parse("mean:8"), 131_072).index == 224 * 131_072
+    quest = step_bytes(QWEN_7B, parse("quest:64"), 131_072)
     assert (quest.kv, quest.index) == (57_344 * 1552, 8 * 448 * 131_072)
-    window = step_bytes(QWEN, parse("window:64+4544"), 131_072)
+    window = step_bytes(QWEN_7B, parse("window:64+4544"), 131_072)
     assert (window.kv, window.index) == (57_344 * 4608, 0)
 
 
 def test_bytes_grow_with_the_batch_and_weights_hardly_do():
-    one, eight = (step_bytes(QWEN, parse("top:32"), 32_768, batch) for batch in (1, 8))
+    one, eight = (step_bytes(QWEN_7B, parse("top:32"), 32_768, batch) for batch in (1, 8))
     assert (eight.kv, eight.index) == (8 * one.kv, 8 * one.index)
     assert eight.weights - one.weights == 7 * 3584 * 2, "one row of the embedding for each sequence"
-    tied = dataclasses.replace(QWEN, tie_embeddings=True)
+    tied = altered(QWEN_7B, tie_embeddings=True)
     assert step_bytes(tied, Dense(), 1024).weights == 2 * tied.num_params
 
 
 @pytest.mark.parametrize(("cache_dtype", "share"), [("bfloat16", 1), ("float8_e4m3fn", 2), ("int8", 2), ("int4", 4)])
 def test_a_smaller_cache_type_shrinks_keys_and_values_only(cache_dtype, share):
-    full, packed = (step_bytes(QWEN, parse("top:8"), 65_536, 2, cache_dtype=each) for each in (None, cache_dtype))
+    full, packed = (step_bytes(QWEN_7B, parse("top:8"), 65_536, 2, cache_dtype=each) for each in (None, cache_dtype))
     assert (packed.kv * share, packed.weights, packed.index) == (full.kv, full.weights, full.index)
 
 
 def test_dense_layers_read_everything_and_scan_nothing():
     half = dataclasses.replace(parse("top:8"), dense_layers=14)
-    dense, top, mixed = (step_bytes(QWEN, policy, 32_768) for policy in (Dense(), parse("top:8"), half))
+    dense, top, mixed = (step_bytes(QWEN_7B, policy, 32_768) for policy in (Dense(), parse("top:8"), half))
     assert (mixed.kv, mixed.index) == ((dense.kv + top.kv) // 2, top.index // 2)
 
 
@@ -147,11 +131,11 @@ def test_keys_are_those_that_the_policy_lists(policy):
 def test_what_cannot_be_counted_is_refused():
     for sizes, name in (({"length": 0}, "length"), ({"batch": 0}, "batch"), ({"page_size": 0}, "page_size")):
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            step_bytes(QWEN, Dense(), **({"length": 8} | sizes))
+            step_bytes(QWEN_7B, Dense(), **({"length": 8} | sizes))
     with pytest.raises(ValueError, match="'tape' is unknown; there are device, host, disk"):
-        step_bytes(QWEN, Dense(), 8, tier="tape")
+        step_bytes(QWEN_7B, Dense(), 8, tier="tape")
     with pytest.raises(NotImplementedError, match="keys_read"):
-        step_bytes(QWEN, object(), 8)
+        step_bytes(QWEN_7B, object(), 8)
 
 
 # Fitting
@@ -253,20 +237,20 @@ def test_measurements_that_cannot_be_fitted():
     with pytest.raises(ValueError, match="held out by budget: measure more"):
         forecasts(planted(("dense", "top:8")), "budget")
     with pytest.raises(ValueError, match="'ops'"):
-        read_cells({"bench": "ops"}, lambda shape, layers: QWEN)
+        read_cells({"bench": "ops"}, lambda shape, layers: QWEN_7B)
 
 
 # The bill
 
 
 def test_prediction_by_hand():
-    found = bill().predict(QWEN, "top:32", 131_072, 4)
-    moved = step_bytes(QWEN, parse("top:32"), 131_072, 4)
+    found = bill().predict(QWEN_7B, "top:32", 131_072, 4)
+    moved = step_bytes(QWEN_7B, parse("top:32"), 131_072, 4)
     assert found.bytes == moved
     assert found.seconds == pytest.approx(moved.total / RATE + C0 + 0.2e-3 + 3e-13 * 4 * 448 * 131_072)
     assert found.projection == ()
     dense = (moved.weights + 4 * 57_344 * 131_072) / RATE + C0
-    assert bill().speedup(QWEN, "top:32", 131_072, 4) == pytest.approx(dense / found.seconds)
+    assert bill().speedup(QWEN_7B, "top:32", 131_072, 4) == pytest.approx(dense / found.seconds)
 
 
 @pytest.mark.parametrize(
@@ -288,21 +272,21 @@ def test_prediction_by_hand():
     ],
 )
 def test_what_was_not_measured_is_called_a_projection(changed, options, words):
-    arguments = {"config": QWEN, "policy": "top:8", "length": 131_072, "batch": 1} | options
+    arguments = {"config": QWEN_7B, "policy": "top:8", "length": 131_072, "batch": 1} | options
     (reason,) = bill(**changed).predict(**arguments).projection
     assert words in reason
 
 
 def test_projections_by_hand():
-    moved = step_bytes(QWEN, parse("top:8"), 131_072)
+    moved = step_bytes(QWEN_7B, parse("top:8"), 131_072)
     fast = bill().projected("a chip of 8 TB/s", bytes_per_s=8e12)
-    assert fast.predict(QWEN, "top:8", 131_072).seconds == pytest.approx(moved.total / 8e12 + C0 + 0.1e-3)
-    free = bill().without_overhead().predict(QWEN, "top:8", 131_072)
+    assert fast.predict(QWEN_7B, "top:8", 131_072).seconds == pytest.approx(moved.total / 8e12 + C0 + 0.1e-3)
+    free = bill().without_overhead().predict(QWEN_7B, "top:8", 131_072)
     assert free.seconds == pytest.approx(moved.total / RATE + 0.1e-3)
     assert free.projection == ("c0 set to 0",)
-    host = bill(links=(("host", 52e9),)).predict(QWEN, "top:8", 131_072, tier="host")
+    host = bill(links=(("host", 52e9),)).predict(QWEN_7B, "top:8", 131_072, tier="host")
     assert host.seconds == pytest.approx((moved.weights + moved.index) / RATE + moved.kv / 52e9 + C0 + 0.1e-3)
-    half = dataclasses.replace(QWEN, num_layers=14)
+    half = altered(QWEN_7B, num_layers=14)
     smaller = step_bytes(half, parse("top:8"), 131_072)
     assert bill().predict(half, "top:8", 131_072).seconds == pytest.approx(smaller.total / RATE + (C0 + 0.1e-3) / 2)
 
@@ -325,7 +309,7 @@ def test_a_bill_that_makes_no_sense():
         with pytest.raises(ValueError, match=r"prices c1 >= 0, got .* for top:8"):
             bill(c1=(("top:8", price),))
     with pytest.raises(ValueError, match=r"no bandwidth for the tier 'disk'.*links="):
-        bill().predict(QWEN, "dense", 8192, tier="disk")
+        bill().predict(QWEN_7B, "dense", 8192, tier="disk")
 
 
 def test_a_bill_survives_its_file(tmp_path):
@@ -395,26 +379,26 @@ def test_regret_needs_cells():
 
 
 def test_the_map_is_the_bill_and_the_line_is_where_it_is_one(tmp_path):
-    found = regime_map(bill(), QWEN, "top:32", (4096, 131_072, 2**20), (1, 8), memory_bytes=141 * 10**9)
-    assert found.speedup[1, 1] == bill().speedup(QWEN, "top:32", 131_072, 8)
+    found = regime_map(bill(), QWEN_7B, "top:32", (4096, 131_072, 2**20), (1, 8), memory_bytes=141 * 10**9)
+    assert found.speedup[1, 1] == bill().speedup(QWEN_7B, "top:32", 131_072, 8)
     assert found.projected.tolist() == [[True, False, False]] * 2
     assert found.fits.tolist() == [[True, True, True], [True, True, False]], "480 GB of cache"
     for batch in (1, 8):
-        start = crossover(bill(), QWEN, "top:32", batch)
-        assert bill().speedup(QWEN, "top:32", start + 256, batch) > 1 > bill().speedup(QWEN, "top:32", start - 256, batch)
-    assert crossover(bill(c1=(("top:8", Price(100.0)),)), QWEN, "top:8", 1) is None
+        start = crossover(bill(), QWEN_7B, "top:32", batch)
+        assert bill().speedup(QWEN_7B, "top:32", start + 256, batch) > 1 > bill().speedup(QWEN_7B, "top:32", start - 256, batch)
+    assert crossover(bill(c1=(("top:8", Price(100.0)),)), QWEN_7B, "top:8", 1) is None
     save([found], tmp_path / "map.png", [(131_072, 1)])
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(json.dumps(found.figures()))["batches"] == [1, 8]
     with pytest.raises(ValueError, match="lengths and batches"):
-        regime_map(bill(), QWEN, "top:8", (), (1,))
+        regime_map(bill(), QWEN_7B, "top:8", (), (1,))
 
 
 # Built-in bills
 
 
 def test_built_in_bills_are_found():
-    made = known_bill("NVIDIA H200", QWEN, "bfloat16")
+    made = known_bill("NVIDIA H200", QWEN_7B, "bfloat16")
     assert (made.model, made.device) == ("qwen2.5-7b", "NVIDIA H200")
     assert known_bill("NVIDIA H200", OTHER, "float32").device == "NVIDIA H200"
-    assert known_bill("an abacus", QWEN, "bfloat16") is None
+    assert known_bill("an abacus", QWEN_7B, "bfloat16") is None

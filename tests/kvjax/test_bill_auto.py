@@ -10,34 +10,19 @@ import jax
 import numpy as np
 import pytest
 from scipy.stats import binomtest
+from tiny_models import QWEN_7B
 
 import kvjax
 from kvjax import Engine
-from kvjax.bill import Bill, Evidence, Fidelity, calibration, evidence, parse_level, step_bytes
+from kvjax.bill import Auto, Bill, Bound, Evidence, Fidelity, auto_decode, calibration, parse_level, step_bytes
 from kvjax.bill.evidence import LEVELS, qualified, read_evidence, with_panel, write_evidence
 from kvjax.bill.step_bill import Price, sizes_of
-from kvjax.model import ModelConfig, fingerprint
-from kvjax.policies.decode import Auto, Bound, DecodePolicy, Dense, parse
-from kvjax.policies.decode import auto as auto_module
+from kvjax.model import fingerprint
+from kvjax.policies.decode import DecodePolicy, Dense, parse
 from kvjax.sampling import Sampled, SamplingRows
 from kvjax.steps import decode_step
 
-QWEN = ModelConfig(
-    family="qwen2",
-    vocab_size=152_064,
-    hidden_size=3584,
-    intermediate_size=18_944,
-    num_layers=28,
-    num_heads=28,
-    num_kv_heads=4,
-    head_dim=128,
-    rope_theta=1e6,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    tie_embeddings=False,
-    max_positions=2**21,
-    qkv_bias=True,
-)
+pytestmark = pytest.mark.optimized  # bits are compared
 
 
 def row(policy="top:8", length=8192, **changed):
@@ -54,13 +39,13 @@ def row(policy="top:8", length=8192, **changed):
     return Evidence(policy=policy, length=length, **(fields | {"source": "p.json"} | changed))
 
 
-def bill(config=QWEN, **changed):
+def bill(config=QWEN_7B, **changed):
     fields = {"device": "chip", "model": "it", "sizes": sizes_of(config), "dtype": "bfloat16", "bytes_per_s": 4.4e12, "c0": 1e-3}
     fields |= {"c1": (("top:8", Price(1e-4)), ("top:32", Price(2e-4, 3e-13))), "measured": ((1, 1, 2**20), (64, 1, 2**20)), "error": 0.01}
     return Bill(**(fields | {"source": "planted"} | changed))
 
 
-def auto(rows=None, level="assured", config=QWEN, made=None, **bound):
+def auto(rows=None, level="assured", config=QWEN_7B, made=None, **bound):
     rows = [row(policy, length) for policy in ("top:8", "top:32") for length in (8192, 32_768, 2**20)] if rows is None else rows
     fields = {"config": config, "dtype": "bfloat16", "page_size": 128, "fingerprint": "f"} | bound
     return Auto(level, Bound(bill=bill(config) if made is None else made, evidence=tuple(rows), **fields))
@@ -191,10 +176,10 @@ def test_evidence_of_an_earlier_versions_fingerprint_is_refused():
 
 def test_the_committed_evidence_is_found_for_the_embedded_model(monkeypatch):
     asked = []
-    monkeypatch.setattr(calibration, "calibrate", lambda model, names, **_: asked.append(names) or bill(model.config))
+    monkeypatch.setattr(auto_decode, "calibrate", lambda model, names, **_: asked.append(names) or bill(model.config))
     model = kvjax.load("needle", dtype="bfloat16", tokenizer=False)
     bound = Auto().bind(model, page_size=128, dtype="bfloat16").bound
-    assert bound.evidence == evidence.recorded_evidence() != ()
+    assert bound.evidence == auto_decode.recorded_evidence() != ()
     assert asked, "there is something to choose between"
 
 
@@ -237,7 +222,7 @@ def test_sparse_is_never_chosen_where_the_bill_says_it_loses(price):
     chosen = {}
     for length, batch in PLACES:
         choice = auto(made=made).choose([length] * batch)
-        dense, taken = (made.predict(QWEN, name, length, batch).seconds for name in ("dense", choice.policy))
+        dense, taken = (made.predict(QWEN_7B, name, length, batch).seconds for name in ("dense", choice.policy))
         assert taken <= dense
         assert choice.policy == Dense() or dense / taken > 1 + made.error
         assert choice.dense_seconds == dense
@@ -317,7 +302,7 @@ def test_unbound_it_cannot_choose():
 
 @pytest.fixture(autouse=True)
 def _no_calibration_is_kept(monkeypatch):
-    monkeypatch.setattr(auto_module, "_calibrated", {})
+    monkeypatch.setattr(auto_decode, "_calibrated", {})
 
 
 PAGE = 16
@@ -345,7 +330,7 @@ def test_a_step_is_the_chosen_policys_own(engine, text, caplog):
         named[name] = engine.decode([engine.fork(sequence)], [5], name), engine.last_reads.keys.tolist()
         assert engine.last_choice is None
     compiled = decode_step._cache_size()
-    with caplog.at_level(logging.INFO, "kvjax.engine"):
+    with caplog.at_level(logging.INFO, "kvjax.declared"):
         for sequence, name in ((long, "quest:0"), (short, "dense")):
             logits = engine.decode([engine.fork(sequence)], [5])
             np.testing.assert_array_equal(logits, named[name][0])
@@ -375,7 +360,7 @@ def test_warming_up_compiles_whatever_may_be_chosen(engine, text):
 
 
 def test_an_engine_binds_auto_once_and_without_evidence_measures_nothing(small, text, monkeypatch):
-    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: pytest.fail("there is nothing to choose between"))
+    monkeypatch.setattr(auto_decode, "calibrate", lambda *_, **__: pytest.fail("there is nothing to choose between"))
     engine = Engine(small, "auto", pages=8, page_size=PAGE, prefill_chunk=PAGE)
     assert isinstance(engine.policy, Auto)
     assert engine.declared("auto") is engine.policy
@@ -387,9 +372,9 @@ def test_an_engine_binds_auto_once_and_without_evidence_measures_nothing(small, 
 
 def test_with_evidence_on_an_unknown_device_it_is_calibrated(model, monkeypatch):
     rows = (row("quest:0", 2048, fingerprint=fingerprint(model)), row("quest:0", 4096, fingerprint="another model"))
-    monkeypatch.setattr(evidence, "recorded_evidence", lambda: rows)
+    monkeypatch.setattr(auto_decode, "recorded_evidence", lambda: rows)
     asked = []
-    monkeypatch.setattr(calibration, "calibrate", lambda model, names, **sizes: asked.append((names, sizes)) or bill(model.config))
+    monkeypatch.setattr(auto_decode, "calibrate", lambda model, names, **sizes: asked.append((names, sizes)) or bill(model.config))
     engine = Engine(model, "auto", policies=["auto:fast"], pages=8, page_size=PAGE, prefill_chunk=PAGE)
     assert asked == [(("quest:0",), {"page_size": PAGE})], "the device does not change between two levels, or engines"
     assert engine.policy.bound.evidence == rows[:1]
@@ -399,12 +384,12 @@ def test_with_evidence_on_an_unknown_device_it_is_calibrated(model, monkeypatch)
 
 def test_times_that_make_no_bill_leave_it_dense(model, monkeypatch, caplog):
     rows = (row("quest:0", 2048, fingerprint=fingerprint(model)),)
-    monkeypatch.setattr(evidence, "recorded_evidence", lambda: rows)
+    monkeypatch.setattr(auto_decode, "recorded_evidence", lambda: rows)
 
     def fails(*_, **__):
         raise ValueError("no bandwidth to fit")
 
-    monkeypatch.setattr(calibration, "calibrate", fails)
+    monkeypatch.setattr(auto_decode, "calibrate", fails)
     bound = Auto().bind(model, page_size=PAGE, dtype="float32")
     assert bound.choose([1000]).policy == Dense()
     for text in (bound.choose([1000]).why, bound.describe(), caplog.text):

@@ -14,7 +14,8 @@ import pytest
 
 from kvjax import Engine, OutOfPages, memory_plan
 from kvjax.cache import IndexSpec
-from kvjax.cache.writes import copy_page, restore_pages
+from kvjax.cache.transfer import PIECE, _scatter
+from kvjax.cache.writes import copy_page
 from kvjax.model import LongRope
 from kvjax.policies.decode import Blocks, TopBlocks, TopTokens, select_and_attend
 from kvjax.sampling import SamplingRows
@@ -232,7 +233,7 @@ def test_chunks_of_prefill_begin_at_multiples_of_the_chunk(engine, text, monkeyp
         starts.append(int(args[6][0]))
         return prefill_step(*args, **kwargs)
 
-    monkeypatch.setattr("kvjax.engine.prefill_step", spy)
+    monkeypatch.setattr("kvjax.chunks.prefill_step", spy)
     (sequence,) = engine.prefill([text[:70]])
     engine.extend(sequence, text[70:130])
     assert starts == [0, 32, 64, 64, 96, 128]
@@ -324,7 +325,7 @@ def test_a_saved_sequence_comes_back_bit_for_bit(engine, model, text, tmp_path):
     assert (restored.tokens, restored.length) == (text[:70], 70)
     for token in text[70:90]:
         np.testing.assert_array_equal(np.asarray(engine.decode([sequence], [token], policy)), np.asarray(other.decode([restored], [token])))
-    assert engine.last_reads.blocks[0] == 3 * model.config.num_layers * model.config.num_kv_heads, "most blocks are left out"
+    assert engine.last_reads.blocks[0] == 3 * model.config.cache_spec(16).kv_heads, "most blocks are left out"
     assert [path.name for path in tmp_path.iterdir()] == ["prompt.safetensors"]
     sequence.tokens.pop()
     with pytest.raises(ValueError, match=r"90 tokens were written, but \.tokens holds 89"):
@@ -392,7 +393,7 @@ def test_a_policy_that_learns_gets_the_mass_and_keeps_its_state_per_sequence(mod
     logits = engine.decode([one, two], [4, 5])
     np.testing.assert_allclose(np.asarray(logits[0]), np.asarray(dense[0]), atol=1e-4)
     engine.decode([two], [6])
-    heads = model.config.num_heads
+    heads = model.config.layers[0].mixer.num_heads
     for layer in range(model.config.num_layers):
         first, second = np.asarray(one.states[policy][layer])[0], np.asarray(two.states[policy][layer])[0]
         np.testing.assert_allclose(first.sum(), heads, rtol=1e-5)
@@ -410,7 +411,7 @@ def test_a_fork_has_its_own_books(model, text):
     engine.decode([parent], [4])
     child = engine.fork(parent)
     engine.decode([child], [5])
-    heads = model.config.num_heads
+    heads = model.config.layers[0].mixer.num_heads
     np.testing.assert_allclose(np.asarray(parent.states[policy][0]).sum(), heads, rtol=1e-5)
     np.testing.assert_allclose(np.asarray(child.states[policy][0]).sum(), 2 * heads, rtol=1e-5)
     assert (parent.tokens, parent.length) == ([*text[:40], 4], 41)
@@ -431,7 +432,6 @@ def test_the_memory_plan_adds_up(model, monkeypatch):
         engine.prefill([[1] * 400])
     before = memory_plan(
         model.config,
-        dtype=jnp.float32,
         page_size=PAGE,
         indexes=engine.indexes,
         available_bytes=plan.weights_bytes + 7 * plan.page_bytes + 5,
@@ -469,12 +469,26 @@ def test_warmup_compiles_what_the_first_call_needs(model_factory, text):
         jax.monitoring.clear_event_listeners()
 
 
+def test_a_sequence_that_grew_again_in_other_pages_is_read_there(model, text):
+    """To the length at which its page table last stood on the device."""
+    engine = Engine(model, pages=8, page_size=PAGE, prefill_chunk=32, batch_buckets=(1,))
+    (sequence,) = engine.prefill([text[:16]])
+    engine.decode([sequence], [text[16]])
+    (_, before), _ = sequence.pages["full"], engine.truncate(sequence, 16)
+    (other,) = engine.prefill([text[40:50]])
+    engine.extend(sequence, [text[16]])
+    assert before in other.pages["full"]
+    assert before not in sequence.pages["full"]
+    found = engine.decode([sequence], [text[17]])[0]
+    np.testing.assert_allclose(found, model.full_forward(text[:18])[17], rtol=0, atol=1e-5)
+
+
 def test_fork_and_restore_hold_no_second_copy_of_the_cache(model):
     engine = Engine(model, "quest:2", pages=2048, page_size=128)
     layers, size = engine._layers, sum(layer.pages.k.nbytes + layer.pages.v.nbytes for layer in engine._layers)
-    page, pages = jnp.int32(0), jnp.zeros(1, jnp.int32)
-    stored = [(layer.pages.k[:1], layer.pages.v[:1]) for layer in layers]
+    page, pages = jnp.int32(0), (jnp.zeros(PIECE, jnp.int32),) * len(layers)
+    stored = [{"k": layer.pages.k[:PIECE], "v": layer.pages.v[:PIECE]} for layer in layers]
     copied = copy_page.lower(layers, (page,) * len(layers), (page,) * len(layers)).compile()
-    restored = restore_pages.lower(layers, (pages,) * len(layers), stored, opened=False, indexes=engine.indexes).compile()
+    restored = _scatter.lower(layers, pages, pages, stored, numbers=engine.spec.paged, indexes=engine.indexes).compile()
     for compiled in (copied, restored):
         assert compiled.memory_analysis().temp_size_in_bytes < size / 20

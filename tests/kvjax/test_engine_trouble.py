@@ -177,7 +177,7 @@ def test_an_extension_that_fails_to_compile_changes_nothing(engine, text, monkey
         raise FileNotFoundError("no such table")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvjax.engine.prefill_step", fail)
+        patch.setattr("kvjax.chunks.prefill_step", fail)
         for call in (lambda: engine.extend(sequence, [1] * 60), lambda: engine.prefill([[1] * 60])):
             with pytest.raises(FileNotFoundError):
                 call()
@@ -288,7 +288,7 @@ def test_a_budget_that_can_never_make_sense_is_refused_at_once(make, match):
         (lambda e, s, rows: e.decode_and_sample([s], np.zeros(1), rows), "token ids must be a list of whole numbers"),
         (lambda e, s, rows: e.decode_and_sample([s], jnp.zeros(1), rows), "token ids must be whole numbers, got float32"),
         (lambda e, s, rows: e.decode_and_sample([s], [1, 2], rows), r"tokens must have one entry for each of 1 slots, got shape \(2,\)"),
-        (lambda e, s, rows: e.decode_and_sample([s], jnp.zeros((1, 1), jnp.int32), rows), "tokens must have one entry"),
+        (lambda e, s, rows: e.decode_and_sample([s], jnp.zeros((1, 2), jnp.int32), rows), "a drafted step writes 4, 8, 16 tokens"),
         (lambda e, s, rows: e.decode_and_sample([s, None], [1, 1], rows), "temperature must have one entry for each of 2 slots"),
         (lambda e, s, rows: e.decode_and_sample([s], [1], SamplingRows.of([None] * 3)), "must have one entry for each of 1 slots"),
     ],

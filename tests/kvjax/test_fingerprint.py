@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import QWEN_7B, altered
 
 from kvjax import model as module
+from kvjax.layers import RopeScaling
 from kvjax.model import check_fingerprint, fingerprint
 
 PAIRS = 200
@@ -52,7 +54,7 @@ CHANGES = (scaled, one_scaled, signs, swapped, permuted, one_bit)
 
 @pytest.mark.parametrize("dtype", BITS)
 def test_models_that_differ_in_one_thing_have_different_fingerprints(model_factory, dtype):
-    model, rng = model_factory(jnp.dtype(dtype)), np.random.default_rng(0)
+    model, rng = model_factory(compute_dtype=dtype), np.random.default_rng(0)
     matrix = jax.random.normal(jax.random.key(1), (128, 128)).astype(dtype)  # so large that a sum of bits, modulo 2**32, misses a scale
     model = dataclasses.replace(model, params=model.params | {"matrix": matrix})
     leaves, structure = jax.tree.flatten(model.params)
@@ -78,7 +80,7 @@ def test_constant_tensors_names_shapes_and_configurations_count(model):
     ones = jnp.ones((4, 6))
     params = [{"a": ones}, {"a": 2 * ones}, {"b": ones}, {"a": ones.reshape(6, 4)}, {"a": ones.astype("int32")}, {"a": ones, "b": ones[:0]}]
     assert len({of(each) for each in params}) == len(params)
-    assert of(params[0]) != of(params[0], dataclasses.replace(model.config, rope_theta=5e5))
+    assert of(params[0]) != of(params[0], altered(model.config, rope_theta=5e5))
     assert of({"a": ones, "b": 2 * ones}) != of({"a": 2 * ones, "b": ones})
 
 
@@ -131,3 +133,31 @@ def test_weights_in_numpy_arrays_are_read_every_time(model_factory):
     assert fingerprint(copied) == fingerprint(model)
     copied.params["embed"][0, 0] += 1
     assert fingerprint(copied) != fingerprint(model)
+
+
+def test_the_text_of_a_model_of_like_layers_is_that_of_the_first_version():
+    """Evidence, bills and sequences on disk name models by it. compute_dtype, and biases that came later, are not in it."""
+    expected = (
+        "ModelConfig(family='qwen2', vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28, "
+        "num_kv_heads=4, head_dim=128, rope_theta=1000000.0, rope_scaling=None, norm_eps=1e-06, tie_embeddings=False, "
+        "max_positions=2097152, qkv_bias=True, qk_norm=False, eos_token_ids=(), bos_token_id=None)"
+    )
+    assert module._text(QWEN_7B) == expected
+    assert module._text(altered(QWEN_7B, compute_dtype="float32", o_bias=True, mlp_bias=True)) == expected
+    windows = (None, 40) * 14
+    assert module._text(altered(QWEN_7B, windows=windows)) == expected + repr(windows)
+    scaling = RopeScaling("linear", 2.0, 64)
+    assert repr(scaling) in module._text(altered(QWEN_7B, rope_scaling=scaling))
+
+
+def test_a_model_of_other_layers_has_a_text_of_its_own():
+    """Each field that is not as it is by default counts; one that is added later changes no text."""
+    first = QWEN_7B.layers[0]
+    odd = dataclasses.replace(first, mlp=dataclasses.replace(first.mlp, activation="gelu_tanh"))
+    config = dataclasses.replace(QWEN_7B, layers=(odd, *QWEN_7B.layers[1:]))
+    text = module._text(config)
+    assert text.count("gelu_tanh") == 1
+    assert "compute_dtype" not in text
+    assert "post_norms" not in text
+    texts = {module._text(dataclasses.replace(config, **change)) for change in ({}, {"norm_offset": 1.0}, {"embed_scale": 2.0})}
+    assert len(texts) == 3

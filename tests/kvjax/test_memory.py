@@ -11,7 +11,7 @@ pytestmark = pytest.mark.optimized
 
 
 def test_a_pool_larger_than_all_memory_is_refused_before_it_is_made(model):
-    plan = memory_plan(model.config, dtype="float32", weights_bytes=0)
+    plan = memory_plan(model.config, weights_bytes=0)
     with pytest.raises(
         ValueError, match=r"a pool of 2,000,000,000 pages takes .* GiB, and all memory of the device is .*: give at most"
     ) as no:

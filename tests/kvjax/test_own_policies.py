@@ -10,7 +10,7 @@ from kvjax.fidelity.report import policy_and_keys
 from kvjax.policies import decode as policies
 from kvjax.policies import prefill
 from kvjax.policies.decode import Dense, Stateless, Window, identity, name_of, parse
-from kvjax.policies.decode.naming import _OWN
+from kvjax.policies.decode.naming import _NAMES
 from kvjax.policies.prefill import DensePrefill, parse_prefill
 
 FILE = """
@@ -67,9 +67,9 @@ class Broken(Dense):
 
 @pytest.fixture(autouse=True)
 def nothing_stays_registered(monkeypatch):
-    from kvjax.policies.prefill.naming import _OWN as own_prefill
+    from kvjax.policies.prefill.naming import _NAMES as prefill_names
 
-    for registry in (_OWN, own_prefill):
+    for registry in (_NAMES, prefill_names):
         for table in ("_factories", "_named", "_names"):
             monkeypatch.setattr(registry, table, {})
 
@@ -161,7 +161,7 @@ def test_a_select_that_returns_no_list_is_told_what_to_return(model_factory):
         ("{file}:Reader:[1]", r"Reader\(\) takes no arguments"),
         ("{file}:Bare", "must be equal to another of the same settings: make Bare a frozen dataclass"),
         ("{file}:Half", "a Half has no learns, indexes, init, observe, attend, describe; inherit from kvjax.policies.decode.Stateless"),
-        ("{file}:Chunk", "a Chunk has no learns"),
+        ("{file}:Chunk", "a Chunk has no select, learns"),
     ],
 )
 def test_what_is_wrong_with_ones_own_is_said_in_one_sentence(file, name, match):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import altered
 
 from kvjax.cache import IndexSpec, PagedKV
 from kvjax.policies.decode import Dense, SelectContext, TopBlocks, Window, parse
@@ -151,11 +152,10 @@ def test_window_attends_exactly_its_tokens(model, text):
 
 
 def one_layer(model):
-    import dataclasses
 
     from kvjax.models.decoder import TransformerDecoder
 
-    config = dataclasses.replace(model.config, num_layers=1)
+    config = altered(model.config, num_layers=1)
     return TransformerDecoder(config), model.params | {"layers": model.params["layers"][:1]}
 
 
@@ -169,7 +169,7 @@ def test_what_is_reported_as_read_is_what_was_listed(model, text):
 
         engine.decode_and_sample([sequence], jnp.zeros(1, jnp.int32), SamplingRows.of([None]))
         reads = engine.last_reads
-        heads = model.config.num_layers * model.config.num_kv_heads
+        heads = model.config.cache_spec(16).kv_heads
         return int(reads.blocks[0]) / heads, int(reads.keys[0]) / heads
 
     assert keys_and_blocks("dense", 2000) == (16, 2000)

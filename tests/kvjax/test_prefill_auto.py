@@ -10,11 +10,13 @@ import pytest
 
 import kvjax
 from kvjax import Engine
+from kvjax.bill import AutoPrefill, PrefillBound
 from kvjax.bill.evidence import LEVELS, Fidelity, PrefillEvidence, qualified, read_evidence, write_evidence
 from kvjax.bill.prefill_bill import LayerSizes, PrefillBill, fit_prefill, nearest_quote, per_token, read_prefill_bills, to_json
 from kvjax.bill.prefill_evidence import with_results
-from kvjax.policies.decode.auto import Choice
-from kvjax.policies.prefill import AutoPrefill, DensePrefill, PrefillBound, identity, parse_prefill, possible_prefills
+from kvjax.declared import DeclaredPolicies
+from kvjax.policies.choice import Choice, possible_prefills
+from kvjax.policies.prefill import DensePrefill, identity, parse_prefill
 from kvjax.steps import prefill_step
 
 pytestmark = pytest.mark.optimized
@@ -141,7 +143,7 @@ def test_results_and_tables_that_are_none():
     with pytest.raises(ValueError, match="no row has a time"):
         fit_prefill([("x.json", run())])
     for text in ("[]", "{}", '{"bills": [{"device": "chip"}]}', "?"):
-        with pytest.raises(ValueError, match="holds no prefill bills"):
+        with pytest.raises(ValueError, match="not a file of prefill bills"):
             read_prefill_bills(text)
 
 
@@ -375,7 +377,7 @@ def by_hand(model, policies, tokens):
     engine = engine_of(model, policies[0])
     (sequence,) = engine.prefill([tokens[:CHUNK]], reserve=len(tokens) - CHUNK)  # one width of table, one program each
     for number, policy in enumerate(policies[1:], 1):
-        engine.prefill_policy = policy
+        engine._declared.prefill = policy
         engine.extend(sequence, tokens[number * CHUNK : (number + 1) * CHUNK])
     return np.asarray(sequence.logits)
 
@@ -389,7 +391,7 @@ def test_each_chunk_is_the_chosen_policys_own(small, three, prompt, caplog):
     chosen = [three.choose(start, start + CHUNK).policy for start in range(0, LONG, CHUNK)]
     assert list(map(str, chosen)) == ["dense"] * 2 + ["window:8+64"] * 6 + ["dense"] + ["mean:1"] * 2
     engine = engine_of(small, three)
-    with caplog.at_level(logging.INFO, "kvjax.engine"):
+    with caplog.at_level(logging.INFO, "kvjax.declared"):
         (sequence,) = engine.prefill([prompt])
         engine.prefill([prompt])
     said = [record.getMessage() for record in caplog.records if "prefill auto: " in record.getMessage()]
@@ -423,7 +425,8 @@ def test_a_choice_by_what_is_written_would_be_noticed(small, three, prompt, monk
         return write(self, sequence, tokens, **rest)
 
     monkeypatch.setattr(Engine, "_write", noted)
-    monkeypatch.setattr(Engine, "_prefill_of", lambda self, start: three.choose(max(0, calls[-1] - CHUNK), calls[-1]).policy)
+    wrong = lambda self, start: three.choose(max(0, calls[-1] - CHUNK), calls[-1]).policy  # noqa: E731
+    monkeypatch.setattr(DeclaredPolicies, "choose_prefill", wrong)
     engine = engine_of(small, three)
     (whole,) = engine.prefill([prompt])
     (sequence,) = engine.prefill([prompt[:384]])
@@ -460,7 +463,7 @@ def test_an_engine_binds_it(small, prompt):
 
 @pytest.mark.parametrize("text", ["[]", "null", "{}", '{"rows": 3}', '{"rows": [1]}', "{"])
 def test_what_is_no_table_of_evidence_is_refused_in_a_sentence(text):
-    with pytest.raises(ValueError, match="no table of evidence"):
+    with pytest.raises(ValueError, match="not a table of evidence"):
         read_evidence(text, PrefillEvidence)
 
 

@@ -94,7 +94,7 @@ def test_output_error_is_relative():
 def test_rows_of_a_model(model, rows):
     assert [(row["layer"], row["policy"]) for row in rows] == [(n, str(p)) for n in range(model.config.num_layers) for p in POLICIES]
     for row in rows:
-        assert row["queries"] == (160 - OracleBlocks(k=3, **SIZES).dense_tokens) * model.config.num_heads
+        assert row["queries"] == (160 - OracleBlocks(k=3, **SIZES).dense_tokens) * model.config.layers[0].mixer.num_heads
         assert 0 < row["captured"] <= 1
         assert row["error"] > 0
         if row["policy"] == str(POLICIES[1]):
@@ -148,7 +148,7 @@ def test_sinks_and_a_window_have_errors_alone(model, text):
     window, delta = measure_prefill(model, text[:160], policies, chunk=32, page_size=16)[:2]
     assert (window["policy"], delta["policy"], window["layer"], delta["layer"]) == ("window:8+12", "delta:8+12/4", 0, 0)
     for row in (window, delta):
-        assert row["queries"] == (160 - 20) * model.config.num_heads
+        assert row["queries"] == (160 - 20) * model.config.layers[0].mixer.num_heads
         assert row["captured"] is row["of_oracle"] is row["listed"] is row["sparsity"] is None
     assert window["error_with_delta"] is window["error_between"] is None
     assert window["error"] == pytest.approx(delta["error"], rel=1e-5)
@@ -183,7 +183,7 @@ def test_queries_that_chose_the_lists_do_not_judge_them():
 def test_lists_as_wide_as_the_table_are_measured(model, text):
     """Of policies that list as many blocks as they need: the queries behind what their shortest lists hold, and no more than the oracle."""
     for row in measure_prefill(model, text[:160], [XAttention(0.6, 4, **SIZES)], chunk=32, page_size=16):
-        assert row["queries"] == (160 - 8 - 8 - 12) * model.config.num_heads
+        assert row["queries"] == (160 - 8 - 8 - 12) * model.config.layers[0].mixer.num_heads
         assert 0 < row["listed"] < 16
         assert row["of_oracle"] <= 1 + 1e-6
         assert row["missed"]["low"] - 0.1 < 1 - row["captured"] < row["missed"]["high"] + 0.1
@@ -295,10 +295,10 @@ def test_rows_say_what_was_missed(model, text, rows):
         low, high = row["missed"]["low"], row["missed"]["high"]
         assert low < row["missed"]["value"] < high
         assert low - (high - low) < 1 - row["captured"] < high + (high - low)
-        assert row["sampled"] == pytest.approx(row["queries"] / model.config.num_heads / row["sampled_every"], abs=2)
+        assert row["sampled"] == pytest.approx(row["queries"] / model.config.layers[0].mixer.num_heads / row["sampled_every"], abs=2)
         assert "missed_by_head" not in row
     row = measure_prefill(model, text[:160], POLICIES[1:2], chunk=32, page_size=16, by_head=True)[0]
-    assert len(row["missed_by_head"]) == model.config.num_heads
+    assert len(row["missed_by_head"]) == model.config.layers[0].mixer.num_heads
     assert np.mean([head["value"] for head in row["missed_by_head"]]) == pytest.approx(row["missed"]["value"])
     table = prefill_report.measures_table([row | {"shape": "m"} for row in rows])
     assert "| captured | missed, sampled |" in table

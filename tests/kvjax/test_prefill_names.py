@@ -2,6 +2,8 @@
 
 import pytest
 
+import kvjax
+from kvjax import Engine
 from kvjax.policies.prefill import (
     BlockFilter,
     BoundsBlocks,
@@ -96,3 +98,22 @@ def test_what_is_no_policy_is_refused():
 def test_wrong_sizes_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+@pytest.mark.parametrize("prefill", ["momo:8/8", "mean:8", "vertical-slash:4+2"])
+def test_pages_that_hold_no_whole_blocks_are_refused_at_once(model, prefill):
+    with pytest.raises(ValueError, match="blocks of 64 tokens, which pages of 32 do not hold whole: choose a page_size"):
+        Engine(model, pages=4, page_size=32, prefill_chunk=64, prefill=prefill)
+    Engine(model, pages=4, page_size=32, prefill_chunk=64, prefill="delta:64+128/16")
+
+
+def test_generate_takes_a_prefill_policy(speaker):
+    prompt = "the quick brown fox jumps over the lazy dog " * 8
+    dense = kvjax.generate(speaker, prompt, max_new_tokens=4, details=True)
+    covered = kvjax.generate(speaker, prompt, max_new_tokens=4, details=True, prefill="momo:128/8")
+    assert covered.text == dense.text
+    policy = MeasureOnceMaskOnce(gamma=4, k=5, k_exact=2, k_trim=4, chi=8, key_block=8, sink_tokens=8, window_tokens=12)
+    engine = Engine(speaker, pages=8, prefill=policy)
+    assert len(kvjax.generate(engine, prompt, max_new_tokens=4)) == 4
+    with pytest.raises(ValueError, match="name it in Engine"):
+        kvjax.generate(engine, prompt, prefill="dense")

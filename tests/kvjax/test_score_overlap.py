@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import flat
 
 from kvjax.fidelity import score_overlap
 from kvjax.fidelity.score_overlap import Captured, capture_scores, overlap_rows
@@ -26,9 +27,12 @@ def heads(model, text):
     def mix(layer, given, carry):
         q, k, v = given.q, given.k, given.v
         found.append(
-            (np.asarray(q[0], np.float64), np.repeat(np.asarray(k[0], np.float64), config.num_heads // config.num_kv_heads, axis=1))
+            (
+                np.asarray(q[0], np.float64),
+                np.repeat(np.asarray(k[0], np.float64), flat(config).num_heads // flat(config).num_kv_heads, axis=1),
+            )
         )
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=config.sm_scale), carry
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=config.layers[0].mixer.sm_scale), carry
 
     model.decoder.hidden(model.params, jnp.asarray(text[:70], jnp.int32)[None], jnp.arange(70)[None], mix, None)
     return found
@@ -48,7 +52,8 @@ def test_scores_are_those_of_one_forward(model, text, captured, heads, kind):
     np.testing.assert_array_equal(of_kind.lengths, np.arange(65, 71))
     for step in range(6):
         expected, other = (
-            scores_of(heads, 64 + step, name, model.config.sm_scale) for name in (kind, {"relu": "logits"}.get(kind, "relu"))
+            scores_of(heads, 64 + step, name, model.config.layers[0].mixer.sm_scale)
+            for name in (kind, {"relu": "logits"}.get(kind, "relu"))
         )
         scale = np.abs(expected).max()
         np.testing.assert_allclose(of_kind.scores[:, step, : 65 + step], expected, atol=2e-5 * scale)
@@ -105,7 +110,7 @@ def test_saved_rows_are_what_the_benchmark_reads(captured, tmp_path):
     found = top_k_cases.load_captured(tmp_path / "rows.npz")
     np.testing.assert_array_equal(found.scores, last.scores[:, -1])
     np.testing.assert_array_equal(found.before, last.scores[:, -2])
-    with pytest.raises(ValueError, match="takes two steps"):
+    with pytest.raises(ValueError, match="needs two steps"):
         Captured(captured.scores[:, :1], captured.lengths[:1]).save(tmp_path / "one.npz")
 
 

@@ -117,7 +117,7 @@ def test_a_file_of_other_tensors_is_refused_though_its_digest_is_right(engine, t
     layer = jnp.zeros(shape, change.get("dtype", jnp.float32))
     tokens = change.get("tokens", [1] * LENGTH)
     header = change.get("whole header", engine._header | change.get("header", {}))
-    write_sequence(path, header, tokens, [(layer, layer)] * change.get("layers", 1))
+    write_sequence(path, header, tokens, [{"k": layer, "v": layer}] * change.get("layers", 1))
     with pytest.raises(ValueError, match=match):
         engine.restore(path)
 
@@ -126,13 +126,13 @@ def test_what_these_tests_write_is_accepted_where_nothing_is_changed(engine, sav
     (tmp_path / "whole").write_bytes(saved)
     engine.free(engine.restore(tmp_path / "whole"))
     layer = jnp.zeros((3, 2, PAGE, 4))
-    write_sequence(tmp_path / "sequence", engine._header, [1] * LENGTH, [(layer, layer)])
+    write_sequence(tmp_path / "sequence", engine._header, [1] * LENGTH, [{"k": layer, "v": layer}])
     engine.free(engine.restore(tmp_path / "sequence"))
 
 
 def test_tokens_beyond_the_positions_are_refused(engine, tmp_path, unchanged):
     layer = jnp.zeros((313, 2, PAGE, 4))
-    write_sequence(tmp_path / "sequence", engine._header, [1] * 5000, [(layer, layer)])
+    write_sequence(tmp_path / "sequence", engine._header, [1] * 5000, [{"k": layer, "v": layer}])
     with pytest.raises(ValueError, match="5,000 tokens is longer than the model's 4,096 positions"):
         engine.restore(tmp_path / "sequence")
 

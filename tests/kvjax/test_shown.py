@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvjax.engine import Engine
-from kvjax.generation import Completion, Request, generate
+from kvjax.generation import generate
+from kvjax.requests import Completion, Request
 from kvjax.sampling import Sampling
 from kvjax.scoring import Score, score
 from kvjax.sequences import CachedSequence

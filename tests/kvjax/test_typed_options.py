@@ -5,7 +5,8 @@ import typing
 
 import pytest
 
-from kvjax.generation import Completion, generate
+from kvjax.generation import generate
+from kvjax.requests import Completion
 from kvjax.sampling import OneSample, Sampling, SamplingOptions
 from kvjax.scoring import Score, score
 

@@ -89,13 +89,13 @@ def test_copy_page_copies_keys_values_and_indexes_and_nothing_else():
 def test_an_inactive_row_writes_nothing_reads_nothing_and_keeps_its_length(model, tokens):
     """The pure step: also where the row has a page table of its own."""
     config = model.config
-    spec = config.cache_spec(16, jnp.float32)
+    spec = config.cache_spec(16)
     tables = jnp.array([[0, 1], [2, 3]], jnp.int32)
     cache = Cache(spec.empty({"full": 8}), {"full": tables}, jnp.array([15, 15], jnp.int32), spec)
     ids, active, states = jnp.ones((2, tokens), jnp.int32), jnp.array([True, False]), ((),) * config.num_layers
     _, after, _, reads = decode_step(model.decoder, Dense(), (), model.params, cache, ids, active, states)
     assert np.asarray(after.lengths).tolist() == [15 + tokens, 15]
-    heads = config.num_layers * config.num_kv_heads
+    heads = config.cache_spec(16).kv_heads
     assert np.asarray(reads.keys).tolist() == [(15 + tokens) * heads, 0]
     assert np.asarray(reads.blocks).tolist() == [(1 if tokens == 1 else 2) * heads, 0]
     for layer in after.layers:

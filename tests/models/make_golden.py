@@ -38,6 +38,8 @@ SHAPES = {
     "g1-d128-tied-llama3": (2, 2, 128, 12, True, 5e2, LLAMA3 | {"factor": 3.0}),
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES |= {"qwen3_5_text": "Qwen3_5ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
 BIASES = {"attention_bias": True}, {"mlp_bias": True}
 WINDOW, TYPES = {"use_sliding_window": True, "sliding_window": 12}, ["sliding_attention", "full_attention"]
 OWN = {
@@ -95,38 +97,49 @@ def build(family, shape, fields, seed):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     heads, kv_heads, head_dim, width, tied, theta, scaling = shape
+    fields = {"num_hidden_layers": 2, "rope_parameters": dict(scaling, rope_theta=theta)} | fields
     config = AutoConfig.for_model(
         family,
         vocab_size=VOCAB,
         hidden_size=width,
         intermediate_size=3 * width,
-        num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=64 if scaling["rope_type"] == "yarn" else 128,
         rms_norm_eps=0.03,
         tie_word_embeddings=tied,
-        rope_parameters=dict(scaling, rope_theta=theta),
         bos_token_id=1,
         eos_token_id=None,
-        architectures=[{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]],
+        architectures=[ARCHITECTURES[family]],
         **fields,
     )
     config._attn_implementation = "eager"
+    one = (
+        0.0 if family in ("qwen3_5_text", "gemma3_text") else 1.0
+    )  # what a norm that changes nothing multiplies by, less what the family adds to it
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith(("q_norm.weight", "k_norm.weight")):
-                weight.copy_(1.5 + 0.5 * noise)
-            elif name.endswith("norm.weight"):
+                weight.copy_(0.5 + one + 0.5 * noise)
+            elif name.endswith("linear_attn.norm.weight"):
                 weight.copy_(1.0 + 0.4 * noise)
+            elif name.endswith("A_log"):
+                weight.copy_(0.5 * noise)
+            elif name.endswith("dt_bias"):
+                weight.copy_(noise - 2)
+            elif family == "gemma3_text" and name.endswith(("post_attention_layernorm.weight", "feedforward_layernorm.weight")):
+                weight.copy_(1.5 + 0.5 * noise)  # what layers add outweighs the embedding, which is the head too
+            elif name.endswith("norm.weight"):
+                weight.copy_(one + 0.4 * noise)
             elif name.endswith(".bias"):
                 weight.copy_(0.7 * noise)
             else:
-                weight.copy_(noise * (1.6 / weight.shape[1] ** 0.5))
+                size = 0.8 if family == "gemma3_text" and "embed" in name else 1.6
+                weight.copy_(noise * (size / weight.shape[1] ** 0.5))
     return model
 
 

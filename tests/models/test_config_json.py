@@ -5,13 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_models import altered, flat
 
 from kvjax.model import RopeScaling
 from kvjax.models import config_json, rope
 from kvjax.models.families import FAMILIES
 
 GOLDEN = Path(__file__).with_name("golden")
-CASES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
+CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").is_file())
 
 LLAMA_3_1_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -160,6 +161,9 @@ RELEASED = {
 }
 BASES = {"llama": LLAMA_3_1_8B, "qwen2": QWEN_2_5_7B, "qwen3": QWEN_3_8B}
 
+UNIFORM = tuple(name for name, family in FAMILIES.items() if family.layers_of is None)
+"""Families whose layers are of one kind; the others have tests of their own."""
+
 
 def spelled_as_transformers_5(fields):
     """The same config.json as transformers 5 writes it."""
@@ -180,25 +184,25 @@ def test_released_models_parse_in_both_spellings(name):
 
 def test_fields_arrive_where_they_belong():
     config = config_json.parse(LLAMA_3_1_8B)
-    assert (config.family, config.num_heads, config.num_kv_heads, config.head_dim) == ("llama", 32, 8, 128)
-    assert (config.rope_theta, config.norm_eps, config.max_positions, config.tie_embeddings) == (5e5, 1e-5, 131072, False)
-    assert config.rope_scaling == RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    assert (flat(config).num_heads, flat(config).num_kv_heads, flat(config).head_dim) == (32, 8, 128)
+    assert (flat(config).rope_theta, config.norm_eps, config.max_positions, config.tie_embeddings) == (5e5, 1e-5, 131072, False)
+    assert flat(config).rope_scaling == RopeScaling("llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
     assert (config.eos_token_ids, config.bos_token_id) == ((128001, 128008, 128009), 128000)
-    assert (config.qkv_bias, config.qk_norm) == (False, False)
-    assert config_json.parse(QWEN_2_5_7B).qkv_bias
+    assert (flat(config).qkv_bias, flat(config).qk_norm) == (False, False)
+    assert flat(config_json.parse(QWEN_2_5_7B)).qkv_bias
     qwen3 = config_json.parse(QWEN_3_0_6B)
-    assert (qwen3.qk_norm, qwen3.qkv_bias, qwen3.head_dim, qwen3.hidden_size) == (True, False, 128, 1024)
+    assert (flat(qwen3).qk_norm, flat(qwen3).qkv_bias, flat(qwen3).head_dim, qwen3.hidden_size) == (True, False, 128, 1024)
 
 
 def test_absent_fields_take_transformers_defaults():
     """The values are those of transformers 5.17's configuration classes."""
     llama, qwen2, qwen3 = (config_json.parse({"model_type": name}) for name in ("llama", "qwen2", "qwen3"))
-    assert (llama.vocab_size, llama.num_kv_heads, llama.head_dim, llama.max_positions) == (32000, 32, 128, 2048)
-    assert (llama.norm_eps, llama.rope_theta, llama.bos_token_id, llama.eos_token_ids) == (1e-6, 1e4, 1, (2,))
-    assert (qwen2.vocab_size, qwen2.intermediate_size, qwen2.max_positions, qwen2.eos_token_ids) == (151936, 22016, 32768, ())
-    assert config_json.parse({"model_type": "qwen3", "hidden_size": 1024}).head_dim == 128
-    assert qwen3.num_kv_heads == 32
-    assert config_json.parse(LLAMA_3_1_8B | {"num_key_value_heads": None}).num_kv_heads == 32
+    assert (llama.vocab_size, flat(llama).num_kv_heads, flat(llama).head_dim, llama.max_positions) == (32000, 32, 128, 2048)
+    assert (llama.norm_eps, flat(llama).rope_theta, llama.bos_token_id, llama.eos_token_ids) == (1e-6, 1e4, 1, (2,))
+    assert (qwen2.vocab_size, flat(qwen2).intermediate_size, qwen2.max_positions, qwen2.eos_token_ids) == (151936, 22016, 32768, ())
+    assert flat(config_json.parse({"model_type": "qwen3", "hidden_size": 1024})).head_dim == 128
+    assert flat(qwen3).num_kv_heads == 32
+    assert flat(config_json.parse(LLAMA_3_1_8B | {"num_key_value_heads": None})).num_kv_heads == 32
 
 
 def test_eos_ids_of_generation_config_come_first():
@@ -212,7 +216,7 @@ def test_yarn_as_the_model_cards_add_it():
     yarn = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
     config = config_json.parse(QWEN_2_5_7B_INSTRUCT | {"rope_scaling": yarn})
     assert config.max_positions == 131072
-    assert config.rope_scaling.attention_factor == pytest.approx(1.1386294361119891)
+    assert flat(config).rope_scaling.attention_factor == pytest.approx(1.1386294361119891)
     renamed = {"rope_type": "yarn"} | {k: v for k, v in yarn.items() if k != "type"}
     assert config_json.parse(QWEN_2_5_7B_INSTRUCT | {"rope_scaling": renamed}) == config
     assert config_json.parse(QWEN_2_5_7B_INSTRUCT | {"rope_scaling": yarn | {"rope_type": "yarn"}}) == config
@@ -227,13 +231,13 @@ def test_positions_that_need_dual_chunk_attention_are_not_offered():
 def test_written_fields_read_back_the_same(name):
     fields = RELEASED[name][0] if name in RELEASED else json.loads((GOLDEN / name / "config.json").read_text())
     config = config_json.parse(fields)
-    written = json.loads(json.dumps(config_json.to_fields(config, "bfloat16")))
+    written = json.loads(json.dumps(config_json.to_fields(config)))
     assert config_json.parse(written) == config
     assert config_json.parse(written, config_json.to_generation_fields(config)) == config
-    old = {k: v for k, v in written.items() if k not in ("rope_parameters", "dtype")}
+    old = {k: v for k, v in written.items() if k not in ("rope_parameters", "dtype")} | {"torch_dtype": written["dtype"]}
     new = {k: v for k, v in written.items() if k not in ("rope_theta", "rope_scaling")}
     assert config_json.parse(old) == config_json.parse(new) == config
-    written_none = config_json.to_fields(dataclasses.replace(config, eos_token_ids=(), bos_token_id=None), "float32")
+    written_none = config_json.to_fields(dataclasses.replace(config, eos_token_ids=(), bos_token_id=None))
     assert config_json.parse(written_none).eos_token_ids == ()
 
 
@@ -268,7 +272,7 @@ EVERY_FAMILY = {
     ),
     "longrope of another head": (
         {"rope_scaling": {"type": "longrope", "short_factor": [1] * 48, "long_factor": [2] * 64}},
-        "short_factor of longrope has 48 numbers; head_dim 128 needs 64",
+        "short_factor of longrope has 48 numbers; 128 rotated elements of a head need 64",
     ),
     "longrope of another head, long": (
         {"rope_scaling": {"type": "longrope", "short_factor": [1] * 64, "long_factor": [2] * 65}},
@@ -344,7 +348,7 @@ ONE_FAMILY = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", UNIFORM)
 @pytest.mark.parametrize("name", EVERY_FAMILY)
 def test_what_is_not_supported_is_named(family, name):
     change, message = EVERY_FAMILY[name]
@@ -400,7 +404,7 @@ REFUSED = [  # though transformers computes the same: they ask for what the fami
 def parsed(family, fields):
     """The configuration, or None where it is refused."""
     try:
-        return config_json.parse({"model_type": family} | FIELDS["base"] | fields)
+        return config_json.parse({"model_type": family} | FIELDS["base"] | fields, dtype="float32")
     except ValueError:
         return None
 
@@ -417,20 +421,21 @@ def test_a_field_does_what_it_does_in_transformers(family, fields, outcome):
 
 def computing_the_same(found, base):
     """`base`, with a scaling that `found` has where it changes no frequency within the model's positions."""
-    if found is None or found.rope_scaling is None:
+    if found is None or flat(found).rope_scaling is None:
         return base
-    assert (rope.frequencies(found), found.rope_scaling.attention_factor) == (rope.frequencies(base), 1.0)
-    return dataclasses.replace(base, rope_scaling=found.rope_scaling)
+    turned, scaling = found.layers[0].mixer.rope, flat(found).rope_scaling
+    assert (rope.frequencies(turned), scaling.attention_factor) == (rope.frequencies(base.layers[0].mixer.rope), 1.0)
+    return altered(base, rope_scaling=scaling)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", UNIFORM)
 def test_every_field_that_transformers_writes_loads(family):
     """With the values that transformers takes where config.json has none."""
     written = config_json.parse(FIELDS["defaults"][family])
     assert written == config_json.parse({"model_type": family})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", UNIFORM)
 @pytest.mark.parametrize("types", ["full_attention", ["full_attention"], ["chunked_attention"] * 3])
 def test_layer_types_must_name_every_layer(family, types):
     with pytest.raises(ValueError, match="one for each of 3 layers"):
@@ -455,7 +460,7 @@ def test_a_window_that_is_left_out_is_transformers_own(family):
     """config.json that only switches it on gets 4,096 tokens, in both."""
     bare = {"model_type": family, "num_hidden_layers": 2, "max_window_layers": 1, "use_sliding_window": True}
     assert transformers_config(family, bare).sliding_window == 4096
-    assert config_json.parse(bare | {"max_position_embeddings": 4097}).windows == (None, 4096)
+    assert flat(config_json.parse(bare | {"max_position_embeddings": 4097})).windows == (None, 4096)
     assert config_json.parse(bare | {"max_position_embeddings": 4096}).max_positions == 4096
     assert config_json.parse(bare | {"max_position_embeddings": 32768}, None, 4096).max_positions == 4096
 
@@ -471,7 +476,7 @@ def test_windows_that_reach_everything_have_no_effect():
     on = {"use_sliding_window": True, "sliding_window": 131072, "max_window_layers": 0}
     assert config_json.parse(QWEN_2_5_7B | on) == base
     assert config_json.parse(QWEN_2_5_7B | on | {"sliding_window": 64, "max_window_layers": 28}) == base
-    assert config_json.parse(QWEN_2_5_7B | on | {"sliding_window": 131071}).windows == (131071,) * 28
+    assert flat(config_json.parse(QWEN_2_5_7B | on | {"sliding_window": 131071})).windows == (131071,) * 28
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -488,16 +493,16 @@ def test_windows_that_reach_everything_have_no_effect():
 def test_windows_are_read_and_written(family, fields, windows):
     base = {"model_type": family, "num_hidden_layers": 3, "max_position_embeddings": 4096, "use_sliding_window": True, "sliding_window": 64}
     config = config_json.parse(base | fields)
-    assert config.windows == windows
-    written = config_json.to_fields(config, "float32")
+    assert flat(config).windows == windows
+    written = config_json.to_fields(config)
     assert config_json.parse(written) == config
     # Dynamic RoPE is written with the length from which it scales, so a model that is loaded for less keeps its windows.
-    assert config_json.parse(base | fields, None, 64).windows == (windows if "rope_scaling" in fields else ())
+    assert flat(config_json.parse(base | fields, None, 64)).windows == (windows if "rope_scaling" in fields else ())
     with pytest.raises(ValueError, match=r"one sliding_window for all layers, the model has \[64, 65\]"):
-        config_json.to_fields(dataclasses.replace(config, windows=(64, 65, None)), "float32")
+        config_json.to_fields(altered(config, windows=(64, 65, None)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", UNIFORM)
 def test_a_model_may_be_loaded_for_less(family):
     base = config_json.parse(BASES[family])
     assert config_json.parse(BASES[family], None, 1000) == dataclasses.replace(base, max_positions=1000)
@@ -517,35 +522,35 @@ def test_yarn_may_be_loaded_up_to_its_stretched_length():
 def test_dynamic_scaling_ends_where_it_would_begin():
     fields = LLAMA_3_8B | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}
     config = config_json.parse(fields)
-    assert config.rope_scaling == RopeScaling("dynamic", 4.0, 8192)
+    assert flat(config).rope_scaling == RopeScaling("dynamic", 4.0, 8192)
     assert config.max_positions == 8192
     with pytest.raises(ValueError, match="rope_scaling of kind dynamic serves 8,192"):
         dataclasses.replace(config, max_positions=8193)
     less = config_json.parse(fields, None, 100)
-    assert config_json.to_fields(less, "float32")["max_position_embeddings"] == 8192, "where transformers begins to stretch"
-    assert config_json.parse(config_json.to_fields(less, "float32"), None, 100) == less
+    assert config_json.to_fields(less)["max_position_embeddings"] == 8192, "where transformers begins to stretch"
+    assert config_json.parse(config_json.to_fields(less), None, 100) == less
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", UNIFORM)
 def test_longrope_is_loaded_for_short_or_long_sequences(family):
     sizes = {"max_position_embeddings": 131072, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
     fields = BASES[family] | sizes | {"rope_scaling": LONGROPE}
     short, long = config_json.parse(fields), config_json.parse(fields, None, 8192)
-    assert (short.max_positions, short.rope_scaling.long) == (4096, False)
-    assert (long.max_positions, long.rope_scaling.long) == (8192, True)
+    assert (short.max_positions, flat(short).rope_scaling.long) == (4096, False)
+    assert (long.max_positions, flat(long).rope_scaling.long) == (8192, True)
     assert config_json.parse(fields, None, 4096) == short
-    assert config_json.parse(fields, None, 4097).rope_scaling == long.rope_scaling
+    assert flat(config_json.parse(fields, None, 4097)).rope_scaling == flat(long).rope_scaling
     beside = fields | {"rope_scaling": {k: v for k, v in LONGROPE.items() if k != "original_max_position_embeddings"}}
     assert config_json.parse(beside | {"original_max_position_embeddings": 4096}) == short
     assert config_json.parse(spelled_as_transformers_5(fields)) == short
     with pytest.raises(ValueError, match="serves 4,096: load it with max_positions=131072"):
         dataclasses.replace(short, max_positions=5000)
-    assert config_json.parse(json.loads(json.dumps(config_json.to_fields(short, "float32")))) == short
-    assert config_json.parse(json.loads(json.dumps(config_json.to_fields(long, "float32"))), None, 8192) == long
-    read = transformers_config(family, config_json.to_fields(long, "float32"))
+    assert config_json.parse(json.loads(json.dumps(config_json.to_fields(short)))) == short
+    assert config_json.parse(json.loads(json.dumps(config_json.to_fields(long))), None, 8192) == long
+    read = transformers_config(family, config_json.to_fields(long))
     assert read.max_position_embeddings == 131072
     assert read.rope_parameters["original_max_position_embeddings"] == 4096
-    assert read.rope_parameters["attention_factor"] == long.rope_scaling.attention_factor
+    assert read.rope_parameters["attention_factor"] == flat(long).rope_scaling.attention_factor
 
 
 @pytest.mark.parametrize(("tokens", "helps"), [(4096, False), (4097, True), (131072, True), (131073, False)])
@@ -561,8 +566,8 @@ BIASED = ((False, None), (True, None), (None, True))
 
 def test_biases_are_counted():
     plain, attention, mlp = (config_json.parse(LLAMA_3_1_8B | {"attention_bias": a, "mlp_bias": m}) for a, m in BIASED)
-    assert (plain.qkv_bias, plain.o_bias, plain.mlp_bias) == (False, False, False)
-    assert (attention.qkv_bias, attention.o_bias, attention.mlp_bias) == (True, True, False)
-    assert (mlp.qkv_bias, mlp.o_bias, mlp.mlp_bias) == (False, False, True)
+    assert (flat(plain).qkv_bias, flat(plain).o_bias, flat(plain).mlp_bias) == (False, False, False)
+    assert (flat(attention).qkv_bias, flat(attention).o_bias, flat(attention).mlp_bias) == (True, True, False)
+    assert (flat(mlp).qkv_bias, flat(mlp).o_bias, flat(mlp).mlp_bias) == (False, False, True)
     assert attention.num_params - plain.num_params == 32 * (4096 + 2 * 1024 + 4096)
     assert mlp.num_params - plain.num_params == 32 * (2 * 14336 + 4096)

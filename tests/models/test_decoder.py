@@ -2,43 +2,31 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import TINY, altered, flat
 
 from kvjax.memory import memory_plan
-from kvjax.model import Heads, ModelConfig
-from kvjax.models import decoder as decoder_module
+from kvjax.model import Heads
+from kvjax.models import products
 from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params, param_shapes
 from pallas_kernels.project_tokens import project_tokens
 
-CONFIG = ModelConfig(
-    family="qwen3",
-    vocab_size=50,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    rope_theta=1e4,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    tie_embeddings=False,
-    max_positions=64,
-    qkv_bias=True,
-    qk_norm=True,
+CONFIG = altered(
+    TINY, family="qwen3", vocab_size=50, hidden_size=24, intermediate_size=40, tie_embeddings=False, max_positions=64, qk_norm=True
 )
 DECODER = TransformerDecoder(CONFIG)
 MIX = causal_mix()
-initialised = jax.jit(init_params, static_argnums=(0, 2), static_argnames="std")
+initialised = jax.jit(init_params, static_argnums=0, static_argnames="std")
 
 
 @pytest.fixture(scope="module")
 def params():
-    return initialised(CONFIG, jax.random.key(0), jnp.float32, std=0.3)
+    return initialised(CONFIG, jax.random.key(0), std=0.3)
 
 
 def batch(rows=3, length=10, start=0):
@@ -79,20 +67,20 @@ def test_decoder_is_static_and_hashable(params):
 
 @pytest.mark.parametrize("fields", [{"o_bias": True}, {"mlp_bias": True}, {"qkv_bias": False, "o_bias": True, "mlp_bias": True}])
 def test_biases_are_there_where_the_configuration_says(fields):
-    config = dataclasses.replace(CONFIG, **fields)
+    config = altered(CONFIG, **fields)
     shapes = param_shapes(config)["layers"][0]
-    assert {"q_bias" in shapes, "k_bias" in shapes, "v_bias" in shapes} == {config.qkv_bias}
-    assert ("o_bias" in shapes) == config.o_bias
-    assert {"gate_bias" in shapes, "up_bias" in shapes, "down_bias" in shapes} == {config.mlp_bias}
-    params = initialised(config, jax.random.key(0), jnp.float32)
+    assert {"q_bias" in shapes, "k_bias" in shapes, "v_bias" in shapes} == {flat(config).qkv_bias}
+    assert ("o_bias" in shapes) == flat(config).o_bias
+    assert {"gate_bias" in shapes, "up_bias" in shapes, "down_bias" in shapes} == {flat(config).mlp_bias}
+    params = initialised(config, jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == config.num_params
-    assert memory_plan(config, dtype=jnp.float32, available_bytes=0).weights_bytes == 4 * config.num_params
+    assert memory_plan(config, available_bytes=0).weights_bytes == 4 * config.num_params
     assert all(not leaf.any() for name, leaf in params["layers"][1].items() if name.endswith("_bias"))
 
 
 def test_a_model_without_biases_computes_without_them():
     """Its compiled programs take no further arguments."""
-    plain = dataclasses.replace(CONFIG, qkv_bias=False)
+    plain = altered(CONFIG, qkv_bias=False)
     calls = []
 
     def heard(x, weights, **options):
@@ -100,8 +88,8 @@ def test_a_model_without_biases_computes_without_them():
         return project_tokens(x, weights, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder_module, "project_tokens", heard)
-        params = initialised(plain, jax.random.key(0), jnp.float32)
+        patch.setattr(products, "project_tokens", heard)
+        params = initialised(plain, jax.random.key(0))
         jax.make_jaxpr(lambda params: TransformerDecoder(plain).hidden(params, *batch(), MIX, None))(params)
     assert len(calls) == 4 * plain.num_layers
     assert not any("biases" in options for options in calls)
@@ -125,8 +113,8 @@ def test_positions_are_absolute_and_only_their_differences_matter(params):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @pytest.mark.parametrize("tied", [True, False])
 def test_activations_have_the_weights_dtype_and_logits_are_float32(dtype, tied):
-    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
-    decoder, params = TransformerDecoder(config), initialised(config, jax.random.key(0), dtype, std=0.3)
+    config = altered(CONFIG, tie_embeddings=tied, compute_dtype=jnp.dtype(dtype).name)
+    decoder, params = TransformerDecoder(config), initialised(config, jax.random.key(0), std=0.3)
 
     def mix(layer, given, state):
         q, k, v = given.q, given.k, given.v
@@ -142,7 +130,8 @@ def test_activations_have_the_weights_dtype_and_logits_are_float32(dtype, tied):
     hidden, logits = run(params)
     assert hidden.dtype == dtype
     assert logits.dtype == jnp.float32
-    exact = forward(jax.tree.map(lambda x: x.astype(jnp.float32), params), *batch(), decoder=decoder)
+    exactly = TransformerDecoder(altered(config, compute_dtype="float32"))
+    exact = forward(jax.tree.map(lambda x: x.astype(jnp.float32), params), *batch(), decoder=exactly)
     error = jnp.linalg.norm(logits - exact, axis=-1) / jnp.linalg.norm(exact, axis=-1)
     assert error.max() < {jnp.bfloat16: 0.08, jnp.float16: 0.01, jnp.float32: 1e-6}[dtype]
 
@@ -165,6 +154,42 @@ def test_mismatched_input_is_an_error(params):
         DECODER.hidden(params | {"layers": params["layers"][:1]}, tokens, positions, MIX, None)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_any_cut_into_slices_of_layers_gives_the_same_bits(dtype):
+    """Each slice is a program of its own."""
+    config = altered(CONFIG, num_layers=4, compute_dtype=jnp.dtype(dtype).name)
+    decoder, params = TransformerDecoder(config), initialised(config, jax.random.key(0), std=0.3)
+    tokens, positions = batch()
+
+    def mix(layer, given, state):
+        return MIX(layer, given, state)[0], (*state, layer)
+
+    @functools.partial(jax.jit, static_argnames=("first", "last"))
+    def run(params, x, first, last):
+        x, seen = decoder.run_layers(params, x, positions, mix, (), first, last)
+        assert seen == tuple(range(first, last))
+        return x
+
+    def cut_at(*borders):
+        x = jax.jit(decoder.embed)(params, tokens)
+        for first, last in itertools.pairwise((0, *borders, 4)):
+            x = run(params, x, first, last)
+        return jax.jit(decoder.final_norm)(params, x)
+
+    whole = jax.jit(lambda params: decoder.hidden(params, tokens, positions, mix, ())[0])(params)
+    for size in range(4):
+        for borders in itertools.combinations((1, 2, 3), size):
+            np.testing.assert_array_equal(cut_at(*borders), whole)
+
+
+def test_slices_that_are_not_there_are_errors(params):
+    _, positions = batch()
+    x = jnp.zeros((*positions.shape, CONFIG.hidden_size))
+    for first, last in ((-1, 1), (0, 3), (2, 1)):
+        with pytest.raises(ValueError, match=rf"layers \[{first}, {last}\) are not a slice of the model's 2 layers"):
+            DECODER.run_layers(params, x, positions, MIX, None, first, last)
+
+
 def test_causal_mix_is_softmax_attention_over_the_past():
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(2, 6, n, 8)).astype(np.float32) for n in (6, 2, 2))
@@ -178,8 +203,8 @@ def test_causal_mix_is_softmax_attention_over_the_past():
 
 @pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "qkv_bias": False}, {"qk_norm": False, "num_kv_heads": 4}])
 def test_init_params(changes):
-    config = dataclasses.replace(CONFIG, **changes)
-    params = initialised(config, jax.random.key(3), jnp.bfloat16)
+    config = altered(CONFIG, **changes, compute_dtype="bfloat16")
+    params = initialised(config, jax.random.key(3))
     assert jax.tree.map(jnp.shape, params) == param_shapes(config)
     assert sum(x.size for x in jax.tree.leaves(params)) == config.num_params
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
@@ -187,7 +212,7 @@ def test_init_params(changes):
     assert abs(float(layer["gate"].astype(jnp.float32).std()) - 0.02) < 0.003
     assert (layer["attn_norm"] == 1).all()
     assert not jnp.array_equal(params["layers"][0]["gate"], layer["gate"])
-    if config.qkv_bias:
+    if flat(config).qkv_bias:
         assert (layer["q_bias"] == 0).all()
 
 

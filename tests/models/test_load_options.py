@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models import CausalLM, load, read_config
-from kvjax.models.loading import save
+from kvjax.models import load, read_config
+from kvjax.models.saving import save
 from kvjax.models.transformers_import import ADVICE
 
 
@@ -22,9 +22,9 @@ def needle():
 
 
 @pytest.fixture(scope="module")
-def stored_as_float16(needle, tmp_path_factory):
+def stored_as_float16(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "half"
-    save(CausalLM(needle.decoder, jax.tree.map(lambda leaf: leaf.astype(jnp.float16), needle.params)), folder)
+    save(load("needle", dtype="float16", tokenizer=False), folder)
     return folder
 
 

@@ -16,15 +16,14 @@ import numpy as np
 import pytest
 from huggingface_hub import errors
 from safetensors.numpy import load_file, save_file
+from tiny_models import TINY, altered
 
 from kvjax import generation
-from kvjax.model import ModelConfig
 from kvjax.models import (
     CausalLM,
     TransformerDecoder,
     checkpoint,
     config_json,
-    expected_dtype,
     init_params,
     load,
     loading,
@@ -33,31 +32,17 @@ from kvjax.models import (
 )
 
 GOLDEN = Path(__file__).with_name("golden")
-CASES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
+CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").is_file())
 UNTIED, TIED = "qwen2-g4-d64-llama3", "qwen3-g7-d32-tied-yarn"
 BIASED, MLP_BIASED = "llama-g4-d64-llama3-biases", "llama-g2-d32-tied-mlp-bias"
-CONFIG = ModelConfig(
-    family="qwen2",
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rope_theta=1e4,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    tie_embeddings=False,
-    max_positions=64,
-    qkv_bias=True,
-    eos_token_ids=(3, 5),
-)
-initialised = jax.jit(init_params, static_argnums=(0, 2))
+SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "max_positions": 64}
+CONFIG = altered(TINY, **SIZES, tie_embeddings=False, eos_token_ids=(3, 5))
+initialised = jax.jit(init_params, static_argnums=0)
 
 
 def random_model(dtype=jnp.float32, config=CONFIG, tokenizer=None):
-    return CausalLM(TransformerDecoder(config), initialised(config, jax.random.key(0), dtype), tokenizer, "random")
+    config = dataclasses.replace(config, compute_dtype=jnp.dtype(dtype).name)
+    return CausalLM(TransformerDecoder(config), initialised(config, jax.random.key(0)), tokenizer, "random")
 
 
 @pytest.fixture
@@ -127,15 +112,17 @@ def test_bfloat16_is_kept(tmp_path):
 
 def test_token_ids_survive(tmp_path):
     for eos in ((), (3,), (3, 5)):
-        save(random_model(config=dataclasses.replace(CONFIG, eos_token_ids=eos, bos_token_id=1)), tmp_path / "ids", overwrite=True)
+        save(random_model(config=altered(CONFIG, eos_token_ids=eos, bos_token_id=1)), tmp_path / "ids", overwrite=True)
         assert read_config(tmp_path / "ids").eos_token_ids == eos
         assert read_config(tmp_path / "ids").bos_token_id == 1
 
 
-def test_expected_dtype_is_what_load_chooses(tmp_path):
+@pytest.mark.parametrize("dtype", [None, "auto", "float16", jnp.bfloat16])
+def test_a_configuration_names_the_dtype_that_load_chooses(tmp_path, dtype):
     save(random_model(jnp.bfloat16), tmp_path / "half")
-    loaded = load(tmp_path / "half", tokenizer=False)
-    assert expected_dtype(tmp_path / "half") == loaded.params["embed"].dtype
+    loaded = load(tmp_path / "half", dtype=dtype, tokenizer=False)
+    assert read_config(tmp_path / "half", dtype=dtype) == loaded.config
+    assert loaded.config.compute_dtype == loaded.params["embed"].dtype.name
 
 
 # Saving.
@@ -362,7 +349,7 @@ def peak_of(action):
 
 
 def test_loading_never_holds_the_model_twice(tmp_path):
-    config = dataclasses.replace(CONFIG, hidden_size=256, intermediate_size=512, num_layers=6, num_heads=8, head_dim=32, vocab_size=1024)
+    config = altered(CONFIG, hidden_size=256, intermediate_size=512, num_layers=6, num_heads=8, head_dim=32, vocab_size=1024)
     model = random_model(jnp.bfloat16, config)
     save(model, tmp_path / "big", max_shard_bytes=3_000_000)
     held, largest = 4 * config.num_params, 4 * config.vocab_size * config.hidden_size
@@ -427,7 +414,7 @@ print(resident("VmHWM") - before)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of resident memory is read from /proc")
 def test_the_hosts_peak_is_at_most_115_percent_of_the_weights(tmp_path):
     """What is resident in a process of its own counts, anonymous or mapped from the file, compiled programs too."""
-    config = dataclasses.replace(CONFIG, hidden_size=2048, intermediate_size=12288, num_layers=3, num_heads=16, head_dim=128)
+    config = altered(CONFIG, hidden_size=2048, intermediate_size=12288, num_layers=3, num_heads=16, head_dim=128)
     tensors, end = {}, 0
     for wanted in checkpoint.wanted_tensors(config)[0]:
         begin, end = end, end + 2 * math.prod(wanted.shape)
@@ -436,7 +423,7 @@ def test_the_hosts_peak_is_at_most_115_percent_of_the_weights(tmp_path):
     with open(tmp_path / "model.safetensors", "wb") as file:  # zeros, which take no disk
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + end)
-    (tmp_path / "config.json").write_text(json.dumps(config_json.to_fields(config, "bfloat16")))
+    (tmp_path / "config.json").write_text(json.dumps(config_json.to_fields(config)))
     asked = [sys.executable, "-c", MEASURED, str(GOLDEN / UNTIED), str(tmp_path)]
     peak = int(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
     print(f"the peak grew by {peak / end:.3f} of the weights, {end:,} bytes")
@@ -461,7 +448,7 @@ def tokenizer():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_tokenizer_goes_along(family, tokenizer, tmp_path):
-    config = dataclasses.replace(CONFIG, family=family, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
+    config = altered(CONFIG, family=family, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
     save(random_model(config=config, tokenizer=tokenizer), tmp_path / "m")
     model = load(tmp_path / "m")
     assert model.tokenizer("w7 w9 nothing")["input_ids"] == [7, 9, 0]
@@ -478,7 +465,7 @@ def test_tokenizer_must_exist_and_fit(tokenizer, tmp_path):
     (tmp_path / "none" / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"cannot read the tokenizer in .*none"):
         load(tmp_path / "none")
-    save(random_model(config=dataclasses.replace(CONFIG, vocab_size=39), tokenizer=tokenizer), tmp_path / "small")
+    save(random_model(config=altered(CONFIG, vocab_size=39), tokenizer=tokenizer), tmp_path / "small")
     with pytest.raises(ValueError, match="has 40 ids, the model's vocabulary only 39"):
         load(tmp_path / "small")
 
@@ -544,7 +531,7 @@ def test_paths_are_not_looked_up_on_the_hub(path, monkeypatch, tmp_path):
 def test_generate_is_the_front_doors():
     """With its overloads, its options and its description."""
     assert CausalLM.generate is generation.generate
-    assert random_model().generate.__self__.config is CONFIG
+    assert random_model().generate.__self__.config == CONFIG
 
 
 def test_importing_loads_no_device_and_no_transformers():

@@ -1,11 +1,10 @@
 """Initial weights of the needle recipe: the first heads look back by exactly as much as they should, the rest are drawn as documented."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import altered, flat
 
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.models.needle.initial import structured_params
@@ -21,8 +20,8 @@ def first_layer_attention(config, params):
     def mix(layer, given, state):
         q, k = given.q, given.k
         if layer == 0:
-            k = jnp.repeat(k, config.num_heads // config.num_kv_heads, axis=2)
-            logits = jnp.einsum("bthd,bshd->bhts", q, k) * config.sm_scale
+            k = jnp.repeat(k, flat(config).num_heads // flat(config).num_kv_heads, axis=2)
+            logits = jnp.einsum("bthd,bshd->bhts", q, k) * config.layers[0].mixer.sm_scale
             causal = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
             seen["attention"] = jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), axis=-1)[0]
         return jnp.zeros_like(q), state
@@ -34,10 +33,10 @@ def first_layer_attention(config, params):
 
 @pytest.mark.parametrize("recipe", [NEEDLE, TOY], ids=lambda recipe: recipe.name)
 def test_heads_of_the_first_group_attend_one_two_and_so_on_tokens_back(recipe):
-    config = dataclasses.replace(recipe.model_config(), num_layers=1)
+    config = altered(recipe.model_config(), num_layers=1, compute_dtype="float32")
     attention = first_layer_attention(config, structured_params(config, jax.random.key(0)))
-    group = config.num_heads // config.num_kv_heads
-    for head in range(config.num_heads):
+    group = flat(config).num_heads // flat(config).num_kv_heads
+    for head in range(flat(config).num_heads):
         back = np.diagonal(attention[head], offset=-(head + 1))
         if head < group:
             assert (attention[head].argmax(1)[head + 1 :] == np.arange(TOKENS - head - 1)).mean() > 0.95

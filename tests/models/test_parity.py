@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tiny_models import altered, flat
 
 from kvjax.models import decoder as decoder_module
 from kvjax.models import load
 from kvjax.models.decoder import TransformerDecoder, causal_mix
+from kvjax.models.mixers import attention as attention_module
 from pallas_kernels import elementwise
 
 TOLERANCE = 1e-4
 GOLDEN = Path(__file__).with_name("golden")
-CASES = sorted(folder.name for folder in GOLDEN.iterdir() if folder.is_dir())
+CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").is_file())
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
@@ -30,27 +32,28 @@ def golden_case(name):
 def test_cases_cover_what_they_must(golden_script):
     assert sorted(golden_script.CASES) == CASES
     configs = [golden_case(name)[0].config for name in CASES if name.startswith("llama") and name not in golden_script.OWN]
-    assert {c.num_heads // c.num_kv_heads for c in configs} == {1, 4, 7}
-    assert {c.head_dim for c in configs} == {32, 64, 128}
+    assert {flat(c).num_heads // flat(c).num_kv_heads for c in configs} == {1, 4, 7}
+    assert {flat(c).head_dim for c in configs} == {32, 64, 128}
     assert {c.tie_embeddings for c in configs} == {True, False}
-    assert {c.rope_scaling and c.rope_scaling.kind for c in configs} == {None, "llama3", "yarn"}
-    assert all(c.rope_scaling is None or c.rope_scaling.original_max_positions < golden_script.PROMPT_TOKENS for c in configs)
+    assert {flat(c).rope_scaling and flat(c).rope_scaling.kind for c in configs} == {None, "llama3", "yarn"}
+    assert all(flat(c).rope_scaling is None or flat(c).rope_scaling.original_max_positions < golden_script.PROMPT_TOKENS for c in configs)
     own = {name: golden_case(name)[0].config for name in golden_script.OWN}
-    biased = {(c.family, c.qkv_bias, c.o_bias, c.mlp_bias) for c in own.values()}
+    biased = {(c.family, flat(c).qkv_bias, flat(c).o_bias, flat(c).mlp_bias) for c in own.values()}
     assert biased >= {
         ("llama", True, True, False),
         ("llama", False, False, True),
         ("llama", True, True, True),
         ("qwen3", True, True, False),
     }
-    scaled = {(c.family, c.rope_scaling.kind, getattr(c.rope_scaling, "long", None)) for c in own.values() if c.rope_scaling}
+    scalings = {(c.family, flat(c).rope_scaling) for c in own.values()}
+    scaled = {(family, scaling.kind, getattr(scaling, "long", None)) for family, scaling in scalings if scaling}
     assert scaled >= {(f, *kind) for f in FAMILIES for kind in (("dynamic", None), ("longrope", False), ("longrope", True))}
-    windows = {(c.family, c.windows) for c in own.values() if c.windows}
+    windows = {(c.family, flat(c).windows) for c in own.values() if flat(c).windows}
     assert windows == {("qwen2", (None, 12)), ("qwen2", (12, 12)), ("qwen3", (12, None)), ("qwen3", (None, 12))}
     for name, c in own.items():
         ends = golden_script.PROMPT_TOKENS + golden_script.GREEDY_TOKENS
         assert ends <= c.max_positions or "-yarn" in name  # which goes on past what config.json says
-        assert "longrope-long" not in name or c.rope_scaling.original_max_positions < golden_script.PROMPT_TOKENS
+        assert "longrope-long" not in name or flat(c).rope_scaling.original_max_positions < golden_script.PROMPT_TOKENS
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,15 +87,15 @@ def swap(first, second):
 
 def reconfigure(**changes):
     def mutant(model, monkeypatch):
-        return TransformerDecoder(dataclasses.replace(model.config, **changes)), model.params, None
+        return TransformerDecoder(altered(model.config, **changes)), model.params, None
 
     return mutant
 
 
 def rescale(**changes):
     def mutant(model, monkeypatch):
-        scaling = dataclasses.replace(model.config.rope_scaling, **changes)
-        return TransformerDecoder(dataclasses.replace(model.config, rope_scaling=scaling)), model.params, None
+        scaling = dataclasses.replace(flat(model.config).rope_scaling, **changes)
+        return TransformerDecoder(altered(model.config, rope_scaling=scaling)), model.params, None
 
     return mutant
 
@@ -108,7 +111,7 @@ def heads_in_wrong_order(config):
     right = causal_mix()
 
     def tiled(x):  # head h reads KV head h % K instead of h // G
-        return jnp.tile(x, (1, 1, config.num_heads // config.num_kv_heads, 1))
+        return jnp.tile(x, (1, 1, flat(config).num_heads // flat(config).num_kv_heads, 1))
 
     return lambda layer, given, state: right(layer, given.replace(k=tiled(given.k), v=tiled(given.v)), state)
 
@@ -127,15 +130,15 @@ def interleaved_pairs(model, monkeypatch):
         first, second = x[..., 0::2], x[..., 1::2]
         return jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(x.shape)
 
-    for module in (elementwise, decoder_module):
+    for module in (elementwise, attention_module):
         monkeypatch.setattr(module, "rotate", rotate)
     return model.decoder, model.params, None
 
 
 def norm_adds_one(model, monkeypatch):
     right = elementwise.rms_norm
-    for module in (elementwise, decoder_module):
-        monkeypatch.setattr(module, "rms_norm", lambda x, weight, eps: right(x, weight + 1, eps))
+    for module in (elementwise, attention_module, decoder_module):
+        monkeypatch.setattr(module, "rms_norm", lambda x, weight, eps, offset=0.0: right(x, weight + 1, eps))
     return model.decoder, model.params, None
 
 
@@ -145,20 +148,19 @@ def gelu(model, monkeypatch):
 
 
 def norm_after_rope(model, monkeypatch):
-    def qkv(self, layer, x, rotation):
-        eps = self.config.norm_eps
-        without = dataclasses.replace(self.config, qk_norm=False)
-        q, k, v = right(TransformerDecoder(without), layer, x, rotation)
-        return elementwise.rms_norm(q, layer["q_norm"], eps), elementwise.rms_norm(k, layer["k_norm"], eps), v
+    def heads(config, params, x, tokens):
+        q, k, *others = right(dataclasses.replace(config, qk_norm=False), params, x, tokens)
+        q, k = (elementwise.rms_norm(y, params[name], tokens.norm_eps) for y, name in ((q, "q_norm"), (k, "k_norm")))
+        return q, k, *others
 
-    right = TransformerDecoder._qkv
-    monkeypatch.setattr(TransformerDecoder, "_qkv", qkv)
+    right = attention_module._heads
+    monkeypatch.setattr(attention_module, "_heads", heads)
     return model.decoder, model.params, None
 
 
 def longrope_of_the_other_length(model, monkeypatch):
-    scaling = dataclasses.replace(model.config.rope_scaling, long=not model.config.rope_scaling.long)
-    return TransformerDecoder(dataclasses.replace(model.config, rope_scaling=scaling, max_positions=16)), model.params, None
+    scaling = dataclasses.replace(flat(model.config).rope_scaling, long=not flat(model.config).rope_scaling.long)
+    return TransformerDecoder(altered(model.config, rope_scaling=scaling, max_positions=16)), model.params, None
 
 
 LLAMA3, YARN, MSCALE, FACTOR = "g4-d64-llama3", "g7-d32-tied-yarn", "g4-d128-yarn-mscale", "g7-d64-yarn-factor"

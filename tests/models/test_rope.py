@@ -25,11 +25,16 @@ def config(head_dim, parameters, long=False, **fields):
     return config_json.parse({"model_type": "llama", "rope_parameters": parameters} | sizes | fields, None, LONGEST if long else None)
 
 
+def rope_for(*arguments, **options):
+    """The rotation of `config`'s layers."""
+    return config(*arguments, **options).layers[0].mixer.rope
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['parameters']['rope_type']}-{c['head_dim']}")
 def test_frequencies_are_those_of_transformers(case):
-    c = config(case["head_dim"], case["parameters"])
+    c = rope_for(case["head_dim"], case["parameters"])
     np.testing.assert_allclose(rope.frequencies(c), case["frequencies"], rtol=1e-6)
-    assert (c.rope_scaling.attention_factor if c.rope_scaling else 1.0) == pytest.approx(case["attention_factor"], rel=1e-12)
+    assert (c.scaling.attention_factor if c.scaling else 1.0) == pytest.approx(case["attention_factor"], rel=1e-12)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "long_frequencies" in case], ids=lambda c: str(c["head_dim"]))
@@ -42,9 +47,9 @@ def test_longrope_changes_its_factors_past_the_original_length(case):
         return
     assert not np.allclose(case["frequencies"], case["long_frequencies"], rtol=0.1)
     long = config(case["head_dim"], case["parameters"], long=True)
-    np.testing.assert_allclose(rope.frequencies(long), case["long_frequencies"], rtol=1e-6)
+    np.testing.assert_allclose(rope.frequencies(long.layers[0].mixer.rope), case["long_frequencies"], rtol=1e-6)
     assert long.max_positions == LONGEST
-    assert long.rope_scaling.attention_factor == short.rope_scaling.attention_factor
+    assert len({each.layers[0].mixer.rope.scaling.attention_factor for each in (short, long)}) == 1
 
 
 def bits_of(code):
@@ -52,8 +57,8 @@ def bits_of(code):
     arrays = {name: BITS[name] for name in ("periods", "frequencies")}
     if code != "scalar":
         arrays = {name: (array.view(np.int32) + BITS[f"{name}_{code}"]).view(np.float32) for name, array in arrays.items()}
-    configs = [config(*case) for case in json.loads(str(BITS["configs"]))]
-    ends = np.cumsum([c.head_dim // 2 for c in configs])[:-1]
+    configs = [rope_for(*case) for case in json.loads(str(BITS["configs"]))]
+    ends = np.cumsum([c.dim // 2 for c in configs])[:-1]
     return list(zip(configs, *(np.split(array, ends) for array in arrays.values()), strict=True))
 
 
@@ -66,8 +71,8 @@ def ulps(ours, theirs):
 def test_scaling_is_transformers_to_the_last_bit(code):
     cases = bits_of(code)
     assert len(cases) == 260
-    assert {c.rope_scaling and c.rope_scaling.kind for c, _, _ in cases} == {None, "linear", "dynamic", "llama3", "yarn", "longrope"}
-    assert {c.rope_scaling.long for c, _, _ in cases if isinstance(c.rope_scaling, LongRope)} == {False, True}
+    assert {c.scaling and c.scaling.kind for c, _, _ in cases} == {None, "linear", "dynamic", "llama3", "yarn", "longrope"}
+    assert {c.scaling.long for c, _, _ in cases if isinstance(c.scaling, LongRope)} == {False, True}
     for c, periods, frequencies in cases:
         np.testing.assert_array_equal(rope.scaled(periods, c), frequencies, err_msg=str(c))
 
@@ -84,7 +89,7 @@ def test_frequencies_are_pytorchs_but_for_last_bits_in_which_pytorch_differs_fro
 @pytest.mark.parametrize(("base", "factor"), [(1e4, 40.0), (1e6, 4.0)])
 def test_the_rows_of_the_benchmarks_rotate_by_the_same_frequencies(head_dim, base, factor):
     scaling = {"rope_type": "yarn", "rope_theta": base, "factor": factor, "original_max_position_embeddings": 4096}
-    theirs = rope.frequencies(config(head_dim, scaling))
+    theirs = rope.frequencies(rope_for(head_dim, scaling))
     np.testing.assert_allclose(Yarn(head_dim, base, factor, 4096).frequencies(), theirs, rtol=2e-6)
 
 
@@ -99,24 +104,24 @@ def test_golden_cases_differ_from_unscaled_frequencies():
     ]
     assert len(scaled) >= 18
     for case in scaled:
-        plain = rope.frequencies(config(case["head_dim"], {"rope_type": "default", "rope_theta": case["parameters"]["rope_theta"]}))
+        plain = rope.frequencies(rope_for(case["head_dim"], {"rope_type": "default", "rope_theta": case["parameters"]["rope_theta"]}))
         assert not np.allclose(plain, case["frequencies"], rtol=1e-3)
 
 
 def test_rotation_is_exact_far_out():
     """A million tokens in, the angle is still the float32 product, its sine and cosine those of float64."""
-    c = config(128, {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768})
+    c = rope_for(128, {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768})
     positions = np.array([[0, 1, 32768, 1_000_003]], np.int32)
     cos, sin = rope.rotation(c, jnp.asarray(positions))
     angles = (positions.astype(np.float32)[..., None, None] * np.asarray(rope.frequencies(c), np.float32)).astype(np.float64)
-    factor = c.rope_scaling.attention_factor
+    factor = c.scaling.attention_factor
     np.testing.assert_allclose(cos, np.cos(angles) * factor, atol=3e-7)
     np.testing.assert_allclose(sin, np.sin(angles) * factor, atol=3e-7)
     assert cos.dtype == sin.dtype == jnp.float32
 
 
 def test_rotate_turns_pairs_half_a_head_apart():
-    c = config(8, {"rope_type": "default", "rope_theta": 1e4})
+    c = rope_for(8, {"rope_type": "default", "rope_theta": 1e4})
     x = np.random.default_rng(0).normal(size=(2, 3, 5, 8)).astype(np.float32)
     positions = np.array([[0, 7, 100], [3, 4, 5]], np.int32)
     out = rotate(jnp.asarray(x), *rope.rotation(c, jnp.asarray(positions)))

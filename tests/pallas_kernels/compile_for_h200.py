@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import pickle
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -45,19 +44,12 @@ def struct(sharding: NamedSharding, of: tuple[tuple[int, ...], str]) -> jax.Shap
     return jax.ShapeDtypeStruct(of[0], jnp.dtype(of[1]), sharding=sharding)
 
 
-def mosaic_gpu(op: str) -> Callable:
-    """The Mosaic GPU implementation of an op."""
-    if op in paging.OPS:
-        return paging.implementation(op, "mosaic_gpu")
-    return getattr(importlib.import_module(f"pallas_kernels.{op}.mosaic_gpu"), op)
-
-
 def main(target: str, cases: str, found: str) -> None:
     topology = topologies.get_topology_desc(platform="cuda", target_config=Path(target).read_text(), topology="1x1x1")
     sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
     results = {}
     for name, (op, arrays, static) in pickle.loads(Path(cases).read_bytes()).items():
-        kernel = op if callable(op) else mosaic_gpu(op)
+        kernel = op if callable(op) else paging.implementation(op, "mosaic_gpu")
         function = functools.partial(kernel, **static)
         structs = jax.tree.map(functools.partial(struct, sharding), arrays, is_leaf=lambda x: isinstance(x, tuple))
         with heard() as said:

@@ -107,6 +107,14 @@ def random_blocks(seed: int, batch: int, kv_heads: int, num_blocks: int, width: 
     return jnp.asarray(ids)
 
 
+def lists_for(paged: Paged, listed: int, block_size: int, per_query: bool = False) -> jnp.ndarray:
+    """`random_blocks` of so many places, for each row, or for each of its queries: `[B, K, W]` or `[B, T, K, W]`."""
+    num_blocks = paged.page_table.shape[1] * paged.k.shape[2] // block_size
+    lead = paged.q.shape[: 1 + per_query]
+    found = random_blocks(1, int(np.prod(lead)), paged.k.shape[1], num_blocks, listed)
+    return found.reshape(*lead, *found.shape[1:])
+
+
 def assert_rows_close(out, ref, tolerance: float) -> None:
     """||out - ref|| / ||ref|| of every row (last axis) within the tolerance; rows that are 0 in `ref` are exactly 0."""
     assert out.shape == ref.shape
@@ -249,6 +257,7 @@ def tools():
         row_error = ROW_ERROR
         make_paged = staticmethod(make_paged)
         random_blocks = staticmethod(random_blocks)
+        lists_for = staticmethod(lists_for)
         assert_rows_close = staticmethod(assert_rows_close)
         assert_lse_close = staticmethod(assert_lse_close)
         assert_chunk_close = staticmethod(assert_chunk_close)
@@ -271,16 +280,10 @@ def hopper() -> None:
         pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
 
 
-def _mosaic_gpu(op: str) -> Callable:
-    if op in paging.OPS:
-        return paging.implementation(op, "mosaic_gpu")
-    return getattr(importlib.import_module(f"pallas_kernels.{op}.mosaic_gpu"), op)
-
-
 def lower_for_cuda(op: str, arrays: dict, static: dict) -> str:
     """The text of a call of the Mosaic GPU implementation of `op`, lowered without a GPU. arrays: (shape, dtype) by name, or
     dicts of them."""
-    function = functools.partial(_mosaic_gpu(op), **static)
+    function = functools.partial(paging.implementation(op, "mosaic_gpu"), **static)
     structs = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of[0], jnp.dtype(of[1])), arrays, is_leaf=lambda x: isinstance(x, tuple))
     return jax.jit(function).trace(**structs).lower(lowering_platforms=("cuda",)).as_text()
 

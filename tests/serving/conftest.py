@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import jax
 import pytest
+from tiny_models import TINY, altered
 
 from kvjax.engine import Engine
-from kvjax.model import ModelConfig
 from kvjax.models import CausalLM, TransformerDecoder, init_params
 
 # Two special tokens, 256 bytes, and room for merges: "needle" keys are made of words that are one token.
@@ -16,6 +18,22 @@ WORDS += ["raven", "saffron", "timber", "umber", "velvet", "walnut", "yarrow", "
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 PAGE_SIZE = 16
 CHUNK = 64
+
+
+@pytest.fixture
+def kvjax(monkeypatch, capsys):
+    """Run the command line in this process; returns exit status, stdout and stderr."""
+    from kvjax.serving.cli import app as cli
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["kvjax", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        out, err = capsys.readouterr()
+        return exit_.value.code or 0, out, err
+
+    return call
 
 
 @pytest.fixture(scope="session")
@@ -40,23 +58,8 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def model(tokenizer):
-    config = ModelConfig(
-        family="qwen2",
-        vocab_size=480,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rope_theta=1e4,
-        rope_scaling=None,
-        norm_eps=1e-6,
-        tie_embeddings=False,
-        max_positions=512,
-        qkv_bias=True,
-        eos_token_ids=(0,),
-    )
+    sizes = {"vocab_size": 480, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8, "max_positions": 512}
+    config = altered(TINY, **sizes, tie_embeddings=False, eos_token_ids=(0,))
     # Wide weights: with the usual small ones a random model says the same token for ever, whatever it reads.
     return CausalLM(TransformerDecoder(config), init_params(config, jax.random.key(3), std=0.6), tokenizer, "tiny")
 

@@ -331,6 +331,7 @@ WRONG = [
     (FIDELITY + " --haystacks barn", "barn"),
     (FIDELITY + " --text {none}", "none"),
     (FIDELITY + " --text {binary}", "UTF-8"),
+    (FIDELITY + " --text {empty}", "is empty"),
     (FIDELITY + " --trials 1", "got 1"),
     (FIDELITY + " --trials {long}", "characters)"),
     (FIDELITY + " --windows 0", "got 0"),

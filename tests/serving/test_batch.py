@@ -11,14 +11,17 @@ import pytest
 from rich.console import Console
 
 from kvjax.engine import Engine
-from kvjax.generation import Request, generate, run
+from kvjax.generation import generate, run
 from kvjax.models import CausalLM, init_params
 from kvjax.policies.prefill import MeanPooled
 from kvjax.prompts import chat_ids
+from kvjax.requests import Request
 from kvjax.sampling import Sampling
 from kvjax.serving.batch import job as batch
 from kvjax.serving.batch.job import run_batch, run_file
 from kvjax.serving.batch.records import Defaults, parse
+
+pytestmark = pytest.mark.optimized  # bits are compared
 
 SLOTS = 3
 RECORDS = [

@@ -24,7 +24,7 @@ from pallas_kernels.bench import measure
 
 
 def plan(**changed):
-    fields = {"shape": "tiny", "config": SHAPES["tiny"], "dtype": "float32", "lengths": (2048,), "policies": policies_of("dense,top:8")}
+    fields = {"shape": "tiny", "config": config_of("tiny", dtype="float32"), "lengths": (2048,), "policies": policies_of("dense,top:8")}
     return Plan(**(fields | {"batch": 2, "steps": 3, "rounds": 2} | changed))
 
 
@@ -39,7 +39,7 @@ def test_known_shapes_have_the_weights_of_their_models():
 
 
 def test_a_shape_may_be_a_folder(model_folder, model):
-    assert config_of(str(model_folder)) == model.config
+    assert config_of(str(model_folder), dtype="float32") == model.config
     assert config_of("qwen2.5-7b", 3).num_layers == 3
     with pytest.raises((ValueError, OSError)):
         config_of("./no/such/folder")
@@ -87,7 +87,7 @@ def test_no_second_cache_is_held(rows):
 
 
 def test_bytes_of_a_step():
-    p = plan(config=SHAPES["qwen2.5-7b"], dtype="bfloat16", batch=1, lengths=(131_072,))
+    p = plan(config=SHAPES["qwen2.5-7b"], batch=1, lengths=(131_072,))
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         param_shapes(p.config),
@@ -115,7 +115,7 @@ def test_the_cache_is_what_an_engine_would_hold():
     p = plan(policies=policies_of("top:8,quest:64,mean:8"))
     cache = decode_bench.random_cache(p, 2100)
     table = np.asarray(cache.table_of(0))
-    assert table.shape == (2, 32), "the next power of two of 17 pages"
+    assert table.shape == (2, 64), "the next width above 17 pages"
     assert (table[:, 17:] == -1).all()
     assert sorted(table[:, :17].reshape(-1)) == list(range(1, 35))
     assert cache.lengths.tolist() == [2097, 2097]
@@ -132,7 +132,7 @@ def test_the_cache_is_what_an_engine_would_hold():
 
 def test_a_round_is_the_engines_steps_fed_by_each_other():
     p = plan()
-    params = decode_bench.random_params(p.config, p.dtype)
+    params = decode_bench.random_params(p.config)
     rows = jax.tree.map(jnp.asarray, SamplingRows.of([None] * 2))
     runner = decode_bench._compiled(p, parse("top:8"), params, decode_bench.random_cache(p, 2048), rows)
     _, after = decode_bench._round(p, 2048, runner, params, decode_bench.random_cache(p, 2048), rows)
@@ -149,7 +149,7 @@ def test_a_round_is_the_engines_steps_fed_by_each_other():
 
 def test_reading_a_page_that_no_sequence_owns_is_an_error():
     p = plan()
-    params = decode_bench.random_params(p.config, p.dtype)
+    params = decode_bench.random_params(p.config)
     rows = jax.tree.map(jnp.asarray, SamplingRows.of([None] * 2))
     cache = decode_bench.random_cache(p, 2048)
     cache = cache.replace(page_tables={"full": cache.table_of(0).at[1, 3].set(0)})
@@ -158,8 +158,8 @@ def test_reading_a_page_that_no_sequence_owns_is_an_error():
         decode_bench._round(p, 2048, runner, params, cache, rows)
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(measure, "COPY_BYTES", (2**25, 2**25))
+def test_the_command(tmp_path, monkeypatch, capsys, copy_once):
+    monkeypatch.setattr(measure, "copy_rate", copy_once)
     file = tmp_path / "decode.json"
     bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, "float32", 1, file)
     written = json.loads(file.read_text())
@@ -176,8 +176,8 @@ def test_the_command_refuses_what_it_cannot_do():
         bench_cli.decode_command(**fields, dtype="int8", layers=None, json_out=None)
 
 
-def test_a_length_that_breaks_or_does_not_fit_leaves_rows_that_say_so(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(measure, "COPY_BYTES", (2**25, 2**25))
+def test_a_length_that_breaks_or_does_not_fit_leaves_rows_that_say_so(monkeypatch, tmp_path, capsys, copy_once):
+    monkeypatch.setattr(measure, "copy_rate", copy_once)
     monkeypatch.setattr(decode_bench, "_compiled", lambda *_: 1 / 0)
     file = tmp_path / "decode.json"
     with pytest.raises(typer.Exit) as stopped:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,24 +13,13 @@ from kvjax.bill.evidence import read_evidence
 from kvjax.bill.report import rendered
 from kvjax.policies.decode import parse
 from kvjax.serving.bench.decode import SHAPES
-from kvjax.serving.cli import app as cli
 
 QWEN = SHAPES["qwen2.5-7b"]
 
 
-@pytest.fixture
-def kvjax(monkeypatch, capsys, tmp_path):
-    """Run the command line in this process, in an empty folder; returns exit status, stdout and stderr."""
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["kvjax", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        out, err = capsys.readouterr()
-        return stopped.value.code or 0, out, err
-
-    return call
 
 
 @pytest.fixture
@@ -128,11 +116,10 @@ def test_the_built_in_bill_is_the_default(kvjax):
 
 
 def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folder, tmp_path, monkeypatch):
-    from kvjax.bill import calibration, evidence
+    from kvjax.bill import auto_decode
     from kvjax.bill.step_bill import Bill, Price, sizes_of
     from kvjax.model import fingerprint
     from kvjax.models.loading import load
-    from kvjax.policies.decode import auto
 
     interval = {"value": 0.01, "low": 0.0, "high": 0.02}
     cells = [{"policy": "dense", "hits": 200, "against_dense": None}, {"policy": "window:4+8", "hits": 200, "against_dense": {"lost": 0}}]
@@ -153,17 +140,17 @@ def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folde
 
     status, out, _ = kvjax("bill", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1")
     assert (status, "no evidence is recorded for this model" in out) == (0, True)
-    monkeypatch.setattr(evidence, "recorded_evidence", lambda: rows)
+    monkeypatch.setattr(auto_decode, "recorded_evidence", lambda: rows)
     made = Bill("chip", "it", sizes_of(model.config), "float32", 1e6, 0.0, (("window:4+8", Price(0.0)),), ((1, 1, 512),), 0.0, "planted")
-    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: made)
-    monkeypatch.setattr(auto, "_calibrated", {})
+    monkeypatch.setattr(auto_decode, "calibrate", lambda *_, **__: made)
+    monkeypatch.setattr(auto_decode, "_calibrated", {})
     status, out, _ = kvjax("bill", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1", "--level", "fast")
     assert status == 0
     assert "512 tokens, batch 1: window:4+8: the bill of chip gives window:4+8, the fastest on record as fast" in out
 
 
 def test_prefill_is_timed_recorded_and_explained(kvjax, model_folder, monkeypatch):
-    from kvjax.bill import evidence, prefill_bill
+    from kvjax.bill import PrefillEvidence, auto_prefill, prefill_bill
 
     sizes = {"shape": "tiny", "heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32", "page_size": 128}
     timed = [("dense", "paged", 512, 1e-3), ("dense", "paged", 4096, 64e-3), ("sparse", "window:8+64", 4096, 8e-3)]
@@ -195,10 +182,10 @@ def test_prefill_is_timed_recorded_and_explained(kvjax, model_folder, monkeypatc
     status, out, _ = kvjax(*recorded, "--model", model_folder)
     assert (status, out) == (0, "evidence.json: 1 rows of 1 models\n")
 
-    found = read_evidence(Path("evidence.json").read_text(), evidence.PrefillEvidence)
+    found = read_evidence(Path("evidence.json").read_text(), PrefillEvidence)
     bills = prefill_bill.read_prefill_bills(Path("bill.json").read_text())
-    monkeypatch.setattr(evidence, "recorded_prefill_evidence", lambda: found)
-    monkeypatch.setattr(prefill_bill, "known_prefill_bills", lambda: bills)
+    monkeypatch.setattr(auto_prefill, "recorded_prefill_evidence", lambda: found)
+    monkeypatch.setattr(auto_prefill, "known_prefill_bills", lambda: bills)
     chosen = ("bill", "choose", "--prefill", "--model", model_folder, "--lengths", "500,4k", "--prefill-chunk", "512")
     status, out, _ = kvjax(*chosen, "--device", "Planted 9000")
     assert status == 0
@@ -236,7 +223,7 @@ def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
         (("bill", "predict", "--tier", "host"), "keys and values on 'host' need --link"),
         (("regime-map", "--batches", "4"), "the smallest and the largest"),
         (("regime-map", "--lengths", "1m,4k"), "the smallest and the largest"),
-        (("bill", "fit", "ops.json"), "no result of kvjax bench decode"),
+        (("bill", "fit", "ops.json"), "not a result of kvjax bench decode"),
         (("bill", "choose", "--model", "needle", "--level", "sure"), "fidelity level 'sure'"),
     ],
 )

@@ -1,14 +1,12 @@
 """Policies of one's own on the command line: wherever a policy is named, and how their errors read."""
 
 import json
-import sys
 
 import pytest
 
 from kvjax.fidelity.panel import Panel, Plan
 from kvjax.models.loading import load
 from kvjax.policies.decode import Window, parse
-from kvjax.serving.cli import app as cli
 
 FILE = """
 import dataclasses
@@ -44,19 +42,6 @@ def file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(FILE)
     return tmp_path / "mine.py"
-
-
-@pytest.fixture
-def kvjax(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["kvjax", *map(str, arguments)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        out, err = capsys.readouterr()
-        return exit_.value.code or 0, out, err
-
-    return call
 
 
 def test_generate_and_plan_take_them(kvjax, model_folder, file):

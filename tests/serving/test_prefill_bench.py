@@ -40,7 +40,7 @@ def bounds_rows():
 
 @pytest.fixture(scope="module")
 def time_rows():
-    plan = PrefillPlan("tiny", SHAPES["tiny"], "float32", (300, 2**40), policies_of("dense,window:64+128"), 128, 2)
+    plan = PrefillPlan("tiny", config_of("tiny", dtype="float32"), (300, 2**40), policies_of("dense,window:64+128"), 128, 2)
     return list(run_prefill_plan(plan))
 
 
@@ -167,7 +167,7 @@ def test_time_to_first_token(time_rows):
 def test_the_cache_has_what_a_policy_scans():
     """Indexes are in the cache, are counted, and change what lists hold: without them no bound would be seen."""
     config, bounds = SHAPES["tiny"], BoundsBlocks(k=1, window_tokens=128)
-    plan = PrefillPlan("tiny", config, "float32", (1024,), (parse_prefill("dense"), bounds), 128, 1)
+    plan = PrefillPlan("tiny", config, (1024,), (parse_prefill("dense"), bounds), 128, 1)
     dense, sparse = run_prefill_plan(plan)
     assert sparse["path"]["select_tiles"]
     assert sparse["path"]["page_index"]
@@ -179,7 +179,7 @@ def test_the_cache_has_what_a_policy_scans():
 def test_the_steps_are_the_engines(model, name):
     """Logits of the benchmark's chunks are those of an engine's prefill."""
     policy = {"dense": parse_prefill("dense"), "bounds": BoundsBlocks(k=1, chi=32, key_block=32, sink_tokens=32, window_tokens=128)}[name]
-    plan = PrefillPlan("", model.config, "float32", (300,), (policy,), 128, 1)
+    plan = PrefillPlan("", model.config, (300,), (policy,), 128, 1)
     chunks = prefill_bench._chunks(plan, 300)
     assert [chunk[0] for chunk in chunks] == [128, 256, 300]
     from kvjax import Engine
@@ -435,5 +435,5 @@ def test_targets_of_bounds_are_judged_by_its_rows_alone():
 
 def test_one_failure_loses_no_other_row(monkeypatch):
     monkeypatch.setattr(prefill_bench, "_measure", lambda *_: 1 / 0)
-    plan = PrefillPlan("tiny", config_of("tiny"), "float32", (128, 256), (parse_prefill("dense"),), 128, 1)
+    plan = PrefillPlan("tiny", config_of("tiny", dtype="float32"), (128, 256), (parse_prefill("dense"),), 128, 1)
     assert [row["failed"] for row in run_prefill_plan(plan)] == ["ZeroDivisionError: division by zero"] * 2

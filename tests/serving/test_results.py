@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvjax.generation import Completion
+from kvjax.requests import Completion
 from kvjax.serving.batch.records import CHAT, COMPLETIONS, parse
 from kvjax.serving.batch.results import Result, Summary, answered, refused
 

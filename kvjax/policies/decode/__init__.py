@@ -1,6 +1,5 @@
 """Decode policies: which blocks a step reads. `parse("top:8")` names them; a new one is a frozen dataclass with `select`."""
 
-from kvjax.policies.decode.auto import Auto, Bound, Choice
 from kvjax.policies.decode.base import (
     Blocks,
     DecodePolicy,
@@ -21,10 +20,7 @@ from kvjax.policies.decode.window import Window
 
 __all__ = [
     "FORMS",
-    "Auto",
     "Blocks",
-    "Bound",
-    "Choice",
     "DecodePolicy",
     "Dense",
     "IndexerQuery",

@@ -17,14 +17,15 @@ State = Any
 
 @flax.struct.dataclass
 class Blocks:
-    """The blocks each KV head reads this step; where a layer has one KV head, a policy may list for each of its T queries instead.
+    """The blocks each KV head reads this step: `[B, K, W]` for all its T queries together, `[B, T, K, W]` for each of them, or, where a
+    layer has one KV head, `[B, T, W]`.
 
     ids: logical block numbers, ascending, -1 where there is none (at the end; elsewhere in place of a token without a page). block_size:
     tokens. window: None, or (sink_tokens, window_tokens): of the listed blocks only the first `sink_tokens` of the sequence and the last
     `window_tokens` up to each query are attended.
     """
 
-    ids: Int[Array, "B K W"]
+    ids: Int[Array, "B *T K W"]
     block_size: int = flax.struct.field(pytree_node=False)
     window: tuple[int, int] | None = flax.struct.field(pytree_node=False, default=None)
 
@@ -102,7 +103,7 @@ class DecodePolicy(Protocol):
 
 @runtime_checkable
 class ScoresBlocks(Protocol):
-    """A policy that can say what it chose by, for `Engine.inspect`. Optional."""
+    """A policy that can show the scores that it chose by, for `Engine.inspect`. Optional."""
 
     def scores(self, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: State) -> Float32[Array, "B K S"] | None:
         """Of every block of the table, per KV head, larger is better; -inf where there is no choice. None: this layer has no scores."""
@@ -127,7 +128,7 @@ def select_and_attend(
 
 
 class Stateless:
-    """What policies that learn nothing share: no state, no index unless they say so, no interest in attention mass."""
+    """Base of policies that learn nothing: no state, no attention mass, and no index unless a subclass names one."""
 
     learns = False
 
@@ -140,7 +141,7 @@ class Stateless:
         return ()
 
     def budgets(self) -> dict[str, tuple[int, int]]:
-        """Fields that say how much is kept: value, and tokens that one of it is. An engine refuses what its page tables cannot hold."""
+        """Budgets by field: the value, and how many tokens one unit of it is. An engine refuses more than its page tables can hold."""
         return {}
 
     def observe(self, blocks, block_lse, ctx, state) -> State:
@@ -157,12 +158,12 @@ class Stateless:
 
 
 LEAST_ROOM = 2**20
-"""Tokens that a policy may always keep: on a model with fewer positions it reads everything."""
+"""Tokens that a policy may always keep: on a model with fewer positions it then reads everything."""
 
 
 def check_budgets(policy: DecodePolicy, room: int) -> None:
-    """ValueError if a policy is to keep more tokens than `room`, as many as the widest page table of an engine can name, and more than
-    `LEAST_ROOM`."""
+    """ValueError if a policy keeps more than `room` tokens, the most that an engine's page table can name. Up to
+    `LEAST_ROOM` any number is allowed."""
     room = max(room, LEAST_ROOM)
     for name, (value, tokens) in policy.budgets().items() if isinstance(policy, Stateless) else ():
         if value * tokens > room:

@@ -1,4 +1,4 @@
-"""Policies that learn from attention mass: what they ask of prefill, and what those share that keep the blocks of largest mass.
+"""Policies that learn from attention mass: what they ask of prefill, and helpers to keep the blocks of largest mass.
 
 Sources: H2O (arXiv 2306.14048) accumulates the mass of all queries; SnapKV (arXiv 2404.14469) looks at a window of the prompt's last ones.
 """
@@ -18,7 +18,7 @@ from kvjax.policies.decode.base import Blocks, SelectContext, State
 
 @dataclasses.dataclass(frozen=True)
 class PrefillMass:
-    """What a policy is given of prefill: the attention mass of blocks of `block_size` tokens, summed over queries.
+    """What a policy gets from prefill: the attention mass of blocks of `block_size` tokens, summed over queries.
 
     queries: None for every query of a prompt, or the last so many of each chunk. A chunk is `prefill_chunk` tokens of the engine, from a
     multiple of that on; in the one that is still open, the last queries are those up to where the prompt is written.
@@ -117,5 +117,5 @@ def largest_blocks(
 
 
 def fitted(mass: Float32[Array, "B H W"], num_blocks: int) -> Float32[Array, "B H S"]:
-    """Mass of the blocks of a page table as mass of `num_blocks` blocks: filled up with 0, or without blocks behind the last position."""
+    """Mass of the blocks of a page table as mass of `num_blocks` blocks: padded with 0, or cut off after the last position."""
     return jnp.pad(mass[..., :num_blocks], ((0, 0), (0, 0), (0, max(0, num_blocks - mass.shape[2]))))

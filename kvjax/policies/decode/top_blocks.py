@@ -10,7 +10,7 @@ import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache.types import IndexSpec, LatentPages, LayerCache
 from kvjax.checks import whole_number
@@ -69,7 +69,7 @@ class TopBlocks(Stateless):
             sink=self.sink,
             local=self.local,
         )
-        return Blocks(ids, self.block_size), state
+        return self._blocks(ids), state
 
     def attend(self, query, layer, ctx, state):
         """Select and attend in one op, which a kernel can do in one launch."""
@@ -84,15 +84,18 @@ class TopBlocks(Stateless):
             local=self.local,
             sm_scale=ctx.sm_scale,
         )
-        return out, Blocks(ids, self.block_size), state
+        return out, self._blocks(ids), state
 
     def scores(self, query, layer, ctx, state):
-        """Bounds or means of sealed pages against the query; those of open pages, which are always read, are -inf."""
+        """Bounds or means of sealed pages against the query, the best of several; those of open pages, which are always read, are -inf."""
         if ctx.layer < self.dense_layers:
             return None
-        found = score_blocks(query, self._index(layer), ctx.page_table, kind=self.index)
+        found = score_blocks(query, self._index(layer), ctx.page_table, kind=self.index).max(axis=1)
         first_open = (ctx.lengths - query.shape[1]) // ctx.page_size * (ctx.page_size // self.block_size)
         return jnp.where((jnp.arange(found.shape[2]) < first_open[:, None])[:, None], found, -jnp.inf)
+
+    def _blocks(self, ids: Int[Array, "B T K W"]) -> Blocks:
+        return Blocks(ids[:, 0] if ids.shape[1] == 1 else ids, self.block_size)
 
     def _index(self, layer: LayerCache) -> Float[Array, "N K nb R D"]:
         name = self.indexes()[0].name

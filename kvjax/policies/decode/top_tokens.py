@@ -62,7 +62,7 @@ class TopTokens(Stateless):
         hint = jnp.repeat(state, num_queries, axis=0) if self.hinted else None
         _, ids = top_k(scores.reshape(-1, width), self.k, hint=hint, lengths=_seen(ctx, num_queries))
         ids = _with_pages(ids.reshape(batch, num_queries, self.k), ctx)
-        if self.hinted:  # a row that does not take part in this step keeps its hint
+        if self.hinted:  # an inactive row keeps its hint
             state = jnp.where((ctx.lengths > 0)[:, None], ids[:, -1], state)
         return Blocks(ids, 1), state
 

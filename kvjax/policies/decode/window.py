@@ -38,7 +38,7 @@ class Window(Stateless):
         batch, num_tokens = query.shape[:2]
         size = ctx.page_size
         sinks = -(-self.sink_tokens // size)
-        # A window of n tokens touches at most this many pages; each further query token slides it by one.
+        # A window of n tokens touches at most this many pages. Each further query token moves it by one token.
         local = (self.window_tokens + num_tokens - 2) // size + 2
         newest = ctx.lengths - 1
         oldest = jnp.maximum(newest - (num_tokens - 1) - (self.window_tokens - 1), 0)

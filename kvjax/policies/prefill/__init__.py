@@ -1,6 +1,5 @@
 """Prefill policies: how the queries of a prompt attend to it. `parse_prefill("momo:128/8")` names them."""
 
-from kvjax.policies.prefill.auto import AutoPrefill, PrefillBound, possible_prefills
 from kvjax.policies.prefill.base import PrefillContext, PrefillPolicy, indexes_of
 from kvjax.policies.prefill.block_filter import BlockFilter
 from kvjax.policies.prefill.bounds import BoundsBlocks
@@ -18,7 +17,6 @@ from kvjax.policies.prefill.xattention import XAttention
 
 __all__ = [
     "FORMS",
-    "AutoPrefill",
     "BlockFilter",
     "BoundsBlocks",
     "BoundsShare",
@@ -27,7 +25,6 @@ __all__ = [
     "MeanPooled",
     "MeasureOnceMaskOnce",
     "OracleBlocks",
-    "PrefillBound",
     "PrefillContext",
     "PrefillPolicy",
     "SinkWindow",
@@ -39,6 +36,5 @@ __all__ = [
     "indexes_of",
     "name_of",
     "parse_prefill",
-    "possible_prefills",
     "register",
 ]

@@ -14,7 +14,7 @@ from kvjax.cache.types import IndexSpec, PagedKV
 class PrefillContext:
     """Where the chunk stands: query t of row b is token starts[b] + t; lengths count the chunk's tokens. sm_scale multiplies logits.
 
-    Queries at or past lengths are padding: what they give is not looked at, and they must not influence the others.
+    Queries at or past lengths are padding: their outputs are not used, and they must not influence the others.
     """
 
     page_table: Int[Array, "B M"]
@@ -30,8 +30,8 @@ class PrefillPolicy(Protocol):
 
     @property
     def queries_stand_alone(self) -> bool:
-        """Whether what a query gets depends on no other query of the chunk. Where it does, calls that begin in the middle of a chunk,
-        whose first queries are not there any more, prefill that chunk densely."""
+        """Whether a query's output is independent of the other queries of the chunk. Where it is not, a call that
+        begins in the middle of a chunk prefills that chunk densely, because the chunk's first queries are gone."""
         ...
 
     def attend(self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext) -> Float[Array, "B T H D"]:

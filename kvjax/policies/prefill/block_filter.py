@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.policies.prefill.key_walk import padded_tokens, tile_tokens, walk_keys
-from kvjax.policies.prefill.lists import TileLists, check_sizes, covered_tokens, fewest_that_hold, share_text, sorted_lists
+from kvjax.policies.prefill.lists import TileLists, check_sizes, fewest_that_hold, share_text, sorted_lists
 from pallas_kernels import online_softmax
 
 
@@ -44,11 +44,6 @@ class BlockFilter(TileLists):
         for name, size in (("chi", self.chi), ("key_block", self.key_block)):
             if self.coarse % size or size % self.group:
                 raise ValueError(f"{name} {size} must divide coarse {self.coarse} and be a multiple of group {self.group}")
-
-    @property
-    def dense_tokens(self) -> int:
-        """Up to here sinks and window hold everything."""
-        return covered_tokens(0, self.key_block, self.sink_tokens, self.window_tokens)
 
     def lists(self, query, layer, ctx):
         """The blocks of every tile and query head, `[B, C, H, M * P / key_block]`."""

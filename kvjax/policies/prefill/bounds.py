@@ -47,7 +47,7 @@ class BoundsBlocks(ByBounds):
     """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks that its queries may pay the most attention.
 
     What a query may pay a block is softmax, over all earlier blocks, of its bound of the logits there: elementwise maxima and minima of
-    the block's keys, the index that `top:K` scans when it decodes. So every query is asked, and none of the keys is read to ask it.
+    the block's keys, the index that `top:K` scans when it decodes. So every query has a say, and no key is read for it.
     pooling: a tile's queries are taken together by "sum" or "max". Blocks that sinks or window hold anyway take no place in a list.
     dense_below: sequences up to this many tokens are dense. None is twice what lists, sinks and window hold: up to there dense attention
     was as fast on an H200 (docs/prefill.md). 0 leaves only those dense of which lists would hold everything.

@@ -1,4 +1,4 @@
-"""Blocks chosen by bounds, as many as a share of missed attention asks for."""
+"""Blocks chosen by bounds, as few as keep the missed share of attention small."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.policies.prefill.missed import COST, sample
 from pallas_kernels.select_tiles.api import POOLINGS
 
 EVERY = (16, 64, 256, 1024, 4096)
-"""One query of how many is drawn; the fewest that the length allows."""
+"""One query in this many is drawn; as few as the length allows."""
 
 
 @dataclasses.dataclass(frozen=True)

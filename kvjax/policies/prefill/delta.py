@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 def delta_correction(
     sparse: Float[Array, "B T H D"], exact: Float[Array, "B R H D"], gamma: int, *, damping_rows: int | None = None
 ) -> Float[Array, "B T H D"]:
-    """Sparse attention plus what its nearest exact query at or before it lacks: sparse[t] + exact[r] - sparse[r * gamma], r = t // gamma.
+    """Sparse attention plus the error of the nearest exact query at or before it: sparse[t] + exact[r] - sparse[r * gamma], r = t // gamma.
 
     sparse: the output of T consecutive queries over some of their keys. exact: the output of queries 0, gamma, 2 * gamma, ... of these
     over all of their keys, R = ceil(T / gamma). Returns `[B, T, H, D]` in the dtype of `sparse`, worked out in float32; queries

@@ -1,4 +1,4 @@
-"""Blocks chosen until they hold a share of attention, by one of two estimates, whichever a head's last queries bear out."""
+"""Blocks chosen until they hold a share of attention. Of two estimates, each head uses the one that fits its last queries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from kvjax.policies.prefill.lists import (
     TileLists,
     check_sizes,
-    covered_tokens,
     distant_blocks,
     fewest_that_hold,
     ranked_until,
@@ -49,11 +48,6 @@ class FlexPrefill(TileLists):
         for name, least in (("gamma", 1e-9), ("tau", 0)):
             if not isinstance(getattr(self, name), float) or not least <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be a fraction, at most 1, got {getattr(self, name)!r}")
-
-    @property
-    def dense_tokens(self) -> int:
-        """Up to here sinks and window hold everything."""
-        return covered_tokens(0, self.key_block, self.sink_tokens, self.window_tokens)
 
     def lists(self, query, layer, ctx):
         """The blocks of every tile and query head, `[B, C, H, M * P / key_block]`."""

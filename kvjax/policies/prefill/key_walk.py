@@ -22,7 +22,7 @@ def tile_tokens(page_size: int) -> int:
 
 
 def padded_tokens(table_pages: int, page_size: int) -> int:
-    """Tokens that whole steps over a table of this width take: what scores that steps write must have room for."""
+    """Tokens of a table of this width, rounded up to whole steps: the size of arrays that steps write scores to."""
     tile = tile_tokens(page_size)
     return -(-table_pages * page_size // tile) * tile
 

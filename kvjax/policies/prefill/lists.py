@@ -1,7 +1,8 @@
-"""What the policies share that give every tile of queries its own list of key blocks."""
+"""Base classes of the policies that give every tile of queries its own list of key blocks."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import jax
@@ -22,7 +23,8 @@ _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 class DenseWhereCovered:
     """Policies that attend sparsely (`attend_sparse`) to sequences of more than `dense_tokens` tokens, and densely to others.
 
-    Up to there their lists would hold everything, or they were told so. The length is that at the chunk's end, the longest of the batch.
+    Up to that length their lists would hold every key, or `dense_below` was set. The length is that at the chunk's end,
+    the longest of the batch.
     """
 
     queries_stand_alone = False
@@ -40,7 +42,13 @@ class DenseWhereCovered:
 
 
 class TileLists(DenseWhereCovered):
-    """Policies whose attention is their lists, sinks and window: they define `lists`, `chi`, `key_block`, `window` and `dense_tokens`."""
+    """Policies whose attention is their lists, sinks and window: they define `lists`, `chi`, `key_block`, `sink_tokens` and
+    `window_tokens`."""
+
+    @property
+    def dense_tokens(self) -> int:
+        """Up to here sinks and window hold everything."""
+        return covered_tokens(0, self.key_block, self.sink_tokens, self.window_tokens)
 
     def check_pages(self, page_size: int) -> None:
         """ValueError unless pages of `page_size` tokens are whole blocks."""
@@ -70,6 +78,38 @@ class TileLists(DenseWhereCovered):
             sm_scale=ctx.sm_scale,
         )
         return out
+
+
+@dataclasses.dataclass(frozen=True)
+class BestBlocks(TileLists):
+    """Policies that list, per tile of `chi` queries and query head, the `k` distant blocks of `key_block` keys that they score best.
+
+    word: the policy's name is `word:k`, where its other sizes are the usual ones.
+    """
+
+    k: int = 128
+    chi: int = 128
+    key_block: int = 64
+    sink_tokens: int = 64
+    window_tokens: int = 1024
+
+    def __post_init__(self):
+        check_sizes(self, k=1, chi=1, key_block=1, sink_tokens=0, window_tokens=1)
+
+    @property
+    def dense_tokens(self) -> int:
+        """Up to here the lists would hold everything."""
+        return covered_tokens(self.k, self.key_block, self.sink_tokens, self.window_tokens)
+
+    def __str__(self) -> str:
+        return f"{self.word}:{self.k}" if self == type(self)(self.k) else repr(self)
+
+    def describe(self) -> str:
+        """For reports."""
+        return (
+            f"{self} prefill (per {self.chi} queries {self.k} blocks of {self.key_block}, {self.sink_tokens} sink + "
+            f"{self.window_tokens} latest keys; dense up to {self.dense_tokens:,} tokens)"
+        )
 
 
 def covered_tokens(k: int, key_block: int, sink_tokens: int, window_tokens: int) -> int:

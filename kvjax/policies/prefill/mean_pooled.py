@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.policies.prefill.key_walk import padded_tokens, tile_tokens, walk_keys
-from kvjax.policies.prefill.lists import TileLists, best_blocks, check_sizes, covered_tokens
+from kvjax.policies.prefill.lists import BestBlocks, best_blocks
 
 
 @dataclasses.dataclass(frozen=True)
-class MeanPooled(TileLists):
+class MeanPooled(BestBlocks):
     """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks whose mean key has the largest dot product with
     the tile's mean query.
 
@@ -21,19 +21,7 @@ class MeanPooled(TileLists):
     Source: the block-sparse pattern of MInference (arXiv 2407.02490); "Measure Once, Mask Once", equation 1.
     """
 
-    k: int = 128
-    chi: int = 128
-    key_block: int = 64
-    sink_tokens: int = 64
-    window_tokens: int = 1024
-
-    def __post_init__(self):
-        check_sizes(self, k=1, chi=1, key_block=1, sink_tokens=0, window_tokens=1)
-
-    @property
-    def dense_tokens(self) -> int:
-        """Up to here the lists would hold everything."""
-        return covered_tokens(self.k, self.key_block, self.sink_tokens, self.window_tokens)
+    word = "mean"
 
     def lists(self, query, layer, ctx):
         """The k best distant blocks of every tile and query head, `[B, C, H, W]`."""
@@ -48,16 +36,6 @@ class MeanPooled(TileLists):
             return best_blocks(scores.reshape(*pooled.shape[:2], -1), candidates[:, None], self.k)
 
         return jax.lax.map(of_row, (query, ctx.page_table, ctx.starts, ctx.lengths, candidates))
-
-    def __str__(self) -> str:
-        return f"mean:{self.k}" if self == MeanPooled(self.k) else repr(self)
-
-    def describe(self) -> str:
-        """For reports."""
-        return (
-            f"{self} prefill (per {self.chi} queries {self.k} blocks of {self.key_block}, {self.sink_tokens} sink + "
-            f"{self.window_tokens} latest keys; dense up to {self.dense_tokens:,} tokens)"
-        )
 
 
 def mean_queries(q, start, length, chi):

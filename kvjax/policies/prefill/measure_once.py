@@ -22,7 +22,7 @@ CHANGES: dict[str, dict[str, str | int | None]] = {
     "gamma4": {"gamma": 4},
     "gamma1": {"gamma": 1},
 }
-"""What can stand behind a short name: "momo:128/8+quantile+score+plain" is the policy as published."""
+"""Suffixes of a short name: "momo:128/8+quantile+score+plain" is the policy as published."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,7 +126,10 @@ class RecordedPrefill:
 
 def record_prefill(model: Model, tokens: Sequence[int], *, chunk: int = 2048, page_size: int = 128) -> RecordedPrefill:
     """Prefill `tokens` densely, `chunk` at a time, and keep every layer's queries, keys and values."""
-    recorded = RecordedPrefill(len(tokens), model.config.sm_scale, {}, [])
+    scales = {mixer.sm_scale for mixer in model.config.attention}
+    if len(scales) > 1:
+        raise NotImplementedError(f"a recorded prefill has one scale for the logits of all layers, the model has {sorted(scales)}")
+    recorded = RecordedPrefill(len(tokens), scales.pop(), {}, [])
 
     def hear(number, query, pages, *place):
         recorded.pools[int(number)] = jax.tree.map(np.asarray, pages)  # the last chunk's holds the keys of all

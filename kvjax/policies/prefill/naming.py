@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from kvjax.policies.decode.naming import check_numbers
+from kvjax.policies.choice import ChoosesPrefill
 from kvjax.policies.decode.naming import is_built_in as is_decode_policy
-from kvjax.policies.prefill.auto import AutoPrefill
 from kvjax.policies.prefill.base import PrefillPolicy
 from kvjax.policies.prefill.block_filter import BlockFilter
 from kvjax.policies.prefill.bounds import BoundsBlocks
@@ -19,45 +18,12 @@ from kvjax.policies.prefill.oracle_blocks import OracleBlocks
 from kvjax.policies.prefill.sink_window import SinkWindow
 from kvjax.policies.prefill.vertical_slash import VerticalSlash
 from kvjax.policies.prefill.xattention import XAttention
-from kvjax.registry import FORMS as OWN_FORMS
+from kvjax.registry import PREFILL_FORMS as FORMS
 from kvjax.registry import Registry
 
-FORMS = (
-    "dense, bounds:K (blocks of 128; with +sparse behind it short prompts too), "
-    "bounds:SHARE (as bounds:0.01: as many as leave less than that missed), "
-    "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; changed by +quantile, +score, +untrimmed, +plain, +uncorrected, "
-    "+gamma4 or +gamma1 behind it), "
-    "window:SINK+WINDOW (tokens, as window:64+1024), "
-    "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
-    "flex:GAMMA, xattention:THRESHOLD, bfla:MASS (shares of attention, as flex:0.9), "
-    "auto, auto:LEVEL (chunk by chunk the fastest on record as keeping what the level asks), " + OWN_FORMS
-)
 
-
-def parse_prefill(name: str | PrefillPolicy) -> PrefillPolicy:
-    """The prefill policy a name stands for: built in, registered (`kvjax.policies.prefill.register`), or a class in a file, named as
-    `decode.parse` says; a policy is returned as it is. ValueError that lists the known forms, or says what is wrong with one's own.
-    """
-    if not isinstance(name, str):
-        if not hasattr(name, "attend"):
-            raise ValueError(f"{name!r} is neither a prefill policy nor a prefill policy's name; names are {FORMS}")
-        _OWN.check(name)
-        return name
-    text = name.strip()
-    policy = _built_in(text) or _OWN.find(text)
-    if policy is None:
-        hint = f". {name!r} is a decode policy: give it as policy (--policy)" if is_decode_policy(text) else ""
-        raise ValueError(f"prefill policy {name!r} is not understood; there are {FORMS}{hint}")
-    return policy
-
-
-def _built_in(text: str) -> PrefillPolicy | None:
+def _read(text: str) -> PrefillPolicy | None:
     """The prefill policy of a built-in name; ValueError for numbers that it cannot have."""
-    if text == "auto":
-        return AutoPrefill()
-    if text.startswith("auto:"):
-        return AutoPrefill(text.removeprefix("auto:"))
-    check_numbers(text)
     if text == "dense":
         return DensePrefill()
     if match := re.fullmatch(rf"momo:(\d+)/(\d+)((?:\+(?:{'|'.join(CHANGES)}))*)", text):
@@ -85,20 +51,32 @@ def _built_in(text: str) -> PrefillPolicy | None:
     return None
 
 
+def _decode_hint(text: str) -> str:
+    return f". {text!r} is a decode policy: give it as policy (--policy)" if is_decode_policy(text) else ""
+
+
+_NAMES = Registry(
+    "prefill policy",
+    forms=FORMS,
+    remedy="kvjax.policies.prefill.PrefillPolicy says what each does",
+    parts=("attend", "queries_stand_alone", "describe"),
+    reserved=("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle", "flex", "xattention", "bfla", "auto"),
+    read=_read,
+    hint=_decode_hint,
+)
+register, name_of, identity = _NAMES.register, _NAMES.name_of, _NAMES.identity
+
+
+def parse_prefill(name: str | PrefillPolicy) -> PrefillPolicy:
+    """The prefill policy a name stands for: built in, registered (`kvjax.policies.prefill.register`), or a class in a file, named as
+    `decode.parse` says; a policy is returned as it is. ValueError that lists the known forms, or says what is wrong with one's own.
+    """
+    return _NAMES.parse(name)
+
+
 def built_in_name(name: str) -> str | None:
     """The name of a built-in policy as reports have it; None for names that another process, or `auto`, would give another meaning."""
-    try:
-        policy = _built_in(name)
-    except ValueError:
+    if not _NAMES.is_built_in(name):
         return None
-    return None if policy is None or isinstance(policy, AutoPrefill) else str(policy)
-
-
-_OWN = Registry(
-    "prefill policy",
-    "kvjax.policies.prefill.PrefillPolicy says what each does",
-    ("queries_stand_alone", "attend", "describe"),
-    ("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle", "flex", "xattention", "bfla", "auto"),
-    _built_in,
-)
-register, name_of, identity = _OWN.register, _OWN.name_of, _OWN.identity
+    policy = _NAMES.built_in(name)
+    return None if isinstance(policy, ChoosesPrefill) else str(policy)

@@ -1,4 +1,4 @@
-"""The best blocks there are: the yardstick of the others."""
+"""The best blocks there are, by exact attention: what other policies are compared with."""
 
 from __future__ import annotations
 
@@ -11,31 +11,19 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.types import PagedKV
 from kvjax.policies.prefill.base import PrefillContext
 from kvjax.policies.prefill.key_walk import padded_tokens, probabilities, tile_tokens, walk_keys
-from kvjax.policies.prefill.lists import TileLists, best_blocks, check_sizes, covered_tokens
+from kvjax.policies.prefill.lists import BestBlocks, best_blocks
 from pallas_kernels.flash_attention import flash_attention
 
 
 @dataclasses.dataclass(frozen=True)
-class OracleBlocks(TileLists):
+class OracleBlocks(BestBlocks):
     """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks that the tile's queries pay most attention to,
     summed over the tile. For measuring: it works out dense attention twice to know.
 
     Source: the oracle block top-k of "Measure Once, Mask Once", section 1 and figure 2.
     """
 
-    k: int = 128
-    chi: int = 128
-    key_block: int = 64
-    sink_tokens: int = 64
-    window_tokens: int = 1024
-
-    def __post_init__(self):
-        check_sizes(self, k=1, chi=1, key_block=1, sink_tokens=0, window_tokens=1)
-
-    @property
-    def dense_tokens(self) -> int:
-        """Up to here the lists would hold everything."""
-        return covered_tokens(self.k, self.key_block, self.sink_tokens, self.window_tokens)
+    word = "oracle"
 
     def lists(self, query, layer, ctx):
         """The k best distant blocks of every tile and query head, `[B, C, H, W]`."""
@@ -47,16 +35,6 @@ class OracleBlocks(TileLists):
         """The same with a number of blocks of its own for every tile and head, at most `width`; None: `width` for all."""
         candidates = self.distant(query, layer, ctx)
         return best_blocks(attention_mass(query, layer, ctx, self.chi, self.key_block), candidates[:, :, None], width, budgets)
-
-    def __str__(self) -> str:
-        return f"oracle:{self.k}" if self == OracleBlocks(self.k) else repr(self)
-
-    def describe(self) -> str:
-        """For reports."""
-        return (
-            f"{self} prefill (per {self.chi} queries {self.k} blocks of {self.key_block}, {self.sink_tokens} sink + "
-            f"{self.window_tokens} latest keys; dense up to {self.dense_tokens:,} tokens)"
-        )
 
 
 def attention_mass(

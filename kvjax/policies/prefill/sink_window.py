@@ -36,12 +36,12 @@ class SinkWindow(DenseWhereCovered):
         return self.sink_tokens + self.window_tokens
 
     def attend_sparse(self, query, layer, ctx):
-        """Attention within sinks and window, corrected if so declared."""
+        """Attention within sinks and window, corrected if gamma is given."""
         pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
         sparse, _ = flash_attention(query, *pages, window=(self.sink_tokens, self.window_tokens), sm_scale=ctx.sm_scale)
         if self.gamma is None:
             return sparse
-        # The op lists blocks as well; one exact slot is the least it takes, and nothing reads it.
+        # The op lists blocks as well. It needs at least one exact slot; nothing reads it.
         exact, *_ = query_sparse_attention(
             query, *pages, gamma=self.gamma, block_size=layer.pages.page_size, k_blocks=1, k_exact=1, sm_scale=ctx.sm_scale
         )

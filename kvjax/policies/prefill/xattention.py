@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.policies.prefill.key_walk import padded_tokens, tile_tokens, walk_keys
-from kvjax.policies.prefill.lists import TileLists, check_sizes, covered_tokens, ranked_until, share_text
+from kvjax.policies.prefill.lists import TileLists, check_sizes, ranked_until, share_text
 from pallas_kernels import online_softmax
 
 
@@ -41,11 +41,6 @@ class XAttention(TileLists):
             raise ValueError(f"threshold must be a fraction above 0, at most 1, got {self.threshold!r}")
         if self.chi % self.stride or self.key_block % self.stride:
             raise ValueError(f"stride {self.stride} must divide chi {self.chi} and key_block {self.key_block}")
-
-    @property
-    def dense_tokens(self) -> int:
-        """Up to here sinks and window hold everything."""
-        return covered_tokens(0, self.key_block, self.sink_tokens, self.window_tokens)
 
     def lists(self, query, layer, ctx):
         """The best blocks until the threshold, the best first, `[B, C, H, M * P / key_block]`."""

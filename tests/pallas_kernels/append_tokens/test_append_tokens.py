@@ -220,19 +220,23 @@ def test_a_donated_pool_is_not_copied(name):
 # The GPU form, without a GPU.
 
 
-def production(batch: int, num_tokens: int, kv_heads: int, page_size: int, head_dim: int, dtype: str, kinds: tuple) -> tuple:
-    """(op, arrays, keywords) of a call."""
+def production(
+    batch: int, num_tokens: int, kv_heads: int, page_size: int, head_dim: int, dtype: str, kinds: tuple, frames: bool = False
+) -> tuple:
+    """(op, arrays, keywords) of a call. frames: with a table of them."""
     named = tuple((f"{kind}{size}", kind, size) for kind, size in kinds)
     pool, tokens = ((4096, kv_heads, page_size, head_dim), dtype), ((batch, num_tokens, kv_heads, head_dim), dtype)
     indexes = {name: ((4096, kv_heads, page_size // size, INDEX_ROWS[kind], head_dim), dtype) for name, kind, size in named}
     places = {"positions": ((batch, num_tokens), "int32"), "valid": ((batch, num_tokens), "bool"), "table": ((batch, 1024), "int32")}
     arrays = {"k_pages": pool, "v_pages": pool, "indexes": indexes, "k": tokens, "v": tokens} | places
+    arrays |= {"frames": places["table"]} if frames else {}
     return "append_tokens", arrays, {"kinds": named, "config": None}
 
 
 PRODUCTION = {
     "batch 1": production(1, 1, 4, 128, 128, "bfloat16", (("bounds", 128),)),
     "batch 8, three indexes": production(8, 1, 8, 128, 128, "bfloat16", (("bounds", 128), ("bounds", 16), ("mean", 128))),
+    "frames, 16 drafts": production(4, 16, 8, 128, 128, "bfloat16", (("bounds", 128),), frames=True),
     "drafts, float16": production(4, 8, 2, 64, 64, "float16", (("bounds", 32),)),
     "float32": production(2, 3, 2, 128, 256, "float32", (("mean", 128), ("bounds", 128))),
     "no index": production(1, 1, 4, 128, 128, "bfloat16", ()),
@@ -278,13 +282,13 @@ def test_gpu_form_says_what_it_does_not_do(num_tokens, head_dim, v_dtype, reason
 
 
 def _thread_by_thread(threads, monkeypatch, without=None):
-    def op(k_pages, v_pages, indexes, k, v, positions, valid, page_table, *, kinds):
+    def op(k_pages, v_pages, indexes, k, v, positions, valid, page_table, *, kinds, frames=None):
         _, num_kv_heads, page_size, head_dim = k_pages.shape
         s = mosaic_gpu.Shape(num_kv_heads, page_size, head_dim, k.shape[1], page_table.shape[1], k_pages.dtype.name, kinds)
         k, v = k.astype(k_pages.dtype), v.astype(k_pages.dtype)
         places = jnp.where(valid, positions, -1)
         tokens = [threads.Memory(x, fixed=True) for x in (k, v)]
-        places, table = (threads.Memory(x, fixed=True) for x in (places, page_table))
+        places, *tables = (threads.Memory(x, fixed=True) for x in (places, page_table, frames) if x is not None)
         pools = [threads.Memory(x) for x in (k_pages, v_pages)]
         built = [threads.Memory(indexes[name]) for name, _, _ in kinds]
         for row, head in np.ndindex(k.shape[0], num_kv_heads):
@@ -293,8 +297,8 @@ def _thread_by_thread(threads, monkeypatch, without=None):
             monkeypatch.setattr(mosaic_gpu, "lanes", cta)
             monkeypatch.setattr(mosaic_gpu, "lane_pairs", cta)
             unit = [threads.Numbers(np.int32(x)) for x in (row, head)]
-            mosaic_gpu._write(s, *unit, places, table, tokens, pools)
-            mosaic_gpu._seal(s, *unit, places, table, pools[0], built, partial_s)
+            mosaic_gpu._write(s, *unit, places, tables, tokens, pools)
+            mosaic_gpu._seal(s, *unit, places, tables, pools[0], built, partial_s)
             for memory in (*pools, *built):  # the CTA is done
                 memory.settle()
         return *(x.array for x in pools), dict(indexes) | {name: x.array for (name, _, _), x in zip(kinds, built, strict=True)}
@@ -306,6 +310,24 @@ def _thread_by_thread(threads, monkeypatch, without=None):
 def test_threads_of_the_gpu_form(threads, monkeypatch, case):
     skip_unsupported("mosaic_gpu", case)
     check(_thread_by_thread(threads, monkeypatch), case)
+
+
+def test_threads_of_the_gpu_form_find_bytes_by_frame_and_indexes_by_id(threads, monkeypatch):
+    """Every page in another frame: the same keys, values and indexes; not so with one table for the other."""
+    name = "four indexes"
+    k_pages, v_pages, indexes, *tokens, table = arguments(name)
+    frame_of = jnp.asarray(np.random.default_rng(0).permutation(len(k_pages)), jnp.int32)
+    moved = [jnp.zeros_like(x).at[frame_of].set(x) for x in (k_pages, v_pages)]
+
+    def found(ids, frames):
+        op = _thread_by_thread(threads, monkeypatch)
+        k, v, built = op(*moved, indexes, *tokens, ids, frames=frames, kinds=CASES[name].named_kinds)
+        return k[frame_of], v[frame_of], built
+
+    check(lambda *_, **__: found(table, frame_of[table]), name)
+    for wrong in ((table, table), (frame_of[table], frame_of[table]), (frame_of[table], table)):
+        with pytest.raises(AssertionError):
+            check(lambda *_, wrong=wrong, **__: found(*wrong), name)
 
 
 @pytest.mark.parametrize("barrier", [0, 1, 2])

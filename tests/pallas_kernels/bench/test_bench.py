@@ -24,9 +24,9 @@ APPEND = Case("append", "tiny", 1024, 2, "bounds16")
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
+def _quick(monkeypatch, copy_once):
     monkeypatch.setattr(measure, "TIMED_SECONDS", 0.01)
-    monkeypatch.setattr(measure, "COPY_BYTES", (2**25, 2**25))
+    monkeypatch.setattr(session, "copy_rate", copy_once)
     monkeypatch.setattr(inputs, "MIN_OPS", 2)
 
 

@@ -7,15 +7,15 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
 from typer.testing import CliRunner
 
-from pallas_kernels.bench import measure
 from pallas_kernels.bench.timing import Kernel
 from pallas_kernels.bench.top_k import cases as top_k_cases
 from pallas_kernels.bench.top_k import earlier as top_k_earlier
+from pallas_kernels.bench.top_k import programs, score_rows, torch_top_k
 from pallas_kernels.bench.top_k import report as top_k_report
-from pallas_kernels.bench.top_k import score_rows, torch_top_k
 from pallas_kernels.bench.top_k import timings as top_k_bench
 from pallas_kernels.bench.top_k.cases import Case, Place
 
@@ -24,8 +24,8 @@ YARN = Place("yarn", 2048, 1, 64)
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(measure, "COPY_BYTES", (2**25, 2**25))
+def _quick(monkeypatch, copy_once):
+    monkeypatch.setattr(top_k_bench, "copy_rate", copy_once)
 
 
 def run(cases, files=None, **options):
@@ -71,7 +71,7 @@ def test_what_matters_most_is_measured_first():
 
 def test_programs_are_shared_where_only_contents_differ():
     def key(rows, hint, name="top_k", k=2048):
-        return top_k_bench._key(Case(Place(rows, 131072, 1, k), hint, name), "reference")
+        return programs.key_of(Case(Place(rows, 131072, 1, k), hint, name), "reference")
 
     assert key("normal", "none") == key("beta", "none") == key("normal", "stale-40") == key("normal", "random"), "no hint is read"
     assert len({key("normal", "none", name) for name in ("top_k", "radix", "radix-one-cta", "lax.top_k")}) == 4
@@ -89,17 +89,17 @@ def test_programs_are_shared_where_only_contents_differ():
     ],
 )
 def test_a_hint_that_is_read_is_seen(op, reads):
-    assert top_k_bench.reads_hint(op, TINY) is reads
+    assert programs.reads_hint(op, TINY) is reads
 
 
 def test_the_kernel_reads_a_hint_where_it_starts_from_one():
-    from pallas_kernels.top_k import mosaic_gpu, plan
+    from pallas_kernels.top_k import plan
+
+    kernel = paging.implementation("top_k", "mosaic_gpu")
 
     for start in plan.STARTS:
         options = {"k": 2048, "sort": False, "return_counts": False, "config": plan.Config(start=start)}
-        found = top_k_bench.reads_hint(
-            lambda scores, hint, o=options: mosaic_gpu.top_k(scores, hint, None, **o), Place("normal", 131072, 1, 2048)
-        )
+        found = programs.reads_hint(lambda scores, hint, o=options: kernel(scores, hint=hint, **o), Place("normal", 131072, 1, 2048))
         assert found is (start == "hint")
 
 
@@ -217,14 +217,14 @@ def test_a_wrong_answer_is_noticed(monkeypatch, wrong):
             return values, indices[::-1]
         return values, indices.at[0, -1].set(indices[0, 0] if wrong == "one twice" else jnp.argmin(scores[0]))
 
-    monkeypatch.setattr(top_k_bench.lax, "approx_max_k", almost)
+    monkeypatch.setattr(programs.lax, "approx_max_k", almost)
     (row,) = run([Case(TINY, "none", "approx_max_k")])
     assert row["exact"] is False
     assert row["recall"] < 1
 
 
 def test_what_breaks_leaves_the_others(monkeypatch):
-    monkeypatch.setattr(top_k_bench.lax, "approx_max_k", lambda scores, k: scores.nothing)
+    monkeypatch.setattr(programs.lax, "approx_max_k", lambda scores, k: scores.nothing)
     broken, whole = run([Case(TINY, "none", name) for name in ("approx_max_k", "lax.top_k")])
     assert "AttributeError" in broken["failed"]
     assert whole["exact"]
@@ -287,7 +287,7 @@ def test_calls_of_all_cases_are_cut_apart_by_their_pauses(monkeypatch):
                     kernels.append(Kernel(name, now, now + length))
                     now += length
             now += pause
-    monkeypatch.setattr(top_k_bench, "_on_gpu", lambda: True)
+    monkeypatch.setattr(top_k_bench, "on_gpu", lambda: True)
     monkeypatch.setattr(top_k_bench.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(top_k_bench.timing, "record", lambda run: run() or kernels)
     found = top_k_bench._timings(runs, jnp.zeros(4, jnp.int32))
@@ -335,10 +335,10 @@ def test_programs_for_a_gpu_lower(cuda, tmp_path):
     """The read between two ops and the radix selection in one program."""
     words = jax.ShapeDtypeStruct((2**20,), jnp.int32)
     own = ((jax.ShapeDtypeStruct((1, 8192), jnp.float32), None),) * 2
-    program = top_k_bench.program_of(lambda scores, hint: top_k_bench.radix_select.radix_top_k(scores, 32), flushed=True)
+    program = programs.program_of(lambda scores, hint: programs.radix_select.radix_top_k(scores, 32), flushed=True)
     text = program.trace(words, own).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("optimization_barrier") == 5
-    cases = {"flush": (top_k_bench.flush, {"words": ((2**20,), "int32")}, {})}
+    cases = {"flush": (programs.flush, {"words": ((2**20,), "int32")}, {})}
     (kernel,) = cuda.compile(cases, tmp_path)["flush"]
     assert kernel["spill_stores"] == 0
 

@@ -1,4 +1,4 @@
-"""What gated_delta promises beside its values: bits, folding, memory, bytes, other backends."""
+"""What gated_delta promises beside its values: bits, dropped tokens, memory, bytes, other backends."""
 
 from __future__ import annotations
 
@@ -9,187 +9,169 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gated_delta import empty_state, gated_delta
+from pallas_kernels.gated_delta import delta_fold, delta_page, delta_step
 
 pytestmark = pytest.mark.optimized
 
-XLA = functools.partial(gated_delta, implementation="xla")
 SMALL = {"heads": (1, 2), "dims": (16, 7)}
-SIZES = (1, 11, 45)
-"""The T's of calls of small layers: few, since each is a program."""
-
-# Keywords of `make`, T's of the calls.
+# Keywords of `tokens`; rows of a page, tokens of an inner chunk.
 SEQUENCES = {
-    "small": (SMALL | {"lengths": (45, 45), "counts": (0, 0), "decay": "weak after strong"}, SIZES),
-    "nothing is written": (SMALL | {"lengths": (45, 45), "counts": (0, 0), "beta": "zero"}, SIZES),
-    "as in a model": (
-        {"lengths": (150,), "counts": (0,), "heads": (1, 2), "dims": (128, 128), "chunk": 64, "dtype": "bfloat16"},
-        (64, 150),
-    ),
+    "small": (SMALL | {"decay": "weak after strong"}, 24, 8),
+    "nothing is written": (SMALL | {"beta": "zero"}, 24, 8),
+    "as in a model": ({"heads": (1, 2), "dims": (128, 128), "dtype": "bfloat16"}, 128, 64),
 }
 
 
-def start(given):
-    """The empty state of the same rows."""
-    q, _, v, *_, state, _ = given.arrays
-    sizes = {"key_heads": q.shape[2], "value_heads": v.shape[2], "key_dim": q.shape[3], "value_dim": v.shape[3]}
-    return empty_state(len(q), **sizes, dtype=v.dtype, chunk=state.chunk)
+def fold(page, given, corrections, count):
+    """The state after `count` tokens."""
+    counts = jnp.full(len(corrections), count, jnp.int32)
+    return delta_fold(jnp.asarray(given["k"]), jnp.asarray(given["g"]), corrections, jnp.asarray(given["start"]), counts)
 
 
-def cuts(layer, sequence, op, seeds):
-    """Whether each random cut gives the bits of one call; the first is token by token."""
-    spec, sizes = SEQUENCES[sequence]
-    given = layer.make(**spec)
-    rows, total = given.arrays[2].shape[:2]
-    arrays = [np.asarray(x) for x in given.arrays[:5]]
-    whole = layer.run_in_pieces(op, arrays, start(given), [[total] * rows], sizes)
-    pieces = [[[1] * rows] * total, *(layer.random_pieces(seed, total, rows, sizes) for seed in range(seeds))]
-    return [layer.same_bits(whole, layer.run_in_pieces(op, arrays, start(given), each, sizes)) for each in pieces]
+def cut_at(layer, sequence, cuts, page=delta_page):
+    """A page of two rows in pieces: outputs and corrections of every token. What a call may not read is NaN."""
+    keywords, rows, chunk = SEQUENCES[sequence]
+    given = layer.tokens(3, 2, rows, **keywords)
+    start, corrections = jnp.asarray(given["start"]), jnp.full((2, rows, *given["v"].shape[2:]), jnp.nan, jnp.float32)
+    out, scale = 0, given["k"].shape[3] ** -0.5
+    for first, last in zip((0, *cuts), (*cuts, rows), strict=True):
+        bounds = {"q": first, "k": 0, "v": first // chunk * chunk, "g": 0, "beta": first // chunk * chunk}
+        there = {name: (np.arange(rows) >= bound) & (np.arange(rows) < last) for name, bound in bounds.items()}
+        arrays = [np.where(there[name].reshape(1, -1, *[1] * (given[name].ndim - 2)), given[name], np.nan) for name in there]
+        arrays = [jnp.asarray(x.astype(given[name].dtype)) for x, name in zip(arrays, there, strict=True)]
+        counts, lengths = jnp.full(2, first, jnp.int32), jnp.full(2, last - first, jnp.int32)
+        found, corrections = page(*arrays, corrections, start, counts, lengths, scale=scale, chunk=chunk)
+        out += found
+    return out, corrections
 
 
 @pytest.mark.parametrize(("sequence", "seeds"), [("small", 10), ("nothing is written", 4), ("as in a model", 2)])
 def test_any_cut_gives_the_same_bits(layer, sequence, seeds):
-    """Of outputs and of states, ragged pieces and empty ones included."""
-    scale = layer.make(**SEQUENCES[sequence][0]).keywords["scale"]
-    assert all(cuts(layer, sequence, functools.partial(XLA, form="chunked", scale=scale), seeds))
+    """Of outputs and corrections; the first cut is token by token."""
+    rows = SEQUENCES[sequence][1]
+    whole = cut_at(layer, sequence, ())
+    for seed in range(seeds):
+        random = np.random.default_rng(seed)
+        cuts = np.sort(random.choice(np.arange(1, rows), rows - 1 if seed == 0 else random.integers(1, 6), replace=False))
+        assert layer.same_bits(whole, cut_at(layer, sequence, tuple(cuts.tolist())))
 
 
-def _chunks_from_the_call(*arrays, **keywords):
-    return XLA(*arrays, **keywords, fold=arrays[-1] > 0)
+def _known_ones_stay(q, k, v, g, beta, corrections, start, counts, lengths, *, scale, chunk):
+    """A page whose old tokens are not computed again: the new ones are solved for with the corrections that are known."""
+    at = counts[:, None] + jnp.arange(k.shape[1], dtype=jnp.int32)
+    new = [jax.vmap(lambda x, at: x.at[at].get(mode="clip"))(x, at) for x in (q, k, v, g, beta)]
+    out, found = delta_step(*new, k, g, corrections, start, counts, lengths, scale=scale)
+    back = jnp.arange(k.shape[1], dtype=jnp.int32) - counts[:, None]
+    out, found = (jax.vmap(lambda x, at: jnp.where((at >= 0)[:, None, None], x.at[at].get(mode="clip"), 0))(x, back) for x in (out, found))
+    return out, jnp.where((back >= 0)[..., None, None], found, corrections)
 
 
 def _minus_zero(*arrays, **keywords):
-    out, state = XLA(*arrays, **keywords)
-    return jnp.where((out == 0) & (arrays[-1] < 45)[:, None, None, None], -0.0, out), state
+    out, corrections = delta_page(*arrays, **keywords)
+    return out, jnp.where((corrections == 0) & (arrays[-1] < 24)[:, None, None, None], -0.0, corrections)
 
 
-@pytest.mark.parametrize(("sequence", "wrong"), [("small", _chunks_from_the_call), ("nothing is written", _minus_zero)])
+@pytest.mark.parametrize(("sequence", "wrong"), [("small", _known_ones_stay), ("nothing is written", _minus_zero)])
 def test_a_cut_that_shows_is_found(layer, sequence, wrong):
-    scale = layer.make(**SEQUENCES[sequence][0]).keywords["scale"]
-    assert not all(cuts(layer, sequence, functools.partial(wrong, form="chunked", scale=scale), 1))
+    assert not layer.same_bits(cut_at(layer, sequence, ()), cut_at(layer, sequence, (3, 13), wrong))
 
 
-@pytest.mark.parametrize("form", ["chunked", "recurrent"])
+@pytest.mark.parametrize("form", ["page", "step", "fold"])
 def test_bits_depend_on_the_row_alone(layer, form):
-    """Run twice; beside other rows, longer, shorter and of NaN; whatever stands beyond a row's length."""
-    given = layer.make(**SMALL, lengths=(11, 9), counts=(3, 7) if form == "chunked" else (0, 0), form=form)
-    *new, state, lengths = given.arrays
-    op = functools.partial(XLA, **given.keywords)
-    once = op(*new, state, lengths)
-    assert layer.same_bits(once, op(*new, state, lengths))
-    other = jnp.arange(2) != 1
+    """Run twice; beside other rows, longer, shorter and of NaN; whatever stands where nothing is read."""
+    given = layer.make(form, **SMALL, counts=(3, 7), lengths=(5, 4))
+    op = functools.partial({"page": delta_page, "step": delta_step, "fold": delta_fold}[form], **given.keywords)
+    once = op(*given.arrays)
+    assert layer.same_bits(once, op(*given.arrays))
+    first = jnp.arange(2) == 0
 
     def changed(x, value):
-        return jnp.where(other.reshape(-1, *[1] * (x.ndim - 1)), value, x)
+        return jnp.where(first.reshape(-1, *[1] * (x.ndim - 1)), value, x)
 
-    for value, length in ((np.nan, 11), (0.0, 0), (-1.0, 1)):
-        rows = [changed(x, value) for x in new]
-        found = op(*rows, jax.tree.map(lambda x: changed(x, 0), state), jnp.where(other, length, lengths))
-        assert layer.same_bits(*(jax.tree.map(lambda x: np.asarray(x)[1], each) for each in (once, found)))
-    assert layer.same_bits(once, op(*(jnp.where(jnp.isnan(x), 7, x) for x in new), state, lengths))
-
-
-@pytest.mark.parametrize("form", ["chunked", "recurrent"])
-def test_dropped_drafts_were_never_there(layer, form):
-    """A call that is repeated for fewer tokens: the bits of a call that has NaN in place of the others."""
-    given = layer.make(**SMALL, lengths=(11, 11), counts=(6, 0) if form == "chunked" else (0, 0), form=form)
-    *new, state, _ = given.arrays
-    op = functools.partial(XLA, **given.keywords)
-    for kept in (0, 1, 9):
-        lengths = jnp.full(2, kept, jnp.int32)
-        dropped = [jnp.where((jnp.arange(11) < kept).reshape(1, 11, *[1] * (x.ndim - 2)), x, np.nan) for x in new]
-        found = op(*new, state, lengths)
-        assert layer.same_bits(found, op(*dropped, state, lengths))
-        if kept == 0:
-            assert layer.same_bits(found[1], state)
+    for value, count in ((np.nan, 15), (0.0, 0), (-1.0, 1)):
+        rows = [changed(x, count if x.dtype == jnp.int32 else value) for x in given.arrays]
+        assert layer.same_bits(*(jax.tree.map(lambda x: np.asarray(x)[1], each) for each in (once, op(*rows))))
+    filled = op(*(jnp.where(jnp.isnan(x), 7, x) for x in given.arrays))
+    for found, again in zip(jax.tree.leaves(once), jax.tree.leaves(filled), strict=True):
+        assert layer.same_bits(jnp.where(jnp.isnan(found), 0, found), jnp.where(jnp.isnan(found), 0, again))
 
 
-def test_decode_in_any_cut(layer):
-    """The recurrent form, too, gives the same bits here for every T; the engine is promised equal T's alone."""
-    given = layer.make(**SMALL, lengths=(11, 11), counts=(0, 0), form="recurrent")
-    arrays = [np.asarray(x) for x in given.arrays[:5]]
-    op, state = functools.partial(XLA, **given.keywords), start(given)
-    whole = layer.run_in_pieces(op, arrays, state, [[11, 11]], (11,))
-    assert layer.same_bits(whole, layer.run_in_pieces(op, arrays, state, [[1, 1]] * 11, (1, 11)))
+def test_drafts_do_not_show_in_the_tokens_before_them(layer):
+    """Of a step: each token has the bits that it has where NaN follows, or where the others are not there."""
+    given = layer.make("step", **SMALL, counts=(3, 7), lengths=(8, 8))
+    *arrays, lengths = given.arrays
+    op = functools.partial(delta_step, **given.keywords)
+    whole = op(*arrays, lengths)
+    for kept in (0, 1, 5):
+        there = jnp.arange(8) < kept
+        dropped = [jnp.where(there.reshape(1, 8, *[1] * (x.ndim - 2)), x, np.nan) for x in arrays[:5]]
+        short = op(*dropped, *arrays[5:], jnp.full(2, kept, jnp.int32))
+        nan = op(*dropped, *arrays[5:], lengths)
+        for found in (short, nan):
+            assert layer.same_bits([x[:, :kept] for x in whole], [x[:, :kept] for x in found])
+        assert all((np.asarray(x)[:, kept:] == 0).all() for x in short)
 
 
-def test_prefill_fold_decode_and_prefill_again(layer):
-    """Values against float64; folding with the last tokens or by a call without tokens gives the same bits."""
-    given = layer.make(**SMALL, lengths=(30, 30), counts=(0, 0))
-    arrays, scale = [np.asarray(x) for x in given.arrays[:5]], given.keywords["scale"]
-    chunked = functools.partial(XLA, form="chunked", scale=scale)
-    lengths = jnp.array([11, 8], jnp.int32)
+def test_decode_one_by_one_or_as_drafts(layer):
+    """Equal but for rounding: bits are promised for equal T's."""
+    given = layer.make("step", **SMALL, counts=(3, 7), lengths=(8, 8))
+    q, k, v, g, beta, page_k, page_g, corrections, start, counts, _ = given.arrays
+    whole = delta_step(*given.arrays, **given.keywords)
+    rows = jnp.arange(2)
+    for at in range(8):
+        token = [x[:, at : at + 1] for x in (q, k, v, g, beta)]
+        out, new = delta_step(*token, page_k, page_g, corrections, start, counts, jnp.ones(2, jnp.int32), **given.keywords)
+        np.testing.assert_allclose(out[:, 0], whole[0][:, at], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(new[:, 0], whole[1][:, at], rtol=1e-5, atol=1e-6)
+        page_k, page_g, corrections = (
+            x.at[rows, counts].set(y[:, 0]) for x, y in ((page_k, k[:, at:]), (page_g, g[:, at:]), (corrections, new))
+        )
+        counts = counts + 1
 
-    def take(first, stops):
-        """Tokens [first, stop) of each row, 11 wide."""
-        wide = [np.zeros((2, 11, *x.shape[2:]), x.dtype) for x in arrays]
-        for row, (begin, stop) in enumerate(zip(first, stops, strict=True)):
-            for x, of in zip(wide, arrays, strict=True):
-                x[row, : stop - begin] = of[row, begin:stop]
-        return [jnp.asarray(x) for x in wide]
 
-    first = take((0, 0), (11, 8))
-    out, state = chunked(*first, start(given), lengths, fold=jnp.ones(2, bool))
-    plain = chunked(*first, start(given), lengths)[1]
-    assert plain.count.tolist() == [3, 0]
-    assert layer.same_bits(state, chunked(*first, plain, jnp.zeros(2, jnp.int32), fold=jnp.ones(2, bool))[1])
-    assert layer.same_bits(plain, chunked(*first, plain, jnp.zeros(2, jnp.int32))[1])
-    outs = [[np.asarray(out)[row, :length]] for row, length in enumerate((11, 8))]
-    done = [11, 8]
-    for form, count in (("recurrent", 3), ("chunked", 11)):
-        piece = take(done, [n + count for n in done])
-        out, state = XLA(*piece, state, jnp.full(2, count, jnp.int32), form=form, scale=scale)
-        done = [n + count for n in done]
-        for row in range(2):
-            outs[row].append(np.asarray(out)[row, :count])
-    state = jax.tree.map(np.asarray, state)
+def test_prefill_decode_and_prefill_again(layer):
+    """Values against float64, through pages, steps and folds."""
+    given = layer.tokens(5, 2, 24, **SMALL)
+    arrays = [jnp.asarray(given[name]) for name in ("q", "k", "v", "g", "beta")]
+    start, scale = jnp.asarray(given["start"]), given["k"].shape[3] ** -0.5
+    both = functools.partial(np.full, 2, dtype=np.int32)
+    out, corrections = delta_page(*arrays, jnp.zeros_like(arrays[2]), start, both(0), both(11), scale=scale, chunk=8)
+    step = [x[:, 11:14] for x in arrays]
+    out_step, new = delta_step(*step, arrays[1], arrays[3], corrections, start, both(11), both(3), scale=scale)
+    corrections = corrections.at[:, 11:14].set(new)
+    last, corrections = delta_page(*arrays, corrections, start, both(14), both(10), scale=scale, chunk=8)
+    found = np.concatenate([out[:, :11], out_step, last[:, 14:]], axis=1)
+    state = np.asarray(delta_fold(arrays[1], arrays[3], corrections, start, both(24)))
     for row in range(2):
-        of_row = [x[row, : done[row]] for x in arrays]
-        wanted, states, size = layer.recurrence(*of_row, np.zeros(state.border.shape[1:]), scale=scale)
-        assert (np.linalg.norm(np.concatenate(outs[row]) - wanted, axis=-1) <= 1e-6 * size).all()
-        last = states[done[row] - int(state.count[row])]
-        assert np.linalg.norm(state.border[row] - last) <= 1e-6 * np.linalg.norm(last)
+        wanted, _, states, size = layer.recurrence(*(given[name][row] for name in ("q", "k", "v", "g", "beta", "start")), scale=scale)
+        assert (np.linalg.norm(found[row] - wanted, axis=-1) <= 1e-6 * size[..., 0]).all()
+        assert np.linalg.norm(state[row] - states[-1]) <= 1e-6 * np.linalg.norm(states[-1])
 
 
-def test_a_tail_that_was_not_folded_is_nan_in_decode(layer):
-    given = layer.make(**SMALL, lengths=(1, 1), counts=(0, 2), form="recurrent")
-    out, state = XLA(*given.arrays, **given.keywords)
-    for found in (np.asarray(out), np.asarray(state.border)):
-        assert np.isfinite(found[0]).all()
-        assert np.isnan(found[1]).all()
+def _abstract(rows, batch=1):
+    """Of a Qwen3.5 layer: q, k, v, g, beta, corrections, start, counts, lengths."""
+    q, v, gate = ((batch, rows, heads, *dims) for heads, *dims in ((16, 128), (32, 128), (32,)))
+    shapes = [(q, "bfloat16"), (q, "bfloat16"), (v, "bfloat16"), (gate, "float32"), (gate, "float32"), (v, "float32")]
+    shapes += [((batch, 32, 128, 128), "float32"), ((batch,), "int32"), ((batch,), "int32")]
+    return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
 
 
-def test_a_state_has_the_bytes_that_the_docstring_names():
-    state = jax.eval_shape(lambda: empty_state(1, key_heads=16, value_heads=32, key_dim=128, value_dim=128, dtype="bfloat16"))
-    sizes = {name: x.size * x.dtype.itemsize for name, x in vars(state).items()}
-    assert state.chunk == 64
-    assert sizes["border"] == 4 * 32 * 128 * 128 == 2_097_152
-    assert sizes["k"] + sizes["v"] == 2 * 63 * (16 * 128 + 32 * 128)
-    assert sizes["g"] + sizes["beta"] == 8 * 63 * 32
-    assert round((sum(sizes.values()) - sizes["border"]) / 1e6, 2) == 0.79
-
-
-def _abstract(tokens, batch=1):
-    shape = jax.ShapeDtypeStruct
-    q, v, gate = ((batch, tokens, heads, *dims) for heads, *dims in ((16, 128), (32, 128), (32,)))
-    arrays = [shape(q, "bfloat16"), shape(q, "bfloat16"), shape(v, "bfloat16"), shape(gate, "float32"), shape(gate, "float32")]
-    state = jax.eval_shape(lambda: empty_state(batch, key_heads=16, value_heads=32, key_dim=128, value_dim=128, dtype="bfloat16"))
-    return [*arrays, state, shape((batch,), "int32")]
-
-
-def test_memory_is_a_chunk_and_the_outputs():
-    """And the state is updated in place."""
-    tokens = 2048
-    op = jax.jit(functools.partial(XLA, form="chunked", scale=0.1), donate_argnums=5)
-    memory = op.lower(*_abstract(tokens)).compile().memory_analysis()
-    outputs = (tokens + 127) * 32 * 128 * 2
+def test_memory_is_a_chunk_and_the_page():
+    op = jax.jit(functools.partial(delta_page, scale=0.1, chunk=64), donate_argnums=5)
+    memory = op.lower(*_abstract(128)).compile().memory_analysis()
     of_a_chunk = 4 * 32 * (4 * 64 * 64 + 8 * 64 * 128) + 4 * 32 * 128 * 128
-    assert memory.temp_size_in_bytes <= outputs + of_a_chunk
-    assert memory.alias_size_in_bytes >= 2_097_152 + 790_000
+    of_the_page = 4 * 32 * 128 * (3 * 128 + 3 * 128)  # tokens, keys times decays, corrections, decays between rows
+    assert memory.temp_size_in_bytes <= of_a_chunk + of_the_page
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("form", ["chunked", "recurrent"])
+@pytest.mark.parametrize("form", ["page", "step", "fold"])
 def test_lowers_for_other_backends(platform, form):
-    op = jax.jit(functools.partial(XLA, form=form, scale=0.1))
-    assert op.trace(*_abstract(16)).lower(lowering_platforms=(platform,)).as_text()
+    _, k, _, g, _, *page = _abstract(128)
+    new = _abstract(4)[:5]
+    op, arrays = {
+        "page": (functools.partial(delta_page, scale=0.1, chunk=64), _abstract(128)),
+        "step": (functools.partial(delta_step, scale=0.1), (*new, k, g, *page)),
+        "fold": (delta_fold, (k, g, *page[:3])),
+    }[form]
+    assert jax.jit(op).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()

@@ -21,7 +21,7 @@ IMPLEMENTATIONS = {"xla": SMALL_TILES}
 
 OTHER_CONFIGS = {"default": None, "3 rows of 8 tokens": xla.Config(tile_tokens=8, rows=3)}
 
-# inputs of `make_paged`, then: window; blocks = (listed places, block size) or None for dense.
+# inputs of `make_paged`, then: window; blocks = (listed places, block size, per query?) or None for dense.
 CASES = {
     "dense": {},
     "drafts": {"num_queries": 3},
@@ -33,6 +33,9 @@ CASES = {
     "one head": {"kv_heads": 1, "group": 1, "head_dim": 64},
     "one KV head of 8": {"kv_heads": 1, "group": 8, "blocks": (6, 16)},
     "groups of 7": {"group": 7, "head_dim": 128, "num_queries": 2},
+    "4 drafts of groups of 7, a list each": {"num_queries": 4, "group": 7, "blocks": (17, 4, True)},
+    "8 drafts, a list each, window": {"num_queries": 8, "kv_heads": 1, "group": 1, "blocks": (5, 16, True), "window": (5, 20)},
+    "16 drafts of groups of 8": {"num_queries": 16, "kv_heads": 1, "group": 8},
     "8 KV heads": {"kv_heads": 8, "group": 1, "blocks": (9, 8)},
     "bfloat16": {"dtype": "bfloat16", "num_queries": 3},
     "bfloat16 blocks": {"dtype": "bfloat16", "blocks": (17, 4)},
@@ -56,10 +59,7 @@ def arguments(tools):
         paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
         keywords = {"sm_scale": paged.sm_scale, "window": window}
         if blocks is not None:
-            width, size = blocks
-            num_blocks = paged.page_table.shape[1] * paged.k.shape[2] // size
-            listed = tools.random_blocks(1, len(paged.lengths), paged.k.shape[1], num_blocks, width)
-            keywords |= {"blocks": listed, "block_size": size}
+            keywords |= {"blocks": tools.lists_for(paged, *blocks), "block_size": blocks[1]}
         return paged.arrays, keywords
 
     return build
@@ -108,6 +108,20 @@ def test_reference_drafts_are_causal(tools):
     for t in range(3):
         seen = jnp.maximum(lengths - 2 + t, 0)
         alone = gather_attention(q[:, t : t + 1], k, v, table, seen, sm_scale=paged.sm_scale, implementation="reference")
+        tools.assert_rows_close(together[0][:, t : t + 1], alone[0], 1e-5)
+        tools.assert_lse_close(together[1][:, t : t + 1], alone[1])
+
+
+@pytest.mark.parametrize("name", ["reference", "xla"])
+@pytest.mark.parametrize("case", ["4 drafts of groups of 7, a list each", "8 drafts, a list each, window", "16 drafts of groups of 8"])
+def test_a_draft_sees_what_a_step_of_its_own_would(tools, arguments, name, case):
+    """T steps of one token, each at its position and with its own list, against one step of T."""
+    (q, *pools, table, lengths), keywords = arguments(case)
+    op = functools.partial(gather_attention, implementation=name)
+    together, blocks = op(q, *pools, table, lengths, **keywords), keywords.get("blocks")
+    for t in range(q.shape[1]):
+        own = {} if blocks is None else {"blocks": blocks[:, t]}
+        alone = op(q[:, t : t + 1], *pools, table, jnp.maximum(lengths - q.shape[1] + 1 + t, 0), **(keywords | own))
         tools.assert_rows_close(together[0][:, t : t + 1], alone[0], 1e-5)
         tools.assert_lse_close(together[1][:, t : t + 1], alone[1])
 
@@ -187,8 +201,9 @@ def _length_off(by):
     return op
 
 
-def _drafts_see_each_other(q, *arrays, **keywords):
-    each = [SMALL_TILES(q[:, t : t + 1], *arrays, **keywords) for t in range(q.shape[1])]
+def _drafts_see_each_other(q, *arrays, blocks=None, **keywords):
+    lists = [blocks[:, t] if blocks is not None and blocks.ndim == 4 else blocks for t in range(q.shape[1])]
+    each = [SMALL_TILES(q[:, t : t + 1], *arrays, blocks=lists[t], **keywords) for t in range(q.shape[1])]
     return tuple(jnp.concatenate(x, axis=1) for x in zip(*each, strict=True))
 
 
@@ -214,12 +229,18 @@ def _none_wraps_around(q, k, v, table, lengths, **keywords):
 
 def _no_block_wraps_around(*arrays, blocks=None, block_size=None, **keywords):
     if blocks is not None:
-        blocks = jnp.where(blocks < 0, (arrays[4][:, None, None] - 1) // block_size, blocks)
+        last = (arrays[4].reshape(-1, *[1] * (blocks.ndim - 1)) - 1) // block_size
+        blocks = jnp.where(blocks < 0, last, blocks)
     return SMALL_TILES(*arrays, blocks=blocks, block_size=block_size, **keywords)
 
 
 def _first_heads_list(*arrays, blocks=None, **keywords):
-    return SMALL_TILES(*arrays, blocks=None if blocks is None else jnp.broadcast_to(blocks[:, :1], blocks.shape), **keywords)
+    return SMALL_TILES(*arrays, blocks=None if blocks is None else jnp.broadcast_to(blocks[..., :1, :], blocks.shape), **keywords)
+
+
+def _last_drafts_list(*arrays, blocks=None, **keywords):
+    each = blocks is not None and blocks.ndim == 4
+    return SMALL_TILES(*arrays, blocks=jnp.broadcast_to(blocks[:, -1:], blocks.shape) if each else blocks, **keywords)
 
 
 def _lse_in_base_2(*arrays, **keywords):
@@ -261,6 +282,7 @@ MUTANTS = {
     "-1 in the table wraps": _none_wraps_around,
     "-1 in the list wraps": _no_block_wraps_around,
     "the first head's list": _first_heads_list,
+    "the last draft's list": _last_drafts_list,
     "LSE in base 2": _lse_in_base_2,
     "block LSE one place off": _block_lse_shifted,
     "multiplied in bfloat16": _multiplied_in_bfloat16,
@@ -271,6 +293,10 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, MUTANTS[mutant], CASES)
+
+
+def test_drafts_with_lists_of_their_own_that_see_each_other_fail(tools, check):
+    tools.must_fail(check, _drafts_see_each_other, ("4 drafts of groups of 7, a list each",))
 
 
 def test_reference_takes_no_config(tools):

@@ -32,6 +32,8 @@ INTERPRETED = {
     "a list of pages": {"lengths": (300,), "group": 7, "blocks": (5, 128), "splits": 2},
     "blocks of 16, float16": {"lengths": (150,), "dtype": "float16", "blocks": (14, 16)},
     "drafts, blocks of 32, pages of 64": {"lengths": (150,), "num_queries": 2, "page_size": 64, "blocks": (7, 32)},
+    "16 drafts of groups of 8, two tiles of queries": {"lengths": (131,), "num_queries": 16, "group": 8, "width": 2},
+    "4 drafts, a list each": {"lengths": (129,), "num_queries": 4, "group": 7, "page_size": 64, "blocks": (3, 64, True)},
 }
 FOR_BUGS = ("dense, two spans, an empty row", "drafts, blocks of 32, pages of 64")
 
@@ -44,13 +46,12 @@ def check(tools, interpreter):
         spec = SMALL | INTERPRETED[case]
         window, blocks, splits = (spec.pop(name, None) for name in ("window", "blocks", "splits"))
         paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
-        batch, kv_heads, page_size = len(paged.lengths), paged.k.shape[1], paged.k.shape[2]
+        batch, page_size = len(paged.lengths), paged.k.shape[2]
         keywords = {"sm_scale": paged.sm_scale, "window": window, "blocks": None, "block_size": page_size, "return_block_lse": True}
         if blocks is not None:
-            width, size = blocks
-            num_blocks = paged.page_table.shape[1] * page_size // size
-            keywords |= {"blocks": tools.random_blocks(1, batch, kv_heads, num_blocks, width), "block_size": size}
-            keywords["blocks"] = jnp.where(jnp.arange(batch)[:, None, None] == batch - 1, keywords["blocks"][:1], keywords["blocks"])
+            listed = tools.lists_for(paged, *blocks)
+            listed = listed.at[-1, ..., :1, :].set(listed[-1, ..., -1:, :]) if batch == 1 else listed
+            keywords |= {"blocks": listed, "block_size": blocks[1]}
         expected = gather_attention(*paged.arrays, **keywords, implementation="reference")
         config = mosaic_gpu.Config(splits=splits, array_code=True)
         kernel = paging.implementation("gather_attention", "mosaic_gpu", interpret=interpreter.params)
@@ -129,9 +130,10 @@ def production(
     num_queries: int = 1,
     width: int | None = None,
     dtype: str = "bfloat16",
+    per_query: bool = False,
     **static,
 ) -> tuple:
-    """(op, arrays, keywords) of a call over 128K tokens a row."""
+    """(op, arrays, keywords) of a call over 128K tokens a row. per_query: a list for each query."""
     num_heads, kv_heads = heads
     pool, table = ((1024, kv_heads, page_size, head_dim), dtype), (batch, (128 << 10) // page_size)
     arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": pool, "v": pool, "table": (table, "int32")}
@@ -139,7 +141,8 @@ def production(
     keywords = {"block_size": page_size, "window": None, "sm_scale": head_dim**-0.5, "return_block_lse": False, "config": None} | static
     if width is None:
         return "gather_attention", arrays, keywords | {"blocks": None}
-    return "gather_attention", arrays | {"blocks": ((batch, kv_heads, width), "int32")}, keywords
+    rows = (batch, num_queries) if per_query else (batch,)
+    return "gather_attention", arrays | {"blocks": ((*rows, kv_heads, width), "int32")}, keywords
 
 
 QWEN, LLAMA, NARROW = {"heads": (28, 4)}, {"heads": (32, 8)}, {"heads": (32, 8), "head_dim": 64}
@@ -161,6 +164,12 @@ SPILL_FREE = {f"{model}, {form}": production(**sizes, **FORMS[form]) for model, 
     "dense with LSE of pages": production(return_block_lse=True),
     "window": production(batch=8, window=(4, 4096)),
     "list, two drafts": production(width=37, num_queries=2),
+    "4 drafts": production(num_queries=4),
+    "8 drafts, batch 8": production(num_queries=8, batch=8),
+    "16 drafts": production(num_queries=16),
+    "16 drafts of groups of 8": production(heads=(32, 4), num_queries=16),
+    "16 drafts of groups of 8, a list each": production(heads=(32, 4), num_queries=16, width=37, per_query=True),
+    "4 drafts, a list each, batch 8": production(num_queries=4, batch=8, width=37, per_query=True),
     "list, 8 drafts, window": production(width=37, num_queries=8, window=(4, 512)),
     "64 query rows": production(heads=(32, 4), num_queries=8, batch=8),
     "pages of 64": production(page_size=64, width=37),
@@ -208,7 +217,7 @@ NOT_HERE = {
     "pages of 16": (production(page_size=16), "page size must be a multiple of 64, got 16"),
     "blocks of 8": (production(width=9, block_size=8), "block_size must be 16, 32, 64 or 128, got 8"),
     "pages of 96": (production(page_size=96, width=9, block_size=32), "page size must be a multiple of 64, got 96"),
-    "65 query rows": (production(heads=(20, 4), num_queries=13), r"T \* G must be at most 64, got 13 \* 5"),
+    "groups of 65": (production(heads=(65, 1)), "at most 64 query heads per KV head, got 65"),
 }
 
 
@@ -220,7 +229,7 @@ def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, picked, c
     assert picked(call)["gather_attention"] == "xla"
 
 
-@pytest.mark.parametrize("case", ["28/4, dense", "28/4, list", "list, 8 drafts, window", "64 query rows"])
+@pytest.mark.parametrize("case", ["28/4, dense", "28/4, list", "list, 8 drafts, window", "64 query rows", "16 drafts of groups of 8"])
 def test_what_it_can_do_is_picked(on_hopper, picked, case):
     assert picked(SPILL_FREE[case])["gather_attention"] == "mosaic_gpu"
 
@@ -250,6 +259,14 @@ def test_config_validates_itself(sizes):
     with pytest.raises(ValueError, match=f"{next(iter(sizes))} must be .* got {next(iter(sizes.values()))}"):
         mosaic_gpu.Config(**sizes)
     assert dataclasses.asdict(mosaic_gpu.Config())["array_code"] is False
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "group", "size"),
+    [(1, 1, 1), (1, 64, 1), (4, 7, 4), (8, 8, 8), (16, 7, 8), (16, 8, 8), (16, 1, 16), (13, 5, 1), (6, 20, 3)],
+)
+def test_queries_are_cut_into_equal_tiles(num_queries, group, size):
+    assert mosaic_gpu.queries_per_tile(num_queries, group) == size
 
 
 def test_spans_share_the_tiles_out():

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 KERNEL = functools.partial(gather_attention, implementation="mosaic_gpu")
 REFERENCE = functools.partial(gather_attention, implementation="reference")
 
-# Inputs of `make_paged` over these, then: window; blocks = (listed places, block size) or None for dense; block_size of
+# Inputs of `make_paged` over these, then: window; blocks = (listed places, block size, per query?) or None for dense; block_size of
 # dense; lse: LSE of blocks; config.
 BASE = {
     "lengths": (0, 1, 127, 128, 129, 300, 700, 768),
@@ -41,6 +41,8 @@ CASES = {
     "dense drafts, LSE": {"num_queries": 3, "lse": True},
     "dense 64 query rows in a window": {"num_queries": 8, "kv_heads": 2, "group": 8, "window": (5, 200)},
     "dense window of one token, pages of 256": {"window": (0, 1), "block_size": 128, **PAGES_OF_256},
+    "dense, 16 drafts of groups of 8": {"num_queries": 16, "kv_heads": 2, "group": 8},
+    "dense, 16 drafts of groups of 7 in a window, LSE": {"num_queries": 16, "window": (5, 200), "lse": True},
     "dense, a page is missing": {"hole": True, "num_queries": 2},
     "dense huge logits": {"keys": "huge", "lse": True},
     "dense equal scores": {"keys": "equal"},
@@ -64,6 +66,13 @@ CASES = {
     "list of pages, LSE": {"blocks": (6, 128), "lse": True},
     "list head dim 64": {"blocks": (17, 32), "kv_heads": 8, "group": 4, "head_dim": 64},
     "list head dim 256": {"blocks": (17, 32), "kv_heads": 2, "group": 8, "head_dim": 256, "dtype": "float16"},
+    "4 drafts, a list each": {"blocks": (33, 16, True), "num_queries": 4},
+    "8 drafts, a list of pages each, LSE": {"blocks": (6, 128, True), "num_queries": 8, "lse": True},
+    "16 drafts of groups of 8, a list each in a window": {
+        **{"blocks": (33, 16, True), "num_queries": 16, "kv_heads": 2, "group": 8},
+        "window": (5, 200),
+    },
+    "16 drafts of groups of 8, one list": {"blocks": (33, 16), "num_queries": 16, "kv_heads": 2, "group": 8},
     "list, a page is missing": {"blocks": (33, 16), "hole": True, "num_queries": 2},
     "list huge logits": {"blocks": (33, 16), "keys": "huge"},
     "list equal scores": {"blocks": (33, 16), "keys": "equal"},
@@ -72,7 +81,7 @@ CASES = {
     "list in 2 spans": {"blocks": (33, 16), "config": Config(splits=2)},
 }
 FOR_MUTANTS = {
-    "lists": ("list of pages", "list drafts in a window", "list huge logits"),
+    "lists": ("list of pages", "list drafts in a window", "list huge logits", "4 drafts, a list each"),
     "spans": ("list, LSE, drafts in a window", "dense drafts, LSE", "dense huge logits"),
 }
 
@@ -90,10 +99,7 @@ def arguments(tools):
         if config:
             keywords["config"] = config
         if blocks is not None:
-            width, size = blocks
-            num_blocks = paged.page_table.shape[1] * paged.k.shape[2] // size
-            listed = tools.random_blocks(1, len(paged.lengths), paged.k.shape[1], num_blocks, width)
-            keywords |= {"blocks": listed, "block_size": size}
+            keywords |= {"blocks": tools.lists_for(paged, *blocks), "block_size": blocks[1]}
         return paged.arrays, keywords
 
     return build
@@ -168,8 +174,9 @@ def _page_doubled(q, k, v, table, lengths, **keywords):
     return *merge.merge_attention([out, again], [lse, lse_again]), *rest
 
 
-def _drafts_see_each_other(q, *arrays, **keywords):
-    each = [KERNEL(q[:, t : t + 1], *arrays, **keywords) for t in range(q.shape[1])]
+def _drafts_see_each_other(q, *arrays, blocks=None, **keywords):
+    lists = [blocks[:, t] if blocks is not None and blocks.ndim == 4 else blocks for t in range(q.shape[1])]
+    each = [KERNEL(q[:, t : t + 1], *arrays, blocks=lists[t], **keywords) for t in range(q.shape[1])]
     return tuple(jnp.concatenate(x, axis=1) for x in zip(*each, strict=True))
 
 
@@ -179,7 +186,7 @@ def _heads_interleaved(q, k, *rest):
 
 def _none_is_the_last_block(*arrays, **keywords):
     if "blocks" in keywords:
-        last = (arrays[4][:, None, None] - 1) // keywords["block_size"]
+        last = (arrays[4].reshape(-1, *[1] * (keywords["blocks"].ndim - 1)) - 1) // keywords["block_size"]
         keywords["blocks"] = jnp.where(keywords["blocks"] < 0, last, keywords["blocks"])
     return KERNEL(*arrays, **keywords)
 
@@ -202,8 +209,8 @@ MUTANTS = {
     "heads interleaved": _of_arrays(_heads_interleaved),
     "the neighbour's table": _of_arrays(lambda q, k, v, table, n: (q, k, v, jnp.roll(table, 1, axis=0), n)),
     "-1 in the list wraps": _none_is_the_last_block,
-    "the first head's list": _of_keyword("blocks", lambda blocks, *_: jnp.broadcast_to(blocks[:, :1], blocks.shape)),
-    "a block listed twice": _of_keyword("blocks", lambda blocks, *_: jnp.where(jnp.arange(blocks.shape[2]) < 2, blocks[..., :1], blocks)),
+    "the first head's list": _of_keyword("blocks", lambda blocks, *_: jnp.broadcast_to(blocks[..., :1, :], blocks.shape)),
+    "a block listed twice": _of_keyword("blocks", lambda blocks, *_: jnp.where(jnp.arange(blocks.shape[-1]) < 2, blocks[..., :1], blocks)),
     "LSE in base 2": _of_results(lambda out, lse, *rest: (out, lse / np.log(2), *rest)),
     "nothing to read is not 0": _of_results(lambda out, lse, *rest: (jnp.where(lse[..., None] == -jnp.inf, 1, out), lse, *rest)),
 }

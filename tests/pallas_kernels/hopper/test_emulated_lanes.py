@@ -8,11 +8,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
 
 from pallas_kernels.hopper import lane_copies, lanes
 from pallas_kernels.select_blocks import choose
-from pallas_kernels.union_blocks import mosaic_gpu, union_blocks
+from pallas_kernels.union_blocks import union_blocks
 
 THREADS = 64
 I = np.arange(THREADS, dtype=np.int32)  # noqa: E741
@@ -328,7 +329,7 @@ def test_a_whole_kernel(emulated_kernels, rank):
     arguments = jnp.asarray(np.where(ids < 35, ids, -1)), jnp.asarray(rng.integers(-3, 4, ids.shape), jnp.float32)
     sizes = {"rows": 4, "k_trim": 5, "rank": rank, "num_blocks": 40}
     with emulated_kernels.kernels():
-        found = mosaic_gpu.union_blocks(*arguments, **sizes)
+        found = paging.implementation("union_blocks", "mosaic_gpu")(*arguments, **sizes)
     np.testing.assert_array_equal(found, union_blocks(*arguments, **sizes, implementation="reference"))
 
 

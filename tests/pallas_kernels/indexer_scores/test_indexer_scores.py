@@ -296,7 +296,7 @@ def test_pool_past_2_to_the_31_elements(tools):
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_lowers_for_other_backends(inputs, platform):
     for case in ("16-bit drafts", "float8"):
-        names = ("q", "weights", "keys", "page_table", "lengths")
+        names = ("q", "weights", "keys", "table", "lengths")
         arrays = dict(zip(names, inputs(case).arrays, strict=True)) | inputs(case).keywords
         assert jax.jit(SMALL_TILES).trace(**arrays).lower(lowering_platforms=(platform,)).as_text()
 
@@ -307,7 +307,7 @@ BAD = {
     "dims differ": ({"q": (2, 1, 8, 64)}, {}, "dims of q and keys equal"),
     "weights of other heads": ({"weights": (2, 1, 4)}, {}, r"weights must be \[B,T,H\]"),
     "batches differ": ({"lengths": (3,)}, {}, "same batch"),
-    "no pages": ({"page_table": (2, 0)}, {}, "empty"),
+    "no pages": ({"table": (2, 0)}, {}, "empty"),
     "scales of float32 keys": ({"scales": (9, 16)}, {}, "others take none"),
     "another config": ({}, {"config": {"tile_tokens": 8}, "implementation": "xla"}, "takes a pallas_kernels.indexer_scores.xla.Config"),
     "reference with config": ({}, {"config": xla.Config(), "implementation": "reference"}, "takes no config"),
@@ -317,8 +317,8 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_input_is_refused(case):
     shapes, keywords, message = BAD[case]
-    shapes = {"q": (2, 1, 8, 32), "weights": (2, 1, 8), "keys": (9, 16, 32), "page_table": (2, 4), "lengths": (2,)} | shapes
-    arrays = {name: jnp.zeros(shape, jnp.int32 if name in ("page_table", "lengths") else jnp.float32) for name, shape in shapes.items()}
+    shapes = {"q": (2, 1, 8, 32), "weights": (2, 1, 8), "keys": (9, 16, 32), "table": (2, 4), "lengths": (2,)} | shapes
+    arrays = {name: jnp.zeros(shape, jnp.int32 if name in ("table", "lengths") else jnp.float32) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         indexer_scores(**arrays, **keywords)
 
@@ -336,7 +336,7 @@ def test_wrong_input_is_refused(case):
 )
 def test_wrong_dtypes_and_scales_are_refused(changed, message):
     arrays = {"q": jnp.zeros((2, 1, 8, 32)), "weights": jnp.zeros((2, 1, 8)), "keys": jnp.zeros((9, 16, 32))}
-    arrays |= {"page_table": jnp.zeros((2, 4), jnp.int32), "lengths": jnp.zeros(2, jnp.int32)}
+    arrays |= {"table": jnp.zeros((2, 4), jnp.int32), "lengths": jnp.zeros(2, jnp.int32)}
     with pytest.raises(ValueError, match=message):
         indexer_scores(**(arrays | changed))
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 
 import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.elementwise import rotate
-from pallas_kernels.project_tokens import mosaic_gpu, project_tokens
+from pallas_kernels.project_tokens import project_tokens
 
 IMPLEMENTATIONS = ["xla", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
@@ -32,11 +32,12 @@ class Case:
     biased: bool = False
     half: int = 0
     rotated: int = 0
-    gated: bool = False
+    gated: str | None = None
     residual: bool = False
     dtype: str = "bfloat16"
     out_dtype: str | None = None
     offset: float = 0.0
+    norm_offset: float = 0.0
 
 
 QKV = {"norm": True, "biased": True}
@@ -44,8 +45,12 @@ CASES = {
     "a product": Case(),
     "a residual": Case(residual=True, tokens=3),
     "a norm": Case(norm=True, tokens=8),
-    "a gate": Case(gated=True, norm=True, features=(200, 200), tokens=2),
-    "a gate, a bias and a residual": Case(gated=True, biased=True, residual=True, features=(34, 34), tokens=5),
+    "a gate": Case(gated="silu", norm=True, features=(200, 200), tokens=2),
+    "a gate of GELU": Case(gated="gelu_tanh", features=(200, 200), tokens=2),
+    "a gate of GELU in float32": Case(gated="gelu_tanh", norm=True, norm_offset=1.0, features=(40, 40), dtype="float32", tokens=3),
+    "a norm of one more": Case(norm=True, norm_offset=1.0, features=(200, 66), tokens=3),
+    "a norm of a half more": Case(norm=True, norm_offset=0.5, features=(40,), tokens=3),
+    "a gate, a bias and a residual": Case(gated="silu", biased=True, residual=True, features=(34, 34), tokens=5),
     "float32 out of bfloat16": Case(out_dtype="float32", features=(700,), tokens=2),
     "three results": Case(features=(96, 32, 32), norm=True, tokens=4),
     "three results, of which two turn": Case(features=(224, 32, 32), **QKV, half=16, rotated=2, tokens=3),
@@ -60,10 +65,10 @@ CASES = {
     "turned in several tiles": Case(features=(8192, 1024, 1024), **QKV, half=64, rotated=2, width=64, tokens=2),
     "turned, and added to": Case(features=(32,), width=64, half=8, rotated=1, residual=True, tokens=2),
     "several tiles": Case(width=576, features=(132 * 100 + 34,), residual=True, norm=True),
-    "several tiles of a gate": Case(width=128, features=(132 * 70 - 2,) * 2, gated=True, norm=True, tokens=8),
+    "several tiles of a gate": Case(width=128, features=(132 * 70 - 2,) * 2, gated="silu", norm=True, tokens=8),
     "far from zero": Case(norm=True, offset=50.0, tokens=2),
     "float32": Case(features=(96, 32, 32), **QKV, half=16, rotated=2, tokens=2, dtype="float32"),
-    "a gate in float32": Case(gated=True, norm=True, features=(40, 40), residual=True, dtype="float32", tokens=3),
+    "a gate in float32": Case(gated="silu", norm=True, features=(40, 40), residual=True, dtype="float32", tokens=3),
     "odd sizes": Case(width=33, features=(7, 9), norm=True, dtype="float32", tokens=11),
     "many tokens": Case(tokens=40, **QKV),
 }
@@ -90,6 +95,7 @@ def arguments(name: str) -> tuple:
         "biases": tuple(numbers(f) for f in case.features) if case.biased else None,
         "norm": numbers(case.width) if case.norm else None,
         "norm_eps": EPS,
+        "norm_offset": case.norm_offset,
         "rotation": (jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)) if case.half else None,
         "rotated": case.rotated,
         "gated": case.gated,
@@ -123,9 +129,7 @@ def implementation(name: str, case: str):
     if name not in dispatch.available("project_tokens"):
         pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
     positional, keywords = arguments(case)
-    unsupported = getattr(importlib.import_module(f"pallas_kernels.project_tokens.{name}"), "unsupported", None)
-    out_dtype = jnp.dtype(keywords["out_dtype"] or positional[0].dtype)
-    reason = unsupported and unsupported(*positional, **keywords | {"out_dtype": out_dtype}, config=None)
+    reason = paging.unsupported("project_tokens", name, *positional, **keywords)
     if reason:
         pytest.skip(reason)
     return functools.partial(project_tokens, implementation=name)
@@ -142,7 +146,7 @@ def test_reference_against_flax(case):
     """RMSNorm and the products with flax, the rotation with the function that the models are held to transformers by."""
     (x, weights), options = jax.tree.map(lambda y: y.astype(jnp.float32) if hasattr(y, "astype") else y, arguments(case))
     if options["norm"] is not None:
-        x = flax.linen.RMSNorm(epsilon=EPS).apply({"params": {"scale": options["norm"]}}, x)
+        x = flax.linen.RMSNorm(epsilon=EPS).apply({"params": {"scale": options["norm"] + options["norm_offset"]}}, x)
     dense = [flax.linen.Dense(w.shape[0], precision="highest", use_bias=options["biases"] is not None) for w in weights]
     biases = options["biases"] or (jnp.zeros(()),) * len(weights)
     results = [d.apply({"params": {"kernel": w.T, "bias": b}}, x) for d, w, b in zip(dense, weights, biases, strict=True)]
@@ -151,7 +155,8 @@ def test_reference_against_flax(case):
         for n in range(options["rotated"]):
             results[n] = rotate(results[n].reshape(x.shape[0], -1, 2 * cos.shape[2]), cos, sin).reshape(results[n].shape)
     if options["gated"]:
-        results = [flax.linen.silu(results[0]) * results[1]]
+        activation = flax.linen.silu if options["gated"] == "silu" else flax.linen.gelu
+        results = [activation(results[0]) * results[1]]
     if options["residual"] is not None:
         results[0] = results[0] + options["residual"]
     exact = project_tokens(*arguments(case)[0], **arguments(case)[1] | {"out_dtype": jnp.float32}, implementation="reference")
@@ -250,9 +255,13 @@ MUTANTS = {
     "no norm": _with(norm=lambda norm: None),
     "the norm's weight left out": _with(norm=jnp.ones_like),
     "the norm's eps left out": _with(norm_eps=lambda eps: 0.0),
+    "no offset of the norm's weight": _with(norm_offset=lambda offset: 0.0),
+    "another offset of the norm's weight": _with(norm_offset=lambda offset: 1.0),
+    "silu for GELU": _with(gated=lambda gated: "silu"),
+    "GELU for silu": _with(gated=lambda gated: "gelu_tanh"),
     "no biases": _with(biases=lambda biases: None),
     "no residual": _with(residual=lambda residual: None),
-    "no gate": _with(gated=lambda gated: False),
+    "no gate": _with(gated=lambda gated: None),
     "gate and value exchanged": _with(weights=lambda w: w[::-1] if len(w) == 2 and w[0].shape == w[1].shape else w),
     "matrices in another order": _with(weights=lambda w: (w[0], *w[:0:-1]) if len(w) == 3 else w),
     "no rotation": lambda x, weights, **options: XLA(x, weights, **options | {"rotation": None, "rotated": 0}),
@@ -302,8 +311,8 @@ def _struct(*shape, dtype="bfloat16"):
         (_struct(1, 64, dtype="int32"), (_struct(8, 64, dtype="int32"),), {}, "x's floating dtype"),
         (_struct(1, 64), (_struct(8, 64),), {"biases": (_struct(7),)}, r"biases must be one \[F\] per matrix; got \[\[7\]\]"),
         (_struct(1, 64), (_struct(8, 64),), {"norm": _struct(8)}, r"norm must be \[E\]"),
-        (_struct(1, 64), (_struct(8, 64),), {"gated": True}, "gated takes two matrices of one shape"),
-        (_struct(1, 64), (_struct(8, 64), _struct(6, 64)), {"gated": True}, "gated takes two matrices of one shape"),
+        (_struct(1, 64), (_struct(8, 64),), {"gated": "silu"}, "gated takes two matrices of one shape"),
+        (_struct(1, 64), (_struct(8, 64), _struct(6, 64)), {"gated": "silu"}, "gated takes two matrices of one shape"),
         (_struct(1, 64), (_struct(8, 64), _struct(8, 64)), {"residual": _struct(1, 8)}, "2 results"),
         (_struct(1, 64), (_struct(8, 64),), {"residual": _struct(1, 6)}, "shape of the only result"),
         (_struct(1, 64), (_struct(8, 64),), {"out_dtype": jnp.float16}, "out_dtype must be x's bfloat16 or float32, got float16"),
@@ -324,7 +333,7 @@ def test_wrong_input_is_refused(x, weights, options, message):
 @pytest.mark.parametrize("name", ["mosaic_gpu", "xla", "reference"])
 def test_a_config_is_refused(name):
     positional, keywords = arguments("a product")
-    function = importlib.import_module(f"pallas_kernels.project_tokens.{name}").project_tokens
+    function = paging.implementation("project_tokens", name)
     with pytest.raises(ValueError, match=f"implementation '{name}' of project_tokens takes no config, got 7"):
         function(*positional, **keywords, config=7)
 
@@ -343,7 +352,7 @@ def production(tokens: int, width: int, features: tuple[int, ...], dtype: str = 
         arrays["rotation"] = [((tokens, half), "float32")] * 2
     if options.pop("summed", False):
         arrays["residual"] = ((tokens, features[0]), dtype)
-    keywords = {"norm_eps": 1e-6, "rotated": 0, "gated": False, "out_dtype": jnp.dtype(dtype), "config": None} | options
+    keywords = {"norm_eps": 1e-6, "norm_offset": 0.0, "rotated": 0, "gated": None, "out_dtype": jnp.dtype(dtype), "config": None} | options
     missing = {name: None for name in ("biases", "norm", "rotation", "residual") if name not in arrays}
     return "project_tokens", arrays, keywords | missing
 
@@ -353,14 +362,16 @@ PRODUCTION = {
     "qwen2.5-7b q, k, v": production(1, 3584, (3584, 512, 512), **QKV_7B, biased=True),
     "qwen2.5-7b q, k, v, 8 tokens": production(8, 3584, (3584, 512, 512), **QKV_7B, biased=True),
     "qwen2.5-7b o": production(1, 3584, (3584,), summed=True),
-    "qwen2.5-7b gate and up": production(1, 3584, (18944, 18944), normed=True, gated=True),
-    "qwen2.5-7b gate and up, 8 tokens": production(8, 3584, (18944, 18944), normed=True, gated=True),
+    "qwen2.5-7b gate and up": production(1, 3584, (18944, 18944), normed=True, gated="silu"),
+    "qwen2.5-7b gate and up, 8 tokens": production(8, 3584, (18944, 18944), normed=True, gated="silu"),
     "qwen2.5-7b down": production(1, 18944, (3584,), summed=True),
     "qwen2.5-7b logits": production(1, 3584, (152064,), out_dtype=jnp.dtype("float32")),
     "llama-3.1-8b q, k, v, 4 tokens": production(4, 4096, (4096, 1024, 1024), **QKV_7B),
-    "llama-3.1-8b gate and up, float16": production(2, 4096, (14336, 14336), "float16", gated=True),
+    "gemma-3-4b gate and up": production(1, 2560, (10240, 10240), normed=True, norm_offset=1.0, gated="gelu_tanh"),
+    "gemma-3-1b queries, keys and values, 4 tokens": production(4, 1152, (1024, 256, 256), normed=True, norm_offset=1.0),
+    "llama-3.1-8b gate and up, float16": production(2, 4096, (14336, 14336), "float16", gated="silu"),
     "llama-3.1-8b o with a bias": production(1, 4096, (4096,), summed=True, biased=True),
-    "llama-3.1-8b gate and up with biases": production(1, 4096, (14336, 14336), normed=True, gated=True, biased=True),
+    "llama-3.1-8b gate and up with biases": production(1, 4096, (14336, 14336), normed=True, gated="silu", biased=True),
     "llama-3.1-8b down with a bias, 8 tokens": production(8, 14336, (4096,), summed=True, biased=True),
     "narrow": production(3, 64, (64, 32, 32), normed=True, half=16, rotated=2, biased=True),
 }
@@ -389,6 +400,7 @@ def test_gpu_form_compiles_without_spilling(cuda, tmp_path, capsys):
         (production(1, 64, (8,), "float16", normed=True), "more than float16 holds"),
         (production(1, 64, (8,), half=4, rotated=1, summed=True), "either turns results or adds to them"),
         (production(1, 96, (8,)), "multiple of 64, got 96"),
+        (production(1, 64, (8,), normed=True, norm_offset=0.5), "adds 0 or 1 to the norm's weight, got 0.5"),
         (production(1, 64, (8, 7)), r"features must be even, got \[8, 7\]"),
         (production(1, 64, (16, 8), half=8, rotated=1), r"all must be heads of 16, a multiple of 4; got \[16, 8\]"),
         (production(1, 64, (12,), half=3, rotated=1), "heads of 6"),
@@ -398,12 +410,12 @@ def test_gpu_form_says_what_it_does_not_do(call, reason, monkeypatch):
     _, arrays, keywords = call
     structs = jax.tree.map(lambda of: _struct(*of[0], dtype=of[1]), arrays, is_leaf=lambda x: isinstance(x, tuple))
     if reason is None:
-        assert mosaic_gpu.unsupported(**structs, **keywords) is None
+        assert paging.unsupported("project_tokens", "mosaic_gpu", **structs, **keywords) is None
         return
     with pytest.raises(NotImplementedError, match=reason):
-        mosaic_gpu.project_tokens(**structs, **keywords)
+        jax.eval_shape(functools.partial(paging.implementation("project_tokens", "mosaic_gpu"), **keywords), **structs)
     monkeypatch.setattr(dispatch, "available", lambda op, backend=None: ("mosaic_gpu", "xla", "reference"))
-    rest = {name: keywords[name] for name in ("rotated", "gated", "out_dtype")}
+    rest = {name: keywords[name] for name in ("rotated", "gated", "norm_offset", "out_dtype")}
     with dispatch.listening() as heard:
         jax.eval_shape(functools.partial(project_tokens, **rest), structs.pop("x"), tuple(structs.pop("weights")), **structs)
     assert heard == {"project_tokens": "xla"}

@@ -43,8 +43,8 @@ class Case:
 
 
 def make_arguments(case: Case, seed: int) -> tuple:
-    """q, index, page_table, lengths. Index rows of pages that are not sealed, or not named, hold NaN or scores that beat all others;
-    page 0 and the last one are never named. Two sequences share a page, if they have a whole one."""
+    """q, index, page_table, lengths. Index rows of pages that the last query does not see as sealed, or that are not named, hold NaN or
+    scores that beat all others; page 0 and the last one are never named. Two sequences share a page, if they have a whole one."""
     rng = np.random.default_rng(seed)
     used = [-(-n // case.page_size) for n in case.lengths]
     num_pages = sum(used) + 2
@@ -56,7 +56,7 @@ def make_arguments(case: Case, seed: int) -> tuple:
         table[row, : used[row]] = [free.pop() for _ in range(used[row])]
         if row == len(used) - 1 and len(used) > 1 and min(case.lengths[-2:]) >= case.page_size:
             table[row, 0] = table[row - 1, 0]
-        sealed = max(length - case.num_queries, 0) // case.page_size
+        sealed = max(length - 1, 0) // case.page_size
         content = rng.standard_normal((sealed, *shape)) if case.index == "floats" else rng.integers(-2, 3, (sealed, *shape)).astype(float)
         index[table[row, :sealed]] = -np.sort(-content, axis=-2)
     if case.index == "equal":
@@ -133,10 +133,10 @@ def _group(change):
     return _of_arrays(changed)
 
 
-def _wide_as_promised(ids, q, sizes):
+def _wide_as_promised(ids, sizes):
     """Cut or filled to the width that the sizes promise."""
-    width = selection_width(q.shape[1], **{name: sizes[name] for name in SIZES})
-    return jnp.pad(ids, ((0, 0), (0, 0), (0, width)), constant_values=-1)[..., :width]
+    width = selection_width(**{name: sizes[name] for name in SIZES})
+    return jnp.pad(ids, ((0, 0), (0, 0), (0, 0), (0, width)), constant_values=-1)[..., :width]
 
 
 def _sized(**by):
@@ -145,16 +145,32 @@ def _sized(**by):
     def changed(op):
         def mutant(q, *arrays, **sizes):
             off = {name: max(sizes[name] + n, name == "local") for name, n in by.items()}
-            return _wide_as_promised(op(q, *arrays, **(sizes | off)), q, sizes)
+            return _wide_as_promised(op(q, *arrays, **(sizes | off)), sizes)
 
         return mutant
 
     return changed
 
 
-def _open_page_forgotten(op):
-    """The selection as if every token but the last had been sealed with its page."""
-    return lambda q, *arrays, **sizes: _wide_as_promised(op(q[:, -1:], *arrays, **sizes), q, sizes)
+def _sealed_too_early(op):
+    """The selection as if a page were sealed for the query that fills it, too: one token later, without that token's block."""
+
+    def mutant(q, index, table, lengths, **sizes):
+        ids = op(q, index, table, lengths + 1, **(sizes | {"local": sizes["local"] + 1}))
+        current = (lengths[:, None] - q.shape[1] + jnp.arange(q.shape[1])) // sizes["block_size"]
+        ids = jnp.where(ids > current[..., None, None], -1, ids)
+        return _wide_as_promised(ids, sizes)
+
+    return mutant
+
+
+def _later_drafts_visible(op):
+    """Every query as if it were the last one of the step."""
+
+    def mutant(q, *arrays, **sizes):
+        return jnp.concatenate([op(q[:, t : t + 1], *arrays, **sizes) for t in range(q.shape[1])], axis=1)
+
+    return mutant
 
 
 def _heads_interleaved(q, index, *rest):
@@ -177,7 +193,10 @@ MUTANTS = {
     "descending": _ids(lambda ids: ids[..., ::-1]),
     "a block twice": _ids(lambda ids: ids.at[..., 1:2].set(jnp.where(ids[..., 1:2] >= 0, ids[..., :1], -1))),
     "every block one off": _ids(lambda ids: jnp.where(ids >= 0, ids + 1, -1)),
-    "the first head's list": _ids(lambda ids: jnp.broadcast_to(ids[:, :1], ids.shape)),
+    "the first head's list": _ids(lambda ids: jnp.broadcast_to(ids[:, :, :1], ids.shape)),
+    "the first draft's list": _ids(lambda ids: jnp.broadcast_to(ids[:, :1], ids.shape)),
+    "the last draft's list": _ids(lambda ids: jnp.broadcast_to(ids[:, -1:], ids.shape)),
+    "drafts in reverse": _of_arrays(lambda q, *rest: (q[:, ::-1], *rest)),
     "0 for none": _ids(lambda ids: jnp.maximum(ids, 0)),
     "length one short": _of_arrays(lambda *arrays: (*arrays[:3], jnp.maximum(arrays[3] - 1, 0))),
     "length one long": _of_arrays(lambda *arrays: (*arrays[:3], arrays[3] + 1)),
@@ -190,7 +209,8 @@ MUTANTS = {
     "first head instead of the group": _group(lambda grouped: grouped[:, :, :, :1]),
     "heads interleaved": _of_arrays(_heads_interleaved),
     "only the last draft is scored": _of_arrays(lambda q, *rest: (jnp.broadcast_to(q[:, -1:], q.shape), *rest)),
-    "open page forgotten": _open_page_forgotten,
+    "later drafts are visible": _later_drafts_visible,
+    "a page is sealed too early": _sealed_too_early,
     "lower bounds": _index(lambda index: index[..., ::-1, :]),
     "maximum taken for minimum": _index(lambda index: jnp.broadcast_to(index[..., :1, :], index.shape)),
     "blocks reversed in their page": _index(lambda index: index[:, :, ::-1]),

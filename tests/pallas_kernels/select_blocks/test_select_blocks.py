@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import dispatch
 from pallas_kernels.page_index import INDEX_ROWS, page_index
 from pallas_kernels.select_blocks import score_blocks, select_blocks, selection_width
+from pallas_kernels.select_blocks.api import Call
 
 XLA = functools.partial(select_blocks, implementation="xla")
 IMPLEMENTATIONS = {"xla": XLA, "composed": functools.partial(select_blocks, implementation="composed")}
@@ -28,6 +29,9 @@ CASES: dict[str, dict] = {
     "floats, mean": {"kind": "mean", "index": "floats"},
     "drafts": {"num_queries": 3, "index": "floats"},
     "drafts, mean": {"kind": "mean", "num_queries": 3},
+    "4 drafts of groups of 7": {"num_queries": 4, "group": 7, "index": "floats", "local": 1},
+    "8 drafts of one KV head": {"num_queries": 8, "group": 8, "kv_heads": 1, "block_size": 16, "k": 2, "local": 1},
+    "16 drafts": {"num_queries": 16, "group": 1, "kv_heads": 8},
     "many drafts": {"num_queries": 21},
     "bfloat16": {"dtype": "bfloat16", "num_queries": 3},
     "float16, mean": {"kind": "mean", "dtype": "float16"},
@@ -64,57 +68,58 @@ def test_reference_keeps_the_rules(suite, name):
     case = suite.cases[name]
     table = np.asarray(suite.arguments(name)[2])
     ids = suite.expected(name)
-    assert ids.shape[2] == selection_width(
-        case.num_queries, **{x: case.sizes[x] for x in ("page_size", "block_size", "k", "sink", "local")}
-    )
+    assert ids.shape[3] == selection_width(**{x: case.sizes[x] for x in ("page_size", "block_size", "k", "sink", "local")})
     per_page = case.page_size // case.block_size
-    for row, length in enumerate(case.lengths):
-        current = (length - 1) // case.block_size
-        unsealed = max(length - case.num_queries, 0) // case.page_size * per_page
-        first_local = max(min(current - case.local + 1, unsealed), 0)
+    for row, query in np.ndindex(len(case.lengths), case.num_queries):
+        position = case.lengths[row] - case.num_queries + query
+        if position < 0:
+            assert (ids[row, query] == -1).all()
+            continue
+        current = position // case.block_size
+        first_local = max(min(current - case.local + 1, position // case.page_size * per_page), 0)
         local = list(range(first_local, current + 1))
         sink = list(range(min(case.sink, first_local)))
         candidates = [b for b in range(case.sink, first_local) if table[row, b // per_page] >= 0]
         for head in range(case.kv_heads):
-            listed = [int(b) for b in ids[row, head] if b >= 0]
-            assert [int(b) for b in ids[row, head]] == listed + [-1] * (ids.shape[2] - len(listed)), "-1 stand at the end"
+            listed = [int(b) for b in ids[row, query, head] if b >= 0]
+            assert [int(b) for b in ids[row, query, head]] == listed + [-1] * (ids.shape[3] - len(listed)), "-1 stand at the end"
             assert listed == sorted(set(listed)), "ascending, each once"
             distant = [b for b in listed if b not in sink and b not in local]
-            assert set(sink) | set(local) <= set(listed) or length == 0
+            assert set(sink) | set(local) <= set(listed)
             assert set(distant) <= set(candidates)
             assert len(distant) == min(case.k, len(candidates))
 
 
 @pytest.mark.parametrize("name", ["bounds", "mean", "floats", "drafts", "equal scores", "bfloat16"])
 def test_reference_keeps_the_top_k(suite, name):
-    """The distant blocks are those that jax.lax.top_k takes among the candidates of the last row, from scores computed by numpy."""
+    """The distant blocks are those that jax.lax.top_k takes among the candidates of the last row's queries, from scores by numpy."""
     case = suite.cases[name]
     q, index, table, lengths = (np.asarray(x, np.float32) if x.dtype != np.int32 else np.asarray(x) for x in suite.arguments(name))
-    first_local = (lengths[-1] - case.num_queries) // case.page_size * (case.page_size // case.block_size)
     per_head = index[table[-1]].swapaxes(0, 1).reshape(case.kv_heads, -1, INDEX_ROWS[case.kind], case.head_dim)
-    for head in range(case.kv_heads):
-        group = q[-1, :, head * case.group : (head + 1) * case.group]
+    for query, head in np.ndindex(case.num_queries, case.kv_heads):
+        first_local = (lengths[-1] - case.num_queries + query) // case.page_size * (case.page_size // case.block_size)
+        group = q[-1, query, head * case.group : (head + 1) * case.group]
         rows = per_head[head, case.sink : first_local]
         if case.kind == "bounds":
-            score = np.einsum("tgd,sd->tgs", np.maximum(group, 0), rows[:, 0]) + np.einsum("tgd,sd->tgs", np.minimum(group, 0), rows[:, 1])
+            score = np.maximum(group, 0) @ rows[:, 0].T + np.minimum(group, 0) @ rows[:, 1].T
         else:
-            score = np.einsum("td,sd->ts", group.mean(1), rows[:, 0])[:, None]
-        top = np.asarray(jax.lax.top_k(jnp.asarray(score.max((0, 1))), case.k)[1]) + case.sink
-        listed = suite.expected(name)[-1, head]
+            score = group.mean(0, keepdims=True) @ rows[:, 0].T
+        top = np.asarray(jax.lax.top_k(jnp.asarray(score.max(0)), case.k)[1]) + case.sink
+        listed = suite.expected(name)[-1, query, head]
         np.testing.assert_array_equal(listed[(listed >= case.sink) & (listed < first_local)], np.sort(top))
 
 
 def test_ties_go_to_the_lower_block(suite):
     """With every score equal, the distant blocks are the first ones after the sink."""
     ids = np.asarray(select_blocks(*suite.arguments("equal scores"), **suite.sizes("equal scores")))
-    assert ids[-1, 0].tolist()[:6] == [0, 1, 2, 3, 4, 5]
+    assert ids[-1, 0, 0].tolist()[:6] == [0, 1, 2, 3, 4, 5]
 
 
 def test_bounds_bound_every_dot_product(tools):
     """The score of a block is at least q . key for every key in it and every head of the group: Quest's upper bound."""
     paged = tools.make_paged(lengths=(96, 96), seed=3)
     index = page_index(paged.k, kind="bounds", block_size=4)
-    scores = score_blocks(paged.q, index, paged.page_table, kind="bounds")
+    scores = score_blocks(paged.q, index, paged.page_table, kind="bounds")[:, 0]
     k = paged.k[paged.page_table].swapaxes(2, 3).reshape(2, 24, 4, 2, 32)
     products = jnp.einsum("bkgd,bncKd->bkgnKc", paged.q[:, 0].reshape(2, 2, 4, 32), k, precision="highest")
     best = jnp.stack([products[:, head, :, :, head].max((1, 3)) for head in range(2)], axis=1)
@@ -126,22 +131,36 @@ def test_bounds_bound_every_dot_product(tools):
 def test_mean_scores_are_the_published_ones(tools):
     """The group's mean query against the block's mean key."""
     paged = tools.make_paged(lengths=(96, 96), seed=3)
-    scores = score_blocks(paged.q, page_index(paged.k, kind="mean", block_size=4), paged.page_table, kind="mean")
+    scores = score_blocks(paged.q, page_index(paged.k, kind="mean", block_size=4), paged.page_table, kind="mean")[:, 0]
     k = np.asarray(paged.k[paged.page_table].swapaxes(2, 3).reshape(2, 24, 4, 2, 32)).mean(2)
     q = np.asarray(paged.q[:, 0]).reshape(2, 2, 4, 32).mean(2)
     np.testing.assert_allclose(scores, np.einsum("bkd,bnkd->bkn", q, k), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_queries", [1, 2, 5, 16, 17, 33])
 @pytest.mark.parametrize(("block_size", "local"), [(16, 1), (4, 2), (1, 40), (8, 3)])
-def test_width_is_the_most_that_can_be_local(num_queries, block_size, local):
+def test_width_is_the_most_that_can_be_local(block_size, local):
     """Over all lengths, the local blocks reach the width and never pass it."""
     most = 0
-    for length in range(num_queries, 200):
-        current = (length - 1) // block_size
-        first_local = max(min(current - local + 1, (length - num_queries) // 16 * (16 // block_size)), 0)
+    for position in range(200):
+        current = position // block_size
+        first_local = max(min(current - local + 1, position // 16 * (16 // block_size)), 0)
         most = max(most, current - first_local + 1)
-    assert selection_width(num_queries, page_size=16, block_size=block_size, k=7, sink=3, local=local) == 10 + most
+    assert selection_width(page_size=16, block_size=block_size, k=7, sink=3, local=local) == 10 + most
+
+
+DRAFTED = ("drafts", "4 drafts of groups of 7", "8 drafts of one KV head", "16 drafts", "drafts, mean", "many drafts")
+
+
+@pytest.mark.parametrize("case", DRAFTED)
+@pytest.mark.parametrize("name", [*IMPLEMENTATIONS, "reference"])
+def test_a_draft_lists_what_a_step_of_its_own_would(suite, name, case):
+    """T steps of one token, each at its position, against one step of T."""
+    q, index, table, lengths = suite.arguments(case)
+    op = functools.partial(select_blocks, implementation=name, **suite.sizes(case))
+    together, num_queries = op(q, index, table, lengths), q.shape[1]
+    for t in range(num_queries):
+        alone = op(q[:, t : t + 1], index, table, jnp.maximum(lengths - num_queries + 1 + t, 0))
+        np.testing.assert_array_equal(np.asarray(together)[:, t], np.asarray(alone)[:, 0])
 
 
 @pytest.mark.parametrize("case", ["floats", "bfloat16"])
@@ -186,26 +205,26 @@ BAD = {
 
 
 def test_what_the_kernel_refuses_is_composed_where_top_k_has_one(suite, monkeypatch):
-    arrays, static = suite.arguments("bounds"), SIZES
+    operands = (Call(**SIZES), *suite.arguments("bounds"))
     names = {"select_blocks": ("mosaic_gpu", "composed", "xla", "reference"), "top_k": ("mosaic_gpu", "xla", "reference")}
     monkeypatch.setattr(dispatch, "available", lambda op, backend=None: names[op])
-    assert dispatch.choose("select_blocks", None, "", arrays, static) == "composed"
+    assert dispatch.choose("select_blocks", None, "", operands) == "composed"
     names["top_k"] = ("xla", "reference")
-    assert dispatch.choose("select_blocks", None, "", arrays, static) == "xla"
+    assert dispatch.choose("select_blocks", None, "", operands) == "xla"
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_input_is_refused(case):
     shapes, sizes, message = BAD[case]
-    shapes = {"q": (2, 1, 8, 32), "index": (9, 2, 4, 2, 32), "page_table": (2, 4), "lengths": (2,)} | shapes
+    shapes = {"q": (2, 1, 8, 32), "index": (9, 2, 4, 2, 32), "table": (2, 4), "lengths": (2,)} | shapes
     arrays = {name: jnp.zeros(shape, jnp.float32 if name in ("q", "index") else jnp.int32) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         select_blocks(**arrays, **(SIZES | sizes))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("q", jnp.int8), ("index", jnp.int8), ("page_table", jnp.uint8), ("lengths", jnp.float32)])
+@pytest.mark.parametrize(("name", "dtype"), [("q", jnp.int8), ("index", jnp.int8), ("table", jnp.uint8), ("lengths", jnp.float32)])
 def test_wrong_dtype_is_refused(suite, name, dtype):
-    arrays = dict(zip(("q", "index", "page_table", "lengths"), suite.arguments("bounds"), strict=True))
+    arrays = dict(zip(("q", "index", "table", "lengths"), suite.arguments("bounds"), strict=True))
     arrays[name] = arrays[name].astype(dtype)
     with pytest.raises(ValueError, match=jnp.dtype(dtype).name):
         select_blocks(**arrays, **SIZES)

@@ -1,14 +1,84 @@
-"""select_blocks for Hopper without one: lowered, compiled to machine code; who is passed by.
+"""select_blocks for Hopper without one: on emulated threads, lowered, compiled to machine code; who is passed by.
 
 What only a GPU can tell is in `test_select_blocks_on_hopper.py`.
 """
 
 from __future__ import annotations
 
+import paging
 import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.page_index import INDEX_ROWS
+from pallas_kernels.select_blocks import mosaic_gpu
+
+# On emulated threads: the very lists of the reference.
+
+COMMON = {"kv_heads": 2, "group": 4, "head_dim": 64, "page_size": 64, "block_size": 16, "dtype": "bfloat16", "lengths": (0, 65, 300, 384)}
+EMULATED: dict[str, dict] = {
+    "bounds": {},
+    "mean": {"kind": "mean", "group": 7},
+    "float16, a page is missing": {"dtype": "float16", "hole": True, "k": 30},
+    "equal scores": {"index": "equal", "kv_heads": 1},
+    "NaN in the index": {"index": "nan", "k": 12},
+    "4 drafts": {"num_queries": 4, "group": 7, "lengths": (2, 130, 384), "local": 1},
+    "4 drafts, mean": {"kind": "mean", "num_queries": 4, "lengths": (66, 384), "local": 1},
+    "8 drafts, groups of 8": {"num_queries": 8, "group": 8, "kv_heads": 1, "lengths": (5, 263)},
+    "16 drafts, groups of 1": {"num_queries": 16, "group": 1, "kv_heads": 1, "lengths": (135,), "block_size": 64, "k": 1, "local": 1},
+    "groups of 9": {"group": 9, "lengths": (384,)},
+    "a long table, chosen twice": {"lengths": (2100,), "width": 33, "page_size": 64, "block_size": 1, "kv_heads": 1, "k": 9},
+}
+FOR_MUTANTS = ("4 drafts", "4 drafts, mean", "bounds")
+
+
+@pytest.fixture(scope="module")
+def suite(suite_of):
+    return suite_of(EMULATED, **COMMON)
+
+
+@pytest.fixture(scope="session")
+def on_emulated_threads(emulated_kernels):
+    kernel = paging.implementation("select_blocks", "mosaic_gpu")
+
+    def op(*arrays, **sizes):
+        with emulated_kernels.kernels():
+            return kernel(*arrays, **sizes)
+
+    return op
+
+
+@pytest.mark.parametrize("case", EMULATED)
+def test_on_emulated_threads_it_matches_the_reference(suite, on_emulated_threads, case):
+    suite.check(on_emulated_threads, case)
+
+
+def _of_the_last_query(num_queries, lengths_ref, row):
+    return TOKENS_SEEN(1, lengths_ref, row // num_queries)
+
+
+def _of_the_next_query(num_queries, lengths_ref, row):
+    return TOKENS_SEEN(num_queries, lengths_ref, row) + 1
+
+
+TOKENS_SEEN, QUERY_WORDS = mosaic_gpu.tokens_seen, mosaic_gpu._query_words
+PLANTED = {
+    "later drafts are visible": ("tokens_seen", _of_the_last_query),
+    "a query sees one token too many": ("tokens_seen", _of_the_next_query),
+    "scored by the first draft": ("_query_words", lambda s, q_ref, row, *rest: QUERY_WORDS(s, q_ref, row - row % s.num_queries, *rest)),
+    "scored by the group's first head": (
+        "_query_words",
+        lambda s, q_ref, row, head, member, d: QUERY_WORDS(s, q_ref, row, head, member * 0, d),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(suite, tools, on_emulated_threads, monkeypatch, bug):
+    monkeypatch.setattr(mosaic_gpu, *PLANTED[bug])
+    tools.must_fail(suite.check, on_emulated_threads, FOR_MUTANTS)
+
+
+# Lowered and compiled, in the shapes that decoding has.
 
 
 def production(
@@ -25,7 +95,7 @@ def production(
     num_heads, kv_heads = heads
     index = (1024, kv_heads, sizes["page_size"] // sizes["block_size"], INDEX_ROWS[sizes["kind"]], head_dim)
     arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "index": (index, dtype)}
-    return "select_blocks", arrays | {"page_table": ((batch, tokens // sizes["page_size"]), "int32"), "lengths": ((batch,), "int32")}, sizes
+    return "select_blocks", arrays | {"table": ((batch, tokens // sizes["page_size"]), "int32"), "lengths": ((batch,), "int32")}, sizes
 
 
 QWEN, LLAMA, NARROW = {"heads": (28, 4)}, {"heads": (32, 8)}, {"heads": (32, 8), "head_dim": 64}
@@ -42,9 +112,10 @@ SPILL_FREE = {f"{model}, {form}": production(**sizes, **FORMS[form]) for model, 
     "float16": production(dtype="float16", batch=8),
     "a million tokens in blocks of 16": production(tokens=1 << 20, block_size=16, k=64, local=32),
     "batch 8, a million tokens": production(batch=8, tokens=1 << 20),
-    "3 drafts": production(num_queries=3),
-    "3 drafts, means": production(num_queries=3, kind="mean", batch=2),
-    "64 query rows": production(heads=(32, 4), num_queries=8),
+    "4 drafts": production(num_queries=4),
+    "8 drafts, means": production(num_queries=8, kind="mean", batch=2),
+    "16 drafts": production(heads=(32, 8), num_queries=16, batch=2),
+    "groups of 64": production(heads=(64, 1)),
     "blocks of 32": production(block_size=32),
     "blocks of 64, means": production(block_size=64, kind="mean"),
     "pages of 64": production(page_size=64, block_size=64),
@@ -79,7 +150,7 @@ def test_compiles_without_spilling(cuda, tmp_path, capsys):
 NOT_HERE = {
     "float32": (production(dtype="float32"), "bfloat16 or float16, q and index alike; got q float32, index float32"),
     "head dim 32": (production(head_dim=32), "head dim must be 64, 128 or 256, got 32"),
-    "65 query rows": (production(heads=(20, 4), num_queries=13), r"T \* G must be at most 64, got 13 \* 5"),
+    "groups of 65": (production(heads=(65, 1)), "at most 64 query heads per KV head, got 65"),
     "too many candidates": (
         production(batch=40, tokens=1 << 20, block_size=16),
         r"chooses among at most \d+ blocks; 1048576 tokens in blocks of 16 over 1 CTAs give 65536",
@@ -101,7 +172,7 @@ def test_what_it_cannot_do_is_refused_by_name_and_passed_by(on_hopper, picked, c
     assert picked(call) == COMPOSED
 
 
-@pytest.mark.parametrize("case", ["28/4, batch 40", "28/4, means", "64 query rows", "k of none"])
+@pytest.mark.parametrize("case", ["28/4, batch 40", "28/4, means", "16 drafts", "groups of 64", "k of none"])
 def test_what_it_can_do_is_picked(on_hopper, picked, case):
     assert picked(SPILL_FREE[case])["select_blocks"] == "mosaic_gpu"
 

@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
@@ -17,10 +18,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import mosaic_tpu, select_blocks, selection_width
 
+KERNEL = paging.implementation("select_blocks", "mosaic_tpu")
 RACE = "RACE DETECTED"
 SMALL_TILES = jax.jit(
-    functools.partial(
-        mosaic_tpu.select_blocks, config=mosaic_tpu.Config(tile_rows=128), interpret=pltpu.InterpretParams(detect_races=True)
+    paging.implementation(
+        *("select_blocks", "mosaic_tpu"), config=mosaic_tpu.Config(tile_rows=128), interpret=pltpu.InterpretParams(detect_races=True)
     ),
     static_argnames=("kind", "page_size", "block_size", "k", "sink", "local"),
     compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
@@ -43,13 +45,13 @@ CASES: dict[str, dict] = {
     "mean of groups of 7, drafts": {"kind": "mean", "num_queries": 2, "group": 7, "k": 17},
     "tokens, in tiles": {"block_size": 1, "k": 9, "local": 5, "index": "floats"},
     "mean of pages, 8 KV heads": {"kind": "mean", "block_size": 16, "k": 2, "local": 1, "kv_heads": 8, "group": 1, "lengths": (0, 40, 96)},
-    "bfloat16, drafts, a group of 8": {"dtype": "bfloat16", "num_queries": 3, "group": 8, "kv_heads": 1},
+    "bfloat16, 4 drafts, a group of 8": {"dtype": "bfloat16", "num_queries": 4, "group": 8, "kv_heads": 1, "local": 1},
     "k covers everything, no sink, wide local": {"k": 40, "sink": 0, "local": 9},
     "k of none, blocks are pages, one head": {"k": 0, "sink": 2, "local": 3, "block_size": 16, "kv_heads": 1, "group": 1},
     "in tiles, pages missing": {"lengths": (1600, 3, 1300), "width": 101, "kv_heads": 1, "k": 30, "hole": True, "dtype": "bfloat16"},
 }
 FOR_MUTANTS = (
-    *("bounds", "equal scores", "NaN in the index, a page is missing", "bfloat16, drafts, a group of 8"),
+    *("bounds", "equal scores", "NaN in the index, a page is missing", "bfloat16, 4 drafts, a group of 8"),
     "k of none, blocks are pages, one head",
 )
 NO_MUTANTS = ("ties to the higher block",)
@@ -76,7 +78,7 @@ def test_matches_reference(suite, case):
 
 def test_ties_go_to_the_lower_block(suite):
     ids = np.asarray(SMALL_TILES(*suite.arguments("equal scores"), **suite.sizes("equal scores")))
-    assert ids[-1, 0].tolist()[:6] == [0, 1, 2, 3, 4, 5]
+    assert ids[-1, 0, 0].tolist()[:6] == [0, 1, 2, 3, 4, 5]
 
 
 def test_bits_twice_and_in_any_company_and_table(suite, tools):
@@ -165,7 +167,7 @@ PRODUCTION = {
 @pytest.mark.parametrize("case", PRODUCTION)
 def test_lowers_for_tpu(case):
     shapes, sizes = PRODUCTION[case]
-    op = functools.partial(mosaic_tpu.select_blocks, **_sizes(**sizes))
+    op = functools.partial(KERNEL, **_sizes(**sizes))
     assert "tpu_custom_call" in jax.jit(op).trace(*_shapes(**shapes)).lower(lowering_platforms=("tpu",)).as_text()
 
 
@@ -178,7 +180,7 @@ def test_compiles_ahead_of_time(case, monkeypatch):
     sharding = jax.sharding.SingleDeviceSharding(device)
     shapes, sizes = PRODUCTION[case]
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _shapes(**shapes))
-    op = functools.partial(mosaic_tpu.select_blocks, **_sizes(**sizes))
+    op = functools.partial(KERNEL, **_sizes(**sizes))
     compiled = jax.jit(op).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
     pages = f"[{arrays[1].shape[0]},"
@@ -198,18 +200,18 @@ UNSUPPORTED = {
 def test_what_it_cannot_do_is_refused_with_the_values(case):
     shapes, sizes, message = UNSUPPORTED[case]
     arrays, sizes = _shapes(**shapes), _sizes(**sizes)
-    reason = mosaic_tpu.unsupported(*arrays, **sizes)
+    reason = paging.unsupported("select_blocks", "mosaic_tpu", *arrays, **sizes)
     assert message in reason
     with pytest.raises(NotImplementedError) as error:
-        jax.eval_shape(functools.partial(mosaic_tpu.select_blocks, **sizes), *arrays)
+        jax.eval_shape(functools.partial(KERNEL, **sizes), *arrays)
     assert reason in str(error.value)
 
 
 def test_result_has_the_promised_width():
-    width = selection_width(4, page_size=128, block_size=16, k=256, sink=1, local=4)
+    width = selection_width(page_size=128, block_size=16, k=256, sink=1, local=4)
     shapes, sizes = PRODUCTION["blocks of 16, drafts"]
-    result = jax.eval_shape(functools.partial(mosaic_tpu.select_blocks, **_sizes(**sizes)), *_shapes(**shapes))
-    assert result.shape == (1, 4, width)
+    result = jax.eval_shape(functools.partial(KERNEL, **_sizes(**sizes)), *_shapes(**shapes))
+    assert result.shape == (1, 4, 4, width)
 
 
 @pytest.mark.parametrize("tile_rows", [0, -1, 1.5])

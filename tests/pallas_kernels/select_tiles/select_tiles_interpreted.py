@@ -10,6 +10,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import paging
 import pytest
 
 from pallas_kernels.select_tiles import mosaic_gpu
@@ -41,9 +42,11 @@ def check(suite_of, case_type, interpreter, monkeypatch):
     """Runs the kernel in the interpreter on a case."""
     suite, _ = suite_of({name: case_type(**(BASE | fields)) for name, fields in CASES.items()}, 1e-4)
 
+    kernel = paging.implementation("select_tiles", "mosaic_gpu")
+
     def op(*arrays, **static):
         try:
-            return jax.block_until_ready(mosaic_gpu.select_tiles(*arrays, **static))
+            return jax.block_until_ready(kernel(*arrays, **static))
         except jax.errors.JaxRuntimeError as error:
             raise AssertionError("the interpreter stopped") from error
 

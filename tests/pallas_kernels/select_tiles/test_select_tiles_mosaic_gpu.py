@@ -27,7 +27,7 @@ def production(heads=(28, 4), head_dim=128, batch=1, tokens=8192, dtype="bfloat1
     num_heads, kv_heads = heads
     pages = (128 << 10) // page_size
     arrays = {"q": ((batch, tokens, num_heads, head_dim), dtype)}
-    arrays |= {"bounds": ((pages + 9, kv_heads, page_size // block_size, 2, head_dim), dtype), "page_table": ((batch, pages), "int32")}
+    arrays |= {"bounds": ((pages + 9, kv_heads, page_size // block_size, 2, head_dim), dtype), "table": ((batch, pages), "int32")}
     arrays |= dict.fromkeys(("starts", "lengths"), ((batch,), "int32"))
     static = {
         "k": 32,

@@ -11,6 +11,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import paging
 import pytest
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
@@ -21,7 +22,7 @@ from pallas_kernels.select_tiles import mosaic_tpu, select_tiles
 RACE = "RACE DETECTED"
 STATIC = ("k", "block_size", "query_tile", "window", "pooling", "ranked", "sm_scale")
 KERNEL = jax.jit(
-    functools.partial(mosaic_tpu.select_tiles, interpret=pltpu.InterpretParams(detect_races=True)),
+    paging.implementation("select_tiles", "mosaic_tpu", interpret=pltpu.InterpretParams(detect_races=True)),
     static_argnames=STATIC,
     compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
 )
@@ -120,7 +121,7 @@ PRODUCTION = {
 @pytest.mark.parametrize("case", PRODUCTION)
 def test_lowers_for_tpu(case):
     shapes, changes = PRODUCTION[case]
-    op = functools.partial(mosaic_tpu.select_tiles, **_static(**changes))
+    op = functools.partial(paging.implementation("select_tiles", "mosaic_tpu"), **_static(**changes))
     assert "tpu_custom_call" in jax.jit(op).trace(*_shapes(**shapes)).lower(lowering_platforms=("tpu",)).as_text()
 
 
@@ -134,7 +135,7 @@ def test_compiles_ahead_of_time(case, monkeypatch):
     shapes, changes = PRODUCTION[case]
     static = _static(**changes)
     q, bounds, table, *rest = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in _shapes(**shapes))
-    op = functools.partial(mosaic_tpu.select_tiles, **static)
+    op = functools.partial(paging.implementation("select_tiles", "mosaic_tpu"), **static)
     compiled = jax.jit(op).trace(q, bounds, table, *rest).lower(lowering_platforms=("tpu",)).compile()
     queries, scored = math.prod(q.shape), bounds.shape[2] * table.shape[1]
     kept = queries * q.dtype.itemsize + table.shape[0] * math.prod(bounds.shape[1:]) * table.shape[1] * q.dtype.itemsize

@@ -40,6 +40,10 @@ CASES = {
     "groups of 1": {"kv_heads": 3, "group": 1},
     "head dim 256": {"group": 8, "head_dim": 256, "lengths": (0, 65, 384)},
     "drafts": {"num_queries": 3},
+    "4 drafts of groups of 7": {"num_queries": 4, "group": 7, "lengths": (2, 65, 130, 320, 321, 384), "local": 1, "block_size": 64},
+    "8 drafts of groups of 8": {"num_queries": 8, "group": 8, "lengths": (5, 70, 325, 384), "local": 1},
+    "16 drafts of groups of 1, mean": {"kind": "mean", "num_queries": 16, "group": 1, "lengths": (9, 70, 330, 384)},
+    "16 drafts of groups of 8": {"num_queries": 16, "group": 8, "kv_heads": 1, "lengths": (9, 70, 330)},
     "drafts of groups of 8, mean": {"kind": "mean", "num_queries": 2, "group": 8},
     "huge logits": {"keys": "huge"},
     "equal scores": {"keys": "equal", "num_queries": 2},
@@ -55,7 +59,8 @@ ONLY_COMPOSED = {
     "float32": {"dtype": "float32", "num_queries": 3},
     "small pages": {"dtype": "float32", "page_size": 16, "block_size": 4, "lengths": (0, 15, 16, 17, 95, 96), "head_dim": 32},
 }
-FOR_MUTANTS = ("bounds", "drafts", "a page is missing", "huge logits")
+DRAFTED = ("4 drafts of groups of 7", "8 drafts of groups of 8", "16 drafts of groups of 1, mean")
+FOR_MUTANTS = ("bounds", "drafts", "4 drafts of groups of 7", "a page is missing", "huge logits")
 
 
 @pytest.fixture(params=["composed", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
@@ -110,7 +115,7 @@ def test_the_kernel_matches_the_reference(check, case):
     check(KERNEL, case)
 
 
-@pytest.mark.parametrize("case", [*FOR_MUTANTS, "mean", "budget of none", *ONLY_COMPOSED])
+@pytest.mark.parametrize("case", [*FOR_MUTANTS, *DRAFTED[1:], "mean", "budget of none", *ONLY_COMPOSED])
 def test_the_two_ops_match_the_reference(check, case):
     check(COMPOSED, case)
     check(selected_attention, case)
@@ -128,6 +133,20 @@ def test_it_is_the_two_ops(tools, arguments):
     attended = {"blocks": listed, "block_size": keywords["block_size"], "sm_scale": keywords["sm_scale"]}
     for a, b in zip((out, lse), gather_attention(q, k, v, table, lengths, **attended, **reference), strict=True):
         tools.assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("case", DRAFTED)
+def test_a_draft_lists_and_sees_what_a_step_of_its_own_would(tools, arguments, implementation, case):
+    """T steps of one token, each at its position, against one step of T: the very lists; outputs but for the order of additions."""
+    (q, *pools, table, lengths), keywords = arguments(case)
+    if implementation.keywords == COMPOSED.keywords:
+        q, *pools = (x.astype(jnp.float32) for x in (q, *pools))
+    out, lse, ids = implementation(q, *pools, table, lengths, **keywords)
+    for t in range(q.shape[1]):
+        alone = implementation(q[:, t : t + 1], *pools, table, jnp.maximum(lengths - q.shape[1] + 1 + t, 0), **keywords)
+        np.testing.assert_array_equal(np.asarray(ids[:, t]), np.asarray(alone[2][:, 0]))
+        tools.assert_rows_close(out[:, t : t + 1], alone[0], tools.row_error[q.dtype.name])
+        tools.assert_lse_close(lse[:, t : t + 1], alone[1])
 
 
 def test_inputs_leave_something_out(arguments):
@@ -158,9 +177,9 @@ def _sized(**by):
     def mutant(op):
         def run(q, k, *rest, **keywords):
             sizes = {name: keywords[name] for name in ("block_size", "sink", "local")} | {"k": keywords["budget"]}
-            width = selection_width(q.shape[1], page_size=k.shape[2], **sizes)
+            width = selection_width(page_size=k.shape[2], **sizes)
             out, lse, ids = op(q, k, *rest, **(keywords | {name: keywords[name] + n for name, n in by.items()}))
-            return out, lse, jnp.pad(ids, ((0, 0), (0, 0), (0, width)), constant_values=-1)[..., :width]
+            return out, lse, jnp.pad(ids, ((0, 0), (0, 0), (0, 0), (0, width)), constant_values=-1)[..., :width]
 
         return run
 
@@ -178,6 +197,31 @@ def _over(change):
         return run
 
     return mutant
+
+
+def _later_drafts_visible(op):
+    """Every query as if it were the last one of the step."""
+
+    def run(q, *arrays, **keywords):
+        each = [op(q[:, t : t + 1], *arrays, **keywords) for t in range(q.shape[1])]
+        return tuple(jnp.concatenate(x, axis=1) for x in zip(*each, strict=True))
+
+    return run
+
+
+def _sealed_too_early(op):
+    """As if a page were sealed for the query that fills it, too: its own page is listed only where it scores among the best."""
+
+    def run(q, k, v, index, table, lengths, *, local, sm_scale, block_size, **keywords):
+        *_, ids = op(q, k, v, index, table, lengths + 1, local=local + 1, sm_scale=sm_scale, block_size=block_size, **keywords)
+        current = (lengths[:, None] - q.shape[1] + jnp.arange(q.shape[1])) // block_size
+        ids = jnp.where(ids > current[..., None, None], -1, ids)
+        attended = gather_attention(q, k, v, table, lengths, blocks=ids, block_size=block_size, sm_scale=sm_scale)
+        sizes = {"block_size": block_size, "sink": keywords["sink"], "local": local, "k": keywords["budget"]}
+        width = selection_width(page_size=k.shape[2], **sizes)
+        return *attended, jnp.pad(ids, ((0, 0), (0, 0), (0, 0), (0, width)), constant_values=-1)[..., :width]
+
+    return run
 
 
 def _last_dropped(ids):
@@ -206,8 +250,11 @@ MUTANTS = {
     "one sink block less": _sized(sink=-1),
     "one sink block more": _sized(sink=1),
     "one local block less": _sized(local=-1),
-    "the first head's list": _results(lambda out, lse, ids: (out, lse, jnp.broadcast_to(ids[:, :1], ids.shape))),
-    "attends to the first head's list": _over(lambda ids: jnp.broadcast_to(ids[:, :1], ids.shape)),
+    "the first head's list": _results(lambda out, lse, ids: (out, lse, jnp.broadcast_to(ids[:, :, :1], ids.shape))),
+    "attends to the first head's list": _over(lambda ids: jnp.broadcast_to(ids[:, :, :1], ids.shape)),
+    "attends to the last draft's list": _over(lambda ids: jnp.broadcast_to(ids[:, -1:], ids.shape)),
+    "later drafts are visible": _later_drafts_visible,
+    "a page is sealed too early": _sealed_too_early,
     "the current block is not attended to": _over(_last_dropped),
     "the sink is not attended to": _over(lambda ids: jnp.where(ids == 0, -1, ids)),
     "a block is attended to twice": _over(lambda ids: ids.at[..., 1].set(ids[..., 0])),
@@ -341,8 +388,8 @@ def test_they_take_no_config(arguments, name):
 
 BAD = {
     "unknown kind": ({}, {"kind": "median"}, "'median' is unknown; there are bounds, mean"),
-    "index of other pages": ({"index": (8, 2, 4, 2, 64)}, {}, "index and k must have the same pages and KV heads"),
-    "index of other heads": ({"index": (9, 4, 4, 2, 64)}, {}, "index and k must have the same pages and KV heads"),
+    "index of other pages": ({"index": (8, 2, 4, 2, 64)}, {}, "index and k must have the same pages .* and KV heads"),
+    "index of other heads": ({"index": (9, 4, 4, 2, 64)}, {}, "index and k must have the same pages .* and KV heads"),
     "index of another kind": ({}, {"kind": "mean"}, r"must be \[N, K, 4, 1, 64\]"),
     "block size": ({}, {"block_size": 24}, "block_size 24 does not divide page_size 64"),
     "negative budget": ({}, {"budget": -1}, "k must be at least 0, got -1"),

@@ -15,9 +15,10 @@ def production(
     tokens: int = 128 << 10,
     num_queries: int = 1,
     dtype: str = "bfloat16",
+    frames: bool = False,
     **static,
 ) -> tuple:
-    """(op, arrays, keywords) of a call over `tokens` tokens a row."""
+    """(op, arrays, keywords) of a call over `tokens` tokens a row. frames: with a table of them."""
     keywords = {
         "kind": "bounds",
         "block_size": 128,
@@ -32,7 +33,7 @@ def production(
     index = (*pool[:2], page_size // keywords["block_size"], INDEX_ROWS[keywords["kind"]], head_dim)
     arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": (pool, dtype), "v": (pool, dtype), "index": (index, dtype)}
     arrays |= {"table": ((batch, tokens // page_size), "int32"), "lengths": ((batch,), "int32")}
-    return "selected_attention", arrays, keywords
+    return "selected_attention", arrays | ({"frames": arrays["table"]} if frames else {}), keywords
 
 
 QWEN, LLAMA, NARROW = {"heads": (28, 4)}, {"heads": (32, 8)}, {"heads": (32, 8), "head_dim": 64}
@@ -49,8 +50,13 @@ SPILL_FREE = {f"{model}, {form}": production(**sizes, **FORMS[form]) for model, 
     "float16": production(dtype="float16", batch=8),
     "a million tokens in blocks of 16": production(tokens=1 << 20, block_size=16, budget=64, local=32),
     "batch 8, a million tokens": production(batch=8, tokens=1 << 20),
-    "two drafts": production(num_queries=2),
-    "16 query rows, means": production(heads=(32, 4), num_queries=2, kind="mean", batch=2),
+    "4 drafts": production(num_queries=4),
+    "frames": production(frames=True),
+    "4 drafts, batch 8, frames": production(num_queries=4, batch=8, frames=True),
+    "8 drafts, batch 8": production(num_queries=8, batch=8),
+    "16 drafts of groups of 8": production(heads=(32, 4), num_queries=16),
+    "16 drafts of groups of 8, means, a million tokens": production(heads=(32, 4), num_queries=16, kind="mean", tokens=1 << 20),
+    "groups of 16": production(heads=(16, 1)),
     "blocks of 32": production(block_size=32),
     "pages of 64": production(page_size=64, block_size=64),
     "pages of 256": production(page_size=256, block_size=128, batch=8),
@@ -107,7 +113,7 @@ def test_the_two_ops_are_kernels_where_they_can_be(on_hopper, picked):
     assert picked(NOT_HERE["17 query rows"][0]) == {"selected_attention": "composed", "select_blocks": kernel, "gather_attention": kernel}
 
 
-@pytest.mark.parametrize("case", ["28/4, batch 40", "28/4, means", "16 query rows, means", "budget of none"])
+@pytest.mark.parametrize("case", ["28/4, batch 40", "28/4, means", "16 drafts of groups of 8", "groups of 16", "budget of none"])
 def test_what_it_can_do_is_picked(on_hopper, picked, case):
     assert picked(SPILL_FREE[case]) == {"selected_attention": "mosaic_gpu"}
 

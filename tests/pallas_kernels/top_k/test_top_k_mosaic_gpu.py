@@ -13,6 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,9 +68,11 @@ def check(suite, emulated_kernels):
         rows = type(rows)(rows.scores[some], rows.k, rows.sort, lengths, hint, rows.labels[some])
         counts = []
 
+        kernel = paging.implementation("top_k", "mosaic_gpu")
+
         def op(scores, k, *, hint, lengths, sort):
             with emulated_kernels.kernels():
-                out = mosaic_gpu.top_k(scores, hint, lengths, k=k, sort=sort, return_counts=True, config=Config(**config))
+                out = kernel(scores, k, hint=hint, lengths=lengths, sort=sort, return_counts=True, config=Config(**config))
             counts.append(np.asarray(out[2]))
             return out
 

@@ -8,10 +8,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
 
 from pallas_kernels import dispatch
-from pallas_kernels.union_blocks import mosaic_gpu, union_blocks
+from pallas_kernels.union_blocks import union_blocks
 
 REFERENCE = functools.partial(union_blocks, implementation="reference")
 XLA = functools.partial(union_blocks, implementation="xla")
@@ -106,7 +107,7 @@ def test_matches_reference(name, case):
 def test_the_kernel_on_emulated_threads(emulated_kernels, name):
     def op(*lists, **sizes):
         with emulated_kernels.kernels():
-            return mosaic_gpu.union_blocks(*lists, **sizes, num_blocks=1000)
+            return paging.implementation("union_blocks", "mosaic_gpu")(*lists, **sizes, num_blocks=1000)
 
     check(op, name)
 

@@ -1,7 +1,7 @@
-"""Auto: before each step, dense or the cheapest budget that is on record as keeping what is asked, by the fitted bill.
+"""Auto: dense, or the cheapest budget that is on record as keeping what is asked, by the fitted bill.
 
-The choice is made on the host from the lengths that the step has; what is compiled and run is the chosen policy's own step. The bill and
-the evidence are in `kvjax.bill`.
+The choice is made on the host, from the lengths of the sequences that are decoded together. What is compiled and run is the chosen policy's
+own step.
 """
 
 from __future__ import annotations
@@ -10,34 +10,23 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import jax
+
+from kvjax.bill.calibration import calibrate
+from kvjax.bill.evidence import Evidence, Fidelity, parse_level, qualified, recorded_evidence
+from kvjax.bill.step_bill import PROJECTED_GAIN, Bill, known_bill, sizes_of, worthwhile
+from kvjax.cache import OutOfPages
+from kvjax.model import Model, ModelConfig, fingerprint
+from kvjax.policies.choice import Choice, ChoosesDecode
 from kvjax.policies.decode.base import DecodePolicy, Stateless
 from kvjax.policies.decode.dense import Dense
-
-if TYPE_CHECKING:
-    from kvjax.bill.evidence import Evidence, Fidelity
-    from kvjax.bill.step_bill import Bill
-    from kvjax.model import Model, ModelConfig
+from kvjax.policies.decode.naming import parse
 
 logger = logging.getLogger(__name__)
 
 _calibrated: dict[tuple[str, tuple[str, ...], int], Bill] = {}
-"""Bills of this process by fingerprint, policies and page size: engines come and go, the device stays."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What a step runs and why. seconds, dense_seconds: predicted, None where nothing was compared. projection: as of `Prediction`."""
-
-    policy: DecodePolicy
-    why: str
-    seconds: float | None = None
-    dense_seconds: float | None = None
-    projection: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.policy}: {self.why}" + "".join(f"; PROJECTION: {reason}" for reason in self.projection)
+"""Bills of this process by fingerprint, policies and page size, for every engine on this device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,25 +44,23 @@ class Bound:
 
 
 @dataclasses.dataclass(frozen=True)
-class Auto(Stateless):
+class Auto(ChoosesDecode, Stateless):
     """Choose by bill and evidence. level: what must be kept, by name or numbers (`kvjax.bill.evidence.parse_level`).
 
-    An engine binds it to its model; `bound` may be given instead, to decide by another bill or other evidence. Without evidence for the
-    model, or for the length, every step is dense, and the choice says so. What a step reads then depends on the lengths of the whole batch:
-    name a policy where bits must not depend on company.
+    An engine binds it to its model; `bound` may be given instead, to decide by another bill or other evidence. Without
+    evidence for the model, or for the length, every step is dense, and the choice says so. What is read depends on the
+    lengths of all sequences that `choose` is given: name a policy where bits must not depend on company.
     """
 
     level: str = "assured"
     bound: Bound | None = None
 
     def __post_init__(self):
-        self.fidelity  # noqa: B018  a level that is none must fail when it is named, not at the first step
+        self.fidelity  # noqa: B018  a wrong level must fail when it is named, not at the first step
 
     @property
     def fidelity(self) -> Fidelity:
         """The level in numbers."""
-        from kvjax.bill.evidence import parse_level
-
         return parse_level(self.level)
 
     def bind(self, model: Model, *, page_size: int, dtype: str) -> Auto:
@@ -85,25 +72,17 @@ class Auto(Stateless):
         """
         if self.bound is not None:
             return self
-        import jax
-
-        from kvjax.bill.calibration import calibrate
-        from kvjax.bill.evidence import recorded_evidence
-        from kvjax.bill.step_bill import known_bill, sizes_of
-        from kvjax.cache import OutOfPages
-        from kvjax.model import fingerprint
-
         mark = fingerprint(model)
         bound = Bound(model.config, dtype, page_size, mark, None, tuple(row for row in recorded_evidence() if row.fingerprint == mark))
         found = dataclasses.replace(self, bound=bound)
         if names := found.candidates:
             bill, lacking = known_bill(jax.local_devices()[0].device_kind, model.config, dtype), ""
-            if bill is None or (bill.sizes, bill.dtype) != (sizes_of(model.config), dtype):  # another model's would be a guess
+            if bill is None or (bill.sizes, bill.dtype) != (sizes_of(model.config), dtype):  # another model's bill would be a guess
                 bill = None
                 try:
                     bill = _calibrated.get((mark, names, page_size)) or calibrate(model, names, page_size=page_size)
                     _calibrated[mark, names, page_size] = bill
-                except (ValueError, OutOfPages) as error:  # times that make no bill, on a busy machine say, are no reason not to run
+                except (ValueError, OutOfPages) as error:  # bad times, as on a busy machine, must not stop a job
                     lacking = f"there is no built-in bill of this model on this device, and none can be measured: {error}"
                     logger.warning("%s: %s; every step is dense", self, lacking)
             found = dataclasses.replace(self, bound=dataclasses.replace(bound, bill=bill, lacking=lacking))
@@ -112,8 +91,6 @@ class Auto(Stateless):
     @functools.cached_property
     def candidates(self) -> tuple[str, ...]:
         """Policies on record as meeting the level at some length."""
-        from kvjax.bill.evidence import qualified
-
         rows = self._bound().evidence
         lengths = sorted({row.length for row in rows})
         return tuple(dict.fromkeys(name for length in lengths for name in qualified(rows, self.fidelity, length)))
@@ -122,7 +99,7 @@ class Auto(Stateless):
         """The choice for one step over sequences of these lengths in tokens, the current ones included."""
         size = self._bound().page_size
         mean = sum(lengths) / len(lengths)
-        # One decision per page, so that a step costs a look into a table.
+        # One decision per page of length, so that a step only looks it up.
         return self._decide(int(-(-mean // size)) * size, -(-max(lengths) // size) * size, len(lengths))
 
     def possible(self, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
@@ -137,13 +114,11 @@ class Auto(Stateless):
 
     @functools.cached_property
     def _indexes(self):
-        from kvjax.policies.decode.naming import parse
-
         names = self.candidates
         return tuple(dict.fromkeys(spec for name in names for spec in parse(name).indexes()))
 
     def select(self, query, layer, ctx, state):
-        """Never reached through an engine, which asks `choose` first."""
+        """An engine never calls this: it asks `choose` first."""
         raise RuntimeError("auto chooses on the host, before a step: run it through an Engine, or pass auto.choose(lengths).policy")
 
     def __str__(self) -> str:
@@ -171,10 +146,6 @@ class Auto(Stateless):
 
 
 def _choose(auto: Auto, mean: int, longest: int, batch: int) -> Choice:
-    from kvjax.bill.evidence import qualified
-    from kvjax.bill.step_bill import PROJECTED_GAIN, worthwhile
-    from kvjax.policies.decode.naming import parse
-
     bound, level = auto.bound, auto.level
     if not bound.evidence:
         advice = "measure it with kvjax fidelity and record it with kvjax bill evidence"

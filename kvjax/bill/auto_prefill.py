@@ -1,7 +1,7 @@
-"""Auto: for each chunk of a prompt dense, or the fastest prefill policy that is on record as keeping what is asked, by measured times.
+"""Auto: for each chunk of a prompt, dense or the fastest prefill policy that is on record as keeping what is asked, by measured times.
 
-The choice is made on the host from the position at which the chunk ends, so that neither the cutting of a prompt nor its company changes
-it; what is compiled and run is the chosen policy's own step. Times and evidence are in `kvjax.bill`.
+The choice is made on the host, from the position at which the chunk ends: neither the cutting of a prompt nor its company changes it. What
+is compiled and run is the chosen policy's own step.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from typing import TYPE_CHECKING
 
-from kvjax.policies.decode.auto import Choice
-from kvjax.policies.prefill.base import PrefillPolicy, indexes_of
+import jax
+
+from kvjax.bill.evidence import Fidelity, PrefillEvidence, parse_level, qualified, recorded_prefill_evidence
+from kvjax.bill.prefill_bill import LayerSizes, PrefillBill, known_prefill_bills, layer_sizes, nearest_quote, timed_as
+from kvjax.bill.step_bill import PROJECTED_GAIN, worthwhile
+from kvjax.model import Model, fingerprint
+from kvjax.policies.choice import Choice, ChoosesPrefill
+from kvjax.policies.prefill.base import indexes_of
 from kvjax.policies.prefill.dense import DensePrefill
-
-if TYPE_CHECKING:
-    from kvjax.bill.evidence import Fidelity, PrefillEvidence
-    from kvjax.bill.prefill_bill import LayerSizes, PrefillBill
-    from kvjax.model import Model
+from kvjax.policies.prefill.lists import TileLists
+from kvjax.policies.prefill.naming import parse_prefill
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -36,32 +38,30 @@ class PrefillBound:
     unusable: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
-        """Short, for journals of jobs, and another one wherever another choice is possible."""
+        """Short, for journals of jobs. It differs wherever another choice is possible."""
         tables = hashlib.sha256(repr((self.bills, self.evidence, self.unusable)).encode()).hexdigest()[:16]
         return f"PrefillBound({self.sizes}; {self.fingerprint}; {self.device}; tables {tables})"
 
 
 @dataclasses.dataclass(frozen=True)
-class AutoPrefill:
+class AutoPrefill(ChoosesPrefill):
     """Choose by times and evidence. level: what must be kept, by name or numbers (`kvjax.bill.evidence.parse_level`).
 
     An engine binds it to its model; `bound` may be given instead, to decide by other times or other evidence. A chunk is dense where
     nothing is on record for its length or on this device, and the choice says so.
     """
 
-    queries_stand_alone = False  # that of the chosen policy counts
+    queries_stand_alone = False  # the chosen policy's own value counts
 
     level: str = "assured"
     bound: PrefillBound | None = None
 
     def __post_init__(self):
-        self.fidelity  # noqa: B018  a level that is none must fail when it is named, not at the first chunk
+        self.fidelity  # noqa: B018  a wrong level must fail when it is named, not at the first chunk
 
     @property
     def fidelity(self) -> Fidelity:
         """The level in numbers."""
-        from kvjax.bill.evidence import parse_level
-
         return parse_level(self.level)
 
     def bind(self, model: Model, *, page_size: int, dtype: str, device: str | None = None) -> AutoPrefill:
@@ -71,16 +71,10 @@ class AutoPrefill:
         """
         if self.bound is not None:
             return self
-        import jax
-
-        from kvjax.bill.evidence import recorded_prefill_evidence
-        from kvjax.bill.prefill_bill import LayerSizes, known_prefill_bills
-        from kvjax.model import fingerprint
-
-        mark, config = fingerprint(model), model.config
+        mark = fingerprint(model)
         device = jax.local_devices()[0].device_kind if device is None else device
         rows = tuple(row for row in recorded_prefill_evidence() if row.fingerprint == mark)
-        sizes = LayerSizes(config.num_heads, config.num_kv_heads, config.head_dim, dtype, page_size)
+        sizes = layer_sizes(model.config, dtype, page_size)
         bills = tuple(bill for bill in known_prefill_bills() if bill.device == device)
         unusable = _unusable(dict.fromkeys(row.policy for row in rows), page_size)
         return dataclasses.replace(self, bound=PrefillBound(sizes, mark, device, bills, rows, unusable))
@@ -88,9 +82,6 @@ class AutoPrefill:
     @functools.cached_property
     def candidates(self) -> tuple[str, ...]:
         """Policies that may be chosen for some chunk: on record as meeting the level at some length, timed, and fit for these pages."""
-        from kvjax.bill.evidence import qualified
-        from kvjax.bill.prefill_bill import timed_as
-
         bound = self._bound()
         timed = {name for bill in bound.bills for name, _ in bill.seconds}
         lengths = sorted({row.length for row in bound.evidence})
@@ -108,12 +99,10 @@ class AutoPrefill:
 
     @functools.cached_property
     def _indexes(self):
-        from kvjax.policies.prefill.naming import parse_prefill
-
         return tuple(dict.fromkeys(spec for name in self.candidates for spec in indexes_of(parse_prefill(name))))
 
     def attend(self, query, layer, ctx):
-        """Never reached through an engine, which asks `choose` first."""
+        """An engine never calls this: it asks `choose` first."""
         raise RuntimeError("prefill auto chooses on the host, before a chunk: run it through an Engine, or name what auto.choose gives")
 
     def __str__(self) -> str:
@@ -139,23 +128,8 @@ class AutoPrefill:
         return self.bound
 
 
-def possible_prefills(policy: PrefillPolicy, longest: int, chunk: int) -> tuple[PrefillPolicy, ...]:
-    """What runs prompts of up to `longest` tokens in chunks of `chunk`, whatever calls they are cut into, under a policy or `auto`.
-
-    `auto` is asked at lengths that double, as for decoding.
-    """
-    if not isinstance(policy, AutoPrefill):
-        return (policy,) if policy.queries_stand_alone else (DensePrefill(), policy)
-    last = -(-longest // chunk) * chunk
-    ends = [*(chunk << power for power in range((last // chunk).bit_length() - 1)), last]
-    return tuple(dict.fromkeys((DensePrefill(), *(policy.choose(end - chunk, end).policy for end in ends))))
-
-
 def _unusable(names, page_size: int) -> tuple[tuple[str, str], ...]:
-    """Of policies by name, those that refuse pages of `page_size` tokens, and what they say."""
-    from kvjax.policies.prefill.lists import TileLists
-    from kvjax.policies.prefill.naming import parse_prefill
-
+    """Names of policies that refuse pages of `page_size` tokens, each with its message."""
     found = []
     for name in names:
         policy = parse_prefill(name)
@@ -168,11 +142,6 @@ def _unusable(names, page_size: int) -> tuple[tuple[str, str], ...]:
 
 
 def _choose(auto: AutoPrefill, start: int, end: int) -> Choice:
-    from kvjax.bill.evidence import qualified
-    from kvjax.bill.prefill_bill import nearest_quote
-    from kvjax.bill.step_bill import PROJECTED_GAIN, worthwhile
-    from kvjax.policies.prefill.naming import parse_prefill
-
     bound, level = auto._bound(), auto.level
     if not bound.evidence:
         advice = "measure it with kvjax echo and record it with kvjax bill evidence-prefill"

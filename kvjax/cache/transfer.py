@@ -1,0 +1,134 @@
+"""Pages and states of one sequence to host memory and back, a few at a time, so that one program serves sequences of every length."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.pool import Pool
+from kvjax.cache.spec import CacheSpec
+from kvjax.cache.types import IndexSpec, LayerCache, PagedKV, SlotLayer
+from kvjax.cache.writes import seal
+
+PIECE = 16
+"""Pages that are copied in one call. A 7B model's take 117 MB."""
+
+Stored = list[Mapping[str, np.ndarray]]
+"""Of each layer, `stored_arrays` of a sequence's pages in logical order, or of its row of state."""
+
+
+def stored_arrays(layer: LayerCache) -> dict[str, Array]:
+    """What of a layer belongs to sequences, by name; the first axis are pages, or rows of state. Indexes are not stored: they are a
+    function of the keys."""
+    if isinstance(layer, SlotLayer):
+        return {name: getattr(layer, name) for name in ("start", "inputs", "g", "beta", "corrections", "first")}
+    return {"k": layer.pages.k, "v": layer.pages.v}
+
+
+def stored_shapes(spec: CacheSpec, number: int, pages: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of `stored_arrays` of so many pages of a layer."""
+    sizes = pages, spec.group_of(number).page_size
+    return jax.eval_shape(lambda: stored_arrays(spec.layers[number].empty(*sizes)))
+
+
+def read_pages(pool: Pool, spec: CacheSpec, ids: Mapping[str, Int[np.ndarray, " n"]]) -> Stored:
+    """The pages `ids` of each layer group, in host memory. Waits for the device."""
+    pool.check()
+    paged, rows = _by_kind(spec)
+    stored: list[dict[str, np.ndarray]] = [{} for _ in spec.layers]
+    for numbers, pieces in ((paged, _pieces(ids, 0, paged, spec)), (rows, _row_pieces(ids, rows, spec))):
+        layers = tuple(pool.layers[number] for number in numbers)
+        found = [jax.device_get(_gather(layers, tuple(piece[spec.layers[number].group] for number in numbers))) for piece in pieces]
+        for place, number in enumerate(numbers):
+            count = len(ids[spec.layers[number].group])
+            if not count:
+                stored[number] = {name: np.zeros(x.shape, x.dtype) for name, x in stored_shapes(spec, number, 0).items()}
+                continue
+            names = found[0][place]
+            stored[number] = {name: np.concatenate([piece[place][name] for piece in found])[:count] for name in names}
+    return stored
+
+
+def write_pages(
+    pool: Pool, spec: CacheSpec, ids: Mapping[str, Int[np.ndarray, " n"]], stored: Stored, *, opened: bool, indexes: tuple[IndexSpec, ...]
+) -> None:
+    """Put what is stored of each layer into the pages `ids` of its layer group, and build the indexes of those that are sealed.
+
+    opened: whether the last page is open.
+    """
+    paged, rows = _by_kind(spec)
+    nowhere = max((pool.layers[number].pages.num_pages for number in paged), default=0)
+    sealed = {name: np.where(np.arange(len(group)) < len(group) - opened, group, nowhere) for name, group in ids.items()}
+    for number, (piece, closed) in enumerate(zip(_pieces(ids, nowhere, paged, spec), _pieces(sealed, nowhere, paged, spec), strict=True)):
+        part = slice(number * PIECE, (number + 1) * PIECE)
+        values = [{name: _padded(x[part]) for name, x in stored[layer].items()} for layer in paged]
+        places = [tuple(of[spec.layers[layer].group] for layer in paged) for of in (piece, closed)]
+        pool.run(_scatter, pool.layers, *places, values, numbers=paged, indexes=indexes)
+    for piece in _row_pieces(ids, rows, spec):
+        place = tuple(piece[spec.layers[layer].group] for layer in rows)
+        pool.run(_scatter, pool.layers, place, place, [stored[layer] for layer in rows], numbers=rows, indexes=())
+
+
+def _by_kind(spec: CacheSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Numbers of the layers with pages, and of those with rows of state."""
+    return spec.paged, tuple(number for number in range(len(spec.layers)) if number not in spec.paged)
+
+
+def _row_pieces(ids: Mapping[str, Int[np.ndarray, " n"]], rows: tuple[int, ...], spec: CacheSpec) -> list[dict[str, Int[np.ndarray, " 1"]]]:
+    """The row of state of each group that has one: one piece, or none for a sequence without."""
+    named = {spec.layers[number].group for number in rows}
+    return [{name: ids[name] for name in named}] if named and all(len(ids[name]) for name in named) else []
+
+
+def _pieces(
+    ids: Mapping[str, Int[np.ndarray, " n"]], fill: int, layers: tuple[int, ...], spec: CacheSpec
+) -> list[dict[str, Int[np.ndarray, " PIECE"]]]:
+    """The ids of the layers' groups in rows of PIECE, filled up."""
+    own = {name: ids[name] for name in dict.fromkeys(spec.layers[number].group for number in layers)}
+    count = -(-max((len(group) for group in own.values()), default=0) // PIECE)
+    pieces: list[dict[str, np.ndarray]] = [{} for _ in range(count)]
+    for name, group in own.items():
+        rows = np.full(count * PIECE, fill, np.int32)
+        rows[: len(group)] = group
+        for piece, row in zip(pieces, rows.reshape(count, PIECE), strict=True):
+            piece[name] = row
+    return pieces
+
+
+def _padded(pages: Float[np.ndarray, "n K P D"]) -> Float[np.ndarray, "PIECE K P D"]:
+    filled = np.zeros((PIECE, *pages.shape[1:]), pages.dtype)
+    filled[: len(pages)] = pages
+    return filled
+
+
+@jax.jit
+def _gather(layers: tuple[LayerCache, ...], ids: tuple[Int[Array, " n"], ...]) -> list[dict[str, Array]]:
+    return [{name: x[own] for name, x in stored_arrays(layer).items()} for layer, own in zip(layers, ids, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnames=("numbers", "indexes"), donate_argnames="layers")
+def _scatter(
+    layers: tuple[LayerCache, ...],
+    ids: tuple[Int[Array, " n"], ...],
+    sealed: tuple[Int[Array, " n"], ...],
+    stored: list[dict[str, Array]],
+    *,
+    numbers: tuple[int, ...],
+    indexes: tuple[IndexSpec, ...],
+) -> tuple[LayerCache, ...]:
+    """Layers with what is stored of `numbers` in its places, and the indexes of `sealed` pages built; ids past the pool are skipped. A
+    layer builds those of `indexes` that it has. DONATES layers."""
+    restored = list(layers)
+    for number, own, closed, values in zip(numbers, ids, sealed, stored, strict=True):
+        layer = layers[number]
+        put = {name: x.at[own].set(values[name], mode="drop") for name, x in stored_arrays(layer).items()}
+        if isinstance(layer, SlotLayer):
+            restored[number] = layer.replace(**put)
+            continue
+        kinds = tuple(spec for spec in indexes if spec.name in layer.index)
+        restored[number] = PagedKV(layer.pages.replace(**put), seal(layer.index, put["k"], closed, kinds))
+    return tuple(restored)

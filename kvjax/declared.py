@@ -1,0 +1,107 @@
+"""The policies that an engine is made for: bound to its model, checked against its sizes, and asked for what they choose."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from kvjax.cache.tables import table_width
+from kvjax.learning import PolicyStates
+from kvjax.model import Model
+from kvjax.policies.choice import Choice, ChoosesDecode, ChoosesPrefill
+from kvjax.policies.decode import DecodePolicy, TopTokens, check_budgets, parse
+from kvjax.policies.prefill import PrefillPolicy, indexes_of, parse_prefill
+from kvjax.policies.prefill.lists import TileLists
+
+logger = logging.getLogger(__name__)
+
+
+class DeclaredPolicies:
+    """Decode policies and the prefill policy of an engine, and the indexes that sealing builds for them.
+
+    policy: the engine's own decode policy. policies: all that calls may name, `policy` first. states: of those that learn. last_choice,
+    last_prefill_choice: the latest choices of policies that choose, as `auto`. ValueError for policies that do not go with the sizes.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        policy: str | DecodePolicy,
+        others: str | DecodePolicy | Iterable[str | DecodePolicy],
+        prefill: str | PrefillPolicy,
+        *,
+        page_size: int,
+        prefill_chunk: int,
+    ):
+        self.model, self.page_size, self.prefill_chunk = model, page_size, prefill_chunk
+        self._choosers: dict[ChoosesDecode, ChoosesDecode] = {}
+        self._found: dict[str | DecodePolicy | None, DecodePolicy] = {}
+        self._told: set[tuple[PrefillPolicy, bool]] = set()
+        self.last_choice: Choice | None = None
+        self.last_prefill_choice: Choice | None = None
+        self.policy = self._bound(policy)
+        others = (others,) if isinstance(others, str) or hasattr(others, "select") else others
+        self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, others))))
+        self.states = PolicyStates(self.policies, model.config, page_size=page_size, prefill_chunk=prefill_chunk)
+        self.prefill = parse_prefill(prefill)
+        if isinstance(self.prefill, ChoosesPrefill):
+            self.prefill = self.prefill.bind(model, page_size=page_size, dtype=model.config.compute_dtype)
+        scanned = [each.indexes() for each in self.policies] + [indexes_of(self.prefill)]
+        self.indexes = tuple(dict.fromkeys(spec for indexes in scanned for spec in indexes))
+        if isinstance(self.prefill, TileLists):
+            self.prefill.check_pages(page_size)
+
+    def find(self, policy: str | DecodePolicy | None) -> DecodePolicy:
+        """The policy of a call, None being the engine's own; ValueError if it scans an index that the engine does not build."""
+        if policy in self._found:
+            return self._found[policy]
+        chosen = self.policy if policy is None else self._bound(policy)
+        missing = [spec.name for spec in chosen.indexes() if spec not in self.indexes]
+        if missing:
+            raise ValueError(
+                f"policy {chosen} needs the index {missing[0]}, which this engine does not build: name it in Engine(policies=...)"
+            )
+        self.states.check_declared(chosen)
+        self._found[policy] = chosen
+        return chosen
+
+    def choose(self, policy: DecodePolicy, lengths: Sequence[int]) -> DecodePolicy:
+        """What decodes sequences of these lengths in tokens: the policy itself, or what it chooses. A new choice is logged."""
+        if not isinstance(policy, ChoosesDecode):
+            return policy
+        choice = policy.choose(lengths)
+        if self.last_choice is None or choice.policy != self.last_choice.policy:
+            logger.info("%s: %s", policy, choice)
+        self.last_choice = choice
+        return choice.policy
+
+    def choose_prefill(self, policy: PrefillPolicy, start: int) -> PrefillPolicy:
+        """What prefills the chunk from position `start` on: the policy itself, or what it chooses. Each kind of choice is logged once."""
+        if not isinstance(policy, ChoosesPrefill):
+            return policy
+        self.last_prefill_choice = choice = policy.choose(start, start + self.prefill_chunk)
+        kind = choice.policy, choice.seconds is None
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.info("prefill %s: %s", policy, choice)
+        return choice.policy
+
+    def possible(self, policy: str | DecodePolicy | None, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
+        """What a policy may run for `batch` sequences of up to `longest` tokens."""
+        policy = self.find(policy)
+        return policy.possible(longest, batch) if isinstance(policy, ChoosesDecode) else (policy,)
+
+    def _bound(self, policy: str | DecodePolicy) -> DecodePolicy:
+        """The policy of a name; one that chooses, as `auto`, is bound to this model, once."""
+        policy = parse(policy)
+        check_budgets(policy, table_width(-(-self.model.config.max_positions // self.page_size)) * self.page_size)
+        if isinstance(policy, TopTokens):
+            raise ValueError(
+                f"policy {policy} needs latent pages and a lightning indexer, which no model of an engine has: use it with "
+                "kvjax.models.latent_attention.decode_latent_step, or name another policy here"
+            )
+        if not isinstance(policy, ChoosesDecode):
+            return policy
+        if policy not in self._choosers:
+            self._choosers[policy] = policy.bind(self.model, page_size=self.page_size, dtype=self.model.config.compute_dtype)
+        return self._choosers[policy]

@@ -1,0 +1,237 @@
+"""What a model's layers are: how each mixes tokens, its MLP, and the norms around them. Static and hashable.
+
+A mixer is one of the dataclasses in `Mixer`. Each says what parameters it has (`shapes`), what it keeps per token (`cache_spec`), and
+which latest tokens it reads (`window`). Dimension letters: H query heads, K KV heads, D head dim, E model width, F MLP width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from kvjax.cache.spec import PagedSpec, RecurrentSpec
+
+Shapes = dict[str, tuple[int, ...]]
+"""Parameters by name, each with its shape."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained length.
+
+    kind "linear": every frequency divided by `factor`. kind "llama3": low frequencies divided by `factor`, with a smooth band between
+    `low_freq_factor` and `high_freq_factor` (wavelengths counted in `original_max_positions`). kind "yarn": NTK-by-parts between
+    `beta_fast` and `beta_slow` (YaRN, arXiv 2309.00071), with cos and sin multiplied by `attention_factor`. kind "longrope": `LongRope`.
+
+    kind "dynamic": plain frequencies up to `original_max_positions` tokens, which is as far as a model with it goes here. Beyond,
+    transformers stretches all frequencies with every new token; the keys in a cache would keep the rotation of older ones.
+    """
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    factor: float
+    original_max_positions: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+    @property
+    def most_positions(self) -> int | None:
+        """Positions up to which one set of frequencies serves every sequence; None: all."""
+        return self.original_max_positions if self.kind == "dynamic" else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongRope(RopeScaling):
+    """LongRoPE (arXiv 2402.13753), kind "longrope": the wavelength of each pair has a factor of its own, searched for, not computed.
+
+    short_factors, long_factors: one per rotated pair. long: which of them rotate, every sequence alike, because keys stay in the cache as
+    they were rotated. transformers takes the short ones for sequences of up to `original_max_positions` tokens and the long ones for
+    longer; so the short ones are its own, and end there, and the long ones are its own for longer sequences alone. Cos and sin are
+    multiplied by `attention_factor` in both cases. max_positions: what the checkpoint says is the longest sequence.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    max_positions: int
+    long: bool = False
+
+    @property
+    def most_positions(self) -> int:
+        """Positions up to which the factors in use serve."""
+        return self.max_positions if self.long else min(self.original_max_positions, self.max_positions)
+
+    def for_longer(self, tokens: int) -> str:
+        """What to do for a sequence of so many tokens, more than `most_positions`, as the end of an error message; "" if nothing helps."""
+        if self.long or not self.original_max_positions < tokens <= self.max_positions:
+            return ""
+        return f": load it with max_positions={self.max_positions}, which rotates every sequence by longrope's long factors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (arXiv 2104.09864). theta: the base. dim: elements of a head that are rotated, from the first on."""
+
+    theta: float
+    dim: int
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self):
+        if not self.theta > 1:
+            raise ValueError(f"the base of RoPE must be above 1, got {self.theta}")
+        if self.dim < 2 or self.dim % 2:
+            raise ValueError(f"RoPE rotates pairs: its dim must be even and positive, got {self.dim}")
+        if isinstance(self.scaling, LongRope):
+            for name, factors in (("short_factor", self.scaling.short_factors), ("long_factor", self.scaling.long_factors)):
+                if len(factors) != self.dim // 2:
+                    raise ValueError(
+                        f"{name} of longrope has {len(factors)} numbers; {self.dim} rotated elements of a head need {self.dim // 2}"
+                    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionLayer:
+    """Grouped-query attention.
+
+    Args:
+        num_heads, num_kv_heads, head_dim: H, K and D; K divides H.
+        rope: how queries and keys are rotated.
+        sm_scale: what logits are multiplied by before softmax.
+        window: the latest tokens that a query sees, its own included; None: all before it.
+        qkv_bias, o_bias: which projections add a bias.
+        qk_norm: whether each head of q and k goes through an RMSNorm, before RoPE.
+        gate: whether q's projection has, behind each head's query, a gate of that head's output: out * sigmoid(gate).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    sm_scale: float
+    window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    gate: bool = False
+
+    def __post_init__(self):
+        for name in ("num_heads", "num_kv_heads", "head_dim", "sm_scale"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.rope.dim > self.head_dim:
+            raise ValueError(f"RoPE cannot rotate {self.rope.dim} elements of a head of {self.head_dim}")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"a window must be a positive number of tokens, or None, got {self.window}")
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        """Parameters of the mixer: q, k, v and o are matrices stored [out, in]."""
+        q, kv, d = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.head_dim
+        gated = q * (1 + self.gate)
+        found: Shapes = {"q": (gated, hidden_size), "k": (kv, hidden_size), "v": (kv, hidden_size), "o": (hidden_size, q)}
+        found |= {"q_bias": (gated,), "k_bias": (kv,), "v_bias": (kv,)} if self.qkv_bias else {}
+        found |= {"o_bias": (hidden_size,)} if self.o_bias else {}
+        return found | ({"q_norm": (d,), "k_norm": (d,)} if self.qk_norm else {})
+
+    def describe(self) -> str:
+        """Its heads, in words."""
+        return f"{self.num_heads} heads, {self.num_kv_heads} KV heads"
+
+    def cache_spec(self, group: str, page_size: int, dtype: str) -> PagedSpec:
+        """Keys and values of every KV head, in pages of the layer group. dtype: of both, by name."""
+        return PagedSpec(group, self.num_kv_heads, self.head_dim, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaLayer:
+    """Gated DeltaNet: a short convolution over time, the gated delta rule (`pallas_kernels.gated_delta`), and a gated norm per head.
+
+    Args:
+        key_heads, value_heads, key_dim, value_dim: K, H, Dk and Dv; K divides H.
+        conv_width: taps of the convolution.
+        chunk: the most tokens of an inner chunk of prefill, on which its bits depend.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    chunk: int = 64
+
+    window: ClassVar[None] = None
+    o_bias: ClassVar[bool] = False
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) <= 0:
+                raise ValueError(f"{field.name} must be positive, got {getattr(self, field.name)}")
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"value_heads {self.value_heads} is not a multiple of key_heads {self.key_heads}")
+        if self.conv_width < 2:
+            raise ValueError(f"conv_width must be at least 2 taps, got {self.conv_width}")
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        """Parameters of the mixer: matrices stored [out, in].
+
+        qkv: what goes into the convolution. z: gate of the output. a, b: decay and rate of the value heads. decay_log: log of the decay's
+        factor. dt_bias: added to a. delta_norm: of a value head, without an offset.
+        """
+        keys, values, heads = self.key_heads * self.key_dim, self.value_heads * self.value_dim, self.value_heads
+        channels = 2 * keys + values
+        found: Shapes = {"qkv": (channels, hidden_size), "z": (values, hidden_size), "a": (heads, hidden_size), "b": (heads, hidden_size)}
+        found |= {"conv": (channels, 1, self.conv_width), "decay_log": (heads,), "dt_bias": (heads,), "delta_norm": (self.value_dim,)}
+        return found | {"o": (hidden_size, values)}
+
+    def describe(self) -> str:
+        """Its heads, in words."""
+        return f"{self.key_heads} key heads, {self.value_heads} value heads"
+
+    def cache_spec(self, group: str, page_size: int, dtype: str) -> RecurrentSpec:
+        """A row of state, with what it keeps of a page of `page_size` tokens. dtype: of the convolution's inputs, by name."""
+        sizes = (self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width)
+        return RecurrentSpec(group, *sizes, page_size, dtype, self.chunk)
+
+
+Mixer = AttentionLayer | DeltaLayer
+"""How a layer mixes tokens. Another kind is another dataclass here, and a function in `kvjax.models.mixers`."""
+
+
+Activation = Literal["silu", "gelu_tanh"]
+"""Of a gated MLP; gelu_tanh is the tanh approximation of GELU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mlp:
+    """A gated MLP: down(activation(gate(x)) * up(x)). size: F. bias: whether gate, up and down add one."""
+
+    size: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+    def __post_init__(self):
+        if self.size <= 0:
+            raise ValueError(f"the size of an MLP must be positive, got {self.size}")
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        """Parameters: matrices stored [out, in], and biases."""
+        found: Shapes = {"gate": (self.size, hidden_size), "up": (self.size, hidden_size), "down": (hidden_size, self.size)}
+        return found | ({"gate_bias": (self.size,), "up_bias": (self.size,), "down_bias": (hidden_size,)} if self.bias else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """A layer: x + mixer(norm(x)), then x + mlp(norm(x)). post_norms: what is added goes through a norm first."""
+
+    mixer: Mixer
+    mlp: Mlp
+    post_norms: bool = False
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        """Parameters of the whole layer."""
+        names = ("attn_norm", "mlp_norm", *(("attn_post_norm", "mlp_post_norm") if self.post_norms else ()))
+        norms: Shapes = dict.fromkeys(names, (hidden_size,))
+        return norms | self.mixer.shapes(hidden_size) | self.mlp.shapes(hidden_size)

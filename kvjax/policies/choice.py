@@ -1,0 +1,83 @@
+"""Policies that choose another policy on the host, before a step or a chunk runs. `auto` of `kvjax.bill` is one of each kind.
+
+An engine binds such a policy to its model once, when it is built or first named, and runs what `choose` returns.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from typing import Self
+
+from kvjax.cache.types import IndexSpec
+from kvjax.model import Model
+from kvjax.policies.decode.base import DecodePolicy
+from kvjax.policies.prefill.base import PrefillPolicy
+from kvjax.policies.prefill.dense import DensePrefill
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What runs, and why.
+
+    seconds, dense_seconds: predicted for the choice and for dense; None where nothing was compared. projection: why the prediction reaches
+    beyond what was measured, as in `kvjax.bill.Prediction`; empty where it does not.
+    """
+
+    policy: DecodePolicy | PrefillPolicy
+    why: str
+    seconds: float | None = None
+    dense_seconds: float | None = None
+    projection: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.policy}: {self.why}" + "".join(f"; PROJECTION: {reason}" for reason in self.projection)
+
+
+class ChoosesDecode(abc.ABC):
+    """A decode policy that chooses among others by lengths and batch. A subclass is a decode policy as well."""
+
+    @abc.abstractmethod
+    def bind(self, model: Model, *, page_size: int, dtype: str) -> Self:
+        """This policy, ready to choose for a model with pages of `page_size` tokens in `dtype`. Already bound, it is returned as it is."""
+
+    @abc.abstractmethod
+    def indexes(self) -> tuple[IndexSpec, ...]:
+        """What any policy that may be chosen needs sealing to build. Asked after `bind`."""
+
+    @abc.abstractmethod
+    def choose(self, lengths: Sequence[int]) -> Choice:
+        """The choice for sequences of these lengths in tokens, the current ones included."""
+
+    @abc.abstractmethod
+    def possible(self, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
+        """What may be chosen for `batch` sequences of up to `longest` tokens."""
+
+
+class ChoosesPrefill(abc.ABC):
+    """A prefill policy that chooses another one for each chunk. A subclass is a prefill policy as well."""
+
+    @abc.abstractmethod
+    def bind(self, model: Model, *, page_size: int, dtype: str) -> Self:
+        """This policy, ready to choose for a model with pages of `page_size` tokens in `dtype`. Already bound, it is returned as it is."""
+
+    @abc.abstractmethod
+    def indexes(self) -> tuple[IndexSpec, ...]:
+        """What any policy that may be chosen needs sealing to build. Asked after `bind`."""
+
+    @abc.abstractmethod
+    def choose(self, start: int, end: int) -> Choice:
+        """The choice for a chunk, positions [start, end) of its prompt."""
+
+
+def possible_prefills(policy: PrefillPolicy | ChoosesPrefill, longest: int, chunk: int) -> tuple[PrefillPolicy, ...]:
+    """What runs prompts of up to `longest` tokens in chunks of `chunk`, whatever calls they are cut into.
+
+    A policy that chooses is asked at lengths that double.
+    """
+    if not isinstance(policy, ChoosesPrefill):
+        return (policy,) if policy.queries_stand_alone else (DensePrefill(), policy)
+    last = -(-longest // chunk) * chunk
+    ends = [*(chunk << power for power in range((last // chunk).bit_length() - 1)), last]
+    return tuple(dict.fromkeys((DensePrefill(), *(policy.choose(end - chunk, end).policy for end in ends))))

@@ -1,0 +1,71 @@
+"""What is asked of a model, and what became of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+from kvjax.checks import whole_number
+from kvjax.policies.decode import DecodePolicy
+from kvjax.prompts import Prompt
+from kvjax.sampling import Sampling
+
+SHORT = reprlib.Repr(maxstring=60, maxother=200)
+"""Cuts prompts, texts and token ids to what can be read at a glance."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt (text, token ids, or chat messages) and how to continue it. `id` is the caller's own.
+
+    policy: the decode policy of all its steps; None is that of whoever runs it. priority: requests of a higher one go first.
+    """
+
+    prompt: Prompt
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    id: Any = None
+    policy: str | DecodePolicy | None = None
+    priority: int = 0
+
+    def __post_init__(self):
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(f"sampling must be a kvjax.Sampling, got {self.sampling!r:.60}: Request(prompt, Sampling(max_new_tokens=64))")
+        whole_number("priority", self.priority, -(2**31))
+
+    def __repr__(self) -> str:
+        return f"Request({SHORT.repr(self.prompt)}, {self.sampling}, id={SHORT.repr(self.id)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What became of a request.
+
+    text: the continuation without stop string and special tokens. token_ids: every generated token, the one that ended it included.
+    logprobs: one per token, where asked for; top_logprobs: per token the pairs (token id, log-probability) of the most likely ones, best
+    first, where asked for. finish_reason: "stop" (stop token or string), "length" (max_new_tokens), "cancelled" or "error". choices: with n
+    above 1, every sample in order, of which this is the first; else (). blocks_per_step and keys_per_step: what one KV head of one layer
+    read on average per decoded token (0 if no step was taken). error: what went wrong; everything else is then empty.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] | None = None
+    finish_reason: str = "length"
+    prompt_tokens: int = 0
+    blocks_per_step: float = 0.0
+    keys_per_step: float = 0.0
+    error: Exception | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    choices: tuple[Completion, ...] = ()
+
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"Completion(error={SHORT.repr(self.error)})"
+        counts = f"tokens={len(self.token_ids)}, keys_per_step={self.keys_per_step:.0f}"
+        return f"Completion({SHORT.repr(self.text)}, finish_reason={self.finish_reason!r}, {counts})"
+
+
+OnToken = Callable[[Request, int, str], None]
+"""Called with the request, the token id, and the text that became certain with it (possibly empty)."""

@@ -1,0 +1,206 @@
+"""Samples while they run: what each has written, and the batch of those that are decoded together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.plans import Decoded, DecodeGroup
+from kvjax.requests import Completion
+from kvjax.sampling import NotFinite, Sampling, SamplingRows
+from kvjax.sequences import CachedSequence
+from kvjax.text import TextStream
+
+if TYPE_CHECKING:
+    from kvjax.policies.decode import DecodePolicy
+    from kvjax.scheduler import Handle
+
+Ranked = tuple[tuple[int, float], ...]
+"""Pairs of token id and log-probability, best first."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Sample:
+    """One sample of a request: the tokens it has got, and what they cost. `issued` counts those that are on their way too.
+
+    stream: makes text of tokens as they come, where somebody listens or a stop string may end it; else None.
+    """
+
+    handle: Handle
+    index: int
+    sampling: Sampling
+    sequence: CachedSequence
+    stop_ids: frozenset[int]
+    stream: TextStream | None
+    issued: int = 1
+    ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    top_logprobs: list[Ranked] = dataclasses.field(default_factory=list)
+    steps: int = 0
+    blocks: int = 0
+    keys: int = 0
+    finish_reason: str | None = None
+    error: Exception | None = None
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who comes first: the higher priority, then the earlier request, then the earlier of its samples."""
+        return (*self.handle.order[:2], self.index)
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether another step must be taken for it, as far as is known."""
+        return self.finish_reason is None and self.issued < self.sampling.max_new_tokens
+
+    def take(self, token: int, logprob: float) -> str:
+        """One more token; the text that became certain with it, if `stream` makes any. Sets `finish_reason` if it is the last."""
+        self.ids.append(token)
+        if self.sampling.logprobs:
+            self.logprobs.append(logprob)
+        ends, piece = token in self.stop_ids, ""
+        if self.stream is not None and not ends:
+            piece = self.stream.push(token)
+        if ends or (self.stream is not None and self.stream.stopped):
+            self.finish_reason = "stop"
+        elif len(self.ids) == self.sampling.max_new_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason and self.stream is not None:
+            piece += self.stream.close()
+        return piece
+
+    def rank(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Keep the most likely tokens in the place of the latest one; a token that is never chosen is left out."""
+        best = zip(tokens, logprobs, strict=True)
+        self.top_logprobs.append(tuple((token, value) for token, value in best if value > -np.inf))
+
+    def fail(self) -> None:
+        """The logits for the next token were not finite."""
+        self.error, self.finish_reason = NotFinite(self.handle.prompt_tokens + len(self.ids)), "error"
+
+    def cancel(self) -> None:
+        """It ends with what it has; what is on its way is dropped."""
+        self.finish_reason = "cancelled"
+        if self.stream is not None:
+            self.stream.close()
+
+    def text(self, tokenizer) -> str:
+        """The text of all tokens but one that ended the sample."""
+        if tokenizer is None:
+            return ""
+        if self.stream is None:
+            self.stream = TextStream(tokenizer)
+            for token in self.ids:
+                if token not in self.stop_ids:
+                    self.stream.push(token)
+            self.stream.close()
+        return self.stream.text
+
+    def completion(self, tokenizer, kv_heads: int) -> Completion:
+        """What became of it. kv_heads: of all layers together, over which reads are summed."""
+        if self.error is not None:
+            return Completion(finish_reason="error", prompt_tokens=self.handle.prompt_tokens, error=self.error)
+        heads = kv_heads * max(self.steps, 1)
+        return Completion(
+            text=self.text(tokenizer),
+            token_ids=tuple(self.ids),
+            logprobs=tuple(self.logprobs) if self.sampling.logprobs else None,
+            top_logprobs=tuple(self.top_logprobs) if self.sampling.top_logprobs else None,
+            finish_reason=self.finish_reason,
+            prompt_tokens=self.handle.prompt_tokens,
+            blocks_per_step=self.blocks / heads,
+            keys_per_step=self.keys / heads,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flight:
+    """A step of one batch whose results the host has not read."""
+
+    samples: tuple[Sample | None, ...]
+    decoded: Decoded
+
+
+class Batch:
+    """The samples of one policy, in the slots of one batch bucket. A sample keeps its slot while it runs."""
+
+    def __init__(self, policy: DecodePolicy, size: int, vocab_size: int):
+        self.policy, self.size, self._vocab_size = policy, size, vocab_size
+        self.samples: list[Sample | None] = [None] * size
+        self._tokens = jnp.zeros(size, jnp.int32)
+        self._rows: SamplingRows | None = None
+        self._counts: Int[Array, "B V"] | None = None  # tokens of every slot, while a sample has a penalty
+
+    def __len__(self) -> int:
+        return sum(sample is not None for sample in self.samples)
+
+    def put(self, sample: Sample, counts: Int[np.ndarray, " V"] | None) -> None:
+        """Give a sample a free slot, from where it goes on with its latest token. counts: of the tokens it holds but for that one."""
+        slot = self.samples.index(None)
+        self.samples[slot], self._rows = sample, None
+        self._tokens = self._tokens.at[slot].set(sample.ids[-1])
+        if counts is not None:
+            if self._counts is None:
+                self._counts = jnp.zeros((self.size, self._vocab_size), jnp.int32)
+            self._counts = _set_counts(self._counts, slot, counts)
+
+    def remove(self, sample: Sample) -> None:
+        """Take a sample out of its slot."""
+        self.samples[self.samples.index(sample)] = None
+        self._rows = None
+
+    def group(self) -> DecodeGroup | None:
+        """The step of those that want more tokens; None where nobody does."""
+        samples = [sample if sample is not None and sample.wants_more else None for sample in self.samples]
+        if not any(sample is not None for sample in samples):
+            return None
+        if self._rows is None:
+            rows = SamplingRows.of([None if sample is None else sample.sampling for sample in self.samples])
+            self._rows = jax.tree.map(jnp.asarray, rows)
+            self._counts = self._counts if rows.penalises else None
+        sequences = tuple(None if sample is None else sample.sequence for sample in samples)
+        return DecodeGroup(sequences, self._tokens, self._rows, self.policy, self._counts)
+
+    def launched(self, group: DecodeGroup, decoded: Decoded) -> Flight:
+        """The step is on its way."""
+        self._tokens, self._counts = decoded.sampled.tokens, decoded.sampled.counts
+        samples = tuple(sample if sequence is not None else None for sample, sequence in zip(self.samples, group.sequences, strict=True))
+        for sample in samples:
+            if sample is not None:
+                sample.issued += 1
+        return Flight(samples, dataclasses.replace(decoded, sampled=decoded.sampled.replace(counts=None)))
+
+
+@functools.partial(jax.jit, donate_argnames="counts")
+def _set_counts(counts: Int[Array, "B V"], slot: Int[Array, ""], row: Int[Array, " V"]) -> Int[Array, "B V"]:
+    """Counts with those of one slot replaced. DONATES counts."""
+    return counts.at[slot].set(row)
+
+
+def read(flight: Flight) -> list[tuple[Sample, int, str]]:
+    """Wait for a step and give its tokens to the samples that have not ended; of each the token, and the text that it made certain."""
+    sampled, reads = flight.decoded.sampled, flight.decoded.reads
+    arrays = (sampled.tokens, sampled.logprobs, sampled.finite, reads.blocks, reads.keys)
+    for array in arrays:  # all on their way before the first is waited for
+        array.copy_to_host_async()
+    tokens, logprobs, finite, blocks, keys = (np.asarray(array).tolist() for array in arrays)
+    top_tokens, top_logprobs = (None, None) if sampled.top_tokens is None else jax.device_get((sampled.top_tokens, sampled.top_logprobs))
+    taken = []
+    for slot, sample in enumerate(flight.samples):
+        if sample is None or sample.finish_reason is not None:
+            continue
+        if not finite[slot]:
+            sample.fail()
+            continue
+        sample.steps += 1
+        sample.blocks += blocks[slot]
+        sample.keys += keys[slot]
+        taken.append((sample, tokens[slot], sample.take(tokens[slot], logprobs[slot])))
+        if count := sample.sampling.top_logprobs:
+            sample.rank(top_tokens[slot, :count].tolist(), top_logprobs[slot, :count].tolist())
+    return taken

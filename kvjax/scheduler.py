@@ -1,0 +1,534 @@
+"""The scheduler: the one loop. Requests come in, decode steps and chunks of prefill go to the engine, completions come out.
+
+* Order: first come, first served, within a priority. A request keeps one decode policy and one batch bucket from its admission on, so
+  that its bits do not depend on its company; `auto` chooses then, by the request's own length.
+* Pages: a prompt's are taken when it is admitted, those of its answer as it grows. When there are none left, the youngest of the lowest
+  priority is suspended: its pages go to host memory, and come back, with the same bits, when others have finished.
+* Gaps: with `max_gap_ms=None` free slots are filled first, and a prompt is prefilled whole between two decode steps; this gives the most
+  tokens per second. With a value, chunks run in slices of layers between decode steps, as many as fit into the gap.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import itertools
+import numbers
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.cache import OutOfPages
+from kvjax.checks import whole_number
+from kvjax.engine import Engine
+from kvjax.plans import Chunk, StepPlan, StepResult
+from kvjax.policies.decode import DecodePolicy
+from kvjax.prompts import encode
+from kvjax.requests import Completion, OnToken, Request
+from kvjax.samples import Batch, Flight, Sample, read
+from kvjax.sampling import SamplingRows, sample_step, seen_tokens
+from kvjax.sequences import CachedSequence
+from kvjax.text import TextStream
+
+DEFAULT_SLOTS = 8
+
+
+@dataclasses.dataclass(eq=False)
+class Handle:
+    """A submitted request. completion: None until it has finished, failed or was cancelled. prompt_tokens: known once it is admitted."""
+
+    request: Request
+    order: tuple[int, int]
+    completion: Completion | None = None
+    prompt_tokens: int = 0
+    _ids: list[int] = dataclasses.field(default_factory=list)
+    _policy: DecodePolicy | None = None
+    _sequence: CachedSequence | None = None  # the prompt, until its last sample takes it over
+    _samples: list[Sample] = dataclasses.field(default_factory=list)
+
+    def __repr__(self) -> str:
+        state = "waiting" if self.completion is None else self.completion.finish_reason
+        return f"Handle({self.request!r}, {'running' if state == 'waiting' and self._samples else state})"
+
+
+class Gap:
+    """How many slices of layers fit between two decode steps, from what both took so far. seconds: the bound of the gap."""
+
+    SHARE = 0.85
+    """Of the bound, what is planned for."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._step: float | None = None
+        self._slice: float | None = None
+        self._last: float | None = None
+
+    def slices(self) -> int:
+        """Slices to run after the next step; at least 1."""
+        if self._slice is None:
+            return 1
+        return max(1, int((self.SHARE * self.seconds - (self._step or 0)) / self._slice))
+
+    def steps_read(self, slices: int) -> None:
+        """A step was read; between it and the one before it so many slices ran."""
+        now = time.monotonic()
+        if self._last is not None:
+            gap = now - self._last
+            if not slices:
+                self._step = gap if self._step is None else 0.7 * self._step + 0.3 * gap
+            else:
+                each = max(gap - (self._step or 0), 0.1 * gap) / slices
+                self._slice = each if self._slice is None else max(each, 0.7 * self._slice + 0.3 * each)
+        self._last = now
+
+    def idle(self) -> None:
+        """Nothing is being decoded, so nobody waits."""
+        self._last = None
+
+
+class Scheduler:
+    """Runs requests on an engine.
+
+        scheduler = Scheduler(engine)
+        handle = scheduler.submit(Request("Once upon a time"))
+        while handle.completion is None:
+            scheduler.step()
+
+    max_gap_ms: the longest time between two tokens of a sequence while others are prefilled, in milliseconds, as far as one slice of layers
+    and one decode step allow; None: no bound. slots: samples that run at once; None: 8, or the engine's largest batch bucket. policy: of
+    requests that name none; None is the engine's. on_token: called after each step with every new token. on_prefill: called with the number
+    of prompt tokens done, chunk by chunk. While a request with a penalty runs, the tokens of every slot are counted on the device, in
+    `[bucket, V]` int32.
+
+    preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. Requests wait in a list without bound;
+    `waiting` says how many there are, for a caller that wants to hold back. One thread at a time, as with the engine; do not use the
+    scheduler's sequences in between.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_gap_ms: float | None = None,
+        slots: int | None = None,
+        policy: str | DecodePolicy | None = None,
+        on_token: OnToken | None = None,
+        on_prefill: Callable[[int], None] | None = None,
+    ):
+        if not isinstance(engine, Engine):
+            raise TypeError(f"a scheduler runs on an engine, got {type(engine).__name__}: Scheduler(Engine(model))")
+        slots = min(DEFAULT_SLOTS, engine.batch_buckets[-1]) if slots is None else whole_number("slots", slots, 1)
+        bucket = next((size for size in engine.batch_buckets if size >= slots), None)
+        if bucket is None:
+            largest = engine.batch_buckets[-1]
+            raise ValueError(f"{slots} slots are more than the largest batch bucket, {largest}: name one in Engine(batch_buckets=...)")
+        if max_gap_ms is not None and not (
+            isinstance(max_gap_ms, numbers.Real) and not isinstance(max_gap_ms, bool) and 0 < max_gap_ms < float("inf")
+        ):
+            raise ValueError(f"max_gap_ms must be a positive number of milliseconds, or None for no bound, got {max_gap_ms!r}")
+        self.engine, self.slots, self.on_token, self.on_prefill = engine, slots, on_token, on_prefill
+        self.policy, self._bucket = engine.declared(policy), bucket
+        self.preemptions = 0
+        self._gap = None if max_gap_ms is None else Gap(max_gap_ms / 1e3)
+        self._numbers = itertools.count()
+        self._waiting: list[Handle | Sample] = []  # in order; samples are suspended ones
+        self._prefilling: Handle | None = None
+        self._batches: dict[DecodePolicy, Batch] = {}
+        self._flights: list[Flight] = []
+        self._finished: list[Handle] = []  # that no step has returned yet
+        self._slices = 0  # that were launched after the latest steps
+        self._slices_before = 0  # the steps in flight
+        self._short = False  # pages did not suffice for the first that waits, and none came back since
+        self._events: collections.deque[tuple[Request, int, str]] = collections.deque()
+
+    def __repr__(self) -> str:
+        return f"Scheduler({self.engine!r}, slots={self.slots}, running={self.running}, waiting={self.waiting})"
+
+    @property
+    def waiting(self) -> int:
+        """Requests, and suspended samples, that wait for a slot or for pages."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Slots in use."""
+        return sum(map(len, self._batches.values())) + (self._prefilling is not None)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a request that is submitted now would get a slot in the next step, if its pages are free."""
+        return self.running + self.waiting < self.slots and not self._short
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self._waiting or self.running)
+
+    def submit(self, request: Request) -> Handle:
+        """Queue a request. What is wrong with it is said by its completion, whose `error` is then set."""
+        if not isinstance(request, Request):
+            raise TypeError(f"submit takes a kvjax.Request, got {type(request).__name__}: Request(prompt, Sampling(...))")
+        handle = Handle(request, (-request.priority, next(self._numbers)))
+        self._wait(handle)
+        return handle
+
+    def cancel(self, handle: Handle) -> None:
+        """End a request now, wherever it stands, and free its pages. Its completion has the text so far, and the reason "cancelled"; with n
+        above 1, `choices` has the samples that had started. Does nothing to one that has finished."""
+        if not isinstance(handle, Handle):
+            raise TypeError(f"cancel takes what submit returned, got {type(handle).__name__}")
+        with self.engine.guard:
+            if handle.completion is not None:
+                return
+            if handle not in self._handles():
+                raise ValueError(f"{handle} was submitted to another scheduler: cancel it there")
+            self._end(handle, None)
+
+    def step(self) -> list[Handle]:
+        """Admit what has room, launch a decode step and, with a bounded gap, slices of a prefill; read the step before.
+
+        Returns the requests that have finished or failed, but for those that were cancelled. Does nothing where nothing is left to do. What
+        `on_token` or `on_prefill` raises, and Ctrl-C, leave the scheduler as it is after a step: go on with `step`, or `close` it.
+        """
+        with self.engine.guard:
+            self._admit()
+            self._slices = self._launch()
+            self._collect()
+        while self._events:
+            self.on_token(*self._events.popleft())
+        finished, self._finished = self._finished, []
+        return finished
+
+    def close(self) -> None:
+        """Cancel everything. Waits for another thread that uses the engine."""
+        with self.engine.guard.when_free():
+            for handle in self._handles():
+                self._end(handle, None)
+            self._events.clear()
+
+    def _handles(self) -> list[Handle]:
+        """The requests that have not ended."""
+        entries = [*self._running(), *self._waiting, *filter(None, [self._prefilling])]
+        return list(dict.fromkeys(each if isinstance(each, Handle) else each.handle for each in entries))
+
+    # Admission
+
+    def _wait(self, entry: Handle | Sample) -> None:
+        bisect.insort(self._waiting, entry, key=_order)
+
+    def _admit(self) -> None:
+        """Fill free slots with those that wait, in order, as long as there are pages for them."""
+        while True:
+            if self._prefilling is not None:
+                if self._gap is not None and self._batches:
+                    return  # slices run with the decode steps
+                self._prefill()
+                if self._gap is not None:
+                    return
+                continue
+            if not self._waiting or self.running >= self.slots or (self._short and self.running):
+                return
+            entry = self._waiting[0]
+            handle, error = (entry, self._look_at(entry)) if isinstance(entry, Handle) else (entry.handle, None)
+            try:
+                if error is None:
+                    self._begin(entry)
+            except OutOfPages as short:
+                if self.running:
+                    self._short = True
+                    return
+                if others := [each for each in self._prompts() if each is not handle]:
+                    self._forget_prompt(others[-1])
+                    continue
+                error = short
+            if error is not None:
+                self._end(handle, error)
+            self.engine.guard.interrupt_point()
+
+    def _begin(self, entry: Handle | Sample) -> None:
+        """Bring the first that waits to where it runs or is prefilled. OutOfPages changes nothing."""
+        # A page for each of those that will grow into another one, so that who is admitted is not suspended at once.
+        spare = sum(self.engine.grows(each.sequence, each.sampling.max_new_tokens - each.issued) for each in self._running())
+        if isinstance(entry, Sample):
+            self.engine.check_room(entry.sequence.length + 1, spare)
+            self.engine.resume(entry.sequence)
+            self._waiting.remove(entry)
+            self._run(entry)
+        elif entry._sequence is not None:
+            self._start_sample(entry)
+        else:
+            self.engine.check_room(len(entry._ids) + (entry.request.sampling.max_new_tokens > 1), spare)
+            sequence = self.engine.new_sequence()
+            try:
+                self.engine.reserve([sequence], len(entry._ids))
+            except BaseException:
+                self.engine.free(sequence)
+                raise
+            entry._sequence = sequence
+            self._waiting.remove(entry)
+            self._prefilling = entry
+
+    def _look_at(self, handle: Handle) -> Exception | None:
+        """Learn tokens and policy of a request. Returns why it cannot run, however many pages come back."""
+        engine, sampling = self.engine, handle.request.sampling
+        if handle._policy is not None:
+            return None
+        try:
+            handle._ids = encode(engine.model.tokenizer, handle.request.prompt)
+            handle.prompt_tokens = len(handle._ids)
+            if sampling.stop and engine.model.tokenizer is None:
+                raise ValueError("stop strings need a tokenizer, and the model has none")
+            engine.check_tokens(handle._ids)
+            longest = len(handle._ids) + sampling.max_new_tokens - 1
+            engine.check_length(longest)
+            policy = self.policy if handle.request.policy is None else engine.declared(handle.request.policy)
+            handle._policy = engine.chosen(policy, [longest] * self.slots)
+        except Exception as error:  # also what a tokenizer, a chat template or a policy of the caller's raises
+            return error
+        return None
+
+    def _prefill(self) -> None:
+        """Run the next chunk of the prompt that is being prefilled."""
+        self.engine.guard.interrupt_point()
+        chunks = self._chunks(None)
+        if (result := self._run_plan(StepPlan(chunks=chunks))) is not None:
+            self._prefilled(chunks, result.chunk_logits)
+
+    def _chunks(self, slices: int | None) -> tuple[Chunk, ...]:
+        handle = self._prefilling
+        if handle is None:
+            return ()
+        done = handle._sequence.length
+        return (Chunk(handle._sequence, handle._ids[done : done + self.engine.prefill_chunk], slices),)
+
+    def _prefilled(self, chunks: tuple[Chunk, ...], logits: tuple[Any, ...]) -> None:
+        """Slices of a chunk ran; logits: None where the chunk is not through. After the last chunk the first sample starts."""
+        if not chunks or logits[0] is None:
+            return
+        handle = self._prefilling
+        if handle._sequence.length == handle.prompt_tokens:
+            self._prefilling = None
+            if handle.request.sampling.n == 1:
+                self._start_sample(handle)
+            else:  # each sample takes pages, and waits for them as a request does
+                self._wait(handle)
+        if self.on_prefill is not None:  # last, since it may raise, or cancel the request
+            jax.block_until_ready(logits[0])
+            self.on_prefill(len(chunks[0].tokens))
+
+    # Samples
+
+    def _start_sample(self, handle: Handle) -> None:
+        """Give the next sample of a prefilled request its sequence, a fork of the prompt or for the last sample the prompt itself, and
+        choose its first token. OutOfPages changes nothing."""
+        engine, index, last = self.engine, len(handle._samples), len(handle._samples) == handle.request.sampling.n - 1
+        sampling = handle.request.sampling
+        sampling = dataclasses.replace(sampling, seed=(sampling.seed + index) % 2**32)
+        sequence = handle._sequence if last else engine.fork(handle._sequence)
+        logits = handle._sequence.logits
+        if last:
+            handle._sequence = None
+            if handle in self._waiting:
+                self._waiting.remove(handle)
+        tokenizer = engine.model.tokenizer
+        streamed = tokenizer is not None and (self.on_token is not None or sampling.stop)
+        stop_ids = sampling.stop_token_ids
+        if stop_ids is None:
+            stop_ids = () if sampling.ignore_eos else engine.config.eos_token_ids
+        stream = TextStream(tokenizer, sampling.stop) if streamed else None
+        sample = Sample(handle, index, sampling, sequence, frozenset(stop_ids), stream)
+        handle._samples.append(sample)
+        seen = self._counts(sample)
+        rows, position = SamplingRows.of([sampling]), np.array([sequence.length], np.int32)
+        sampled = jax.device_get(sample_step(logits[None], rows, position, None if seen is None else seen[None]))
+        if not sampled.finite[0]:
+            sample.fail()
+        else:
+            token = int(sampled.tokens[0])
+            self._tell(sample, token, sample.take(token, float(sampled.logprobs[0])))
+            if count := sampling.top_logprobs:
+                sample.rank(sampled.top_tokens[0, :count].tolist(), sampled.top_logprobs[0, :count].tolist())
+        if sample.finish_reason is None:
+            self._run(sample)
+        else:  # its first token was its last
+            engine.free(sequence)
+            self._short = False
+            self._settle(handle)
+
+    def _run(self, sample: Sample) -> None:
+        """Give a sample a slot among those of its policy."""
+        policy = sample.handle._policy
+        if policy not in self._batches:
+            self._batches[policy] = Batch(policy, self._bucket, self.engine.config.vocab_size)
+        sample.issued = len(sample.ids)
+        self._batches[policy].put(sample, self._counts(sample))
+
+    def _counts(self, sample: Sample) -> Int[np.ndarray, " V"] | None:
+        """`seen_tokens` of the prompt and of the answer but for its latest token, which the next step counts; None without a penalty."""
+        if not sample.sampling.penalises:
+            return None
+        counts = seen_tokens(sample.handle._ids, self.engine.config.vocab_size)
+        np.add.at(counts, sample.ids[:-1], 2)
+        return counts
+
+    def _tell(self, sample: Sample, token: int, piece: str) -> None:
+        if self.on_token is not None:
+            self._events.append((sample.handle.request, token, piece))
+
+    def _running(self) -> list[Sample]:
+        return [sample for batch in self._batches.values() for sample in batch.samples if sample is not None]
+
+    # Steps
+
+    def _launch(self) -> int:
+        """Launch the next step of every batch, and slices of a prefill beside it; read the steps before. Returns the slices launched."""
+        groups = [(batch, group) for batch in self._batches.values() if (group := batch.group()) is not None]
+        if not groups:
+            self._read()
+            return 0
+        slices = 0
+        if self._gap is not None and self._prefilling is not None:
+            slices = min(self._gap.slices(), self.engine.slices_left(self._prefilling._sequence))
+        chunks = self._chunks(slices) if slices else ()
+        result = self._run_plan(StepPlan(tuple(group for _, group in groups), chunks))
+        if result is None:
+            return 0
+        flights = [batch.launched(group, decoded) for (batch, group), decoded in zip(groups, result.decodes, strict=True)]
+        self._read()
+        self._flights, self._slices_before = flights, self._slices
+        self._prefilled(chunks, result.chunk_logits)
+        return slices
+
+    def _run_plan(self, plan: StepPlan) -> StepResult | None:
+        """Have the engine run a plan. None if there were no pages for it: some were then given back, and nothing ran.
+
+        What else the engine raises ends every request that ran or was being prefilled, since part of the plan may have run.
+        """
+        try:
+            return self.engine.step(plan)
+        except OutOfPages as error:
+            self._make_room(error)
+        except Exception as error:
+            self._flights = []
+            for handle in dict.fromkeys([*(sample.handle for sample in self._running()), *filter(None, [self._prefilling])]):
+                self._end(handle, error)
+            raise
+        return None
+
+    def _read(self) -> None:
+        """Wait for the steps in flight, and hand their tokens out."""
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            for sample, token, piece in read(flight):
+                self._tell(sample, token, piece)
+        if self._gap is not None:
+            if flights:
+                self._gap.steps_read(self._slices_before)
+            else:
+                self._gap.idle()
+
+    def _make_room(self, error: OutOfPages) -> None:
+        """A plan needs pages: take those of samples that have just ended; else of the youngest of the lowest priority that holds any."""
+        self._read()
+        if self._collect():
+            return
+        *others, last = sorted([*self._running(), *self._prompts()], key=_order)
+        self._short = True
+        if not others:  # others than this scheduler hold the pages
+            self._end(last if isinstance(last, Handle) else last.handle, error)
+        elif isinstance(last, Handle):
+            self._forget_prompt(last)
+        else:
+            self.engine.suspend(last.sequence)
+            self._leave(last)
+            self._wait(last)
+            self.preemptions += 1
+
+    def _prompts(self) -> list[Handle]:
+        """Requests whose prompts hold pages, in order: those with samples that have not started, and the one that is being prefilled."""
+        held = [each for each in self._waiting if isinstance(each, Handle) and each._sequence is not None]
+        return held if self._prefilling is None else sorted([*held, self._prefilling], key=_order)
+
+    def _forget_prompt(self, handle: Handle) -> None:
+        """Free a prompt. It is prefilled again when its turn comes; its bits are then the same."""
+        self.engine.free(handle._sequence)
+        handle._sequence = None
+        if self._prefilling is handle:
+            self._prefilling = None
+            self._wait(handle)
+        self.preemptions += 1
+
+    def _collect(self) -> bool:
+        """Free what has ended, and complete the requests whose samples have all ended. Returns whether pages came back."""
+        ended = [sample for sample in self._running() if sample.finish_reason is not None]
+        for sample in ended:
+            self._drop(sample)
+        for handle in dict.fromkeys(sample.handle for sample in ended):
+            self._settle(handle)
+        return bool(ended)
+
+    def _settle(self, handle: Handle) -> None:
+        """Complete a request if all its samples have ended."""
+        samples = handle._samples
+        if len(samples) == handle.request.sampling.n and all(each.finish_reason is not None for each in samples):
+            self._complete(handle)
+            self._finished.append(handle)
+
+    def _drop(self, sample: Sample) -> None:
+        """Take a sample out of its slot, and free its sequence."""
+        self._leave(sample)
+        self.engine.free(sample.sequence)
+        self._short = False
+
+    def _leave(self, sample: Sample) -> None:
+        """Take a sample out of its slot."""
+        batch = self._batches[sample.handle._policy]
+        batch.remove(sample)
+        if not len(batch):
+            del self._batches[sample.handle._policy]
+
+    def _complete(self, handle: Handle) -> None:
+        """Make the completion of a request whose samples have ended."""
+        choices = tuple(each.completion(self.engine.model.tokenizer, self.engine.spec.kv_heads) for each in handle._samples)
+        failed = next((choice for choice in choices if choice.error is not None), None)
+        several = handle.request.sampling.n > 1
+        handle.completion = failed or (dataclasses.replace(choices[0], choices=choices) if several else choices[0])
+        handle._ids = []
+
+    def _end(self, handle: Handle, error: Exception | None) -> None:
+        """End a request early: it was cancelled (error: None), or it cannot run. Everything it holds is freed."""
+        running = set(self._running())
+        for sample in handle._samples:
+            if sample in running:
+                self._drop(sample)
+            elif sample in self._waiting:
+                self.engine.free(sample.sequence)
+            if sample.finish_reason is None:
+                sample.cancel()
+        if handle._sequence is not None:
+            self.engine.free(handle._sequence)
+            handle._sequence = None
+        self._waiting = [each for each in self._waiting if each is not handle and getattr(each, "handle", None) is not handle]
+        if self._prefilling is handle:
+            self._prefilling = None
+        self._short = False
+        if error is None and handle._samples:
+            self._complete(handle)
+            if handle.completion.error is None:
+                handle.completion = dataclasses.replace(handle.completion, finish_reason="cancelled")
+            return
+        handle._ids = []
+        reason = "cancelled" if error is None else "error"
+        handle.completion = Completion(finish_reason=reason, prompt_tokens=handle.prompt_tokens, error=error)
+        if error is not None:
+            self._finished.append(handle)
+
+
+def _order(entry: Handle | Sample) -> tuple[int, ...]:
+    """Who comes first; a suspended sample comes before the samples of its request that have not started."""
+    return entry.order if isinstance(entry, Sample) else (*entry.order, len(entry._samples))

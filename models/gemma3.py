@@ -1,0 +1,167 @@
+"""Gemma 3, the text models (1B, 270M) and the text part of the larger ones: layers with a sliding window between layers without.
+
+Both kinds have a base of RoPE of their own; a scaling is of the layers without a window. Norms multiply by 1 + w and stand before and
+after attention and MLP; heads of q and k are normalised; the embedding is multiplied by the square root of the width.
+
+Source: Gemma 3 Technical Report (arXiv 2503.19786); details as in transformers' `Gemma3ForCausalLM`, which the tests compare with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.layers import AttentionLayer, LayerConfig, Mlp, Rope, RopeScaling
+from kvjax.model import ModelConfig
+from kvjax.models.family import Family, Within
+from kvjax.models.fields import boolean, number, size
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+THETA, LOCAL_THETA = 1e6, 1e4
+"""Bases of RoPE in layers without and with a window, where config.json gives none."""
+
+
+def spread(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json's fields with those of RoPE as transformers 4 wrote them: transformers 5 has an object for each kind of layers."""
+    given = fields.get("rope_parameters")
+    if given is None:
+        return fields
+    if not isinstance(given, Mapping) or not given.keys() <= {FULL, SLIDING}:
+        raise ValueError(f"config.json: rope_parameters is {given!r}; it must have an object for each of {FULL} and {SLIDING}")
+    local = given.get(SLIDING) or {}
+    if local.get("rope_type", "default") != "default" or local.keys() - {"rope_type", "rope_theta"}:
+        raise ValueError(f"config.json: rope_parameters of {SLIDING} is {local!r}; supported: rope_type 'default' and a rope_theta")
+    theta, stated = local.get("rope_theta", fields.get("rope_local_base_freq")), fields.get("rope_local_base_freq")
+    if stated is not None and theta != stated:
+        raise ValueError(f"config.json: rope_local_base_freq is {stated}, and rope_theta of {SLIDING} is {theta}; they must agree")
+    return dict(fields) | {"rope_parameters": given.get(FULL)} | ({} if theta is None else {"rope_local_base_freq": theta})
+
+
+def fold(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields with those of RoPE in both spellings."""
+    full = fields["rope_parameters"] | {"rope_theta": fields["rope_theta"]}
+    local = {"rope_type": "default", "rope_theta": fields["rope_local_base_freq"]}
+    return fields | {"rope_parameters": {FULL: full, SLIDING: local}}
+
+
+def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:
+    """The layers that config.json's fields describe. ValueError that names the field at fault."""
+    types, head_dim, biased = _types(read), size(read, "head_dim"), boolean(read, "attention_bias")
+    if scaling is not None and scaling.kind in ("dynamic", "longrope"):
+        raise ValueError(f"config.json: RoPE has rope_type {scaling.kind!r}; supported for Gemma 3: default, linear, llama3, yarn")
+    local, scalar = number(read, "rope_local_base_freq"), number(read, "query_pre_attn_scalar")
+    if scalar <= 0:
+        raise ValueError(f"config.json: query_pre_attn_scalar is {scalar}; it must be above 0")
+    of_kind = {FULL: (None, Rope(theta, head_dim, scaling))}
+    if SLIDING in types:
+        of_kind[SLIDING] = size(read, "sliding_window"), Rope(local, head_dim)
+
+    def layer(kind: str) -> LayerConfig:
+        window, rope = of_kind[kind]
+        mixer = AttentionLayer(
+            num_heads=size(read, "num_attention_heads"),
+            num_kv_heads=size(read, "num_key_value_heads"),
+            head_dim=head_dim,
+            rope=rope,
+            sm_scale=scalar**-0.5,
+            window=window,
+            qkv_bias=biased,
+            o_bias=biased,
+            qk_norm=True,
+        )
+        return LayerConfig(mixer, Mlp(size(read, "intermediate_size"), "gelu_tanh"), post_norms=True)
+
+    return tuple(map(layer, types))
+
+
+def _types(read: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer: named, or every sixth without a window, or every so many as config.json says."""
+    count, types = size(read, "num_hidden_layers"), read["layer_types"]
+    if types is None:
+        every = size(read, "sliding_window_pattern")
+        return [FULL if (number + 1) % every == 0 else SLIDING for number in range(count)]
+    if not isinstance(types, list) or not set(types) <= {FULL, SLIDING} or len(types) != count:
+        raise ValueError(
+            f"config.json: layer_types is {types}; it must be a list of {FULL!r} or {SLIDING!r}, one for each of {count} layers"
+        )
+    return types
+
+
+def fields_of(config: ModelConfig) -> dict[str, Any]:
+    """config.json's fields of the layers. ValueError for layers that it has no words for."""
+    types = [FULL if layer.mixer.window is None else SLIDING for layer in config.layers]
+    kinds = dict(zip(types, config.layers, strict=True))
+    if any(kinds[kind] != layer for kind, layer in zip(types, config.layers, strict=True)):
+        raise ValueError(
+            "config.json of a Gemma3ForCausalLM describes one kind of layer with a window and one without; this model has more"
+        )
+    full, sliding = kinds.get(FULL), kinds.get(SLIDING)
+    first = config.layers[0]
+    return {
+        "layer_types": types,
+        "intermediate_size": first.mlp.size,
+        "num_attention_heads": first.mixer.num_heads,
+        "num_key_value_heads": first.mixer.num_kv_heads,
+        "head_dim": first.mixer.head_dim,
+        "attention_bias": first.mixer.o_bias,
+        "query_pre_attn_scalar": round(first.mixer.sm_scale**-2, 9),
+        "sliding_window": sliding.mixer.window if sliding else None,
+        "rope_theta": full.mixer.rope.theta if full else THETA,
+        "rope_local_base_freq": sliding.mixer.rope.theta if sliding else LOCAL_THETA,
+    }
+
+
+FAMILY = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    defaults={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": THETA,
+        "rope_local_base_freq": LOCAL_THETA,
+        "rope_scaling": None,
+        "rope_parameters": None,
+        "original_max_position_embeddings": None,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "layer_types": None,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+    only={
+        "hidden_act": (None,),
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "use_bidirectional_attention": (None, False),
+    },
+    harmless=frozenset({"cache_implementation", "_sliding_window_pattern", "hidden_act"}),
+    layer_tensors={
+        "attn_post_norm": "post_attention_layernorm.weight",
+        "mlp_norm": "pre_feedforward_layernorm.weight",
+        "mlp_post_norm": "post_feedforward_layernorm.weight",
+    },
+    layers_of=layers_of,
+    fields_of=fields_of,
+    spread=spread,
+    fold=fold,
+    norm_offset=1.0,
+    scaled_embedding=True,
+    within=Within(
+        "Gemma3ForConditionalGeneration",
+        "gemma3",
+        {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."},
+        frozenset({"vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index", "image_token_id"}),
+    ),
+    unread=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+)

@@ -1,0 +1,35 @@
+"""What every mixer is told about the tokens of a call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import Array, Float, Float32, Int
+
+from kvjax.layers import Rope
+from kvjax.model import LayerInput
+from kvjax.models import rope
+
+Rotation = tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]
+"""Cosine and sine of the angle of each pair."""
+
+MixHere = Callable[[LayerInput, Any], tuple[Float[Array, "B T H D"], Any]]
+"""`kvjax.model.Mix` of one layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """positions: absolute. norm_eps, norm_offset: of every RMSNorm."""
+
+    positions: Int[Array, "B T"]
+    norm_eps: float
+    norm_offset: float = 0.0
+    _rotations: dict[Rope, Rotation] = dataclasses.field(default_factory=dict)
+
+    def rotation(self, of: Rope) -> Rotation:
+        """Cosine and sine at the positions; computed once for all layers of a call that rotate alike."""
+        if of not in self._rotations:
+            self._rotations[of] = rope.rotation(of, self.positions)
+        return self._rotations[of]

@@ -1,0 +1,31 @@
+"""Products of tokens with a layer's matrices, as mixers and MLPs call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from kvjax.model import Params
+from kvjax.models.mixers.tokens import Tokens
+from pallas_kernels.project_tokens import project_tokens
+
+
+def project(
+    x: Float[Array, "... E"], *weights: Float[Array, "F E"], residual: Float[Array, "... F"] | None = None, **options: Any
+) -> tuple[Float[Array, "... F"], ...]:
+    """`pallas_kernels.project_tokens` on tokens in any arrangement."""
+    rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
+    results = project_tokens(x.reshape(-1, x.shape[-1]), weights, residual=rows, **options)
+    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
+
+
+def norm_before(weight: Float[Array, "E"], tokens: Tokens) -> dict[str, Any]:
+    """The options of `project` for an RMSNorm before the product. The offset is added in the op: the sum of offset and weight, rounded to
+    16 bits, would be another norm."""
+    return {"norm": weight, "norm_eps": tokens.norm_eps, "norm_offset": tokens.norm_offset}
+
+
+def biases_of(layer: Params, there: bool, *names: str) -> dict[str, tuple[Array, ...]]:
+    """The option of `project` that adds the biases of these projections; none where the model has none."""
+    return {"biases": tuple(layer[f"{name}_bias"] for name in names)} if there else {}

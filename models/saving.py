@@ -1,0 +1,121 @@
+"""Models to a folder in Hugging Face format."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from kvjax.model import Model, Params
+from kvjax.models import checkpoint, config_json
+from kvjax.models.checkpoint import MAX_SHARD_BYTES, Wanted
+
+
+def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write a model in Hugging Face format: config, weights in the parameters' dtype, tokenizer. `transformers` and `load` read it.
+
+    The files are written to a folder beside `folder`, which is then renamed, so a folder of that name is always whole. overwrite:
+    replace `folder`, with everything in it, if it holds a model already. max_shard_bytes: largest weights file; the host holds one
+    such file's tensors at a time. Raises ValueError when `folder` is there already and may not be replaced.
+    """
+    folder = Path(folder).expanduser().absolute()
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
+    _check_target(folder, overwrite)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _write_weights(model, beside, max_shard_bytes)
+        _write_json(beside / "config.json", config_json.to_fields(model.config))
+        _write_json(beside / "generation_config.json", config_json.to_generation_fields(model.config))
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(beside)
+        _rename(beside, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _check_target(folder: Path, overwrite: bool) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise ValueError(f"{folder} is there already; choose another folder, or pass overwrite=True to replace a model")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no config.json, so it is not a model to replace; choose another folder")
+
+
+def _rename(beside: Path, folder: Path) -> None:
+    """Put `beside` in the place of `folder`; what stood there is removed last."""
+    _open_up(beside)
+    if not folder.exists():
+        os.replace(beside, folder)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+    os.replace(folder, old)
+    os.replace(beside, folder)
+    shutil.rmtree(old)
+
+
+def _open_up(folder: Path) -> None:
+    """Give a folder and its files the modes that new ones get: tempfile and safetensors make theirs for the owner alone."""
+    masked = os.umask(0)
+    os.umask(masked)
+    folder.chmod(0o777 & ~masked)
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~masked)
+
+
+def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
+    """model.safetensors, or shards and their index. ValueError for parameters that are not in the model's compute_dtype."""
+    from safetensors.numpy import save_file
+
+    wanted, structure = checkpoint.wanted_tensors(model.config)
+    leaves = _leaves(model.params, wanted, structure)
+    dtypes, wanted_dtype = {leaf.dtype.name for leaf in leaves}, model.config.compute_dtype
+    if dtypes != {wanted_dtype}:
+        raise ValueError(f"parameters have dtypes {sorted(dtypes)}; all must have the model's compute_dtype, {wanted_dtype}")
+    shards = _shards(wanted, [leaf.nbytes for leaf in leaves], max_shard_bytes)
+    files = (
+        [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))] if len(shards) > 1 else ["model.safetensors"]
+    )
+    for file, members in zip(files, shards, strict=True):
+        host = {wanted[n].name: np.asarray(leaves[n]) for n in members}
+        save_file(host, folder / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        weight_map = {wanted[n].name: file for file, members in zip(files, shards, strict=True) for n in members}
+        total = {"total_parameters": model.config.num_params, "total_size": sum(leaf.nbytes for leaf in leaves)}
+        _write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _leaves(params: Params, wanted: list[Wanted], structure: Any) -> list[Array]:
+    leaves, given = jax.tree.flatten(params)
+    if given != structure:
+        raise ValueError("the parameters do not have the structure that kvjax.models.init_params gives for this configuration")
+    for leaf, w in zip(leaves, wanted, strict=True):
+        if leaf.shape != w.shape:
+            raise ValueError(f"{w.name} has shape {leaf.shape}, the configuration needs {w.shape}")
+    return leaves
+
+
+def _shards(wanted: list[Wanted], sizes: list[int], most: int) -> list[list[int]]:
+    """Tensor numbers by file: each file takes what fits, in order; a tensor larger than `most` stands alone."""
+    shards: list[list[int]] = [[]]
+    filled = 0
+    for n, size in enumerate(sizes):
+        if shards[-1] and filled + size > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(n)
+        filled += size
+    return shards
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

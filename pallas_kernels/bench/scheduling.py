@@ -1,0 +1,68 @@
+"""Tables of `kvjax bench host`, `throughput`, `gaps`, `cold` and `programs`, from the rows of their JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pallas_kernels.bench.formats import markdown, tokens_text
+
+Row = dict[str, Any]
+
+
+def host_cells(row: Row) -> tuple[str, ...]:
+    """Microseconds of a step."""
+    micro = (f"{row[key] * 1e6:,.0f}" for key in ("own_s", "own_p95_s", "dispatch_s", "median_s"))
+    what = {"engine": "`Engine.decode_and_sample`", "scheduler": "`Scheduler.step`"}[row["what"]]
+    return what, f"{row['rows']}", f"{row['pages']:,}", *micro
+
+
+def throughput_cells(row: Row) -> tuple[str, ...]:
+    """Seconds, and tokens per second."""
+    shape = f"{row['shape']}, {row['layers']} layers"
+    job = f"{row['requests']} of {row['prompt']:,} + {row['answer']}"
+    rates = (f"{row[key]:,.0f}" for key in ("prefill_tokens_per_s", "decode_tokens_per_s"))
+    return shape, job, f"{row['chunk']:,}", f"`{row['policy']}`", f"{row['seconds']:.2f}", *rates
+
+
+def gaps_cells(row: Row) -> tuple[str, ...]:
+    """Milliseconds between tokens, and tokens per second of the prompt."""
+    prompt = f"last {tokens_text(row['computed'])} of {tokens_text(row['prompt'])}"
+    milli = (f"{row[key] * 1e3:,.1f}" for key in ("quiet_s", "p50_s", "p95_s", "p99_s", "largest_s"))
+    rates = (f"{row[key]:,.0f}" for key in ("prefill_tokens_per_s", "alone_tokens_per_s"))
+    shape = f"{row['shape']}, {row['layers']} layers"
+    return shape, f"`{row['prefill']}`", prompt, f"{row['max_gap_ms']:g}", f"{row['gaps']}", *milli, *rates
+
+
+def cold_cells(row: Row) -> tuple[str, ...]:
+    """Programs, and seconds."""
+    spent = (f"{row['seconds'][part]:.2f}" for part in ("trace", "lower", "compile"))
+    return f"{row['shape']}, {row['layers']} layers", f"`{row['prefill']}`", tokens_text(row["prompt"]), f"{row['programs']}", *spent
+
+
+def programs_cells(row: Row) -> tuple[str, ...]:
+    """Programs, and the functions with most of them."""
+    names = ", ".join(f"{name} {count}" for name, count in list(row["by_name"].items())[:4])
+    job = f"{row['requests']} requests of {', '.join(map(tokens_text, row['lengths']))}"
+    return f"{row['shape']}, {row['layers']} layers", job, f"{row['programs']}", names
+
+
+TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
+    "host": (("what", "rows", "pages", "own us", "own us, p95", "JAX's call us", "all us"), host_cells),
+    "throughput": (("shape", "requests", "chunk", "policy", "seconds", "prefill tokens/s", "decode tokens/s"), throughput_cells),
+    "gaps": (
+        ("shape", "prefill", "prompt", "bound ms", "gaps", "quiet ms", "p50", "p95", "p99", "most", "tokens/s", "alone tokens/s"),
+        gaps_cells,
+    ),
+    "cold": (("shape", "prefill", "prompt", "programs", "tracing s", "lowering s", "compiling s"), cold_cells),
+    "programs": (("shape", "job", "programs", "most of them"), programs_cells),
+}
+"""By the `bench` of a result: columns, and the cells of a row."""
+
+
+def made(kind: str, rows: list[Row]) -> str:
+    """The table of a kind, for a document; of rows for the same thing the last."""
+    columns, cells = TABLES[kind]
+    told = ("what", "rows", "pages", "shape", "layers", "policy", "prefill", "prompt", "requests", "chunk", "max_gap_ms")
+    latest = {tuple(row.get(name) for name in told): row for row in rows}
+    return markdown(columns, map(cells, latest.values()))

@@ -1,0 +1,122 @@
+"""`kvjax bench cold` and `kvjax bench programs`: what is compiled, and how long that takes, without a compilation cache."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from kvjax.engine import Engine
+from kvjax.model import ModelConfig
+from kvjax.requests import Request
+from kvjax.sampling import Sampling
+from kvjax.scheduler import Scheduler
+from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
+from kvjax.serving.bench.hollow import HollowEngine, random_model, random_prompt
+
+PARTS = {
+    "/jax/core/compile/jaxpr_trace_duration": "trace",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
+    "/jax/core/compile/backend_compile_duration": "compile",
+}
+"""JAX's events, by what they are called here."""
+
+
+class Compiled:
+    """What was compiled while `listening`. seconds: of each part in `PARTS`. programs: how many of each function."""
+
+    def __init__(self):
+        self.seconds = dict.fromkeys(PARTS.values(), 0.0)
+        self.programs: collections.Counter[str] = collections.Counter()
+        self._on = True
+
+    def hear(self, event: str, duration: float, **named: Any) -> None:
+        """A listener of `jax.monitoring`."""
+        part = PARTS.get(event)
+        if part is None or not self._on:
+            return
+        self.seconds[part] += duration
+        if part == "compile":
+            self.programs[str(named.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")] += 1
+
+    def figures(self) -> dict[str, Any]:
+        """As a row has them."""
+        return {
+            "programs": sum(self.programs.values()),
+            "by_name": dict(self.programs.most_common()),
+            "seconds": self.seconds,
+            "compiling_s": sum(self.seconds.values()),
+        }
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Compiled]:
+    """Count what is compiled in the block. The compilation cache is off in it, and what was compiled before is forgotten."""
+    heard, cached = Compiled(), jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(heard.hear)
+    try:
+        yield heard
+    finally:
+        heard._on = False
+        jax.config.update("jax_enable_compilation_cache", cached)
+
+
+def cold_row(
+    shape: str, config: ModelConfig, *, prompt: int, computed: int, chunk: int, prefill: str, policy: str, answer: int = 2
+) -> dict[str, Any]:
+    """A first prompt of `prompt` tokens, and `answer` tokens after it: seconds that are spent on tracing, lowering and compiling.
+
+    computed: tokens at the end of the prompt that are computed. The others run the same programs, so they are passed over.
+    ValueError where the part that is passed over is no multiple of the chunk.
+    """
+    hollow = prompt - computed
+    if hollow < 0 or hollow % chunk:
+        raise ValueError(f"{prompt:,} - {computed:,} tokens of the prompt are passed over, which must be a multiple of {chunk:,}")
+    model = random_model(config)
+    sizes = {"pages": pages_of(prompt + answer) + 1, "page_size": PAGE_SIZE, "prefill_chunk": chunk, "prefill": prefill}
+    engine = HollowEngine(model, policy, hollow=hollow, batch_buckets=(1,), **sizes)
+    named = {"op": "cold", "shape": shape, "layers": config.num_layers, "policy": policy, "prefill": prefill, "prompt": prompt}
+    ids = random_prompt(config, prompt, 0)
+    with listening() as heard:
+        started = time.perf_counter()
+        _run(engine, [Request(ids, Sampling(max_new_tokens=answer, ignore_eos=True))], slots=1)
+        seconds = time.perf_counter() - started
+    return named | {"computed": computed, "chunk": chunk, "answer": answer, "wall_s": seconds} | heard.figures()
+
+
+def programs_row(
+    shape: str, config: ModelConfig, *, lengths: Sequence[int], policies: Sequence[str], chunk: int, prefill: str, slots: int = 4
+) -> dict[str, Any]:
+    """A mixed job through one scheduler: a prompt of every length, with every policy, greedy and sampled; what was compiled for it."""
+    answer = 4
+    pages = (slots + 1) * (pages_of(max(lengths) + answer) + 1)
+    sizes = {"pages": pages, "page_size": PAGE_SIZE, "prefill_chunk": chunk, "prefill": prefill}
+    engine = Engine(random_model(config), policies[0], policies=policies[1:], batch_buckets=(slots,), **sizes)
+    requests = [
+        Request(random_prompt(config, length, seed), Sampling(max_new_tokens=answer, temperature=heat, ignore_eos=True), policy=policy)
+        for seed, length in enumerate(lengths)
+        for policy in policies
+        for heat in (0.0, 0.8)
+    ]
+    with listening() as heard:
+        started = time.perf_counter()
+        _run(engine, requests, slots=slots)
+        seconds = time.perf_counter() - started
+    named = {"op": "programs", "shape": shape, "layers": config.num_layers, "policies": list(policies), "prefill": prefill}
+    return named | {"lengths": list(lengths), "chunk": chunk, "requests": len(requests), "wall_s": seconds} | heard.figures()
+
+
+def _run(engine: Engine, requests: Sequence[Request], *, slots: int) -> None:
+    scheduler = Scheduler(engine, slots=slots)
+    handles = [scheduler.submit(request) for request in requests]
+    while not scheduler.idle:
+        scheduler.step()
+    for handle in handles:
+        if handle.completion.error is not None:
+            raise handle.completion.error

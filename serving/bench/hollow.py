@@ -1,0 +1,135 @@
+"""What benchmarks of the engine and the scheduler run on: prompts that are not computed, and a decoder that computes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import PagedKV
+from kvjax.engine import Engine
+from kvjax.model import ModelConfig, uniform_config
+from kvjax.models import CausalLM
+from kvjax.models.decoder import TransformerDecoder
+from kvjax.plans import Chunk, StepPlan, StepResult
+from kvjax.serving.bench.decode import random_params
+from pallas_kernels.page_index import page_index
+from pallas_kernels.pages import Pages
+
+
+class HollowEngine(Engine):
+    """An engine that does not compute the beginning of a prompt: its tokens take pages, and the pages keep what they hold.
+
+    hollow: tokens at the beginning of a prompt that are not computed, a multiple of the chunk; None: no prompt is computed. It may be set
+    between prompts. Times do not depend on what pages hold, as long as it is spread (`fill_pages`). dispatch_s: seconds that each jitted
+    decode step took to be called. chunk_clock: `time.perf_counter()` when the last slice of each computed chunk was launched.
+    """
+
+    def __init__(self, *args: Any, hollow: int | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.hollow = hollow
+        self.dispatch_s: list[float] = []
+        self.chunk_clock: list[float] = []
+
+    def fill_pages(self, seed: int = 0) -> None:
+        """Put random keys and values into all pages, with the indexes of them."""
+        for number in range(len(self._layers)):
+            before, after = self._layers[:number], self._layers[number + 1 :]
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            self._pool.run(_filled, self._layers[number], key, layers=functools.partial(_between, before, after))
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """As `Engine.step`, but for chunks at the hollow beginning of a prompt, of which nothing but the length is kept."""
+        if not any(self.hollow is None or chunk.sequence.length < self.hollow for chunk in plan.chunks):
+            result = super().step(plan)
+            self.chunk_clock += [time.perf_counter() for logits in result.chunk_logits if logits is not None]
+            return result
+        result = super().step(dataclasses.replace(plan, chunks=()))
+        return StepResult(result.decodes, tuple(map(self._pass_over, plan.chunks)))
+
+    def _pass_over(self, chunk: Chunk) -> jax.Array | None:
+        sequence = chunk.sequence
+        tokens = list(chunk.tokens) if self.hollow is None else [0] * self.hollow
+        sequence.tokens += tokens
+        sequence.length += len(tokens)
+        if self.hollow is not None:
+            return None
+        sequence.logits = _no_logits(self.config.vocab_size)
+        return sequence.logits
+
+    def _launch(self, step: Callable, *args: Any, **named: Any) -> Any:
+        def timed(*operands: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            result = step(*operands, **options)
+            self.dispatch_s.append(time.perf_counter() - started)
+            return result
+
+        return super()._launch(timed, *args, **named)
+
+
+class PassingDecoder(TransformerDecoder):
+    """A decoder whose layers do nothing: a step of it has all arrays of a real one, and takes the device no time."""
+
+    def hidden(self, params: Any, tokens: jax.Array, positions: jax.Array, mix: Any, state: Any) -> tuple[jax.Array, Any]:
+        """The embeddings. The state is what it was, with no list for any layer."""
+        layers, states, *_ = state
+        return self.embed(params, tokens), (layers, states, (None,) * len(layers))
+
+
+@functools.lru_cache(maxsize=1)
+def passing_model(layers: int) -> CausalLM:
+    """A model with a `PassingDecoder`: as many arrays as one of so many layers has, all of them small."""
+    config = uniform_config(
+        family="qwen2",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=layers,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        rope_theta=1e4,
+        norm_eps=1e-6,
+        max_positions=2**21,
+        tie_embeddings=False,
+        qkv_bias=True,
+        compute_dtype="bfloat16",
+    )
+    return CausalLM(PassingDecoder(config), random_params(config))
+
+
+def random_model(config: ModelConfig) -> CausalLM:
+    """A model with random weights."""
+    return CausalLM(TransformerDecoder(config), random_params(config))
+
+
+def random_prompt(config: ModelConfig, tokens: int, seed: int) -> list[int]:
+    """Token ids."""
+    return np.random.default_rng(seed).integers(0, config.vocab_size, tokens).tolist()
+
+
+@functools.lru_cache(maxsize=1)
+def _no_logits(vocab_size: int) -> jax.Array:
+    return jnp.zeros(vocab_size, jnp.float32)
+
+
+def _between(before: tuple, after: tuple, made: PagedKV) -> tuple:
+    return (*before, made, *after)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _filled(layer: PagedKV, key: jax.Array) -> PagedKV:
+    """A layer with random pages, and the indexes that it has of them. DONATES layer."""
+    shape, dtype = layer.pages.k.shape, layer.pages.k.dtype
+    k, v = (jax.random.normal(each, shape, dtype) for each in jax.random.split(key))
+    index = {}
+    for name, rows in layer.index.items():
+        kind = name.rstrip("0123456789")
+        index[name] = page_index(k, kind=kind, block_size=int(name.removeprefix(kind))).astype(rows.dtype)
+    return PagedKV(Pages(k, v), index)

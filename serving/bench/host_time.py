@@ -1,0 +1,105 @@
+"""`kvjax bench host`: what a decode step costs the host, the call of the jitted step aside.
+
+The model's layers do nothing (`PassingDecoder`), with as many arrays as a real one has, and prompts are not computed: lengths and pages
+are there, so that everything the host does in a step is done. The device is waited for between steps, outside of what is timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.requests import Request
+from kvjax.sampling import Sampling, SamplingRows
+from kvjax.scheduler import Scheduler
+from kvjax.serving.bench.decode import PAGE_SIZE
+from kvjax.serving.bench.hollow import HollowEngine, passing_model
+
+CASES = ((64, 1024), (8, 8192))
+"""Rows, and pages of each."""
+
+WARM = 8
+"""Steps before those that are timed."""
+
+
+def host_rows(
+    cases: Sequence[tuple[int, int]], *, steps: int, layers: int, policy: str, say: Callable[[str], None] = lambda what: None
+) -> Iterator[dict[str, Any]]:
+    """Rows, two for each case: of `Engine.decode_and_sample` alone, and of `Scheduler.step`.
+
+    median_s: of a step. own_s: of it less the call of the jitted step, which is dispatch_s. Medians; own_p95_s the 95th percentile.
+    """
+    for rows, pages in cases:
+        say(f"{rows} rows of {pages:,} pages")
+        length = pages * PAGE_SIZE - steps - WARM - 2
+        if length < rows:
+            raise ValueError(f"{pages} pages of {PAGE_SIZE} tokens leave no history before {steps} steps")
+        pool = rows * pages + rows + 1
+        model = passing_model(layers)
+        engine = HollowEngine(model, policy, pages=pool, batch_buckets=(rows,), prefill_chunk=64 * PAGE_SIZE)
+        for what, prepare in (("engine", _engine_steps), ("scheduler", _scheduler_steps)):
+            say(f"{rows} rows of {pages:,} pages: {what}")
+            # Rows come to a new page at different steps, as those of a real batch do.
+            run, close = prepare(engine, [length - row % PAGE_SIZE for row in range(rows)], steps + WARM)
+            for _ in range(WARM):
+                run()
+            own, whole = [], []
+            engine.dispatch_s.clear()
+            for _ in range(steps):
+                jax.block_until_ready(engine.last_reads)
+                started = time.perf_counter()
+                run()
+                whole.append(time.perf_counter() - started)
+                own.append(whole[-1] - sum(engine.dispatch_s[-1:]))
+            dispatched = list(engine.dispatch_s)
+            close()
+            yield {
+                "op": "host",
+                "what": what,
+                "rows": rows,
+                "pages": pages,
+                "layers": layers,
+                "policy": policy,
+                "steps": steps,
+                "median_s": statistics.median(whole),
+                "own_s": statistics.median(own),
+                "own_p95_s": float(np.percentile(own, 95)),
+                "own_mean_s": statistics.fmean(own),
+                "dispatch_s": statistics.median(dispatched),
+            }
+
+
+Steps = tuple[Callable[[], object], Callable[[], object]]
+"""Runs a step; ends everything."""
+
+
+def _engine_steps(engine: HollowEngine, lengths: Sequence[int], steps: int) -> Steps:
+    sequences = [engine.new_sequence() for _ in lengths]
+    for sequence, length in zip(sequences, lengths, strict=True):
+        engine.reserve([sequence], length)
+        sequence.length = length
+    rows = jax.tree.map(jnp.asarray, SamplingRows.of([None] * len(lengths)))
+    tokens = [jnp.zeros(len(lengths), jnp.int32)]
+
+    def run() -> None:
+        tokens[0] = engine.decode_and_sample(sequences, tokens[0], rows).tokens
+
+    def close() -> None:
+        for sequence in sequences:
+            engine.free(sequence)
+
+    return run, close
+
+
+def _scheduler_steps(engine: HollowEngine, lengths: Sequence[int], steps: int) -> Steps:
+    scheduler = Scheduler(engine, slots=len(lengths))
+    for length in lengths:
+        scheduler.submit(Request([0] * length, Sampling(max_new_tokens=steps + 2, ignore_eos=True)))
+    scheduler.step()
+    return scheduler.step, scheduler.close

@@ -1,0 +1,224 @@
+"""`kvjax bench throughput` and `kvjax bench gaps`: requests through the scheduler, with random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.engine import Engine
+from kvjax.model import ModelConfig
+from kvjax.plans import Chunk, StepPlan
+from kvjax.requests import Request
+from kvjax.sampling import Sampling
+from kvjax.scheduler import Handle, Scheduler
+from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
+from kvjax.serving.bench.hollow import HollowEngine, random_model, random_prompt
+
+Say = Callable[[str], None]
+"""Told what is being done."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Requests of `prompt` + `answer` tokens, all submitted at once, a slot for each. chunk: tokens of a chunk of prefill."""
+
+    shape: str
+    config: ModelConfig
+    requests: int = 64
+    prompt: int = 8000
+    answer: int = 129
+    prefill: str = "dense"
+    chunk: int = 512
+
+    def __post_init__(self):
+        if min(self.requests, self.prompt) < 1 or self.answer < 2:
+            found = f"{self.requests} requests of {self.prompt} + {self.answer} tokens"
+            raise ValueError(f"throughput needs at least 1 request of 1 + 2 tokens, got {found}")
+
+
+def throughput_row(plan: Traffic, policy: str, say: Say = lambda what: None) -> dict[str, Any]:
+    """Seconds from the first submit to the last completion; one request of the same lengths has run before, so nothing is compiled.
+
+    prefill_s: until every request has its first token. decode_s: the rest, in which all slots decode. Rates are of these parts.
+    """
+    say(f"{policy}: weights and pages")
+    pages = plan.requests * pages_of(plan.prompt + plan.answer)
+    sizes = {"pages": pages, "page_size": PAGE_SIZE, "prefill_chunk": plan.chunk, "prefill": plan.prefill}
+    engine = Engine(random_model(plan.config), policy, batch_buckets=(plan.requests,), **sizes)
+    sampling = Sampling(max_new_tokens=plan.answer, ignore_eos=True)
+
+    def run(count: int) -> tuple[float, float]:
+        prompts = [random_prompt(plan.config, plan.prompt, seed) for seed in range(count)]
+        scheduler = Scheduler(engine, slots=plan.requests)
+        started = time.perf_counter()
+        handles = [scheduler.submit(Request(ids, sampling)) for ids in prompts]
+        scheduler.step()  # all prompts, and the first step
+        prefilled = time.perf_counter()
+        while not scheduler.idle:
+            scheduler.step()
+        ended = time.perf_counter()
+        _check(handles)
+        return prefilled - started, ended - started
+
+    say(f"{policy}: compiling")
+    run(1)
+    say(f"{policy}: {plan.requests} requests")
+    prefill_s, seconds = run(plan.requests)
+    named = {"op": "throughput", "shape": plan.shape, "layers": plan.config.num_layers, "dtype": plan.config.compute_dtype}
+    sizes = {name: getattr(plan, name) for name in ("requests", "prompt", "answer", "prefill", "chunk")}
+    times = {"seconds": seconds, "prefill_s": prefill_s, "decode_s": seconds - prefill_s}
+    rates = {
+        "prefill_tokens_per_s": plan.requests * plan.prompt / prefill_s,
+        "decode_tokens_per_s": plan.requests * (plan.answer - 1) / (seconds - prefill_s),
+    }
+    return named | sizes | {"policy": policy} | times | rates
+
+
+LEARNING = 3
+"""Computed chunks whose gaps are not counted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaps:
+    """A prompt that is prefilled beside sequences that decode. max_gap_ms: what the scheduler is given.
+
+    computed: tokens at the end of the prompt that are computed; they take longest. neighbours of `history` tokens decode with `policy`.
+    seconds: after which a part of the measurement ends, wherever it is.
+    """
+
+    shape: str
+    config: ModelConfig
+    max_gap_ms: float
+    prefill: str
+    policy: str = "top:32"
+    prompt: int = 2**19
+    computed: int = 2**16
+    neighbours: int = 7
+    history: int = 2**13
+    chunk: int = 2048
+    seconds: float = 60.0
+
+    MOST_TOKENS = 2**14
+    """Of a neighbour's answer, so that pages for it are there."""
+
+    def __post_init__(self):
+        for name in ("prompt", "computed"):
+            if (value := getattr(self, name)) < 1 or value % self.chunk:
+                raise ValueError(f"{name} must be a positive multiple of the chunk of {self.chunk} tokens, got {value}")
+        if not (LEARNING + 2) * self.chunk <= self.computed <= self.prompt:
+            few = f"got {self.computed:,} with a prompt of {self.prompt:,} and chunks of {self.chunk:,}"
+            raise ValueError(f"computed must be at least {LEARNING + 2} chunks, and no more than the prompt, {few}")
+        if min(self.neighbours, self.history) < 1:
+            raise ValueError(f"gaps are those of at least 1 neighbour of 1 token, got {self.neighbours} of {self.history}")
+
+
+def gaps_row(plan: Gaps, say: Say = lambda what: None) -> dict[str, Any]:
+    """Gaps between tokens of the neighbours while the prompt is prefilled; its speed with them, and alone without a bound.
+
+    A gap is the time between steps that returned a token of the first neighbour; all of them are in every step. The first LEARNING computed
+    chunks do not count: what was passed over before took no time, so the scheduler learns only then how long a slice takes. quiet_s: the
+    median gap when nothing is prefilled. Pages of tokens that are not computed hold random numbers. RuntimeError if `seconds` are too few
+    for two more chunks.
+    """
+    say("weights and pages")
+    slots = plan.neighbours + 1
+    pages = pages_of(plan.prompt) + plan.neighbours * pages_of(plan.history + plan.MOST_TOKENS) + slots
+    sizes = {"pages": pages, "page_size": PAGE_SIZE, "prefill_chunk": plan.chunk, "prefill": plan.prefill}
+    engine = HollowEngine(random_model(plan.config), plan.policy, batch_buckets=(slots,), **sizes)
+    engine.fill_pages()
+    prompt = random_prompt(plan.config, plan.prompt, 0)
+    alone = _alone(engine, plan, prompt, say)
+    gaps, quiet, beside = _beside(engine, plan, prompt, say)
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name != "config"}
+    return fields | {
+        "op": "gaps",
+        "layers": plan.config.num_layers,
+        "dtype": plan.config.compute_dtype,
+        "note": f"the first {plan.prompt - plan.computed:,} tokens of the prompt, and the neighbours' histories, are random pages; "
+        f"gaps of the first {LEARNING} computed chunks are not counted",
+        "gaps": len(gaps),
+        **{f"p{point}_s": float(np.percentile(gaps, point)) for point in (50, 95, 99)},
+        "largest_s": max(gaps),
+        "quiet_s": float(np.median(quiet)),
+        "prefill_tokens_per_s": beside,
+        "alone_tokens_per_s": alone,
+    }
+
+
+def _alone(engine: HollowEngine, plan: Gaps, prompt: list[int], say: Say) -> float:
+    """Tokens per second of the prompt's computed chunks but the first, which compiles; the device is always a chunk behind the host."""
+    engine.hollow = plan.prompt - plan.computed
+    sequence = engine.new_sequence()
+    engine.reserve([sequence], plan.prompt)
+    done, started, before = 0, 0.0, None
+    while sequence.length < plan.prompt:
+        at = sequence.length
+        (logits,) = engine.step(StepPlan(chunks=(Chunk(sequence, prompt[at : at + plan.chunk]),))).chunk_logits
+        if logits is None:  # what is not computed
+            continue
+        if before is None:
+            jax.block_until_ready(logits)
+            started = time.perf_counter()
+        else:
+            jax.block_until_ready(before)
+            done += 1
+        before = logits
+        say(f"alone: {done + 1} of {plan.computed // plan.chunk} chunks")
+        if done > 1 and time.perf_counter() - started > plan.seconds:
+            break
+    jax.block_until_ready(before)
+    seconds = time.perf_counter() - started
+    engine.free(sequence)
+    return done * plan.chunk / seconds
+
+
+def _beside(engine: HollowEngine, plan: Gaps, prompt: list[int], say: Say) -> tuple[list[float], list[float], float]:
+    """Gaps while the prompt is prefilled, gaps when nothing is, and the prompt's tokens per second."""
+    clock: list[float] = []
+    scheduler = Scheduler(
+        engine,
+        slots=plan.neighbours + 1,
+        max_gap_ms=plan.max_gap_ms,
+        on_token=lambda request, token, piece: clock.append(time.perf_counter()) if request.id == 0 else None,
+    )
+    long_answer = Sampling(max_new_tokens=plan.MOST_TOKENS, ignore_eos=True)
+    engine.hollow = None
+    handles = [scheduler.submit(Request([0] * plan.history, long_answer, id=number)) for number in range(plan.neighbours)]
+    try:
+        while scheduler.running < plan.neighbours or scheduler.waiting:
+            scheduler.step()
+        settled = len(clock) + 8
+        while len(clock) < settled + 32:
+            scheduler.step()
+        quiet = [later - earlier for earlier, later in itertools.pairwise(clock[settled:])]
+        engine.hollow = plan.prompt - plan.computed
+        engine.chunk_clock.clear()
+        handles.append(scheduler.submit(Request(prompt, Sampling(max_new_tokens=1), id="prompt")))
+        started = time.perf_counter()
+        while handles[-1].completion is None and time.perf_counter() - started < plan.seconds:
+            scheduler.step()
+            say(f"beside neighbours: {len(engine.chunk_clock)} of {plan.computed // plan.chunk} chunks")
+    finally:
+        scheduler.close()
+    _check(handles)
+    chunks = engine.chunk_clock
+    if len(chunks) < LEARNING + 2:
+        raise RuntimeError(
+            f"{plan.seconds:g} s were enough for {len(chunks)} chunks of {plan.chunk:,} tokens: give more, or smaller chunks"
+        )
+    chunks = chunks[LEARNING - 1 :]
+    counted = [each for each in clock if chunks[0] <= each <= chunks[-1]]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(counted)]
+    return gaps, quiet, (len(chunks) - 1) * plan.chunk / (chunks[-1] - chunks[0])
+
+
+def _check(handles: list[Handle]) -> None:
+    for handle in handles:
+        if handle.completion is not None and handle.completion.error is not None:
+            raise handle.completion.error

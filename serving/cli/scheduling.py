@@ -1,0 +1,174 @@
+"""`kvjax bench host`, `throughput`, `gaps`, `cold` and `programs`: the engine and the scheduler. JAX is imported inside the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.serving.cli.options import JsonOption, number, parse_lengths, token_count, whole
+
+if TYPE_CHECKING:
+    from kvjax.model import ModelConfig
+
+ShapeOption = Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id; its weights are not read.")]
+LayersOption = Annotated[
+    int | None, typer.Option(help="Only so many layers, for a quick look. [default: the shape's]", show_default=False, **whole())
+]
+BenchChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of 128.", **token_count())]
+
+
+def host_command(
+    rows: Annotated[str, typer.Option(help="Sequences decoded together, with commas between cases.")] = "64,8",
+    pages: Annotated[str, typer.Option(help="Pages of each sequence, case by case.")] = "1024,8192",
+    steps: Annotated[int, typer.Option(help="Timed steps.", **whole())] = 2000,
+    layers: Annotated[int, typer.Option(help="Layers, whose arrays a step is called with; they do nothing.", **whole())] = 28,
+    policy: Annotated[str, typer.Option(help="Decode policy, whose indexes are among these arrays.")] = "top:32",
+    json_out: JsonOption = None,
+) -> None:
+    """Time what a decode step costs the host, the call of the jitted step aside: Engine.decode_and_sample alone, and Scheduler.step.
+
+    Layers do nothing and prompts are not computed, so the device takes no time. It is waited for between steps, outside of what is timed.
+    """
+    from kvjax.serving.bench.host_time import host_rows
+
+    cases = tuple(zip(parse_lengths(rows, "rows"), parse_lengths(pages, "pages"), strict=False))
+    if len(cases) != rows.count(",") + 1 or len(cases) != pages.count(",") + 1:
+        raise typer.BadParameter(f"{rows!r} and {pages!r} are not equally many", param_hint="--pages")
+    _run(json_out, "host", lambda say: host_rows(cases, steps=steps, layers=layers, policy=policy, say=say))
+
+
+def throughput_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    policies: Annotated[str, typer.Option(help="Decode policies, with commas between them, one after the other.")] = "dense,top:32",
+    requests: Annotated[int, typer.Option(help="Requests, with a slot for each.", **whole())] = 64,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", **token_count())] = 8000,
+    answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole(2))] = 129,
+    prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
+    chunk: BenchChunkOption = 512,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time requests through the scheduler, from the first submit to the last completion, with random weights and no bound on gaps."""
+    from kvjax.serving.bench.traffic import Traffic, throughput_row
+
+    config = _config(shape, layers, dtype)
+    plan = _plan(Traffic, shape, config, requests=requests, prompt=prompt, answer=answer, prefill=prefill, chunk=chunk)
+    _run(json_out, "throughput", lambda say: (throughput_row(plan, policy, say) for policy in policies.split(",")))
+
+
+def gaps_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    max_gap_ms: Annotated[
+        float, typer.Option(help="What the scheduler is given: milliseconds between two tokens.", **number(above=0))
+    ] = 60,
+    prefill: Annotated[str, typer.Option(help="Prefill policy of the long prompt.")] = "momo:128/8",
+    policy: Annotated[str, typer.Option(help="Decode policy of the neighbours.")] = "top:32",
+    prompt: Annotated[int, typer.Option(help="Tokens of the long prompt, a multiple of the chunk.", **token_count())] = 2**19,
+    computed: Annotated[
+        int, typer.Option(help="Tokens at its end that are computed, which take longest; the others are random pages.", **token_count())
+    ] = 2**16,
+    neighbours: Annotated[int, typer.Option(help="Sequences that decode beside it.", **whole())] = 7,
+    history: Annotated[int, typer.Option(help="Tokens of each of them.", **token_count())] = 2**13,
+    chunk: BenchChunkOption = 2048,
+    seconds: Annotated[float, typer.Option(help="After which each of the two parts ends, done or not.", **number(above=0))] = 60,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Measure the gaps between tokens of sequences that decode while a long prompt is prefilled, and what bounding them costs the prompt.
+
+    First part: the prompt alone, without a bound. Second: beside its neighbours, with the bound. Random weights.
+    """
+    from kvjax.serving.bench.traffic import Gaps, gaps_row
+
+    config = _config(shape, layers, dtype)
+    sizes = {"prompt": prompt, "computed": computed, "neighbours": neighbours, "history": history, "chunk": chunk, "seconds": seconds}
+    plan = _plan(Gaps, shape, config, max_gap_ms=max_gap_ms, prefill=prefill, policy=policy, **sizes)
+    _run(json_out, "gaps", lambda say: [gaps_row(plan, say)])
+
+
+def cold_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt.", **token_count())] = 2**19,
+    computed: Annotated[
+        int,
+        typer.Option(help="Tokens at its end that are computed; the others run the same programs and are passed over.", **token_count()),
+    ] = 2**14,
+    prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
+    policy: Annotated[str, typer.Option(help="Decode policy of the two tokens after the prompt.")] = "top:32",
+    chunk: BenchChunkOption = 8192,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Measure what a first prompt spends on tracing, lowering and compiling, without a compilation cache, and count the programs."""
+    from kvjax.serving.bench.compiling import cold_row
+
+    config = _config(shape, layers, dtype)
+    sizes = {"prompt": prompt, "computed": computed, "chunk": chunk, "prefill": prefill, "policy": policy}
+    _run(json_out, "cold", lambda say: [cold_row(shape, config, **sizes)])
+
+
+def programs_command(
+    shape: ShapeOption = "tiny",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, with commas between them.")] = "100,1k,3k,9k",
+    policies: Annotated[str, typer.Option(help="Decode policies; each has every length, greedy and sampled.")] = "dense,top:8",
+    prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
+    chunk: BenchChunkOption = 512,
+    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Count the programs that a mixed job compiles: several lengths and policies, greedy and sampled, in four slots."""
+    from kvjax.serving.bench.compiling import programs_row
+
+    config, known = _config(shape, layers, dtype), parse_lengths(lengths)
+    sizes = {"lengths": known, "policies": tuple(policies.split(",")), "chunk": chunk, "prefill": prefill}
+    _run(json_out, "programs", lambda say: [programs_row(shape, config, **sizes)])
+
+
+def _config(shape: str, layers: int | None, dtype: str) -> ModelConfig:
+    from kvjax.serving.bench.decode import config_of
+
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise typer.BadParameter(f"{dtype!r} is none of bfloat16, float16, float32", param_hint="--dtype")
+    return config_of(shape, layers, dtype)
+
+
+def _plan(kind: type, *args: Any, **fields: Any) -> Any:
+    try:
+        return kind(*args, **fields)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _run(json_out: Path | None, kind: str, rows_of: Callable[[Callable[[str], None]], Iterable[dict[str, Any]]]) -> None:
+    """Show what is being done, write rows as they arrive, and print their table."""
+    from rich.console import Console
+
+    from pallas_kernels.bench import scheduling
+    from pallas_kernels.bench.formats import show, table
+    from pallas_kernels.bench.results import write_result
+
+    rows: list[dict[str, Any]] = []
+    with Console(stderr=True).status(kind) as status:
+        for row in rows_of(status.update):
+            rows.append(row)
+            if json_out is not None:
+                write_result(json_out, {"bench": kind, "rows": rows})
+    columns, cells = scheduling.TABLES[kind]
+    show(table(columns, map(cells, rows)))
+
+
+COMMANDS = {
+    "host": host_command,
+    "throughput": throughput_command,
+    "gaps": gaps_command,
+    "cold": cold_command,
+    "programs": programs_command,
+}
+"""Of `kvjax bench`."""

@@ -1,0 +1,430 @@
+"""The scheduler: who comes first, what is freed, and what fixes bits."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from scheduling import PAGES, alone, asked, assert_nothing_is_left, finish, make_engine, pages_held, until_preempted
+
+from kvjax import Engine, OutOfPages, Scheduler
+from kvjax import scheduler as module
+from kvjax.samples import Batch
+from kvjax.scheduler import Gap
+
+pytestmark = pytest.mark.optimized  # bits are compared
+
+
+@pytest.fixture(scope="module")
+def engine(speaker):
+    return make_engine(speaker)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(engine):
+    yield
+    assert_nothing_is_left(engine)
+
+
+@pytest.fixture
+def only(engine):
+    """A function that leaves so many pages free, by holding the others."""
+    held = []
+
+    def leave(pages):
+        held.append(engine.new_sequence())
+        engine.reserve(held, (PAGES - pages) * 128)
+
+    yield leave
+    for each in held:
+        engine.free(each)
+
+
+# Order
+
+
+def test_a_higher_priority_comes_first_and_within_one_who_came_first(engine):
+    scheduler = Scheduler(engine, slots=1)
+    handles = [scheduler.submit(asked(str(number), 2, priority=priority)) for number, priority in enumerate((0, -1, 5, 0, 5))]
+    assert finish(scheduler) == [handles[number] for number in (2, 4, 0, 3, 1)]
+
+
+def test_those_that_run_are_not_stopped_for_a_higher_priority(engine):
+    scheduler = Scheduler(engine, slots=1)
+    first = scheduler.submit(asked("first", 4))
+    scheduler.step()
+    later = scheduler.submit(asked("later", 2, priority=9))
+    assert (finish(scheduler), scheduler.preemptions) == ([first, later], 0)
+
+
+def test_back_pressure_is_visible(engine):
+    scheduler = Scheduler(engine, slots=2)
+    assert scheduler.has_room
+    assert scheduler.idle
+    handles = [scheduler.submit(asked("x" * 10, 3)) for _ in range(5)]
+    assert (scheduler.waiting, scheduler.running, scheduler.has_room, scheduler.idle) == (5, 0, False, False)
+    assert "waiting" in repr(handles[0])
+    scheduler.step()
+    assert (scheduler.waiting, scheduler.running) == (3, 2)
+    assert "running" in repr(handles[0])
+    finish(scheduler)
+    assert scheduler.has_room
+    assert "length" in repr(handles[0])
+    assert scheduler.step() == []
+
+
+def test_a_request_is_decoded_by_its_own_policy_as_alone(engine):
+    long = "a tale of ships and the sea. " * 20
+    requests = [asked(long, 5, policy=policy) for policy in ("top:2", None, "quest:2", "window:1+8")]
+    scheduler = Scheduler(engine, slots=4, policy="quest:2")
+    handles = [scheduler.submit(each) for each in requests]
+    finish(scheduler)
+    for handle, request in zip(handles, requests, strict=True):
+        assert handle.completion == alone(engine, dataclasses.replace(request, policy=request.policy or "quest:2"))
+    assert len({handle.completion.keys_per_step for handle in handles}) == 3
+
+
+def test_auto_chooses_at_admission_by_the_request_alone(engine, monkeypatch):
+    told = []
+
+    def chosen(self, policy, lengths):
+        told.append(list(lengths))
+        return engine.declared("top:2" if max(lengths) > 100 else "dense")
+
+    monkeypatch.setattr(Engine, "chosen", chosen)
+    scheduler = Scheduler(engine, slots=3)
+    handles = [scheduler.submit(asked("x" * length, 4)) for length in (90, 110, 10)]
+    scheduler.step()
+    assert [str(handle._policy) for handle in handles] == ["dense", "top:2", "dense"]
+    assert told[:1] == [[93] * 3]
+    assert [93] * 3 in told
+    assert [113] * 3 in told
+    finish(scheduler)
+
+
+# Cancelling
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_cancelled_request_frees_its_pages_at_once_and_keeps_its_text(engine, steps):
+    whole = alone(engine, asked("Call me", 9))
+    heard = []
+    scheduler = Scheduler(engine, slots=2, on_token=lambda request, token, text: heard.append(token))
+    handle, other = scheduler.submit(asked("Call me", 9)), scheduler.submit(asked("other", 9))
+    for _ in range(steps):
+        scheduler.step()
+    held = pages_held(engine)
+    heard.clear()
+    scheduler.cancel(handle)
+    assert pages_held(engine) == max(0, held - 1)
+    found = handle.completion
+    assert (found.finish_reason, found.error) == ("cancelled", None)
+    assert found.token_ids == whole.token_ids[: len(found.token_ids)]
+    assert len(found.token_ids) == steps
+    assert found.text == engine.model.tokenizer.decode(found.token_ids)
+    scheduler.cancel(handle)
+    assert handle not in finish(scheduler)
+    assert handle.completion is found
+    assert tuple(heard) == other.completion.token_ids[steps:], "nothing is heard of a cancelled request"
+
+
+def test_the_text_so_far_has_what_was_held_back_for_a_stop_string(engine):
+    whole = alone(engine, asked("Call me", 9))
+    scheduler = Scheduler(engine, slots=2)
+    handle = scheduler.submit(asked("Call me", 9, stop=whole.text[2:6] + "never"))
+    for _ in range(4):
+        scheduler.step()
+    scheduler.cancel(handle)
+    assert handle.completion.text == whole.text[:4]
+
+
+def test_cancelled_between_slices_of_a_chunk(engine):
+    scheduler = Scheduler(engine, slots=3, max_gap_ms=1e-6)
+    neighbour = scheduler.submit(asked("neighbour", 12))
+    scheduler.step()
+    handle = scheduler.submit(asked("a" * 300, 3))
+    scheduler.step()
+    assert scheduler._prefilling is handle
+    scheduler.cancel(handle)
+    assert (scheduler._prefilling, pages_held(engine), engine._runs) == (None, 1, {})
+    assert (handle.completion.finish_reason, handle.completion.prompt_tokens) == ("cancelled", 300)
+    finish(scheduler)
+    assert neighbour.completion == alone(engine, neighbour.request)
+
+
+def test_cancelled_in_the_middle_of_a_chunks_slices(model_factory, speaker, engine):
+    model = model_factory(num_layers=6, eos_token_ids=(95,))
+    model.tokenizer = speaker.tokenizer
+    deep = Engine(model, pages=16, page_size=128, prefill_chunk=128, batch_buckets=(4,))
+    assert len(deep._prefiller.slices) == 2
+    scheduler = Scheduler(deep, slots=3, max_gap_ms=1e-6)
+    neighbour = scheduler.submit(asked("neighbour", 12))
+    scheduler.step()
+    handle = scheduler.submit(asked("a" * 200, 3))
+    scheduler.step()
+    assert list(deep._runs) == [handle._sequence]
+    scheduler.cancel(handle)
+    assert (deep._runs, len(deep.sequences)) == ({}, 1)
+    again = scheduler.submit(handle.request)
+    finish(scheduler)
+    assert (deep.allocators["full"].free, deep.sequences) == (16, set())
+    for each in (neighbour, again):
+        assert each.completion == alone(deep, each.request), "slices between steps give the bits of whole chunks"
+
+
+def test_cancelled_while_suspended(engine, only):
+    only(3)
+    scheduler = Scheduler(engine, slots=2)
+    first, second = scheduler.submit(asked("a" * 126, 9)), scheduler.submit(asked("b" * 127, 9))
+    until_preempted(scheduler)
+    assert [sample.handle for sample in scheduler._waiting] == [second]
+    scheduler.cancel(second)
+    assert second.completion.finish_reason == "cancelled"
+    assert second.completion.token_ids
+    finish(scheduler)
+    assert first.completion == alone(engine, first.request)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_cancelled_with_some_samples_started(engine, steps):
+    scheduler = Scheduler(engine, slots=2)
+    handle = scheduler.submit(asked("Call me", 4, n=3, temperature=1.0))
+    for _ in range(steps):
+        scheduler.step()
+    assert len(handle._samples) == 2
+    scheduler.cancel(handle)
+    assert handle.completion.finish_reason == "cancelled"
+    assert [len(each.token_ids) for each in handle.completion.choices] == [steps] * 2
+    assert scheduler.idle
+
+
+def test_one_finished_sample_does_not_make_a_cancelled_request_a_finished_one(engine):
+    scheduler = Scheduler(engine, slots=1)
+    handle = scheduler.submit(asked("Call me", 3, n=2, temperature=1.0))
+    while len(handle._samples) < 2:
+        scheduler.step()
+    scheduler.cancel(handle)
+    assert handle.completion.finish_reason == "cancelled"
+    assert [each.finish_reason for each in handle.completion.choices] == ["length", "cancelled"]
+
+
+def test_close_cancels_everything(engine):
+    scheduler = Scheduler(engine, slots=2)
+    handles = [scheduler.submit(asked("x" * length, 9, n=n)) for length, n in ((5, 1), (6, 2), (7, 1))]
+    scheduler.step()
+    scheduler.close()
+    assert {handle.completion.finish_reason for handle in handles} == {"cancelled"}
+    assert scheduler.idle
+    after = scheduler.submit(asked("after", 3))
+    assert finish(scheduler) == [after], "it may be used again"
+
+
+# Pages
+
+
+def test_pages_are_taken_as_answers_grow(engine):
+    scheduler = Scheduler(engine, slots=2)
+    scheduler.submit(asked("a" * 126, 200))
+    held = []
+    while not scheduler.idle:
+        scheduler.step()
+        held.append(pages_held(engine))
+    # 126 tokens of prompt and one more a step; the last token is never written, the step that ends it gives all back.
+    assert held[:2] == [1, 1]
+    assert held[3:120] == [2] * 117
+    assert max(held) == 3
+
+
+MIXED = (
+    {},
+    {"temperature": 1.2, "seed": 3},
+    {"repetition_penalty": 1.6},
+    {"temperature": 0.8, "presence_penalty": 1.0, "frequency_penalty": 0.5, "seed": 9, "top_logprobs": 3},
+)
+
+
+def crowded():
+    """Requests whose prompts just fit into a page each, and whose answers do not; one of them has three samples."""
+    requests = [asked("abcd"[number] * (122 + number), 12, **fields) for number, fields in enumerate(MIXED)]
+    return [*requests, asked("e" * 120, 14, n=3, temperature=1.0), asked("f" * 125, 9, policy="top:2", priority=1)]
+
+
+@pytest.fixture(scope="module")
+def crowd(engine):
+    """The crowded requests, with what becomes of each alone."""
+    return [(request, alone(engine, request)) for request in crowded()]
+
+
+@pytest.mark.parametrize("pages", [3, 6])
+@pytest.mark.parametrize("max_gap_ms", [None, 1e-6])
+def test_who_is_suspended_ends_as_alone(engine, only, crowd, pages, max_gap_ms):
+    only(pages)
+    scheduler = Scheduler(engine, slots=4, max_gap_ms=max_gap_ms)
+    handles = [scheduler.submit(request) for request, _ in crowd]
+    finish(scheduler)
+    assert scheduler.preemptions > 0
+    for handle, (request, expected) in zip(handles, crowd, strict=True):
+        assert handle.completion == expected, request
+
+
+def test_the_youngest_of_the_lowest_priority_is_suspended(engine, only):
+    only(5)
+    scheduler = Scheduler(engine, slots=3)
+    old, low, young = (scheduler.submit(asked(name * 126, 9, priority=priority)) for name, priority in (("o", 1), ("l", 0), ("y", 1)))
+    until_preempted(scheduler)
+    assert [sample.handle for sample in scheduler._waiting] == [low]
+    assert finish(scheduler)[-1] is low
+    for handle in (old, low, young):
+        assert handle.completion == alone(engine, handle.request)
+
+
+def test_a_suspended_one_comes_back_before_later_requests(engine, only):
+    only(3)
+    scheduler = Scheduler(engine, slots=2)
+    first, second = scheduler.submit(asked("a" * 126, 9)), scheduler.submit(asked("b" * 126, 9))
+    until_preempted(scheduler)
+    late = scheduler.submit(asked("late", 2))
+    while second._samples[0] in scheduler._waiting:
+        assert not late._samples
+        scheduler.step()
+    assert first.completion is not None
+    finish(scheduler)
+
+
+def test_a_prompt_of_waiting_samples_gives_way_to_whoever_comes_first(engine, only):
+    """While nothing else runs, the pages of a prompt whose samples wait are not those of a stranger."""
+    only(3)
+    scheduler = Scheduler(engine, slots=1)
+    several = scheduler.submit(asked("n" * 200, 3, n=2, temperature=1.0))
+    scheduler.step()
+    urgent = scheduler.submit(asked("u" * 300, 3, priority=1))
+    assert finish(scheduler) == [urgent, several]
+    for handle in (urgent, several):
+        assert handle.completion == alone(engine, handle.request, slots=1)
+
+
+def test_no_batch_is_left_behind_by_its_last_sample_that_is_suspended(engine, only):
+    """An empty batch would hold a prefill back for ever: slices run beside the steps of batches."""
+    only(3)
+    scheduler = Scheduler(engine, slots=2, max_gap_ms=1e-6)
+    scheduler.submit(asked("a" * 126, 9, policy="dense"))
+    second = scheduler.submit(asked("b" * 126, 9, policy="top:2"))
+    until_preempted(scheduler)
+    assert list(map(str, scheduler._batches)) == ["dense"]
+    urgent = scheduler.submit(asked("u" * 300, 3, priority=1))
+    handles = finish(scheduler)
+    assert handles.index(urgent) < handles.index(second)
+
+
+def test_pages_that_others_hold_are_an_error_of_the_one_that_needs_them(engine, only):
+    only(1)
+    scheduler = Scheduler(engine, slots=2)
+    handle = scheduler.submit(asked("a" * 126, 9))
+    assert finish(scheduler) == [handle]
+    assert isinstance(handle.completion.error, OutOfPages)
+    assert "1 needed, 0 free" in str(handle.completion.error)
+
+
+def _resume_without_pages(monkeypatch):
+    """Pages are taken, but nothing is written to them."""
+    monkeypatch.setattr("kvjax.engine.write_pages", lambda *args, **kwargs: None)
+
+
+def _counts_forgotten(monkeypatch):
+    real = Batch.put
+    monkeypatch.setattr(Batch, "put", lambda self, sample, counts: real(self, sample, None if counts is None else np.zeros_like(counts)))
+
+
+def _latest_token_lost(monkeypatch):
+    def put(self, sample, counts):
+        real(self, sample, counts)
+        if len(sample.ids) > 1:  # it comes back
+            self._tokens = self._tokens.at[self.samples.index(sample)].set(sample.ids[-2])
+
+    real = Batch.put
+    monkeypatch.setattr(Batch, "put", put)
+
+
+def _flight_not_read(monkeypatch):
+    """What the step in flight sampled is not waited for before a sequence is suspended."""
+    real = Scheduler._make_room
+
+    def make_room(self, error):
+        self._flights = []
+        real(self, error)
+
+    monkeypatch.setattr(Scheduler, "_make_room", make_room)
+
+
+@pytest.mark.parametrize("mutant", [_resume_without_pages, _counts_forgotten, _latest_token_lost, _flight_not_read])
+def test_a_wrong_suspension_is_noticed(engine, only, mutant, monkeypatch):
+    requests = [asked("a" * 127, 12), asked("b" * 124, 12, temperature=0.8, presence_penalty=1.0, frequency_penalty=0.5, seed=9)]
+    expected = [alone(engine, request) for request in requests]
+    only(3)
+
+    def found():
+        scheduler = Scheduler(engine, slots=2)
+        handles = [scheduler.submit(request) for request in requests]
+        try:
+            finish(scheduler, 100)
+        except AssertionError:  # it never ends
+            scheduler.close()
+        assert scheduler.preemptions
+        return [handle.completion for handle in handles]
+
+    assert found() == expected
+    mutant(monkeypatch)
+    assert found() != expected
+
+
+# Gaps
+
+
+class Clock:
+    """time.monotonic under the test's control."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+
+def test_a_gap_learns_how_many_slices_fit(monkeypatch):
+    clock, gap = Clock(monkeypatch), Gap(0.1)
+    assert gap.slices() == 1
+    gap.steps_read(0)
+    for _ in range(4):
+        clock.now += 0.010
+        gap.steps_read(0)
+    clock.now += 0.010 + 0.005
+    gap.steps_read(1)
+    assert gap.slices() == int((0.085 - 0.010) / 0.005)
+    clock.now += 0.010 + 15 * 0.010
+    gap.steps_read(15)
+    assert gap.slices() == int((0.085 - 0.010) / 0.010), "a slower slice counts at once"
+    clock.now += 0.010 + 7 * 0.005
+    gap.steps_read(7)
+    assert gap.slices() == int((0.085 - 0.010) / 0.0085), "a faster one by and by"
+    gap.idle()
+    clock.now += 1000
+    gap.steps_read(3)
+    assert gap.slices() == int((0.085 - 0.010) / 0.0085), "time in which nobody waits does not count"
+    clock.now += 10
+    gap.steps_read(1)
+    assert gap.slices() == 1, "one slice at least"
+
+
+def test_a_bounded_gap_lets_others_decode_while_a_prompt_is_prefilled(engine):
+    def steps_between(max_gap_ms):
+        scheduler = Scheduler(engine, slots=2, max_gap_ms=max_gap_ms)
+        first = scheduler.submit(asked("first", 30))
+        scheduler.step()
+        long = scheduler.submit(asked("l" * 600, 3))
+        before = len(first._samples[0].ids)
+        while not long._samples:
+            scheduler.step()
+        after = len(first._samples[0].ids)
+        finish(scheduler)
+        return after - before, first.completion, long.completion
+
+    (whole, *bits), (sliced, *bits_of_slices) = steps_between(None), steps_between(1e-6)
+    assert (whole <= 1, sliced >= 4) == (True, True)
+    assert bits == bits_of_slices

@@ -1,0 +1,103 @@
+"""Random histories of a scheduler: whatever was submitted, cancelled and suspended, every request ends as it does alone.
+
+A history submits random requests at random times to one scheduler with few pages, and cancels some. Each completion is compared with
+that of the same request alone; a cancelled one with the beginning of it.
+"""
+
+import numpy as np
+import pytest
+from scheduling import MASSES, alone
+
+from kvjax import Engine, Request, Sampling, Scheduler
+
+pytestmark = pytest.mark.optimized  # bits are compared
+
+SAMPLINGS = (
+    {},
+    {"temperature": 1.0},
+    {"repetition_penalty": 1.5},
+    {"temperature": 0.7, "presence_penalty": 1.0, "top_logprobs": 2},
+    {"temperature": 1.5, "n": 3},
+    {"frequency_penalty": 0.8, "n": 2},
+)
+
+
+def engine_of(model, pages):
+    return Engine(model, policies=["quest:1", MASSES], pages=pages, page_size=16, prefill_chunk=32, batch_buckets=(4,))
+
+
+def draw_request(random, vocabulary):
+    tokens = random.integers(0, vocabulary, random.integers(1, 60)).tolist()
+    fields = SAMPLINGS[random.integers(len(SAMPLINGS))]
+    sampling = Sampling(int(random.integers(1, 80)), seed=int(random.integers(100)), stop_token_ids=(), logprobs=True, **fields)
+    policy = (None, "quest:1", MASSES)[random.integers(3)]
+    return Request(tuple(tokens), sampling, policy=policy, priority=int(random.integers(-1, 2)))
+
+
+def begins(found, whole):
+    """Whether a cancelled completion is the beginning of the whole one."""
+    pairs = zip(found.choices, whole.choices, strict=False) if whole.choices else [(found, whole)]
+    return all(
+        few.token_ids == many.token_ids[: len(few.token_ids)] and (few.logprobs or ()) == many.logprobs[: len(few.token_ids)]
+        for few, many in pairs
+    )
+
+
+def history(engine, reference, seed) -> dict[str, int]:
+    random = np.random.default_rng(seed)
+    gap = (None, 1e-6, 5.0)[random.integers(3)]
+    scheduler = Scheduler(engine, slots=int(random.integers(2, 5)), max_gap_ms=gap)
+    ballast = engine.new_sequence()
+    engine.reserve([ballast], int(random.integers(engine.allocators["full"].total - 16, engine.allocators["full"].total - 10)) * 16)
+    handles, cancelled = [], 0
+    wanted = int(random.integers(3, 9))
+    for _ in range(3000):
+        if scheduler.idle and len(handles) == wanted:
+            break
+        if len(handles) < wanted and random.random() < 0.6:
+            handles.append(scheduler.submit(draw_request(random, 97)))
+        if handles and random.random() < 0.01:
+            handle = handles[random.integers(len(handles))]
+            cancelled += handle.completion is None
+            scheduler.cancel(handle)
+        scheduler.step()
+    assert scheduler.idle, f"history {seed} does not end: {scheduler}"
+    engine.free(ballast)
+    assert (engine.sequences, engine._runs) == (set(), {})
+    assert all(each.free == each.total for each in engine.allocators.values())
+    differences = 0
+    for handle in handles:
+        whole = alone(reference, handle.request)
+        found = handle.completion
+        differences += not (begins(found, whole) if found.finish_reason == "cancelled" else found == whole)
+    counts = {"histories": 1, "requests": len(handles), "cancelled": cancelled, "preemptions": scheduler.preemptions}
+    return counts | {"differences": differences}
+
+
+def run_histories(model, seeds) -> dict[str, int]:
+    engine, reference = engine_of(model, 24), engine_of(model, 24)
+    total: dict[str, int] = {}
+    for seed in seeds:
+        for name, count in history(engine, reference, seed).items():
+            total[name] = total.get(name, 0) + count
+        assert not total["differences"], f"history {seed}: {total}"
+    return total
+
+
+@pytest.fixture(scope="module")
+def windowed(model_factory):
+    return model_factory(windows=(24, None))
+
+
+@pytest.mark.parametrize("kind", ["model", "windowed"])
+def test_random_histories_end_as_each_request_alone(request, kind):
+    counts = run_histories(request.getfixturevalue(kind), range(3))
+    assert counts["preemptions"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["model", "windowed"])
+def test_many_random_histories(request, kind, capsys):
+    counts = run_histories(request.getfixturevalue(kind), range(100, 400))
+    with capsys.disabled():
+        print(f"\n{kind}: {counts}")

@@ -1,0 +1,41 @@
+"""Golden models of Qwen3.5 through the engine: the logits and greedy tokens of transformers, and equal bits in any cut."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from kvjax import Engine
+from kvjax.models import load
+
+pytestmark = pytest.mark.optimized
+
+TOLERANCE = 1e-4
+GOLDEN = Path(__file__).with_name("golden") / "qwen3_5"
+CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "golden.safetensors").is_file())
+SHORT = ("g2-d32-attention-bias",)
+"""Of `make test`; a case is a minute of compiling."""
+
+
+@pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in CASES])
+def test_prefill_in_any_cut_and_decode_are_transformers(name):
+    model, want = load(GOLDEN / name, dtype="float32", tokenizer=False), load_file(GOLDEN / name / "golden.safetensors")
+    engine = Engine(model, pages=12, page_size=16, prefill_chunk=32, batch_buckets=(2,))
+    ids, greedy = want["ids"].tolist(), want["greedy"].tolist()
+    greedy = greedy[: model.config.max_positions - len(ids)]  # yarn's golden tokens go on past the length that config.json names
+    (whole,) = engine.prefill([ids[:1]])
+    found = engine.extend(whole, ids[1:], all_logits=True)
+    error = np.abs(found - want["logits"][1:]).max()
+    print(f"{name}: largest logit error {error:.1e}")
+    assert error < TOLERANCE
+    (single,) = engine.prefill([ids[:1]])
+    for place in range(1, len(ids)):
+        np.testing.assert_array_equal(engine.extend(single, ids[place : place + 1], all_logits=True)[0], found[place - 1])
+    token = int(np.argmax(found[-1]))
+    for expected in greedy[:-1]:
+        assert token == expected
+        logits = engine.decode([whole, single], [token, token])
+        np.testing.assert_array_equal(logits[0], logits[1])
+        token = int(np.argmax(logits[0]))
+    assert token == greedy[-1]

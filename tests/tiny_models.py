@@ -1,0 +1,113 @@
+"""Small random models, and the configurations that several tests share."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.layers import AttentionLayer, DeltaLayer, LayerConfig, Rope
+from kvjax.model import uniform_config, uniform_fields
+from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params
+
+VOCAB = 97
+TINY = uniform_config(
+    family="qwen2",
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    tie_embeddings=True,
+    max_positions=4096,
+    qkv_bias=True,
+)
+QWEN_7B = uniform_config(
+    family="qwen2",
+    vocab_size=152_064,
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    tie_embeddings=False,
+    max_positions=2**21,
+    compute_dtype="bfloat16",
+    qkv_bias=True,
+)
+"""The sizes of Qwen2.5-7B."""
+
+
+def altered(config, **changes):
+    """A model of like layers with some of `uniform_config`'s arguments changed."""
+    return uniform_config(**(uniform_fields(config) | changes))
+
+
+def flat(config):
+    """`uniform_config`'s arguments of a model of like layers, as attributes."""
+    return SimpleNamespace(**uniform_fields(config))
+
+
+@dataclasses.dataclass(eq=False)
+class TinyModel:
+    """A decoder with random weights, large enough in scale that attention is peaked and a wrong key shows."""
+
+    decoder: TransformerDecoder
+    params: dict
+    tokenizer: object = None
+
+    @property
+    def config(self):
+        return self.decoder.config
+
+    @functools.cached_property
+    def _forward(self):
+        def forward(params, tokens):
+            mix = causal_mix()
+            positions = jnp.arange(tokens.shape[1])[None]
+            hidden, _ = self.decoder.hidden(params, tokens, positions, mix, None)
+            return self.decoder.logits(params, hidden)[0]
+
+        return jax.jit(forward)
+
+    def full_forward(self, tokens):
+        """Logits `[T, V]` of every token, by dense causal attention without a cache."""
+        return np.asarray(self._forward(self.params, jnp.asarray(tokens, jnp.int32)[None]))
+
+
+def make_model(**changes):
+    """`TINY` with changes, and random weights."""
+    decoder = TransformerDecoder(altered(TINY, **changes))
+    return TinyModel(decoder, init_params(decoder.config, jax.random.key(7), std=0.15))
+
+
+RECURRENT = dataclasses.replace(
+    TINY,
+    family="qwen3_5_text",
+    norm_offset=1.0,
+    layers=tuple(
+        LayerConfig(mixer, TINY.layers[0].mlp)
+        for mixer in (
+            DeltaLayer(key_heads=1, value_heads=2, key_dim=16, value_dim=8, conv_width=4, chunk=8),
+            AttentionLayer(num_heads=4, num_kv_heads=2, head_dim=16, rope=Rope(1e4, 8), sm_scale=0.25, qk_norm=True, gate=True),
+        )
+    ),
+)
+"""A layer of Gated DeltaNet and one of attention, as in Qwen3.5."""
+
+
+def make_recurrent_model(dtype="float32"):
+    """`RECURRENT` with random weights, and decays from which a page's tokens are remembered."""
+    decoder = TransformerDecoder(dataclasses.replace(RECURRENT, compute_dtype=dtype))
+    params = init_params(decoder.config, jax.random.key(7), std=0.15)
+    slower = [layer | {"decay_log": layer["decay_log"] - 4} if "decay_log" in layer else layer for layer in params["layers"]]
+    return TinyModel(decoder, params | {"layers": tuple(slower)})
