@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.layers import AttentionLayer, DeltaLayer, LayerConfig, Rope
+from kvjax.layers import AttentionLayer, DeltaLayer, LayerConfig, Mlp, Rope
 from kvjax.model import uniform_config, uniform_fields
 from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params
 
@@ -106,8 +106,31 @@ RECURRENT = dataclasses.replace(
 
 
 def make_recurrent_model(dtype="float32"):
-    """`RECURRENT` with random weights, and decays from which a page's tokens are remembered."""
-    decoder = TransformerDecoder(dataclasses.replace(RECURRENT, compute_dtype=dtype))
-    params = init_params(decoder.config, jax.random.key(7), std=0.15)
+    """`RECURRENT` with random weights."""
+    return remembering(dataclasses.replace(RECURRENT, compute_dtype=dtype))
+
+
+def make_family(name, *, head_dim=16, window=24, dtype="float32"):
+    """A tiny model of two layers, built as those of a family are: llama, qwen3, gemma3_text (a layer with a window) or qwen3_5_text."""
+    if name == "qwen3_5_text":
+        delta, full = RECURRENT.layers
+        full = dataclasses.replace(full, mixer=dataclasses.replace(full.mixer, head_dim=head_dim, rope=Rope(1e4, head_dim // 2)))
+        return remembering(dataclasses.replace(RECURRENT, compute_dtype=dtype, layers=(delta, full)))
+    config = altered(TINY, family=name, head_dim=head_dim, compute_dtype=dtype, qkv_bias=False, qk_norm=name != "llama")
+    if name == "gemma3_text":
+        mlp = Mlp(96, "gelu_tanh")
+        mixers = (
+            dataclasses.replace(config.layers[0].mixer, window=window),
+            dataclasses.replace(config.layers[1].mixer, rope=Rope(1e6, head_dim)),
+        )
+        layers = tuple(LayerConfig(mixer, mlp, post_norms=True) for mixer in mixers)
+        config = dataclasses.replace(config, layers=layers, norm_offset=1.0, embed_scale=8.0)
+    return TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7), std=0.15))
+
+
+def remembering(config):
+    """A model with recurrent layers whose decays are so slow that a page's tokens are remembered."""
+    decoder = TransformerDecoder(config)
+    params = init_params(config, jax.random.key(7), std=0.15)
     slower = [layer | {"decay_log": layer["decay_log"] - 4} if "decay_log" in layer else layer for layer in params["layers"]]
     return TinyModel(decoder, params | {"layers": tuple(slower)})

@@ -1,48 +1,78 @@
 """Random histories of an engine: whatever was called, in whatever order, every sequence has the bits it would have alone.
 
-A history is a run of random calls on one engine: prefill, extend, decode in batches, fork, truncate, free, save and restore, and calls that
-must fail. Beside it stands a plain record of what each sequence holds: which tokens prefill wrote, and which tokens decode wrote, through
-which policy. Three things are checked: page counts after every call; the bits of every sequence's next step against a second engine in
-which nothing but that record was ever run; and, for what was written and read densely, the logits against one full forward.
+A history is a run of random calls on one engine: prefill, extend, decode in batches, steps with drafts, fork, truncate, free, save and
+restore, suspend and resume, and calls that must fail. Beside it stands a plain record of what each sequence holds: which tokens prefill
+wrote, and which tokens steps wrote, through which policy. Three things are checked: page counts after every call; the bits of every
+sequence's next step against a second engine in which nothing but that record was ever run; and, for what was written and read densely, the
+logits against one full forward.
 """
 
+import collections
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
+from tiny_models import make_family
 
 from kvjax import Engine, OutOfPages
+from kvjax.sampling import SamplingRows
 
 pytestmark = pytest.mark.optimized
 
-PAGE, CHUNK, PAGES, BUCKET, ROWS = 16, 32, 40, 4, 12
-LONGEST = 120
-POLICIES = ("dense", "quest:1", "window:8+24")
+PAGES, BUCKET, ROWS = 40, 4, 12
+FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_5_text")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of engines: tokens of a page, of a chunk and of the longest sequence. Of steps: their policies, and tokens of those with drafts."""
+
+    page: int = 16
+    chunk: int = 32
+    longest: int = 120
+    policies: tuple[str, ...] = ("dense", "quest:1", "window:8+24")
+    drafts: tuple[int, ...] = (4, 8, 16)
+
+
+SMALL = Sizes()
+FEW = Sizes(policies=("dense", "quest:1"), drafts=(4,))
+"""Few programs, which take longer to compile than to run."""
+LARGE = Sizes(128, 256, 960, ("dense", "top:1", "window:64+192"))
+"""Whose pages the kernels for GPUs read."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drafted:
+    """A step of `count` tokens, of which some stayed."""
+
+    policy: str
+    count: int
 
 
 @dataclasses.dataclass
 class Held:
-    """What a live sequence must hold: its tokens, and how each was written (None: by prefill; else the policy of its step)."""
+    """What a live sequence must hold: its tokens, and how each was written: None by prefill, else the policy of its step, or the step."""
 
     sequence: object
     tokens: list[int]
-    policies: list[str | None]
+    written: list[str | Drafted | None]
 
 
 class History:
     """One engine under random calls, and the record beside it."""
 
-    def __init__(self, model, seed: int, folder):
-        self.model, self.folder = model, folder
+    def __init__(self, model, sizes: Sizes, seed: int, folder):
+        self.model, self.sizes, self.folder = model, sizes, folder
         self.random = np.random.default_rng(seed)
-        self.engine = engine_for(model)
+        self.engine = engine_for(model, sizes)
         self.held: list[Held] = []
         self.calls: list[str] = []
 
     def run(self, length: int) -> None:
         for _ in range(length):
             names = ["prefill", "fail"] if not self.held else ["prefill", "extend", "extend", "decode", "decode", "decode"]
-            names += ["fork", "truncate", "free", "save_and_restore", "fail"] if self.held else []
+            names += ["drafts", "drafts", "fork", "truncate", "free", "save_and_restore", "suspend_and_resume", "fail"] if self.held else []
             name = str(self.random.choice(names))
             self.calls.append(name)
             try:
@@ -51,44 +81,82 @@ class History:
                 self.calls[-1] += " (out of pages)"
             self.check_pages()
 
+    def draw_token(self) -> int:
+        return int(self.random.integers(self.model.config.vocab_size))
+
     def draw_tokens(self, most: int) -> list[int]:
         return self.random.integers(0, self.model.config.vocab_size, self.random.integers(1, most + 1)).tolist()
+
+    def draw_policy(self) -> str:
+        return str(self.random.choice(self.sizes.policies))
 
     def pick(self) -> Held:
         return self.held[self.random.integers(len(self.held))]
 
+    def pick_batch(self, tokens: int) -> list[Held]:
+        """Some sequences that may get so many more tokens."""
+        mixed = self.random.permutation(np.array(self.held, object))
+        fitting = [each for each in mixed if len(each.tokens) + tokens <= self.sizes.longest][:BUCKET]
+        return fitting[: self.random.integers(1, len(fitting) + 1)] if fitting else []
+
     def prefill(self):
-        prompts = [self.draw_tokens(60) for _ in range(self.random.integers(1, 3))]
-        sequences = self.engine.prefill(prompts, reserve=int(self.random.integers(0, 20)))
+        prompts = [self.draw_tokens(self.sizes.longest // 2) for _ in range(self.random.integers(1, 3))]
+        sequences = self.engine.prefill(prompts, reserve=int(self.random.integers(0, self.sizes.page + 4)))
         self.held += [Held(each, list(prompt), [None] * len(prompt)) for each, prompt in zip(sequences, prompts, strict=True)]
 
     def extend(self):
-        held, tokens = self.pick(), self.draw_tokens(40)
-        if len(held.tokens) + len(tokens) <= LONGEST:
+        held, tokens = self.pick(), self.draw_tokens(self.sizes.longest // 3)
+        if len(held.tokens) + len(tokens) <= self.sizes.longest:
             self.engine.extend(held.sequence, tokens, all_logits=bool(self.random.integers(2)))
             held.tokens += tokens
-            held.policies += [None] * len(tokens)
+            held.written += [None] * len(tokens)
 
     def decode(self):
-        chosen = [each for each in self.random.permutation(np.array(self.held, object))[:BUCKET] if len(each.tokens) < LONGEST]
-        if chosen:
-            chosen = chosen[: self.random.integers(1, len(chosen) + 1)]
-            tokens, policy = self.random.integers(0, self.model.config.vocab_size, len(chosen)).tolist(), str(self.random.choice(POLICIES))
+        if chosen := self.pick_batch(1):
+            tokens, policy = [self.draw_token() for _ in chosen], self.draw_policy()
             self.engine.decode([each.sequence for each in chosen], tokens, policy)
             for each, token in zip(chosen, tokens, strict=True):
                 each.tokens.append(token)
-                each.policies.append(policy)
+                each.written.append(policy)
+
+    def drafts(self):
+        """A step whose drafts are right up to a random place."""
+        count, policy = int(self.random.choice(self.sizes.drafts)), self.draw_policy()
+        chosen = self.pick_batch(count)
+        if not chosen:
+            return
+        rows = []
+        for each in chosen:
+            first, right = self.draw_token(), int(self.random.integers(0, count))
+            wrong = [-1 if self.random.integers(2) else self.draw_token() for _ in range(count - 1 - right)]
+            rows.append([first, *self.greedy_after(each, policy, first, right), *wrong])
+        accepted = draft_step(self.engine, [each.sequence for each in chosen], rows, policy)
+        for each, row, stay in zip(chosen, rows, accepted, strict=False):
+            each.tokens += row[:stay]
+            each.sequence.tokens += row[:stay]
+            each.written += [Drafted(policy, count)] * stay
+
+    def greedy_after(self, held: Held, policy: str, token: int, count: int) -> list[int]:
+        """The most likely tokens after a sequence and one more token."""
+        probe, found = self.engine.fork(held.sequence), [token]
+        try:
+            for _ in range(count):
+                (logits,) = self.engine.decode([probe], found[-1:], policy)
+                found.append(int(np.argmax(logits)))
+        finally:
+            self.engine.free(probe)
+        return found[1:]
 
     def fork(self):
         held = self.pick()
-        self.held.append(Held(self.engine.fork(held.sequence), list(held.tokens), list(held.policies)))
+        self.held.append(Held(self.engine.fork(held.sequence), list(held.tokens), list(held.written)))
 
     def truncate(self):
         held = self.pick()
-        lowest = len(held.tokens) // PAGE * PAGE
+        lowest = len(held.tokens) // self.sizes.page * self.sizes.page
         length = int(self.random.integers(max(lowest, 1), len(held.tokens) + 1)) if len(held.tokens) > lowest else len(held.tokens)
         self.engine.truncate(held.sequence, length)
-        del held.tokens[length:], held.policies[length:]
+        del held.tokens[length:], held.written[length:]
 
     def free(self):
         held = self.pick()
@@ -100,96 +168,115 @@ class History:
         path = self.folder / "sequence"
         self.engine.save(held.sequence, path)
         restored = self.engine.restore(path)
-        self.held.append(Held(restored, list(held.tokens), list(held.policies)))
+        self.held.append(Held(restored, list(held.tokens), list(held.written)))
+
+    def suspend_and_resume(self):
+        """One or two, which come back in other pages than they had."""
+        chosen = list({id(each): each for each in (self.pick(), self.pick())}.values())
+        for each in chosen:
+            self.engine.suspend(each.sequence)
+        for each in reversed(chosen):
+            self.engine.resume(each.sequence)
 
     def fail(self):
         """A call that must be refused, and must change nothing."""
-        vocabulary = self.model.config.vocab_size
+        vocabulary, longest = self.model.config.vocab_size, PAGES * self.sizes.page
         calls = [lambda: self.engine.prefill([[1, vocabulary]]), lambda: self.engine.prefill([[]]), lambda: self.engine.prefill([[1.5]])]
-        calls += [lambda: self.engine.prefill([[1] * (PAGES * PAGE + 1)])]
+        calls += [lambda: self.engine.prefill([[1] * (longest + 1)])]
         if self.held:
             sequence = self.pick().sequence
             calls += [lambda: self.engine.extend(sequence, [-1]), lambda: self.engine.decode([sequence, sequence], [1, 2])]
             calls += [lambda: self.engine.decode([sequence], [1], "top:3"), lambda: self.engine.truncate(sequence, sequence.length + 1)]
+            calls += [lambda: self.engine.decode([sequence], [[1, 2, 3]]), lambda: self.engine.resume(sequence)]
         with pytest.raises((ValueError, OutOfPages)):
             calls[self.random.integers(len(calls))]()
 
     def check_pages(self):
-        rows = self.engine.allocators.get("recurrent")
-        assert rows is None or rows.total - rows.free == sum(bool(each.tokens) for each in self.held), self.calls
-        owners = np.zeros(self.engine.allocators["full"].total, int)
+        for name, allocator in self.engine.allocators.items():
+            owners = np.zeros(allocator.total, int)
+            for each in self.held:
+                np.add.at(owners, [page for page in each.sequence.pages[name] if page >= 0], 1)
+            assert owners.tolist() == [allocator.owners(page) for page in range(owners.size)], (name, self.calls)
+            assert allocator.free == (owners == 0).sum(), (name, self.calls)
         for each in self.held:
-            np.add.at(owners, each.sequence.pages["full"], 1)
             assert each.sequence.tokens == each.tokens, self.calls
             assert each.sequence.length == len(each.tokens), self.calls
-        assert owners.tolist() == [self.engine.allocators["full"].owners(page) for page in range(owners.size)], self.calls
-        assert self.engine.allocators["full"].free == (owners == 0).sum(), self.calls
         assert self.engine.sequences == {each.sequence for each in self.held}, self.calls
 
     def differences(self) -> int:
         """Sequences whose next step has other bits than alone, or is not near the full forward though all of it was dense."""
         wrong = 0
         for each in self.held:
-            if len(each.tokens) + 1 > LONGEST + PAGE:
-                continue
-            token, policy = int(self.random.integers(self.model.config.vocab_size)), str(self.random.choice(POLICIES))
+            token, policy = self.draw_token(), self.draw_policy()
             try:
                 (logits,) = self.engine.decode([each.sequence], [token], policy)
             except OutOfPages:
                 continue
-            (alone,) = replayed(self.model, each, token, policy)
+            (alone,) = replayed(self.model, self.sizes, each, token, policy)
             wrong += not np.array_equal(np.asarray(logits), np.asarray(alone))
-            if {policy, *each.policies} <= {"dense", None} and self.engine.dtype == "float32":  # 16-bit sums are far from the full forward
-                text = np.zeros(160, int)
+            steps = {how.policy if isinstance(how, Drafted) else how for how in each.written}
+            if {policy, *steps} <= {"dense", None} and self.engine.dtype == "float32":  # 16-bit sums are far from the full forward
+                text = np.zeros(self.sizes.longest + self.sizes.page, int)
                 text[: len(each.tokens) + 1] = [*each.tokens, token]
                 expected = self.model.full_forward(text)[len(each.tokens)]
                 wrong += not np.allclose(logits, expected, rtol=0, atol=1e-5 * max(1, np.abs(expected).max()))
         return wrong
 
 
-def engine_for(model):
-    return Engine(model, policies=POLICIES, pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET, ROWS))
+def engine_for(model, sizes):
+    fields = {"pages": PAGES, "page_size": sizes.page, "prefill_chunk": sizes.chunk, "batch_buckets": (BUCKET, ROWS)}
+    return Engine(model, policies=sizes.policies, **fields)
 
 
-def replayed(model, held: Held, token: int, policy: str):
+def draft_step(engine, sequences, rows, policy) -> list[int]:
+    """Write the rows' first tokens, and the drafts behind them that are what is sampled: how many stay of each."""
+    slots = [*sequences, *[None] * (BUCKET - len(sequences))]
+    tokens = np.zeros((BUCKET, len(rows[0])), np.int32)
+    tokens[: len(rows)] = rows
+    return np.asarray(engine.decode_and_sample(slots, tokens, SamplingRows.of([None] * BUCKET), policy).accepted).tolist()
+
+
+def replayed(model, sizes, held: Held, token: int, policy: str):
     """Logits of the next step in an engine that ran nothing but this sequence's own record."""
-    engine = engine_for(model)
+    engine = engine_for(model, sizes)
     sequence, at = None, 0
     while at < len(held.tokens):
-        end = at + 1
-        if held.policies[at] is None:
-            while end < len(held.tokens) and held.policies[end] is None:
-                end += 1
-            if sequence is None:
-                (sequence,) = engine.prefill([held.tokens[:end]])
-            else:
-                engine.extend(sequence, held.tokens[at:end])
+        how, end = held.written[at], at + 1
+        while end < len(held.tokens) and held.written[end] is how and not isinstance(how, str):
+            end += 1
+        tokens = held.tokens[at:end]
+        if isinstance(how, Drafted):
+            accepted = draft_step(engine, [sequence], [tokens + [-1] * (how.count - len(tokens))], how.policy)
+            assert accepted[0] == len(tokens), "sequences differ: alone, a step accepts other drafts"
+            sequence.tokens += tokens
+        elif how is not None:
+            engine.decode([sequence], tokens, how)
+        elif sequence is None:
+            (sequence,) = engine.prefill([tokens])
         else:
-            engine.decode([sequence], [held.tokens[at]], held.policies[at])
+            engine.extend(sequence, tokens)
         at = end
     return engine.decode([sequence], [token], policy)
 
 
-def run_histories(model, seeds, folder) -> dict[str, int]:
-    counts = {"histories": 0, "calls": 0, "sequences compared": 0, "differences": 0}
+def run_histories(model, seeds, folder, sizes=SMALL) -> collections.Counter[str]:
+    counts = collections.Counter()
     for seed in seeds:
-        history = History(model, seed, folder)
+        history = History(model, sizes, seed, folder)
         history.run(int(history.random.integers(5, 25)))
-        counts["histories"] += 1
-        counts["calls"] += len(history.calls)
-        counts["sequences compared"] += len(history.held)
+        counts.update({"histories": 1, "calls": len(history.calls), "sequences compared": len(history.held)})
         found = history.differences()
         assert found == 0, f"history {seed}: {found} sequences differ after {history.calls}"
     return counts
 
 
-@pytest.mark.parametrize("name", ["model", "recurrent_model"])
-def test_random_histories_have_the_bits_of_each_sequence_alone(name, request, tmp_path):
-    counts = run_histories(request.getfixturevalue(name), range(3), tmp_path)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_histories_have_the_bits_of_each_sequence_alone(name, tmp_path):
+    counts = run_histories(make_family(name), range(2), tmp_path, FEW)
     assert counts["sequences compared"] > 3
 
 
-def test_the_comparison_sees_a_page_that_two_sequences_write(model, tmp_path, monkeypatch):
+def test_the_comparison_sees_a_page_that_two_sequences_write(tmp_path, monkeypatch):
     """A fork that shares its open page, though both go on writing it, must be found."""
 
     def fork(engine, sequence):
@@ -200,12 +287,29 @@ def test_the_comparison_sees_a_page_that_two_sequences_write(model, tmp_path, mo
 
     monkeypatch.setattr(Engine, "fork", fork)
     with pytest.raises(AssertionError, match="differ"):
-        run_histories(model, range(40), tmp_path)
+        run_histories(make_family("llama"), range(40), tmp_path, FEW)
+
+
+@pytest.fixture(scope="module")
+def total(request):
+    """Counts of all families, printed when the last has run."""
+    counts = collections.Counter()
+    yield counts
+    if counts:
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(f"\nhistories of all families: {dict(counts)}, 0 differences")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["model", "bf16_model", "recurrent_model", "bf16_recurrent_model"])
-def test_many_random_histories(name, request, tmp_path, capsys):
-    counts = run_histories(request.getfixturevalue(name), range(1000, 1900), tmp_path)
-    with capsys.disabled():
-        print(f"\n{name}: {counts}")
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("dtype", "count"), [("float32", 400), ("bfloat16", 100)])
+def test_many_random_histories(name, dtype, count, tmp_path, total):
+    total.update(run_histories(make_family(name, dtype=dtype), range(1000, 1000 + count), tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_random_histories_on_a_gpu(name, tmp_path, total):
+    model = make_family(name, head_dim=128, window=200, dtype="bfloat16")
+    total.update(run_histories(model, range(75), tmp_path, LARGE))
