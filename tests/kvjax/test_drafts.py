@@ -1,6 +1,7 @@
 """Drafted steps: each token reads what it would alone, accepted tokens stay, and of dropped ones nothing is ever read."""
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_models import TINY, TinyModel
 
-from kvjax import Engine, Sampling
+from kvjax import Engine, Sampling, sampling, steps
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.policies.decode.base import Stateless
 from kvjax.policies.decode.mass import largest_blocks, mass_of_step
@@ -52,14 +53,20 @@ def windowed():
 @pytest.fixture(scope="module", params=["full", "window", "recurrent"])
 def engine(request, model, recurrent_model):
     chosen = {"full": model, "window": None, "recurrent": recurrent_model}[request.param] or windowed()
-    return Engine(chosen, policies=POLICIES, pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET, 8))
+    return make_engine(chosen)
+
+
+def make_engine(model):
+    return Engine(model, policies=POLICIES, pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET, 8))
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(engine):
+def _nothing_is_left(request):
     yield
-    for sequence in list(engine.sequences):
-        engine.free(sequence)
+    if "engine" in request.fixturenames:
+        used = request.getfixturevalue("engine")
+        for sequence in list(used.sequences):
+            used.free(sequence)
 
 
 def first_greedy(logits):
@@ -118,6 +125,7 @@ def test_dropped_drafts_leave_nothing_behind(engine, text, seed):
         written += right + 1
         assert [run.length for run in runs] == [length + written] * 2
         np.testing.assert_array_equal(found[0].logprobs[0, : right + 1], found[1].logprobs[0, : right + 1])
+        jax.tree.map(np.testing.assert_array_equal, runs[0].states, runs[1].states)
         logits = [np.asarray(engine.decode([engine.fork(run)], [own[written]], policy))[0] for run in runs]
         np.testing.assert_array_equal(*logits)
         np.testing.assert_allclose(logits[0], own_logits[written], rtol=0, atol=1e-4)
@@ -158,3 +166,43 @@ def test_what_no_step_can_write_is_refused(engine, text):
         with pytest.raises(ValueError, match=message):
             call()
     assert (a.length, b.length, engine.allocators[engine.spec.groups[-1].name].free) == (20, 30, before)
+
+
+def keep_all(logits, rows, lengths, drafted, active, counts, accept=sampling.accept):
+    sampled = accept(logits, rows, lengths, drafted, active, counts)
+    return sampled.replace(accepted=jnp.where(active, drafted.shape[1], 0))
+
+
+def keep_one_less(*args, accept=sampling.accept):
+    sampled = accept(*args)
+    return sampled.replace(accepted=jnp.where(sampled.accepted > 1, sampled.accepted - 1, sampled.accepted))
+
+
+def count_dropped(logits, rows, lengths, drafted, active, counts, accept=sampling.accept):
+    sampled = accept(logits, rows, lengths, drafted, active, counts)
+    return sampled if counts is None else sampled.replace(counts=sampled.counts + 2 * (sampled.accepted < drafted.shape[1])[:, None])
+
+
+def states_of_all(states, count):
+    return jax.tree.map(lambda leaf: leaf[:, -1], states)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "test"),
+    [
+        ("accept", keep_all, test_dropped_drafts_leave_nothing_behind),
+        ("accept", keep_one_less, test_dropped_drafts_leave_nothing_behind),
+        ("accept", count_dropped, test_draws_and_penalties_keep_the_drafts_that_steps_of_one_would_draw),
+        ("states_after", states_of_all, test_dropped_drafts_leave_nothing_behind),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_faults_are_seen(model, text, monkeypatch, name, fault, test):
+    monkeypatch.setattr(steps, name, fault)
+    jax.clear_caches()
+    seeds = [(2,), (3,)] if "seed" in inspect.signature(test).parameters else [()]  # of `Heavy`, which has states
+    try:
+        with pytest.raises(AssertionError):
+            any(test(make_engine(model), text, *seed) for seed in seeds)
+    finally:
+        jax.clear_caches()
