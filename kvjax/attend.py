@@ -1,4 +1,5 @@
-"""What mixing tokens means in an engine: write a layer's keys and values to its pages, and attend to what its group and the policy read.
+"""What mixing tokens means in an engine: write a layer's keys and values, or latents, to its pages, and attend to what its group and the
+policy read.
 
 A layer group with a window reads its window and nothing else; policies list blocks in layers that keep every token. Recurrent layers have
 a row of state for each sequence: the only entry of its page table.
@@ -11,10 +12,10 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import recurrent
-from kvjax.cache import Cache, IndexSpec, LayerCache, append
+from kvjax.cache import Cache, IndexSpec, LayerCache, append, append_latents
 from kvjax.learning import Learning, attend_and_learn
-from kvjax.model import Heads, Recurrence
-from kvjax.policies.decode import DecodePolicy, Window
+from kvjax.model import Heads, Latents, Recurrence
+from kvjax.policies.decode import DecodePolicy, IndexerQuery, Window
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy
 from pallas_kernels.flash_attention import flash_attention
 
@@ -23,27 +24,34 @@ def write(
     cache: Cache,
     layers: tuple[LayerCache, ...],
     number: int,
-    heads: Heads,
+    given: Heads | Latents,
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
     indexes: tuple[IndexSpec, ...],
 ) -> LayerCache:
     """Layer `number` of `layers` with the valid tokens written. ValueError if model and cache differ about its window."""
     window = cache.spec.group_of(number).window
-    if heads.window != window:
-        raise ValueError(f"layer {number} of the model has the window {heads.window}, the cache keeps {window}")
-    built = indexes if window is None else ()
-    return append(layers[number], heads.k, heads.v, positions, valid, cache.table_of(number), built)
+    if given.window != window:
+        raise ValueError(f"layer {number} of the model has the window {given.window}, the cache keeps {window}")
+    place = positions, valid, cache.table_of(number)
+    if isinstance(given, Latents):
+        return append_latents(layers[number], given.row, given.indexer.k, *place)
+    return append(layers[number], given.k, given.v, *place, indexes if window is None else ())
+
+
+def asked_of(given: Heads | Latents) -> IndexerQuery | None:
+    """What a policy ranks tokens by, in layers with a lightning indexer."""
+    return IndexerQuery(given.indexer.q, given.indexer.weights) if isinstance(given, Latents) else None
 
 
 def attend_chunk(
-    policy: PrefillPolicy, heads: Heads, layer: LayerCache, ctx: PrefillContext, learning: Learning | None
+    policy: PrefillPolicy, given: Heads | Latents, layer: LayerCache, ctx: PrefillContext, learning: Learning | None
 ) -> tuple[Float[Array, "B T H D"], tuple[Any, ...]]:
     """Attention of a chunk, and what learning policies know after it: in a layer with a window what they knew before."""
-    if heads.window is None:
-        return attend_and_learn(policy, heads.q, layer, ctx, learning)
+    if given.window is None:
+        return attend_and_learn(policy, given.q, layer, ctx, learning)
     pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
-    out, _ = flash_attention(heads.q, *pages, window=(0, heads.window), sm_scale=ctx.sm_scale)
+    out, _ = flash_attention(given.q, *pages, window=(0, given.window), sm_scale=ctx.sm_scale)
     return out, () if learning is None else tuple(before[ctx.layer] for before in learning.states)
 
 
@@ -61,6 +69,6 @@ def recall_tokens(
     return recurrent.step(layers[number], cache.table_of(number)[:, 0], given, cache.lengths, active)
 
 
-def reader_of(policy: DecodePolicy, heads: Heads) -> DecodePolicy:
+def reader_of(policy: DecodePolicy, given: Heads | Latents) -> DecodePolicy:
     """What lists the blocks of a decode step in this layer: the policy, or the layer's own window."""
-    return policy if heads.window is None else Window(0, heads.window)
+    return policy if given.window is None else Window(0, given.window)

@@ -7,28 +7,40 @@ from collections.abc import Iterable, Sequence
 
 from kvjax.cache.tables import table_width
 from kvjax.learning import PolicyStates
-from kvjax.model import Model
+from kvjax.model import Model, ModelConfig
 from kvjax.policies.choice import Choice, ChoosesDecode, ChoosesPrefill
-from kvjax.policies.decode import DecodePolicy, TopTokens, check_budgets, parse
-from kvjax.policies.prefill import PrefillPolicy, indexes_of, parse_prefill
+from kvjax.policies.decode import DecodePolicy, Dense, TopTokens, check_budgets, parse
+from kvjax.policies.prefill import DensePrefill, PrefillPolicy, TopTokensPrefill, indexes_of, parse_prefill
 from kvjax.policies.prefill.lists import TileLists
 
 logger = logging.getLogger(__name__)
 
 
+def own_policies(config: ModelConfig) -> tuple[DecodePolicy, PrefillPolicy]:
+    """What a model decodes and prefills with where nobody names a policy: dense, or as many tokens as its indexer was trained to choose."""
+    counts = {mixer.index_topk for mixer in config.latent}
+    if not counts:
+        return Dense(), DensePrefill()
+    if len(counts) > 1:
+        raise ValueError(f"the indexers of this model's layers choose {sorted(counts)} tokens: name a policy, as tokens:{max(counts)}")
+    (k,) = counts
+    return TopTokens(k), TopTokensPrefill(k)
+
+
 class DeclaredPolicies:
     """Decode policies and the prefill policy of an engine, and the indexes that sealing builds for them.
 
-    policy: the engine's own decode policy. policies: all that calls may name, `policy` first. states: of those that learn. last_choice,
-    last_prefill_choice: the latest choices of policies that choose, as `auto`. ValueError for policies that do not go with the sizes.
+    policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. states: of
+    those that learn. last_choice, last_prefill_choice: the latest choices of policies that choose, as `auto`. ValueError for policies that
+    do not go with the sizes, or with the model's layers.
     """
 
     def __init__(
         self,
         model: Model,
-        policy: str | DecodePolicy,
+        policy: str | DecodePolicy | None,
         others: str | DecodePolicy | Iterable[str | DecodePolicy],
-        prefill: str | PrefillPolicy,
+        prefill: str | PrefillPolicy | None,
         *,
         page_size: int,
         prefill_chunk: int,
@@ -39,11 +51,12 @@ class DeclaredPolicies:
         self._told: set[tuple[PrefillPolicy, bool]] = set()
         self.last_choice: Choice | None = None
         self.last_prefill_choice: Choice | None = None
-        self.policy = self._bound(policy)
+        self.policy = self._bound(own_policies(model.config)[0] if policy is None else policy)
         others = (others,) if isinstance(others, str) or hasattr(others, "select") else others
         self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, others))))
         self.states = PolicyStates(self.policies, model.config, page_size=page_size, prefill_chunk=prefill_chunk)
-        self.prefill = parse_prefill(prefill)
+        self.prefill = own_policies(model.config)[1] if prefill is None else parse_prefill(prefill)
+        _check_layers(f"prefill {self.prefill}", self.prefill, TopTokensPrefill, ChoosesPrefill, model.config)
         if isinstance(self.prefill, ChoosesPrefill):
             self.prefill = self.prefill.bind(model, page_size=page_size, dtype=model.config.compute_dtype)
         scanned = [each.indexes() for each in self.policies] + [indexes_of(self.prefill)]
@@ -95,13 +108,21 @@ class DeclaredPolicies:
         """The policy of a name; one that chooses, as `auto`, is bound to this model, once."""
         policy = parse(policy)
         check_budgets(policy, table_width(-(-self.model.config.max_positions // self.page_size)) * self.page_size)
-        if isinstance(policy, TopTokens):
-            raise ValueError(
-                f"policy {policy} needs latent pages and a lightning indexer, which no model of an engine has: use it with "
-                "kvjax.models.latent_attention.decode_latent_step, or name another policy here"
-            )
+        _check_layers(f"policy {policy}", policy, TopTokens, ChoosesDecode, self.model.config)
         if not isinstance(policy, ChoosesDecode):
             return policy
         if policy not in self._choosers:
             self._choosers[policy] = policy.bind(self.model, page_size=self.page_size, dtype=self.model.config.compute_dtype)
         return self._choosers[policy]
+
+
+def _check_layers(said: str, policy: DecodePolicy | PrefillPolicy, ranks: type, chooses: type, config: ModelConfig) -> None:
+    """ValueError for a policy that the model's layers cannot run. ranks: policies that need an indexer of tokens; chooses: those that
+    choose another, by evidence and times that no model of latent attention has."""
+    paged = len(config.attention) + len(config.latent)
+    if isinstance(policy, ranks) and len(config.latent) < paged:
+        raise ValueError(f"{said} needs latent pages and a lightning indexer in every layer of attention, which this model does not have")
+    if config.latent and (isinstance(policy, chooses) or indexes_of(policy)):
+        own = " or ".join(dict.fromkeys(map(str, own_policies(config))))
+        needs = "has no evidence about" if isinstance(policy, chooses) else f"scans the index {indexes_of(policy)[0].name}, not kept in"
+        raise ValueError(f"{said} {needs} layers of latent attention, as this model has: leave it out for {own}, or name dense or window")

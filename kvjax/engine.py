@@ -46,10 +46,11 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 class Engine:
     """Prefill, decode, extend, fork, truncate and free sequences of one model.
 
-    policy: the decode policy, or its name (`policies.decode.parse`). policies: another that calls may name, or several; the indexes of all
-    are built as pages are sealed. pages: size of the pool; None fits it to free memory. page_size and prefill_chunk are in tokens; the
-    chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`). batch_buckets: decode batches
-    are padded to the next of these sizes, and a sequence's bits are the same in every batch of one bucket. sequences: those not freed yet.
+    policy: the decode policy, or its name (`policies.decode.parse`); None: dense, or what the model brings (tokens:K, of an indexer).
+    policies: another that calls may name, or several; the indexes of all are built as pages are sealed. pages: size of the pool; None fits
+    it to free memory. page_size and prefill_chunk are in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its
+    name (`parse_prefill`); None as for policy. batch_buckets: decode batches are padded to the next of these, and a sequence's bits are
+    the same in every batch of a bucket. sequences: those not freed yet.
 
     One thread at a time: a method called while another thread is in one raises RuntimeError, and the other thread's call is not disturbed.
     Ctrl-C takes effect between chunks of prefill and after other methods, so that pages and lengths are right after it (`kvjax.guard`).
@@ -59,13 +60,13 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        policy: str | DecodePolicy = "dense",
+        policy: str | DecodePolicy | None = None,
         *,
         policies: str | DecodePolicy | Iterable[str | DecodePolicy] = (),
         pages: int | None = None,
         page_size: int = 128,
         prefill_chunk: int = 512,
-        prefill: str | PrefillPolicy = "dense",
+        prefill: str | PrefillPolicy | None = None,
         batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
     ):
         check_model(model, "Engine")

@@ -140,12 +140,12 @@ def generate(
     A prompt is text, a list of token ids, a list of chat messages (`{"role": ..., "content": ...}`, through the model's chat template with
     `chat_template_kwargs` as its variables), or what a Hugging Face tokenizer returns, for one text or several.
 
-    model: a model, for which a pool is made that fits these prompts, or an engine. policy: the decode policy; None is the engine's own,
-    dense for a model. prefill: the prefill policy, for a model; None is dense. An engine has its own, so with one a prefill policy is a
-    ValueError. sampling: fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on. stream: called with the
-    prompt's number and each new piece of text. details: return `Completion` objects instead of text. With n above 1, a list of n texts
-    stands in the place of each text. on_error: "raise" raises what `Completion.error` would hold; with "return" the other prompts go on,
-    and that error stands in the place of the text.
+    model: a model, for which a pool is made that fits these prompts, or an engine. policy: the decode policy; None is the engine's own, and
+    for a model what `Engine` takes. prefill: the prefill policy, for a model; None as for policy. An engine has its own, so with one a
+    prefill policy is a ValueError. sampling: fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on.
+    stream: called with the prompt's number and each new piece of text. details: return `Completion` objects instead of text. With n above
+    1, a list of n texts stands in the place of each text. on_error: "raise" raises what `Completion.error` would hold; with "return" the
+    other prompts go on, and that error stands in the place of the text.
     """
     if misplaced:
         hint = "give its fields by name, as in temperature=0.7" if isinstance(misplaced[0], Sampling) else "name every other argument"
@@ -229,7 +229,7 @@ def engine_for(
     longest = model.config.max_positions  # a longer one is refused when its turn comes
     lengths = [(min(len(encode(model.tokenizer, prompt)) + new_tokens, longest), samples) for prompt in prompts]
     pages = table_width(pages_needed(lengths, slots, 128))
-    return Engine(model, "dense" if policy is None else policy, pages=pages, prefill="dense" if prefill is None else prefill)
+    return Engine(model, policy, pages=pages, prefill=prefill)
 
 
 def pages_needed(requests: Iterable[tuple[int, int]], slots: int, page_size: int) -> int:

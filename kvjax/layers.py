@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from kvjax.cache.spec import PagedSpec, RecurrentSpec
+from kvjax.cache.spec import LatentSpec, PagedSpec, RecurrentSpec
 
 Shapes = dict[str, tuple[int, ...]]
 """Parameters by name, each with its shape."""
@@ -196,7 +196,68 @@ class DeltaLayer:
         return RecurrentSpec(group, *sizes, page_size, dtype, self.chunk)
 
 
-Mixer = AttentionLayer | DeltaLayer
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentLayer:
+    """Multi-head latent attention with a lightning indexer (`pallas_kernels.indexer_scores`), as DeepSeek-V3.2 has it.
+
+    What is kept per token is one latent, of which every head's key and value are linear images, a rotated key that all heads share, and
+    the indexer's key.
+
+    Args:
+        num_heads: H.
+        query_rank: elements of the latent that queries are made of.
+        latent_dim: C, elements of the latent that is kept.
+        nope_dim, value_dim: elements of a head's key that are not rotated, and of its value.
+        rope: how the shared key is rotated, and as many elements of each query and of the indexer's heads.
+        sm_scale: what logits are multiplied by before softmax.
+        index_heads, index_dim: of the indexer.
+        index_topk: tokens that a query reads, those that the indexer scores best.
+    """
+
+    num_heads: int
+    query_rank: int
+    latent_dim: int
+    nope_dim: int
+    value_dim: int
+    rope: Rope
+    sm_scale: float
+    index_heads: int
+    index_dim: int
+    index_topk: int
+
+    window: ClassVar[None] = None
+    o_bias: ClassVar[bool] = False
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if field.name != "rope" and not getattr(self, field.name) > 0:
+                raise ValueError(f"{field.name} must be positive, got {getattr(self, field.name)}")
+        if self.rope.dim > self.index_dim:
+            raise ValueError(f"RoPE cannot rotate {self.rope.dim} elements of an indexer's head of index_dim {self.index_dim}")
+
+    def shapes(self, hidden_size: int) -> Shapes:
+        """Parameters of the mixer: matrices stored [out, in].
+
+        q_a, q_norm, q_b: queries through their latent. kv_a, kv_norm: the row that is kept. kv_b: of each head its key map, then its value
+        map. index_q, index_k, index_norm, index_norm_bias, index_weights: of the indexer.
+        """
+        heads, query, index = self.num_heads, self.nope_dim + self.rope.dim, self.index_heads * self.index_dim
+        found: Shapes = {"q_a": (self.query_rank, hidden_size), "q_norm": (self.query_rank,), "q_b": (heads * query, self.query_rank)}
+        found |= {"kv_a": (self.latent_dim + self.rope.dim, hidden_size), "kv_norm": (self.latent_dim,)}
+        found |= {"kv_b": (heads * (self.nope_dim + self.value_dim), self.latent_dim), "o": (hidden_size, heads * self.value_dim)}
+        found |= {"index_q": (index, self.query_rank), "index_k": (self.index_dim, hidden_size), "index_norm": (self.index_dim,)}
+        return found | {"index_norm_bias": (self.index_dim,), "index_weights": (self.index_heads, hidden_size)}
+
+    def describe(self) -> str:
+        """Its heads, in words."""
+        return f"{self.num_heads} heads over latents of {self.latent_dim}"
+
+    def cache_spec(self, group: str, page_size: int, dtype: str) -> LatentSpec:
+        """Latents and the indexer's keys, in pages of the layer group. dtype: of both, by name."""
+        return LatentSpec(group, self.latent_dim, self.rope.dim, self.index_dim, dtype, dtype)
+
+
+Mixer = AttentionLayer | DeltaLayer | LatentLayer
 """How a layer mixes tokens. Another kind is another dataclass here, and a function in `kvjax.models.mixers`."""
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.cache import PagedKV
-from kvjax.layers import AttentionLayer, DeltaLayer
+from kvjax.layers import DeltaLayer, LatentLayer
 from kvjax.model import ModelConfig
 from kvjax.policies.decode import DecodePolicy, LearnsFromPrefill, MassContext, PrefillMass, StateSpec
 from kvjax.policies.decode.mass import fitted
@@ -61,8 +61,11 @@ def learns_from_prefill(policy: DecodePolicy) -> bool:
 
 def state_specs(config: ModelConfig, page_size: int, max_pages: int) -> tuple[StateSpec, ...]:
     """Of each layer that has pages, the sizes that a policy makes its state from."""
-    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionLayer)]
-    return tuple(StateSpec(each.num_heads, each.num_kv_heads, each.head_dim, page_size, max_pages) for each in mixers)
+    mixers = [layer.mixer for layer in config.layers if not isinstance(layer.mixer, DeltaLayer)]
+    rows = [
+        (1, each.latent_dim + each.rope.dim) if isinstance(each, LatentLayer) else (each.num_kv_heads, each.head_dim) for each in mixers
+    ]
+    return tuple(StateSpec(each.num_heads, *row, page_size, max_pages) for each, row in zip(mixers, rows, strict=True))
 
 
 class PolicyStates:
@@ -75,6 +78,8 @@ class PolicyStates:
         self.policies = tuple(policy for policy in policies if learns_from_prefill(policy))
         for policy in self.policies:
             _check(policy, page_size, prefill_chunk)
+            if config.latent:
+                raise ValueError(f"policy {policy} learns from prefill, whose attention mass layers of latent attention do not give")
             if any(isinstance(layer.mixer, DeltaLayer) for layer in config.layers):
                 raise ValueError(
                     f"policy {policy} learns from prefill, for which the queries of a chunk are computed again; recurrent layers, as this "

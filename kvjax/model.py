@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.cache.spec import WHOLE, CacheSpec, GroupSpec
-from kvjax.layers import AttentionLayer, DeltaLayer, LayerConfig, LongRope, Mixer, Mlp, Rope, RopeScaling
+from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig, LongRope, Mixer, Mlp, Rope, RopeScaling
 
 Params = Any
 """A pytree of weights; the decoder that made it knows its structure."""
@@ -79,7 +79,40 @@ class Recurrence:
         return tuple(part.reshape(*convolved.shape[:2], *size) for part, size in zip(parts, sizes, strict=True))
 
 
-LayerInput = Heads | Recurrence
+@flax.struct.dataclass
+class Indexer:
+    """What a lightning indexer makes of tokens: queries, the weights of its heads, and the key that is kept of each token.
+
+    `pallas_kernels.indexer_scores` scores every token by them. topk: tokens that a query of the model reads, those that score best.
+    """
+
+    q: Float[Array, "B T HI DI"]
+    weights: Float32[Array, "B T HI"]
+    k: Float[Array, "B T DI"]
+    topk: int = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class Latents:
+    """What a layer of latent attention mixes: queries in the space of the rows that are kept, and the row of each token.
+
+    row: a latent of C = value_dim elements, then a rotated key, which all heads read. What comes out are weighted sums of latents,
+    `[B, T, H, C]`. sm_scale: logits are multiplied by it.
+    """
+
+    q: Float[Array, "B T H D"]
+    row: Float[Array, "B T D"]
+    indexer: Indexer
+    value_dim: int = flax.struct.field(pytree_node=False)
+    sm_scale: float = flax.struct.field(pytree_node=False)
+
+    @property
+    def window(self) -> None:
+        """None: every token before a query may be read."""
+        return None
+
+
+LayerInput = Heads | Latents | Recurrence
 """What a decoder gives `Mix`, by the kind of layer."""
 
 Mix = Callable[[int, LayerInput, Any], tuple[Float[Array, "B T H D"], Any]]
@@ -147,7 +180,7 @@ class ModelConfig:
                 raise ValueError(f"max_positions is {self.max_positions:,}, and {known}{self.for_longer(self.max_positions)}")
 
     def _scalings(self) -> tuple[RopeScaling, ...]:
-        ropes = dict.fromkeys(mixer.rope for mixer in self.attention)
+        ropes = dict.fromkeys(mixer.rope for mixer in (*self.attention, *self.latent))
         return tuple(rope.scaling for rope in ropes if rope.scaling is not None)
 
     def for_longer(self, tokens: int) -> str:
@@ -156,8 +189,13 @@ class ModelConfig:
 
     @property
     def attention(self) -> tuple[AttentionLayer, ...]:
-        """The mixers of the layers of attention."""
+        """The mixers of the layers of attention to keys of every head."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionLayer))
+
+    @property
+    def latent(self) -> tuple[LatentLayer, ...]:
+        """The mixers of the layers of attention to latents."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, LatentLayer))
 
     @property
     def num_layers(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 _OWN_FORMS = "a registered name, FILE.py:CLASS or FILE.py:CLASS:ARGS (as my_file.py:Mine:8/recent=4)"
 DECODE_FORMS = (
     "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (tokens, 128 of them sinks), "
-    "top:K, mean:K (blocks of 128), quest:K (blocks of 16), auto, auto:LEVEL, " + _OWN_FORMS
+    "top:K, mean:K (blocks of 128), quest:K (blocks of 16), tokens:K (of models with an indexer of tokens), auto, auto:LEVEL, " + _OWN_FORMS
 )
 PREFILL_FORMS = (
     "dense, bounds:K (blocks of 128; with +sparse behind it short prompts too), "
@@ -32,6 +32,7 @@ PREFILL_FORMS = (
     "window:SINK+WINDOW (tokens, as window:64+1024), "
     "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
     "flex:GAMMA, xattention:THRESHOLD, bfla:MASS (shares of attention, as flex:0.9), "
+    "tokens:K (of models with an indexer of tokens), "
     "auto, auto:LEVEL (chunk by chunk the fastest on record as keeping what the level asks), " + _OWN_FORMS
 )
 """Names of policies, for messages and for the help of commands, which must not wait for JAX."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attend import attend_chunk, reader_of, recall_chunk, recall_tokens, write
+from kvjax.attend import asked_of, attend_chunk, reader_of, recall_chunk, recall_tokens, write
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
@@ -66,7 +66,8 @@ def prefill_step(
             return out, (_replace(layers, layer, after), learned)
         written = write(cache, layers, layer, heads, positions, valid, indexes)
         place = cache.spec.paged.index(layer)
-        ctx = PrefillContext(cache.table_of(layer), starts, cache.lengths, layer=place, sm_scale=heads.sm_scale)
+        where = cache.table_of(layer), starts, cache.lengths
+        ctx = PrefillContext(*where, layer=place, sm_scale=heads.sm_scale, indexer=asked_of(heads))
         out, states = attend_chunk(policy, heads, written, ctx, learning)
         return out, (_replace(layers, layer, written), (*learned, states))
 
@@ -117,7 +118,8 @@ def decode(
         table, page_size = cache.table_of(layer), spec.group_of(layer).page_size
         written = write(cache, layers, layer, heads, positions, valid, indexes)
         place, count = spec.paged.index(layer), len(spec.paged)
-        ctx = SelectContext(table, lengths, layer=place, num_layers=count, page_size=page_size, sm_scale=heads.sm_scale)
+        sizes = {"layer": place, "num_layers": count, "page_size": page_size, "sm_scale": heads.sm_scale}
+        ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads))
         reader, before = reader_of(policy, heads), states[place]
         out, blocks, state = _read_by_turns(reader, heads.q, written, ctx, before)
         if watch is not None:
@@ -179,7 +181,8 @@ def _read_by_turns(policy: DecodePolicy, query: Float[Array, "B T H D"], layer: 
     outs, lists, known = [], [], []
     for token in range(count):
         seen = jnp.maximum(ctx.lengths - (count - 1 - token), 0)
-        out, blocks, state = policy.attend(query[:, token : token + 1], layer, ctx.replace(lengths=seen), state)
+        own = jax.tree.map(lambda x, token=token: x[:, token : token + 1], (query, ctx.indexer))
+        out, blocks, state = policy.attend(own[0], layer, ctx.replace(lengths=seen, indexer=own[1]), state)
         outs.append(out)
         lists.append(blocks)
         known.append(state)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.layers import AttentionLayer, LongRope, RopeScaling
+from kvjax.layers import DeltaLayer, LongRope, RopeScaling
 from kvjax.model import ModelConfig, uniform_config, uniform_fields
 from kvjax.models.families import FAMILIES, family_of
 from kvjax.models.family import HARMLESS, ONLY, REMEDIES, Family
@@ -20,6 +20,7 @@ from kvjax.models.fields import boolean as _boolean
 from kvjax.models.fields import integer as _integer
 from kvjax.models.fields import number as _number
 from kvjax.models.fields import size as _size
+from kvjax.models.rope import mscale
 
 Fields = Mapping[str, Any]
 
@@ -116,7 +117,7 @@ def to_fields(config: ModelConfig) -> dict[str, Any]:
     """
     family = FAMILIES[config.family]
     own = _uniform_fields(config, family) if family.fields_of is None else family.fields_of(config)
-    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionLayer)]
+    mixers = [layer.mixer for layer in config.layers if not isinstance(layer.mixer, DeltaLayer)]
     rope = next((mixer.rope for mixer in mixers if mixer.window is None), mixers[0].rope)
     scaling, eos = _rope_fields(rope.scaling), config.eos_token_ids
     partial = {name: own[name] for name in ("partial_rotary_factor",) if name in own}
@@ -367,11 +368,6 @@ def _yarn(given: Fields, original: int, max_positions: int) -> RopeScaling:
     if not 0 < slow < fast:
         raise ValueError(f"config.json: beta_slow {slow} must be above 0 and below beta_fast {fast}")
     return RopeScaling("yarn", factor, original, beta_fast=fast, beta_slow=slow, attention_factor=attention, truncate=truncate)
-
-
-def mscale(factor: float, weight: float) -> float:
-    """YaRN's attention factor for positions stretched by `factor` (YaRN, section 3.3), its logarithm weighted."""
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _rope_fields(scaling: RopeScaling | None) -> dict[str, Any] | None:

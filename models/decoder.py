@@ -8,7 +8,7 @@ parameters are a plain pytree, matrices stored [out, in], as checkpoints do and 
            optional attn_post_norm [E], mlp_post_norm [E] (`LayerConfig.shapes` says which tensors a layer has)
     attention: q [H*D, E], or [2*H*D, E] with gates, k [K*D, E], v [K*D, E], o [E, H*D], optional q_bias, k_bias, v_bias, o_bias,
            q_norm [D], k_norm [D]
-    Gated DeltaNet: see `kvjax.layers.DeltaLayer.shapes`
+    Gated DeltaNet: see `kvjax.layers.DeltaLayer.shapes`; latent attention: see `kvjax.layers.LatentLayer.shapes`
 
 Weights and activations have the model's compute_dtype; norms and RoPE are computed in float32 and rounded once; logits are float32.
 """
@@ -23,17 +23,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from kvjax.layers import AttentionLayer, DeltaLayer
-from kvjax.model import LayerInput, Mix, ModelConfig, Params, Recurrence
+from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer
+from kvjax.model import Latents, LayerInput, Mix, ModelConfig, Params, Recurrence
 from kvjax.models.mixers.attention import attend_heads
 from kvjax.models.mixers.delta import recall_states
+from kvjax.models.mixers.latent import attend_latents, causal_latents
 from kvjax.models.mixers.tokens import Tokens
 from kvjax.models.mlp.gated import gate_tokens
 from kvjax.models.products import biases_of, project
 from kvjax.recurrent import whole
 from pallas_kernels.elementwise import rms_norm
 
-MIXERS = {AttentionLayer: attend_heads, DeltaLayer: recall_states}
+MIXERS = {AttentionLayer: attend_heads, DeltaLayer: recall_states, LatentLayer: attend_latents}
 """By the kind of a layer's mixer, `mixer(config, params, x, tokens, mix, state) -> (out, state)`.
 
 config: the layer's mixer. params: the layer's parameters. x: what went into the layer, before its norm, `[B, T, E]`. tokens: `Tokens`.
@@ -164,12 +165,14 @@ def causal_mix(implementation: Literal["xla", "cudnn"] | None = None) -> Mix:
     Positions must increase along T: token t attends to tokens 0..t of its row, or to the latest of them where the layer has a window.
     `state` passes through untouched. implementation is `jax.nn.dot_product_attention`'s: None lets JAX choose, "cudnn" needs an NVIDIA GPU
     and float16 or bfloat16, and float16 needs a GPU in any case; memory is T x T per head except with "cudnn".
-    Recurrences have no gradient.
+    Recurrences have no gradient, and latent attention none through what its indexer chooses.
     """
 
     def mix(layer: int, heads: LayerInput, state: Any):
         if isinstance(heads, Recurrence):
             return whole(heads), state
+        if isinstance(heads, Latents):
+            return causal_latents(heads), state
         window = None if heads.window is None else (heads.window - 1, 0)
         static = {"is_causal": True, "scale": heads.sm_scale, "local_window_size": window, "implementation": implementation}
         with jax.default_matmul_precision("highest" if heads.q.dtype == jnp.float32 else "default"):

@@ -1,119 +1,159 @@
-"""DeepSeek-V3.2's attention layer as transformers names it: config.json -> `LatentConfig`, tensors -> the parameters of a layer.
+"""DeepSeek-V3.2: latent attention, of which every query reads the tokens that a lightning indexer scores best, and gated MLPs.
 
-There is no decoder for the whole model: its mixture of experts is not here.
+The released models have a mixture of experts in all but their first layers, which is not here: config.json of such a model is refused by
+the field that says so. What is read are models whose MLPs are all dense (`first_k_dense_replace`, or `mlp_layer_types`).
+
+Sources: DeepSeek-V3.2-Exp technical report (DeepSeek-AI, 2025); details as in transformers' `DeepseekV32ForCausalLM`, which the tests
+compare with.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+from kvjax.layers import LatentLayer, LayerConfig, Mlp, Rope, RopeScaling
+from kvjax.model import ModelConfig
+from kvjax.models.family import Family
+from kvjax.models.fields import integer, size
+from kvjax.models.rope import mscale
 
-from kvjax.model import Params
-from kvjax.models.config_json import mscale, rope_of, wrong_values
-from kvjax.models.family import ONLY
-from kvjax.models.latent_attention import LatentConfig, param_shapes
-
-MODEL_TYPE = "deepseek_v32"
-
-_SIZES = {
-    "hidden_size": "hidden_size",
+ATTENTION, DENSE = "deepseek_sparse_attention", "dense"
+SIZES = {
     "num_heads": "num_attention_heads",
     "query_rank": "q_lora_rank",
     "latent_dim": "kv_lora_rank",
-    "rope_dim": "qk_rope_head_dim",
     "nope_dim": "qk_nope_head_dim",
     "value_dim": "v_head_dim",
     "index_heads": "index_n_heads",
     "index_dim": "index_head_dim",
     "index_topk": "index_topk",
 }
-"""Our name -> config.json's."""
-
-_TENSORS = {
-    "q_a": "q_a_proj.weight",
-    "q_norm": "q_a_layernorm.weight",
-    "q_b": "q_b_proj.weight",
-    "kv_a": "kv_a_proj_with_mqa.weight",
-    "kv_norm": "kv_a_layernorm.weight",
-    "o": "o_proj.weight",
-    "index_q": "indexer.wq_b.weight",
-    "index_k": "indexer.wk.weight",
-    "index_norm": "indexer.k_norm.weight",
-    "index_norm_bias": "indexer.k_norm.bias",
-    "index_weights": "indexer.weights_proj.weight",
-}
-"""Our name -> transformers'; `kv_b_proj.weight` makes two."""
+"""Of `LatentLayer` -> config.json's."""
 
 
-def latent_config(fields: Mapping[str, Any]) -> LatentConfig:
-    """The attention layer that config.json's `fields` describe.
+def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:
+    """The layers that config.json's fields describe. ValueError that names the field at fault.
 
-    Logits are scaled by 1/sqrt(nope + rope dim), times the square of YaRN's factor for mscale_all_dim where that is given. Raises
-    ValueError for another model_type, a size that is missing or null, a quantized checkpoint, and fields that would change what the layer
-    computes: biases in the projections, another layout of the rotated elements, key/value heads of their own.
+    Logits are scaled by 1/sqrt(nope + rope dim), times the square of YaRN's factor for mscale_all_dim where that is given.
     """
-    if fields.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"config.json: model_type is {fields.get('model_type')!r}; supported here: {MODEL_TYPE!r}")
-    sizes = {ours: fields.get(theirs) for ours, theirs in _SIZES.items()}
-    wrong = [f"{_SIZES[name]} is {size!r}" for name, size in sizes.items() if not isinstance(size, int) or size < 1]
-    if wrong:
-        raise ValueError(f"config.json: {', '.join(wrong)}; each must be a positive integer")
-    plain = {name: values for name, values in ONLY.items() if "experts" not in name}  # they belong to the MLP, which is not read here
-    only = plain | {
-        "attention_bias": (None, False),
-        "rope_interleave": (None, True),
-        "qk_head_dim": (None, sizes["nope_dim"] + sizes["rope_dim"]),
-        "num_key_value_heads": (None, sizes["num_heads"]),
-    }
-    wrong = wrong_values(fields, only)
-    if wrong:
-        quantized = any(fields.get(name) is not None for name in ("quantization_config", "compression_config"))
-        remedy = "; dequantize first: this reads plain float weights, and config.json without the field" if quantized else ""
-        raise ValueError(f"unsupported config.json of a {MODEL_TYPE}: {'; '.join(wrong)}{remedy}")
-    read = {"rope_scaling": None, "rope_parameters": None, "rope_theta": 10000.0} | dict(fields)
-    theta, scaling = rope_of(fields, read)
-    if scaling is not None and scaling.most_positions is not None:
-        raise ValueError(f"unsupported config.json of a {MODEL_TYPE}: rope_scaling of type {scaling.kind}; supported: linear, llama3, yarn")
-    sm_scale = (sizes["nope_dim"] + sizes["rope_dim"]) ** -0.5
+    count, sizes = size(read, "num_hidden_layers"), {ours: size(read, theirs) for ours, theirs in SIZES.items()}
+    if scaling is not None and scaling.kind in ("dynamic", "longrope"):
+        raise ValueError(f"config.json: RoPE has rope_type {scaling.kind!r}; supported for DeepSeek-V3.2: default, linear, llama3, yarn")
+    _check_dense(read, count)
+    types = read["layer_types"]
+    if types not in (None, [ATTENTION] * count):
+        raise ValueError(f"config.json: layer_types is {types}; it must be {ATTENTION!r} for each of {count} layers")
+    rotated = size(read, "qk_rope_head_dim")
+    whole = sizes["nope_dim"] + rotated
+    for name, value in (("qk_head_dim", whole), ("head_dim", rotated), ("num_key_value_heads", sizes["num_heads"])):
+        if read[name] not in (None, value):
+            raise ValueError(f"config.json: {name} is {read[name]!r}; supported: null or {value}, as the other sizes say")
     given = dict(read["rope_scaling"] or {}) | dict(read["rope_parameters"] or {})
-    if scaling is not None and given.get("mscale_all_dim"):
-        sm_scale *= mscale(scaling.factor, given["mscale_all_dim"]) ** 2
-    return LatentConfig(**sizes, rope_theta=theta, rope_scaling=scaling, sm_scale=sm_scale)
+    more = mscale(scaling.factor, given["mscale_all_dim"]) ** 2 if scaling is not None and given.get("mscale_all_dim") else 1.0
+    mixer = LatentLayer(**sizes, rope=Rope(theta, rotated, scaling), sm_scale=whole**-0.5 * more)
+    return (LayerConfig(mixer, Mlp(size(read, "intermediate_size"))),) * count
 
 
-def layer_params(config: LatentConfig, tensors: Mapping[str, Any], prefix: str = "", dtype: Any = jnp.bfloat16) -> Params:
-    """The parameters of `latent_attention` from a checkpoint's tensors, whose names start with `prefix` ("model.layers.0.self_attn.").
-
-    Cast to `dtype`, but for the heads' weights of the indexer, which stay float32 as in transformers. Raises ValueError for a tensor
-    that is missing or has another shape than the configuration says, for 8-bit and integer weights, and where scales of quantized weights
-    stand beside them: those must be dequantized first.
-    """
-    names = _TENSORS | {"kv_b": "kv_b_proj.weight"}
-    scales = sorted(name for name in tensors if name.startswith(prefix) and name.endswith(("_scale_inv", "_scale")))
-    if scales:
-        raise ValueError(f"the checkpoint is quantized, it has {', '.join(scales)}: dequantize first")
-    missing = [prefix + name for name in names.values() if prefix + name not in tensors]
-    if missing:
-        raise ValueError(f"the checkpoint has no {', '.join(missing)}")
-    params = {ours: jnp.asarray(tensors[prefix + theirs]) for ours, theirs in names.items()}
-    coded = [f"{prefix}{names[name]} is {x.dtype}" for name, x in params.items() if not _plain(x.dtype)]
-    if coded:
-        raise ValueError(f"{', '.join(coded)}; weights must be floats of at least 16 bits: dequantize first")
-    kv_b = params.pop("kv_b")
-    rows = config.num_heads * (config.nope_dim + config.value_dim)
-    if kv_b.shape != (rows, config.latent_dim):
-        raise ValueError(f"{prefix}kv_b_proj.weight has shape {kv_b.shape}, the configuration says {(rows, config.latent_dim)}")
-    of_heads = kv_b.reshape(config.num_heads, -1, config.latent_dim)
-    params |= {"up_k": of_heads[:, : config.nope_dim], "up_v": of_heads[:, config.nope_dim :]}
-    for name, shape in param_shapes(config).items():
-        if params[name].shape != shape:
-            raise ValueError(f"{prefix}{names[name]} has shape {params[name].shape}, the configuration says {shape}")
-    return {name: jax.lax.convert_element_type(x, jnp.float32 if name == "index_weights" else dtype) for name, x in params.items()}
+def _check_dense(read: Mapping[str, Any], count: int) -> None:
+    """ValueError, by the field's name, for layers with a mixture of experts."""
+    kinds, first = read["mlp_layer_types"], integer(read, "first_k_dense_replace")
+    if kinds is not None and kinds != [DENSE] * count:
+        raise ValueError(f"config.json: mlp_layer_types is {kinds}; supported: {DENSE!r} for each of {count} layers, no mixture of experts")
+    if kinds is None and first < count:
+        raise ValueError(
+            f"config.json: first_k_dense_replace is {first}: {count - max(0, first)} of {count} layers would have a mixture of experts, "
+            f"which is not supported; supported: {count} or more"
+        )
 
 
-def _plain(dtype: jnp.dtype) -> bool:
-    """Floats that mean what they say; shorter ones are codes, whose scales are elsewhere."""
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
+def fields_of(config: ModelConfig) -> dict[str, Any]:
+    """config.json's fields of the layers. ValueError for layers that it has no words for."""
+    first, count = config.layers[0], config.num_layers
+    if len(set(config.layers)) > 1 or not isinstance(first.mixer, LatentLayer):
+        raise ValueError("config.json of a DeepseekV32ForCausalLM describes one kind of layer, of latent attention; this model has others")
+    mixer = first.mixer
+    whole = mixer.nope_dim + mixer.rope.dim
+    fields = {theirs: getattr(mixer, ours) for ours, theirs in SIZES.items()} | {
+        "intermediate_size": first.mlp.size,
+        "qk_rope_head_dim": mixer.rope.dim,
+        "qk_head_dim": whole,
+        "head_dim": mixer.rope.dim,
+        "num_key_value_heads": mixer.num_heads,
+        "first_k_dense_replace": count,
+        "mlp_layer_types": [DENSE] * count,
+        "layer_types": [ATTENTION] * count,
+    }
+    more = math.sqrt(mixer.sm_scale * whole**0.5)
+    scaling = mixer.rope.scaling
+    if scaling is not None and scaling.kind == "yarn" and scaling.factor > 1 and abs(more - 1) > 1e-9:
+        fields["mscale_all_dim"] = round((more - 1) / (0.1 * math.log(scaling.factor)), 9)
+    elif abs(more - 1) > 1e-9:
+        raise ValueError(f"config.json of a DeepseekV32ForCausalLM scales logits by {whole**-0.5} without YaRN, not by {mixer.sm_scale}")
+    return fields
+
+
+def fold(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields with mscale_all_dim where RoPE's others are. What it does to cos and sin is in attention_factor."""
+    found = {name: value for name, value in fields.items() if name != "mscale_all_dim"}
+    if "mscale_all_dim" not in fields:
+        return found
+    return found | {name: found[name] | {"mscale_all_dim": fields["mscale_all_dim"]} for name in ("rope_scaling", "rope_parameters")}
+
+
+FAMILY = Family(
+    model_type="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
+    defaults={
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "qk_head_dim": None,
+        "v_head_dim": 128,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "rope_parameters": None,
+        "original_max_position_embeddings": None,
+        "tie_word_embeddings": False,
+        "first_k_dense_replace": 3,
+        "mlp_layer_types": None,
+        "layer_types": None,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    only={"rope_interleave": (None, True)},
+    # Of a mixture of experts, which no layer has, and of the layer that predicts several tokens, whose tensors are not read.
+    harmless=frozenset({"moe_intermediate_size", "n_shared_experts", "n_routed_experts", "num_experts_per_tok", "routed_scaling_factor"})
+    | {"n_group", "topk_group", "topk_method", "norm_topk_prob", "scoring_func", "moe_layer_freq", "ep_size", "aux_loss_alpha", "seq_aux"}
+    | {"num_nextn_predict_layers"},
+    layers_of=layers_of,
+    fields_of=fields_of,
+    fold=fold,
+    layer_tensors={
+        "q_a": "self_attn.q_a_proj.weight",
+        "q_norm": "self_attn.q_a_layernorm.weight",
+        "q_b": "self_attn.q_b_proj.weight",
+        "kv_a": "self_attn.kv_a_proj_with_mqa.weight",
+        "kv_norm": "self_attn.kv_a_layernorm.weight",
+        "kv_b": "self_attn.kv_b_proj.weight",
+        "index_q": "self_attn.indexer.wq_b.weight",
+        "index_k": "self_attn.indexer.wk.weight",
+        "index_norm": "self_attn.indexer.k_norm.weight",
+        "index_norm_bias": "self_attn.indexer.k_norm.bias",
+        "index_weights": "self_attn.indexer.weights_proj.weight",
+    },
+)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models import gemma3, llama, qwen2, qwen3, qwen3_5
+from kvjax.models import deepseek_v32, gemma3, llama, qwen2, qwen3, qwen3_5
 from kvjax.models.family import Family
 
-FAMILIES: Mapping[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_5, gemma3)}
+FAMILIES: Mapping[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY for module in (llama, qwen2, qwen3, qwen3_5, gemma3, deepseek_v32)
+}
 
 
 def family_of(fields: Mapping[str, Any]) -> Family:

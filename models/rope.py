@@ -76,6 +76,11 @@ def _yarn(periods: Float32[np.ndarray, "D2"], scaling: RopeScaling, rope: Rope) 
     return 1 / (np.float32(scaling.factor) * periods) * (1 - keep) + 1 / periods * keep
 
 
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's attention factor for positions stretched by `factor` (YaRN, section 3.3), its logarithm weighted."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
 def rotation(rope: Rope, positions: Int[Array, "B T"]) -> tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]:
     """Cosine and sine of every pair's angle at absolute `positions` (tokens), float32, times the attention factor of YaRN and longrope."""
     angles = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies(rope), jnp.float32)

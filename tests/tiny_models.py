@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.layers import AttentionLayer, DeltaLayer, LayerConfig, Mlp, Rope
+from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig, Mlp, Rope
 from kvjax.model import uniform_config, uniform_fields
 from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params
 
@@ -110,8 +110,42 @@ def make_recurrent_model(dtype="float32"):
     return remembering(dataclasses.replace(RECURRENT, compute_dtype=dtype))
 
 
+LATENT = dataclasses.replace(
+    TINY,
+    family="deepseek_v32",
+    layers=(
+        LayerConfig(
+            LatentLayer(
+                num_heads=4,
+                query_rank=40,
+                latent_dim=24,
+                nope_dim=16,
+                value_dim=16,
+                rope=Rope(1e4, 8),
+                sm_scale=24**-0.5,
+                index_heads=12,
+                index_dim=16,
+                index_topk=24,
+            ),
+            TINY.layers[0].mlp,
+        ),
+    )
+    * 2,
+)
+"""Two layers of latent attention, as in DeepSeek-V3.2. With few heads of the indexer many tokens would score 0, and be tied."""
+
+
+def make_latent_model(dtype="float32"):
+    """`LATENT` with random weights."""
+    decoder = TransformerDecoder(dataclasses.replace(LATENT, compute_dtype=dtype))
+    return TinyModel(decoder, init_params(decoder.config, jax.random.key(7), std=0.15))
+
+
 def make_family(name, *, head_dim=16, window=24, dtype="float32"):
-    """A tiny model of two layers, built as those of a family are: llama, qwen3, gemma3_text (a layer with a window) or qwen3_5_text."""
+    """A tiny model of two layers, built as those of a family are: llama, qwen3, gemma3_text (a layer with a window), qwen3_5_text or
+    deepseek_v32 (whose sizes are its own)."""
+    if name == "deepseek_v32":
+        return make_latent_model(dtype)
     if name == "qwen3_5_text":
         delta, full = RECURRENT.layers
         full = dataclasses.replace(full, mixer=dataclasses.replace(full.mixer, head_dim=head_dim, rope=Rope(1e4, head_dim // 2)))

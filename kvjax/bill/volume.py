@@ -14,8 +14,10 @@ from typing import Any
 import jax.dtypes
 import jax.numpy as jnp
 
+from kvjax.cache.spec import LatentSpec
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy
+from kvjax.policies.decode.top_tokens import TopTokens
 
 TIERS = ("device", "host", "disk")
 """Where keys and values may lie. Weights and indexes are on the device in every case (BRL-2026-07, section 10)."""
@@ -62,7 +64,7 @@ def step_bytes(
     dtype: of weights and index (None: the model's compute_dtype). cache_dtype: of keys and values (None: dtype); packed types count their
     bits, without scales. page_size: tokens. tier: where keys and values lie ("device", "host", "disk"). Every weight is read once, whatever
     the batch; of an embedding that is not the head too, one row per sequence. Index rows are those of whole pages, of layers in which the
-    policy selects.
+    policy selects; of layers of latents the indexer's key of every token, where the policy ranks by it.
 
     Raises ValueError for sizes below 1 and unknown dtypes, and NotImplementedError for a policy that does not say what it reads.
     """
@@ -80,11 +82,13 @@ def step_bytes(
     for place, number in enumerate(spec.paged):
         layer, window = spec.layers[number], spec.group_of(number).window
         if window is not None:
-            kv_elements += 2 * min(length, window) * layer.kv_heads * layer.head_dim
+            kv_elements += min(length, window) * layer.width
             continue
         keys = policy.keys_read(length, place, page_size)
-        kv_elements += 2 * (length if keys is None else keys) * layer.kv_heads * layer.head_dim
-        if keys is not None:
+        kv_elements += (length if keys is None else keys) * layer.width
+        if isinstance(layer, LatentSpec):
+            index_elements += length * layer.index_dim if isinstance(policy, TopTokens) else 0
+        elif keys is not None:
             sizes = (-(-length // page_size), layer.kv_heads, page_size, layer.head_dim)
             index_elements += sum(math.prod(index.shape(*sizes)) for index in policy.indexes())
     return StepBytes(

@@ -44,6 +44,11 @@ class PagedSpec:
     head_dim: int
     dtype: str
 
+    @property
+    def width(self) -> int:
+        """Elements that attention reads of a token."""
+        return 2 * self.kv_heads * self.head_dim
+
     def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = ()) -> LayerCache:
         """`num_pages` zeroed pages, with the indexes."""
         return empty_layer(num_pages, self.kv_heads, page_size, self.head_dim, jnp.dtype(self.dtype), indexes)
@@ -67,6 +72,11 @@ class LatentSpec:
     def kv_heads(self) -> int:
         """1: all heads read one row."""
         return 1
+
+    @property
+    def width(self) -> int:
+        """Elements that attention reads of a token: values are a part of the keys."""
+        return self.latent_dim + self.rope_dim
 
     def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = ()) -> LayerCache:
         """`num_pages` zeroed pages. NotImplementedError for indexes other than the indexer's keys, which are always there."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.pool import Pool
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.types import IndexSpec, LayerCache, PagedKV, SlotLayer
+from kvjax.cache.types import IndexSpec, LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.writes import seal
 
 PIECE = 16
@@ -22,10 +22,12 @@ Stored = list[Mapping[str, np.ndarray]]
 
 
 def stored_arrays(layer: LayerCache) -> dict[str, Array]:
-    """What of a layer belongs to sequences, by name; the first axis are pages, or rows of state. Indexes are not stored: they are a
-    function of the keys."""
+    """What of a layer belongs to sequences, by name; the first axis are pages, or rows of state. Indexes over keys are not stored: they
+    are a function of the keys. A lightning indexer's keys are not one of the latents."""
     if isinstance(layer, SlotLayer):
         return {name: getattr(layer, name) for name in ("start", "inputs", "g", "beta", "corrections", "first")}
+    if isinstance(layer, LatentPages):
+        return {"k": layer.pages.k, **layer.index}
     return {"k": layer.pages.k, "v": layer.pages.v}
 
 
@@ -128,6 +130,9 @@ def _scatter(
         put = {name: x.at[own].set(values[name], mode="drop") for name, x in stored_arrays(layer).items()}
         if isinstance(layer, SlotLayer):
             restored[number] = layer.replace(**put)
+            continue
+        if isinstance(layer, LatentPages):
+            restored[number] = LatentPages(layer.pages.replace(k=put.pop("k")), put)
             continue
         kinds = tuple(spec for spec in indexes if spec.name in layer.index)
         restored[number] = PagedKV(layer.pages.replace(**put), seal(layer.index, put["k"], closed, kinds))

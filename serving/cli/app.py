@@ -102,8 +102,8 @@ def batch_command(
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="One record per line: plain, or OpenAI's batch file format.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the answers go, one line per record, in the input's order.")],
     model: ModelOption,
-    policy: PolicyOption = "dense",
-    prefill: PrefillOption = "dense",
+    policy: PolicyOption = None,
+    prefill: PrefillOption = None,
     max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=LARGEST_BATCH))] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for records that do not say.", **whole())] = 128,
     temperature: Annotated[
@@ -166,8 +166,8 @@ def generate_command(
     file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from a text file.", show_default=False)] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Give the prompt as a user's message, through the model's chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message; needs --chat.", show_default=False)] = None,
-    policy: PolicyOption = "dense",
-    prefill: PrefillOption = "dense",
+    policy: PolicyOption = None,
+    prefill: PrefillOption = None,
     max_new_tokens: TokensOption = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", **number(least=0))] = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw from this many best tokens; 0 is all.", **whole(0))] = 0,
@@ -208,7 +208,7 @@ def score_command(
     continuation: Annotated[str | None, typer.Argument(help="The text whose log-probability is wanted.", show_default=False)] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a text file.", show_default=False)] = None,
     continuation_file: Annotated[Path | None, typer.Option(help="Read the continuation from a text file.", show_default=False)] = None,
-    policy: PolicyOption = "dense",
+    policy: PolicyOption = None,
     pages: PagesOption = None,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
@@ -246,7 +246,7 @@ def score_command(
 @app.command("plan")
 def plan_command(
     model: ModelOption,
-    policy: PolicyOption = "dense",
+    policy: PolicyOption = None,
     page_size: PageSizeOption = 128,
     dtype: Annotated[
         Dtype | None,
@@ -260,18 +260,20 @@ def plan_command(
 ) -> None:
     """Print what weights and cache take and how many pages fit, from the model's configuration alone."""
 
+    from kvjax.declared import own_policies
     from kvjax.memory import memory_plan
     from kvjax.models.loading import read_config
     from kvjax.policies.choice import ChoosesDecode
     from kvjax.policies.decode import parse
 
     available = None if memory is None else int(memory * 2**30)
-    chosen = parse(policy)
+    chosen = None if policy is None else parse(policy)
     if isinstance(chosen, ChoosesDecode):
         raise typer.BadParameter(
             f"{policy!r} builds the indexes of what it may choose, which depends on the weights; name those", param_hint="--policy"
         )
     config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
+    chosen = own_policies(config)[0] if chosen is None else chosen
     plan = memory_plan(config, page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
     typer.echo(f"{model} in {config.compute_dtype}, {chosen.describe()}\n{plan}")
 
@@ -379,7 +381,7 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
 
 
 def _engine(
-    model: Model, policy: str, tokens: int, pages: int | None, page_size: int, prefill_chunk: int, prefill: str = "dense"
+    model: Model, policy: str | None, tokens: int, pages: int | None, page_size: int, prefill_chunk: int, prefill: str | None = None
 ) -> Engine:
     """An engine for one sequence of up to `tokens` tokens."""
     from kvjax.engine import Engine
@@ -391,7 +393,7 @@ def _engine(
     return Engine(model, policy, prefill=prefill, batch_buckets=(1,), **sizes)
 
 
-def _check_fits(model: Model, policy: str, tokens: int, pages: int, page_size: int) -> None:
+def _check_fits(model: Model, policy: str | None, tokens: int, pages: int, page_size: int) -> None:
     """ValueError if the pages of one sequence are more than memory has room for."""
     plan = _plan_beside_weights(model, policy, page_size)
     if pages > plan.pages_that_fit:
@@ -401,14 +403,15 @@ def _check_fits(model: Model, policy: str, tokens: int, pages: int, page_size: i
         )
 
 
-def _plan_beside_weights(model: Model, policy: str, page_size: int) -> MemoryPlan:
+def _plan_beside_weights(model: Model, policy: str | None, page_size: int) -> MemoryPlan:
     """What fits into memory now that the weights are there."""
 
+    from kvjax.declared import own_policies
     from kvjax.memory import memory_plan
     from kvjax.policies.choice import ChoosesDecode
     from kvjax.policies.decode import parse
 
-    chosen = parse(policy)
+    chosen = own_policies(model.config)[0] if policy is None else parse(policy)
     if isinstance(chosen, ChoosesDecode):  # its candidates, and so its indexes, come from the evidence for this model
         chosen = chosen.bind(model, page_size=page_size, dtype=model.config.compute_dtype)
     return memory_plan(model.config, page_size=page_size, indexes=chosen.indexes(), weights_bytes=0)

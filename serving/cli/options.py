@@ -91,8 +91,11 @@ class Dtype(enum.StrEnum):
 ModelOption = Annotated[
     str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle', the small model inside this package.")
 ]
-PolicyOption = Annotated[str, typer.Option("--policy", "-p", help=f"What each decode step reads: {POLICIES}.")]
-PrefillOption = Annotated[str, typer.Option(help=f"How the prompt attends to itself: {PREFILLS}.")]
+_OWN = "[default: dense; tokens:K, as trained, for models with an indexer of tokens]"
+PolicyOption = Annotated[
+    str | None, typer.Option("--policy", "-p", help=f"What each decode step reads: {POLICIES}. {_OWN}", show_default=False)
+]
+PrefillOption = Annotated[str | None, typer.Option(help=f"How the prompt attends to itself: {PREFILLS}. {_OWN}", show_default=False)]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False)
 ]

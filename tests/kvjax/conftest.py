@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import VOCAB, make_model, make_recurrent_model
+from tiny_models import VOCAB, make_latent_model, make_model, make_recurrent_model
 
 from kvjax.policies.decode import Blocks
 from kvjax.policies.decode.base import Stateless
@@ -29,6 +29,16 @@ def recurrent_model():
 @pytest.fixture(scope="session")
 def bf16_recurrent_model():
     return make_recurrent_model("bfloat16")
+
+
+@pytest.fixture(scope="session")
+def latent_model():
+    return make_latent_model()
+
+
+@pytest.fixture(scope="session")
+def bf16_latent_model():
+    return make_latent_model("bfloat16")
 
 
 @pytest.fixture(scope="session")

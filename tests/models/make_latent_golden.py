@@ -3,8 +3,8 @@
 Each file is one attention layer of a tiny random DeepSeek-V3.2 (transformers' `DeepseekV32Attention`, float32, eager, CPU), under the names
 of its tensors, and what it did: a prompt in one call, then one token at a time with its cache. The metadata hold config.json.
 
-    hidden   float32[B, S, E]     what goes in: already normalised, as a layer's attention gets it
-    out      float32[B, S, E]     what comes out
+    hidden   float32[B, S, E]     what goes into the layer, before its norm, "input_layernorm.weight"
+    out      float32[B, S, E]     what comes out of its attention
     tokens   int32[B, S, index_topk]  the tokens that each query attended to, ascending, -1 at the end
 
 Weights are drawn so large that attention is far from flat. In "latent-yarn" what the three norms see is so small that their epsilon
@@ -41,6 +41,7 @@ SIZES = {
     "index_n_heads": 5,
     "index_head_dim": 16,
     "index_topk": 9,
+    "rms_norm_eps": 0.03,
     "num_hidden_layers": 1,
     "max_position_embeddings": 64,
     "intermediate_size": 8,
@@ -49,14 +50,18 @@ SIZES = {
 
 
 def build(rope, small, seed):
-    """(config, attention layer, rotary embedding) with random weights."""
+    """(config, norm, attention layer, rotary embedding) with random weights."""
     import torch
     from transformers import DeepseekV32Config
-    from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding
+    from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
+        DeepseekV32Attention,
+        DeepseekV32RMSNorm,
+        DeepseekV32RotaryEmbedding,
+    )
 
     config = DeepseekV32Config(**SIZES, rope_parameters=dict(rope))
     config._attn_implementation = "eager"
-    layer = DeepseekV32Attention(config, 0).eval()
+    norm, layer = DeepseekV32RMSNorm(config.hidden_size, config.rms_norm_eps), DeepseekV32Attention(config, 0).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in sorted(layer.named_parameters()):
@@ -67,10 +72,11 @@ def build(rope, small, seed):
                 weight.copy_(0.5 * noise)
             else:
                 weight.copy_(noise * (1.6 / weight.shape[1] ** 0.5))
+        norm.weight.copy_(1.0 + 0.4 * torch.randn(norm.weight.shape, generator=generator))
         layer.q_a_proj.weight *= small
         layer.kv_a_proj_with_mqa.weight[: config.kv_lora_rank] *= small
         layer.indexer.wk.weight *= small
-    return config, layer, DeepseekV32RotaryEmbedding(config)
+    return config, norm, layer, DeepseekV32RotaryEmbedding(config)
 
 
 @contextlib.contextmanager
@@ -81,7 +87,7 @@ def margins():
     found, topk = [], torch.Tensor.topk
 
     def watched(scores, k, dim=-1):
-        for row in scores.flatten(0, -2):
+        for row in scores.flatten(0, -2) if scores.ndim > 1 else ():  # logits of one token are not scores of tokens
             row = row[row > -1e30]
             if k < len(row):
                 best = row.sort(descending=True).values
@@ -95,7 +101,7 @@ def margins():
         torch.Tensor.topk = topk
 
 
-def run(config, layer, rotary, hidden):
+def run(config, norm, layer, rotary, hidden):
     """(out, tokens): the prompt in one call, then token by token."""
     import torch
     from transformers import DynamicCache
@@ -109,7 +115,7 @@ def run(config, layer, rotary, hidden):
         mask = torch.zeros(future.shape).masked_fill(future, torch.finfo(torch.float32).min).expand(BATCH, 1, -1, -1)
         angles = rotary(x, at.expand(BATCH, -1))
         with torch.no_grad():
-            out, _ = layer(x, angles, mask, past_key_values=cache)
+            out, _ = layer(norm(x), angles, mask, past_key_values=cache)
         outs.append(out)
         ids = chosen.pop()  # of early queries also tokens that they may not see
         ids = ids.masked_fill(ids > at[:, None], 2**30).sort(dim=-1).values
@@ -130,12 +136,13 @@ def drifting(shape, seed):
 def sample(rope, small):
     """The first seed at which nothing is nearly tied."""
     for seed in range(200):
-        config, layer, rotary = build(rope, small, seed)
+        config, norm, layer, rotary = build(rope, small, seed)
         hidden = drifting((BATCH, PROMPT + STEPS, config.hidden_size), seed)
         with margins() as found:
-            out, tokens = run(config, layer, rotary, hidden)
+            out, tokens = run(config, norm, layer, rotary, hidden)
         if min(found) > CLEAR:
-            return config, layer, {"hidden": hidden, "out": out, "tokens": tokens}, min(found)
+            did = {"input_layernorm.weight": norm.weight.data, "hidden": hidden, "out": out, "tokens": tokens}
+            return config, layer, did, min(found)
     raise RuntimeError("every seed has a near tie")
 
 

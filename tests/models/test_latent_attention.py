@@ -1,9 +1,10 @@
-"""The decode step of DeepSeek-V3.2's attention computes what transformers computes; wrong steps that must fail; and what it promises."""
+"""The mixer of latent attention computes what transformers computes; wrong ones that must fail; and what it promises."""
 
 import dataclasses
 import functools
 import itertools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -12,11 +13,17 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from kvjax.cache import INDEXER, INDEXER_SCALES, empty_latents
-from kvjax.models import latent_attention
-from kvjax.models.deepseek_v32 import latent_config, layer_params
-from kvjax.models.latent_attention import decode_latent, decode_latent_step, param_shapes
+from kvjax.cache import INDEXER, INDEXER_SCALES, Cache, CacheSpec, GroupSpec
+from kvjax.layers import LatentLayer
+from kvjax.model import Latents
+from kvjax.models.config_json import parse
+from kvjax.models.deepseek_v32 import FAMILY
+from kvjax.models.mixers import latent
+from kvjax.models.mixers.latent import attend_latents, causal_latents
+from kvjax.models.mixers.tokens import Tokens
 from kvjax.policies.decode import Dense, TopTokens, top_tokens
+from kvjax.policies.prefill import DensePrefill, TopTokensPrefill
+from kvjax.steps import decode, decode_step, prefill_step
 from pallas_kernels import elementwise
 from pallas_kernels.indexer_scores import indexer_scores
 
@@ -30,57 +37,112 @@ AT_ONCE = [(0, TOKENS)]
 PROMPT_AND_STEPS = [(0, PROMPT), *((n, n + 1) for n in range(PROMPT, TOKENS))]
 
 
+@dataclasses.dataclass(frozen=True)
+class OneLayer:
+    """A decoder that is the attention of one layer. Token n of a row is row n of params["hidden"]; logits are what comes out."""
+
+    mixer: LatentLayer
+    norm_eps: float = 0.03
+
+    def embed(self, params, tokens):
+        return jnp.take_along_axis(params["hidden"], tokens[..., None], axis=1)
+
+    def run_layers(self, params, x, positions, mix, state, first=0, last=None):
+        out, state = attend_latents(self.mixer, params, x, Tokens(positions, self.norm_eps), functools.partial(mix, 0), state)
+        return jnp.einsum("bti,ei->bte", out, params["o"], precision="highest"), state
+
+    def final_norm(self, params, x):
+        return x
+
+    def hidden(self, params, tokens, positions, mix, state):
+        return self.run_layers(params, self.embed(params, tokens), positions, mix, state)
+
+    def logits(self, params, hidden):
+        return hidden.astype(jnp.float32)
+
+
 @functools.cache
 def golden(name):
-    """(config, float32 params, hidden, out, tokens)"""
+    """(mixer, float32 params, hidden, out, tokens)"""
     with safe_open(GOLDEN / f"{name}.safetensors", "numpy") as file:
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        config = latent_config(json.loads(file.metadata()["config"]))
-    did = [tensors.pop(key) for key in ("hidden", "out", "tokens")]
-    return config, layer_params(config, tensors, dtype=jnp.float32), *did
+        fields = json.loads(file.metadata()["config"])
+    config = parse(fields | {"architectures": ["DeepseekV32ForCausalLM"], "first_k_dense_replace": 1, "mlp_layer_types": ["dense"]})
+    names = {ours: theirs.removeprefix("self_attn.") for ours, theirs in FAMILY.layer_tensors.items()}
+    names |= {"attn_norm": "input_layernorm.weight", "o": "o_proj.weight"}
+    params = {ours: jnp.asarray(tensors[theirs]) for ours, theirs in names.items()}
+    mixer = config.layers[0].mixer
+    assert {name: x.shape for name, x in params.items() if name != "attn_norm"} == mixer.shapes(40)
+    return mixer, params, *(tensors[key] for key in ("hidden", "out", "tokens"))
+
+
+def spec_of(mixer, dtype, page_size=PAGE, index_dtype=None):
+    layer = mixer.cache_spec("full", page_size, jnp.dtype(dtype).name)
+    layer = layer if index_dtype is None else dataclasses.replace(layer, index_dtype=jnp.dtype(index_dtype).name)
+    return CacheSpec((GroupSpec("full", page_size),), (layer,))
+
+
+def cache_of(mixer, batch, dtype, *, seed=0, index_dtype=None):
+    """Permuted pages of a pool whose rows hold NaN until they are written."""
+    spec = spec_of(mixer, dtype, index_dtype=index_dtype)
+    table = jnp.asarray(np.random.default_rng(seed).permutation(20)[: batch * 7].reshape(batch, 7), jnp.int32)
+    layers = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), spec.empty({"full": 20}))
+    return Cache(layers, {"full": table}, jnp.zeros(batch, jnp.int32), spec)
+
+
+def listing_step(decoder, policy, params, cache, tokens, active, states):
+    """`decode`, and the list of the layer."""
+    seen = []
+    out, cache, states, _ = decode(decoder, policy, (), params, cache, tokens, active, states, watch=lambda *args: seen.append(args[4]))
+    return out, cache, seen[0], states
+
+
+jitted_step = jax.jit(listing_step, static_argnums=(0, 1), donate_argnames="cache")
 
 
 @dataclasses.dataclass
 class Ran:
-    """out [B, S, E], the list of each call, and layer and state at the end."""
+    """out [B, S, E], the list of each call, and cache and state at the end."""
 
     out: np.ndarray
     lists: list
-    layer: object
+    cache: Cache
     state: object
 
     @property
     def tokens(self):
-        return np.concatenate([np.asarray(blocks.ids) for blocks in self.lists], axis=1)
+        """[B, S, k]"""
+        lists = [np.asarray(blocks.ids) for blocks in self.lists]
+        return np.concatenate([ids.reshape(len(ids), -1, ids.shape[-1]) for ids in lists], axis=1)
 
 
-def run(config, params, hidden, policy, calls=PROMPT_AND_STEPS, *, seed=0, index_dtype=None, step=decode_latent_step):
-    """The calls one after the other, on permuted pages of a pool whose rows hold NaN until they are written."""
+def run(mixer, params, hidden, policy, calls=PROMPT_AND_STEPS, *, seed=0, index_dtype=None, step=jitted_step):
+    """The calls one after the other."""
     batch = len(hidden)
-    table = jnp.asarray(np.random.default_rng(seed).permutation(20)[: batch * 7].reshape(batch, 7), jnp.int32)
-    sizes = (config.latent_dim, config.rope_dim, config.index_dim)
-    layer = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), empty_latents(20, PAGE, *sizes, hidden.dtype, index_dtype))
-    state = policy.init(None, batch)
+    cache, states = cache_of(mixer, batch, hidden.dtype, seed=seed, index_dtype=index_dtype), (policy.init(None, batch),)
+    params = params | {"hidden": jnp.asarray(hidden)}
     out, lists, active = [], [], jnp.ones(batch, bool)
     for start, stop in calls:
-        lengths = jnp.full(batch, start, jnp.int32)
-        x = jnp.asarray(hidden[:, start:stop])
-        found, layer, blocks, state = step(config, policy, params, x, layer, table, lengths, active, state)
+        tokens = jnp.broadcast_to(jnp.arange(start, stop, dtype=jnp.int32), (batch, stop - start))
+        found, cache, blocks, states = step(OneLayer(mixer), policy, params, cache, tokens, active, states)
+        if policy == TopTokens(mixer.index_topk, hinted=True) and stop > start + 1:
+            states = jax.tree.map(lambda known: known[:, -1], states)
         out.append(np.asarray(found, np.float32))
         lists.append(blocks)
-    return Ran(np.concatenate(out, axis=1), lists, layer, state)
+    return Ran(np.concatenate(out, axis=1), lists, cache, states[0])
 
 
 def row_error(found, wanted):
     return (np.linalg.norm(found - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)).max()
 
 
-def check(config, params, case, calls=PROMPT_AND_STEPS, **options):
+def check(mixer, params, case, calls=PROMPT_AND_STEPS, hinted=False, **options):
     """Equal tokens and close outputs."""
     _, _, hidden, out, tokens = golden(case)
-    found = run(config, params, hidden, TopTokens(config.index_topk), calls, **options)
+    found = run(mixer, params, hidden, TopTokens(mixer.index_topk, hinted), calls, **options)
     np.testing.assert_array_equal(found.tokens, tokens[:, : found.tokens.shape[1]])
-    np.testing.assert_array_equal(found.state, found.tokens[:, -1])
+    if hinted:
+        np.testing.assert_array_equal(found.state, found.tokens[:, -1])
     error = row_error(found.out, out[:, : found.out.shape[1]])
     print(f"{case}: largest error of a token {error:.1e}")
     assert error < TOLERANCE
@@ -88,92 +150,141 @@ def check(config, params, case, calls=PROMPT_AND_STEPS, **options):
 
 @pytest.mark.parametrize("case", CASES)
 def test_prompt_then_steps(case):
-    config, params, *_ = golden(case)
-    check(config, params, case)
+    mixer, params, *_ = golden(case)
+    check(mixer, params, case)
 
 
-@pytest.mark.parametrize("drafted", [1, 3])
-def test_the_whole_sequence_a_few_tokens_at_a_time(drafted):
-    config, params, *_ = golden("latent-yarn")
-    check(config, params, "latent-yarn", [(n, n + drafted) for n in range(0, TOKENS, drafted)], seed=3)
+@pytest.mark.parametrize(("drafted", "hinted"), [(1, True), (3, False), (4, True)])
+def test_the_whole_sequence_a_few_tokens_at_a_time(drafted, hinted):
+    """With hints, the tokens of a step are read one after the other, each with the list of the one before."""
+    mixer, params, *_ = golden("latent-yarn")
+    check(mixer, params, "latent-yarn", [(n, n + drafted) for n in range(0, TOKENS, drafted)], hinted, seed=3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prefill_in_chunks(case):
+    """Chunks of 16, of which the first reads every token; the last is not full, and its padding sees pages that hold NaN."""
+    mixer, params, hidden, out, _ = golden(case)
+    cache, found = cache_of(mixer, 2, hidden.dtype), []
+    for start in range(0, PROMPT, 16):
+        stop = min(start + 16, PROMPT)
+        tokens = np.zeros((2, 16), np.int32)
+        tokens[:, : stop - start] = np.arange(start, stop)
+        cache = cache.replace(lengths=jnp.full(2, stop, jnp.int32))
+        given = params | {"hidden": jnp.asarray(hidden)}
+        at = np.full(2, start, np.int32)
+        policy = TopTokensPrefill(mixer.index_topk)
+        logits, cache, _ = prefill_step(OneLayer(mixer), policy, (), given, cache, tokens, at, at, all_logits=True)
+        found.append(np.asarray(logits)[:, : stop - start])
+    assert row_error(np.concatenate(found, axis=1), out[:, :PROMPT]) < TOLERANCE
+
+
+def test_prefill_of_another_count_of_tokens_fails():
+    mixer, params, hidden, out, _ = golden("latent-default")
+    given, tokens, at = params | {"hidden": jnp.asarray(hidden)}, np.tile(np.arange(PROMPT, dtype=np.int32), (2, 1)), np.zeros(2, np.int32)
+    errors = {}
+    for policy in (TopTokensPrefill(9), TopTokensPrefill(8), TopTokensPrefill(10), DensePrefill()):
+        cache = cache_of(mixer, 2, hidden.dtype).replace(lengths=jnp.full(2, PROMPT, jnp.int32))
+        logits, *_ = prefill_step(OneLayer(mixer), policy, (), given, cache, tokens, at, at, all_logits=True)
+        errors[str(policy)] = row_error(np.asarray(logits), out[:, :PROMPT])
+    assert errors.pop("tokens:9") < TOLERANCE
+    assert min(errors.values()) > 100 * TOLERANCE
+
+
+def test_training_reads_the_tokens_that_the_model_was_trained_to_read():
+    """`causal_mix`, over the whole sequence."""
+    mixer, params, hidden, out, _ = golden("latent-yarn")
+    given = params | {"hidden": jnp.asarray(hidden)}
+    positions = jnp.broadcast_to(jnp.arange(TOKENS, dtype=jnp.int32), (2, TOKENS))
+    found, _ = OneLayer(mixer).hidden(given, positions, positions, lambda number, latents, state: (causal_latents(latents), state), None)
+    assert row_error(np.asarray(found), out) < TOLERANCE
 
 
 def test_rows_of_one_batch_stand_at_different_places():
     """A prompt of 37 tokens in one call, one of 17 token by token, then steps together; after three of them the second row stops."""
-    config, params, hidden, out, tokens = golden("latent-default")
-    policy, table = TopTokens(config.index_topk), jnp.arange(14, dtype=jnp.int32).reshape(2, 7)[:, ::-1]
-    layer = empty_latents(20, PAGE, config.latent_dim, config.rope_dim, config.index_dim, jnp.float32)
-    state, lengths = policy.init(None, 2), np.zeros(2, np.int32)
+    mixer, params, hidden, out, tokens = golden("latent-default")
+    policy = TopTokens(mixer.index_topk, hinted=True)
+    cache, states, lengths = cache_of(mixer, 2, jnp.float32), (policy.init(None, 2),), np.zeros(2, np.int32)
+    given = params | {"hidden": jnp.asarray(hidden)}
     active = [[True, False], *[[False, True]] * 17, *[[True, True]] * 3, *[[True, False]] * 3]
     for taking_part, count in zip(np.array(active), [PROMPT, *[1] * 23], strict=True):
-        x = jnp.stack([hidden[row, n : n + count] for row, n in enumerate(lengths)])
-        found, layer, blocks, state = decode_latent_step(
-            config, policy, params, x, layer, table, jnp.asarray(lengths), jnp.asarray(taking_part), state
-        )
+        ids = jnp.asarray(lengths[:, None] + np.arange(count, dtype=np.int32))
+        found, cache, blocks, states = jitted_step(OneLayer(mixer), policy, given, cache, ids, jnp.asarray(taking_part), states)
+        states = jax.tree.map(lambda known, count=count: known[:, -1] if count > 1 else known, states)
         for row in np.flatnonzero(taking_part):
             span = slice(lengths[row], lengths[row] + count)
-            np.testing.assert_array_equal(blocks.ids[row], tokens[row, span])
+            np.testing.assert_array_equal(blocks.ids[row].reshape(count, -1), tokens[row, span])
             assert row_error(np.asarray(found[row]), out[row, span]) < TOLERANCE
-            np.testing.assert_array_equal(state[row], tokens[row, span][-1])
+            np.testing.assert_array_equal(states[0][row], tokens[row, span][-1])
         lengths = lengths + count * taking_part.astype(np.int32)
+        np.testing.assert_array_equal(cache.lengths, lengths)
     assert lengths.tolist() == [43, 20]
 
 
 def test_golden_files_are_not_easy():
     """Most steps leave most tokens unread, lists change from step to step, and reading everything gives something else."""
     for case in CASES:
-        config, params, hidden, out, tokens = golden(case)
-        assert config.index_topk == 9 < PROMPT
+        mixer, params, hidden, out, tokens = golden(case)
+        assert mixer.index_topk == 9 < PROMPT
         kept = [len(set(a) & set(b)) for row in tokens[:, PROMPT:] for a, b in itertools.pairwise(row)]
         assert 3 < np.mean(kept) < 8
-        dense = run(config, params, hidden, Dense(), AT_ONCE)
+        dense = run(mixer, params, hidden, Dense(), AT_ONCE)
         error = np.linalg.norm(dense.out - out, axis=-1) / np.linalg.norm(out, axis=-1)
         assert error[:, :9].max() < TOLERANCE
         assert np.median(error[:, 9:]) > 0.1
 
 
-# Wrong steps. Each takes (config, params, monkeypatch) and returns (config, params).
+# Wrong mixers. Each takes (mixer, params, monkeypatch) and returns (mixer, params).
 
 
 def reconfigure(**changes):
-    return lambda config, params, monkeypatch: (dataclasses.replace(config, **changes), params)
+    return lambda mixer, params, monkeypatch: (dataclasses.replace(mixer, **changes), params)
 
 
 def drop(name, value=0.0):
-    return lambda config, params, monkeypatch: (config, params | {name: jnp.full_like(params[name], value)})
+    return lambda mixer, params, monkeypatch: (mixer, params | {name: jnp.full_like(params[name], value)})
 
 
 def patch(name, wrong):
-    def mutant(config, params, monkeypatch):
-        monkeypatch.setattr(latent_attention, name, wrong)
-        return config, params
+    def mutant(mixer, params, monkeypatch):
+        monkeypatch.setattr(latent, name, wrong)
+        return mixer, params
 
     return mutant
 
 
 def scoring(wrong):
-    def mutant(config, params, monkeypatch):
+    def mutant(mixer, params, monkeypatch):
         monkeypatch.setattr(top_tokens, "indexer_scores", wrong)
-        return config, params
+        return mixer, params
 
     return mutant
 
 
-def scaled_as_cached(config, params, monkeypatch):
-    return dataclasses.replace(config, sm_scale=(config.latent_dim + config.rope_dim) ** -0.5), params
+def scaled_as_cached(mixer, params, monkeypatch):
+    return dataclasses.replace(mixer, sm_scale=(mixer.latent_dim + mixer.rope.dim) ** -0.5), params
 
 
-def yarn_unscaled(config, params, monkeypatch):
-    return dataclasses.replace(config, sm_scale=(config.nope_dim + config.rope_dim) ** -0.5), params
+def yarn_unscaled(mixer, params, monkeypatch):
+    return dataclasses.replace(mixer, sm_scale=(mixer.nope_dim + mixer.rope.dim) ** -0.5), params
 
 
-def no_yarn_factor(config, params, monkeypatch):
-    return dataclasses.replace(config, rope_scaling=dataclasses.replace(config.rope_scaling, attention_factor=1.0)), params
+def no_yarn_factor(mixer, params, monkeypatch):
+    scaling = dataclasses.replace(mixer.rope.scaling, attention_factor=1.0)
+    return dataclasses.replace(mixer, rope=dataclasses.replace(mixer.rope, scaling=scaling)), params
 
 
-def values_and_keys_swapped(config, params, monkeypatch):
-    both = jnp.concatenate([params["up_v"], params["up_k"]], axis=1)
-    return config, params | {"up_k": both[:, : config.nope_dim], "up_v": both[:, config.nope_dim :]}
+def values_and_keys_swapped(mixer, params, monkeypatch):
+    maps = params["kv_b"].reshape(mixer.num_heads, -1, mixer.latent_dim)
+    swapped = jnp.concatenate([maps[:, mixer.nope_dim :], maps[:, : mixer.nope_dim]], axis=1)
+    return mixer, params | {"kv_b": swapped.reshape(params["kv_b"].shape)}
+
+
+def maps_of_all_heads_first(mixer, params, monkeypatch):
+    """Read as all key maps, then all value maps."""
+    cut = mixer.num_heads * mixer.nope_dim
+    keys, values = (part.reshape(mixer.num_heads, -1, mixer.latent_dim) for part in (params["kv_b"][:cut], params["kv_b"][cut:]))
+    return mixer, params | {"kv_b": jnp.concatenate([keys, values], axis=1).reshape(params["kv_b"].shape)}
 
 
 def root_mean_square(x, weight, bias):
@@ -210,9 +321,9 @@ def one_token_late(*arrays, **options):
 MUTANTS = {
     "epsilon of the norms": patch("NORM_EPS", 1e-5),
     "no epsilon": patch("NORM_EPS", 0.0),
-    "pairs rotated as halves": patch("_rotate_pairs", lambda x, rotation: latent_attention.rotate(x, *rotation)),
+    "pairs rotated as halves": patch("_rotate_pairs", lambda x, rotation: latent.rotate(x, *rotation)),
     "indexer rotated in pairs": indexer_rotated(
-        lambda x, rotation: jnp.concatenate([latent_attention._rotate_pairs(x[..., :8], rotation), x[..., 8:]], axis=-1),
+        lambda x, rotation: jnp.concatenate([latent._rotate_pairs(x[..., :8], rotation), x[..., 8:]], axis=-1),
     ),
     "indexer rotated at the end": indexer_rotated(rotate_last),
     "indexer not rotated": indexer_rotated(lambda x, rotation: x),
@@ -222,6 +333,7 @@ MUTANTS = {
     "no weight of the indexer's norm": drop("index_norm", 1.0),
     "no weight of the latents' norm": drop("kv_norm", 1.0),
     "no weight of the queries' norm": drop("q_norm", 1.0),
+    "no weight of the norm before": drop("attn_norm", 1.0),
     "no relu": scoring(no_relu),
     "the best head alone": scoring(best_head),
     "tokens one late": scoring(one_token_late),
@@ -231,25 +343,26 @@ MUTANTS = {
     "mscale_all_dim forgotten": yarn_unscaled,
     "attention factor forgotten": no_yarn_factor,
     "keys and values swapped": values_and_keys_swapped,
+    "key maps of all heads first": maps_of_all_heads_first,
 }
 
 
-def check_as_it_stands(config, params):
+def check_as_it_stands(mixer, params):
     """All tokens of transformers' yarn case in one call that is not jitted, so that it finds what was patched."""
-    check(config, params, "latent-yarn", AT_ONCE, step=decode_latent)
+    check(mixer, params, "latent-yarn", AT_ONCE, step=listing_step)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(monkeypatch, mutant):
-    config, params, *_ = golden("latent-yarn")
-    config, params = MUTANTS[mutant](config, params, monkeypatch)
+    mixer, params, *_ = golden("latent-yarn")
+    mixer, params = MUTANTS[mutant](mixer, params, monkeypatch)
     with pytest.raises(AssertionError):
-        check_as_it_stands(config, params)
+        check_as_it_stands(mixer, params)
 
 
 def test_without_a_mutation_the_same_check_passes():
-    config, params, *_ = golden("latent-yarn")
-    check_as_it_stands(config, params)
+    mixer, params, *_ = golden("latent-yarn")
+    check_as_it_stands(mixer, params)
 
 
 # Promises.
@@ -257,75 +370,84 @@ def test_without_a_mutation_the_same_check_passes():
 
 def test_where_every_token_fits_it_is_dense():
     """k past the page table: dense attention over latents."""
-    config, params, hidden, *_ = golden("latent-yarn")
-    dense = run(config, params, hidden, Dense(), AT_ONCE)
+    mixer, params, hidden, *_ = golden("latent-yarn")
+    dense = run(mixer, params, hidden, Dense(), AT_ONCE)
     assert dense.lists == [None]
-    assert row_error(run(config, params, hidden, TopTokens(200), AT_ONCE).out, dense.out) < TOLERANCE
+    assert row_error(run(mixer, params, hidden, TopTokens(200), AT_ONCE).out, dense.out) < TOLERANCE
 
 
 def test_absorbed_attention_is_attention_with_every_head_expanded():
-    """Dense, against keys and values of every head made from the cached rows, by jax.nn.dot_product_attention."""
-    config, params, hidden, *_ = golden("latent-default")
-    found = run(config, params, hidden, Dense(), AT_ONCE)
-    rotation = latent_attention.rope.rotation(config.rope, jnp.arange(TOKENS, dtype=jnp.int32)[None])
+    """Dense, against keys and values of every head made from the kept rows, by jax.nn.dot_product_attention."""
+    mixer, params, hidden, *_ = golden("latent-default")
+    found = run(mixer, params, hidden, Dense(), AT_ONCE)
+    rotation = Tokens(jnp.arange(TOKENS, dtype=jnp.int32)[None], 0.03).rotation(mixer.rope)
     with jax.default_matmul_precision("highest"):
-        x = jnp.asarray(hidden[:1])
-        q = latent_attention.rms_norm(x @ params["q_a"].T, params["q_norm"], 1e-6) @ params["q_b"].T
+        x = elementwise.rms_norm(jnp.asarray(hidden[:1]), params["attn_norm"], 0.03)
+        q = elementwise.rms_norm(x @ params["q_a"].T, params["q_norm"], 1e-6) @ params["q_b"].T
         q = q.reshape(1, TOKENS, 3, -1)
-        q = jnp.concatenate([q[..., :20], latent_attention._rotate_pairs(q[..., 20:], rotation)], axis=-1)
-        rows = latent_attention._latents(config, params, x @ params["kv_a"].T, rotation)
-        k = jnp.einsum("bsc,hnc->bshn", rows[..., :24], params["up_k"])
-        k = jnp.concatenate([k, jnp.broadcast_to(rows[:, :, None, 24:], (1, TOKENS, 3, 8))], axis=-1)
-        v = jnp.pad(jnp.einsum("bsc,hvc->bshv", rows[..., :24], params["up_v"]), ((0, 0), (0, 0), (0, 0), (0, 28 - 12)))
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=config.sm_scale)[..., :12]
+        q = jnp.concatenate([q[..., :20], latent._rotate_pairs(q[..., 20:], rotation)], axis=-1)
+        rows = latent._rows(mixer, params, x @ params["kv_a"].T, rotation)
+        both = (rows[..., :24] @ params["kv_b"].T).reshape(1, TOKENS, 3, 32)
+        k = jnp.concatenate([both[..., :20], jnp.broadcast_to(rows[:, :, None, 24:], (1, TOKENS, 3, 8))], axis=-1)
+        v = jnp.pad(both[..., 20:], ((0, 0), (0, 0), (0, 0), (0, 28 - 12)))
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=mixer.sm_scale)[..., :12]
         assert row_error(found.out[:1], np.asarray(out.reshape(1, TOKENS, -1) @ params["o"].T)) < TOLERANCE
 
 
 def test_a_row_that_takes_no_part_keeps_its_pages_and_its_hint():
-    config, params, hidden, *_ = golden("latent-default")
-    policy, table = TopTokens(9), jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
-    layer = empty_latents(20, PAGE, config.latent_dim, config.rope_dim, config.index_dim, jnp.float32)
+    mixer, params, hidden, *_ = golden("latent-default")
+    policy = TopTokens(9, hinted=True)
+    spec, table = spec_of(mixer, jnp.float32), jnp.arange(14, dtype=jnp.int32).reshape(2, 7)
+    cache = Cache(spec.empty({"full": 20}), {"full": table}, jnp.array([20, 20], jnp.int32), spec)
     state = jnp.arange(100, 118, dtype=jnp.int32).reshape(2, 9)
-    options = (table, jnp.array([20, 20], jnp.int32), jnp.array([True, False]), state)
-    _, after, _, hints = decode_latent_step(config, policy, params, jnp.asarray(hidden[:, :1]), layer, *options)
-    assert (np.asarray(after.pages.k[:7]) != 0).any()
-    assert not np.asarray(after.pages.k[7:]).any()
-    np.testing.assert_array_equal(hints[1], state[1])
-    assert (np.asarray(hints[0]) != np.asarray(state[0])).any()
+    given, ids = params | {"hidden": jnp.asarray(hidden)}, jnp.zeros((2, 1), jnp.int32)
+    _, after, _, hints = jitted_step(OneLayer(mixer), policy, given, cache, ids, jnp.array([True, False]), (state,))
+    (layer,) = after.layers
+    for array in (layer.pages.k, layer.index[INDEXER]):
+        assert (np.asarray(array[:7]) != 0).any()
+        assert not np.asarray(array[7:]).any()
+    np.testing.assert_array_equal(hints[0][1], state[1])
+    assert (np.asarray(hints[0][0]) != np.asarray(state[0])).any()
+    assert after.lengths.tolist() == [21, 20]
 
 
 def test_bfloat16_is_near_float32():
     """Over the same tokens: all of them. What a policy picks from bfloat16 scores may differ."""
-    config, params, hidden, *_ = golden("latent-default")
-    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params) | {"index_weights": params["index_weights"]}
-    exact = run(config, params, hidden, Dense(), AT_ONCE)
-    found = run(config, rounded, jnp.asarray(hidden, jnp.bfloat16), Dense(), AT_ONCE)
-    assert found.layer.pages.k.dtype == jnp.bfloat16
+    mixer, params, hidden, *_ = golden("latent-default")
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    exact = run(mixer, params, hidden, Dense(), AT_ONCE)
+    found = run(mixer, rounded, jnp.asarray(hidden, jnp.bfloat16), Dense(), AT_ONCE)
+    assert found.cache.layers[0].pages.k.dtype == jnp.bfloat16
     assert row_error(found.out, exact.out) < 0.06
 
 
 def test_8_bit_indexer_keys_choose_nearly_the_same_tokens():
-    config, params, hidden, _, tokens = golden("latent-default")
-    found = run(config, params, hidden, TopTokens(9, hinted=False), AT_ONCE, index_dtype=jnp.float8_e4m3fn)
+    mixer, params, hidden, _, tokens = golden("latent-default")
+    found = run(mixer, params, hidden, TopTokens(9), AT_ONCE, index_dtype=jnp.float8_e4m3fn)
     assert found.state == ()
-    assert found.layer.index[INDEXER].dtype == jnp.float8_e4m3fn
-    assert found.layer.index[INDEXER_SCALES].dtype == jnp.float32
+    index = found.cache.layers[0].index
+    assert (index[INDEXER].dtype, index[INDEXER_SCALES].dtype) == (jnp.float8_e4m3fn, jnp.float32)
     shared = [len(set(a) & set(b)) / 9 for a, b in zip(found.tokens[:, 9:].reshape(-1, 9), tokens[:, 9:].reshape(-1, 9), strict=True)]
     assert np.mean(shared) > 0.95
     assert np.isfinite(found.out).all()
 
 
+def shapes_of(mixer, width, batch=1):
+    """Parameters of `OneLayer`, bfloat16, shapes only."""
+    shapes = mixer.shapes(width) | {"attn_norm": (width,), "hidden": (batch, 1, width)}
+    return {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+
+
 def test_the_step_holds_no_second_copy_of_its_pages():
     """At DeepSeek-V3.2's sizes but for the width of the model: 16K tokens, 23 MB of pages, donated."""
-    config = dataclasses.replace(golden("latent-default")[0], latent_dim=512, rope_dim=64, index_dim=128, index_heads=8, num_heads=8)
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in param_shapes(config).items()}
-    params["index_weights"] = jax.ShapeDtypeStruct(params["index_weights"].shape, jnp.float32)
-    layer = jax.eval_shape(lambda: empty_latents(128, 128, 512, 64, 128, jnp.bfloat16))
-    shape = jax.ShapeDtypeStruct
-    arrays = (shape((1, 1, 40), jnp.bfloat16), layer, shape((1, 128), jnp.int32), shape((1,), jnp.int32), shape((1,), jnp.bool_))
-    policy = TopTokens(2048)
-    compiled = decode_latent_step.lower(config, policy, params, *arrays, shape((1, 2048), jnp.int32)).compile().memory_analysis()
-    pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layer))
+    mixer = dataclasses.replace(golden("latent-default")[0], latent_dim=512, index_dim=128, index_heads=8, num_heads=8)
+    mixer = dataclasses.replace(mixer, rope=dataclasses.replace(mixer.rope, dim=64))
+    spec, shape = spec_of(mixer, jnp.bfloat16, 128), jax.ShapeDtypeStruct
+    layers = jax.eval_shape(lambda: spec.empty({"full": 128}))
+    cache = Cache(layers, {"full": shape((1, 128), jnp.int32)}, shape((1,), jnp.int32), spec)
+    arrays = shapes_of(mixer, 40), cache, shape((1, 1), jnp.int32), shape((1,), jnp.bool_), (shape((1, 2048), jnp.int32),)
+    compiled = decode_step.lower(OneLayer(mixer), TopTokens(2048, hinted=True), (), *arrays).compile().memory_analysis()
+    pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
     assert pages == 16384 * (576 + 128) * 2
     assert compiled.temp_size_in_bytes < pages / 4
     assert compiled.alias_size_in_bytes >= pages
@@ -334,9 +456,19 @@ def test_the_step_holds_no_second_copy_of_its_pages():
 # The configuration.
 
 V32 = {
+    "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",
+    "vocab_size": 129280,
     "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
     "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "ep_size": 1,
+    "routed_scaling_factor": 2.5,
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
@@ -345,82 +477,95 @@ V32 = {
     "index_n_heads": 64,
     "index_head_dim": 128,
     "index_topk": 2048,
-    "num_key_value_heads": 128,
+    "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "num_nextn_predict_layers": 1,
+    "hidden_act": "silu",
     "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-06,
     "rope_theta": 10000,
     "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
     | {"original_max_position_embeddings": 4096},
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
 }
-"""The published config.json, as far as attention reads it, of a checkpoint that is not quantized."""
+"""The published config.json, of a checkpoint that is not quantized."""
+DENSE = V32 | {"first_k_dense_replace": 61}
 
 
 def test_the_published_sizes():
     """128 heads read rows of 576, of which 512 are values; one step of one sequence of 128K tokens, shapes only."""
-    config = latent_config(V32)
-    np.testing.assert_allclose(config.sm_scale, 192**-0.5 * (0.1 * np.log(40) + 1) ** 2, rtol=1e-12)
-    assert config.rope_scaling.attention_factor == 1
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in param_shapes(config).items()}
-    params["index_weights"] = jax.ShapeDtypeStruct(params["index_weights"].shape, jnp.float32)
-    policy, shape = TopTokens(config.index_topk), jax.ShapeDtypeStruct
-    layer = jax.eval_shape(lambda: empty_latents(1024, 128, 512, 64, 128, jnp.bfloat16, jnp.float8_e4m3fn))
-    arrays = (shape((1, 1, 7168), jnp.bfloat16), layer, shape((1, 1024), jnp.int32), shape((1,), jnp.int32), shape((1,), jnp.bool_))
-    step = functools.partial(decode_latent, config, policy)
-    out, after, blocks, state = jax.eval_shape(step, params, *arrays, shape((1, 2048), jnp.int32))
-    assert (out.shape, out.dtype) == ((1, 1, 7168), jnp.bfloat16)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), layer)
-    assert after.pages.k.shape == (1024, 1, 128, 576)
-    assert after.pages.value_dim == 512
+    mixer = parse(DENSE).layers[0].mixer
+    np.testing.assert_allclose(mixer.sm_scale, 192**-0.5 * (0.1 * np.log(40) + 1) ** 2, rtol=1e-12)
+    assert mixer.rope.scaling.attention_factor == 1
+    policy, shape = TopTokens(mixer.index_topk, hinted=True), jax.ShapeDtypeStruct
+    spec = spec_of(mixer, jnp.bfloat16, 128, jnp.float8_e4m3fn)
+    layers = jax.eval_shape(lambda: spec.empty({"full": 1024}))
+    cache = Cache(layers, {"full": shape((1, 1024), jnp.int32)}, shape((1,), jnp.int32), spec)
+    arrays = shapes_of(mixer, 7168), cache, shape((1, 1), jnp.int32), shape((1,), jnp.bool_), (shape((1, 2048), jnp.int32),)
+    out, after, blocks, states = jax.eval_shape(functools.partial(listing_step, OneLayer(mixer), policy), *arrays)
+    assert out.shape == (1, 1, 7168)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after.layers) == jax.tree.map(lambda x: (x.shape, x.dtype), layers)
+    assert after.layers[0].pages.k.shape == (1024, 1, 128, 576)
+    assert after.layers[0].pages.value_dim == 512
     assert blocks.ids.shape == (1, 1, 2048)
-    assert state.shape == (1, 2048)
+    assert states[0].shape == (1, 2048)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "deepseek_v3"}, "model_type is 'deepseek_v3'; supported here: 'deepseek_v32'"),
+        (
+            {"first_k_dense_replace": 3},
+            "first_k_dense_replace is 3: 58 of 61 layers would have a mixture of experts, .* supported: 61 or more",
+        ),
+        ({"mlp_layer_types": ["dense", *["sparse"] * 60]}, r"mlp_layer_types is \['dense', 'sparse'.*no mixture of experts"),
+        ({"layer_types": ["full_attention"] * 61}, "layer_types is .*it must be 'deepseek_sparse_attention' for each of 61 layers"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"q_lora_rank": None, "index_topk": 0}, "q_lora_rank is None, index_topk is 0; each must be a positive integer"),
-        ({"qk_rope_head_dim": 65}, "rope_dim 65 must be even"),
-        ({"index_head_dim": 32}, "at most index_dim 32"),
-        (
-            {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}},
-            "type longrope; supported: linear",
-        ),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type dynamic; supported: linear, llama3, yarn"),
-        (
-            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
-            "quantization_config is .*fp8.*dequantize first",
-        ),
-        ({"compression_config": {"format": "int8"}}, "compression_config is .*dequantize first"),
+        ({"q_lora_rank": None}, "q_lora_rank is None; it must be an integer"),
+        ({"index_topk": 0}, "index_topk is 0; it must be a positive integer"),
+        ({"qk_rope_head_dim": 65}, "its dim must be even and positive, got 65"),
+        ({"index_head_dim": 32}, "cannot rotate 64 elements of an indexer's head of index_dim 32"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}}, "rope_type 'longrope'; supported for DeepSeek"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'; supported for DeepSeek-V3.2: default, linear"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8.*load the checkpoint that it was quantized from"),
+        ({"compression_config": {"format": "int8"}}, "compression_config is .*load the checkpoint that it was compressed from"),
         ({"rope_interleave": False}, "rope_interleave is False; supported: None or True"),
-        ({"qk_head_dim": 128}, "qk_head_dim is 128; supported: None or 192"),
-        ({"num_key_value_heads": 8}, "num_key_value_heads is 8; supported: None or 128"),
+        ({"qk_head_dim": 128}, "qk_head_dim is 128; supported: null or 192"),
+        ({"head_dim": 128}, "head_dim is 128; supported: null or 64"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads is 8; supported: null or 128"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"index_rope_dim": 3}, "index_rope_dim is 3: not known for deepseek_v32"),
     ],
 )
 def test_what_cannot_be_read_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        latent_config(V32 | changes)
+        parse(DENSE | changes)
 
 
-def test_tensors_that_do_not_fit_are_refused():
-    config = golden("latent-default")[0]
-    with safe_open(GOLDEN / "latent-default.safetensors", "numpy") as file:
-        tensors = {f"model.layers.0.self_attn.{key}": file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    prefix = "model.layers.0.self_attn."
-    params = layer_params(config, tensors, prefix)
-    assert {name: x.dtype.name for name, x in params.items() if x.dtype != jnp.bfloat16} == {"index_weights": "float32"}
-    with pytest.raises(ValueError, match=r"has no model.layers.0.self_attn.o_proj.weight$"):
-        layer_params(config, {key: x for key, x in tensors.items() if "o_proj" not in key}, prefix)
-    with pytest.raises(ValueError, match=r"indexer.wk.weight has shape \(16, 39\), the configuration says \(16, 40\)"):
-        layer_params(config, tensors | {prefix + "indexer.wk.weight": np.zeros((16, 39))}, prefix)
-    with pytest.raises(ValueError, match=r"kv_b_proj.weight has shape \(95, 24\)"):
-        layer_params(config, tensors | {prefix + "kv_b_proj.weight": np.zeros((95, 24))}, prefix)
-    name = prefix + "q_a_proj.weight"
-    for dtype in (jnp.float8_e4m3fn, jnp.int8):
-        with pytest.raises(ValueError, match=rf"q_a_proj.weight is {jnp.dtype(dtype)}; .* dequantize first"):
-            layer_params(config, tensors | {name: tensors[name].astype(dtype)}, prefix)
-    for suffix in ("_scale_inv", "_scale"):
-        with pytest.raises(ValueError, match=rf"is quantized, it has {name}{suffix}: dequantize first"):
-            layer_params(config, tensors | {name + suffix: np.ones((1, 1), np.float32)}, prefix)
-    layer_params(config, tensors | {"model.layers.1.self_attn.o_proj.weight_scale_inv": np.ones((1, 1), np.float32)}, prefix)
+def test_a_layer_names_the_size_that_cannot_be():
+    mixer = golden("latent-default")[0]
+    for name in ("num_heads", "index_topk", "sm_scale"):
+        with pytest.raises(ValueError, match=re.escape(f"{name} must be positive, got 0")):
+            dataclasses.replace(mixer, **{name: 0})
+    assert mixer.describe() == "3 heads over latents of 24"
+
+
+def test_what_the_decoder_gives_has_no_window():
+    """Layers of latents keep every token."""
+    mixer, params, hidden, *_ = golden("latent-default")
+    given = []
+    tokens = jnp.zeros((2, 1), jnp.int32)
+    OneLayer(mixer).hidden(
+        params | {"hidden": jnp.asarray(hidden)}, tokens, tokens, lambda n, x, s: (given.append(x), (x.q[..., :24], s))[1], None
+    )
+    (latents,) = given
+    assert isinstance(latents, Latents)
+    assert (latents.window, latents.value_dim, latents.indexer.topk) == (None, 24, 9)
+    assert (latents.q.shape, latents.row.shape, latents.indexer.k.shape) == ((2, 1, 3, 32), (2, 1, 32), (2, 1, 16))

@@ -100,7 +100,7 @@ class TopBlocks(Stateless):
     def _index(self, layer: LayerCache) -> Float[Array, "N K nb R D"]:
         name = self.indexes()[0].name
         if isinstance(layer, LatentPages):
-            raise ValueError(f"policy {self} scans the index {name}, which latent pages do not have: take Dense, Window or TopTokens")
+            raise ValueError(f"policy {self} scans the index {name}, which latent pages do not have: take dense, window or tokens:K")
         if name not in layer.index:
             raise ValueError(f"policy {self} scans the index {name}; this layer has {sorted(layer.index)}: name it in empty_layer")
         return layer.index[name]

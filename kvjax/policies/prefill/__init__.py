@@ -12,6 +12,7 @@ from kvjax.policies.prefill.measure_once import MeasureOnceMaskOnce
 from kvjax.policies.prefill.naming import FORMS, identity, name_of, parse_prefill, register
 from kvjax.policies.prefill.oracle_blocks import OracleBlocks, attention_mass
 from kvjax.policies.prefill.sink_window import SinkWindow
+from kvjax.policies.prefill.top_tokens import TopTokensPrefill
 from kvjax.policies.prefill.vertical_slash import VerticalSlash
 from kvjax.policies.prefill.xattention import XAttention
 
@@ -28,6 +29,7 @@ __all__ = [
     "PrefillContext",
     "PrefillPolicy",
     "SinkWindow",
+    "TopTokensPrefill",
     "VerticalSlash",
     "XAttention",
     "attention_mass",

@@ -8,11 +8,13 @@ import flax.struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.types import IndexSpec, PagedKV
+from kvjax.policies.decode.base import IndexerQuery
 
 
 @flax.struct.dataclass
 class PrefillContext:
     """Where the chunk stands: query t of row b is token starts[b] + t; lengths count the chunk's tokens. sm_scale multiplies logits.
+    indexer: None in models without a lightning indexer.
 
     Queries at or past lengths are padding: their outputs are not used, and they must not influence the others.
     """
@@ -22,6 +24,7 @@ class PrefillContext:
     lengths: Int[Array, "B"]
     layer: int = flax.struct.field(pytree_node=False)
     sm_scale: float = flax.struct.field(pytree_node=False)
+    indexer: IndexerQuery | None = None
 
 
 @runtime_checkable

@@ -127,6 +127,8 @@ class RecordedPrefill:
 def record_prefill(model: Model, tokens: Sequence[int], *, chunk: int = 2048, page_size: int = 128) -> RecordedPrefill:
     """Prefill `tokens` densely, `chunk` at a time, and keep every layer's queries, keys and values."""
     scales = {mixer.sm_scale for mixer in model.config.attention}
+    if model.config.latent:
+        raise NotImplementedError("a recorded prefill has keys and values, and this model's layers keep latents")
     if len(scales) > 1:
         raise NotImplementedError(f"a recorded prefill has one scale for the logits of all layers, the model has {sorted(scales)}")
     recorded = RecordedPrefill(len(tokens), scales.pop(), {}, [])

@@ -16,6 +16,7 @@ from kvjax.policies.prefill.mean_pooled import MeanPooled
 from kvjax.policies.prefill.measure_once import CHANGES, MeasureOnceMaskOnce
 from kvjax.policies.prefill.oracle_blocks import OracleBlocks
 from kvjax.policies.prefill.sink_window import SinkWindow
+from kvjax.policies.prefill.top_tokens import TopTokensPrefill
 from kvjax.policies.prefill.vertical_slash import VerticalSlash
 from kvjax.policies.prefill.xattention import XAttention
 from kvjax.registry import PREFILL_FORMS as FORMS
@@ -46,6 +47,8 @@ def _read(text: str) -> PrefillPolicy | None:
         return {"flex": FlexPrefill, "xattention": XAttention, "bfla": BlockFilter}[match[1]](float(match[2]))
     if match := re.fullmatch(r"bounds:(\d+)(\+sparse)?", text):
         return BoundsBlocks(int(match[1]), dense_below=0 if match[2] else None)
+    if match := re.fullmatch(r"tokens:(\d+)", text):
+        return TopTokensPrefill(int(match[1]))
     if match := re.fullmatch(r"(mean|oracle):(\d+)", text):
         return {"mean": MeanPooled, "oracle": OracleBlocks}[match[1]](int(match[2]))
     return None
@@ -60,7 +63,10 @@ _NAMES = Registry(
     forms=FORMS,
     remedy="kvjax.policies.prefill.PrefillPolicy says what each does",
     parts=("attend", "queries_stand_alone", "describe"),
-    reserved=("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle", "flex", "xattention", "bfla", "auto"),
+    reserved=(
+        *("dense", "bounds", "momo", "window", "delta", "vertical-slash", "mean", "oracle"),
+        *("flex", "xattention", "bfla", "tokens", "auto"),
+    ),
     read=_read,
     hint=_decode_hint,
 )

@@ -1,0 +1,178 @@
+"""DeepSeek-V3.2 with dense MLPs computes what transformers computes: golden logits and greedy tokens, and wrong models that must fail."""
+
+import dataclasses
+import itertools
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from kvjax.engine import Engine
+from kvjax.models import deepseek_v32, load
+from kvjax.models.config_json import parse, to_fields
+from kvjax.models.decoder import TransformerDecoder
+
+pytestmark = pytest.mark.optimized  # bits are compared
+
+TOLERANCE = 1e-4
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden" / "deepseek"
+CASES = sorted(folder.name for folder in GOLDEN.iterdir())
+FIRST, YARN = "h3-k9-tied", "h3-k9-yarn"
+PAGE, CHUNK = 8, 16
+
+
+def golden_case(name):
+    want = load_file(GOLDEN / name / "golden.safetensors")
+    return load(GOLDEN / name, dtype=jnp.float32, tokenizer=False), want
+
+
+def test_cases_cover_what_they_must(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
+    script = runpy.run_path(str(HERE / "make_deepseek_golden.py"))
+    assert sorted(script["CASES"]) == CASES
+    configs = [golden_case(name)[0].config for name in CASES]
+    mixers = [config.layers[0].mixer for config in configs]
+    assert {config.tie_embeddings for config in configs} == {True, False}
+    assert {config.num_layers for config in configs} == {1, 2, 3}
+    assert {mixer.num_heads for mixer in mixers} == {1, 2, 3, 4, 7, 8}
+    assert {mixer.rope.scaling and mixer.rope.scaling.kind for mixer in mixers} == {None, "linear", "llama3", "yarn"}
+    assert len({mixer.index_topk for mixer in mixers if mixer.index_topk < 48}) > 5
+    scaled = [mixer for mixer in mixers if mixer.sm_scale != (mixer.nope_dim + mixer.rope.dim) ** -0.5]
+    assert len(scaled) == 1, "one has mscale_all_dim"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_tokens(name, complete):
+    model, want = golden_case(name)
+    logits, greedy = complete(model.decoder, model.params, want["ids"], steps=len(want["greedy"]))
+    error = np.abs(logits - want["logits"]).max()
+    print(f"{name}: largest logit error {error:.1e}")
+    assert error < TOLERANCE
+    np.testing.assert_array_equal(greedy, want["greedy"])
+
+
+@pytest.mark.parametrize("name", [FIRST, "h4-k16-three-layers", "h2-k100-all-tokens"])
+def test_the_engine_gives_the_golden_logits_and_tokens_however_the_prompt_is_cut(name):
+    """Any cut gives the same bits; token by token, which decodes, is within the tolerance."""
+    model, want = golden_case(name)
+    ids = want["ids"].tolist()
+    engine = Engine(model, pages=32, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(1, 4))
+    assert str(engine.policy) == str(engine.prefill_policy) == f"tokens:{model.config.layers[0].mixer.index_topk}"
+    (whole,) = engine.prefill([ids])
+    assert np.abs(np.asarray(whole.logits) - want["logits"][-1]).max() < TOLERANCE
+    for edges in ((1, 48), (5, 11, 17, 48), (16, 32, 48), (13, 47, 48)):
+        (cut,) = engine.prefill([ids[: edges[0]]])
+        for start, stop in itertools.pairwise(edges):
+            engine.extend(cut, ids[start:stop])
+        np.testing.assert_array_equal(np.asarray(cut.logits), np.asarray(whole.logits))
+        engine.free(cut)
+    (single,) = engine.prefill([ids[:1]])
+    for place in range(1, len(ids)):
+        (logits,) = engine.decode([single], [ids[place]])
+        assert np.abs(np.asarray(logits) - want["logits"][place]).max() < TOLERANCE
+    for token in want["greedy"]:
+        assert int(np.argmax(np.asarray(logits))) == token
+        (logits,) = engine.decode([single], [int(token)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_saved_model_is_the_same(name, tmp_path):
+    """Weights bit for bit, and the fields that transformers wrote."""
+    model = load(GOLDEN / name, dtype=jnp.float32, tokenizer=False)
+    model.save(tmp_path / "saved")
+    again = load(tmp_path / "saved", dtype="auto", tokenizer=False)
+    assert [layer.mixer.sm_scale for layer in again.config.layers] == pytest.approx([layer.mixer.sm_scale for layer in model.config.layers])
+    same = tuple(
+        dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, sm_scale=before.mixer.sm_scale))
+        for layer, before in zip(again.config.layers, model.config.layers, strict=True)
+    )
+    assert dataclasses.replace(again.config, layers=same) == model.config
+    theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in (GOLDEN / name, tmp_path / "saved"))
+    scaling, written = (each.pop("rope_parameters") for each in (theirs, ours))
+    assert {field: value for field, value in scaling.items() if field != "mscale"}.items() <= written.items()
+    assert {field for field, value in theirs.items() if field in ours and ours[field] != value} == set()
+    stored, kept = (load_file(folder / "model.safetensors") for folder in (GOLDEN / name, tmp_path / "saved"))
+    assert kept.keys() == stored.keys()
+    assert all((kept[tensor] == stored[tensor]).all() for tensor in stored)
+
+
+# Wrong models. Each takes a model and returns (decoder, params).
+
+
+def reconfigure(**changes):
+    return lambda model: (TransformerDecoder(dataclasses.replace(model.config, **changes)), model.params)
+
+
+def mixers(**changes):
+    def mutant(model):
+        changed = (dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **changes)) for layer in model.config.layers)
+        return reconfigure(layers=tuple(changed))(model)
+
+    return mutant
+
+
+def rope(**changes):
+    return lambda model: mixers(rope=dataclasses.replace(model.config.layers[0].mixer.rope, **changes))(model)
+
+
+def swap(first, second):
+    def mutant(model):
+        swapped = tuple(layer | {first: layer[second], second: layer[first]} for layer in model.params["layers"])
+        return model.decoder, model.params | {"layers": swapped}
+
+    return mutant
+
+
+MUTANTS = {
+    "right": lambda model: (model.decoder, model.params),
+    "every token": mixers(index_topk=48),
+    "one token fewer": mixers(index_topk=8),
+    "one token more": mixers(index_topk=10),
+    "scale of the nope dim": mixers(sm_scale=20**-0.5),
+    "scaling forgotten": rope(scaling=None),
+    "another base": rope(theta=1e4),
+    "epsilon": reconfigure(norm_eps=1e-6),
+    "norms exchanged": swap("attn_norm", "mlp_norm"),
+    "norms less one": reconfigure(norm_offset=1.0),
+    "gate and up exchanged": swap("gate", "up"),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_fails(mutant, complete):
+    model, want = golden_case(YARN)
+    decoder, params = MUTANTS[mutant](model)
+    logits, _ = complete(decoder, params, want["ids"])
+    error = np.abs(logits - want["logits"]).max()
+    assert error < TOLERANCE if mutant == "right" else error > 30 * TOLERANCE
+
+
+def test_layers_that_config_json_has_no_words_for_are_not_saved():
+    config = golden_case(FIRST)[0].config
+    first, *others = config.layers
+    for odd, said in (
+        (dataclasses.replace(first, mixer=dataclasses.replace(first.mixer, index_topk=5)), "one kind of layer, of latent attention"),
+        (None, "scales logits by .* without YaRN, not by 1.0"),
+    ):
+        layers = (
+            (odd, *others)
+            if odd
+            else tuple(dataclasses.replace(x, mixer=dataclasses.replace(x.mixer, sm_scale=1.0)) for x in config.layers)
+        )
+        with pytest.raises(ValueError, match=said):
+            deepseek_v32.fields_of(dataclasses.replace(config, layers=layers))
+
+
+def test_fields_round_trip():
+    for name in CASES:
+        config = golden_case(name)[0].config
+        again = parse(json.loads(json.dumps(to_fields(config))))
+        assert again.layers[0].mixer.sm_scale == pytest.approx(config.layers[0].mixer.sm_scale, rel=1e-9)
+        assert jax.tree.structure(again) == jax.tree.structure(config)
