@@ -305,8 +305,8 @@ def test_the_models_positions_are_the_limit(model_factory, text):
         ({"batch_buckets": (4, 2)}, "ascending"),
         ({"pages": 0}, "pages must be at least 1, got 0"),
         ({"policy": "best:8"}, "not understood"),
-        ({"policy": TopTokens(8)}, r"TopTokens\(8\) needs latent pages and a lightning indexer"),
-        ({"policies": ["dense", TopTokens(8)]}, "no model of an engine has"),
+        ({"policy": TopTokens(8)}, "tokens:8 needs latent pages and a lightning indexer"),
+        ({"policies": ["dense", TopTokens(8)]}, "in every layer of attention, which this model does not have"),
     ],
 )
 def test_impossible_engines_are_refused(model, options, match):

@@ -62,7 +62,7 @@ def test_lists_the_best_tokens_of_each_query(num_queries, k, index_dtype):
     layer = layer_of(index_dtype=index_dtype)
     query, ctx = context(num_queries)
     hint = jnp.arange(4 * k, dtype=jnp.int32).reshape(4, k)
-    blocks, state = TopTokens(k).select(query, layer, ctx, hint)
+    blocks, state = TopTokens(k, hinted=True).select(query, layer, ctx, hint)
     assert blocks.block_size == 1
     assert blocks.window is None
     assert blocks.ids.shape == (4, num_queries, k)
@@ -83,14 +83,14 @@ def test_the_hint_is_the_list_of_the_step_before(monkeypatch):
 
     monkeypatch.setattr(top_tokens, "top_k", watched)
     layer, (query, ctx) = layer_of(), context(2)
-    state = TopTokens(10).init(None, 4)
+    state = TopTokens(10, hinted=True).init(None, 4)
     assert (np.asarray(state) == -1).all()
-    first, state = TopTokens(10).select(query, layer, ctx, state)
+    first, state = TopTokens(10, hinted=True).select(query, layer, ctx, state)
     np.testing.assert_array_equal(hints[0], np.full((8, 10), -1))
-    second, _ = TopTokens(10).select(query, layer, ctx, state)
+    second, _ = TopTokens(10, hinted=True).select(query, layer, ctx, state)
     np.testing.assert_array_equal(hints[1], np.repeat(np.where((ctx.lengths > 0)[:, None], first.ids[:, -1], -1), 2, axis=0))
     np.testing.assert_array_equal(first.ids, second.ids)
-    _, state = TopTokens(10, hinted=False).select(query, layer, ctx, TopTokens(10, hinted=False).init(None, 4))
+    _, state = TopTokens(10).select(query, layer, ctx, TopTokens(10).init(None, 4))
     assert hints[2] is None
     assert state == ()
 
@@ -100,7 +100,7 @@ def test_a_token_without_a_page_is_never_listed():
     layer, (query, ctx) = layer_of(), context(2)
     whole = ctx.page_table
     ctx = ctx.replace(page_table=whole.at[0, 2].set(-1).at[2, 0].set(-1))
-    policy = TopTokens(60)
+    policy = TopTokens(60, hinted=True)
     out, blocks, state = policy.attend(query, layer, ctx, policy.init(None, 4))
     ids = np.asarray(blocks.ids)
     for row, gone in ((0, range(16, 24)), (2, range(8))):
@@ -119,7 +119,7 @@ def test_a_token_without_a_page_is_never_listed():
 @pytest.mark.parametrize("num_queries", [1, 3])
 def test_attends_to_what_it_lists(num_queries):
     layer, (query, ctx) = layer_of(), context(num_queries)
-    policy = TopTokens(10)
+    policy = TopTokens(10, hinted=True)
     out, blocks, _ = policy.attend(query, layer, ctx, policy.init(None, 4))
     assert out.shape == (4, num_queries, H, V)
     for row, t in np.ndindex(4, num_queries):
@@ -143,25 +143,25 @@ def test_other_policies_read_latent_pages_too():
 
 def test_what_it_cannot_do_is_refused():
     layer, (query, ctx) = layer_of(), context()
-    policy = TopTokens(10)
-    with pytest.raises(ValueError, match=r"TopTokens\(10\) ranks tokens by a lightning indexer; this layer of PagedKV has none"):
+    policy = TopTokens(10, hinted=True)
+    with pytest.raises(ValueError, match=r"TopTokens\(10, hinted=True\) ranks tokens by a lightning indexer; this layer of PagedKV has none"):
         policy.select(query, PagedKV(Pages(layer.pages.k, layer.pages.k), {}), ctx, policy.init(None, 4))
     with pytest.raises(ValueError, match="lightning indexer"):
         policy.select(query, layer, ctx.replace(indexer=None), policy.init(None, 4))
     for k in (0, 2.5):
         with pytest.raises(ValueError, match="k must be an int of at least 1"):
             TopTokens(k)
-    with pytest.raises(ValueError, match=r"carries a state int32 \[4, 10\], got \(\): start from policy.init, or hinted=False"):
+    with pytest.raises(ValueError, match=r"carries a state int32 \[4, 10\], got \(\): start from policy.init, or leave hinted out"):
         policy.select(query, layer, ctx, ())
     with pytest.raises(ValueError, match=r"int32 \[4, 10\], got \w+\[4, 9\]"):
-        policy.select(query, layer, ctx, TopTokens(9).init(None, 4))
+        policy.select(query, layer, ctx, TopTokens(9, hinted=True).init(None, 4))
 
 
 @pytest.mark.parametrize("policy", [TopBlocks(2, block_size=8), TopBlocks(2, block_size=8, index="mean")])
 def test_policies_that_scan_an_index_of_blocks_say_that_latent_pages_have_none(policy):
     layer, (query, ctx) = layer_of(), context()
     for call in (policy.select, policy.attend):
-        with pytest.raises(ValueError, match=r"scans the index \w+8, which latent pages do not have: take Dense, Window or TopTokens"):
+        with pytest.raises(ValueError, match=r"scans the index \w+8, which latent pages do not have: take dense, window or tokens:K"):
             call(query, layer, ctx, ())
     with pytest.raises(ValueError, match=r"this layer has \[\]: name it in empty_layer"):
         policy.select(query, PagedKV(Pages(layer.pages.k, layer.pages.k), {}), ctx, ())
@@ -169,12 +169,12 @@ def test_policies_that_scan_an_index_of_blocks_say_that_latent_pages_have_none(p
 
 def test_it_describes_itself():
     assert TopTokens().k == TopTokens().keys == 2048
-    assert TopTokens().describe() == "TopTokens(2048) (2,048 keys: the tokens that score best)"
-    assert str(TopTokens(7, hinted=False)) == "TopTokens(7, hinted=False)"
+    assert TopTokens().describe() == "tokens:2048 (2,048 keys: the tokens that score best)"
+    assert str(TopTokens(7, hinted=True)) == "TopTokens(7, hinted=True)"
     assert TopTokens(7).keys_read(5, 0, P) == 5
     assert TopTokens(7).keys_read(500, 0, P) == 7
     assert TopTokens(7).indexes() == ()
-    assert parse(TopTokens(7)) == TopTokens(7)
+    assert parse(TopTokens(7)) == parse("tokens:7") == TopTokens(7)
 
 
 @pytest.mark.parametrize("index_dtype", [None, jnp.float8_e4m3fn])
