@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import empty_latents
-from kvjax.models.latent_attention import LatentConfig, param_shapes
+from kvjax.layers import LatentLayer, Rope
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "token-sparse.md").read_text(encoding="utf-8")
 
@@ -16,10 +16,12 @@ DOCUMENT = (Path(__file__).parent.parent / "docs" / "token-sparse.md").read_text
 def test_the_example_runs(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
     exec(compile(code, "docs/token-sparse.md", "exec"), {})
-    printed = [int(token) for token in capsys.readouterr().out.strip("[]\n ").split()]
+    policy, _, listed = capsys.readouterr().out.strip("]\n").partition(" [")
+    printed = [int(token) for token in listed.split(",")]
+    assert policy == "tokens:8"
     assert len(set(printed)) == 8
     assert printed == sorted(printed)
-    assert 0 <= printed[0] <= printed[-1] <= 19
+    assert 0 <= printed[0] <= printed[-1] <= 40
 
 
 def test_the_table_of_bytes():
@@ -37,18 +39,9 @@ def test_the_table_of_bytes():
 
 
 def test_the_bytes_of_the_weights():
-    """bfloat16, but for the heads' weights of the indexer; DeepSeek-V3.2's sizes, as tests/models/test_latent_attention.py has them."""
-    sizes = {
-        "hidden_size": 7168,
-        "num_heads": 128,
-        "query_rank": 1536,
-        "latent_dim": 512,
-        "rope_dim": 64,
-        "nope_dim": 128,
-        "value_dim": 128,
-    }
+    """bfloat16; DeepSeek-V3.2's sizes, as tests/models/test_latent_attention.py has them."""
+    sizes = {"num_heads": 128, "query_rank": 1536, "latent_dim": 512, "nope_dim": 128, "value_dim": 128}
     sizes |= {"index_heads": 64, "index_dim": 128, "index_topk": 2048}
-    shapes = param_shapes(LatentConfig(**sizes, rope_theta=1e4, rope_scaling=None, sm_scale=192**-0.5))
-    total = sum((4 if name == "index_weights" else 2) * math.prod(shape) for name, shape in shapes.items())
+    shapes = LatentLayer(**sizes, rope=Rope(1e4, 64), sm_scale=192**-0.5).shapes(7168)
     (figure,) = re.findall(r"weights, once for all sequences: (\d+) MB", DOCUMENT)
-    assert int(figure) == round(total / 1e6)
+    assert int(figure) == round(2 * sum(map(math.prod, shapes.values())) / 1e6)

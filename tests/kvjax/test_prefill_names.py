@@ -14,6 +14,7 @@ from kvjax.policies.prefill import (
     MeasureOnceMaskOnce,
     OracleBlocks,
     SinkWindow,
+    TopTokensPrefill,
     VerticalSlash,
     XAttention,
     parse_prefill,
@@ -24,6 +25,7 @@ from kvjax.policies.prefill import (
     ("name", "policy"),
     [
         ("dense", DensePrefill()),
+        ("tokens:7", TopTokensPrefill(7)),
         ("bounds:32", BoundsBlocks()),
         ("bounds:32+sparse", BoundsBlocks(dense_below=0)),
         ("bounds:8", BoundsBlocks(k=8)),

@@ -144,7 +144,9 @@ def test_other_policies_read_latent_pages_too():
 def test_what_it_cannot_do_is_refused():
     layer, (query, ctx) = layer_of(), context()
     policy = TopTokens(10, hinted=True)
-    with pytest.raises(ValueError, match=r"TopTokens\(10, hinted=True\) ranks tokens by a lightning indexer; this layer of PagedKV has none"):
+    with pytest.raises(
+        ValueError, match=r"TopTokens\(10, hinted=True\) ranks tokens by a lightning indexer; this layer of PagedKV has none"
+    ):
         policy.select(query, PagedKV(Pages(layer.pages.k, layer.pages.k), {}), ctx, policy.init(None, 4))
     with pytest.raises(ValueError, match="lightning indexer"):
         policy.select(query, layer, ctx.replace(indexer=None), policy.init(None, 4))
