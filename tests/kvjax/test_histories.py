@@ -3,8 +3,8 @@
 A history is a run of random calls on one engine: prefill, extend, decode in batches, steps with drafts, fork, truncate, free, save and
 restore, suspend and resume, and calls that must fail. Beside it stands a plain record of what each sequence holds: which tokens prefill
 wrote, and which tokens steps wrote, through which policy. Three things are checked: page counts after every call; the bits of every
-sequence's next step against a second engine in which nothing but that record was ever run; and, for what was written and read by the model's
-own policies, which are dense but for an indexer's, the logits against one full forward.
+sequence's next step against a second engine in which nothing but that record was ever run; and, for what was written and read by the
+model's own policies, which are dense but for an indexer's, the logits against one full forward.
 """
 
 import collections
