@@ -22,7 +22,7 @@ from kvjax.policies.decode import DecodePolicy, Dense, parse
 from kvjax.sampling import Sampled, SamplingRows
 from kvjax.steps import decode_step
 
-pytestmark = pytest.mark.optimized  # bits are compared
+pytestmark = pytest.mark.bits
 
 
 def row(policy="top:8", length=8192, **changed):

@@ -17,7 +17,7 @@ from kvjax.cache import Cache
 from kvjax.policies.decode import parse
 from kvjax.steps import decode_step, prefill_step
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 BOUND = 2e-5
 """What the README promises; tests/models/test_needle_golden.py holds the embedded model to it."""

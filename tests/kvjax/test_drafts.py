@@ -15,7 +15,7 @@ from kvjax.policies.decode.base import Stateless
 from kvjax.policies.decode.mass import largest_blocks, mass_of_step
 from kvjax.sampling import SamplingRows, seen_tokens
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 PAGE, CHUNK, BUCKET = 16, 32, 2
 

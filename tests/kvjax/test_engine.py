@@ -22,7 +22,7 @@ from kvjax.sampling import SamplingRows
 from kvjax.steps import prefill_step
 from pallas_kernels.page_index import page_index
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 PAGE = 16
 

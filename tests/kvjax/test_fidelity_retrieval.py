@@ -16,7 +16,7 @@ from kvjax.models import load
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.models.needle import path
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 LAYERS, KV_HEADS = 3, 2
 

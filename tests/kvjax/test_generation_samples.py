@@ -11,7 +11,7 @@ from kvjax import Engine, OutOfPages, Request, Sampling, generate
 from kvjax.generation import pages_needed, run
 from kvjax.sampling import SamplingRows, seen_tokens
 
-pytestmark = pytest.mark.optimized  # bits are compared
+pytestmark = pytest.mark.bits
 
 PROMPT = "Call me Ishmael. Some years ago"
 PENALTIES = [{"repetition_penalty": 1.7}, {"presence_penalty": 2.0}, {"frequency_penalty": 1.5, "repetition_penalty": 0.8}]

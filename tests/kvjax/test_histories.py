@@ -19,7 +19,7 @@ from kvjax import Engine, OutOfPages
 from kvjax.declared import own_policies
 from kvjax.sampling import SamplingRows
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 PAGES, BUCKET, ROWS = 40, 4, 12
 FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_5_text", "deepseek_v32")

@@ -24,7 +24,7 @@ import kvjax.cache
 from kvjax import Engine, generate, score
 from kvjax.sampling import SamplingRows
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 PAGES, PAGE, CHUNK = 40, 16, 32
 SOURCES = [Path(module.__file__).parent for module in (kvjax, kvjax.cache)]

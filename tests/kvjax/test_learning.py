@@ -11,7 +11,7 @@ import pytest
 from kvjax import Engine
 from kvjax.policies.decode import Blocks, MassContext, PrefillMass, SelectContext, Stateless, largest_blocks, mass_of_step
 
-pytestmark = pytest.mark.optimized  # bits are compared
+pytestmark = pytest.mark.bits
 
 P, CHUNK, K, H = 16, 32, 2, 4
 

@@ -11,7 +11,7 @@ from kvjax import scheduler as module
 from kvjax.samples import Batch
 from kvjax.scheduler import Gap
 
-pytestmark = pytest.mark.optimized  # bits are compared
+pytestmark = pytest.mark.bits
 
 
 @pytest.fixture(scope="module")

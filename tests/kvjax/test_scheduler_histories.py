@@ -11,7 +11,7 @@ from tiny_models import make_family
 
 from kvjax import Engine, Request, Sampling, Scheduler
 
-pytestmark = pytest.mark.optimized  # bits are compared
+pytestmark = pytest.mark.bits
 
 SAMPLINGS = (
     {},

@@ -11,7 +11,7 @@ from scheduling import alone, asked, assert_nothing_is_left, finish, make_engine
 from kvjax import Engine, NotFinite, Request, Scheduler
 from kvjax import scheduler as module
 
-pytestmark = pytest.mark.optimized  # bits are compared
+pytestmark = pytest.mark.bits
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from kvjax import Engine
 from kvjax.cache import files
 from kvjax.cache.files import write_sequence
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 PAGES, PAGE, LENGTH = 12, 16, 40
 

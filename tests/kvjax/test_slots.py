@@ -14,7 +14,7 @@ from kvjax.plans import Chunk, DecodeGroup, StepPlan
 from kvjax.sampling import SamplingRows
 from kvjax.slots import Slots, name_pages
 
-pytestmark = pytest.mark.optimized  # bits are compared
+pytestmark = pytest.mark.bits
 
 PAGES, PAGE, CHUNK = 60, 16, 32
 

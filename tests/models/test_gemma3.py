@@ -21,7 +21,7 @@ from kvjax.models import gemma3, load
 from kvjax.models.config_json import parse, to_fields
 from kvjax.models.decoder import TransformerDecoder, init_params
 
-pytestmark = pytest.mark.optimized  # bits are compared
+pytestmark = pytest.mark.bits
 
 TOLERANCE = 1e-4
 HERE = Path(__file__).parent

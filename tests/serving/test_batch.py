@@ -21,7 +21,7 @@ from kvjax.serving.batch import job as batch
 from kvjax.serving.batch.job import run_batch, run_file
 from kvjax.serving.batch.records import Defaults, parse
 
-pytestmark = pytest.mark.optimized  # bits are compared
+pytestmark = pytest.mark.bits
 
 SLOTS = 3
 RECORDS = [

@@ -18,7 +18,7 @@ from kvjax.models.loading import load
 from kvjax.serving import run_batch
 from kvjax.serving.batch.records import Defaults
 
-pytestmark = pytest.mark.optimized  # a killed process and this one must agree to the bit
+pytestmark = pytest.mark.bits
 
 PAGES = ("--page-size", "16", "--prefill-chunk", "64")
 START = [sys.executable, "-c", "from kvjax.serving.cli import main; main()"]

@@ -16,7 +16,7 @@ from kvjax.generation import generate
 from kvjax.models.loading import load
 from kvjax.scoring import score
 
-pytestmark = pytest.mark.optimized  # what commands print must agree to the bit with what functions return
+pytestmark = pytest.mark.bits
 
 PAGES = ("--page-size", "16", "--prefill-chunk", "64")
 START = [sys.executable, "-c", "from kvjax.serving.cli import main; main()"]

@@ -17,7 +17,7 @@ from rich.table import Table
 from kvjax.serving.cli import app as cli
 from kvjax.serving.cli import fidelity as fidelity_cli
 
-pytestmark = pytest.mark.optimized  # a killed process and this one must agree to the bit
+pytestmark = pytest.mark.bits
 
 START = [sys.executable, "-c", "from kvjax.serving.cli import main; main()"]
 SIZES = ("--lengths", "256,320", "--trials", "4", "--distractors", "2", "--windows", "2", "--steps", "24", "--free-steps", "6")

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 KILLS = 45
