@@ -7,7 +7,7 @@ bin := .venv/bin
 help:
 	@echo "make demo   watch the embedded model answer 8K-token prompts under four decode policies"
 	@echo "make test   lint, check the format, run every test but the long ones"
-	@echo "make long   run the long tests: random histories, kills and interrupts by the hundred"
+	@echo "make long   run the long tests: random histories, kills and interrupts by the hundred; bits of optimized programs"
 	@echo "make lint   only lint and check the format"
 	@echo "make docs   write the API reference, from docstrings and docs/examples.md, to out/docs"
 	@echo "make venv   only make .venv"
@@ -21,7 +21,7 @@ test: lint
 	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not long"
 
 long: venv
-	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0 -m long --timeout 3600
+	@$(bin)/pytest -n 2 --dist loadfile --max-worker-restart 0 -m "long or bits" --optimized --timeout 3600
 
 lint: venv
 	@$(bin)/ruff check

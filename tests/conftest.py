@@ -32,11 +32,12 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_quickly(request):
-    """On a CPU, programs are compiled without XLA's optimizations; with them in modules marked `optimized`, and where asked for."""
+    """On a CPU, programs are compiled without XLA's optimizations, here and in processes that tests start; with them in modules marked
+    `optimized`, and where asked for."""
     optimized = request.config.getoption("--optimized") or request.node.get_closest_marker("optimized") is not None
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu" and not optimized)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    quickly = jax.default_backend() == "cpu" and not optimized
+    jax.config.update("jax_disable_most_optimizations", quickly)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quickly))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -65,15 +65,6 @@ CASES = {
 SELECTION = {"gamma": 3, "block_size": 4, "k_blocks": 5, "window": None, "tournament": False, "estimate": "quantile"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly():
-    """Dozens of small programs: most of the time would go into optimizing what runs once."""
-    kept = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", kept)
-
-
 @pytest.fixture(scope="module")
 def arguments(tools):
     """case -> (positional arguments, keywords) of the op."""
