@@ -13,10 +13,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-
-# Compiled quickly means: without XLA's optimizations, and by the emitters of kernels that take no MLIR pipeline per fusion. Together they take
-# a third of the time that XLA takes by default. It is sound because no test compares what is compiled quickly with what is not: a module is
-# compiled one way or the other, and figures from elsewhere are compared within errors.
+# Compiled quickly means: without XLA's optimizations, and by emitters that run no MLIR pipeline for every fusion. It takes a third of the
+# time that XLA takes by default. It is sound because no test compares bits of what is compiled quickly with bits of what is not: a module
+# is compiled one way, with the processes that it starts, and numbers from elsewhere are compared within errors.
 QUICK_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig, Mlp, Rope
 from kvjax.model import uniform_config, uniform_fields
+from kvjax.models import CausalLM
 from kvjax.models.decoder import TransformerDecoder, causal_mix, init_params
 
 VOCAB = 97
@@ -168,3 +169,23 @@ def remembering(config):
     params = init_params(config, jax.random.key(7), std=0.15)
     slower = [layer | {"decay_log": layer["decay_log"] - 4} if "decay_log" in layer else layer for layer in params["layers"]]
     return TinyModel(decoder, params | {"layers": tuple(slower)})
+
+
+LEAST = altered(
+    TINY, vocab_size=40, hidden_size=16, intermediate_size=24, head_dim=8, max_positions=64, tie_embeddings=False, eos_token_ids=(3, 5)
+)
+"""Of checkpoints that tests write and read."""
+_initialised = jax.jit(init_params, static_argnums=0)
+
+
+def random_model(dtype=jnp.float32, config=LEAST, tokenizer=None):
+    config = dataclasses.replace(config, compute_dtype=jnp.dtype(dtype).name)
+    return CausalLM(TransformerDecoder(config), _initialised(config, jax.random.key(0)), tokenizer, "random")
+
+
+def same_params(first, second):
+    """The same structure, types and numbers."""
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    return all(
+        a.dtype == b.dtype and bool(jnp.array_equal(a, b)) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
+    )

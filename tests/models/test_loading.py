@@ -1,12 +1,9 @@
 """Loading and saving: strict about tensors, one at a time, and back to the same bytes."""
 
 import dataclasses
-import gc
 import json
-import math
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import huggingface_hub
@@ -16,17 +13,14 @@ import numpy as np
 import pytest
 from huggingface_hub import errors
 from safetensors.numpy import load_file, save_file
-from tiny_models import TINY, altered
+from tiny_models import LEAST, altered, random_model, same_params
 
 from kvjax import generation
 from kvjax.models import (
     CausalLM,
-    TransformerDecoder,
     checkpoint,
     config_json,
-    init_params,
     load,
-    loading,
     read_config,
     save,
 )
@@ -35,14 +29,6 @@ GOLDEN = Path(__file__).with_name("golden")
 CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "config.json").is_file())
 UNTIED, TIED = "qwen2-g4-d64-llama3", "qwen3-g7-d32-tied-yarn"
 BIASED, MLP_BIASED = "llama-g4-d64-llama3-biases", "llama-g2-d32-tied-mlp-bias"
-SIZES = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8, "max_positions": 64}
-CONFIG = altered(TINY, **SIZES, tie_embeddings=False, eos_token_ids=(3, 5))
-initialised = jax.jit(init_params, static_argnums=0)
-
-
-def random_model(dtype=jnp.float32, config=CONFIG, tokenizer=None):
-    config = dataclasses.replace(config, compute_dtype=jnp.dtype(dtype).name)
-    return CausalLM(TransformerDecoder(config), initialised(config, jax.random.key(0)), tokenizer, "random")
 
 
 @pytest.fixture
@@ -59,13 +45,6 @@ def edited(tmp_path):
         return folder
 
     return copy
-
-
-def same_params(first, second):
-    assert jax.tree.structure(first) == jax.tree.structure(second)
-    return all(
-        a.dtype == b.dtype and bool(jnp.array_equal(a, b)) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
-    )
 
 
 # Round trips.
@@ -91,7 +70,7 @@ def test_shards(tmp_path):
     assert sorted(set(index["weight_map"].values())) == files
     sizes = [sum(array.nbytes for array in load_file(tmp_path / "shards" / file).values()) for file in files]
     assert max(sizes) <= 4000
-    assert index["metadata"]["total_size"] == sum(sizes) == 4 * CONFIG.num_params
+    assert index["metadata"]["total_size"] == sum(sizes) == 4 * LEAST.num_params
     assert same_params(load(tmp_path / "shards", tokenizer=False).params, model.params)
     save(model, tmp_path / "ones", max_shard_bytes=1)
     assert len(list((tmp_path / "ones").glob("*.safetensors"))) == len(index["weight_map"])
@@ -102,7 +81,7 @@ def test_bfloat16_is_kept(tmp_path):
     model = random_model(jnp.bfloat16)
     save(model, tmp_path / "half")
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert (tmp_path / "half" / "model.safetensors").stat().st_size < 2 * CONFIG.num_params + 4000
+    assert (tmp_path / "half" / "model.safetensors").stat().st_size < 2 * LEAST.num_params + 4000
     assert same_params(load(tmp_path / "half", dtype=jnp.bfloat16, tokenizer=False).params, model.params)
     wide = load(tmp_path / "half", dtype="float32", tokenizer=False).params
     assert same_params(wide, jax.tree.map(lambda x: x.astype(jnp.float32), model.params))
@@ -112,7 +91,7 @@ def test_bfloat16_is_kept(tmp_path):
 
 def test_token_ids_survive(tmp_path):
     for eos in ((), (3,), (3, 5)):
-        save(random_model(config=altered(CONFIG, eos_token_ids=eos, bos_token_id=1)), tmp_path / "ids", overwrite=True)
+        save(random_model(config=altered(LEAST, eos_token_ids=eos, bos_token_id=1)), tmp_path / "ids", overwrite=True)
         assert read_config(tmp_path / "ids").eos_token_ids == eos
         assert read_config(tmp_path / "ids").bos_token_id == 1
 
@@ -334,102 +313,6 @@ def test_index_and_shards_must_agree(tmp_path):
         load(tmp_path / "s", tokenizer=False)
 
 
-# Memory.
-
-
-def peak_of(action):
-    """The most bytes that Python and numpy held at once while `action` ran."""
-    gc.collect()
-    tracemalloc.start()
-    try:
-        result = action()
-        return result, tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
-def test_loading_never_holds_the_model_twice(tmp_path):
-    config = altered(CONFIG, hidden_size=256, intermediate_size=512, num_layers=6, num_heads=8, head_dim=32, vocab_size=1024)
-    model = random_model(jnp.bfloat16, config)
-    save(model, tmp_path / "big", max_shard_bytes=3_000_000)
-    held, largest = 4 * config.num_params, 4 * config.vocab_size * config.hidden_size
-    load(tmp_path / "big", tokenizer=False)  # compiles, so that the compiler's memory is not counted below
-    loaded, peak = peak_of(lambda: load(tmp_path / "big", dtype="float32", tokenizer=False))
-    assert same_params(loaded.params, jax.tree.map(lambda x: x.astype(jnp.float32), model.params))
-    assert peak < held / 3, f"the host held {peak} bytes of a model of {held}, whose largest tensor has {largest}"
-
-    def all_at_once():
-        files = sorted((tmp_path / "big").glob("*.safetensors"))
-        return {name: array.astype(np.float32) for file in files for name, array in load_file(file).items()}
-
-    assert peak_of(all_at_once)[1] > held * 0.9  # the meter works
-
-
-def test_params_on_the_device_are_no_second_copy(tmp_path, monkeypatch):
-    """While a piece of tensor n is placed, the live arrays are those before it, itself, and at most one piece as it was stored."""
-    save(random_model(), tmp_path / "m")
-    monkeypatch.setattr(loading, "READ_BYTES", 256)
-    gc.collect()
-    before = sum(array.nbytes for array in jax.live_arrays())
-    seen, real = [], loading._pieces
-
-    def pieces(stored):
-        for start, rows in real(stored):
-            seen.append(sum(array.nbytes for array in jax.live_arrays()) - before)
-            assert rows.nbytes <= 256
-            yield start, rows
-
-    monkeypatch.setattr(loading, "_pieces", pieces)
-    model = load(tmp_path / "m", tokenizer=False)
-    assert seen == sorted(seen)
-    assert seen[-1] <= 4 * CONFIG.num_params + 256
-    assert sum(array.nbytes for array in jax.live_arrays()) - before == 4 * CONFIG.num_params
-    del model
-
-
-@pytest.mark.parametrize("read_bytes", [1, 100, 1000])
-def test_pieces_of_any_size_make_the_same_weights(read_bytes, tmp_path, monkeypatch):
-    model = random_model(jnp.bfloat16)
-    save(model, tmp_path / "m")
-    monkeypatch.setattr(loading, "READ_BYTES", read_bytes)
-    assert same_params(load(tmp_path / "m", dtype="bfloat16", tokenizer=False).params, model.params)
-
-
-MEASURED = """
-import re, sys
-from pathlib import Path
-from kvjax.models import load
-
-def resident(name):
-    return 1024 * int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-
-load(sys.argv[1], tokenizer=False)  # so that imports do not count
-Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-before = resident("VmRSS")
-params = load(sys.argv[2], dtype="bfloat16", tokenizer=False).params
-print(resident("VmHWM") - before)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of resident memory is read from /proc")
-def test_the_hosts_peak_is_at_most_115_percent_of_the_weights(tmp_path):
-    """What is resident in a process of its own counts, anonymous or mapped from the file, compiled programs too."""
-    config = altered(CONFIG, hidden_size=2048, intermediate_size=12288, num_layers=3, num_heads=16, head_dim=128)
-    tensors, end = {}, 0
-    for wanted in checkpoint.wanted_tensors(config)[0]:
-        begin, end = end, end + 2 * math.prod(wanted.shape)
-        tensors[wanted.name] = {"dtype": "BF16", "shape": wanted.shape, "data_offsets": [begin, end]}
-    header = json.dumps(tensors).encode()
-    with open(tmp_path / "model.safetensors", "wb") as file:  # zeros, which take no disk
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + end)
-    (tmp_path / "config.json").write_text(json.dumps(config_json.to_fields(config)))
-    asked = [sys.executable, "-c", MEASURED, str(GOLDEN / UNTIED), str(tmp_path)]
-    peak = int(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
-    print(f"the peak grew by {peak / end:.3f} of the weights, {end:,} bytes")
-    assert 0.95 * end < peak < 1.15 * end
-
-
 # Tokenizer.
 
 
@@ -448,7 +331,7 @@ def tokenizer():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_tokenizer_goes_along(family, tokenizer, tmp_path):
-    config = altered(CONFIG, family=family, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
+    config = altered(LEAST, family=family, qkv_bias=family == "qwen2", qk_norm=family == "qwen3")
     save(random_model(config=config, tokenizer=tokenizer), tmp_path / "m")
     model = load(tmp_path / "m")
     assert model.tokenizer("w7 w9 nothing")["input_ids"] == [7, 9, 0]
@@ -465,7 +348,7 @@ def test_tokenizer_must_exist_and_fit(tokenizer, tmp_path):
     (tmp_path / "none" / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"cannot read the tokenizer in .*none"):
         load(tmp_path / "none")
-    save(random_model(config=altered(CONFIG, vocab_size=39), tokenizer=tokenizer), tmp_path / "small")
+    save(random_model(config=altered(LEAST, vocab_size=39), tokenizer=tokenizer), tmp_path / "small")
     with pytest.raises(ValueError, match="has 40 ids, the model's vocabulary only 39"):
         load(tmp_path / "small")
 
@@ -531,7 +414,7 @@ def test_paths_are_not_looked_up_on_the_hub(path, monkeypatch, tmp_path):
 def test_generate_is_the_front_doors():
     """With its overloads, its options and its description."""
     assert CausalLM.generate is generation.generate
-    assert random_model().generate.__self__.config == CONFIG
+    assert random_model().generate.__self__.config == LEAST
 
 
 def test_importing_loads_no_device_and_no_transformers():

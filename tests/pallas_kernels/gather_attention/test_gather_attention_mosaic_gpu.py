@@ -145,8 +145,6 @@ def production(
     return "gather_attention", arrays | {"blocks": ((*rows, kv_heads, width), "int32")}, keywords
 
 
-QWEN, LLAMA, NARROW = {"heads": (28, 4)}, {"heads": (32, 8)}, {"heads": (32, 8), "head_dim": 64}
-MODELS = {"28/4": QWEN, "32/8": LLAMA, "32/8 of 64": NARROW}
 FORMS = {
     "dense": {},
     "dense, batch 8": {"batch": 8},
@@ -157,7 +155,7 @@ FORMS = {
     "list with LSE of blocks": {"width": 37, "return_block_lse": True},
     "blocks of 16": {"batch": 8, "width": 97, "block_size": 16},
 }
-SPILL_FREE = {f"{model}, {form}": production(**sizes, **FORMS[form]) for model, sizes in MODELS.items() for form in FORMS} | {
+SPILL_FREE = paging.for_each_model(production, FORMS) | {
     "blocks of 32 with their LSE": production(width=65, block_size=32, return_block_lse=True),
     "float16": production(dtype="float16"),
     "float16 list": production(dtype="float16", width=37, block_size=64),
@@ -187,7 +185,7 @@ WIDE = {
 """Accumulators of 64 x 256 fill the registers of a warpgroup, so that spilling some is no news."""
 
 
-@pytest.mark.parametrize("case", SPILL_FREE | WIDE)
+@pytest.mark.parametrize("case", paging.one_model_a_form(SPILL_FREE | WIDE, FORMS))
 def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
 

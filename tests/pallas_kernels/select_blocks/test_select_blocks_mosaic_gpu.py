@@ -98,8 +98,6 @@ def production(
     return "select_blocks", arrays | {"table": ((batch, tokens // sizes["page_size"]), "int32"), "lengths": ((batch,), "int32")}, sizes
 
 
-QWEN, LLAMA, NARROW = {"heads": (28, 4)}, {"heads": (32, 8)}, {"heads": (32, 8), "head_dim": 64}
-MODELS = {"28/4": QWEN, "32/8": LLAMA, "32/8 of 64": NARROW}
 FORMS = {
     "k 8": {"k": 8},
     "batch 8": {"batch": 8},
@@ -108,7 +106,7 @@ FORMS = {
     "blocks of 16": {"block_size": 16, "k": 256, "local": 32},
     "a million tokens": {"tokens": 1 << 20},
 }
-SPILL_FREE = {f"{model}, {form}": production(**sizes, **FORMS[form]) for model, sizes in MODELS.items() for form in FORMS} | {
+SPILL_FREE = paging.for_each_model(production, FORMS) | {
     "float16": production(dtype="float16", batch=8),
     "a million tokens in blocks of 16": production(tokens=1 << 20, block_size=16, k=64, local=32),
     "batch 8, a million tokens": production(batch=8, tokens=1 << 20),
@@ -129,7 +127,7 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("case", SPILL_FREE | WIDE)
+@pytest.mark.parametrize("case", paging.one_model_a_form(SPILL_FREE | WIDE, FORMS))
 def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import paging
 import pytest
 
 from pallas_kernels.page_index import INDEX_ROWS
@@ -36,8 +37,6 @@ def production(
     return "selected_attention", arrays | ({"frames": arrays["table"]} if frames else {}), keywords
 
 
-QWEN, LLAMA, NARROW = {"heads": (28, 4)}, {"heads": (32, 8)}, {"heads": (32, 8), "head_dim": 64}
-MODELS = {"28/4": QWEN, "32/8": LLAMA, "32/8 of 64": NARROW}
 FORMS = {
     "budget 8": {"budget": 8},
     "batch 8": {"batch": 8},
@@ -46,7 +45,7 @@ FORMS = {
     "blocks of 16": {"block_size": 16, "budget": 256, "local": 32},
     "a million tokens": {"tokens": 1 << 20},
 }
-SPILL_FREE = {f"{model}, {form}": production(**sizes, **FORMS[form]) for model, sizes in MODELS.items() for form in FORMS} | {
+SPILL_FREE = paging.for_each_model(production, FORMS) | {
     "float16": production(dtype="float16", batch=8),
     "a million tokens in blocks of 16": production(tokens=1 << 20, block_size=16, budget=64, local=32),
     "batch 8, a million tokens": production(batch=8, tokens=1 << 20),
@@ -69,7 +68,7 @@ WIDE = {
 """Accumulators of 16 x 256 beside the queries take most registers of a warp, so that spilling some is no news."""
 
 
-@pytest.mark.parametrize("case", SPILL_FREE | WIDE)
+@pytest.mark.parametrize("case", paging.one_model_a_form(SPILL_FREE | WIDE, FORMS))
 def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
 
