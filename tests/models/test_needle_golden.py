@@ -13,7 +13,7 @@ from kvjax.generation import generate
 from kvjax.models import load
 from kvjax.models.needle import path
 
-pytestmark = pytest.mark.bits
+pytestmark = pytest.mark.optimized  # runs longer than it compiles
 
 SCRIPT = Path(__file__).with_name("make_needle_golden.py")
 
