@@ -50,3 +50,14 @@ def token_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
     if low < 0 or high >= vocab_size:
         raise ValueError(f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size}")
     return ids.tolist()
+
+
+def engine_sizes(page_size: int, prefill_chunk: int, batch_buckets: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:
+    """The same sizes of an engine, in tokens and in sequences; ValueError unless they go together."""
+    page_size, prefill_chunk = whole_number("page_size", page_size, 1), whole_number("prefill_chunk", prefill_chunk, 1)
+    if prefill_chunk % page_size:
+        raise ValueError(f"prefill_chunk {prefill_chunk} must be a multiple of page_size {page_size}")
+    buckets = tuple(whole_number("each size in batch_buckets", size, 1) for size in batch_buckets)
+    if not buckets or sorted(set(buckets)) != list(buckets):
+        raise ValueError(f"batch_buckets must be sizes in ascending order, as (1, 2, 4), got {batch_buckets}")
+    return page_size, prefill_chunk, buckets

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import LayerCache, OutOfPages, PageAllocator, copy_page
 from kvjax.cache.files import read_sequence, write_sequence
-from kvjax.cache.groups import GroupPages, pool_sizes
+from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
 from kvjax.cache.tables import table_widths
 from kvjax.cache.transfer import Stored, read_pages, write_pages
-from kvjax.checks import check_model, token_ids, whole_number
+from kvjax.checks import check_model, engine_sizes, token_ids, whole_number
 from kvjax.chunks import ChunkRun, Prefiller
 from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DRAFTS, DecodeRunner, Launched
@@ -72,12 +72,7 @@ class Engine:
         check_model(model, "Engine")
         self.guard = CallGuard("this engine")
         self.model, self.config = model, model.config
-        self.page_size, self.prefill_chunk = whole_number("page_size", page_size, 1), whole_number("prefill_chunk", prefill_chunk, 1)
-        if prefill_chunk % page_size:
-            raise ValueError(f"prefill_chunk {prefill_chunk} must be a multiple of page_size {page_size}")
-        self.batch_buckets = tuple(whole_number("each size in batch_buckets", size, 1) for size in batch_buckets)
-        if not self.batch_buckets or sorted(set(self.batch_buckets)) != list(self.batch_buckets):
-            raise ValueError(f"batch_buckets must be sizes in ascending order, as (1, 2, 4), got {batch_buckets}")
+        self.page_size, self.prefill_chunk, self.batch_buckets = engine_sizes(page_size, prefill_chunk, batch_buckets)
         self.dtype = jnp.dtype(self.config.compute_dtype)
         self.spec = self.config.cache_spec(page_size)
         self._declared = DeclaredPolicies(model, policy, policies, prefill, page_size=page_size, prefill_chunk=prefill_chunk)
@@ -85,9 +80,8 @@ class Engine:
         self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
         plan = self._plan_beside_weights()
         pages = default_pages(plan, self.config) if pages is None else whole_number("pages", check_pool(plan, pages), 1)
-        totals = pool_sizes(self.spec, pages, self.prefill_chunk, self.batch_buckets[-1])
-        self._groups = GroupPages(self.spec, totals, self.prefill_chunk)
-        self._pool = Pool(self.spec.empty(totals, self.indexes))
+        self._groups = GroupPages(self.spec, plan.pool_pages(pages), self.prefill_chunk)
+        self._pool = Pool(self.spec.empty(plan.pool_pages(pages), self.indexes))
         self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._runs: dict[CachedSequence, ChunkRun] = {}
         self._runner = DecodeRunner(model, self._pool, self._groups, self._declared)
@@ -100,8 +94,8 @@ class Engine:
         return self._runner.last_reads
 
     def __repr__(self) -> str:
-        allocators = [each for name, each in self.allocators.items() if name not in self.spec.row_groups]
-        used, total = sum(each.total - each.free for each in allocators), sum(each.total for each in allocators)
+        paged = [name for name in self.allocators if name not in self.spec.row_groups]
+        used, total = sum(self._groups.used[name] for name in paged), sum(self.allocators[name].total for name in paged)
         name, policies = getattr(self.model, "name", "") or self.config.family, ", ".join(map(str, self.policies))
         pool = f"{used:,} of {total:,} pages of {self.page_size} tokens in use"
         return f"Engine({name!r}: {policies}; prefill {self.prefill_policy}; {pool}, sequences={len(self.sequences)})"
@@ -113,6 +107,11 @@ class Engine:
         weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.model.params))
         plan = self._plan_beside_weights()
         return dataclasses.replace(plan, weights_bytes=weights, available_bytes=plan.available_bytes + weights)
+
+    @property
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes of device memory, by layer group, of the pages and states that sequences hold; pages that several hold count once."""
+        return {name: count * self.spec.bytes_per_page(name, self.indexes) for name, count in self._groups.used.items()}
 
     @property
     def allocators(self) -> dict[str, PageAllocator]:
@@ -590,10 +589,11 @@ class Engine:
             raise self._advised(error) from None
 
     def _advised(self, error: OutOfPages) -> OutOfPages:
-        return OutOfPages(error.needed, error.free, error.total, self._plan_beside_weights().advice(error, self.spec), group=error.group)
+        return OutOfPages(error.needed, error.free, error.total, self._plan_beside_weights().advice(error), group=error.group)
 
     def _plan_beside_weights(self) -> MemoryPlan:
-        return memory_plan(self.config, page_size=self.page_size, indexes=self.indexes, weights_bytes=0, sequences=self.batch_buckets[-1])
+        sizes = {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
+        return memory_plan(self.config, **sizes, indexes=self.indexes, weights_bytes=0)
 
     @functools.cached_property
     def _header(self) -> dict:

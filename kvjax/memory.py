@@ -2,70 +2,140 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import math
 import os
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache import CacheSpec, IndexSpec, OutOfPages
+from kvjax.cache import WHOLE, IndexSpec, OutOfPages
+from kvjax.cache.groups import most_pages
 from kvjax.model import ModelConfig
 
 DEVICE_SHARE, HOST_SHARE = 0.85, 0.5
 """Share of the free memory that a plan gives to pages: an accelerator is used by us alone, a host's memory by other programs too."""
 
 
+MOST_PAGES = 2**31 - 1
+"""Of a pool: ids of pages are 32-bit integers."""
+
 DEFAULT_POOL = (8, 32_768)
 """A default pool holds at most this many sequences of this many tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes. `page_bytes` is one page in all layers, indexes included; `available_bytes` is what weights, pages and states may take.
+class GroupPlan:
+    """What pages of a layer group take, in bytes of device memory.
 
-    state_bytes: what recurrent layers keep of `sequences` sequences, however long they are; 0 where there are none.
+    layers: how many. page_size: tokens, or WHOLE where a page is a sequence's row of state. page_bytes: one page in all of these layers,
+    indexes included. window: the latest tokens that they read; None: all. most: pages that a sequence of any length holds at most; None
+    where it holds all of its tokens.
+    """
+
+    name: str
+    layers: int
+    page_size: int
+    page_bytes: int
+    window: int | None
+    most: int | None
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that a sequence of so many tokens holds at most."""
+        count = -(-tokens // self.page_size)
+        return count if self.most is None else min(count, self.most)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes. `available_bytes` is what weights, pages and states may take. groups: the model's layer groups.
+
+    sequences: that are live at a time. Groups with a window need pages for the windows of so many, and recurrent ones so many states,
+    however long they are.
     """
 
     weights_bytes: int
-    page_bytes: int
-    page_size: int
     available_bytes: int
-    state_bytes: int = 0
-    sequences: int = 0
+    groups: tuple[GroupPlan, ...]
+    sequences: int
 
     @property
-    def pages_that_fit(self) -> int:
-        """Pages that fit beside weights and states."""
-        return max(0, (self.available_bytes - self.weights_bytes - self.state_bytes) // self.page_bytes)
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return min(group.page_size for group in self.groups)
+
+    @property
+    def page_bytes(self) -> int:
+        """One page in all layers that have pages."""
+        return sum(group.page_bytes for group in self.groups if group.page_size != WHOLE)
+
+    @property
+    def state_bytes(self) -> int:
+        """What recurrent layers keep of `sequences` sequences; 0 where there are none."""
+        return self.sequences * sum(group.page_bytes for group in self.groups if group.page_size == WHOLE)
 
     @property
     def bytes_per_1k_tokens(self) -> int:
-        """Cache bytes of 1,024 tokens of one sequence."""
-        return -(-1024 * self.page_bytes // self.page_size)
+        """Cache bytes of 1,024 more tokens of a sequence that is longer than every window."""
+        return -(-1024 * sum(group.page_bytes for group in self.groups if group.most is None) // self.page_size)
 
-    def advice(self, error: OutOfPages, spec: CacheSpec) -> str:
-        """For the message of an engine that is out of pages, and whose states have their memory already."""
-        if error.group in spec.row_groups:
+    @property
+    def pages_that_fit(self) -> int:
+        """Pages of a pool (`pool_pages`) that fits beside the weights; `MOST_PAGES` where no length takes more than what fits."""
+        return self.most_pages(self.available_bytes - self.weights_bytes)
+
+    def bytes_of(self, tokens: int) -> int:
+        """Cache bytes that a sequence of so many tokens holds at most."""
+        return sum(group.pages_of(tokens) * group.page_bytes for group in self.groups)
+
+    def pool_pages(self, pages: int) -> dict[str, int]:
+        """Pages of each layer group in a pool of `pages` pages of those that keep all tokens . A window group never needs
+        more than `sequences` sequences of any length hold, and recurrent ones not more than a row for each."""
+        return {group.name: pages if group.most is None else min(pages, group.most * self.sequences) for group in self.groups}
+
+    def pool_bytes(self, pages: int) -> int:
+        """Bytes of that pool."""
+        counts = self.pool_pages(pages)
+        return sum(counts[group.name] * group.page_bytes for group in self.groups)
+
+    def most_pages(self, room: int) -> int:
+        """Pages of the largest pool of at most `room` bytes."""
+        return max(0, bisect.bisect_right(range(MOST_PAGES + 1), room, key=self.pool_bytes) - 1)
+
+    def advice(self, error: OutOfPages) -> str:
+        """For the message of an engine that is out of pages of a layer group."""
+        group = next(group for group in self.groups if group.name == error.group)
+        if group.page_size == WHOLE:
             return f"A page of this group is the state of one sequence: there are {error.total}, for the largest of batch_buckets"
-        takes = f"A page holds {self.page_size} tokens and takes {self.page_bytes:,} bytes"
-        return f"{takes}; memory has room for {dataclasses.replace(self, state_bytes=0).pages_that_fit:,} more"
+        more = max(0, self.available_bytes - self.weights_bytes) // group.page_bytes
+        return f"A page holds {group.page_size} tokens and takes {group.page_bytes:,} bytes; memory has room for {more:,} more"
 
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
-        tokens = self.pages_that_fit * self.page_size
-        states = [f"states               {_size(self.state_bytes):>12}  ({self.sequences} sequences)"] if self.state_bytes else []
+        pages = self.pages_that_fit
+        some = f"({pages * self.page_size:,} tokens)" if pages < MOST_PAGES else "(sequences of any length)"
         return "\n".join(
             (
                 f"weights              {_size(self.weights_bytes):>12}",
-                *states,
                 f"cache per 1K tokens  {_size(self.bytes_per_1k_tokens):>12}",
-                f"page of {self.page_size} tokens   {_size(self.page_bytes):>12}",
                 f"memory to use        {_size(self.available_bytes):>12}",
-                f"pages that fit       {self.pages_that_fit:>12,}  ({tokens:,} tokens)",
+                f"pages that fit       {pages:>12,}  {some}",
+                *(self._group_text(group, self.pool_pages(pages)[group.name]) for group in self.groups),
             )
         )
+
+    def _group_text(self, group: GroupPlan, pages: int) -> str:
+        kind = "states" if group.page_size == WHOLE else f"page of {group.page_size} tokens"
+        holds = f"{pages:,} pages, {pages * group.page_size:,} tokens"
+        if group.most is not None:
+            enough = (
+                f"all that {self.sequences} sequences of any length need" if pages == group.most * self.sequences else "fewer than asked"
+            )
+            holds = f"{pages:,} {'rows' if group.page_size == WHOLE else 'pages'}, {enough}"
+        return f"{kind:<20} {_size(group.page_bytes):>12}  layer group {group.name} ({group.layers} layers): {holds}"
 
 
 def memory_plan(
@@ -76,24 +146,32 @@ def memory_plan(
     weights_bytes: int | None = None,
     available_bytes: int | None = None,
     sequences: int = 8,
+    prefill_chunk: int = 512,
 ) -> MemoryPlan:
     """The plan for a model, weights and cache in its compute_dtype.
 
-    sequences: that are live at a time; those of a model with recurrent layers have states.
-
-    weights_bytes: counted from the configuration when None; pass 0 when they are loaded already. available_bytes: a share of what the first
-    device has free when None (0.85 of an accelerator's, 0.5 of the host's). Asking the device initialises it.
+    Args:
+        config: the model's.
+        page_size: tokens.
+        indexes: what sealing builds.
+        weights_bytes: counted from the configuration when None; pass 0 when they are loaded already.
+        available_bytes: a share of what the first device has free when None (0.85 of an accelerator's, 0.5 of the host's). Asking the
+            device initialises it.
+        sequences: that are live at a time, an engine's largest batch bucket.
+        prefill_chunk: tokens prefilled at a time, which layers with a window keep beside it.
     """
     if weights_bytes is None:
         weights_bytes = config.num_params * jnp.dtype(config.compute_dtype).itemsize
     spec = config.cache_spec(page_size)
-    of_groups = {group.name: spec.bytes_per_page(group.name, indexes) for group in spec.groups}
-    state_bytes = sequences * sum(of_groups.pop(name) for name in spec.row_groups)
-    if not of_groups:
+    if not spec.paged:
         raise ValueError("a model without a layer of attention has no pages: an engine needs one")
+    groups = []
+    for group in spec.groups:
+        most = most_pages(group, prefill_chunk)
+        sizes = len(spec.layers_of(group.name)), group.page_size, spec.bytes_per_page(group.name, indexes), group.window
+        groups.append(GroupPlan(group.name, *sizes, None if math.isinf(most) else most))
     available = free_bytes() if available_bytes is None else available_bytes
-    sizes = {"state_bytes": state_bytes, "sequences": sequences if state_bytes else 0}
-    return MemoryPlan(weights_bytes, sum(of_groups.values()), page_size, available, **sizes)
+    return MemoryPlan(weights_bytes, available, tuple(groups), sequences)
 
 
 def default_pages(plan: MemoryPlan, config: ModelConfig) -> int:
@@ -117,10 +195,10 @@ def check_pool(plan: MemoryPlan, pages: int) -> int:
     out of memory first."""
     stats = jax.local_devices()[0].memory_stats() or {}
     total = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if pages * plan.page_bytes > total:
+    if plan.pool_bytes(pages) > total:
         raise ValueError(
-            f"a pool of {pages:,} pages takes {_size(pages * plan.page_bytes)}, and all memory of the device is {_size(total)}: "
-            f"give at most {total // plan.page_bytes:,} pages"
+            f"a pool of {pages:,} pages takes {_size(plan.pool_bytes(pages))}, and all memory of the device is {_size(total)}: "
+            f"give at most {plan.most_pages(total):,} pages"
         )
     return pages
 

@@ -38,6 +38,11 @@ class GroupPages:
         """Whether any group gives pages back."""
         return any(group.window is not None for group in self.spec.groups)
 
+    @property
+    def used(self) -> dict[str, int]:
+        """Pages of each group that sequences hold, each counted once."""
+        return {name: each.total - each.free for name, each in self.allocators.items()}
+
     def new(self) -> PageIds:
         """The pages of a sequence without tokens."""
         return {group.name: [] for group in self.spec.groups}
@@ -151,10 +156,3 @@ def most_pages(group: GroupSpec, chunk: int) -> int | float:
     if group.page_size == WHOLE:
         return 1
     return float("inf") if group.window is None else pages_for(group.window - 1 + chunk + MOST_TOKENS - 1, group) + 1
-
-
-def pool_sizes(spec: CacheSpec, pages: int, chunk: int, sequences: int) -> dict[str, int]:
-    """Pages of each layer group, of `pages` of those that keep all tokens: a window group never needs more, and where decode batches are
-    full, of `sequences` sequences of any length, what their windows and chunks take."""
-    most = {group.name: most_pages(group, chunk) * sequences for group in spec.groups}
-    return {name: int(min(pages, count)) for name, count in most.items()}

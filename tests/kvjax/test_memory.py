@@ -1,11 +1,18 @@
-"""The memory plan and what a pool may ask for."""
+"""The memory plan by layer group, what a pool may ask for, and what sequences use of it."""
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
-from kvjax import Engine
-from kvjax.memory import check_pool, memory_plan
+import jax
+import numpy as np
+import pytest
+from tiny_models import RECURRENT, TINY, TinyModel, altered
+
+from kvjax import Engine, OutOfPages
+from kvjax.cache import WHOLE
+from kvjax.memory import MOST_PAGES, check_pool, default_pages, memory_plan
+from kvjax.models.decoder import TransformerDecoder, init_params
 
 pytestmark = pytest.mark.optimized
 
@@ -20,3 +27,96 @@ def test_a_pool_larger_than_all_memory_is_refused_before_it_is_made(model):
     check_pool(plan, most)
     with pytest.raises(ValueError, match="give at most"):
         check_pool(plan, most + 1)
+
+
+def windowed(config, window, *numbers):
+    """The model with a window in these layers."""
+    layers = list(config.layers)
+    for number in numbers:
+        layers[number] = dataclasses.replace(layers[number], mixer=dataclasses.replace(layers[number].mixer, window=window))
+    return dataclasses.replace(config, layers=tuple(layers))
+
+
+MIXED = windowed(altered(TINY, num_layers=3), 24, 0, 2)
+"""Two layers of three have a window."""
+SIZES = {"page_size": 16, "prefill_chunk": 32}
+
+
+def test_every_layer_group_has_its_own_pages():
+    plan = memory_plan(MIXED, **SIZES, weights_bytes=100, available_bytes=10**6, sequences=2)
+    page = 2 * 2 * 16 * 16 * 4
+    near, full = plan.groups
+    assert (near.name, near.layers, near.page_size, near.page_bytes, near.window) == ("window:24", 2, 16, 2 * page, 24)
+    assert (full.name, full.layers, full.page_size, full.page_bytes, full.window, full.most) == ("full", 1, 16, page, None, None)
+    assert near.most == -(-(24 - 1 + 32 + 15) // 16) + 1 == 6, "a window, a chunk and a step, and a page on which the window ends"
+    assert [plan.bytes_of(tokens) for tokens in (0, 1, 96, 97, 1600)] == [0, 3 * page, 18 * page, 19 * page, 112 * page]
+    assert plan.bytes_per_1k_tokens == 64 * page
+    assert plan.pool_pages(5) == {"window:24": 5, "full": 5}
+    assert plan.pool_pages(50) == {"window:24": 12, "full": 50}
+    assert plan.pool_bytes(50) == (24 + 50) * page
+    assert plan.pages_that_fit == (10**6 - 100) // page - 24
+    assert plan.pool_bytes(plan.pages_that_fit) <= 10**6 - 100 < plan.pool_bytes(plan.pages_that_fit + 1)
+    assert dataclasses.replace(plan, available_bytes=0).pages_that_fit == 0
+
+
+def test_a_pool_is_what_the_plan_says():
+    """Of a model with windows, with room for fewer pages than the default: pool and plan agree to the byte."""
+    model = TinyModel(TransformerDecoder(MIXED), init_params(MIXED, jax.random.key(0)))
+    engine = Engine(model, pages=50, batch_buckets=(2,), **SIZES)
+    plan = engine.memory_plan()
+    assert {name: each.total for name, each in engine.allocators.items()} == plan.pool_pages(50)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(engine._layers)) == plan.pool_bytes(50)
+    small = memory_plan(MIXED, **SIZES, weights_bytes=0, available_bytes=plan.pool_bytes(77) + 5, sequences=2)
+    assert default_pages(small, MIXED) == 77
+    assert default_pages(dataclasses.replace(small, available_bytes=10**12), MIXED) == 8 * 256
+    with pytest.raises(OutOfPages, match=r"A page holds 16 tokens and takes 4,096 bytes; memory has room for [\d,]+ more"):
+        engine.prefill([[1] * 900])
+
+
+def test_the_plan_says_per_group_what_fits():
+    text = str(memory_plan(MIXED, **SIZES, weights_bytes=0, available_bytes=2**20, sequences=2))
+    assert "pages that fit                232  (3,712 tokens)" in text
+    assert "page of 16 tokens         8.0 KiB  layer group window:24 (2 layers): 12 pages, all that 2 sequences of any length need" in text
+    assert "page of 16 tokens         4.0 KiB  layer group full (1 layers): 232 pages, 3,712 tokens" in text
+    few = str(memory_plan(MIXED, **SIZES, weights_bytes=0, available_bytes=50_000, sequences=2))
+    assert "layer group window:24 (2 layers): 4 pages, fewer than asked" in few
+
+
+def test_a_model_whose_layers_all_have_windows_serves_any_length():
+    config = windowed(TINY, 24, 0, 1)
+    plan = memory_plan(config, **SIZES, weights_bytes=0, available_bytes=10**7, sequences=2)
+    assert (plan.pages_that_fit, plan.bytes_per_1k_tokens) == (MOST_PAGES, 0)
+    assert "(sequences of any length)" in str(plan)
+    assert default_pages(plan, config) == 8 * 256
+    assert memory_plan(config, **SIZES, weights_bytes=0, available_bytes=50_000, sequences=2).pages_that_fit == 50_000 // 8192
+
+
+def test_states_are_rows_for_each_sequence():
+    plan = memory_plan(RECURRENT, **SIZES, weights_bytes=0, available_bytes=10**7, sequences=3)
+    states, full = plan.groups
+    assert (states.name, states.page_size, states.most, states.pages_of(10**6)) == ("recurrent", WHOLE, 1, 1)
+    assert (plan.page_size, plan.page_bytes, plan.state_bytes) == (16, full.page_bytes, 3 * states.page_bytes)
+    assert plan.bytes_of(10**6) == states.page_bytes + 62_500 * full.page_bytes
+    assert "layer group recurrent (1 layers): 3 rows, all that 3 sequences of any length need" in str(plan)
+
+
+def test_memory_follows_the_actual_context():
+    """A model with 1M positions: what its sequence uses after 1K tokens, and after 100K, is what so many tokens take."""
+    config = windowed(altered(TINY, num_heads=1, num_kv_heads=1, max_positions=2**20, hidden_size=16, intermediate_size=16), 1000, 0)
+    model = TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(0)))
+    engine = Engine(model, prefill="window:0+128", pages=1024, prefill_chunk=4096, batch_buckets=(1,))
+    assert engine.used_bytes == {"window:1000": 0, "full": 0}
+    tokens = np.random.default_rng(0).integers(0, 97, 100_000).tolist()
+    page = 2 * 128 * 16 * 4
+    (sequence,) = engine.prefill([tokens[:1000]])
+    assert engine.used_bytes == {"window:1000": 8 * page, "full": 8 * page}
+    engine.extend(sequence, tokens[1000:])
+    used, plan = engine.used_bytes, engine.memory_plan()
+    assert used["full"] == 782 * page, "100,000 tokens in pages of 128"
+    assert used["window:1000"] <= plan.groups[0].most * page < 42 * page, "a window and a chunk, however long the sequence"
+    assert sum(used.values()) <= plan.bytes_of(100_000) < plan.bytes_of(2**20) / 9
+    fork = engine.fork(sequence)
+    assert engine.used_bytes["full"] == 783 * page, "shared pages count once"
+    engine.free(sequence)
+    engine.free(fork)
+    assert engine.used_bytes == {"window:1000": 0, "full": 0}
