@@ -13,18 +13,35 @@ from jaxtyping import Array, Int
 from kvjax.cache import Cache
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
+from kvjax.checks import token_ids
 from kvjax.declared import DeclaredPolicies
 from kvjax.model import Model
+from kvjax.outcomes import Reads
+from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy
 from kvjax.sequences import CachedSequence
-from kvjax.slots import Slots
-from kvjax.steps import Reads
+from kvjax.slots import Slots, in_bucket
 
 DRAFTS = (1, 4, 8, 16)
 """Tokens of one sequence that a step may write: few sizes, so that few programs are compiled."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+def padded_rows(
+    sequences: Sequence[CachedSequence], tokens: Sequence[Any], buckets: Sequence[int], vocab_size: int
+) -> tuple[list[CachedSequence | None], Int[np.ndarray, "B T"]]:
+    """Slots and tokens of a step over whole sequences, padded to a batch bucket. tokens: one of every sequence, or a row of them."""
+    if len(tokens) != len(sequences):
+        raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each, or a row of them")
+    slots = in_bucket(sequences, buckets)
+    rows = [token_ids(each if np.ndim(each) else [each], vocab_size) for each in tokens]
+    if len(rows[0]) not in DRAFTS or any(len(row) != len(rows[0]) for row in rows):
+        raise ValueError(f"a step writes {', '.join(map(str, DRAFTS))} tokens of every sequence, got rows of {list(map(len, rows))}")
+    padded = np.zeros((len(slots), len(rows[0])), np.int32)
+    padded[: len(rows)] = rows
+    return slots, padded
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class Launched:
     """A decode step that is on its way: the policy that runs, what it returns before the cache, the policy's states, and the cache."""
 
@@ -39,23 +56,23 @@ class DecodeRunner:
     """Runs decode steps. The slots of every policy and batch size stay on the device. last_reads: what the latest step reads."""
 
     def __init__(self, model: Model, pool: Pool, groups: GroupPages, declared: DeclaredPolicies):
-        self.model, self.last_reads = model, None
+        self.model = model
         self._pool, self._groups, self._declared = pool, groups, declared
         self._slots: dict[tuple[int, DecodePolicy], Slots] = {}
         self.last_reads: Reads | None = None
 
-    def fill(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None]) -> Slots:
-        """The slots of a policy's batches of this size, with these sequences in them."""
-        slots = self._slots.get((len(padded), policy))
+    def slots(self, policy: DecodePolicy, size: int) -> Slots:
+        """The slots of a policy's batches of this size."""
+        slots = self._slots.get((size, policy))
         if slots is None:
-            slots = self._slots[len(padded), policy] = Slots(self._groups.spec, len(padded))
-        slots.fill(padded)
+            slots = self._slots[size, policy] = Slots(self._groups.spec, size)
         return slots
 
     def launch(self, step: Callable, slots: Slots, tokens: Array, policy: DecodePolicy, *rest: Any, num_tokens: int = 1) -> Launched:
         """Run a step that writes `num_tokens` tokens of every sequence in the slots, whose pages must be there. Sequences stay as they
         are."""
-        policy = self._declared.choose(policy, [each.length + num_tokens for each in slots.live])
+        if isinstance(policy, ChoosesDecode):
+            policy = self._declared.choose(policy, [length + num_tokens for length in slots.lengths])
         cache, following = slots.cache(self._pool.layers, num_tokens)
         states = self._declared.states.of_batch(policy, slots.sequences)
         args = (self.model.decoder, policy, self._declared.indexes, self.model.params, cache, tokens, slots.active, states, *rest)
@@ -70,17 +87,16 @@ class DecodeRunner:
     def keep(self, launched: Launched, written: int | Int[np.ndarray, "B"] = 1) -> None:
         """Take a step: of every slot so many tokens were written and stay."""
         slots, states = launched.slots, launched.states
-        counts = [written] * slots.size if isinstance(written, int) else written.tolist()
-        rows = [(row, each) for row, each in enumerate(slots.sequences) if each is not None]
-        learns = bool(jax.tree.leaves(states))
-        learned = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states) for row, _ in rows] if learns else []
+        learned = []
+        if not self._declared.states.stateless(launched.policy) and jax.tree.leaves(states):
+            learned = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states) for row in slots.rows]
         # Nothing can fail from here on.
         slots.advance(launched.cache, written)
-        for row, sequence in rows:
-            sequence.length += counts[row]
+        for sequence, length in zip(slots.live, slots.lengths, strict=True):
+            sequence.length = length
             sequence.logits = sequence.open_chunk = None
         if self._groups.has_windows:
             for sequence in slots.live:
                 self._groups.give_back(sequence)
-        for (_, sequence), state in zip(rows, learned, strict=False):
+        for sequence, state in zip(slots.live, learned, strict=False):
             sequence.states[launched.policy] = state

@@ -8,7 +8,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +23,20 @@ from kvjax.cache.transfer import Stored, read_pages, write_pages
 from kvjax.checks import check_model, engine_sizes, token_ids, whole_number
 from kvjax.chunks import ChunkRun, Prefiller
 from kvjax.declared import DeclaredPolicies
-from kvjax.decoding import DRAFTS, DecodeRunner, Launched
+from kvjax.decoding import DRAFTS, DecodeRunner, Launched, padded_rows
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect_step, read_of
 from kvjax.memory import MemoryPlan, check_pool, default_pages, memory_plan
 from kvjax.model import Model, fingerprint
+from kvjax.outcomes import Reads
 from kvjax.plans import Chunk, Decoded, StepPlan, StepResult
 from kvjax.policies.choice import Choice, possible_prefills
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
-from kvjax.sampling import Sampled, SamplingRows, check_rows, sample_step
+from kvjax.sampling import Sampled, SamplingRows, check_rows
 from kvjax.sequences import CachedSequence, check_usable
 from kvjax.slots import Slots, in_bucket
-from kvjax.steps import Reads, decode_and_sample, decode_step
+from kvjax.steps import decode_and_sample, decode_step, sample_first
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class Engine:
         plan = self._plan_beside_weights()
         pages = default_pages(plan, self.config) if pages is None else whole_number("pages", check_pool(plan, pages), 1)
         self._groups = GroupPages(self.spec, plan.pool_pages(pages), self.prefill_chunk)
+        self._longest = min(self.config.max_positions, self._groups.longest)
         self._pool = Pool(self.spec.empty(plan.pool_pages(pages), self.indexes))
         self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._runs: dict[CachedSequence, ChunkRun] = {}
@@ -124,6 +125,8 @@ class Engine:
 
     def check_length(self, tokens: int) -> None:
         """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small."""
+        if tokens <= self._longest:
+            return
         if tokens > self.config.max_positions:
             known = f"the model's {self.config.max_positions:,} positions{self.config.for_longer(tokens)}"
             raise ValueError(f"a sequence of {tokens:,} tokens is longer than {known}")
@@ -224,7 +227,7 @@ class Engine:
         tokens: one of every sequence, or a row of T (4, 8 or 16) of every one: then logits are `[n, T, V]`. Each of the T is read as if it
         came alone; bits are those of a step of T. For forcing known text and for own sampling; `kvjax.generate` samples inside the step.
         """
-        padded, given = self._given(sequences, tokens)
+        padded, given = padded_rows(sequences, tokens, self.batch_buckets, self.config.vocab_size)
         launched = self._launch(decode_step, padded, given, policy, num_tokens=given.shape[1])
         self._runner.keep(launched, given.shape[1])
         for sequence, row in zip(sequences, given.tolist(), strict=False):
@@ -239,7 +242,7 @@ class Engine:
         The step runs as `decode` runs it, and attends to what is listed once more for the scores; the sequences stay as they are, and so do
         the states of learning policies. `last_reads` and `last_choice` too. Waits for the device. Raises as `decode` does.
         """
-        padded, given = self._given(sequences, [[token] for token in tokens])
+        padded, given = padded_rows(sequences, [[token] for token in tokens], self.batch_buckets, self.config.vocab_size)
         self._check_live(sequences)
         kept, pages = (self.last_reads, self.last_choice), [self._counts(sequence) for sequence in sequences]
         try:
@@ -260,11 +263,8 @@ class Engine:
         """
         if len(plan.decodes) > 1 or plan.chunks:  # one step alone takes its own before it runs
             self._take_pages(plan)
-        decodes = []
-        for group in plan.decodes:
-            sampled = self.decode_and_sample(group.sequences, group.tokens, group.sampling, group.policy, counts=group.counts)
-            decodes.append(Decoded(sampled, self.last_reads))
-        return StepResult(tuple(decodes), tuple(self._advance(chunk) for chunk in plan.chunks))
+        decodes = [self._decode(each.sequences, each.tokens, each.sampling, each.policy, each.counts) for each in plan.decodes]
+        return StepResult(tuple(decodes), tuple([self._advance(chunk) for chunk in plan.chunks]))
 
     @guarded
     def decode_and_sample(
@@ -288,11 +288,15 @@ class Engine:
         drops a row whose logits were not finite. counts: of the tokens each row holds (`kvjax.sampling.seen_tokens`), int32, where a row
         has a penalty. DONATES counts; the result has them with the tokens that stay added.
         """
+        return self._decode(slots, tokens, rows, policy, counts).sampled
+
+    def _decode(self, slots: Sequence[CachedSequence | None], tokens, rows: SamplingRows, policy, counts) -> Decoded:
+        """`decode_and_sample`, with what was read."""
         if len(slots) not in self.batch_buckets:
             raise ValueError(f"{len(slots)} slots are no batch bucket of this engine: {self.batch_buckets}")
         if not isinstance(tokens, jax.Array):
             tokens = np.asarray(tokens) if np.ndim(tokens) == 2 else np.array(self.check_tokens(tokens), np.int32)
-        if not np.issubdtype(tokens.dtype, np.integer):
+        if tokens.dtype.kind not in "iu":
             raise ValueError(f"token ids must be whole numbers, got {tokens.dtype}")
         drafted = tokens.ndim == 2
         if drafted and tokens.shape[1] not in DRAFTS[1:]:
@@ -301,10 +305,10 @@ class Engine:
         if first.shape != (len(slots),) or rows is not self._rows or counts is not None:
             check_rows(rows, first, counts, len(slots), self.config.vocab_size)
         launched = self._launch(decode_and_sample, slots, tokens, policy, rows, counts, num_tokens=tokens.shape[1] if drafted else 1)
-        (sampled,) = launched.results
+        sampled, packed = launched.results
         self._runner.keep(launched, np.asarray(sampled.accepted) if drafted else 1)
         self._rows = rows
-        return sampled
+        return Decoded(sampled, self.last_reads, packed)
 
     @guarded
     def fork(self, sequence: CachedSequence) -> CachedSequence:
@@ -347,6 +351,7 @@ class Engine:
         self._groups.keep_written(sequence, 0)
         self.sequences.remove(sequence)
         self._runs.pop(sequence, None)
+        sequence.pages = self._groups.new()  # by which slots see it
         sequence.logits = sequence.suspended = None
 
     @guarded
@@ -420,7 +425,7 @@ class Engine:
         sequences = self.prefill([[0]] * whole_number("batch", batch, 1))
         try:
             slots, rows = in_bucket(sequences, self.batch_buckets), SamplingRows.of([None])
-            sample_step(sequences[0].logits[None], rows, np.ones(1, np.int32))
+            sample_first(sequences[0].logits, rows, np.ones(1, np.int32))
             rows = SamplingRows.of([None] * len(slots))
             for width in table_widths(longest):
                 tokens = min(width, longest) * self.page_size
@@ -459,7 +464,8 @@ class Engine:
     def _reserved(self, sequences: Sequence[CachedSequence], tokens: int) -> Iterator[None]:
         """Pages for `tokens` more tokens of every sequence. Those that hold nothing are given back if what the block does fails."""
         before = [self._counts(sequence) for sequence in sequences]
-        self.reserve(sequences, tokens)
+        with self._advice():
+            self._groups.reserve(sequences, tokens)
         try:
             yield
         except BaseException:
@@ -551,27 +557,20 @@ class Engine:
         """Launch a decode step over padded slots, with pages for the tokens that it writes."""
         policy = self.declared(policy)
         slots = self._filled(policy, padded, num_tokens)
-        with self._reserved(slots.lacking(num_tokens), num_tokens):
+        lacking = slots.lacking(num_tokens)
+        with self._reserved(lacking, num_tokens) if lacking else contextlib.nullcontext():
             return self._runner.launch(step, slots, tokens, policy, *rest, num_tokens=num_tokens)
 
     def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], num_tokens: int) -> Slots:
         """The slots of a policy's batches of this size, with these sequences in them."""
-        self._check_live([each for each in padded if each is not None])
-        slots = self._runner.fill(policy, padded)
+        slots = self._runner.slots(policy, len(padded))
+        if not slots.hold(padded):
+            self._check_live([each for each in padded if each is not None])
+            slots.fill(padded)
+        elif self._runs:
+            self._check_live(slots.live)
         self.check_length(slots.longest + num_tokens)
         return slots
-
-    def _given(self, sequences: Sequence[CachedSequence], tokens: Sequence[Any]) -> tuple[list[CachedSequence | None], np.ndarray]:
-        """Slots and tokens `[B, T]` of a step over whole sequences, padded to a batch bucket."""
-        if len(tokens) != len(sequences):
-            raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each, or a row of them")
-        slots = in_bucket(sequences, self.batch_buckets)
-        rows = [self.check_tokens(each if np.ndim(each) else [each]) for each in tokens]
-        if len(rows[0]) not in DRAFTS or any(len(row) != len(rows[0]) for row in rows):
-            raise ValueError(f"a step writes {', '.join(map(str, DRAFTS))} tokens of every sequence, got rows of {list(map(len, rows))}")
-        padded = np.zeros((len(slots), len(rows[0])), np.int32)
-        padded[: len(rows)] = rows
-        return slots, padded
 
     def _check_live(self, sequences: Sequence[CachedSequence], *, ready: bool = True) -> None:
         check_usable(sequences, self.sequences, self._runs.keys() if ready else None)

@@ -94,6 +94,10 @@ class PolicyStates:
         if learns_from_prefill(policy) and policy not in self.policies:
             raise ValueError(f"policy {policy} learns from prefill, which this engine did not show it: name it in Engine(policies=...)")
 
+    def stateless(self, policy: DecodePolicy) -> bool:
+        """Whether a policy is known to have no state of any sequence."""
+        return policy in self._none
+
     def fresh(self, policy: DecodePolicy) -> States:
         """A policy's states of one sequence before its first token."""
         return tuple(policy.init(spec, 1) for spec in self.specs)

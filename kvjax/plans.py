@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.checks import whole_number
+from kvjax.outcomes import Outcome, Reads, unpack
 from kvjax.policies.decode import DecodePolicy
 from kvjax.sampling import Sampled, SamplingRows
 from kvjax.sequences import CachedSequence
-from kvjax.steps import Reads
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,10 +65,16 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoded:
-    """Of one `DecodeGroup`, on the device: what was sampled, and what was read."""
+    """Of one `DecodeGroup`, on the device: what was sampled, and what was read. packed: both, as `kvjax.outcomes.pack` packs them."""
 
     sampled: Sampled
     reads: Reads
+    packed: Int[Array, "B C"]
+
+    def read(self) -> Outcome:
+        """Wait for the step, and bring all of it but the counts to the host."""
+        tokens = self.sampled.tokens
+        return unpack(np.asarray(self.packed), tokens.shape[1] if tokens.ndim == 2 else None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Int32
 
+from kvjax.outcomes import listed, unpack
 from kvjax.plans import Decoded, DecodeGroup
 from kvjax.requests import Completion
 from kvjax.sampling import NotFinite, Sampling, SamplingRows
@@ -29,7 +31,8 @@ Ranked = tuple[tuple[int, float], ...]
 class Sample:
     """One sample of a request: the tokens it has got, and what they cost. `issued` counts those that are on their way too.
 
-    stream: makes text of tokens as they come, where somebody listens or a stop string may end it; else None.
+    stream: makes text of tokens as they come, where somebody listens or a stop string may end it; else None. blocks, keys: that its steps
+    read, summed over layers and KV heads.
     """
 
     handle: Handle
@@ -42,11 +45,15 @@ class Sample:
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     top_logprobs: list[Ranked] = dataclasses.field(default_factory=list)
-    steps: int = 0
     blocks: int = 0
     keys: int = 0
     finish_reason: str | None = None
     error: Exception | None = None
+    only_ids: bool = dataclasses.field(init=False)
+    """Whether nothing is kept of a token but its id."""
+
+    def __post_init__(self):
+        self.only_ids = self.stream is None and not self.sampling.logprobs
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -105,7 +112,7 @@ class Sample:
         """What became of it. kv_heads: of all layers together, over which reads are summed."""
         if self.error is not None:
             return Completion(finish_reason="error", prompt_tokens=self.handle.prompt_tokens, error=self.error)
-        heads = kv_heads * max(self.steps, 1)
+        heads = kv_heads * max(len(self.ids) - 1, 1)  # the first token comes of no step
         return Completion(
             text=self.text(tokenizer),
             token_ids=tuple(self.ids),
@@ -118,12 +125,17 @@ class Sample:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Flight:
-    """A step of one batch whose results the host has not read."""
+    """Tokens on their way to the host: row by row the sample that one belongs to, and what `kvjax.outcomes.pack` packed.
 
-    samples: tuple[Sample | None, ...]
-    decoded: Decoded
+    of_step: they come of a decode step; else a first token, of prefill. ends: one of them may be the last that its sample asked for.
+    """
+
+    samples: Sequence[Sample | None]
+    packed: Int32[Array, "B C"]
+    of_step: bool
+    ends: bool
 
 
 class Batch:
@@ -134,16 +146,19 @@ class Batch:
         self.samples: list[Sample | None] = [None] * size
         self._tokens = jnp.zeros(size, jnp.int32)
         self._rows: SamplingRows | None = None
+        self._stepping: tuple[Sample | None, ...] = ()  # by slot, those that want more tokens
+        self._sequences: tuple[CachedSequence | None, ...] = ()  # theirs
+        self._steps = 0  # that they all take, until one of them has asked for its last token; 0: look at all samples again
         self._counts: Int[Array, "B V"] | None = None  # tokens of every slot, while a sample has a penalty
 
     def __len__(self) -> int:
         return sum(sample is not None for sample in self.samples)
 
-    def put(self, sample: Sample, counts: Int[np.ndarray, " V"] | None) -> None:
+    def put(self, sample: Sample, token: Int[Array, "1"], counts: Int[np.ndarray, " V"] | None) -> None:
         """Give a sample a free slot, from where it goes on with its latest token. counts: of the tokens it holds but for that one."""
         slot = self.samples.index(None)
-        self.samples[slot], self._rows = sample, None
-        self._tokens = self._tokens.at[slot].set(sample.ids[-1])
+        self.samples[slot], self._rows, self._steps = sample, None, 0
+        self._tokens = _set_token(self._tokens, slot, token)
         if counts is not None:
             if self._counts is None:
                 self._counts = jnp.zeros((self.size, self._vocab_size), jnp.int32)
@@ -152,28 +167,37 @@ class Batch:
     def remove(self, sample: Sample) -> None:
         """Take a sample out of its slot."""
         self.samples[self.samples.index(sample)] = None
-        self._rows = None
+        self._rows, self._steps = None, 0
 
     def group(self) -> DecodeGroup | None:
         """The step of those that want more tokens; None where nobody does."""
-        samples = [sample if sample is not None and sample.wants_more else None for sample in self.samples]
-        if not any(sample is not None for sample in samples):
+        if not self._steps:
+            self._stepping = tuple(sample if sample is not None and sample.wants_more else None for sample in self.samples)
+            self._sequences = tuple(None if sample is None else sample.sequence for sample in self._stepping)
+            wanted = [sample.sampling.max_new_tokens - sample.issued for sample in self._stepping if sample is not None]
+            self._steps = min(wanted, default=0)
+        if not self._steps:
             return None
         if self._rows is None:
             rows = SamplingRows.of([None if sample is None else sample.sampling for sample in self.samples])
             self._rows = jax.tree.map(jnp.asarray, rows)
             self._counts = self._counts if rows.penalises else None
-        sequences = tuple(None if sample is None else sample.sequence for sample in samples)
-        return DecodeGroup(sequences, self._tokens, self._rows, self.policy, self._counts)
+        return DecodeGroup(self._sequences, self._tokens, self._rows, self.policy, self._counts)
 
-    def launched(self, group: DecodeGroup, decoded: Decoded) -> Flight:
-        """The step is on its way."""
+    def launched(self, decoded: Decoded) -> Flight:
+        """The step of `group` is on its way."""
         self._tokens, self._counts = decoded.sampled.tokens, decoded.sampled.counts
-        samples = tuple(sample if sequence is not None else None for sample, sequence in zip(self.samples, group.sequences, strict=True))
-        for sample in samples:
+        self._steps -= 1
+        for sample in self._stepping:
             if sample is not None:
                 sample.issued += 1
-        return Flight(samples, dataclasses.replace(decoded, sampled=decoded.sampled.replace(counts=None)))
+        return Flight(self._stepping, decoded.packed, of_step=True, ends=self._steps == 0)
+
+
+@jax.jit
+def _set_token(tokens: Int[Array, "B"], slot: Int[Array, ""], token: Int[Array, "1"]) -> Int[Array, "B"]:
+    """Tokens with that of one slot replaced."""
+    return tokens.at[slot].set(token[0])
 
 
 @functools.partial(jax.jit, donate_argnames="counts")
@@ -182,25 +206,29 @@ def _set_counts(counts: Int[Array, "B V"], slot: Int[Array, ""], row: Int[Array,
     return counts.at[slot].set(row)
 
 
-def read(flight: Flight) -> list[tuple[Sample, int, str]]:
-    """Wait for a step and give its tokens to the samples that have not ended; of each the token, and the text that it made certain."""
-    sampled, reads = flight.decoded.sampled, flight.decoded.reads
-    arrays = (sampled.tokens, sampled.logprobs, sampled.finite, reads.blocks, reads.keys)
-    for array in arrays:  # all on their way before the first is waited for
-        array.copy_to_host_async()
-    tokens, logprobs, finite, blocks, keys = (np.asarray(array).tolist() for array in arrays)
-    top_tokens, top_logprobs = (None, None) if sampled.top_tokens is None else jax.device_get((sampled.top_tokens, sampled.top_logprobs))
-    taken = []
-    for slot, sample in enumerate(flight.samples):
+def read(flight: Flight, *, listening: bool) -> tuple[list[tuple[Sample, int, str]], bool]:
+    """Wait for tokens and give them to the samples that have not ended.
+
+    listening: somebody wants to hear of each. Returns of those that somebody hears of, or that end or fail their sample, or take text or
+    log-probabilities with them: the sample, the token, and the text that became certain; and whether any sample has ended.
+    """
+    packed, outcome = np.asarray(flight.packed), None
+    alike, taken, ended = not (listening or flight.ends), [], False
+    for slot, (sample, token, is_finite, blocks, keys) in enumerate(zip(flight.samples, *listed(packed), strict=True)):
         if sample is None or sample.finish_reason is not None:
             continue
-        if not finite[slot]:
+        if not is_finite:
             sample.fail()
+            ended = True
             continue
-        sample.steps += 1
-        sample.blocks += blocks[slot]
-        sample.keys += keys[slot]
-        taken.append((sample, tokens[slot], sample.take(tokens[slot], logprobs[slot])))
+        sample.blocks += blocks
+        sample.keys += keys
+        if alike and sample.only_ids and token not in sample.stop_ids:
+            sample.ids.append(token)
+            continue
+        outcome = outcome or unpack(packed)
+        taken.append((sample, token, sample.take(token, float(outcome.logprobs[slot]))))
+        ended = ended or sample.finish_reason is not None
         if count := sample.sampling.top_logprobs:
-            sample.rank(top_tokens[slot, :count].tolist(), top_logprobs[slot, :count].tolist())
-    return taken
+            sample.rank(outcome.top_tokens[slot, :count].tolist(), outcome.top_logprobs[slot, :count].tolist())
+    return taken, ended

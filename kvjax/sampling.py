@@ -298,10 +298,6 @@ def all_finite(logits: Float[Array, "... V"]) -> Bool[Array, "..."]:
     return jnp.isfinite(jnp.max(logits, axis=-1))
 
 
-sample_step = jax.jit(sample)
-"""`sample`, jitted."""
-
-
 def seen_tokens(prompt: Sequence[int], vocab_size: int) -> Int[np.ndarray, " V"]:
     """Counts of a row before its first token: 1 for tokens of the prompt. Each occurrence in the answer adds 2."""
     counts = np.zeros(vocab_size, np.int32)

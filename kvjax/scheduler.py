@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from kvjax.cache import OutOfPages
 from kvjax.checks import whole_number
@@ -31,8 +31,9 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.prompts import encode
 from kvjax.requests import Completion, OnToken, Request
 from kvjax.samples import Batch, Flight, Sample, read
-from kvjax.sampling import SamplingRows, sample_step, seen_tokens
+from kvjax.sampling import SamplingRows, seen_tokens
 from kvjax.sequences import CachedSequence
+from kvjax.steps import sample_first
 from kvjax.text import TextStream
 
 DEFAULT_SLOTS = 8
@@ -139,7 +140,9 @@ class Scheduler:
         self._waiting: list[Handle | Sample] = []  # in order; samples are suspended ones
         self._prefilling: Handle | None = None
         self._batches: dict[DecodePolicy, Batch] = {}
-        self._flights: list[Flight] = []
+        self._ending: list[Sample] = []  # of one token, which is on its way: they take a slot of `slots`, and none of a batch
+        self._flights: list[Flight] = []  # in order
+        self._ended = False  # whether a sample has ended that was not collected
         self._finished: list[Handle] = []  # that no step has returned yet
         self._slices = 0  # that were launched after the latest steps
         self._slices_before = 0  # the steps in flight
@@ -157,7 +160,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """Slots in use."""
-        return sum(map(len, self._batches.values())) + (self._prefilling is not None)
+        return sum(map(len, self._batches.values())) + len(self._ending) + (self._prefilling is not None)
 
     @property
     def has_room(self) -> bool:
@@ -213,7 +216,7 @@ class Scheduler:
 
     def _handles(self) -> list[Handle]:
         """The requests that have not ended."""
-        entries = [*self._running(), *self._waiting, *filter(None, [self._prefilling])]
+        entries = [*self._started(), *self._waiting, *filter(None, [self._prefilling])]
         return list(dict.fromkeys(each if isinstance(each, Handle) else each.handle for each in entries))
 
     # Admission
@@ -258,7 +261,7 @@ class Scheduler:
             self.engine.check_room(entry.sequence.length + 1, spare)
             self.engine.resume(entry.sequence)
             self._waiting.remove(entry)
-            self._run(entry)
+            self._run(entry, np.array(entry.ids[-1:], np.int32))
         elif entry._sequence is not None:
             self._start_sample(entry)
         else:
@@ -325,10 +328,11 @@ class Scheduler:
 
     def _start_sample(self, handle: Handle) -> None:
         """Give the next sample of a prefilled request its sequence, a fork of the prompt or for the last sample the prompt itself, and
-        choose its first token. OutOfPages changes nothing."""
+        choose its first token, which is read later: the device goes on with the next prompt meanwhile. OutOfPages changes nothing."""
         engine, index, last = self.engine, len(handle._samples), len(handle._samples) == handle.request.sampling.n - 1
         sampling = handle.request.sampling
-        sampling = dataclasses.replace(sampling, seed=(sampling.seed + index) % 2**32)
+        if index:
+            sampling = dataclasses.replace(sampling, seed=(sampling.seed + index) % 2**32)
         sequence = handle._sequence if last else engine.fork(handle._sequence)
         logits = handle._sequence.logits
         if last:
@@ -343,30 +347,20 @@ class Scheduler:
         stream = TextStream(tokenizer, sampling.stop) if streamed else None
         sample = Sample(handle, index, sampling, sequence, frozenset(stop_ids), stream)
         handle._samples.append(sample)
-        seen = self._counts(sample)
-        rows, position = SamplingRows.of([sampling]), np.array([sequence.length], np.int32)
-        sampled = jax.device_get(sample_step(logits[None], rows, position, None if seen is None else seen[None]))
-        if not sampled.finite[0]:
-            sample.fail()
+        position = np.array([sequence.length], np.int32)
+        token, packed = sample_first(logits, SamplingRows.of([sampling]), position, self._counts(sample))
+        self._flights.append(Flight((sample,), packed, of_step=False, ends=True))
+        if sampling.max_new_tokens == 1:
+            self._ending.append(sample)
         else:
-            token = int(sampled.tokens[0])
-            self._tell(sample, token, sample.take(token, float(sampled.logprobs[0])))
-            if count := sampling.top_logprobs:
-                sample.rank(sampled.top_tokens[0, :count].tolist(), sampled.top_logprobs[0, :count].tolist())
-        if sample.finish_reason is None:
-            self._run(sample)
-        else:  # its first token was its last
-            engine.free(sequence)
-            self._short = False
-            self._settle(handle)
+            self._run(sample, token)
 
-    def _run(self, sample: Sample) -> None:
-        """Give a sample a slot among those of its policy."""
+    def _run(self, sample: Sample, token: Int[Array, "1"]) -> None:
+        """Give a sample a slot among those of its policy, from where it goes on with its latest token."""
         policy = sample.handle._policy
         if policy not in self._batches:
             self._batches[policy] = Batch(policy, self._bucket, self.engine.config.vocab_size)
-        sample.issued = len(sample.ids)
-        self._batches[policy].put(sample, self._counts(sample))
+        self._batches[policy].put(sample, token, self._counts(sample))
 
     def _counts(self, sample: Sample) -> Int[np.ndarray, " V"] | None:
         """`seen_tokens` of the prompt and of the answer but for its latest token, which the next step counts; None without a penalty."""
@@ -383,6 +377,10 @@ class Scheduler:
     def _running(self) -> list[Sample]:
         return [sample for batch in self._batches.values() for sample in batch.samples if sample is not None]
 
+    def _started(self) -> list[Sample]:
+        """Those that take a slot."""
+        return [*self._running(), *self._ending]
+
     # Steps
 
     def _launch(self) -> int:
@@ -398,7 +396,7 @@ class Scheduler:
         result = self._run_plan(StepPlan(tuple(group for _, group in groups), chunks))
         if result is None:
             return 0
-        flights = [batch.launched(group, decoded) for (batch, group), decoded in zip(groups, result.decodes, strict=True)]
+        flights = [batch.launched(decoded) for (batch, _), decoded in zip(groups, result.decodes, strict=True)]
         self._read()
         self._flights, self._slices_before = flights, self._slices
         self._prefilled(chunks, result.chunk_logits)
@@ -415,22 +413,24 @@ class Scheduler:
             self._make_room(error)
         except Exception as error:
             self._flights = []
-            for handle in dict.fromkeys([*(sample.handle for sample in self._running()), *filter(None, [self._prefilling])]):
+            for handle in dict.fromkeys([*(sample.handle for sample in self._started()), *filter(None, [self._prefilling])]):
                 self._end(handle, error)
             raise
         return None
 
     def _read(self) -> None:
-        """Wait for the steps in flight, and hand their tokens out."""
+        """Wait for the tokens in flight, and hand them out."""
         flights, self._flights = self._flights, []
+        steps = [flight for flight in flights if flight.of_step]
         for flight in flights:
-            for sample, token, piece in read(flight):
+            taken, ended = read(flight, listening=self.on_token is not None)
+            self._ended = self._ended or ended
+            for sample, token, piece in taken:
                 self._tell(sample, token, piece)
-        if self._gap is not None:
-            if flights:
+            if self._gap is not None and steps and flight is steps[-1]:
                 self._gap.steps_read(self._slices_before)
-            else:
-                self._gap.idle()
+        if self._gap is not None and not steps:
+            self._gap.idle()
 
     def _make_room(self, error: OutOfPages) -> None:
         """A plan needs pages: take those of samples that have just ended; else of the youngest of the lowest priority that holds any."""
@@ -465,7 +465,10 @@ class Scheduler:
 
     def _collect(self) -> bool:
         """Free what has ended, and complete the requests whose samples have all ended. Returns whether pages came back."""
-        ended = [sample for sample in self._running() if sample.finish_reason is not None]
+        if not self._ended:
+            return False
+        self._ended = False
+        ended = [sample for sample in self._started() if sample.finish_reason is not None]
         for sample in ended:
             self._drop(sample)
         for handle in dict.fromkeys(sample.handle for sample in ended):
@@ -487,6 +490,9 @@ class Scheduler:
 
     def _leave(self, sample: Sample) -> None:
         """Take a sample out of its slot."""
+        if sample in self._ending:
+            self._ending.remove(sample)
+            return
         batch = self._batches[sample.handle._policy]
         batch.remove(sample)
         if not len(batch):
@@ -502,7 +508,7 @@ class Scheduler:
 
     def _end(self, handle: Handle, error: Exception | None) -> None:
         """End a request early: it was cancelled (error: None), or it cannot run. Everything it holds is freed."""
-        running = set(self._running())
+        running = set(self._started())
         for sample in handle._samples:
             if sample in running:
                 self._drop(sample)

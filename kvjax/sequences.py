@@ -41,13 +41,14 @@ def check_usable(sequences: Sequence[CachedSequence], live: Set[CachedSequence],
 
     in_chunks: those in the middle of a chunk of prefill, which cannot be written to, nor can suspended ones; None: that does not matter.
     """
-    if not live >= set(sequences):
+    given = set(sequences)
+    if not live >= given:
         raise ValueError("the sequence was freed or is another engine's; prefill it here")
-    if len(set(sequences)) < len(sequences):
+    if len(given) < len(sequences):
         raise ValueError("a sequence stands twice in one batch; fork it to decode it twice")
     if in_chunks is None:
         return
-    if any(each.suspended is not None for each in sequences):
+    if any([each.suspended is not None for each in sequences]):  # noqa: C419 - a list is faster, and this is done in every step
         raise ValueError("the sequence is suspended; engine.resume(sequence) brings its pages back")
-    if not in_chunks.isdisjoint(sequences):
+    if in_chunks and not in_chunks.isdisjoint(given):
         raise ValueError("the sequence is in the middle of a chunk of prefill: go on with the chunk (Engine.step), or free it")

@@ -6,6 +6,7 @@ step costs the host the same however long the sequences are.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -14,7 +15,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import Cache, CacheSpec, LayerCache
-from kvjax.cache.tables import page_table, table_width
+from kvjax.cache.groups import PageIds
+from kvjax.cache.tables import narrower, page_table, table_width
 from kvjax.sequences import CachedSequence
 
 NextPages = dict[str, Int[Array, "B 2"]]
@@ -24,122 +26,146 @@ NextPages = dict[str, Int[Array, "B 2"]]
 class Slots:
     """A decode batch of `size` slots.
 
-    `fill` puts sequences into them, `cache` gives what a step reads, `advance` takes back what it returns.
+    `fill` puts sequences into them, unless they `hold` them. `cache` gives what a step reads, `advance` takes back what it returns.
 
-    Sequences may change between steps in any way (`truncate`, `extend`): `fill` finds the rows that did.
+    Sequences may change between steps in any way (`truncate`, `extend`): `hold` and `fill` find the rows that did. A row takes more than a
+    comparison only when it changed, or comes to a page that the device has not been told of.
+
+    rows: slots with a sequence, ascending. live, lengths: their sequences, and the tokens of each. longest: the most of these.
     """
 
     def __init__(self, spec: CacheSpec, size: int):
         self.spec, self.size = spec, size
-        self.sequences: list[CachedSequence | None] = [None] * size
+        self.sequences: tuple[CachedSequence | None, ...] = (None,) * size
+        self.rows: list[int] = []
         self.live: list[CachedSequence] = []
-        self._filled = np.zeros(size, bool)
-        self._pages: list[dict[str, list[int]] | None] = [None] * size
-        self._lengths = np.zeros(size, np.int32)
-        self._room = np.zeros(size, np.int64)  # tokens that fit into the pages of a row, as far as known here
+        self.lengths: list[int] = []
+        self.longest = 0
+        self._pages: list[PageIds] = []  # of `live`
+        self._limits: list[int] = []  # of `live`: the tokens up to which `_next` has their pages
+        self._nearest = 0  # tokens that every row may be longer by within its limit
         self._next = {group.name: np.full((size, 2), -1, np.int32) for group in spec.groups}
-        self._at = {group.name: np.full(size, -1, np.int32) for group in spec.groups}  # logical page that `_next` begins with
-        self._dirty: set[int] = set()
+        self._named: NextPages | None = None  # `_next` as a step is given it: the call of the step moves it to the device
         self._host_tables: dict[str, Int[np.ndarray, "B M"]] = {}
+        self._holds = 0, 0  # tokens of the longest row for which tables have the width that they have: more than, and at most
+        self._dirty: set[int] = set()
         self._tables: dict[str, Int[Array, "B M"]] | None = None
         self._device_lengths: Int[Array, "B"] | None = None
-        self._named: NextPages | None = None  # `_next` as a step is given it: the call of the step moves it to the device
         self.active: Bool[Array, "B"] = jnp.zeros(size, bool)
+
+    def hold(self, sequences: Sequence[CachedSequence | None]) -> bool:
+        """Whether these sequences are in the slots, and none has changed since the last step; a freed or suspended one has."""
+        # One tuple has what it had. A list may have changed.
+        if not (sequences is self.sequences or all(map(operator.is_, sequences, self.sequences))):
+            return False
+        for each, length, pages in zip(self.live, self.lengths, self._pages, strict=True):
+            if each.length != length or each.pages is not pages:
+                return False
+        return True
 
     def fill(self, sequences: Sequence[CachedSequence | None]) -> None:
         """Put these sequences into the slots, None: an empty one. What has not changed since the last step stays on the device."""
-        lengths, pages = self._lengths.tolist(), self._pages
-        changed = [
-            row
-            for row, each in enumerate(sequences)
-            if each is not self.sequences[row] or (each is not None and (each.length != lengths[row] or each.pages is not pages[row]))
-        ]
-        if not changed:
-            return
-        for row in changed:
-            each = sequences[row]
-            self.sequences[row], self._pages[row] = each, None if each is None else each.pages
-            self._lengths[row], self._room[row] = 0 if each is None else each.length, 0
-            for name in self._next:
-                self._next[name][row], self._at[name][row] = -1, -1
-        filled = np.array([each is not None for each in self.sequences])
-        if not np.array_equal(filled, self._filled):
-            self._filled, self.active = filled, jnp.asarray(filled)
-        self.live = [each for each in self.sequences if each is not None]
-        self._dirty.update(changed)
-        self._named = None
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return int(self._lengths.max())
+        known = dict(zip(self.rows, zip(self.live, self.lengths, self._pages, self._limits, strict=True), strict=True))
+        self.sequences = tuple(sequences)
+        rows = [row for row, each in enumerate(sequences) if each is not None]
+        if rows != self.rows:
+            self.active = jnp.asarray(np.array([each is not None for each in sequences]))
+        self._dirty.update(known.keys() - rows)
+        self.rows, self.live = rows, [sequences[row] for row in rows]
+        self.lengths, self._pages = [each.length for each in self.live], [each.pages for each in self.live]
+        self.longest, self._limits = max(self.lengths, default=0), []
+        for row, each in zip(rows, self.live, strict=True):
+            before, length, pages, limit = known.get(row, (None, 0, None, 0))
+            if each is not before or each.length != length or each.pages is not pages:
+                self._dirty.add(row)
+                limit = 0
+            self._limits.append(limit)
+        for following in self._next.values():
+            following[list(self._dirty)] = -1
+        self._nearest, self._named = self._room_to_limits(), None
 
     def lacking(self, num_tokens: int) -> list[CachedSequence]:
         """The sequences without pages for so many more tokens."""
-        short = []
-        for row in np.flatnonzero(self._filled & (self._lengths + num_tokens > self._room)).tolist():
-            self._look_at_pages(row)
-            if self._lengths[row] + num_tokens > self._room[row]:
-                short.append(self.sequences[row])
-        return short
+        near = [self.live[place] for place in self._near_a_limit(num_tokens)]
+        return [each for each in near if each.length + num_tokens > self._room(each)]
 
     def cache(self, layers: tuple[LayerCache, ...], num_tokens: int) -> tuple[Cache, NextPages]:
         """What a step of `num_tokens` tokens reads and writes, and the pages that `name_pages` adds to its tables. Every sequence must have
         its pages. The step DONATES page tables and lengths; call `advance` with what it returns, or `forget` if it fails."""
-        for row in np.flatnonzero(self._filled & (self._lengths + num_tokens > self._room)).tolist():
-            self._look_at_pages(row)
-        self._name_next()
-        self._place_rows(num_tokens)
+        if near := self._near_a_limit(num_tokens):
+            for place in near:
+                self._limits[place] = self._name_next(self.rows[place], self.live[place])
+            self._nearest = self._room_to_limits()
+        if self._dirty or not self._holds[0] < self.longest + num_tokens <= self._holds[1]:
+            self._place_rows(num_tokens)
+        if self._tables is None:
+            lengths = np.zeros(self.size, np.int32)
+            lengths[self.rows] = self.lengths
+            # Copies: a transfer may be under way when what is here changes in place, and a CPU array may be this memory.
+            self._tables, self._device_lengths = jax.device_put(
+                ({name: table.copy() for name, table in self._host_tables.items()}, lengths)
+            )
         if self._named is None:
-            self._named = {name: ids.copy() for name, ids in self._next.items()}  # a transfer may be under way when `_next` changes
+            self._named = {name: ids.copy() for name, ids in self._next.items()}  # as above
         return Cache(layers, self._tables, self._device_lengths, self.spec), self._named
 
     def advance(self, cache: Cache, written: int | Int[np.ndarray, "B"]) -> None:
         """Keep a step's tables and lengths. written: tokens that each filled slot is longer by."""
         self._tables, self._device_lengths = cache.page_tables, cache.lengths
-        np.add(self._lengths, written, out=self._lengths, where=self._filled, casting="unsafe")
+        if isinstance(written, int):
+            self.lengths = [length + written for length in self.lengths]
+            self.longest, self._nearest = self.longest + written, self._nearest - written
+        else:
+            self.lengths = list(map(operator.add, self.lengths, written[self.rows].tolist()))
+            self.longest, self._nearest = max(self.lengths, default=0), self._room_to_limits()
 
     def forget(self) -> None:
         """Make the device's arrays anew for the next step."""
         self._tables = None
 
-    def _look_at_pages(self, row: int) -> None:
-        """Learn which pages a sequence has got since this was last asked."""
-        pages = self._pages[row]
-        self._room[row] = min(len(pages[group.name]) * group.page_size for group in self.spec.groups)
-        for at in self._at.values():
-            at[row] = -1
+    def _near_a_limit(self, num_tokens: int) -> list[int]:
+        """Places in `live` of rows that so many more tokens take beyond their limit."""
+        if num_tokens <= self._nearest:
+            return []
+        both = zip(self.lengths, self._limits, strict=True)
+        return [place for place, (length, limit) in enumerate(both) if length + num_tokens > limit]
 
-    def _name_next(self) -> None:
-        """Bring `_next` up to date for rows that come to a new page."""
+    def _room_to_limits(self) -> int:
+        return min(map(operator.sub, self._limits, self.lengths), default=0)
+
+    def _room(self, sequence: CachedSequence) -> int:
+        """Tokens that fit into a sequence's pages."""
+        return min([len(sequence.pages[group.name]) * group.page_size for group in self.spec.groups])
+
+    def _name_next(self, row: int, sequence: CachedSequence) -> int:
+        """Bring `_next` of a row up to date with its sequence's pages. Returns its limit: up to the end of a page, and of its pages."""
+        limits = []
         for group in self.spec.groups:
-            now, at, following = self._lengths // group.page_size, self._at[group.name], self._next[group.name]
-            for row in np.flatnonzero(self._filled & (now != at)).tolist():
-                ids, first = self._pages[row][group.name], int(now[row])
-                following[row] = (*ids[first : first + 2], -1, -1)[:2]
-                at[row] = first
-                if (table := self._host_tables.get(group.name)) is not None:
-                    table[row, first : first + 2] = following[row][: max(0, table.shape[1] - first)]
-                self._named = None
+            ids, first = sequence.pages[group.name], sequence.length // group.page_size
+            following = [*ids[first : first + 2], -1, -1][:2]
+            limits.append(min(first + 1, len(ids)) * group.page_size)
+            if (known := self._next[group.name])[row].tolist() != following:
+                known[row], self._named = following, None
+            if (table := self._host_tables.get(group.name)) is not None:
+                table[row, first : first + 2] = following[: max(0, table.shape[1] - first)]
+        return min(limits)
 
     def _place_rows(self, num_tokens: int) -> None:
-        """Put changed rows into the tables."""
-        widths = {group.name: table_width(-(-(self.longest + num_tokens) // group.page_size)) for group in self.spec.groups}
-        tables = self._host_tables
-        if any(name not in tables or tables[name].shape[1] != width for name, width in widths.items()):
-            rows = {name: [pages[name] if pages else () for pages in self._pages] for name in widths}
-            self._host_tables = tables = {name: page_table(lists, widths[name]) for name, lists in rows.items()}
-            self._tables = None
-        elif self._dirty:
-            for row in self._dirty:
-                for name, table in tables.items():
-                    pages = self._pages[row]
-                    table[row] = page_table([pages[name] if pages else ()], widths[name])[0]
-            self._tables = None
-        if self._tables is None:
-            # Copies: a transfer may be under way when what is here changes in place, and a CPU array may be this memory.
-            copies = {name: table.copy() for name, table in tables.items()}, self._lengths.copy()
-            self._tables, self._device_lengths = jax.device_put(copies)
+        """Put changed rows into the tables, which are as wide as the longest row and `num_tokens` more tokens need."""
+        bounds = []
+        for group in self.spec.groups:
+            width = table_width(-(-(self.longest + num_tokens) // group.page_size))
+            bounds.append((narrower(width) * group.page_size, width * group.page_size))
+            table = self._host_tables.get(group.name)
+            if table is None or table.shape[1] != width:
+                self._host_tables[group.name] = page_table([each.pages[group.name] if each else () for each in self.sequences], width)
+                self._tables = None
+            elif self._dirty:
+                rows = list(self._dirty)
+                changed = [self.sequences[row] for row in rows]
+                table[rows] = page_table([each.pages[group.name] if each else () for each in changed], width)
+                self._tables = None
+        self._holds = max(low for low, _ in bounds), min(high for _, high in bounds)
         self._dirty.clear()
 
 

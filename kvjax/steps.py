@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -15,18 +14,11 @@ from kvjax.attend import asked_of, attend_chunk, reader_of, recall_chunk, recall
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
+from kvjax.outcomes import Reads, pack
 from kvjax.policies.decode import Blocks, DecodePolicy, SelectContext
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy
 from kvjax.sampling import Sampled, SamplingRows, accept, count_tokens, sample
 from kvjax.slots import NextPages, name_pages
-
-
-@flax.struct.dataclass
-class Reads:
-    """What a step's attention read, summed over layers and KV heads: listed blocks, and keys attended (in tokens)."""
-
-    blocks: Int[Array, "B"]
-    keys: Int[Array, "B"]
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "first", "last", "all_logits"), donate_argnames="cache")
@@ -154,12 +146,13 @@ def decode_and_sample(
     rows: SamplingRows,
     counts: Int[Array, "B V"] | None = None,
     following: NextPages | None = None,
-) -> tuple[Sampled, Cache, tuple[Any, ...], Reads]:
+) -> tuple[Sampled, Int[Array, "B C"], Cache, tuple[Any, ...], Reads]:
     """One step from token to next token in one call. DONATES cache and counts.
 
     tokens: `[B]`, or `[B, T]`: certain ones and T - 1 drafts behind each, -1 where there is none. What is sampled then has an axis T, and
     `accepted` says how many of a row's tokens stay; cache, counts and states are those after them. counts: where `rows.penalises`, which
-    tokens each row held before this step; the tokens written now are counted into it.
+    tokens each row held before this step; the tokens written now are counted into it. After what is sampled comes all that the host reads
+    of a step, in one array (`kvjax.outcomes.pack`).
     """
     drafted = tokens if tokens.ndim == 2 else tokens[:, None]
     written = jnp.where(drafted < 0, 0, drafted) if tokens.ndim == 2 else drafted
@@ -167,9 +160,21 @@ def decode_and_sample(
     logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, written, active, states, following=following)
     if tokens.ndim == 1:
         counts = count_tokens(counts, tokens, active) if rows.penalises else counts
-        return sample(logits[:, 0], rows, cache.lengths, counts), cache, states, reads
+        sampled = sample(logits[:, 0], rows, cache.lengths, counts)
+        return sampled, pack(sampled, reads), cache, states, reads
     sampled = accept(logits, rows, lengths, drafted, active, counts)
-    return sampled, cache.replace(lengths=lengths + sampled.accepted), states_after(states, sampled.accepted), reads
+    cache = cache.replace(lengths=lengths + sampled.accepted)
+    return sampled, pack(sampled, reads), cache, states_after(states, sampled.accepted), reads
+
+
+@jax.jit
+def sample_first(
+    logits: Float[Array, " V"], rows: SamplingRows, positions: Int[Array, "1"], counts: Int[Array, " V"] | None = None
+) -> tuple[Int[Array, "1"], Int[Array, "1 C"]]:
+    """The token after a prompt, and all that the host reads of it (`kvjax.outcomes.pack`). Arguments as those of `sample`, of one row."""
+    sampled = sample(logits[None], rows, positions, None if counts is None else counts[None])
+    none = jnp.zeros(1, jnp.int32)
+    return sampled.tokens, pack(sampled, Reads(none, none))
 
 
 def _read_by_turns(policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: Any):

@@ -43,6 +43,16 @@ class GroupPages:
         """Pages of each group that sequences hold, each counted once."""
         return {name: each.total - each.free for name, each in self.allocators.items()}
 
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest sequence that the whole pool holds; infinite where every group has room for any."""
+        bounds = [float("inf")]
+        for group in self.spec.groups:
+            total = self.allocators[group.name].total
+            if most_pages(group, self.chunk) > total:
+                bounds.append(total * group.page_size)
+        return min(bounds)
+
     def new(self) -> PageIds:
         """The pages of a sequence without tokens."""
         return {group.name: [] for group in self.spec.groups}

@@ -20,6 +20,11 @@ def table_width(pages: int) -> int:
     return width
 
 
+def narrower(width: int) -> int:
+    """Pages up to which a table of fewer columns would do: the width below this one, or 0."""
+    return 0 if width == MIN_TABLE_PAGES else width // GROWTH
+
+
 def table_widths(pages: int) -> Iterator[int]:
     """Every width that a sequence of `pages` pages meets as it grows."""
     width = MIN_TABLE_PAGES

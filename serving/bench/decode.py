@@ -28,10 +28,11 @@ from kvjax.learning import state_specs
 from kvjax.model import ModelConfig, Params, uniform_config
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.models.loading import read_config
+from kvjax.outcomes import Reads
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy, name_of, parse
 from kvjax.sampling import SamplingRows
-from kvjax.steps import Reads, decode_and_sample
+from kvjax.steps import decode_and_sample
 from pallas_kernels import dispatch
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages, random_pages
 from pallas_kernels.bench.timing import Timing, kernel_timing, record, timeline
@@ -283,7 +284,7 @@ def _steps(
     """Run steps, each on the tokens of the one before, and wait for the last. Returns whether its logits were finite. DONATES cache."""
     states = runner.states
     for _ in range(steps):
-        sampled, cache, states, runner.reads = runner.step(params, cache, tokens, active, states, rows)
+        sampled, _, cache, states, runner.reads = runner.step(params, cache, tokens, active, states, rows)
         tokens = sampled.tokens
     jax.block_until_ready((tokens, cache.lengths))
     return sampled.finite, cache

@@ -12,9 +12,10 @@ import pytest
 import kvjax
 from kvjax import Engine, NotFinite, OutOfPages, Request, Sampling, generate, score
 from kvjax.generation import run
-from kvjax.sampling import SamplingRows, sample_step
+from kvjax.sampling import SamplingRows, sample
 from kvjax.scoring import continuation_logprobs, encode_pair
 
+sample_step = jax.jit(sample)
 PROMPTS = ["The whale", "A much longer prompt about ships, captains and the sea. " * 3, "x", "Call me"]
 
 
@@ -147,11 +148,20 @@ def test_the_models_end_of_sequence_is_the_stop_token_unless_others_are_given(sp
     assert generate(ending, "Call me", max_new_tokens=12, details=True, stop_token_ids=()).token_ids == plain.token_ids
 
 
-def test_a_request_that_ends_with_its_first_token_takes_no_step(engine):
-    first = generate(engine, "Call me", max_new_tokens=1, details=True, stop_token_ids=()).token_ids
+def test_a_request_of_one_token_takes_no_step(engine):
     before = engine.last_reads
-    assert generate(engine, "Call me", max_new_tokens=9, details=True, stop_token_ids=first).token_ids == first
+    assert len(generate(engine, "Call me", max_new_tokens=1, details=True, stop_token_ids=()).token_ids) == 1
     assert engine.last_reads is before
+
+
+def test_of_a_request_that_ends_with_its_first_token_nothing_more_is_kept(engine):
+    """The step after it was on its way already."""
+    (first,) = generate(engine, "Call me", max_new_tokens=1, details=True, stop_token_ids=()).token_ids
+    heard = []
+    request = Request("Call me", Sampling(9, stop_token_ids=(first,), logprobs=True))
+    ((_, completion),) = run(engine, [request], on_token=lambda request, token, piece: heard.append((token, piece)))
+    assert (completion.token_ids, completion.text, completion.finish_reason, len(completion.logprobs)) == ((first,), "", "stop", 1)
+    assert (completion.blocks_per_step, completion.keys_per_step, heard) == (0, 0, [(first, "")])
 
 
 def test_the_callback_hears_every_token_once(engine):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ from kvjax import Engine, NotFinite, Request, Sampling, generate, run, score
 from kvjax.fidelity.forcing import force
 from kvjax.fidelity.retrieval import speak
 from kvjax.fidelity.score_overlap import capture_scores
-from kvjax.sampling import SamplingRows, sample_step
+from kvjax.sampling import SamplingRows, sample
 from kvjax.scoring import continuation_logprobs
 from kvjax.serving import KvjaxLM
 from kvjax.serving.batch.job import run_batch
 
+sample_step = jax.jit(sample)
 BAD = 62
 """A token whose embedding is NaN, so logits are NaN from it on. It is "^" in the speaker's vocabulary, which no prompt here holds."""
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import Sampling
-from kvjax.sampling import SamplingRows, count_tokens, kept, penalised, sample_step, seen_tokens
+from kvjax.sampling import SamplingRows, count_tokens, kept, penalised, sample, seen_tokens
 
+sample_step = jax.jit(sample)
 LOGITS = np.log(np.array([0.05, 0.4, 0.25, 0.2, 0.1], np.float32))
 
 

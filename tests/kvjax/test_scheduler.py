@@ -218,6 +218,58 @@ def test_close_cancels_everything(engine):
     assert finish(scheduler) == [after], "it may be used again"
 
 
+# First tokens
+
+
+def test_no_prompt_waits_for_the_first_token_of_another(engine, monkeypatch):
+    """Everything that one step launches is on its way before anything of it is read."""
+    events, run_plan, read_one = [], Engine.step, module.read
+
+    def step(self, plan):
+        events.extend(["chunk"] * len(plan.chunks) + ["step"] * len(plan.decodes))
+        return run_plan(self, plan)
+
+    def read(flight, *, listening):
+        events.append("read" if flight.of_step else "first")
+        return read_one(flight, listening=listening)
+
+    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(module, "read", read)
+    scheduler = Scheduler(engine, slots=4)
+    handles = [scheduler.submit(asked(name, count)) for name, count in (("a", 4), ("b" * 200, 1), ("c", 3))]
+    assert scheduler.step() == [handles[1]]
+    assert events == [*["chunk"] * 4, "step", "first", "first", "first"]
+    events.clear()
+    assert scheduler.step() == []
+    assert events == ["step", "read"]
+    finish(scheduler)
+    assert [handle.completion for handle in handles] == [alone(engine, handle.request) for handle in handles]
+
+
+def test_a_request_of_one_token_takes_a_slot_until_that_is_read(engine):
+    scheduler = Scheduler(engine, slots=2)
+    handles = [scheduler.submit(asked(name, 1)) for name in "abc"]
+    assert scheduler.step() == handles[:2]
+    assert (scheduler.running, scheduler.waiting, scheduler.idle) == (0, 1, False)
+    assert finish(scheduler) == handles[2:]
+    assert [handle.completion for handle in handles] == [alone(engine, handle.request) for handle in handles]
+
+
+@pytest.mark.parametrize("count", [5, 1])
+def test_cancelled_before_its_first_token_is_read(engine, count):
+    scheduler = Scheduler(engine, slots=4, max_gap_ms=1e4)
+    other = scheduler.submit(asked("a", 30))
+    scheduler.step()
+    handle = scheduler.submit(asked("b" * 200, count))
+    while not handle._samples:
+        scheduler.step()
+    assert handle._samples[0].ids == []
+    scheduler.cancel(handle)
+    assert (handle.completion.finish_reason, handle.completion.token_ids) == ("cancelled", ())
+    assert finish(scheduler) == [other]
+    assert other.completion == alone(engine, other.request)
+
+
 # Pages
 
 
@@ -330,15 +382,17 @@ def _resume_without_pages(monkeypatch):
 
 
 def _counts_forgotten(monkeypatch):
+    def put(self, sample, token, counts):
+        real(self, sample, token, None if counts is None else np.zeros_like(counts))
+
     real = Batch.put
-    monkeypatch.setattr(Batch, "put", lambda self, sample, counts: real(self, sample, None if counts is None else np.zeros_like(counts)))
+    monkeypatch.setattr(Batch, "put", put)
 
 
 def _latest_token_lost(monkeypatch):
-    def put(self, sample, counts):
-        real(self, sample, counts)
-        if len(sample.ids) > 1:  # it comes back
-            self._tokens = self._tokens.at[self.samples.index(sample)].set(sample.ids[-2])
+    def put(self, sample, token, counts):
+        comes_back = len(sample.ids) > 1
+        real(self, sample, np.array(sample.ids[-2:-1], np.int32) if comes_back else token, counts)
 
     real = Batch.put
     monkeypatch.setattr(Batch, "put", put)

@@ -143,8 +143,8 @@ def test_logits_that_are_not_finite_fail_their_request_alone(engine, monkeypatch
     def sampled(logits, rows, position, counts):
         return real(jnp.where(position[0] == 3, jnp.nan, logits), rows, position, counts)
 
-    real = module.sample_step
-    monkeypatch.setattr(module, "sample_step", sampled)
+    real = module.sample_first
+    monkeypatch.setattr(module, "sample_first", sampled)
     scheduler = Scheduler(engine, slots=2)
     wrong, right = scheduler.submit(asked("abc", 5, n=n)), scheduler.submit(asked("x", 2))
     assert finish(scheduler) == [wrong, right]
@@ -172,6 +172,23 @@ def test_an_engines_error_ends_those_that_ran_and_is_raised(engine, monkeypatch)
     assert finish(scheduler) == handles
     assert [type(handle.completion.error) for handle in handles] == [ZeroDivisionError, ZeroDivisionError, type(None)]
     assert handles[2].completion == alone(engine, handles[2].request)
+
+
+def test_an_engines_error_ends_those_whose_only_token_is_on_its_way(engine, monkeypatch):
+    scheduler = Scheduler(engine, slots=3)
+    handles = [scheduler.submit(asked("first", 5)), scheduler.submit(asked("second", 1))]
+    real = Engine.step
+
+    def step(self, plan):
+        if plan.decodes:
+            raise ZeroDivisionError
+        return real(self, plan)
+
+    monkeypatch.setattr(Engine, "step", step)
+    with pytest.raises(ZeroDivisionError):
+        scheduler.step()
+    assert scheduler.step() == handles
+    assert [type(handle.completion.error) for handle in handles] == [ZeroDivisionError] * 2
 
 
 def test_bad_arguments_say_what_would_be_right(engine, speaker):
@@ -225,5 +242,5 @@ def test_a_step_does_not_wait_for_itself(engine):
     scheduler.step()
     (sample,) = handle._samples
     assert (sample.issued, len(sample.ids)) == (2, 1)
-    assert isinstance(scheduler._flights[0].decoded.sampled.tokens, jax.Array)
+    assert isinstance(scheduler._flights[0].packed, jax.Array)
     finish(scheduler)

@@ -152,6 +152,38 @@ def test_suspended_and_resumed_between_steps(engine, checked):
     assert len(checked) == 3
 
 
+def test_a_list_that_has_others_in_it_now(engine, checked):
+    """The same list object as in the step before."""
+    a, b = engine.prefill([tokens(20), tokens(40, seed=1)])
+    rows, batch = SamplingRows.of([None, None]), [a, b]
+    engine.decode_and_sample(batch, [1, 2], rows)
+    batch.reverse()
+    engine.decode_and_sample(batch, [3, 4], rows)
+    batch[1] = None
+    engine.decode_and_sample(batch, [5, 0], rows)
+    assert ([a.length, b.length], len(checked)) == ([22, 43], 3)
+
+
+def test_what_the_slots_hold_is_refused_once_it_cannot_be_used(engine):
+    """Slots do not look again at sequences that have not changed; these have, though neither tokens nor pages say so."""
+    empty = engine.new_sequence()
+    (ballast,) = engine.prefill([[1]])
+    engine.reserve([ballast], (PAGES - 1) * PAGE)
+    with pytest.raises(OutOfPages):
+        engine.decode([empty], [1])
+    engine.free(empty)
+    with pytest.raises(ValueError, match="the sequence was freed"):
+        engine.decode([empty], [1])
+    engine.free(ballast)
+    (a,) = engine.prefill([tokens(20)])
+    engine.decode([a], [1])
+    engine.suspend(a)
+    with pytest.raises(ValueError, match="the sequence is suspended"):
+        engine.decode([a], [2])
+    engine.resume(a)
+    engine.decode([a], [2])
+
+
 def test_a_stale_table_is_noticed(engine, checked, monkeypatch):
     """A truncation that leaves the mapping of pages as it is, so that `fill` cannot tell."""
 

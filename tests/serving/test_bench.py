@@ -140,7 +140,7 @@ def test_a_round_is_the_engines_steps_fed_by_each_other():
     cache, tokens = decode_bench.random_cache(p, 2048), jnp.zeros(2, jnp.int32)
     for _ in range(3):
         static = (TransformerDecoder(p.config), parse("top:8"), p.indexes)
-        sampled, cache, _, _ = decode_and_sample(*static, params, cache, tokens, jnp.ones(2, bool), ((), ()), rows)
+        sampled, _, cache, _, _ = decode_and_sample(*static, params, cache, tokens, jnp.ones(2, bool), ((), ()), rows)
         tokens = sampled.tokens
     assert after.lengths.tolist() == cache.lengths.tolist() == [2048, 2048]
     for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(cache), strict=True):
