@@ -41,6 +41,7 @@ class Heavy(Stateless):
 
 
 POLICIES = ("dense", "quest:1", "window:8+24", Heavy())
+FAMILIES = ("full", "window", "recurrent")
 
 
 def windowed():
@@ -50,7 +51,7 @@ def windowed():
     return TinyModel(TransformerDecoder(config), init_params(config, jax.random.key(7), std=0.15))
 
 
-@pytest.fixture(scope="module", params=["full", "window", "recurrent"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def engine(request, model, recurrent_model):
     chosen = {"full": model, "window": None, "recurrent": recurrent_model}[request.param] or windowed()
     return make_engine(chosen)
@@ -73,8 +74,19 @@ def first_greedy(logits):
     return int(np.argmax(np.asarray(logits)))
 
 
+STEPS = {family: [*((policy, 4) for policy in POLICIES), ("quest:1", 16), (Heavy(), 16)] for family in FAMILIES}
+FIRST = {"full": STEPS["full"][:5], "window": [("dense", 4), (Heavy(), 4)], "recurrent": [("quest:1", 4), ("quest:1", 16)]}
+"""`make test` takes every policy, and every family with two; the rest is `long`."""
+
+
 @pytest.mark.parametrize(
-    ("policy", "count"), [*((policy, 4) for policy in POLICIES), ("quest:1", 16), pytest.param(Heavy(), 16, marks=pytest.mark.long)]
+    ("engine", "policy", "count"),
+    [
+        pytest.param(family, *each, marks=[] if each in FIRST[family] else [pytest.mark.long])
+        for family, steps in STEPS.items()
+        for each in steps
+    ],
+    indirect=["engine"],
 )
 def test_each_token_of_a_step_gets_what_it_would_alone(engine, text, policy, count):
     """From every place in a page, so that the step crosses a border and does not; two sequences of different length."""

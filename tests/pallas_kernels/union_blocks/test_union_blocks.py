@@ -298,7 +298,7 @@ def test_what_the_kernel_cannot_do_is_passed_by(monkeypatch, sizes, reason):
     with pytest.raises(NotImplementedError, match=reason):
         union_blocks(*lists, **sizes, implementation="mosaic_gpu")
     with dispatch.listening() as heard:
-        union_blocks(*lists, **sizes)
+        jax.eval_shape(functools.partial(union_blocks, **sizes), *lists)
     assert heard["union_blocks"] == "xla"
 
 
