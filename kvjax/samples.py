@@ -144,7 +144,7 @@ class Batch:
     def __init__(self, policy: DecodePolicy, size: int, vocab_size: int):
         self.policy, self.size, self._vocab_size = policy, size, vocab_size
         self.samples: list[Sample | None] = [None] * size
-        self._tokens = jnp.zeros(size, jnp.int32)
+        self._tokens = jax.device_put(np.zeros(size, np.int32))
         self._rows: SamplingRows | None = None
         self._stepping: tuple[Sample | None, ...] = ()  # by slot, those that want more tokens
         self._sequences: tuple[CachedSequence | None, ...] = ()  # theirs
@@ -180,7 +180,7 @@ class Batch:
             return None
         if self._rows is None:
             rows = SamplingRows.of([None if sample is None else sample.sampling for sample in self.samples])
-            self._rows = jax.tree.map(jnp.asarray, rows)
+            self._rows = jax.device_put(rows)
             self._counts = self._counts if rows.penalises else None
         return DecodeGroup(self._sequences, self._tokens, self._rows, self.policy, self._counts)
 

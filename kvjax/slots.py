@@ -51,7 +51,7 @@ class Slots:
         self._dirty: set[int] = set()
         self._tables: dict[str, Int[Array, "B M"]] | None = None
         self._device_lengths: Int[Array, "B"] | None = None
-        self.active: Bool[Array, "B"] = jnp.zeros(size, bool)
+        self.active: Bool[Array, "B"] = jax.device_put(np.zeros(size, bool))
 
     def hold(self, sequences: Sequence[CachedSequence | None]) -> bool:
         """Whether these sequences are in the slots, and none has changed since the last step; a freed or suspended one has."""
@@ -69,7 +69,7 @@ class Slots:
         self.sequences = tuple(sequences)
         rows = [row for row, each in enumerate(sequences) if each is not None]
         if rows != self.rows:
-            self.active = jnp.asarray(np.array([each is not None for each in sequences]))
+            self.active = jax.device_put(np.array([each is not None for each in sequences]))
         self._dirty.update(known.keys() - rows)
         self.rows, self.live = rows, [sequences[row] for row in rows]
         self.lengths, self._pages = [each.length for each in self.live], [each.pages for each in self.live]
