@@ -45,14 +45,15 @@ def asked_of(given: Heads | Latents) -> IndexerQuery | None:
 
 
 def attend_chunk(
-    policy: PrefillPolicy, given: Heads | Latents, layer: LayerCache, ctx: PrefillContext, learning: Learning | None
+    policy: PrefillPolicy, given: Heads | Latents, layer: LayerCache, ctx: PrefillContext, learning: Learning | None, known: tuple[Any, ...]
 ) -> tuple[Float[Array, "B T H D"], tuple[Any, ...]]:
-    """Attention of a chunk, and what learning policies know after it: in a layer with a window what they knew before."""
+    """Attention of a chunk, and what learning policies know after it. known: what they knew of this layer before; in a layer with a window
+    they learn nothing."""
     if given.window is None:
-        return attend_and_learn(policy, given.q, layer, ctx, learning)
+        return attend_and_learn(policy, given.q, layer, ctx, learning, known)
     pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
     out, _ = flash_attention(given.q, *pages, window=(0, given.window), sm_scale=ctx.sm_scale)
-    return out, () if learning is None else tuple(before[ctx.layer] for before in learning.states)
+    return out, known
 
 
 def recall_chunk(

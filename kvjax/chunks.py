@@ -1,13 +1,12 @@
 """Prefill, chunk by chunk: a chunk goes through the layers in slices, between which an engine may do something else.
 
 Chunks begin at multiples of the chunk size and slices are cut in one way for a model, whoever shares the device, so that a prompt's bits
-depend on the prompt alone.
+depend on the prompt alone. A slice is a program over its own layers; slices of equal layers share one, and are cut so that few are needed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -15,26 +14,57 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import Cache, IndexSpec
+from kvjax.cache import Cache, CacheSpec, IndexSpec
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
 from kvjax.learning import Learning, OpenChunk, PolicyStates, after_chunk
-from kvjax.model import Model
+from kvjax.model import Decoder, Model
 from kvjax.policies.prefill import DensePrefill, PrefillPolicy
 from kvjax.sequences import CachedSequence
-from kvjax.steps import prefill_step
+from kvjax.steps import embed_chunk, prefill_slice, row_logits
 
 logger = logging.getLogger(__name__)
 
-SLICE = 4
-"""Layers in a slice, at most. Fixed: programs cut elsewhere may round differently."""
+SLICES = (4, 5, 3, 6)
+"""Layers in a slice: of these, the first that needs the fewest programs. Fixed: programs cut elsewhere may round differently."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slice:
+    """Layers [first, last) of a model, whose own `decoder` and `spec` are equal for equal layers. place, end: the same two borders, counted
+    in layers that have pages."""
+
+    first: int
+    last: int
+    decoder: Decoder
+    spec: CacheSpec
+    place: int
+    end: int
+
+
+def cut_layers(decoder: Decoder, spec: CacheSpec) -> tuple[Slice, ...]:
+    """The slices of a model, all of one length but the last, which may be shorter."""
+    counts = {size: len({each.decoder for each in _cut(decoder, spec, size)}) for size in SLICES}
+    return _cut(decoder, spec, min(SLICES, key=lambda size: counts[size]))
+
+
+def _cut(decoder: Decoder, spec: CacheSpec, size: int) -> tuple[Slice, ...]:
+    found, known = [], {}
+    for first in range(0, len(spec.layers), size):
+        last = min(first + size, len(spec.layers))
+        own = decoder.of_layers(first, last)
+        own, layers = known.setdefault(own, (own, spec.of_layers(first, last)))  # the same objects are found equal at once
+        place = sum(number < first for number in spec.paged)
+        found.append(Slice(first, last, own, layers, place, place + len(layers.paged)))
+    return tuple(found)
 
 
 @dataclasses.dataclass(eq=False)
 class ChunkRun:
     """A chunk on its way through the layers: the tokens `written` of `sequence`, after which it has `last` tokens.
 
-    done: slices it has gone through. x: token ids `[1, T]` before the first slice, hidden states between slices, logits after the last.
+    done: slices it has gone through. x: token ids `[1, T]` before the first slice, hidden states between slices, logits `[V]` or `[T, V]`
+    after the last.
     """
 
     sequence: CachedSequence
@@ -63,10 +93,7 @@ class Prefiller:
     def __init__(self, model: Model, pool: Pool, groups: GroupPages, states: PolicyStates, indexes: tuple[IndexSpec, ...], chunk: int):
         self.model, self.indexes, self.chunk = model, indexes, chunk
         self._pool, self._groups, self._states = pool, groups, states
-        count = len(groups.spec.layers)
-        cuts = [round(count * part / -(-count // SLICE)) for part in range(-(-count // SLICE) + 1)]
-        self.slices = tuple(itertools.pairwise(cuts))
-        """First layer, and the one after the last, of every slice."""
+        self.slices = cut_layers(model.decoder, groups.spec)
 
     def begin(
         self, sequence: CachedSequence, tokens: Sequence[int], policy: PrefillPolicy, *, all_logits: bool = False, always: bool = False
@@ -99,6 +126,9 @@ class Prefiller:
             self._next_slice(run)
         if run.done < len(self.slices):
             return False
+        decoder, params = self.model.decoder, self.model.decoder.params_of(self.model.params, 0, 0)
+        places = np.array([run.start], np.int32), np.array([run.last], np.int32)
+        run.x = row_logits(decoder, params, run.x, *places, all_logits=run.all_logits)
         sequence = run.sequence
         sequence.tokens += run.written
         sequence.length, sequence.logits = run.last, None
@@ -107,26 +137,25 @@ class Prefiller:
         return True
 
     def _next_slice(self, run: ChunkRun) -> None:
-        first, last = self.slices[run.done]
+        part, decoder, params = self.slices[run.done], self.model.decoder, self.model.params
+        x = run.x if run.done else embed_chunk(decoder, decoder.params_of(params, 0, 0), run.x)
         layers = self._pool.layers
+        tables = {group.name: run.tables[group.name] for group in part.spec.groups}
         # Layers of other slices are left out, so that only this slice's pages are donated.
-        own = tuple(layer if first <= number < last else None for number, layer in enumerate(layers))
-        cache = Cache(own, run.tables, np.array([run.last], np.int32), self._groups.spec)
+        cache = Cache(layers[part.first : part.last], tables, np.array([run.last], np.int32), part.spec)
         run.x, _, learned = self._pool.run(
-            prefill_step,
-            self.model.decoder,
+            prefill_slice,
+            part.decoder,
             run.policy,
             self.indexes,
-            self.model.params,
+            decoder.params_of(params, part.first, part.last),
             cache,
-            run.x,
+            x,
             np.array([run.start], np.int32),
             np.array([run.first], np.int32),
-            first=first,
-            last=last,
-            all_logits=run.all_logits,
-            learning=run.learning,
-            layers=lambda result: (*layers[:first], *result[1].layers[first:last], *layers[last:]),
+            np.int32(part.place),
+            learning=None if run.learning is None else run.learning.of_layers(part.place, part.end),
+            layers=lambda result: (*layers[: part.first], *result[1].layers, *layers[part.last :]),
         )
         run.learned.append(learned)
         run.done += 1

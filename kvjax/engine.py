@@ -496,11 +496,11 @@ class Engine:
             self._prefiller.advance(run)
             done += len(run.written)
             if all_logits:
-                collected.append(run.x[0, run.first - run.start : run.last - run.start])
+                collected.append(run.x[run.first - run.start : run.last - run.start])
             if on_tokens:
                 jax.block_until_ready(run.x)
                 on_tokens(len(run.written))
-        result = jnp.concatenate(collected) if all_logits else run.x[0]
+        result = jnp.concatenate(collected) if all_logits else run.x
         sequence.logits = result[-1] if all_logits else result
         return result
 
@@ -550,7 +550,7 @@ class Engine:
         """Run slices of a chunk; its logits once it is through all layers."""
         if not self._prefiller.advance(self._runs[chunk.sequence], chunk.slices):
             return None
-        chunk.sequence.logits = self._runs.pop(chunk.sequence).x[0]
+        chunk.sequence.logits = self._runs.pop(chunk.sequence).x
         return chunk.sequence.logits
 
     def _launch(self, step: Callable, padded: Sequence[CachedSequence | None], tokens, policy, *rest, num_tokens: int = 1) -> Launched:

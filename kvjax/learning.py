@@ -32,13 +32,18 @@ States = tuple[Any, ...]
 class Learning:
     """What one prefill step learns: policies, their states before the chunk, and the position from which on queries count.
 
-    max_pages: pages of a sequence as long as the model has positions, which states are as wide as.
+    states: of every policy, one for each layer that has pages. max_pages: pages of a sequence as long as the model has positions, which
+    states are as wide as.
     """
 
     states: tuple[States, ...]
     first: Int[Array, "B"]
     policies: tuple[LearnsFromPrefill, ...] = flax.struct.field(pytree_node=False)
     max_pages: int = flax.struct.field(pytree_node=False)
+
+    def of_layers(self, first: int, last: int) -> Learning:
+        """With the states of layers [first, last) alone, counting those that have pages."""
+        return self.replace(states=tuple(states[first:last] for states in self.states))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +163,14 @@ def _check(policy: LearnsFromPrefill, page_size: int, prefill_chunk: int) -> Non
 
 
 def attend_and_learn(
-    policy: PrefillPolicy, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext, learning: Learning | None
+    policy: PrefillPolicy,
+    query: Float[Array, "B T H D"],
+    layer: PagedKV,
+    ctx: PrefillContext,
+    learning: Learning | None,
+    known: tuple[Any, ...],
 ) -> tuple[Float[Array, "B T H D"], tuple[Any, ...]]:
-    """A chunk's attention in one layer, and every learning policy's state after it."""
+    """A chunk's attention in one layer, and every learning policy's state after it. known: the states before it, of this layer."""
     if learning is None:
         return policy.attend(query, layer, ctx), ()
     out, lse = policy.attend_with_lse(query, layer, ctx) if isinstance(policy, DensePrefill) else (policy.attend(query, layer, ctx), None)
@@ -168,10 +178,10 @@ def attend_and_learn(
         asked: _mass(asked, query, lse, layer, ctx, learning) for asked in dict.fromkeys(each.prefill_mass for each in learning.policies)
     }
     states = []
-    for each, before in zip(learning.policies, learning.states, strict=True):
+    for each, before in zip(learning.policies, known, strict=True):
         mass, first = masses[each.prefill_mass]
         at = MassContext(first, ctx.lengths, layer=ctx.layer, page_size=layer.pages.page_size)
-        states.append(each.observe_prefill(mass, at, before[ctx.layer]))
+        states.append(each.observe_prefill(mass, at, before))
     return out, tuple(states)
 
 

@@ -310,17 +310,18 @@ class Decoder(Protocol):
         """What goes into the first layer."""
         ...
 
+    def of_layers(self, first: int, last: int) -> Decoder:
+        """The decoder of layers [first, last) alone, which are its layers 0, 1, ...; equal for equal layers."""
+        ...
+
+    def params_of(self, params: Params, first: int, last: int) -> Params:
+        """The parameters with layers [first, last) alone."""
+        ...
+
     def run_layers(
-        self,
-        params: Params,
-        x: Float[Array, "B T E"],
-        positions: Int[Array, "B T"],
-        mix: Mix,
-        state: Any,
-        first: int = 0,
-        last: int | None = None,
+        self, params: Params, x: Float[Array, "B T E"], positions: Int[Array, "B T"], mix: Mix, state: Any
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """What comes out of layers [first, last) for `x`, which went into `first`, and the state that `mix` threaded. None: to the end."""
+        """What comes out of the last layer for `x`, which went into the first, and the state that `mix` threaded through the layers."""
         ...
 
     def final_norm(self, params: Params, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:

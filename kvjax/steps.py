@@ -21,27 +21,24 @@ from kvjax.sampling import Sampled, SamplingRows, accept, count_tokens, sample
 from kvjax.slots import NextPages, name_pages
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "first", "last", "all_logits"), donate_argnames="cache")
-def prefill_step(
+def prefill_layers(
     decoder: Decoder,
     policy: PrefillPolicy,
     indexes: tuple[IndexSpec, ...],
     params: Params,
     cache: Cache,
-    x: Int[Array, "B T"] | Float[Array, "B T E"],
+    x: Float[Array, "B T E"],
     starts: Int[Array, "B"],
     fresh: Int[Array, "B"],
+    place: int | Int[Array, ""] = 0,
     *,
-    first: int = 0,
-    last: int | None = None,
-    all_logits: bool = False,
     learning: Learning | None = None,
-) -> tuple[Float[Array, "B *T V"], Cache, tuple[Any, ...]]:
-    """Take one chunk of each row through layers [first, last), all of them where last is None; each writes it to its pages. DONATES cache.
+) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...]]:
+    """Take one chunk of each row through the decoder's layers: a model's, or a slice of them (`of_layers`). Each writes it to its pages.
 
-    x: token ids where first is 0, else what the step up to `first` returned. Returns hidden states `[B, T, E]`, or after the model's last
-    layer next-token logits, float32: of the last written token, `[B, V]`, or with all_logits of every row of the chunk, `[B, T, V]`. Then
-    the cache, and what was learned in these layers.
+    x: what goes into the first of them. Returns what comes out of the last, the cache, and what was learned in these layers. params, cache,
+    learning: of these layers alone. place: of the model's layers that have pages, those before these; an array, so that slices of equal
+    layers are one program.
 
     The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
     rows are padding. Because a token always sits in the row its absolute position gives it, its bits do not depend on how the history was
@@ -57,21 +54,64 @@ def prefill_step(
             out, after = recall_chunk(cache, layers, layer, heads, starts, fresh)
             return out, (_replace(layers, layer, after), learned)
         written = write(cache, layers, layer, heads, positions, valid, indexes)
-        place = cache.spec.paged.index(layer)
+        at = cache.spec.paged.index(layer)
         where = cache.table_of(layer), starts, cache.lengths
-        ctx = PrefillContext(*where, layer=place, sm_scale=heads.sm_scale, indexer=asked_of(heads))
-        out, states = attend_chunk(policy, heads, written, ctx, learning)
+        ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, indexer=asked_of(heads))
+        known = () if learning is None else tuple(states[at] for states in learning.states)
+        out, states = attend_chunk(policy, heads, written, ctx, learning, known)
         return out, (_replace(layers, layer, written), (*learned, states))
 
-    x = x if first else decoder.embed(params, x)
-    x, (layers, learned) = decoder.run_layers(params, x, positions, mix, (cache.layers, ()), first, last)
-    if last is None or last == len(cache.spec.layers):
-        x = decoder.final_norm(params, x)
-        if not all_logits:
-            newest = jnp.clip(cache.lengths - 1 - starts, 0, x.shape[1] - 1)
-            x = jnp.take_along_axis(x, newest[:, None, None], axis=1)[:, 0]
-        x = decoder.logits(params, x)
+    x, (layers, learned) = decoder.run_layers(params, x, positions, mix, (cache.layers, ()))
     return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True))
+
+
+prefill_slice = functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")(prefill_layers)
+"""`prefill_layers`, jitted. DONATES cache."""
+
+
+@functools.partial(jax.jit, static_argnames="decoder")
+def embed_chunk(decoder: Decoder, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+    """What goes into the first layer."""
+    return decoder.embed(params, tokens)
+
+
+def chunk_logits(
+    decoder: Decoder, params: Params, x: Float[Array, "B T E"], starts: Int[Array, "B"], lengths: Int[Array, "B"], *, all_logits: bool
+) -> Float[Array, "B *T V"]:
+    """Next-token logits, float32, from what came out of the last layer: of each row's last written token, `[B, V]`, or with all_logits of
+    every token of the chunk, `[B, T, V]`. starts, lengths: as in `prefill_layers`."""
+    x = decoder.final_norm(params, x)
+    if not all_logits:
+        newest = jnp.clip(lengths - 1 - starts, 0, x.shape[1] - 1)
+        x = jnp.take_along_axis(x, newest[:, None, None], axis=1)[:, 0]
+    return decoder.logits(params, x)
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "all_logits"))
+def row_logits(decoder, params, x: Float[Array, "1 T E"], starts, lengths, *, all_logits: bool) -> Float[Array, "*T V"]:
+    """`chunk_logits` of the only row."""
+    return chunk_logits(decoder, params, x, starts, lengths, all_logits=all_logits)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "all_logits"), donate_argnames="cache")
+def prefill_step(
+    decoder: Decoder,
+    policy: PrefillPolicy,
+    indexes: tuple[IndexSpec, ...],
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    starts: Int[Array, "B"],
+    fresh: Int[Array, "B"],
+    *,
+    all_logits: bool = False,
+) -> tuple[Float[Array, "B *T V"], Cache]:
+    """One chunk of each row in one program, from tokens to `chunk_logits`; see `prefill_layers`. DONATES cache.
+
+    An engine runs its parts as programs of their own, with the same bits.
+    """
+    x, cache, _ = prefill_layers(decoder, policy, indexes, params, cache, decoder.embed(params, tokens), starts, fresh)
+    return chunk_logits(decoder, params, x, starts, cache.lengths, all_logits=all_logits), cache
 
 
 def decode(

@@ -54,29 +54,30 @@ class TransformerDecoder:
         rows, scale = rows.astype(self.config.compute_dtype), self.config.embed_scale
         return rows if scale is None else rows * jnp.asarray(scale, rows.dtype)
 
-    def run_layers(
-        self,
-        params: Params,
-        x: Float[Array, "B T E"],
-        positions: Int[Array, "B T"],
-        mix: Mix,
-        state: Any,
-        first: int = 0,
-        last: int | None = None,
-    ) -> tuple[Float[Array, "B T E"], Any]:
-        """What comes out of layers [first, last) for `x`, which went into `first`, and the state that `mix` threaded through them.
+    def of_layers(self, first: int, last: int) -> TransformerDecoder:
+        """The decoder of layers [first, last) alone, which are its layers 0, 1, ...: equal for equal layers, so that they share programs.
 
-        last: None for the last layer. Any cut of the layers into slices gives the same bits. ValueError for layers that are not there.
+        ValueError for layers that are not there.
         """
-        count = self.config.num_layers
-        if len(params["layers"]) != count:
-            raise ValueError(f"params have {len(params['layers'])} layers, the configuration has {count}")
-        last = count if last is None else last
-        if not 0 <= first <= last <= count:
-            raise ValueError(f"layers [{first}, {last}) are not a slice of the model's {count} layers")
+        if not 0 <= first < last <= self.config.num_layers:
+            raise ValueError(f"layers [{first}, {last}) are not a slice of the model's {self.config.num_layers} layers")
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, layers=self.config.layers[first:last]))
+
+    def params_of(self, params: Params, first: int, last: int) -> Params:
+        """The parameters with layers [first, last) alone, as `of_layers` reads them."""
+        return {**params, "layers": params["layers"][first:last]}
+
+    def run_layers(
+        self, params: Params, x: Float[Array, "B T E"], positions: Int[Array, "B T"], mix: Mix, state: Any
+    ) -> tuple[Float[Array, "B T E"], Any]:
+        """What comes out of the last layer for `x`, which went into the first, and the state that `mix` threaded through the layers.
+
+        Any cut of a model's layers into slices (`of_layers`) gives the same bits. ValueError where params have another number of layers.
+        """
+        if len(params["layers"]) != self.config.num_layers:
+            raise ValueError(f"params have {len(params['layers'])} layers, the configuration has {self.config.num_layers}")
         tokens = Tokens(positions, self.config.norm_eps, self.config.norm_offset)
-        for number in range(first, last):
-            layer, weights = self.config.layers[number], params["layers"][number]
+        for number, (layer, weights) in enumerate(zip(self.config.layers, params["layers"], strict=True)):
             x = jax.lax.optimization_barrier(x)  # else XLA keeps float32 between layers of one program, and rounds where programs end
             out, state = MIXERS[type(layer.mixer)](layer.mixer, weights, x, tokens, functools.partial(mix, number), state)
             after = (weights["attn_post_norm"], weights["mlp_post_norm"]) if layer.post_norms else (None, None)

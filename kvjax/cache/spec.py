@@ -198,6 +198,11 @@ class CacheSpec:
         """KV heads of all layers together."""
         return sum(layer.kv_heads for layer in self.layers)
 
+    def of_layers(self, first: int, last: int) -> CacheSpec:
+        """The cache of layers [first, last) alone, which are its layers 0, 1, ...; equal for equal layers."""
+        layers = self.layers[first:last]
+        return CacheSpec(tuple(group for group in self.groups if any(each.group == group.name for each in layers)), layers)
+
     def empty(self, pages: Mapping[str, int], indexes: tuple[IndexSpec, ...] = ()) -> tuple[LayerCache, ...]:
         """Zeroed pages of every layer. pages: how many, by group. indexes: of the layers that read all tokens."""
         return tuple(self._empty(number, pages[layer.group], indexes) for number, layer in enumerate(self.layers))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -9,6 +11,7 @@ from pallas_kernels import elementwise
 from pallas_kernels.project_tokens.api import Call
 
 
+@functools.partial(jax.jit, static_argnames="call")
 def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
     """See `pallas_kernels.project_tokens.project_tokens`; takes no config."""
     if norm is not None:

@@ -27,11 +27,13 @@ PARTS = {
 
 
 class Compiled:
-    """What was compiled while `listening`. seconds: of each part in `PARTS`. programs: how many of each function."""
+    """What was compiled while `listening`. seconds: of each part in `PARTS`. programs: how many of each function. compile_s: seconds that
+    the compiler took for them."""
 
     def __init__(self):
         self.seconds = dict.fromkeys(PARTS.values(), 0.0)
         self.programs: collections.Counter[str] = collections.Counter()
+        self.compile_s: collections.defaultdict[str, float] = collections.defaultdict(float)
         self._on = True
 
     def hear(self, event: str, duration: float, **named: Any) -> None:
@@ -41,13 +43,16 @@ class Compiled:
             return
         self.seconds[part] += duration
         if part == "compile":
-            self.programs[str(named.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")] += 1
+            name = str(named.get("fun_name", "?")).removeprefix("jit(").removesuffix(")")
+            self.programs[name] += 1
+            self.compile_s[name] += duration
 
     def figures(self) -> dict[str, Any]:
         """As a row has them."""
         return {
             "programs": sum(self.programs.values()),
             "by_name": dict(self.programs.most_common()),
+            "compile_s": dict(sorted(self.compile_s.items(), key=lambda item: -item[1])),
             "seconds": self.seconds,
             "compiling_s": sum(self.seconds.values()),
         }

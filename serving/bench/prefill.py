@@ -1,7 +1,8 @@
 """`kvjax bench prefill`: time to first token of a whole prompt, with random weights, in chunks as the engine prefills.
 
-The steps are the engine's own (`kvjax.steps.prefill_step`, cache donated, nothing waited for between chunks). Random keys and queries
-are the worst case of a sparse policy: every candidate is as good as any other, so every list fills up and no time depends on luck.
+The steps compute what the engine's do, in one program (`kvjax.steps.prefill_step`, cache donated, nothing waited for between chunks).
+Random keys and queries are the worst case of a sparse policy: every candidate is as good as any other, so every list fills up and no time
+depends on luck.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
 
     def run(some: Sequence[tuple]) -> jax.Array:
         for last, *operands in some:
-            logits, cache, _ = step(params, kept.pop().replace(lengths=np.array([last], np.int32)), *operands)
+            logits, cache = step(params, kept.pop().replace(lengths=np.array([last], np.int32)), *operands)
             kept.append(cache)
         return jax.block_until_ready(logits)
 

@@ -19,7 +19,7 @@ from kvjax.cache.writes import copy_page
 from kvjax.model import LongRope
 from kvjax.policies.decode import Blocks, TopBlocks, TopTokens, select_and_attend
 from kvjax.sampling import SamplingRows
-from kvjax.steps import prefill_step
+from kvjax.steps import prefill_slice
 from pallas_kernels.page_index import page_index
 
 pytestmark = pytest.mark.bits
@@ -231,9 +231,9 @@ def test_chunks_of_prefill_begin_at_multiples_of_the_chunk(engine, text, monkeyp
 
     def spy(*args, **kwargs):
         starts.append(int(args[6][0]))
-        return prefill_step(*args, **kwargs)
+        return prefill_slice(*args, **kwargs)
 
-    monkeypatch.setattr("kvjax.chunks.prefill_step", spy)
+    monkeypatch.setattr("kvjax.chunks.prefill_slice", spy)
     (sequence,) = engine.prefill([text[:70]])
     engine.extend(sequence, text[70:130])
     assert starts == [0, 32, 64, 64, 96, 128]

@@ -177,7 +177,7 @@ def test_an_extension_that_fails_to_compile_changes_nothing(engine, text, monkey
         raise FileNotFoundError("no such table")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvjax.chunks.prefill_step", fail)
+        patch.setattr("kvjax.chunks.prefill_slice", fail)
         for call in (lambda: engine.extend(sequence, [1] * 60), lambda: engine.prefill([[1] * 60])):
             with pytest.raises(FileNotFoundError):
                 call()

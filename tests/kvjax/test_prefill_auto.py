@@ -17,7 +17,7 @@ from kvjax.bill.prefill_evidence import with_results
 from kvjax.declared import DeclaredPolicies
 from kvjax.policies.choice import Choice, possible_prefills
 from kvjax.policies.prefill import DensePrefill, identity, parse_prefill
-from kvjax.steps import prefill_step
+from kvjax.steps import prefill_slice
 
 pytestmark = pytest.mark.optimized  # two programs are compared to the bit
 
@@ -377,7 +377,7 @@ def by_hand(model, policies, tokens):
     engine = engine_of(model, policies[0])
     (sequence,) = engine.prefill([tokens[:CHUNK]], reserve=len(tokens) - CHUNK)  # one width of table, one program each
     for number, policy in enumerate(policies[1:], 1):
-        engine._declared.prefill = policy
+        engine.prefill_policy = policy
         engine.extend(sequence, tokens[number * CHUNK : (number + 1) * CHUNK])
     return np.asarray(sequence.logits)
 
@@ -425,7 +425,7 @@ def test_a_choice_by_what_is_written_would_be_noticed(small, three, prompt, monk
         return write(self, sequence, tokens, **rest)
 
     monkeypatch.setattr(Engine, "_write", noted)
-    wrong = lambda self, start: three.choose(max(0, calls[-1] - CHUNK), calls[-1]).policy  # noqa: E731
+    wrong = lambda self, policy, start: three.choose(max(0, calls[-1] - CHUNK), calls[-1]).policy  # noqa: E731
     monkeypatch.setattr(DeclaredPolicies, "choose_prefill", wrong)
     engine = engine_of(small, three)
     (whole,) = engine.prefill([prompt])
@@ -444,10 +444,10 @@ def test_the_same_bits_in_company(small, three, prompt):
 def test_warmup_compiles_what_may_be_chosen(small, three, prompt):
     engine = engine_of(small, three)
     engine.warmup(tokens=LONG)
-    compiled = prefill_step._cache_size()
+    compiled = prefill_slice._cache_size()
     (sequence,) = engine.prefill([prompt[:1300]])
     engine.extend(sequence, prompt[1300:])
-    assert prefill_step._cache_size() == compiled
+    assert prefill_slice._cache_size() == compiled
     assert engine.sequences == {sequence}
 
 

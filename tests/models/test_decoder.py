@@ -156,7 +156,7 @@ def test_mismatched_input_is_an_error(params):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_any_cut_into_slices_of_layers_gives_the_same_bits(dtype):
-    """Each slice is a program of its own."""
+    """Slices of equal layers are one program."""
     config = altered(CONFIG, num_layers=4, compute_dtype=jnp.dtype(dtype).name)
     decoder, params = TransformerDecoder(config), initialised(config, jax.random.key(0), std=0.3)
     tokens, positions = batch()
@@ -164,30 +164,29 @@ def test_any_cut_into_slices_of_layers_gives_the_same_bits(dtype):
     def mix(layer, given, state):
         return MIX(layer, given, state)[0], (*state, layer)
 
-    @functools.partial(jax.jit, static_argnames=("first", "last"))
-    def run(params, x, first, last):
-        x, seen = decoder.run_layers(params, x, positions, mix, (), first, last)
-        assert seen == tuple(range(first, last))
+    @functools.partial(jax.jit, static_argnames="decoder")
+    def run(decoder, params, x):
+        x, seen = decoder.run_layers(params, x, positions, mix, ())
+        assert seen == tuple(range(decoder.config.num_layers))
         return x
 
     def cut_at(*borders):
         x = jax.jit(decoder.embed)(params, tokens)
         for first, last in itertools.pairwise((0, *borders, 4)):
-            x = run(params, x, first, last)
+            x = run(decoder.of_layers(first, last), decoder.params_of(params, first, last), x)
         return jax.jit(decoder.final_norm)(params, x)
 
     whole = jax.jit(lambda params: decoder.hidden(params, tokens, positions, mix, ())[0])(params)
     for size in range(4):
         for borders in itertools.combinations((1, 2, 3), size):
             np.testing.assert_array_equal(cut_at(*borders), whole)
+    assert run._cache_size() == 4, "one program for each number of layers"
 
 
-def test_slices_that_are_not_there_are_errors(params):
-    _, positions = batch()
-    x = jnp.zeros((*positions.shape, CONFIG.hidden_size))
-    for first, last in ((-1, 1), (0, 3), (2, 1)):
+def test_slices_that_are_not_there_are_errors():
+    for first, last in ((-1, 1), (0, 3), (2, 1), (1, 1)):
         with pytest.raises(ValueError, match=rf"layers \[{first}, {last}\) are not a slice of the model's 2 layers"):
-            DECODER.run_layers(params, x, positions, MIX, None, first, last)
+            DECODER.of_layers(first, last)
 
 
 def test_causal_mix_is_softmax_attention_over_the_past():

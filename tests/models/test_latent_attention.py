@@ -47,7 +47,7 @@ class OneLayer:
     def embed(self, params, tokens):
         return jnp.take_along_axis(params["hidden"], tokens[..., None], axis=1)
 
-    def run_layers(self, params, x, positions, mix, state, first=0, last=None):
+    def run_layers(self, params, x, positions, mix, state):
         out, state = attend_latents(self.mixer, params, x, Tokens(positions, self.norm_eps), functools.partial(mix, 0), state)
         return jnp.einsum("bti,ei->bte", out, params["o"], precision="highest"), state
 
@@ -174,7 +174,7 @@ def test_prefill_in_chunks(case):
         given = params | {"hidden": jnp.asarray(hidden)}
         at = np.full(2, start, np.int32)
         policy = TopTokensPrefill(mixer.index_topk)
-        logits, cache, _ = prefill_step(OneLayer(mixer), policy, (), given, cache, tokens, at, at, all_logits=True)
+        logits, cache = prefill_step(OneLayer(mixer), policy, (), given, cache, tokens, at, at, all_logits=True)
         found.append(np.asarray(logits)[:, : stop - start])
     assert row_error(np.concatenate(found, axis=1), out[:, :PROMPT]) < TOLERANCE
 

@@ -35,11 +35,11 @@ class PrefillMass:
 
 @flax.struct.dataclass
 class MassContext:
-    """Which queries a mass is the sum of: those at positions [first, lengths) of each row."""
+    """Which queries a mass is the sum of: those at positions [first, lengths) of each row. layer: as in `PrefillContext`, an array."""
 
     first: Int[Array, "B"]
     lengths: Int[Array, "B"]
-    layer: int = flax.struct.field(pytree_node=False)
+    layer: int | Int[Array, ""]
     page_size: int = flax.struct.field(pytree_node=False)
 
 

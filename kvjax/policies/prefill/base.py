@@ -16,13 +16,14 @@ class PrefillContext:
     """Where the chunk stands: query t of row b is token starts[b] + t; lengths count the chunk's tokens. sm_scale multiplies logits.
     indexer: None in models without a lightning indexer.
 
-    Queries at or past lengths are padding: their outputs are not used, and they must not influence the others.
+    Queries at or past lengths are padding: their outputs are not used, and they must not influence the others. layer: its number among
+    those that have pages. It is an array, since slices of equal layers run one program: take `jax.lax.cond`, not `if`.
     """
 
     page_table: Int[Array, "B M"]
     starts: Int[Array, "B"]
     lengths: Int[Array, "B"]
-    layer: int = flax.struct.field(pytree_node=False)
+    layer: int | Int[Array, ""]
     sm_scale: float = flax.struct.field(pytree_node=False)
     indexer: IndexerQuery | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 
 import jax
@@ -34,11 +35,16 @@ class DenseWhereCovered:
         capacity = ctx.page_table.shape[1] * layer.pages.page_size
         dense = DensePrefill()
         if capacity <= self.dense_tokens:
-            if ctx.layer == 0:
-                logger.info("%s: dense, since no sequence of this table (%d tokens) exceeds %d", self, capacity, self.dense_tokens)
+            _say_dense(self, capacity)
             return dense.attend(query, layer, ctx)
         few = jnp.max(ctx.lengths) <= self.dense_tokens
         return jax.lax.cond(few, lambda: dense.attend(query, layer, ctx), lambda: self.attend_sparse(query, layer, ctx))
+
+
+@functools.cache
+def _say_dense(policy: DenseWhereCovered, capacity: int) -> None:
+    """Log it once."""
+    logger.info("%s: dense, since no sequence of this table (%d tokens) exceeds %d", policy, capacity, policy.dense_tokens)
 
 
 class TileLists(DenseWhereCovered):
