@@ -13,10 +13,13 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# Compiled quickly means: without XLA's optimizations, and by emitters that run no MLIR pipeline for every fusion. It takes a third of the
-# time that XLA takes by default. It is sound because no test compares bits of what is compiled quickly with bits of what is not: a module
-# is compiled one way, with the processes that it starts, and numbers from elsewhere are compared within errors.
-QUICK_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+# Compiled quickly means: without XLA's optimizations, by emitters that run no MLIR pipeline for every fusion, and in one piece. It takes
+# a third of the time that XLA takes by default. It is sound because no test compares bits of what is compiled quickly with bits of what is
+# not: a module is compiled one way, with the processes that it starts, and numbers from elsewhere are compared within errors.
+#
+# One kind of program takes these emitters minutes and gigabytes: chains in which each step uses the last one's result several times, as
+# `union_blocks` has for the rows of a tile. Keep such chains short in tests, or give them the mark `long`.
+QUICK_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
 
 
 def pytest_addoption(parser):

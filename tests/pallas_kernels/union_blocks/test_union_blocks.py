@@ -52,7 +52,7 @@ CASES = {
     "zeros of both signs": Case("zeros"),
     "last tile is short": Case("integers", num_rows=9),
     "one row a tile": Case(rows=1, num_rows=3, k_trim=4),
-    "one tile for all, and more": Case(num_rows=5, rows=16, k_trim=20),
+    "one tile for all, and more": Case(num_rows=5, rows=8, k_trim=20),
     "the whole union": Case("integers", k_trim=24),
     "more room than choices": Case(k_trim=40),
     "one slot": Case(k=1, k_trim=1, num_blocks=3),
