@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, make_latent_model, make_model, make_recurrent_model
 
+from kvjax import Engine
 from kvjax.policies.decode import Blocks
 from kvjax.policies.decode.base import Stateless
 
@@ -49,6 +50,28 @@ def model_factory():
 @pytest.fixture(scope="session")
 def text():
     return np.random.default_rng(0).integers(0, VOCAB, 300).tolist()
+
+
+@pytest.fixture(scope="session")
+def tokens():
+    """300 others than `text`, for sequences of layers that forget."""
+    return np.random.default_rng(3).integers(0, VOCAB, 300).tolist()
+
+
+@pytest.fixture(scope="module")
+def recurrent_engine(recurrent_model):
+    return Engine(recurrent_model, pages=64, page_size=16, prefill_chunk=32, batch_buckets=(2, 5), policies="quest:1")
+
+
+@pytest.fixture
+def everything_is_given_back(request):
+    """No test may leave a sequence, a page or a row behind in the module's `engine`."""
+    yield
+    if "engine" in request.fixturenames:
+        used = request.getfixturevalue("engine")
+        for sequence in list(used.sequences):
+            used.free(sequence)
+        assert all(each.free == each.total for each in used.allocators.values())
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scheduling import same_next
 
 from kvjax import recurrent
 from kvjax.bill.volume import step_bytes
@@ -19,44 +20,20 @@ from kvjax.sampling import Sampling
 from kvjax.scheduler import Scheduler
 from kvjax.steps import decode_step
 
-pytestmark = pytest.mark.optimized
+pytestmark = [pytest.mark.bits, pytest.mark.usefixtures("everything_is_given_back")]
 
 PAGE, CHUNK = 16, 32
 
 
 @pytest.fixture(scope="module")
-def tokens():
-    return np.random.default_rng(3).integers(0, 97, 300).tolist()
-
-
-@pytest.fixture(scope="module")
-def engine(recurrent_model):
-    return Engine(recurrent_model, pages=64, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(2, 5), policies="quest:1")
-
-
-@pytest.fixture(autouse=True)
-def everything_is_given_back(request):
-    """No test may leave a sequence, a page or a row behind."""
-    yield
-    if "engine" in request.fixturenames:
-        used = request.getfixturevalue("engine")
-        for sequence in list(used.sequences):
-            used.free(sequence)
-        assert all(each.free == each.total for each in used.allocators.values())
+def engine(recurrent_engine):
+    return recurrent_engine
 
 
 def close(found, expected):
     """Within 2e-5 of the row's largest logit."""
     found, expected = np.asarray(found), np.asarray(expected)
     assert np.abs(found - expected).max() <= 2e-5 * max(1.0, np.abs(expected).max())
-
-
-def same_next(engine, one, other, tokens):
-    """Whether two sequences are continued with the same bits: prefilled, decoded, and prefilled."""
-    np.testing.assert_array_equal(engine.extend(one, tokens[:5]), engine.extend(other, tokens[:5]))
-    for token in tokens[5:8]:
-        np.testing.assert_array_equal(engine.decode([one], [token]), engine.decode([other], [token]))
-    np.testing.assert_array_equal(engine.extend(one, tokens[8:40]), engine.extend(other, tokens[8:40]))
 
 
 def test_prefill_and_decode_are_the_whole_forward(engine, recurrent_model, tokens):
@@ -67,16 +44,6 @@ def test_prefill_and_decode_are_the_whole_forward(engine, recurrent_model, token
         close(engine.decode([sequence], [tokens[place]])[0], expected[place])
     close(engine.extend(sequence, tokens[110:150], all_logits=True), expected[110:150])
     close(engine.decode([sequence], [tokens[150]])[0], expected[150])
-
-
-@pytest.mark.parametrize("cuts", [(1, 31, 33, 90), (16, 17, 64), tuple(range(3, 100))])
-def test_any_cut_of_a_prompt_gives_the_same_bits(engine, tokens, cuts):
-    (whole,) = engine.prefill([tokens[:100]])
-    (sequence,) = engine.prefill([tokens[: cuts[0]]])
-    for start, end in zip(cuts, (*cuts[1:], 100), strict=True):
-        logits = engine.extend(sequence, tokens[start:end])
-    np.testing.assert_array_equal(logits, whole.logits)
-    same_next(engine, sequence, whole, tokens[100:])
 
 
 def test_company_does_not_show(engine, tokens):

@@ -12,6 +12,8 @@ from kvjax.engine import Engine
 from kvjax.model import fingerprint
 from kvjax.policies.decode import TopBlocks
 
+pytestmark = pytest.mark.usefixtures("everything_is_given_back")
+
 WINDOW, PAGE, CHUNK = 40, 16, 32
 NEAR = f"window:{WINDOW}"
 MOST = -(-(WINDOW - 1 + CHUNK + 15) // PAGE) + 1
@@ -24,11 +26,6 @@ def windowed(model_factory):
     return model_factory(num_layers=3, windows=(WINDOW, None, WINDOW))
 
 
-@pytest.fixture(scope="module")
-def tokens():
-    return np.random.default_rng(3).integers(0, 97, 300).tolist()
-
-
 def engine_of(model, policy="dense", **options):
     return Engine(model, policy, pages=64, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(1, 2), **options)
 
@@ -36,17 +33,6 @@ def engine_of(model, policy="dense", **options):
 @pytest.fixture(scope="module")
 def engine(windowed):
     return engine_of(windowed)
-
-
-@pytest.fixture(autouse=True)
-def everything_is_given_back(request):
-    """No test may leave a sequence or a page behind."""
-    yield
-    if "engine" in request.fixturenames:
-        used = request.getfixturevalue("engine")
-        for sequence in list(used.sequences):
-            used.free(sequence)
-        assert all(each.free == each.total for each in used.allocators.values())
 
 
 def close(found, expected):
