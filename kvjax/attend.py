@@ -28,15 +28,17 @@ def write(
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
     indexes: tuple[IndexSpec, ...],
+    frames: Int[Array, "B M"] | None,
 ) -> LayerCache:
-    """Layer `number` of `layers` with the valid tokens written. ValueError if model and cache differ about its window."""
+    """Layer `number` of `layers` with the valid tokens written. frames: of its page table, None where they are the page ids. ValueError if
+    model and cache differ about its window."""
     window = cache.spec.group_of(number).window
     if given.window != window:
         raise ValueError(f"layer {number} of the model has the window {given.window}, the cache keeps {window}")
     place = positions, valid, cache.table_of(number)
     if isinstance(given, Latents):
-        return append_latents(layers[number], given.row, given.indexer.k, *place)
-    return append(layers[number], given.k, given.v, *place, indexes if window is None else ())
+        return append_latents(layers[number], given.row, given.indexer.k, *place, frames)
+    return append(layers[number], given.k, given.v, *place, indexes if window is None else (), frames)
 
 
 def asked_of(given: Heads | Latents) -> IndexerQuery | None:
@@ -51,7 +53,7 @@ def attend_chunk(
     they learn nothing."""
     if given.window is None:
         return attend_and_learn(policy, given.q, layer, ctx, learning, known)
-    pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
+    pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
     out, _ = flash_attention(given.q, *pages, window=(0, given.window), sm_scale=ctx.sm_scale)
     return out, known
 

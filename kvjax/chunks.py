@@ -143,7 +143,7 @@ class Prefiller:
         tables = {group.name: run.tables[group.name] for group in part.spec.groups}
         # Layers of other slices are left out, so that only this slice's pages are donated.
         cache = Cache(layers[part.first : part.last], tables, np.array([run.last], np.int32), part.spec)
-        run.x, _, learned = self._pool.run(
+        run.x, _, learned, _ = self._pool.run(
             prefill_slice,
             part.decoder,
             run.policy,

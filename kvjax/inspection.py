@@ -77,7 +77,7 @@ def watch(
         blocks = Blocks(jnp.repeat(ids, layer.pages.kv_heads, axis=1), ctx.page_size)
     listed = {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
     static = {"sm_scale": ctx.sm_scale, "return_block_lse": True}
-    _, _, lse = gather_attention(query, layer.pages, ctx.page_table, ctx.lengths, **static, **listed)
+    _, _, lse = gather_attention(query, layer.pages, ctx.frames, ctx.lengths, **static, **listed)
     return blocks, lse, scores
 
 

@@ -202,9 +202,9 @@ def _mass(
         query, starts = _rows(query, offset, count), starts + offset
         lse = None if lse is None else _rows(lse, offset, count)
     if lse is None:
-        _, lse = flash_attention(query, layer.pages, ctx.page_table, starts, ctx.lengths, sm_scale=ctx.sm_scale)
+        _, lse = flash_attention(query, layer.pages, ctx.frames, starts, ctx.lengths, sm_scale=ctx.sm_scale)
     sizes = {"block_size": asked.block_size, "sm_scale": ctx.sm_scale}
-    mass = block_mass(query, layer.pages, ctx.page_table, starts, ctx.lengths, lse, first, **sizes)
+    mass = block_mass(query, layer.pages, ctx.frames, starts, ctx.lengths, lse, first, **sizes)
     return fitted(mass, learning.max_pages * layer.pages.page_size // asked.block_size), first
 
 

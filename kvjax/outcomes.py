@@ -10,15 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
+from kvjax.cache import check_missing
 from kvjax.sampling import Sampled
 
 
 @flax.struct.dataclass
 class Reads:
-    """What a step's attention read, summed over layers and KV heads: listed blocks, and keys attended (in tokens)."""
+    """What a step's attention read, summed over layers and KV heads: listed blocks, and keys attended (in tokens).
+
+    missing: listed blocks and written tokens whose pages no frame holds, which is an error (`kvjax.cache.check_missing`); None where the
+    cache has no residency.
+    """
 
     blocks: Int[Array, "B"]
     keys: Int[Array, "B"]
+    missing: Int[Array, "B"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -36,9 +42,11 @@ class Outcome:
 
 
 def pack(sampled: Sampled, reads: Reads) -> Int32[Array, "B C"]:
-    """What was sampled and read, in one array of 32-bit words, bit for bit; `unpack` takes it apart."""
+    """What was sampled and read, in one array of 32-bit words, bit for bit; `unpack` takes it apart. What is missing stands in the place of
+    the blocks, negative."""
     sampled, reads = jax.lax.optimization_barrier((sampled.replace(counts=None), reads))  # the same bits as the arrays themselves
-    counted = [reads.blocks, reads.keys, *([] if sampled.accepted is None else [sampled.accepted])]
+    blocks = reads.blocks if reads.missing is None else jnp.where(reads.missing > 0, -reads.missing, reads.blocks)
+    counted = [blocks, reads.keys, *([] if sampled.accepted is None else [sampled.accepted])]
     found = [sampled.tokens, sampled.logprobs, sampled.finite]
     if sampled.top_tokens is not None:
         found += [sampled.top_tokens, sampled.top_logprobs]
@@ -47,7 +55,11 @@ def pack(sampled: Sampled, reads: Reads) -> Int32[Array, "B C"]:
 
 
 def unpack(packed: Int32[np.ndarray, "B C"], drafted: int | None = None) -> Outcome:
-    """Take apart what `pack` made. drafted: tokens that the step wrote of each row where it had drafts (T of `Sampled`); else None."""
+    """Take apart what `pack` made. drafted: tokens that the step wrote of each row where it had drafts (T of `Sampled`); else None.
+
+    MissingPages if pages were missing.
+    """
+    check_missing(np.maximum(-packed[:, 0], 0))
     count, first = (1, 2) if drafted is None else (drafted, 3)
     shape = packed.shape[:1] if drafted is None else (packed.shape[0], drafted)
     tokens, logprobs, finite = (packed[:, first + part * count : first + (part + 1) * count].reshape(shape) for part in range(3))
@@ -69,8 +81,10 @@ def unpack(packed: Int32[np.ndarray, "B C"], drafted: int | None = None) -> Outc
 
 def listed(packed: Int32[np.ndarray, "B C"]) -> tuple[list[int], list[int], list[int], list[int]]:
     """Of what `pack` made of a step without drafts, as lists: tokens, whether each is finite, blocks, keys. What every step needs: `unpack`
-    gives all."""
+    gives all. MissingPages if pages were missing."""
     blocks, keys, tokens, _, finite, *_ = packed.T.tolist()
+    if min(blocks) < 0:
+        check_missing(np.maximum(-packed[:, 0], 0))
     return tokens, finite, blocks, keys
 
 

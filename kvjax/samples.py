@@ -210,7 +210,8 @@ def read(flight: Flight, *, listening: bool) -> tuple[list[tuple[Sample, int, st
     """Wait for tokens and give them to the samples that have not ended.
 
     listening: somebody wants to hear of each. Returns of those that somebody hears of, or that end or fail their sample, or take text or
-    log-probabilities with them: the sample, the token, and the text that became certain; and whether any sample has ended.
+    log-probabilities with them: the sample, the token, and the text that became certain; and whether any sample has ended. MissingPages if
+    the step listed a page that no frame holds.
     """
     packed, outcome = np.asarray(flight.packed), None
     alike, taken, ended = not (listening or flight.ends), [], False

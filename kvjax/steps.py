@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attend import asked_of, attend_chunk, reader_of, recall_chunk, recall_tokens, write
-from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache
+from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.outcomes import Reads, pack
@@ -19,6 +19,7 @@ from kvjax.policies.decode import Blocks, DecodePolicy, SelectContext
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy
 from kvjax.sampling import Sampled, SamplingRows, accept, count_tokens, sample
 from kvjax.slots import NextPages, name_pages
+from pallas_kernels import pages
 
 
 def prefill_layers(
@@ -33,10 +34,12 @@ def prefill_layers(
     place: int | Int[Array, ""] = 0,
     *,
     learning: Learning | None = None,
-) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...]]:
+) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...], Int[Array, "B"] | None]:
     """Take one chunk of each row through the decoder's layers: a model's, or a slice of them (`of_layers`). Each writes it to its pages.
 
-    x: what goes into the first of them. Returns what comes out of the last, the cache, and what was learned in these layers. params, cache,
+    x: what goes into the first of them. Returns what comes out of the last, the cache, what was learned in these layers, and `missing`:
+    pages without a frame that the chunk writes or its queries may read, over these layers, which is an error (`kvjax.cache.check_missing`);
+    None where the cache has no residency. A sparse policy's chunk needs all earlier pages too: it chooses by their keys. params, cache,
     learning: of these layers alone. place: of the model's layers that have pages, those before these; an array, so that slices of equal
     layers are one program.
 
@@ -47,22 +50,36 @@ def prefill_layers(
     """
     positions = starts[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
+    tables, missing = frame_tables(cache), None
+    if tables:
+        first = fresh if learning is None else jnp.minimum(fresh, learning.first)
+        missing = sum(_missing_in_prefill(cache, layer, tables, first) for layer in cache.spec.paged) + jnp.zeros_like(fresh)
 
     def mix(layer: int, heads: LayerInput, carry):
         layers, learned = carry
         if isinstance(heads, Recurrence):
             out, after = recall_chunk(cache, layers, layer, heads, starts, fresh)
             return out, (_replace(layers, layer, after), learned)
-        written = write(cache, layers, layer, heads, positions, valid, indexes)
+        frames = tables.get(cache.spec.layers[layer].group)
+        written = write(cache, layers, layer, heads, positions, valid, indexes, frames)
         at = cache.spec.paged.index(layer)
         where = cache.table_of(layer), starts, cache.lengths
-        ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, indexer=asked_of(heads))
+        ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, indexer=asked_of(heads), moved=frames)
         known = () if learning is None else tuple(states[at] for states in learning.states)
         out, states = attend_chunk(policy, heads, written, ctx, learning, known)
         return out, (_replace(layers, layer, written), (*learned, states))
 
     x, (layers, learned) = decoder.run_layers(params, x, positions, mix, (cache.layers, ()))
-    return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True))
+    return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True)), missing
+
+
+def _missing_in_prefill(cache: Cache, layer: int, tables: dict[str, Array], first: Int[Array, "B"]) -> Int[Array, "B"] | int:
+    """Pages without a frame that queries from `first` on may read in a layer; what is written is among them."""
+    group = cache.spec.group_of(layer)
+    if group.name not in tables:
+        return 0
+    window = None if group.window is None else (0, group.window)
+    return pages.missing(tables[group.name], cache.lengths, page_size=group.page_size, window=window, num_queries=cache.lengths - first)
 
 
 prefill_slice = functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")(prefill_layers)
@@ -105,13 +122,13 @@ def prefill_step(
     fresh: Int[Array, "B"],
     *,
     all_logits: bool = False,
-) -> tuple[Float[Array, "B *T V"], Cache]:
-    """One chunk of each row in one program, from tokens to `chunk_logits`; see `prefill_layers`. DONATES cache.
+) -> tuple[Float[Array, "B *T V"], Cache, Int[Array, "B"] | None]:
+    """One chunk of each row in one program, from tokens to `chunk_logits`, and what is missing; see `prefill_layers`. DONATES cache.
 
     An engine runs its parts as programs of their own, with the same bits.
     """
-    x, cache, _ = prefill_layers(decoder, policy, indexes, params, cache, decoder.embed(params, tokens), starts, fresh)
-    return chunk_logits(decoder, params, x, starts, cache.lengths, all_logits=all_logits), cache
+    x, cache, _, missing = prefill_layers(decoder, policy, indexes, params, cache, decoder.embed(params, tokens), starts, fresh)
+    return chunk_logits(decoder, params, x, starts, cache.lengths, all_logits=all_logits), cache, missing
 
 
 def decode(
@@ -140,7 +157,7 @@ def decode(
     positions = cache.lengths[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)
     valid = jnp.broadcast_to(active[:, None], positions.shape)
     lengths = jnp.where(active, cache.lengths + num_tokens, 0)
-    spec = cache.spec
+    spec, tables = cache.spec, frame_tables(cache)
 
     def mix(layer: int, heads: LayerInput, carry):
         layers, states, listed = carry
@@ -148,10 +165,11 @@ def decode(
             out, after = recall_tokens(cache, layers, layer, heads, active)
             return out, (_replace(layers, layer, after), states, listed)
         table, page_size = cache.table_of(layer), spec.group_of(layer).page_size
-        written = write(cache, layers, layer, heads, positions, valid, indexes)
+        frames = tables.get(spec.layers[layer].group)
+        written = write(cache, layers, layer, heads, positions, valid, indexes, frames)
         place, count = spec.paged.index(layer), len(spec.paged)
         sizes = {"layer": place, "num_layers": count, "page_size": page_size, "sm_scale": heads.sm_scale}
-        ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads))
+        ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads), moved=frames)
         reader, before = reader_of(policy, heads), states[place]
         out, blocks, state = _read_by_turns(reader, heads.q, written, ctx, before)
         if watch is not None:
@@ -160,6 +178,8 @@ def decode(
 
     hidden, (layers, states, listed) = decoder.hidden(params, tokens, positions, mix, (cache.layers, states, ()))
     reads = _count_reads(listed, lengths, spec, num_tokens)
+    if tables:
+        reads = reads.replace(missing=_count_missing(listed, tables, positions, valid, lengths, spec))
     after = cache.replace(layers=layers, lengths=jnp.where(active, lengths, cache.lengths))
     return decoder.logits(params, hidden), after, states, reads
 
@@ -279,6 +299,28 @@ def _count_listed(
     there = ids >= 0
     lists = tuple(range(1, ids.ndim))
     return Reads(there.sum(lists, dtype=jnp.int32), jnp.where(there, keys, 0).sum(lists, dtype=jnp.int32))
+
+
+def _count_missing(
+    listed: tuple[Blocks | None, ...],
+    tables: dict[str, Int[Array, "B M"]],
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+    lengths: Int[Array, "B"],
+    spec: CacheSpec,
+) -> Int[Array, "B"]:
+    """`Reads.missing`. listed: of each layer that has pages. tables: of frames."""
+    total = jnp.zeros_like(lengths)
+    for layer, blocks in zip(spec.paged, listed, strict=True):
+        group = spec.group_of(layer)
+        if group.name not in tables:
+            continue
+        frames = tables[group.name]
+        lists = {} if blocks is None else {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
+        total += pages.missing(frames, lengths, page_size=group.page_size, num_queries=positions.shape[1], **lists)
+        nowhere = pages.physical(frames, positions // group.page_size, valid, -1) < 0
+        total += (valid & nowhere).sum(axis=1, dtype=jnp.int32)
+    return total
 
 
 def _replace(items: tuple, index: int, item) -> tuple:

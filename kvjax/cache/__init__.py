@@ -1,6 +1,7 @@
 """The paged KV cache: types, the page allocator, and pure writes."""
 
 from kvjax.cache.allocator import OutOfPages, PageAllocator
+from kvjax.cache.residency import MissingPages, Residency, check_missing, frame_tables
 from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec, LatentSpec, PagedSpec, RecurrentSpec
 from kvjax.cache.types import (
     INDEXER,
@@ -28,16 +29,20 @@ __all__ = [
     "LatentPages",
     "LatentSpec",
     "LayerCache",
+    "MissingPages",
     "OutOfPages",
     "PageAllocator",
     "PagedKV",
     "PagedSpec",
     "RecurrentSpec",
+    "Residency",
     "SlotLayer",
     "append",
     "append_latents",
+    "check_missing",
     "copy_page",
     "empty_latents",
     "empty_layer",
+    "frame_tables",
     "seal",
 ]

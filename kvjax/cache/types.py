@@ -12,6 +12,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from kvjax.cache.residency import Residency
 from pallas_kernels.indexer_scores.api import FP8
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.pages import CODES, Pages
@@ -111,13 +112,15 @@ class Cache:
     """What a jitted step reads and writes.
 
     layers: one entry per layer, no stacked axis, so that updates stay in place. page_tables: per layer group, logical page -> page id,
-    -1 where there is none. lengths: tokens written, the current ones included when attention reads it. spec: what `layers` are.
+    -1 where there is none. lengths: tokens written, the current ones included when attention reads it. spec: what `layers` are. residency:
+    by layer group, where pages lie; groups that it does not name have each page in the frame of its id.
     """
 
     layers: tuple[LayerCache, ...]
     page_tables: dict[str, Int[Array, "B M"]]
     lengths: Int[Array, "B"]
     spec: CacheSpec = flax.struct.field(pytree_node=False)
+    residency: dict[str, Residency] = flax.struct.field(default_factory=dict)
 
     def table_of(self, layer: int) -> Int[Array, "B M"]:
         """The page table of a layer's group."""

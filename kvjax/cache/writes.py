@@ -27,15 +27,16 @@ def append(
     valid: Bool[Array, "B T"],
     page_table: Int[Array, "B M"],
     indexes: tuple[IndexSpec, ...],
+    frames: Int[Array, "B M"] | None = None,
 ) -> PagedKV:
     """Write the valid tokens at their positions, then seal each page whose last token is among them.
 
     positions: tokens from the start of the sequence; those of one row are consecutive. A valid token whose page is not in the table is
-    dropped, not written elsewhere; the engine reserves pages beforehand, so it does not happen there. See
-    `pallas_kernels.append_tokens`.
+    dropped, not written elsewhere; the engine reserves pages beforehand, so it does not happen there. frames: of the table's pages, where
+    they are not their ids. See `pallas_kernels.append_tokens`.
     """
     kinds = tuple((spec.name, spec.kind, spec.block_size) for spec in indexes)
-    return PagedKV(*append_tokens(layer.pages, layer.index, k, v, positions, valid, page_table, kinds=kinds))
+    return PagedKV(*append_tokens(layer.pages, layer.index, k, v, positions, valid, page_table, kinds=kinds, frames=frames))
 
 
 def append_latents(
@@ -45,11 +46,12 @@ def append_latents(
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
     page_table: Int[Array, "B M"],
+    frames: Int[Array, "B M"] | None = None,
 ) -> LatentPages:
     """Write the valid tokens' latents and indexer keys at their positions, rounded to the pages' dtypes (`quantize_keys` for 8-bit keys).
 
-    positions, valid, page_table: as in `append`; a valid token whose page is not in the table is dropped. Under jit with the layer donated
-    the update is in place.
+    positions, valid, page_table, frames: as in `append`; a valid token whose page is not in the table is dropped. Under jit with the layer
+    donated the update is in place.
 
     Keys must be finite where pages hold them in 8 bits: one element that is inf or NaN makes that token's key NaN, and so its scores, but
     no other token's. Raises ValueError for shapes and dtypes that do not fit together.
@@ -66,7 +68,7 @@ def append_latents(
     if valid.dtype != bool or positions.dtype != jnp.int32 or page_table.dtype != jnp.int32:
         raise ValueError(f"positions and page_table must be int32, valid bool; got {arrays}")
     page_size = layer.pages.page_size
-    page, offset = physical(page_table, positions // page_size, valid, layer.pages.num_pages), positions % page_size
+    page, offset = physical(page_table, positions // page_size, valid, len(layer.index[INDEXER])), positions % page_size
     index = dict(layer.index)
     written = {INDEXER: keys}
     if INDEXER_SCALES in index:
@@ -75,7 +77,7 @@ def append_latents(
         index[name] = index[name].at[page, offset].set(rows.astype(index[name].dtype), mode="drop")
     # XLA may fuse the write into its readers. They would then read the pool as it was before, and need a copy of all of it.
     index = jax.lax.optimization_barrier(index)
-    pages, _ = append_tokens(layer.pages, {}, latents[:, :, None], None, positions, valid, page_table, kinds=())
+    pages, _ = append_tokens(layer.pages, {}, latents[:, :, None], None, positions, valid, page_table, kinds=(), frames=frames)
     return LatentPages(pages, index)
 
 

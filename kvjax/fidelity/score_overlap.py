@@ -58,7 +58,7 @@ class _Listening(Stateless):
         return None, state
 
     def attend(self, query, layer, ctx, state):
-        scores = attention_scores(query, layer.pages.k, ctx.page_table, ctx.lengths, kind=self.kind, sm_scale=ctx.sm_scale)
+        scores = attention_scores(query, layer.pages.k, ctx.frames, ctx.lengths, kind=self.kind, sm_scale=ctx.sm_scale)
         jax.debug.callback(self.hear, ctx.layer, scores)
         return select_and_attend(self, query, layer, ctx, state)
 

@@ -135,7 +135,7 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
 
     def run(some: Sequence[tuple]) -> jax.Array:
         for last, *operands in some:
-            logits, cache = step(params, kept.pop().replace(lengths=np.array([last], np.int32)), *operands)
+            logits, cache, _ = step(params, kept.pop().replace(lengths=np.array([last], np.int32)), *operands)
             kept.append(cache)
         return jax.block_until_ready(logits)
 

@@ -174,7 +174,7 @@ def test_prefill_in_chunks(case):
         given = params | {"hidden": jnp.asarray(hidden)}
         at = np.full(2, start, np.int32)
         policy = TopTokensPrefill(mixer.index_topk)
-        logits, cache = prefill_step(OneLayer(mixer), policy, (), given, cache, tokens, at, at, all_logits=True)
+        logits, cache, _ = prefill_step(OneLayer(mixer), policy, (), given, cache, tokens, at, at, all_logits=True)
         found.append(np.asarray(logits)[:, : stop - start])
     assert row_error(np.concatenate(found, axis=1), out[:, :PROMPT]) < TOLERANCE
 

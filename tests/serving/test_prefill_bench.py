@@ -192,7 +192,7 @@ def test_the_steps_are_the_engines(model, name):
     cache = prefill_bench.empty_cache(plan, 300, policy)
     for last, *operands in chunks:
         cache = cache.replace(lengths=np.array([last], np.int32))
-        logits, cache = prefill_step(TransformerDecoder(model.config), policy, indexes_of(policy), model.params, cache, *operands)
+        logits, cache, _ = prefill_step(TransformerDecoder(model.config), policy, indexes_of(policy), model.params, cache, *operands)
     np.testing.assert_array_equal(np.asarray(logits[0]), np.asarray(sequence.logits))
 
 

@@ -42,7 +42,8 @@ class IndexerQuery:
 class SelectContext:
     """What a policy may look at besides the query: static sizes, and the arrays that say where the sequences are.
 
-    lengths count the current tokens. sm_scale multiplies logits. indexer: None in models without a lightning indexer.
+    lengths count the current tokens. sm_scale multiplies logits. indexer: None in models without a lightning indexer. page_table: page ids,
+    by which rows of an index are found. frames: where the bytes of these pages are, which ops that read keys take.
     """
 
     page_table: Int[Array, "B M"]
@@ -52,6 +53,13 @@ class SelectContext:
     page_size: int = flax.struct.field(pytree_node=False)
     sm_scale: float = flax.struct.field(pytree_node=False)
     indexer: IndexerQuery | None = None
+    moved: Int[Array, "B M"] | None = None
+    """Frames, where they are not the page ids."""
+
+    @property
+    def frames(self) -> Int[Array, "B M"]:
+        """Logical page -> frame, -1 where there is none."""
+        return self.page_table if self.moved is None else self.moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +131,7 @@ def select_and_attend(
     blocks, state = selected
     listed = {} if blocks is None else {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
     static = {"sm_scale": ctx.sm_scale, "return_block_lse": policy.learns}
-    out, _, *block_lse = gather_attention(query, layer.pages, ctx.page_table, ctx.lengths, **static, **listed)
+    out, _, *block_lse = gather_attention(query, layer.pages, ctx.frames, ctx.lengths, **static, **listed)
     return out, blocks, policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state
 
 

@@ -83,6 +83,7 @@ class TopBlocks(Stateless):
             sink=self.sink,
             local=self.local,
             sm_scale=ctx.sm_scale,
+            frames=ctx.moved,
         )
         return out, self._blocks(ids), state
 

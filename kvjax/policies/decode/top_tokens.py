@@ -72,7 +72,7 @@ class TopTokens(Stateless):
     def attend(self, query, layer, ctx, state):
         """Select, then attend: every query is a row of its own, as its list is."""
         blocks, state = self.select(query, layer, ctx, state)
-        return read_tokens(query, layer, ctx.page_table, _seen(ctx, query.shape[1]), blocks.ids, ctx.sm_scale), blocks, state
+        return read_tokens(query, layer, ctx.frames, _seen(ctx, query.shape[1]), blocks.ids, ctx.sm_scale), blocks, state
 
     def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
         """Tokens a query attends to in a sequence of `length` tokens, its own included."""
@@ -116,7 +116,7 @@ def best_tokens(
 def read_tokens(
     query: Float[Array, "B T H D"],
     layer: LatentPages,
-    page_table: Int[Array, "B M"],
+    frames: Int[Array, "B M"],
     seen: Int[Array, "B T"],
     ids: Int[Array, "B T k"],
     sm_scale: float,
@@ -126,7 +126,7 @@ def read_tokens(
     out, _ = gather_attention(
         query.reshape(-1, 1, *of_query),
         layer.pages,
-        jnp.repeat(page_table, num_queries, axis=0),
+        jnp.repeat(frames, num_queries, axis=0),
         seen.reshape(-1),
         blocks=ids.reshape(-1, 1, ids.shape[2]),
         block_size=1,

@@ -18,6 +18,8 @@ class PrefillContext:
 
     Queries at or past lengths are padding: their outputs are not used, and they must not influence the others. layer: its number among
     those that have pages. It is an array, since slices of equal layers run one program: take `jax.lax.cond`, not `if`.
+
+    page_table: page ids, by which rows of an index are found. frames: where the bytes of these pages are, which ops that read keys take.
     """
 
     page_table: Int[Array, "B M"]
@@ -26,6 +28,13 @@ class PrefillContext:
     layer: int | Int[Array, ""]
     sm_scale: float = flax.struct.field(pytree_node=False)
     indexer: IndexerQuery | None = None
+    moved: Int[Array, "B M"] | None = None
+    """Frames, where they are not the page ids."""
+
+    @property
+    def frames(self) -> Int[Array, "B M"]:
+        """Logical page -> frame, -1 where there is none."""
+        return self.page_table if self.moved is None else self.moved
 
 
 @runtime_checkable

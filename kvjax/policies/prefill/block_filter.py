@@ -57,7 +57,7 @@ class BlockFilter(TileLists):
             fine = fine[: distant.shape[0], :, : distant.shape[1]] & distant[:, None]
             return sorted_lists(jnp.where(fine, number, -1))
 
-        return jax.lax.map(of_row, (query, ctx.page_table, ctx.starts, ctx.lengths, distant))
+        return jax.lax.map(of_row, (query, ctx.frames, ctx.starts, ctx.lengths, distant))
 
     def _kept(self, q, pool, table, start, length, sm_scale):
         """`[C', H, S']`: which coarse blocks of keys each coarse block of queries keeps."""

@@ -96,11 +96,11 @@ class BoundsShare(ByBounds):
 
         def of_row(args):
             ranked, query, table, start, length = args
-            here = ctx.replace(page_table=table[None], starts=start[None], lengths=length[None])
+            here = ctx.replace(page_table=table[None], moved=None, starts=start[None], lengths=length[None])
             branches = [functools.partial(measured, every=every) for every in EVERY[: len(affordable) + 1]]
             return jax.lax.switch(jnp.searchsorted(jnp.asarray(affordable, jnp.int32), length), branches, ranked, query[None], here)
 
-        return jax.lax.map(of_row, (ranked, query, ctx.page_table, ctx.starts, ctx.lengths))
+        return jax.lax.map(of_row, (ranked, query, ctx.frames, ctx.starts, ctx.lengths))
 
     def _read(self, k: int) -> int:
         """The keys that lists of k blocks read, sinks and window included."""

@@ -78,7 +78,7 @@ class FlexPrefill(TileLists):
             lines = (fewest_that_hold(columns, self.gamma)[None] | crossed) & distant[:, None]
             return jnp.where(by_means[:, None], means, sorted_lists(jnp.where(lines, number, -1)))
 
-        return jax.lax.map(of_row, (query, ctx.page_table, ctx.starts, ctx.lengths, distant, columns, bands))
+        return jax.lax.map(of_row, (query, ctx.frames, ctx.starts, ctx.lengths, distant, columns, bands))
 
     def __str__(self) -> str:
         return f"flex:{share_text(self.gamma)}" if self == FlexPrefill(self.gamma) else repr(self)

@@ -76,7 +76,7 @@ class TileLists(DenseWhereCovered):
     def attend_listed(self, blocks: Int[Array, "B C H W"], query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext):
         """Attention over sinks, window and the given lists."""
         out, _ = block_sparse_attention(
-            *(query, layer.pages, ctx.page_table, ctx.starts, ctx.lengths),
+            *(query, layer.pages, ctx.frames, ctx.starts, ctx.lengths),
             blocks=blocks,
             block_size=self.key_block,
             query_tile=self.chi,

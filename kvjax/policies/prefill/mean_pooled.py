@@ -35,7 +35,7 @@ class MeanPooled(BestBlocks):
             scores = jnp.einsum("ckgd,ksd->ckgs", grouped, keys, precision=jax.lax.Precision.HIGHEST)
             return best_blocks(scores.reshape(*pooled.shape[:2], -1), candidates[:, None], self.k)
 
-        return jax.lax.map(of_row, (query, ctx.page_table, ctx.starts, ctx.lengths, candidates))
+        return jax.lax.map(of_row, (query, ctx.frames, ctx.starts, ctx.lengths, candidates))
 
 
 def mean_queries(q, start, length, chi):

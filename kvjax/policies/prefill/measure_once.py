@@ -96,7 +96,7 @@ class MeasureOnceMaskOnce(TileLists):
     def measure(self, query, layer, ctx):
         """Exact output of every gamma-th query, `[B, R, H, D]`, and the united lists of the tiles, `[B, C, H, W]`."""
         exact, lse, ids, scores = query_sparse_attention(
-            *(query, layer.pages, ctx.page_table, ctx.starts, ctx.lengths),
+            *(query, layer.pages, ctx.frames, ctx.starts, ctx.lengths),
             **self.listing,
             sm_scale=ctx.sm_scale,
         )

@@ -42,7 +42,7 @@ def captured_mass(
 
     exp of the difference of the two log-sum-exps; nothing T x S is formed. Padding gives values that mean nothing.
     """
-    pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
+    pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
     if dense_lse is None:
         dense_lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)[1]
     return jnp.exp(_attend_lists(policy, query, layer, ctx)[1] - dense_lse)
@@ -57,7 +57,7 @@ def captured_by_rows(
     The best are those with the largest log-sum-exp of logits, all k of them selected exactly. A block that the window cuts counts whole in
     that order, so the first share can exceed the second by what the window holds anyway. Float32, 0 to 1; padding means nothing.
     """
-    pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
+    pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
     sizes = {"block_size": policy.key_block, "window": policy.listing["window"], "sm_scale": ctx.sm_scale}
 
     def share(k_exact: int) -> Array:
@@ -104,7 +104,7 @@ class _Listening:
 
     def attend(self, query, layer, ctx):
         out = DensePrefill().attend(query, layer, ctx)
-        jax.debug.callback(self.hear, ctx.layer, query, layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
+        jax.debug.callback(self.hear, ctx.layer, query, layer.pages, ctx.frames, ctx.starts, ctx.lengths)
         return out
 
     def describe(self) -> str:
@@ -259,7 +259,7 @@ def _compare(policy: TileLists):
 
     @jax.jit
     def compare(query, layer, ctx):
-        pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
+        pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
         dense, lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)
         corrects = isinstance(policy, MeasureOnceMaskOnce)
         exact, blocks = policy.measure(query, layer, ctx) if corrects else (None, policy.lists(query, layer, ctx))
@@ -310,7 +310,7 @@ def _summed(over: Sequence[tuple[Array, Array]]) -> Array:
 def _attend_lists(policy: TileLists, query, layer, ctx, blocks: Array | None = None):
     """Out and LSE of attention over sinks, window and the policy's lists."""
     return block_sparse_attention(
-        *(query, layer.pages, ctx.page_table, ctx.starts, ctx.lengths),
+        *(query, layer.pages, ctx.frames, ctx.starts, ctx.lengths),
         blocks=policy.lists(query, layer, ctx) if blocks is None else blocks,
         block_size=policy.key_block,
         query_tile=policy.chi,

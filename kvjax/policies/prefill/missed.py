@@ -99,7 +99,7 @@ def sample(
         near, far = walk_keys(layer.pages.k, table, length, state, step)
         return near.T, far.swapaxes(0, 1)[..., : table.shape[0] * page_size // key_block]
 
-    return Sampled(positions, counts, *jax.lax.map(of_row, (query, ctx.page_table, ctx.lengths, index, positions)))
+    return Sampled(positions, counts, *jax.lax.map(of_row, (query, ctx.frames, ctx.lengths, index, positions)))
 
 
 def missed_share(found: Sampled, blocks: Int[Array, "B C H W"], starts: Int[Array, "B"], chi: int) -> Float[Array, "B R H"]:

@@ -45,7 +45,7 @@ def attention_mass(
     S = M * P / key_block. A tile of n written queries sums to n over its blocks; padding counts nothing. Memory: the result, and the
     logits of T queries against a tile of keys.
     """
-    pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
+    pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
     _, lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)
     num_queries, num_heads = query.shape[1:3]
     page_size = layer.pages.page_size
@@ -66,4 +66,4 @@ def attention_mass(
         masses = jnp.zeros((-(-num_queries // chi), num_heads, room), jnp.float32)
         return walk_keys(layer.pages.k, table, length, masses, step)[..., :num_blocks]
 
-    return jax.lax.map(of_row, (query, lse, ctx.page_table, ctx.starts, ctx.lengths))
+    return jax.lax.map(of_row, (query, lse, ctx.frames, ctx.starts, ctx.lengths))

@@ -37,7 +37,7 @@ class SinkWindow(DenseWhereCovered):
 
     def attend_sparse(self, query, layer, ctx):
         """Attention within sinks and window, corrected if gamma is given."""
-        pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
+        pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
         sparse, _ = flash_attention(query, *pages, window=(self.sink_tokens, self.window_tokens), sm_scale=ctx.sm_scale)
         if self.gamma is None:
             return sparse

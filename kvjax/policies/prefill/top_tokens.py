@@ -51,7 +51,7 @@ class TopTokensPrefill:
             positions = ends[:, None] - size + jnp.arange(size, dtype=jnp.int32)
             seen = jnp.where(positions < ctx.lengths[:, None], positions + 1, 0)  # 0 for padding, which reads nothing
             ids = best_tokens(self.k, indexer, layer, ctx.page_table, ends, seen)
-            return read_tokens(query, layer, ctx.page_table, seen, ids, ctx.sm_scale)
+            return read_tokens(query, layer, ctx.frames, seen, ids, ctx.sm_scale)
 
         tiles = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(batch, -1, size, *x.shape[2:]), 1, 0), (query, ctx.indexer))
         out = jax.lax.map(tile, (jnp.arange(count // size, dtype=jnp.int32), *tiles))

@@ -68,7 +68,7 @@ class VerticalSlash(TileLists):
         offset = jnp.clip(ctx.lengths - ctx.starts - rows, 0, query.shape[1] - rows)
         last = jax.vmap(lambda q, at: jax.lax.dynamic_slice_in_dim(q, at, rows))(query, offset)
         starts = ctx.starts + offset
-        _, lse = flash_attention(last, layer.pages, ctx.page_table, starts, ctx.lengths, sm_scale=ctx.sm_scale)
+        _, lse = flash_attention(last, layer.pages, ctx.frames, starts, ctx.lengths, sm_scale=ctx.sm_scale)
         tile = tile_tokens(page_size)
         per_tile, touched = tile // self.key_block, (tile + rows) // self.key_block + 2
 
@@ -95,7 +95,7 @@ class VerticalSlash(TileLists):
             num_blocks = table.shape[0] * page_size // self.key_block
             return of_blocks[:, :num_blocks], of_bands[:, :num_blocks]
 
-        return jax.lax.map(of_row, (last, lse, ctx.page_table, starts, ctx.lengths))
+        return jax.lax.map(of_row, (last, lse, ctx.frames, starts, ctx.lengths))
 
     def __str__(self) -> str:
         return f"vertical-slash:{self.vertical}+{self.slash}" if self == VerticalSlash(self.vertical, self.slash) else repr(self)

@@ -51,7 +51,7 @@ class XAttention(TileLists):
             worth = self._worth(q, layer.pages.k, table, start, length, ctx.sm_scale)[..., : distant.shape[1]]
             return ranked_until(worth, distant[:, None], self.threshold)
 
-        return jax.lax.map(of_row, (query, ctx.page_table, ctx.starts, ctx.lengths, distant))
+        return jax.lax.map(of_row, (query, ctx.frames, ctx.starts, ctx.lengths, distant))
 
     def _worth(self, q, pool, table, start, length, sm_scale):
         """`[C, H, S]` float32: each tile's share of every block, summing to 1 over the blocks; 0 for padding."""

@@ -1,0 +1,53 @@
+"""Where pages lie: a page keeps its id for life, and the frame that holds it may change between steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import flax.struct
+import numpy as np
+from jaxtyping import Array, Int
+
+if TYPE_CHECKING:
+    from kvjax.cache.types import Cache
+
+
+@flax.struct.dataclass
+class Residency:
+    """Frames of a layer group's pages, in all of its layers. frame_of: by page id; -1 where no frame holds the page.
+
+    To move a page is to copy its bytes and to write its entry here: page tables name ids, and rows of indexes are found by id.
+    """
+
+    frame_of: Int[Array, " ids"]
+
+    def frames(self, table: Int[Array, "B M"]) -> Int[Array, "B M"]:
+        """The frames of a table of page ids, -1 where there is no page or no frame."""
+        return self.frame_of.at[table].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+
+
+class MissingPages(RuntimeError):
+    """A step listed pages that no store holds. What it computed means nothing."""
+
+
+def frame_tables(cache: Cache) -> dict[str, Int[Array, "B M"]]:
+    """The tables of frames of the groups that have a `Residency`; in the others the frame of a page is its id, and nothing is looked up.
+
+    ValueError for a residency of rows of state, which do not move, or of a group that there is none of.
+    """
+    for name in cache.residency:
+        if name not in cache.page_tables or name in cache.spec.row_groups:
+            known = [group.name for group in cache.spec.groups if group.name not in cache.spec.row_groups]
+            raise ValueError(f"layer group {name!r} has no pages that move between frames; a residency can be given for {known}")
+    return {name: residency.frames(cache.page_tables[name]) for name, residency in cache.residency.items()}
+
+
+def check_missing(missing: Int[Array, "B"] | None) -> None:
+    """MissingPages if a step returned that a row listed pages without a frame; None: every page is in the frame of its id. Waits for the
+    device."""
+    if missing is not None and (counts := np.asarray(missing)).any():
+        rows = ", ".join(f"{count} in row {row}" for row, count in enumerate(counts.tolist()) if count)
+        raise MissingPages(
+            f"a step read or wrote pages that no store holds (over all layers and lists: {rows}), so its results mean nothing: bring every "
+            "page that a step may list into a frame first, and say so in Residency.frame_of"
+        )
