@@ -28,8 +28,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Before the first program is compiled: XLA reads its flags once. Processes that tests start get them too."""
-    if not config.getoption("--optimized"):
-        os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), QUICK_EMITTERS)).strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if not config.getoption("--optimized") and QUICK_EMITTERS not in flags:  # workers have them from the process that started them
+        os.environ["XLA_FLAGS"] = f"{flags} {QUICK_EMITTERS}".strip()
 
 
 @pytest.fixture(scope="module", autouse=True)
