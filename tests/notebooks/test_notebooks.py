@@ -29,9 +29,9 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-LONG = ("a_policy_of_your_own", "choosing_a_budget", "first_steps")
+LONG = ("a_policy_of_your_own", "choosing_a_budget", "first_steps", "the_bill")
 """What these do is tested without them too: tests/kvjax/test_own_policies.py, test_learning.py,
-test_fidelity_*.py and test_generation.py."""
+test_fidelity_*.py, test_generation.py, test_bill.py and test_bill_auto.py."""
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem in LONG)) for path in NOTEBOOKS])
