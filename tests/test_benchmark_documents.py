@@ -10,7 +10,7 @@ from pallas_kernels.bench.prefill.report import layer_seconds
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-KINDS = ("ops", "decode", "prefill", "host", "throughput", "gaps", "cold", "programs")
+KINDS = ("ops", "decode", "drafts", "prefill", "host", "throughput", "gaps", "cold", "programs")
 RUNS = report.load(file for kind in KINDS for file in RESULTS.glob(f"{kind}*.json"))
 
 

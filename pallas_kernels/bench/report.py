@@ -151,6 +151,29 @@ def step_table(rows: Sequence[Row]) -> Table:
     return terminal_table(STEP_COLUMNS, map(step_cells, rows), left=5)
 
 
+DRAFT_COLUMNS = ("shape", "tokens", "batch", "policy", "tokens of a step", "path", "ms", "p10 to p90", "device ms", "of one token's")
+
+
+def draft_cells(row: Row) -> tuple[str, ...]:
+    """The cells of `DRAFT_COLUMNS`."""
+    first = row["shape"], tokens_text(row["tokens"]), str(row["batch"]), f"`{row['policy']}`", str(row["drafted"])
+    if "median_s" not in row:
+        return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(DRAFT_COLUMNS) - 6)
+    return (
+        *first,
+        ", ".join(sorted(set(row["path"].values()))),
+        f"{row['median_s'] * 1e3:.2f}",
+        span(row["p10_s"] * 1e3, row["p90_s"] * 1e3, ".2f"),
+        f"{row['profile']['period_s'] * 1e3:.2f}" if row["profile"] else "",
+        "" if row["of_one"] is None else f"{row['of_one']:.3f}",
+    )
+
+
+def drafts_table(rows: Sequence[Row]) -> Table:
+    """For the terminal."""
+    return terminal_table(DRAFT_COLUMNS, map(draft_cells, rows), left=6)
+
+
 def step_short(rows: Sequence[Row]) -> str:
     """Milliseconds of a step by shape, batch and length: dense, and each policy with its speed-up over that."""
     timed = [row for row in rows if "median_s" in row]
@@ -184,6 +207,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     needles = [run for run in runs if run["bench"].startswith("sparse-prefill-needles")]
     echoes = [run for run in runs if run["bench"] == "prefill-echo"]
     masses = [run for run in runs if run["bench"] == "block-mass"]
+    drafts = [run for run in runs if run["bench"] == "drafts"]
     of_top_k = {name: sourced(*made) for name, made in top_k_report.parts(runs).items()}
 
     def targets() -> str:
@@ -206,6 +230,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "op-kernels": of(ops, lambda rows: kernel_table([row for row in rows if row["op"] in ("dense", "sparse")])),
         "decode-step": of(steps, lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
         "decode-step-short": of(steps, step_short),
+        "drafts": of(drafts, lambda rows: markdown(DRAFT_COLUMNS, map(draft_cells, rows))),
         "step-kernels": of(steps, kernel_table),
         "prefill-targets": targets,
         "prefill-ops": of_ops(prefill_report.op_table),
@@ -223,7 +248,8 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
 def merged(runs: Sequence[dict[str, Any]]) -> list[Row]:
     """The rows of several runs; of rows for the same thing the last."""
     key = ("op", "shape", "tokens", "batch", "policy", "layer")
-    return list({tuple(row.get(name) for name in key): row for run in runs for row in run["rows"]}.values())
+    rows = (row for run in runs for row in run["rows"])
+    return list({(*(row.get(name) for name in key), row.get("drafted", 1)): row for row in rows}.values())
 
 
 def rendered(text: str, runs: Sequence[dict[str, Any]]) -> str:

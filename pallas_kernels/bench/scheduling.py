@@ -13,7 +13,12 @@ Row = dict[str, Any]
 def host_cells(row: Row) -> tuple[str, ...]:
     """Microseconds of a step."""
     micro = (f"{row[key] * 1e6:,.0f}" for key in ("own_s", "own_p95_s", "dispatch_s", "median_s"))
-    what = {"engine": "`Engine.decode_and_sample`", "scheduler": "`Scheduler.step`"}[row["what"]]
+    what = {
+        "engine": "`Engine.decode_and_sample`",
+        "scheduler": "`Scheduler.step`",
+        "listening": "`Scheduler.step`, `on_token`",
+        "logprobs": "`Scheduler.step`, `logprobs`",
+    }[row["what"]]
     return what, f"{row['rows']}", f"{row['pages']:,}", *micro
 
 

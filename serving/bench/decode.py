@@ -2,7 +2,8 @@
 
 There is no prefill: keys, values and their indexes are made on the device, pages in random order. The steps are the engine's own
 (`kvjax.steps.decode_and_sample`, cache donated), each fed the tokens that the one before sampled; the host waits at the end of a round.
-Policies take turns on one cache, round by round, always over the same positions.
+Policies take turns on one cache, round by round, always over the same positions. Steps with drafts do too: no draft is ever accepted, so
+that each step goes on by one token, whatever the number that it writes.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import Cache, IndexSpec, PagedKV
 from kvjax.cache.tables import table_width
+from kvjax.decoding import DRAFTS
 from kvjax.learning import state_specs
 from kvjax.model import ModelConfig, Params, uniform_config
 from kvjax.models.decoder import TransformerDecoder, init_params
@@ -88,7 +90,10 @@ SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to run. steps: tokens per round, the last of which is token `lengths[i]` of its sequence. rounds: timed ones, after one more."""
+    """What to run. steps: tokens per round, the last of which is token `lengths[i]` of its sequence. rounds: timed ones, after one more.
+
+    drafts: tokens of a sequence that a step writes, one certain and the others drafts; every policy is timed with each of these numbers.
+    """
 
     shape: str
     config: ModelConfig
@@ -97,8 +102,11 @@ class Plan:
     batch: int
     steps: int
     rounds: int
+    drafts: tuple[int, ...] = (1,)
 
     def __post_init__(self):
+        if not self.drafts or len(set(self.drafts)) < len(self.drafts) or not set(self.drafts) <= set(DRAFTS):
+            raise ValueError(f"drafts must be among {', '.join(map(str, DRAFTS))}, each once, got {self.drafts}")
         if auto := [policy for policy in self.policies if isinstance(policy, ChoosesDecode)]:
             raise ValueError(f"policy {auto[0]} chooses among others and is not timed itself: name those")
         for name, values in (("batch", (self.batch,)), ("steps", (self.steps,)), ("rounds", (self.rounds,)), ("lengths", self.lengths)):
@@ -111,6 +119,10 @@ class Plan:
     def indexes(self) -> tuple[IndexSpec, ...]:
         """Of all policies, as an engine for all of them builds."""
         return tuple(dict.fromkeys(spec for policy in self.policies for spec in policy.indexes()))
+
+    def pages(self, length: int) -> int:
+        """Of each sequence, with room for the drafts behind its last token."""
+        return pages_of(length + max(self.drafts) - 1)
 
 
 def config_of(shape: str, layers: int | None = None, dtype: str | None = None) -> ModelConfig:
@@ -141,9 +153,9 @@ def random_params(config: ModelConfig) -> Params:
 
 def random_cache(plan: Plan, length: int) -> Cache:
     """`batch` sequences with `length - steps` tokens written and room for the rest, in a pool of just that size."""
-    spec, pages = plan.config.cache_spec(PAGE_SIZE), pages_of(length)
+    spec, pages = plan.config.cache_spec(PAGE_SIZE), plan.pages(length)
     total = pool_pages(plan.batch * pages)
-    table = np.full((plan.batch, table_width(pages_of(length))), -1, np.int32)
+    table = np.full((plan.batch, table_width(pages)), -1, np.int32)
     order = np.random.default_rng(length).permutation(np.arange(1, plan.batch * pages + 1, dtype=np.int32))
     table[:, :pages] = order.reshape(plan.batch, pages)
 
@@ -158,7 +170,8 @@ def random_cache(plan: Plan, length: int) -> Cache:
 
 
 def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
-    """Rows, one for each length and policy: `skipped` where the length does not fit in memory, `failed` where it breaks."""
+    """Rows, one for each length, policy and number of drafts: `skipped` where the length does not fit in memory, `failed` where it
+    breaks."""
     on_progress("weights")
     params = random_params(plan.config)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -167,29 +180,29 @@ def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], N
         needed, there = held + cache_bytes(plan, length), memory_bytes()
         if needed > MEMORY_SHARE * there:
             reason = f"weights and cache need {needed / 2**30:.1f} GiB, arrays may take {MEMORY_SHARE * there / 2**30:.1f}"
-            yield from (_fields(plan, length, policy) | {"skipped": reason} for policy in plan.policies)
+            yield from (_fields(plan, length, *each) | {"skipped": reason} for each in _each(plan))
             continue
         try:
             yield from _run_length(plan, length, params, copy_bytes_per_s, on_progress)
         except Exception as error:  # no reason to lose the other lengths
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
-            yield from (_fields(plan, length, policy) | {"failed": text} for policy in plan.policies)
+            yield from (_fields(plan, length, *each) | {"failed": text} for each in _each(plan))
 
 
 def cache_bytes(plan: Plan, length: int) -> int:
     """Bytes of pool and indexes."""
     spec = plan.config.cache_spec(PAGE_SIZE)
     per_page = sum(spec.bytes_per_page(group.name, plan.indexes) for group in spec.groups)
-    return pool_pages(plan.batch * pages_of(length)) * per_page
+    return pool_pages(plan.batch * plan.pages(length)) * per_page
 
 
-def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params: Params) -> dict[str, int]:
-    """Bytes that one step has to move: every weight but the embedding, of which one row per sequence (all of it where it is the head
+def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params: Params, drafted: int = 1) -> dict[str, int]:
+    """Bytes that one step has to move: every weight but the embedding, of which one row per token (all of it where it is the head
     too); K and V of `keys` tokens (summed over layers, KV heads and rows); the indexes of whole sequences that the policy scans."""
     config, item = plan.config, jnp.dtype(plan.config.compute_dtype).itemsize
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if not config.tie_embeddings:
-        weights -= params["embed"].nbytes - plan.batch * config.hidden_size * item
+        weights -= params["embed"].nbytes - plan.batch * drafted * config.hidden_size * item
     cache = config.cache_spec(PAGE_SIZE)
     (head_dim,) = {layer.head_dim for layer in cache.layers}
     selecting = [layer for number, layer in enumerate(cache.layers) if cache.group_of(number).window is None]
@@ -200,9 +213,10 @@ def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params:
 
 @dataclasses.dataclass
 class _Runner:
-    """A policy's compiled step, and what was seen of it."""
+    """A policy's compiled step of so many tokens, and what was seen of it."""
 
     policy: DecodePolicy
+    drafted: int
     step: jax.stages.Compiled
     path: dict[str, str]
     compile_s: float
@@ -219,9 +233,9 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
     cache = random_cache(plan, length)
     rows = jax.tree.map(jnp.asarray, SamplingRows.of([None] * plan.batch))
     runners = []
-    for policy in plan.policies:
-        on_progress(f"{length:,} tokens: compiling {policy}")
-        runners.append(_compiled(plan, policy, params, cache, rows))
+    for policy, drafted in _each(plan):
+        on_progress(f"{length:,} tokens: compiling {policy} for {drafted}")
+        runners.append(_compiled(plan, policy, params, cache, rows, drafted))
     for number in range(plan.rounds + 1):
         for runner in runners:
             on_progress(f"{length:,} tokens: round {number} of {plan.rounds}, {runner.policy}")
@@ -233,34 +247,38 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
             on_progress(f"{length:,} tokens: profile of {runner.policy}")
             cache = _profile(plan, length, runner, params, cache, rows)
     del cache
-    return [_row(plan, length, runner, params, rate) for runner in runners]
+    made = [_row(plan, length, runner, params, rate) for runner in runners]
+    alone = {row["policy"]: row["median_s"] for row in made if row["drafted"] == 1}
+    return [row | {"of_one": row["median_s"] / alone[row["policy"]] if row["policy"] in alone else None} for row in made]
 
 
-def _compiled(plan: Plan, policy: DecodePolicy, params: Params, cache: Cache, rows: SamplingRows) -> _Runner:
+def _compiled(plan: Plan, policy: DecodePolicy, params: Params, cache: Cache, rows: SamplingRows, drafted: int = 1) -> _Runner:
     config = plan.config
     states = tuple(policy.init(spec, plan.batch) for spec in state_specs(config, PAGE_SIZE, cache.table_of(0).shape[1]))
     started = time.perf_counter()
     static = (TransformerDecoder(config), policy, plan.indexes)
     with dispatch.listening() as heard:
-        lowered = decode_and_sample.lower(*static, params, cache, *_first(plan), states, rows)
+        lowered = decode_and_sample.lower(*static, params, cache, *_first(plan, drafted), states, rows)
     step = lowered.compile()
-    return _Runner(policy, step, heard, time.perf_counter() - started, step.memory_analysis().temp_size_in_bytes, states)
+    return _Runner(policy, drafted, step, heard, time.perf_counter() - started, step.memory_analysis().temp_size_in_bytes, states)
 
 
 def _round(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cache, rows: SamplingRows) -> tuple[float, Cache]:
     """Seconds of `steps` steps from the start of the round, waited for once. DONATES cache."""
-    cache, tokens, active = _ready(plan, length, cache)
+    cache, tokens, active = _ready(plan, length, cache, runner.drafted)
     started = time.perf_counter()
     finite, cache = _steps(runner, params, cache, tokens, active, rows, plan.steps)
     seconds = time.perf_counter() - started
     if not np.asarray(finite).all():
         raise RuntimeError(f"{runner.policy} at {length:,} tokens: logits are not finite, so something reads what it must not")
+    if (np.asarray(cache.lengths) != length).any():
+        raise RuntimeError(f"{runner.policy} at {length:,} tokens, {runner.drafted} at a time: a draft was accepted")
     return seconds, cache
 
 
 def _profile(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cache, rows: SamplingRows) -> Cache:
     """The kernels of a few steps. DONATES cache."""
-    cache, tokens, active = _ready(plan, length, cache)
+    cache, tokens, active = _ready(plan, length, cache, runner.drafted)
     kept = [cache]
     del cache
     reads = runner.reads
@@ -273,9 +291,9 @@ def _profile(plan: Plan, length: int, runner: _Runner, params: Params, cache: Ca
     return kept.pop()
 
 
-def _ready(plan: Plan, length: int, cache: Cache) -> tuple[Cache, Array, Array]:
+def _ready(plan: Plan, length: int, cache: Cache, drafted: int) -> tuple[Cache, Array, Array]:
     """The cache at the start of a round, and the first tokens: nothing but steps is left for the device to do."""
-    return jax.block_until_ready((cache.replace(lengths=_start(plan, length)), *_first(plan)))
+    return jax.block_until_ready((cache.replace(lengths=_start(plan, length)), *_first(plan, drafted)))
 
 
 def _steps(
@@ -285,19 +303,20 @@ def _steps(
     states = runner.states
     for _ in range(steps):
         sampled, _, cache, states, runner.reads = runner.step(params, cache, tokens, active, states, rows)
-        tokens = sampled.tokens
+        tokens = sampled.tokens if runner.drafted == 1 else _without_drafts(sampled.tokens)
     jax.block_until_ready((tokens, cache.lengths))
     return sampled.finite, cache
 
 
 def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) -> dict[str, Any]:
-    """Figures of one policy at one length. `keys_read` and `blocks_read` are one KV head's in one layer, on average, at the last step."""
+    """Figures of one policy at one length. `keys_read` and `blocks_read` are one KV head's in one layer, on average, at the last step; of
+    all its lists, where each drafted token has one."""
     lists = plan.batch * plan.config.cache_spec(PAGE_SIZE).kv_heads
     keys, blocks = (int(np.sum(np.asarray(x), dtype=np.int64)) for x in (runner.reads.keys, runner.reads.blocks))
     middle, low, high = (float(np.quantile(runner.seconds, q)) for q in (0.5, 0.1, 0.9))
-    moved = bytes_read(plan, runner.policy, length, keys, params)
+    moved = bytes_read(plan, runner.policy, length, keys, params, runner.drafted)
     per_second = sum(moved.values()) / middle
-    return _fields(plan, length, runner.policy) | {
+    return _fields(plan, length, runner.policy, runner.drafted) | {
         "path": runner.path,
         "median_s": middle,
         "p10_s": low,
@@ -305,7 +324,7 @@ def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) 
         "rounds_s": runner.seconds,
         "keys_read": keys / lists,
         "blocks_read": blocks / lists,
-        "reads_everything": keys == lists * length,
+        "reads_everything": keys == lists * (length + runner.drafted - 1),
         "bytes": moved,
         "bytes_per_s": per_second,
         "fraction_of_copy": per_second / rate,
@@ -316,8 +335,13 @@ def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) 
     }
 
 
-def _fields(plan: Plan, length: int, policy: DecodePolicy) -> dict[str, Any]:
-    named = {"op": "decode", "shape": plan.shape, "tokens": length, "batch": plan.batch, "policy": name_of(policy)}
+def _each(plan: Plan) -> list[tuple[DecodePolicy, int]]:
+    """What is timed at a length: policies, and tokens of a step."""
+    return [(policy, drafted) for policy in plan.policies for drafted in plan.drafts]
+
+
+def _fields(plan: Plan, length: int, policy: DecodePolicy, drafted: int) -> dict[str, Any]:
+    named = {"op": "decode", "shape": plan.shape, "tokens": length, "batch": plan.batch, "policy": name_of(policy), "drafted": drafted}
     return named | {
         "layers": plan.config.num_layers,
         "dtype": plan.config.compute_dtype,
@@ -326,9 +350,16 @@ def _fields(plan: Plan, length: int, policy: DecodePolicy) -> dict[str, Any]:
     }
 
 
-def _first(plan: Plan) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+def _first(plan: Plan, drafted: int) -> tuple[Int[Array, "B *T"], Bool[Array, "B"]]:
     """Tokens to begin with, and which rows are there: all."""
-    return jnp.zeros(plan.batch, jnp.int32), jnp.ones(plan.batch, bool)
+    tokens = jnp.zeros(plan.batch, jnp.int32)
+    return tokens if drafted == 1 else _without_drafts(jnp.zeros((plan.batch, drafted), jnp.int32)), jnp.ones(plan.batch, bool)
+
+
+@jax.jit
+def _without_drafts(tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The first token of each row, and in the drafts' places what is written and never accepted."""
+    return tokens.at[:, 1:].set(-1)
 
 
 def _start(plan: Plan, length: int) -> Int[Array, "B"]:

@@ -6,6 +6,7 @@ are there, so that everything the host does in a step is done. The device is wai
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,8 @@ WARM = 8
 def host_rows(
     cases: Sequence[tuple[int, int]], *, steps: int, layers: int, policy: str, say: Callable[[str], None] = lambda what: None
 ) -> Iterator[dict[str, Any]]:
-    """Rows, two for each case: of `Engine.decode_and_sample` alone, and of `Scheduler.step`.
+    """Rows, four for each case: of `Engine.decode_and_sample` alone, of `Scheduler.step`, and of a step of which somebody hears every token
+    ("listening"), or asks for log-probabilities ("logprobs").
 
     median_s: of a step. own_s: of it less the call of the jitted step, which is dispatch_s. Medians; own_p95_s the 95th percentile.
     """
@@ -43,7 +45,7 @@ def host_rows(
         pool = rows * pages + rows + 1
         model = passing_model(layers)
         engine = HollowEngine(model, policy, pages=pool, batch_buckets=(rows,), prefill_chunk=64 * PAGE_SIZE)
-        for what, prepare in (("engine", _engine_steps), ("scheduler", _scheduler_steps)):
+        for what, prepare in STEPS.items():
             say(f"{rows} rows of {pages:,} pages: {what}")
             # Rows come to a new page at different steps, as those of a real batch do.
             run, close = prepare(engine, [length - row % PAGE_SIZE for row in range(rows)], steps + WARM)
@@ -97,9 +99,22 @@ def _engine_steps(engine: HollowEngine, lengths: Sequence[int], steps: int) -> S
     return run, close
 
 
-def _scheduler_steps(engine: HollowEngine, lengths: Sequence[int], steps: int) -> Steps:
-    scheduler = Scheduler(engine, slots=len(lengths))
+def _scheduler_steps(engine: HollowEngine, lengths: Sequence[int], steps: int, *, listening: bool = False, logprobs: bool = False) -> Steps:
+    scheduler = Scheduler(engine, slots=len(lengths), on_token=_heard if listening else None)
     for length in lengths:
-        scheduler.submit(Request([0] * length, Sampling(max_new_tokens=steps + 2, ignore_eos=True)))
+        scheduler.submit(Request([0] * length, Sampling(max_new_tokens=steps + 2, ignore_eos=True, logprobs=logprobs)))
     scheduler.step()
     return scheduler.step, scheduler.close
+
+
+def _heard(request: Request, token: int, text: str) -> None:
+    pass
+
+
+STEPS: dict[str, Callable[[HollowEngine, Sequence[int], int], Steps]] = {
+    "engine": _engine_steps,
+    "scheduler": _scheduler_steps,
+    "listening": functools.partial(_scheduler_steps, listening=True),
+    "logprobs": functools.partial(_scheduler_steps, logprobs=True),
+}
+"""By what is timed: what prepares it."""

@@ -29,8 +29,11 @@ def decode_command(
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between them.")] = "8k,32k,128k,512k,1m",
     policies: Annotated[str, typer.Option(help="Decode policies, with commas between them; they take turns.")] = "dense,top:8,top:32",
     batch: Annotated[int, typer.Option(help="Sequences decoded together, all of the same length.", **whole(most=LARGEST_BATCH))] = 1,
-    steps: Annotated[int, typer.Option(help="Tokens per round; the host waits at the end of a round only.", **whole())] = 64,
+    steps: Annotated[int, typer.Option(help="Steps per round; the host waits at the end of a round only.", **whole())] = 64,
     rounds: Annotated[int, typer.Option(help="Timed rounds of every policy, after one to warm up.", **whole())] = 5,
+    drafts: Annotated[
+        str, typer.Option(help="Tokens of a sequence that a step writes: 1; or 4, 8 or 16, of which all but one are drafts. With commas.")
+    ] = "1",
     dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
     layers: Annotated[
         int | None, typer.Option(help="Only so many layers, for small machines. [default: the shape's]", show_default=False, **whole())
@@ -40,20 +43,22 @@ def decode_command(
     """Time whole decode steps, embedding to sampled token, with random weights and a random cache on the device.
 
     The steps are the engine's own; dense and sparse take turns on one cache. On a GPU, a profile of a few steps says where the time goes.
+    With --drafts the table says what a step of several tokens costs; 1 among them is what the others are compared with.
     """
     from kvjax.serving.bench.decode import Plan, config_of, policies_of
 
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{dtype!r} is none of bfloat16, float16, float32", param_hint="--dtype")
-    plan = Plan(shape, config_of(shape, layers, dtype), parse_lengths(lengths), policies_of(policies), batch, steps, rounds)
+    sizes = parse_lengths(lengths), policies_of(policies), batch, steps, rounds, parse_lengths(drafts, "drafts")
+    plan = Plan(shape, config_of(shape, layers, dtype), *sizes)
 
     from rich.console import Console
 
     from pallas_kernels.bench.formats import show
-    from pallas_kernels.bench.report import step_table
+    from pallas_kernels.bench.report import drafts_table, step_table
 
     rows = _measured(plan, json_out, Console(stderr=True))
-    show(step_table(rows))
+    show(step_table(rows) if plan.drafts == (1,) else drafts_table(rows))
     if any("failed" in row for row in rows):
         raise typer.Exit(1)
 
@@ -185,7 +190,8 @@ def _measured(plan: Any, json_out: Path | None, console: Any) -> list[dict[str, 
         for row in run_plan(plan, copy["bytes_per_s"], status.update):
             rows.append(row)
             if json_out is not None:
-                write_result(json_out, {"bench": "decode", "copy": copy, "rows": rows})
+                kind = "decode" if plan.drafts == (1,) else "drafts"  # whose rows no bill is fitted to
+                write_result(json_out, {"bench": kind, "copy": copy, "rows": rows})
     return rows
 
 

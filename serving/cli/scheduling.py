@@ -30,6 +30,8 @@ def host_command(
 ) -> None:
     """Time what a decode step costs the host, the call of the jitted step aside: Engine.decode_and_sample alone, and Scheduler.step.
 
+    Scheduler.step also where somebody hears every token, and where log-probabilities are asked for.
+
     Layers do nothing and prompts are not computed, so the device takes no time. It is waited for between steps, outside of what is timed.
     """
     from kvjax.serving.bench.host_time import host_rows

@@ -10,22 +10,28 @@ import numpy as np
 import pytest
 import typer
 
+from kvjax.bill.fitting import read_cells
 from kvjax.models import TransformerDecoder
 from kvjax.models.decoder import param_shapes
 from kvjax.policies.decode import parse
 from kvjax.sampling import SamplingRows
 from kvjax.serving.bench import decode as decode_bench
-from kvjax.serving.bench.decode import SHAPES, Plan, bytes_read, config_of, policies_of
+from kvjax.serving.bench.decode import SHAPES, Plan, bytes_read, config_of, policies_of, random_params
 from kvjax.serving.cli import app as cli
 from kvjax.serving.cli import bench as bench_cli
 from kvjax.serving.cli.options import parse_lengths
 from kvjax.steps import decode_and_sample
-from pallas_kernels.bench import measure
+from pallas_kernels.bench import measure, report
 
 
 def plan(**changed):
     fields = {"shape": "tiny", "config": config_of("tiny", dtype="float32"), "lengths": (2048,), "policies": policies_of("dense,top:8")}
     return Plan(**(fields | {"batch": 2, "steps": 3, "rounds": 2} | changed))
+
+
+@pytest.fixture(scope="module")
+def drafted():
+    return list(decode_bench.run_plan(plan(lengths=(2048, 2**40), drafts=(1, 4, 16)), 1e9))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +64,15 @@ def test_lengths_that_are_none(text):
 
 @pytest.mark.parametrize(
     ("changed", "message"),
-    [({"steps": 2048}, "no history"), ({"batch": 0}, "batch"), ({"rounds": 0}, "rounds"), ({"lengths": (0,)}, "lengths")],
+    [
+        ({"steps": 2048}, "no history"),
+        ({"batch": 0}, "batch"),
+        ({"rounds": 0}, "rounds"),
+        ({"lengths": (0,)}, "lengths"),
+        ({"drafts": (1, 5)}, r"drafts must be among 1, 4, 8, 16, each once, got \(1, 5\)"),
+        ({"drafts": (4, 4)}, "each once"),
+        ({"drafts": ()}, "drafts must be"),
+    ],
 )
 def test_plans_that_make_no_sense(changed, message):
     with pytest.raises(ValueError, match=message):
@@ -80,6 +94,31 @@ def test_rows_say_what_was_read(rows):
         assert row["fraction_of_copy"] == pytest.approx(row["bytes_per_s"] / 1e9)
         assert (row["profile"] is None) == (jax.default_backend() != "gpu")
     assert all("weights and cache need" in row["skipped"] for row in skipped)
+
+
+def test_steps_with_drafts_go_through_the_same_positions(drafted):
+    timed, skipped = drafted[:6], drafted[6:]
+    assert [(row["policy"], row["drafted"]) for row in drafted] == [
+        (name, count) for name in ("dense", "top:8") for count in (1, 4, 16)
+    ] * 2
+    assert all("weights and cache need" in row["skipped"] for row in skipped)
+    for row, one in zip(timed, (timed[0],) * 3 + (timed[3],) * 3, strict=True):
+        assert row["of_one"] == pytest.approx(row["median_s"] / one["median_s"])
+    dense, top = timed[:3], timed[3:]
+    assert [row["keys_read"] for row in dense] == [2048 + row["drafted"] - 1 for row in dense]
+    assert [row["reads_everything"] for row in timed] == [True] * 3 + [False] * 3
+    assert top[0]["keys_read"] < top[1]["keys_read"] < top[2]["keys_read"], "every draft has a list"
+    one, four, _ = dense
+    item = 4
+    assert four["bytes"]["weights"] - one["bytes"]["weights"] == 2 * 3 * SHAPES["tiny"].hidden_size * item
+
+
+def test_a_draft_that_is_accepted_is_an_error(monkeypatch):
+    """It would move the steps after it on, past the positions that are compared."""
+    monkeypatch.setattr(decode_bench, "_without_drafts", lambda tokens: jnp.zeros_like(tokens))
+    monkeypatch.setattr(decode_bench, "random_params", lambda config: jax.tree.map(jnp.zeros_like, random_params(config)))
+    rows = list(decode_bench.run_plan(plan(policies=policies_of("dense"), drafts=(4,)), 1e9))
+    assert "a draft was accepted" in rows[0]["failed"]
 
 
 def test_no_second_cache_is_held(rows):
@@ -161,12 +200,27 @@ def test_reading_a_page_that_no_sequence_owns_is_an_error():
 def test_the_command(tmp_path, monkeypatch, capsys, copy_once):
     monkeypatch.setattr(measure, "copy_rate", copy_once)
     file = tmp_path / "decode.json"
-    bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, "float32", 1, file)
+    bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, "1", "float32", 1, file)
     written = json.loads(file.read_text())
     (row,) = written["rows"]
     assert (written["bench"], row["op"], row["layers"], row["tokens"], row["keys_read"]) == ("decode", "decode", 1, 1024, 1024)
     assert row["fraction_of_copy"] == pytest.approx(row["bytes_per_s"] / written["copy"]["bytes_per_s"])
     assert "dense" in capsys.readouterr().out
+
+
+def test_the_command_with_drafts(tmp_path, monkeypatch, capsys, copy_once):
+    monkeypatch.setattr(measure, "copy_rate", copy_once)
+    file = tmp_path / "drafts.json"
+    bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, "4,1", "float32", 1, file)
+    run = json.loads(file.read_text())
+    four, one = run["rows"]
+    assert (run["bench"], four["drafted"], one["drafted"], one["of_one"]) == ("drafts", 4, 1, 1.0)
+    assert "of one" in capsys.readouterr().out
+    made = report.rendered("<!-- bench:drafts -->\n<!-- /bench -->", [run])
+    assert f"| tiny | 1K | 1 | `dense` | 4 | {', '.join(sorted(set(four['path'].values())))} | {four['median_s'] * 1e3:.2f} |" in made
+    assert f"| {four['of_one']:.3f} |" in made
+    with pytest.raises(ValueError, match="this is not a result of kvjax bench decode"):
+        read_cells(run, config_of)
 
 
 def test_the_command_refuses_what_it_cannot_do():
@@ -181,7 +235,7 @@ def test_a_length_that_breaks_or_does_not_fit_leaves_rows_that_say_so(monkeypatc
     monkeypatch.setattr(decode_bench, "_compiled", lambda *_: 1 / 0)
     file = tmp_path / "decode.json"
     with pytest.raises(typer.Exit) as stopped:
-        bench_cli.decode_command("tiny", "1k,2k", "dense", 1, 2, 1, "float32", 1, file)
+        bench_cli.decode_command("tiny", "1k,2k", "dense", 1, 2, 1, "1", "float32", 1, file)
     assert stopped.value.exit_code == 1
     failed = json.loads(file.read_text())["rows"]
     assert [(row["tokens"], row["failed"]) for row in failed] == [(n, "ZeroDivisionError: division by zero") for n in (1024, 2048)]
@@ -196,5 +250,5 @@ def test_help(capsys, monkeypatch):
         cli.main()
     assert not stopped.value.code
     out = capsys.readouterr().out
-    for option in ("--shape", "--lengths", "--policies", "--batch", "--steps", "--rounds", "--dtype", "--layers", "--json"):
+    for option in ("--shape", "--lengths", "--policies", "--batch", "--steps", "--rounds", "--drafts", "--dtype", "--layers", "--json"):
         assert option in out

@@ -49,7 +49,7 @@ def test_pages_are_filled_and_their_index_is_theirs(hollow):
 
 def test_host_time_is_a_step_less_the_call_of_it():
     rows = list(host_time.host_rows([(2, 2)], steps=20, layers=1, policy="top:8"))
-    assert [row["what"] for row in rows] == ["engine", "scheduler"]
+    assert [row["what"] for row in rows] == ["engine", "scheduler", "listening", "logprobs"]
     for row in rows:
         assert 0 < row["own_s"] < row["median_s"]
         assert 0 < row["dispatch_s"] < row["median_s"]
