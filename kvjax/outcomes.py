@@ -13,6 +13,9 @@ from jaxtyping import Array, Bool, Float32, Int, Int32
 from kvjax.cache import check_missing
 from kvjax.sampling import Sampled
 
+BLOCKS, KEYS, TOKENS, LOGPROBS, FINITE = range(5)
+"""Columns of what `pack` makes of a step without drafts."""
+
 
 @flax.struct.dataclass
 class Reads:
@@ -82,10 +85,10 @@ def unpack(packed: Int32[np.ndarray, "B C"], drafted: int | None = None) -> Outc
 def listed(packed: Int32[np.ndarray, "B C"]) -> tuple[list[int], list[int], list[int], list[int]]:
     """Of what `pack` made of a step without drafts, as lists: tokens, whether each is finite, blocks, keys. What every step needs: `unpack`
     gives all. MissingPages if pages were missing."""
-    blocks, keys, tokens, _, finite, *_ = packed.T.tolist()
-    if min(blocks) < 0:
-        check_missing(np.maximum(-packed[:, 0], 0))
-    return tokens, finite, blocks, keys
+    columns = packed.T.tolist()
+    if min(columns[BLOCKS]) < 0:
+        check_missing(np.maximum(-packed[:, BLOCKS], 0))
+    return columns[TOKENS], columns[FINITE], columns[BLOCKS], columns[KEYS]
 
 
 def _words(array: Array) -> Int32[Array, "..."]:

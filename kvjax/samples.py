@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
-from kvjax.outcomes import listed, unpack
+from kvjax.outcomes import BLOCKS, FINITE, KEYS, TOKENS, listed, unpack
 from kvjax.plans import Decoded, DecodeGroup
 from kvjax.requests import Completion
 from kvjax.sampling import NotFinite, Sampling, SamplingRows
@@ -29,7 +29,8 @@ Ranked = tuple[tuple[int, float], ...]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Sample:
-    """One sample of a request: the tokens it has got, and what they cost. `issued` counts those that are on their way too.
+    """One sample of a request: the tokens it has got, but for those that its `Roster` put aside, and what they cost. `issued` counts those
+    that are on their way too.
 
     stream: makes text of tokens as they come, where somebody listens or a stop string may end it; else None. blocks, keys: that its steps
     read, summed over layers and KV heads.
@@ -125,17 +126,70 @@ class Sample:
         )
 
 
+class Roster:
+    """The samples of a batch that step together, by slot, until one comes, goes, or has asked for its last token.
+
+    steps: that are left until then; 0 once `close` was called. As long as nothing but ids is kept of their tokens, and none ends, what a
+    step brings is put aside for all at once; `settle` gives it to the samples.
+    """
+
+    def __init__(self, samples: Sequence[Sample | None]):
+        self.samples = tuple(samples)
+        self.sequences = tuple(None if sample is None else sample.sequence for sample in self.samples)
+        self._slots = [slot for slot, sample in enumerate(self.samples) if sample is not None]
+        self._stepping = [self.samples[slot] for slot in self._slots]
+        self.steps = min([sample.sampling.max_new_tokens - sample.issued for sample in self._stepping], default=0)
+        self._alike = all(sample.only_ids for sample in self._stepping)
+        self._stop_ids = frozenset().union(*(sample.stop_ids for sample in self._stepping))
+        self._aside: list[Int32[np.ndarray, "B C"]] = []
+
+    def launched(self) -> None:
+        """A step of all is on its way."""
+        self.steps -= 1
+        for sample in self._stepping:
+            sample.issued += 1
+
+    def put_aside(self, packed: Int32[np.ndarray, "B C"]) -> bool:
+        """Keep what a step brought for `settle`. False, and it was not kept, where its rows must be looked at one by one."""
+        if not self._alike:
+            return False
+        rows = packed if len(packed) == len(self._slots) else packed[self._slots]
+        least = rows.min(axis=0)  # blocks are negative where pages were missing
+        if not least[FINITE] or least[BLOCKS] < 0 or not self._stop_ids.isdisjoint(rows[:, TOKENS].tolist()):
+            return False
+        self._aside.append(rows)
+        return True
+
+    def settle(self) -> None:
+        """Give the samples what was put aside for them."""
+        if not self._aside:
+            return
+        rows = np.stack(self._aside, axis=1)
+        reads = rows[:, :, [BLOCKS, KEYS]].sum(axis=1, dtype=np.int64).tolist()
+        for sample, tokens, (blocks, keys) in zip(self._stepping, rows[:, :, TOKENS].tolist(), reads, strict=True):
+            sample.ids += tokens
+            sample.blocks += blocks
+            sample.keys += keys
+        self._aside.clear()
+
+    def close(self) -> None:
+        """A sample comes or goes. Tokens that are still on their way are looked at one by one."""
+        self.settle()
+        self._alike, self.steps = False, 0
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Flight:
     """Tokens on their way to the host: row by row the sample that one belongs to, and what `kvjax.outcomes.pack` packed.
 
-    of_step: they come of a decode step; else a first token, of prefill. ends: one of them may be the last that its sample asked for.
+    roster: of the decode step that they come of; None: a first token, of prefill. ends: one of them may be the last that its sample asked
+    for.
     """
 
     samples: Sequence[Sample | None]
     packed: Int32[Array, "B C"]
-    of_step: bool
-    ends: bool
+    roster: Roster | None = None
+    ends: bool = True
 
 
 class Batch:
@@ -146,9 +200,7 @@ class Batch:
         self.samples: list[Sample | None] = [None] * size
         self._tokens = jax.device_put(np.zeros(size, np.int32))
         self._rows: SamplingRows | None = None
-        self._stepping: tuple[Sample | None, ...] = ()  # by slot, those that want more tokens
-        self._sequences: tuple[CachedSequence | None, ...] = ()  # theirs
-        self._steps = 0  # that they all take, until one of them has asked for its last token; 0: look at all samples again
+        self._roster = Roster(self.samples)
         self._counts: Int[Array, "B V"] | None = None  # tokens of every slot, while a sample has a penalty
 
     def __len__(self) -> int:
@@ -157,7 +209,8 @@ class Batch:
     def put(self, sample: Sample, token: Int[Array, "1"], counts: Int[np.ndarray, " V"] | None) -> None:
         """Give a sample a free slot, from where it goes on with its latest token. counts: of the tokens it holds but for that one."""
         slot = self.samples.index(None)
-        self.samples[slot], self._rows, self._steps = sample, None, 0
+        self._roster.close()
+        self.samples[slot], self._rows = sample, None
         self._tokens = _set_token(self._tokens, slot, token)
         if counts is not None:
             if self._counts is None:
@@ -166,32 +219,27 @@ class Batch:
 
     def remove(self, sample: Sample) -> None:
         """Take a sample out of its slot."""
-        self.samples[self.samples.index(sample)] = None
-        self._rows, self._steps = None, 0
+        self._roster.close()
+        self.samples[self.samples.index(sample)] = self._rows = None
 
     def group(self) -> DecodeGroup | None:
         """The step of those that want more tokens; None where nobody does."""
-        if not self._steps:
-            self._stepping = tuple(sample if sample is not None and sample.wants_more else None for sample in self.samples)
-            self._sequences = tuple(None if sample is None else sample.sequence for sample in self._stepping)
-            wanted = [sample.sampling.max_new_tokens - sample.issued for sample in self._stepping if sample is not None]
-            self._steps = min(wanted, default=0)
-        if not self._steps:
+        if not self._roster.steps:
+            self._roster.close()
+            self._roster = Roster([sample if sample is not None and sample.wants_more else None for sample in self.samples])
+        if not self._roster.steps:
             return None
         if self._rows is None:
             rows = SamplingRows.of([None if sample is None else sample.sampling for sample in self.samples])
             self._rows = jax.device_put(rows)
             self._counts = self._counts if rows.penalises else None
-        return DecodeGroup(self._sequences, self._tokens, self._rows, self.policy, self._counts)
+        return DecodeGroup(self._roster.sequences, self._tokens, self._rows, self.policy, self._counts)
 
     def launched(self, decoded: Decoded) -> Flight:
         """The step of `group` is on its way."""
         self._tokens, self._counts = decoded.sampled.tokens, decoded.sampled.counts
-        self._steps -= 1
-        for sample in self._stepping:
-            if sample is not None:
-                sample.issued += 1
-        return Flight(self._stepping, decoded.packed, of_step=True, ends=self._steps == 0)
+        self._roster.launched()
+        return Flight(self._roster.samples, decoded.packed, self._roster, ends=not self._roster.steps)
 
 
 @jax.jit
@@ -209,12 +257,15 @@ def _set_counts(counts: Int[Array, "B V"], slot: Int[Array, ""], row: Int[Array,
 def read(flight: Flight, *, listening: bool) -> tuple[list[tuple[Sample, int, str]], bool]:
     """Wait for tokens and give them to the samples that have not ended.
 
-    listening: somebody wants to hear of each. Returns of those that somebody hears of, or that end or fail their sample, or take text or
-    log-probabilities with them: the sample, the token, and the text that became certain; and whether any sample has ended. MissingPages if
-    the step listed a page that no frame holds.
+    listening: somebody wants to hear of each. Returns for each token that had to be looked at, so for all of them if somebody listens, the
+    sample, the token, and the text that became certain; and whether any sample has ended. MissingPages if the step listed a page that no
+    frame holds.
     """
-    packed, outcome = np.asarray(flight.packed), None
-    alike, taken, ended = not (listening or flight.ends), [], False
+    packed, outcome, taken, ended = np.asarray(flight.packed), None, [], False
+    if flight.roster is not None:
+        if not (listening or flight.ends) and flight.roster.put_aside(packed):
+            return taken, ended
+        flight.roster.settle()
     for slot, (sample, token, is_finite, blocks, keys) in enumerate(zip(flight.samples, *listed(packed), strict=True)):
         if sample is None or sample.finish_reason is not None:
             continue
@@ -224,9 +275,6 @@ def read(flight: Flight, *, listening: bool) -> tuple[list[tuple[Sample, int, st
             continue
         sample.blocks += blocks
         sample.keys += keys
-        if alike and sample.only_ids and token not in sample.stop_ids:
-            sample.ids.append(token)
-            continue
         outcome = outcome or unpack(packed)
         taken.append((sample, token, sample.take(token, float(outcome.logprobs[slot]))))
         ended = ended or sample.finish_reason is not None

@@ -349,7 +349,7 @@ class Scheduler:
         handle._samples.append(sample)
         position = np.array([sequence.length], np.int32)
         token, packed = sample_first(logits, SamplingRows.of([sampling]), position, self._counts(sample))
-        self._flights.append(Flight((sample,), packed, of_step=False, ends=True))
+        self._flights.append(Flight((sample,), packed))
         if sampling.max_new_tokens == 1:
             self._ending.append(sample)
         else:
@@ -421,7 +421,7 @@ class Scheduler:
     def _read(self) -> None:
         """Wait for the tokens in flight, and hand them out."""
         flights, self._flights = self._flights, []
-        steps = [flight for flight in flights if flight.of_step]
+        steps = [flight for flight in flights if flight.roster is not None]
         for flight in flights:
             taken, ended = read(flight, listening=self.on_token is not None)
             self._ended = self._ended or ended

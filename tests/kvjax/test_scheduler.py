@@ -230,7 +230,7 @@ def test_no_prompt_waits_for_the_first_token_of_another(engine, monkeypatch):
         return run_plan(self, plan)
 
     def read(flight, *, listening):
-        events.append("read" if flight.of_step else "first")
+        events.append("first" if flight.roster is None else "read")
         return read_one(flight, listening=listening)
 
     monkeypatch.setattr(Engine, "step", step)
@@ -268,6 +268,30 @@ def test_cancelled_before_its_first_token_is_read(engine, count):
     assert (handle.completion.finish_reason, handle.completion.token_ids) == ("cancelled", ())
     assert finish(scheduler) == [other]
     assert other.completion == alone(engine, other.request)
+
+
+# What is kept of a token
+
+
+def test_what_is_read_is_counted_the_same_whatever_is_kept_of_a_token(engine):
+    """Samples of which nothing but ids is kept take their tokens together. Others take them one by one, and so do all as long as one of
+    them keeps more, or somebody listens."""
+    jobs = (("a", 9), ("b" * 130, 17), ("cd", 4), ("e" * 90, 30), ("f", 2), ("g", 12))
+    plain = [asked(name, count, policy=policy, temperature=0.9, seed=count) for policy in ("dense", "top:2") for name, count in jobs]
+    expected = [alone(engine, request) for request in plain]
+    stop = expected[1].token_ids[5]
+    quiet = [dataclasses.replace(each, sampling=dataclasses.replace(each.sampling, logprobs=False)) for each in plain]
+    quiet[1] = dataclasses.replace(quiet[1], sampling=dataclasses.replace(quiet[1].sampling, stop_token_ids=(stop,)))
+    expected[1] = alone(engine, dataclasses.replace(plain[1], sampling=dataclasses.replace(plain[1].sampling, stop_token_ids=(stop,))))
+
+    def counted(completion):
+        return completion.token_ids, completion.finish_reason, completion.blocks_per_step, completion.keys_per_step
+
+    for requests, listens in ((quiet, False), (quiet, True), ([*quiet[:5], plain[5], *quiet[6:]], False)):
+        scheduler = Scheduler(engine, slots=4, on_token=(lambda *_: None) if listens else None)
+        handles = [scheduler.submit(request) for request in requests]
+        finish(scheduler)
+        assert [counted(handle.completion) for handle in handles] == [counted(completion) for completion in expected]
 
 
 # Pages
