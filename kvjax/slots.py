@@ -138,12 +138,12 @@ class Slots:
         return min([len(sequence.pages[group.name]) * group.page_size for group in self.spec.groups])
 
     def _name_next(self, row: int, sequence: CachedSequence) -> int:
-        """Bring `_next` of a row up to date with its sequence's pages. Returns its limit: up to the end of a page, and of its pages."""
+        """Bring `_next` of a row up to date with its sequence's pages, which are there. Returns its limit: up to the end of a page."""
         limits = []
         for group in self.spec.groups:
             ids, first = sequence.pages[group.name], sequence.length // group.page_size
             following = [*ids[first : first + 2], -1, -1][:2]
-            limits.append(min(first + 1, len(ids)) * group.page_size)
+            limits.append((first + 1) * group.page_size)
             if (known := self._next[group.name])[row].tolist() != following:
                 known[row], self._named = following, None
             if (table := self._host_tables.get(group.name)) is not None:

@@ -1,14 +1,15 @@
 """The scheduler: who comes first, what is freed, and what fixes bits."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scheduling import PAGES, alone, asked, assert_nothing_is_left, finish, make_engine, pages_held, until_preempted
 
-from kvjax import Engine, OutOfPages, Scheduler
+from kvjax import Engine, OutOfPages, Sampling, Scheduler
 from kvjax import scheduler as module
-from kvjax.samples import Batch
+from kvjax.samples import Batch, Sample, read
 from kvjax.scheduler import Gap
 
 pytestmark = pytest.mark.bits
@@ -292,6 +293,49 @@ def test_what_is_read_is_counted_the_same_whatever_is_kept_of_a_token(engine):
         handles = [scheduler.submit(request) for request in requests]
         finish(scheduler)
         assert [counted(handle.completion) for handle in handles] == [counted(completion) for completion in expected]
+
+
+def without_logprobs(request):
+    return dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, logprobs=False))
+
+
+def test_cancelled_where_only_ids_are_kept(engine):
+    request = without_logprobs(asked("a", 30))
+    scheduler = Scheduler(engine, slots=2)
+    handle = scheduler.submit(request)
+    for _ in range(6):
+        scheduler.step()
+    scheduler.cancel(handle)
+    found, whole = handle.completion, alone(engine, request)
+    assert (found.finish_reason, found.token_ids, found.text) == ("cancelled", whole.token_ids[:6], whole.text[: len(found.text)])
+    assert 0 < found.keys_per_step < whole.keys_per_step
+
+
+def test_suspended_where_only_ids_are_kept(engine, only):
+    requests = [without_logprobs(asked(name * 120, 20)) for name in "ab"]
+    expected = [alone(engine, request) for request in requests]
+    only(3)
+    scheduler = Scheduler(engine, slots=2)
+    handles = [scheduler.submit(request) for request in requests]
+    finish(scheduler)
+    assert scheduler.preemptions
+    assert [handle.completion for handle in handles] == expected
+
+
+def test_a_step_with_somebodys_last_token_is_looked_at_before_the_next_is_put_together():
+    """As when pages are wanted for a prompt in between."""
+    batch, handle = Batch("dense", 3, 97), SimpleNamespace(prompt_tokens=1)
+    samples = [Sample(handle, 0, Sampling(count), object(), frozenset(), None, ids=[6]) for count in (3, 5)]
+    for sample in samples:
+        batch.put(sample, np.array([6], np.int32), None)
+    for token in (7, 8):
+        assert batch.group() is not None
+        packed = np.array([[1, 2, token, 0, 1], [3, 4, token, 0, 1], [0, 0, 0, 0, 0]], np.int32)
+        sampled = SimpleNamespace(tokens=np.full(3, token, np.int32), counts=None)
+        taken, ended = read(batch.launched(SimpleNamespace(sampled=sampled, packed=packed)), listening=False)
+        assert (len(taken), ended) == ((2, True) if token == 8 else (0, False))
+    found = [(each.ids, each.issued, each.finish_reason, each.blocks, each.keys) for each in samples]
+    assert found == [([6, 7, 8], 3, "length", 2, 4), ([6, 7, 8], 3, None, 6, 8)]
 
 
 # Pages

@@ -141,6 +141,16 @@ def test_pages_reserved_ahead_and_given_back(engine, checked):
     assert len(checked) == 24
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_pages_reserved_ahead_after_a_step_are_named_one_after_the_other(engine, checked, count):
+    (one,) = engine.prefill([tokens(14)])
+    engine.decode([one], [1])
+    engine.reserve([one], 5 * PAGE)
+    for _ in range(4 * PAGE // count):
+        engine.decode([one], [[2] * count] if count > 1 else [2])
+    assert (one.length, len(checked)) == (15 + 4 * PAGE, 1 + 4 * PAGE // count)
+
+
 def test_suspended_and_resumed_between_steps(engine, checked):
     a, b = engine.prefill([tokens(20), tokens(40, seed=1)])
     engine.decode([a, b], [1, 2])
