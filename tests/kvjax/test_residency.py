@@ -14,8 +14,8 @@ from kvjax.cache import Cache, MissingPages, Residency, append, check_missing
 from kvjax.outcomes import Reads, pack, unpack
 from kvjax.policies.decode import SelectContext, TopBlocks, TopTokens, parse
 from kvjax.policies.prefill import BoundsBlocks, PrefillContext, TopTokensPrefill, indexes_of, parse_prefill
-from kvjax.samples import Flight, read
-from kvjax.sampling import Sampled
+from kvjax.samples import Flight, Roster, Sample, read
+from kvjax.sampling import Sampled, Sampling
 from kvjax.steps import decode_step, prefill_step
 from pallas_kernels import pages as pages_of_ops
 
@@ -256,16 +256,19 @@ def test_prefill_needs_the_pages_that_its_queries_may_read(name, group, page, mi
         assert (np.asarray(missing) > 0).tolist() == [True, False]
 
 
-def test_the_error_is_raised_where_a_step_is_read():
-    one = jnp.ones(1, jnp.int32)
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_the_error_is_raised_where_a_step_is_read(logprobs):
+    """Whether rows are looked at one by one, as for log-probabilities, or not."""
+    one, roster = jnp.ones(1, jnp.int32), Roster([Sample(None, 0, Sampling(logprobs=logprobs), None, frozenset(), None)])
     sampled = Sampled(one, jnp.ones(1), jnp.ones(1, bool))
     for missing in (None, 0 * one):
         packed = pack(sampled, Reads(one, one, missing))
-        assert read(Flight((None,), packed, of_step=True, ends=False), listening=False) == ([], False)
+        taken, ended = read(Flight(roster.samples, packed, roster, ends=False), listening=False)
+        assert (len(taken), ended) == (int(logprobs), False)
         assert unpack(np.asarray(packed)).blocks.tolist() == [1]
     packed = pack(sampled, Reads(one, one, 3 * one))
     with pytest.raises(MissingPages, match="3 in row 0"):
-        read(Flight((None,), packed, of_step=True, ends=False), listening=False)
+        read(Flight(roster.samples, packed, roster, ends=False), listening=False)
     with pytest.raises(MissingPages, match="3 in row 0"):
         unpack(np.asarray(packed))
 
