@@ -12,7 +12,8 @@ Row = dict[str, Any]
 
 def host_cells(row: Row) -> tuple[str, ...]:
     """Microseconds of a step."""
-    micro = (f"{row[key] * 1e6:,.0f}" for key in ("own_s", "own_p95_s", "dispatch_s", "median_s"))
+    keys = "own_s", "own_p95_s", "dispatch_s", "release_s", "median_s"
+    micro = (f"{row[key] * 1e6:,.0f}" if key in row else "in own" for key in keys)  # earlier files have no release_s
     what = {
         "engine": "`Engine.decode_and_sample`",
         "scheduler": "`Scheduler.step`",
@@ -53,7 +54,7 @@ def programs_cells(row: Row) -> tuple[str, ...]:
 
 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
-    "host": (("what", "rows", "pages", "own us", "own us, p95", "JAX's call us", "all us"), host_cells),
+    "host": (("what", "rows", "pages", "own us", "own us, p95", "JAX's call us", "JAX's release us", "all us"), host_cells),
     "throughput": (("shape", "requests", "chunk", "policy", "seconds", "prefill tokens/s", "decode tokens/s"), throughput_cells),
     "gaps": (
         ("shape", "prefill", "prompt", "bound ms", "gaps", "quiet ms", "p50", "p95", "p99", "most", "tokens/s", "alone tokens/s"),

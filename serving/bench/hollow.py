@@ -28,13 +28,15 @@ class HollowEngine(Engine):
 
     hollow: tokens at the beginning of a prompt that are not computed, a multiple of the chunk; None: no prompt is computed. It may be set
     between prompts. Times do not depend on what pages hold, as long as it is spread (`fill_pages`). dispatch_s: seconds that each jitted
-    decode step took to be called. chunk_clock: `time.perf_counter()` when the last slice of each computed chunk was launched.
+    decode step took to be called; release_s: those in which JAX let go of the arrays that it consumed. chunk_clock: `time.perf_counter()`
+    when the last slice of each computed chunk was launched.
     """
 
     def __init__(self, *args: Any, hollow: int | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.hollow = hollow
         self.dispatch_s: list[float] = []
+        self.release_s: list[float] = []
         self.chunk_clock: list[float] = []
 
     def fill_pages(self, seed: int = 0) -> None:
@@ -70,7 +72,12 @@ class HollowEngine(Engine):
             self.dispatch_s.append(time.perf_counter() - started)
             return result
 
-        return super()._launch(timed, *args, **named)
+        consumed = [self._layers]
+        launched = super()._launch(timed, *args, **named)
+        started = time.perf_counter()
+        consumed.clear()
+        self.release_s.append(time.perf_counter() - started)
+        return launched
 
 
 class PassingDecoder(TransformerDecoder):

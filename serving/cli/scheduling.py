@@ -28,7 +28,7 @@ def host_command(
     policy: Annotated[str, typer.Option(help="Decode policy, whose indexes are among these arrays.")] = "top:32",
     json_out: JsonOption = None,
 ) -> None:
-    """Time what a decode step costs the host, the call of the jitted step aside: Engine.decode_and_sample alone, and Scheduler.step.
+    """Time what a decode step costs the host, what JAX takes aside: Engine.decode_and_sample alone, and Scheduler.step.
 
     Scheduler.step also where somebody hears every token, and where log-probabilities are asked for.
 

@@ -53,6 +53,7 @@ def test_host_time_is_a_step_less_the_call_of_it():
     for row in rows:
         assert 0 < row["own_s"] < row["median_s"]
         assert 0 < row["dispatch_s"] < row["median_s"]
+        assert 0 < row["release_s"] < row["median_s"]
     with pytest.raises(ValueError, match="no history"):
         list(host_time.host_rows([(2, 1)], steps=200, layers=1, policy="top:8"))
 
@@ -65,7 +66,7 @@ def test_every_step_of_the_host_benchmark_is_taken():
         run()
     assert sorted(each.length for each in engine.sequences) == [140, 160]
     assert engine.allocators["full"].free == 4
-    assert len(engine.dispatch_s) == 40
+    assert len(engine.dispatch_s) == len(engine.release_s) == 40
     close()
     assert not engine.sequences
 
