@@ -27,7 +27,7 @@ BACKENDS: dict[str, tuple[str, ...] | None] = {
 """Every implementation name there can be, and the JAX backends it runs on (None: all of them)."""
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "append_tokens": ("mosaic_gpu", "xla", "reference"),
+    "append_tokens": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "block_mass": ("mosaic_gpu", "xla", "reference"),
     "block_sparse_attention": ("mosaic_gpu", "xla", "reference"),
     "flash_attention": ("mosaic_gpu", "xla", "reference"),

@@ -54,7 +54,7 @@ def append_tokens(
         kinds: the indexes to build.
         frames: int32, logical page -> frame below N, -1 where there is none: where a page's keys and values are. None: the frame of a
             page is its id.
-        config: the implementation's own; there is none so far.
+        config: the implementation's own; "mosaic_tpu" takes `pallas_kernels.append_tokens.mosaic_tpu.Config`.
         implementation: see `pallas_kernels.dispatch`.
 
     A valid token whose page is in neither table is dropped, not written elsewhere. No two rows may write to the same page. Of drafted

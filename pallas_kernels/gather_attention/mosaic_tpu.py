@@ -29,13 +29,8 @@ from jax.lax import div, rem  # on traced values: `//` and `%` mind signs, which
 from pallas_kernels import dispatch
 from pallas_kernels.gather_attention.api import Call
 from pallas_kernels.pages import unlike, visible
+from pallas_kernels.tpu.memory import LANES, QUERY_TILE, SMEM_BYTES, SUBLANES, VMEM_BYTES, padded
 
-SMEM_BYTES = 768 * 1024
-"""Of the scalar memory (1 MiB), what the page table, the lengths and the list may take."""
-VMEM_BYTES = 12 * 1024 * 1024
-"""Of the vector memory that a kernel gets by default (16 MiB), what buffers may take; the rest is the compiler's."""
-_LANES, _SUBLANES = 128, 8
-_QUERY_TILE = 16  # rows of q are padded to whole tiles: 8 sublanes, two bfloat16 rows each
 _NOWHERE = -(2**30)  # a position before every sequence: plus any offset in a tile it stays negative
 
 
@@ -78,7 +73,7 @@ class _Sizes:
     @property
     def lse_groups(self) -> int:
         """Block LSE stand in groups of one lane per block."""
-        return -(-self.entries // _LANES)
+        return -(-self.entries // LANES)
 
 
 def _sizes(call: Call, q, pages, table, blocks) -> _Sizes:
@@ -96,7 +91,7 @@ def _sizes(call: Call, q, pages, table, blocks) -> _Sizes:
         kv_heads=kv_heads,
         group=group,
         num_queries=num_queries,
-        rows=_padded(num_queries * group, _QUERY_TILE),
+        rows=padded(num_queries * group, QUERY_TILE),
         width=width,
         page_size=page_size,
         block_size=block_size,
@@ -106,10 +101,6 @@ def _sizes(call: Call, q, pages, table, blocks) -> _Sizes:
         window=call.window,
         sm_scale=float(call.sm_scale),
     )
-
-
-def _padded(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
@@ -123,10 +114,10 @@ def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
         return reason
     if "float16" in (q.dtype.name, pages.k_format.codes):
         return f"TPUs do not compute in float16, only in bfloat16 and float32; got {arrays}"
-    if q.shape[3] % _LANES:
-        return f"head dim {q.shape[3]} is not a multiple of {_LANES}, and XLA would copy the whole pool to pad it; got {arrays}"
-    if call.block_size % _SUBLANES:
-        return f"block_size {call.block_size} is not a multiple of {_SUBLANES}, the rows that one copy can start at; got {arrays}"
+    if q.shape[3] % LANES:
+        return f"head dim {q.shape[3]} is not a multiple of {LANES}, and XLA would copy the whole pool to pad it; got {arrays}"
+    if call.block_size % SUBLANES:
+        return f"block_size {call.block_size} is not a multiple of {SUBLANES}, the rows that one copy can start at; got {arrays}"
     scalars = _smem_bytes(sizes, q.shape[0])
     if scalars > SMEM_BYTES:
         return f"page table and list take {scalars} bytes of scalar memory, at most {SMEM_BYTES} are there; {arrays}"
@@ -145,9 +136,9 @@ def _vmem_bytes(sizes: _Sizes, q, k, return_block_lse: bool) -> int:
     """Both slots of K and V, q and results (double-buffered), the tile once more in float32, the logits and what is made from them."""
     head_dim, tile, wide = q.shape[3], sizes.tile_tokens, 4
     slots = 4 * tile * head_dim * k.dtype.itemsize
-    moved = 2 * sizes.rows * (head_dim * 2 * q.dtype.itemsize + _LANES * wide)
-    moved += 2 * sizes.rows * sizes.lse_groups * _LANES * wide * return_block_lse
-    computed = wide * (2 * tile * head_dim + sizes.rows * (4 * _padded(tile, _LANES) + 4 * head_dim))
+    moved = 2 * sizes.rows * (head_dim * 2 * q.dtype.itemsize + LANES * wide)
+    moved += 2 * sizes.rows * sizes.lse_groups * LANES * wide * return_block_lse
+    computed = wide * (2 * tile * head_dim + sizes.rows * (4 * padded(tile, LANES) + 4 * head_dim))
     return slots + moved + computed
 
 
@@ -181,7 +172,7 @@ def _attend(q, pages, table, lengths, blocks, *, sizes: _Sizes, return_block_lse
 
     results = [((sizes.rows, head_dim), q.dtype), ((sizes.rows, 1), jnp.float32)]
     if return_block_lse:
-        results.append(((sizes.lse_groups, sizes.rows, _LANES), jnp.float32))
+        results.append(((sizes.lse_groups, sizes.rows, LANES), jnp.float32))
     slots = pltpu.VMEM((2, sizes.per_tile, sizes.block_size, head_dim), pages.k.dtype)
     out, lse, *block_lse = pl.pallas_call(
         functools.partial(_kernel, sizes),
@@ -362,11 +353,11 @@ def _product(a, b, contract: int):
 
 def _store_block_lse(sizes: _Sizes, block_lse, logits, tile):
     """Log-sum-exp of each block of the tile, into the lane of its entry."""
-    lane = jax.lax.broadcasted_iota(jnp.int32, (1, _LANES), 1)
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
     for i in range(sizes.per_tile):
         start, end = i * sizes.block_size, (i + 1) * sizes.block_size
-        aligned = start // _LANES * _LANES
-        near = logits[:, aligned : _padded(end, _LANES)]  # whole lane tiles: slicing inside one would move data
+        aligned = start // LANES * LANES
+        near = logits[:, aligned : padded(end, LANES)]  # whole lane tiles: slicing inside one would move data
         at = aligned + jax.lax.broadcasted_iota(jnp.int32, (1, near.shape[1]), 1)
         near = jnp.where((at >= start) & (at < end), near, -jnp.inf)
         top = near.max(1, keepdims=True)
@@ -376,5 +367,5 @@ def _store_block_lse(sizes: _Sizes, block_lse, logits, tile):
 
         @pl.when(entry < sizes.entries)
         def _(entry=entry, found=found):
-            group = div(entry, _LANES)
-            block_lse[0, 0, group] = jnp.where(lane == rem(entry, _LANES), found, block_lse[0, 0, group])
+            group = div(entry, LANES)
+            block_lse[0, 0, group] = jnp.where(lane == rem(entry, LANES), found, block_lse[0, 0, group])

@@ -29,13 +29,8 @@ from jax.lax import div, rem  # on traced values: `//` and `%` mind signs, which
 
 from pallas_kernels import dispatch
 from pallas_kernels.select_blocks.api import Call
+from pallas_kernels.tpu.memory import LANES, QUERY_TILE, SMEM_BYTES, SUBLANES, VMEM_BYTES, padded
 
-SMEM_BYTES = 768 * 1024
-"""Of the scalar memory (1 MiB), what the page table and the lengths may take."""
-VMEM_BYTES = 12 * 1024 * 1024
-"""Of the vector memory that a kernel gets by default (16 MiB), what buffers may take; the rest is the compiler's."""
-_LANES, _SUBLANES = 128, 8
-_QUERY_TILE = 16  # rows of q are padded to whole tiles: 8 sublanes, two bfloat16 rows each
 _NO = jnp.iinfo(jnp.int32).min  # below every score
 _NONE = jnp.iinfo(jnp.int32).max  # behind every block
 
@@ -87,13 +82,13 @@ def _sizes(call: Call, q, index, table, config) -> _Sizes:
     kind, page_size, block_size = call.kind, call.page_size, call.block_size
     (_, num_queries, num_heads, _), kv_heads, page_rows = q.shape, index.shape[1], index.shape[2] * index.shape[3]
     query_rows = num_heads // kv_heads if kind == "bounds" else 1
-    unit = _LANES // math.gcd(_LANES, page_rows)
+    unit = LANES // math.gcd(LANES, page_rows)
     return _Sizes(
         kind=kind,
         kv_heads=kv_heads,
         num_queries=num_queries,
         query_rows=query_rows,
-        rows=_padded(query_rows, _QUERY_TILE),
+        rows=padded(query_rows, QUERY_TILE),
         index_rows=index.shape[3],
         width=table.shape[1],
         page_size=page_size,
@@ -108,18 +103,14 @@ def _sizes(call: Call, q, index, table, config) -> _Sizes:
     )
 
 
-def _padded(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
 def unsupported(call: Call, q, index, table, lengths, *, config=None) -> str | None:
     """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
     sizes = _sizes(call, q, index, table, config)
     arrays = dispatch.signature(q=q, index=index, table=table)
     if not {q.dtype.name, index.dtype.name} <= {"float32", "bfloat16"}:
         return f"TPUs compute in bfloat16 and float32 only; got {arrays}"
-    if q.shape[3] % _LANES:
-        return f"head dim {q.shape[3]} is not a multiple of {_LANES}, and XLA would copy the whole index to pad it; got {arrays}"
+    if q.shape[3] % LANES:
+        return f"head dim {q.shape[3]} is not a multiple of {LANES}, and XLA would copy the whole index to pad it; got {arrays}"
     scalars = 4 * q.shape[0] * (sizes.width + 1)
     if scalars > SMEM_BYTES:
         return f"the page table takes {scalars} bytes of scalar memory, at most {SMEM_BYTES} are there; {arrays}"
@@ -131,11 +122,11 @@ def unsupported(call: Call, q, index, table, lengths, *, config=None) -> str | N
 
 def _vmem_bytes(sizes: _Sizes, q, index) -> int:
     """The scores; both slots, a row pair padded to a tile; q and the list, double-buffered; a head's rows in float32 and their products."""
-    head_dim, heads, wide = q.shape[3], _padded(sizes.kv_heads, _SUBLANES), 4
-    scores = wide * sizes.tiles * heads * _padded(sizes.tile_rows, _LANES)
+    head_dim, heads, wide = q.shape[3], padded(sizes.kv_heads, SUBLANES), 4
+    scores = wide * sizes.tiles * heads * padded(sizes.tile_rows, LANES)
     slots = 2 * sizes.kv_heads * sizes.tile_rows * head_dim * index.dtype.itemsize
-    moved = 2 * wide * (2 * sizes.kv_heads * sizes.rows * head_dim + heads * _padded(sizes.listed, _LANES))
-    computed = wide * (2 * sizes.tile_rows * head_dim + 6 * sizes.rows * _padded(sizes.tile_rows, _LANES))
+    moved = 2 * wide * (2 * sizes.kv_heads * sizes.rows * head_dim + heads * padded(sizes.listed, LANES))
+    computed = wide * (2 * sizes.tile_rows * head_dim + 6 * sizes.rows * padded(sizes.tile_rows, LANES))
     return scores + slots + moved + computed
 
 
@@ -164,7 +155,7 @@ def _select(q, index, table, lengths, *, sizes: _Sizes, interpret):
         rows = jnp.concatenate([jnp.maximum(rows, 0), jnp.minimum(rows, 0)], axis=2)
     # without axes of size 1, which the layout that Mosaic asks for would pad: XLA would copy the whole index
     index = index.reshape(*index.shape[:2], *(n for n in index.shape[2:4] if n > 1), head_dim)
-    listed = _padded(sizes.listed, _LANES)
+    listed = padded(sizes.listed, LANES)
     ids = pl.pallas_call(
         functools.partial(_kernel, sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -326,7 +317,7 @@ def _threshold(sizes: _Sizes, keys, tiles):
 
 def _list(sizes: _Sizes, keys, tiles, kth, ties, kept, first_local, last):
     """`[K, W]`, W padded to lanes: sink, then the next kept block k times over, then local."""
-    lane = _lanes(_padded(sizes.listed, _LANES))
+    lane = _lanes(padded(sizes.listed, LANES))
     sinks = jnp.minimum(sizes.sink, first_local)
     none = jnp.full((sizes.kv_heads, 1), _NONE, jnp.int32)
 

@@ -23,13 +23,10 @@ from jax.lax import div  # on traced values: `//` minds signs, which needs the c
 from pallas_kernels import dispatch, online_softmax
 from pallas_kernels.select_tiles.api import Call
 from pallas_kernels.select_tiles.xla import best_candidates, candidates, sealed_blocks, table_bounds
+from pallas_kernels.tpu.memory import LANES, QUERY_TILE, SUBLANES, VMEM_BYTES
 
 BLOCK_TILE = 256
 """Blocks whose bounds are copied and scored together, whatever the table's width, so that a row's bits do not depend on it."""
-VMEM_BYTES = 12 * 1024 * 1024
-"""Of the vector memory that a kernel gets by default (16 MiB), what buffers may take; the rest is the compiler's."""
-_LANES, _SUBLANES = 128, 8
-_QUERY_TILE = 16  # rows of whole tiles: 8 sublanes, two bfloat16 rows each
 
 
 def unsupported(call: Call, q, bounds, table, starts, lengths) -> str | None:
@@ -37,10 +34,10 @@ def unsupported(call: Call, q, bounds, table, starts, lengths) -> str | None:
     arrays, query_tile = dispatch.signature(q=q, bounds=bounds), call.query_tile
     if not {q.dtype.name, bounds.dtype.name} <= {"float32", "bfloat16"}:
         return f"TPUs compute in bfloat16 and float32 only; got {arrays}"
-    if q.shape[3] % _LANES:
-        return f"head dim {q.shape[3]} is not a multiple of {_LANES}; got {arrays}"
-    if query_tile % _QUERY_TILE:
-        return f"query_tile {query_tile} is not a multiple of {_QUERY_TILE}, the rows that a tile of the matrix unit has"
+    if q.shape[3] % LANES:
+        return f"head dim {q.shape[3]} is not a multiple of {LANES}; got {arrays}"
+    if query_tile % QUERY_TILE:
+        return f"query_tile {query_tile} is not a multiple of {QUERY_TILE}, the rows that a tile of the matrix unit has"
     vectors = _vmem_bytes(q, bounds, query_tile)
     if vectors > VMEM_BYTES:
         return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; query_tile {query_tile}, {arrays}"
@@ -50,9 +47,9 @@ def unsupported(call: Call, q, bounds, table, starts, lengths) -> str | None:
 def _vmem_bytes(q, bounds, query_tile: int) -> int:
     """Queries, bounds and scores, double-buffered; the log-sum-exps; queries and bounds once more in float32, and what is made of them."""
     head_dim, wide = q.shape[3], 4
-    moved = 2 * (query_tile * head_dim * q.dtype.itemsize + BLOCK_TILE * (2 * head_dim * bounds.dtype.itemsize + _SUBLANES * wide))
+    moved = 2 * (query_tile * head_dim * q.dtype.itemsize + BLOCK_TILE * (2 * head_dim * bounds.dtype.itemsize + SUBLANES * wide))
     computed = wide * (3 * query_tile * head_dim + 2 * BLOCK_TILE * head_dim + 4 * query_tile * BLOCK_TILE)
-    return moved + 2 * query_tile * _LANES * wide + computed
+    return moved + 2 * query_tile * LANES * wide + computed
 
 
 def select_tiles(call: Call, q, bounds, table, starts, lengths, *, interpret=False):

@@ -21,7 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import paging
 import pytest
+import tpu_kernels
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import dispatch
 
@@ -343,6 +345,20 @@ def picked():
         return heard
 
     return picked
+
+
+@pytest.fixture
+def no_races(capfd):
+    """For modules whose TPU kernels are interpreted: no test prints a race, which with JAX 0.11 is only printed."""
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+    assert tpu_kernels.RACE not in capfd.readouterr().out
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """Dispatch believes that it is on a TPU."""
+    monkeypatch.setattr(dispatch, "available", functools.partial(dispatch.available, backend="tpu"))
 
 
 # The interpreter of Mosaic GPU kernels, with what it lacks for ours. All use of JAX's private interpreter is here. It lacks: `wgmma` whose

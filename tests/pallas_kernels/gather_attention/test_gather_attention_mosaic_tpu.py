@@ -9,21 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import paging
 import pytest
+import tpu_kernels
 from jax.experimental import pallas as pl
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from paging import gather_attention
 
 from pallas_kernels.gather_attention import mosaic_tpu
 
-INTERPRET = pltpu.InterpretParams(detect_races=True)
+pytestmark = pytest.mark.usefixtures("no_races")
 KERNEL = paging.implementation("gather_attention", "mosaic_tpu")
-RACE = "RACE DETECTED"
-INTERPRETED = paging.implementation("gather_attention", "mosaic_tpu", interpret=INTERPRET)
+INTERPRETED = paging.implementation("gather_attention", "mosaic_tpu", interpret=tpu_kernels.INTERPRET)
 SMALL_TILES = jax.jit(
     functools.partial(INTERPRETED, config=mosaic_tpu.Config(tile_tokens=32)),
     static_argnames=("block_size", "window", "sm_scale", "return_block_lse"),
-    compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    compiler_options=tpu_kernels.QUICK,
 )
 """With tiles this small the inputs below take several. The base of the mutants, too. The interpreter compiles for longer than it runs."""
 
@@ -41,14 +40,6 @@ CASES = {
     "production heads": {"dtype": "bfloat16", "kv_heads": 4, "group": 7, "page_size": 128, "width": 3, "lengths": (129, 300)},
 }
 FOR_MUTANTS = ("blocks of 8, drafts, window", "dense", "blocks are pages, one KV head of 8")
-
-
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    """With JAX 0.11 a race is only printed: `test_races_are_found` says that it is."""
-    yield
-    pltpu.reset_tpu_interpret_mode_state()
-    assert RACE not in capfd.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -212,14 +203,14 @@ def test_races_are_found(capfd):
         in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
         out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
         scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA],
-        interpret=INTERPRET,
+        interpret=tpu_kernels.INTERPRET,
     )
     try:
         jax.block_until_ready(op(jnp.ones((8, 128))))
         told = capfd.readouterr().out
     except jax.errors.JaxRuntimeError as error:
         told = str(error)
-    assert RACE in told
+    assert tpu_kernels.RACE in told
 
 
 def _shapes(batch=1, heads=28, kv_heads=4, tokens=131072, page=128, dtype=jnp.bfloat16, head_dim=128, num_queries=1, blocks=37):
@@ -258,20 +249,15 @@ def test_lowers_for_tpu(case):
     assert "tpu_custom_call" in lowered.as_text()
 
 
+@pytest.mark.parametrize("chip", tpu_kernels.TOPOLOGIES)
 @pytest.mark.parametrize("case", PRODUCTION)
-def test_compiles_ahead_of_time(case, monkeypatch):
-    """For a v5e, without one; and XLA makes no copy of the pool to give the kernel the layout it wants."""
-    pytest.importorskip("libtpu")
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+def test_compiles_ahead_of_time(case, chip):
+    """Without a TPU; and XLA makes no copy of the pool to give the kernel the layout it wants."""
     shapes, keywords = PRODUCTION[case]
-    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _shapes(**shapes))
-    compiled = jax.jit(functools.partial(_op, **keywords)).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
-    pool = f"[{','.join(map(str, arrays[1].shape))}]"
-    made = [line for line in compiled.as_text().splitlines() if pool in line.partition(" = ")[2].partition("(%")[0]]
-    assert all("parameter(" in line for line in made), made
+    arrays = _shapes(**shapes)
+    compiled = tpu_kernels.compile_ahead(functools.partial(_op, **keywords), arrays, chip)
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**23
+    tpu_kernels.assert_not_copied(compiled, arrays[1])
 
 
 UNSUPPORTED = {

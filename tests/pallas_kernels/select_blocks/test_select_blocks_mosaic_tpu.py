@@ -12,20 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import paging
 import pytest
-from jax.experimental import topologies
-from jax.experimental.pallas import tpu as pltpu
+import tpu_kernels
 
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import mosaic_tpu, select_blocks, selection_width
 
+pytestmark = pytest.mark.usefixtures("no_races")
 KERNEL = paging.implementation("select_blocks", "mosaic_tpu")
-RACE = "RACE DETECTED"
 SMALL_TILES = jax.jit(
-    paging.implementation(
-        *("select_blocks", "mosaic_tpu"), config=mosaic_tpu.Config(tile_rows=128), interpret=pltpu.InterpretParams(detect_races=True)
-    ),
+    paging.implementation(*("select_blocks", "mosaic_tpu"), config=mosaic_tpu.Config(tile_rows=128), interpret=tpu_kernels.INTERPRET),
     static_argnames=("kind", "page_size", "block_size", "k", "sink", "local"),
-    compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    compiler_options=tpu_kernels.QUICK,
 )
 """Tiles as small as they can be. The interpreter compiles for longer than it runs."""
 
@@ -56,14 +53,6 @@ FOR_MUTANTS = (
 )
 NO_MUTANTS = ("ties to the higher block",)
 """It needs a head dim that the kernel does not take."""
-
-
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    """With JAX 0.11 a race is only printed."""
-    yield
-    pltpu.reset_tpu_interpret_mode_state()
-    assert RACE not in capfd.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -171,21 +160,15 @@ def test_lowers_for_tpu(case):
     assert "tpu_custom_call" in jax.jit(op).trace(*_shapes(**shapes)).lower(lowering_platforms=("tpu",)).as_text()
 
 
+@pytest.mark.parametrize("chip", tpu_kernels.TOPOLOGIES)
 @pytest.mark.parametrize("case", PRODUCTION)
-def test_compiles_ahead_of_time(case, monkeypatch):
-    """For a v5e, without one; and XLA makes no copy of the index to give the kernel the layout it wants."""
-    pytest.importorskip("libtpu")
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+def test_compiles_ahead_of_time(case, chip):
+    """Without a TPU; and XLA makes no copy of the index to give the kernel the layout it wants."""
     shapes, sizes = PRODUCTION[case]
-    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _shapes(**shapes))
-    op = functools.partial(KERNEL, **_sizes(**sizes))
-    compiled = jax.jit(op).trace(*arrays).lower(lowering_platforms=("tpu",)).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
-    pages = f"[{arrays[1].shape[0]},"
-    made = [line for line in compiled.as_text().splitlines() if pages in line.partition(" = ")[2].partition("(%")[0]]
-    assert all("parameter(" in line or " bitcast" in line for line in made), made
+    arrays = _shapes(**shapes)
+    compiled = tpu_kernels.compile_ahead(functools.partial(KERNEL, **_sizes(**sizes)), arrays, chip)
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**21
+    tpu_kernels.assert_not_copied(compiled, arrays[1])
 
 
 UNSUPPORTED = {

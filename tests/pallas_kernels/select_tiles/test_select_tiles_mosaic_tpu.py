@@ -13,18 +13,17 @@ import jax
 import jax.numpy as jnp
 import paging
 import pytest
-from jax.experimental import topologies
-from jax.experimental.pallas import tpu as pltpu
+import tpu_kernels
 
 from pallas_kernels import dispatch
 from pallas_kernels.select_tiles import mosaic_tpu, select_tiles
 
-RACE = "RACE DETECTED"
 STATIC = ("k", "block_size", "query_tile", "window", "pooling", "ranked", "sm_scale")
+pytestmark = pytest.mark.usefixtures("no_races")
 KERNEL = jax.jit(
-    paging.implementation("select_tiles", "mosaic_tpu", interpret=pltpu.InterpretParams(detect_races=True)),
+    paging.implementation("select_tiles", "mosaic_tpu", interpret=tpu_kernels.INTERPRET),
     static_argnames=STATIC,
-    compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    compiler_options=tpu_kernels.QUICK,
 )
 """The interpreter compiles for longer than it runs."""
 REFERENCE = functools.partial(select_tiles, implementation="reference")
@@ -43,14 +42,6 @@ CASES: dict[str, dict] = {
     },
 }
 MIXED = [*CASES][-1]
-
-
-@pytest.fixture(autouse=True)
-def no_races(capfd):
-    """With JAX 0.11 a race is only printed."""
-    yield
-    pltpu.reset_tpu_interpret_mode_state()
-    assert RACE not in capfd.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -125,22 +116,19 @@ def test_lowers_for_tpu(case):
     assert "tpu_custom_call" in jax.jit(op).trace(*_shapes(**shapes)).lower(lowering_platforms=("tpu",)).as_text()
 
 
+@pytest.mark.parametrize("chip", tpu_kernels.TOPOLOGIES)
 @pytest.mark.parametrize("case", PRODUCTION)
-def test_compiles_ahead_of_time(case, monkeypatch):
-    """For a v5e, without one; what is kept on the way is queries, bounds and the tiles' scores, never a query's."""
-    pytest.importorskip("libtpu")
-    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
-    device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
+def test_compiles_ahead_of_time(case, chip):
+    """Without a TPU; what is kept on the way is queries, bounds and the tiles' scores, never a query's."""
     shapes, changes = PRODUCTION[case]
     static = _static(**changes)
-    q, bounds, table, *rest = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in _shapes(**shapes))
+    q, bounds, table, *rest = _shapes(**shapes)
     op = functools.partial(paging.implementation("select_tiles", "mosaic_tpu"), **static)
-    compiled = jax.jit(op).trace(q, bounds, table, *rest).lower(lowering_platforms=("tpu",)).compile()
+    compiled = tpu_kernels.compile_ahead(op, (q, bounds, table, *rest), chip)
     queries, scored = math.prod(q.shape), bounds.shape[2] * table.shape[1]
     kept = queries * q.dtype.itemsize + table.shape[0] * math.prod(bounds.shape[1:]) * table.shape[1] * q.dtype.itemsize
     kept += queries // q.shape[3] // static["query_tile"] * scored * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * kept
+    assert compiled.memory_analysis().temp_size_in_bytes < 3 * kept
 
 
 UNSUPPORTED = {
@@ -166,9 +154,3 @@ def test_it_is_preferred_on_a_tpu(on_tpu):
     with dispatch.listening() as heard:
         jax.eval_shape(functools.partial(select_tiles, **_static()), *_shapes())
     assert heard["select_tiles"] == "mosaic_tpu"
-
-
-@pytest.fixture
-def on_tpu(monkeypatch):
-    """Dispatch believes that it is on a TPU."""
-    monkeypatch.setattr(dispatch, "available", functools.partial(dispatch.available, backend="tpu"))

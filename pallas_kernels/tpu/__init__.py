@@ -1,0 +1,1 @@
+"""What the Pallas Mosaic TPU kernels share."""

@@ -1,0 +1,71 @@
+"""Pallas TPU kernels without a TPU: interpreted on the CPU with race detection, their copies counted, and compiled ahead of time."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import jax
+import pytest
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+
+INTERPRET = pltpu.InterpretParams(detect_races=True)
+RACE = "RACE DETECTED"
+"""What the interpreter prints; that it does is tested beside gather_attention for TPU."""
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiler options for what is interpreted: the interpreter compiles for longer than it runs."""
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+"""Chips that kernels are compiled for, and a topology that has them."""
+
+NO_COPIES = ("ENTRY", "parameter(", "custom-call(", "get-tuple-element(", "tuple(", "bitcast(")
+"""Lines of a compiled program that name an array without making one."""
+
+
+@contextlib.contextmanager
+def counted_copies() -> Iterator[collections.Counter]:
+    """Bytes that the copies of interpreted kernels read from HBM ("in") and write to it ("out") inside the block, and how many copies there
+    are. Copies that a kernel makes itself, not those of its grid's blocks. It patches JAX's private interpreter."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
+    if jax.__version_info__ < (0, 11, 2) or jax.__version_info__ >= (0, 13):
+        pytest.skip(f"copies are counted in the interpreter of jax 0.11.2 to 0.12, not of {jax.__version__}")
+    found: collections.Counter = collections.Counter()
+    read, hbm = interpreter.DMA.execute_read, ("any", "hbm")
+
+    def execute_read(copy):
+        before = copy.state
+        read(copy)
+        if copy.state == before:  # read already
+            return
+        source, target = (interpreter.TPU_MEMORY_SPACE_NAMES[int(x)] for x in (copy.src_memory_space, copy.dst_memory_space))
+        way = "in" if source in hbm else "out" if target in hbm else "inside"
+        found.update({way: copy.data_size, f"copies {way}": 1})
+
+    with mock.patch.object(interpreter.DMA, "execute_read", execute_read):
+        yield found
+
+
+def compile_ahead(function: Callable, arrays, chip: str, donate: tuple[int, ...] = ()) -> jax.stages.Compiled:
+    """Compile a call for one TPU of a kind, without one. arrays: positional arguments, as shapes. Skips without libtpu."""
+    pytest.importorskip("libtpu")
+    with mock.patch.dict(os.environ, {"TPU_SKIP_MDS_QUERY": "1"}):
+        device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays)
+    lowered = jax.jit(function, donate_argnums=donate).trace(*arrays).lower(lowering_platforms=("tpu",))
+    with warnings.catch_warnings(action="ignore"):  # what the cache of compiled programs keeps of this it cannot read without a TPU
+        return lowered.compile()
+
+
+def assert_not_copied(compiled: jax.stages.Compiled, *arrays: jax.ShapeDtypeStruct) -> None:
+    """XLA makes no array of one of these shapes, neither for the layout that a kernel wants nor for an update that could be in place."""
+    for array in arrays:
+        shape = f"[{','.join(map(str, array.shape))}]"
+        made = [line for line in compiled.as_text().splitlines() if shape in line.partition(" = ")[2].partition("(%")[0]]
+        made = [line for line in made if not any(word in line for word in NO_COPIES)]
+        assert not made, made
