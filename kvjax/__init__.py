@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.scoring import Score, score
     from kvjax.sequences import CachedSequence
     from kvjax.serving import run_batch
+    from pallas_kernels.dispatch import forced as dispatch
 
 __version__ = "0.2.0"
 
@@ -61,6 +62,7 @@ __all__ = [
     "VerticalSlash",
     "Window",
     "__version__",
+    "dispatch",
     "generate",
     "load",
     "memory_plan",
@@ -91,6 +93,7 @@ _HOMES = {
     "TopBlocks": "kvjax.policies.decode",
     "VerticalSlash": "kvjax.policies.prefill",
     "Window": "kvjax.policies.decode",
+    "dispatch": "pallas_kernels.dispatch:forced",
     "generate": "kvjax.generation",
     "load": "kvjax.models",
     "memory_plan": "kvjax.memory",
@@ -108,7 +111,8 @@ lives_in("prefill policy", "auto", "kvjax.bill.auto_prefill", "AutoPrefill")
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        module, _, attribute = _HOMES[name].partition(":")
+        return getattr(importlib.import_module(module), attribute or name)
     if name in _PACKAGES:
         return importlib.import_module(f"kvjax.{name}")
     raise AttributeError(f"module 'kvjax' has no attribute {name!r}")

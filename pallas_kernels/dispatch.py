@@ -45,6 +45,12 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
 }
 """What each op has, the preferred first. `reference` is a definition to test against: it runs only when named."""
 
+FORCED = ("mosaic_gpu", "mosaic_tpu", "xla")
+"""What `forced` takes. The other implementations are no platform's: `composed` goes with each, `reference` is for tests."""
+
+_forced = jax.make_user_context(None)
+"""The implementation that `forced` names. JAX keeps programs of different values apart."""
+
 _chosen: dict[tuple[str, str], str] = {}
 _listening: list[dict[str, str]] = []
 
@@ -63,12 +69,43 @@ def _is_hopper() -> bool:
     return getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
 
 
+def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
+    """Run what a platform without our faster kernels runs: inside the block, ops that are asked to pick take `implementation`, where they
+    have it and it can do the call, or else what runs on every backend ("xla", and what is composed of such ops).
+
+        with kvjax.dispatch("xla"):  # as on a GPU that has no kernels of ours
+            kvjax.generate(model, "Once upon a time")
+
+    An op that is called with a name takes that name, here as elsewhere. Programs that were compiled outside of the block are not used
+    inside, nor the other way round. Results of different implementations differ in their bits: use an engine either inside or outside,
+    not both.
+
+    Raises ValueError for a name that is none of `FORCED` and NotImplementedError for one that no op has on this backend.
+    """
+    if implementation not in FORCED:
+        raise ValueError(f"no platform's path is called {implementation!r}; there are {', '.join(FORCED)}")
+    if not any(implementation in available(op) for op in IMPLEMENTATIONS):
+        here = [name for name in FORCED if any(name in available(op) for op in IMPLEMENTATIONS)]
+        raise NotImplementedError(
+            f"no op has an implementation {implementation!r} on backend {jax.default_backend()!r}; there are {', '.join(here)}"
+        )
+    return _forced(implementation)
+
+
+def candidates(op: str) -> tuple[str, ...]:
+    """What an op that is asked to pick may take here, the preferred first."""
+    names, wanted = available(op), _forced.value
+    if wanted is None:
+        return names
+    return tuple(name for name in names if name == wanted or BACKENDS[name] is None)
+
+
 def choose(op: str, implementation: str | None, signature: str, operands: tuple = ()) -> str:
     """Name of the implementation to run.
 
-    op: a key of `IMPLEMENTATIONS`. implementation: None picks the preferred one of this backend that supports the call; a name is taken or
-    refused, never replaced. signature: shapes and dtypes of the call, for the log and for `chosen`. operands: the arguments of the
-    implementation's function, for `unsupported`.
+    op: a key of `IMPLEMENTATIONS`. implementation: None picks the preferred one of this backend that supports the call, of those that
+    `forced` leaves; a name is taken or refused, never replaced. signature: shapes and dtypes of the call, for the log and for `chosen`.
+    operands: the arguments of the implementation's function, for `unsupported`.
 
     Raises ValueError for a name that does not exist and NotImplementedError for one that cannot run `op` here, or if none can.
     """
@@ -82,13 +119,14 @@ def choose(op: str, implementation: str | None, signature: str, operands: tuple 
             f"{op} has no implementation {implementation!r} on backend {jax.default_backend()!r} for {signature}; "
             f"there are {', '.join(names)}, or None to pick"
         )
-    name, passed_by = (implementation, []) if implementation else _pick(op, names, signature, operands)
+    name, passed_by = (implementation, []) if implementation else _pick(op, candidates(op), signature, operands)
     for heard in _listening:
         heard[op] = name
     if _chosen.get((op, signature)) != name:
         _chosen[op, signature] = name
         reasons = "".join(f"; not {other}: {reason}" for other, reason in passed_by)
-        logger.info("%s %s: %s (%s%s)", op, signature, name, "picked" if implementation is None else "named", reasons)
+        how = "named" if implementation is not None else "picked" if _forced.value is None else f"forced to {_forced.value}"
+        logger.info("%s %s: %s (%s%s)", op, signature, name, how, reasons)
     return name
 
 

@@ -273,10 +273,10 @@ def test_type_checkers_see_the_names_that_are_resolved_on_first_use(name):
     package = importlib.import_module(name)
     tree = parse(next(path for path in SOURCES if module_name(path) == f"{name}.__init__"))
     (block,) = [node for node in tree.body if for_type_checkers(node)]
-    seen = {alias.asname or alias.name: node.module for node in block.body for alias in node.names}
-    for each, home in seen.items():
-        module = f"{home}.{each}"
-        defined = importlib.import_module(module) if module in MODULES else getattr(importlib.import_module(home), each)
+    seen = {alias.asname or alias.name: (node.module, alias.name) for node in block.body for alias in node.names}
+    for each, (home, its_name) in seen.items():
+        module = f"{home}.{its_name}"
+        defined = importlib.import_module(module) if module in MODULES else getattr(importlib.import_module(home), its_name)
         assert getattr(package, each) is defined
     (listed,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
     names = {each for each in seen if f"{name}.{each}" not in MODULES}

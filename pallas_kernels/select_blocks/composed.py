@@ -13,7 +13,7 @@ from pallas_kernels.top_k import top_k
 
 def unsupported(call: Call, q, index, table, lengths) -> str | None:
     """Why this is not the way to go, or None if it is."""
-    return None if "mosaic_gpu" in dispatch.available("top_k") else "top_k has no kernel here, and XLA's own is in xla"
+    return None if "mosaic_gpu" in dispatch.candidates("top_k") else "top_k has no kernel here, and XLA's own is in xla"
 
 
 def select_blocks(call: Call, q, index, table, lengths):

@@ -8,7 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.serving.cli import scheduling
-from kvjax.serving.cli.options import LARGEST_BATCH, JsonOption, ModelOption, parse_lengths, whole
+from kvjax.serving.cli.options import (
+    LARGEST_BATCH,
+    ImplementationOption,
+    JsonOption,
+    ModelOption,
+    forced_to,
+    named_run,
+    parse_lengths,
+    whole,
+)
 from pallas_kernels.extras import needs_extras
 
 bench_app = typer.Typer(
@@ -39,6 +48,7 @@ def decode_command(
         int | None, typer.Option(help="Only so many layers, for small machines. [default: the shape's]", show_default=False, **whole())
     ] = None,
     json_out: JsonOption = None,
+    implementation: ImplementationOption = None,
 ) -> None:
     """Time whole decode steps, embedding to sampled token, with random weights and a random cache on the device.
 
@@ -57,7 +67,8 @@ def decode_command(
     from pallas_kernels.bench.formats import show
     from pallas_kernels.bench.report import drafts_table, step_table
 
-    rows = _measured(plan, json_out, Console(stderr=True))
+    with forced_to(implementation):
+        rows = _measured(plan, json_out, Console(stderr=True), implementation)
     show(step_table(rows) if plan.drafts == (1,) else drafts_table(rows))
     if any("failed" in row for row in rows):
         raise typer.Exit(1)
@@ -110,6 +121,7 @@ def prefill_command(
         list[Path] | None, typer.Option(help="With --measures, or --ops of a model: prose to prefill. [default: Python's documentation]")
     ] = None,
     json_out: JsonOption = None,
+    implementation: ImplementationOption = None,
 ) -> None:
     """Time to first token of whole prompts, with random weights; or (--ops, --measures) a closer look at their attention."""
     from kvjax.serving.cli import prefill as prefill_cli
@@ -145,7 +157,9 @@ def prefill_command(
             run = prefill_cli.time_run(shape, lengths, policies, dtype or "bfloat16", layers=layers, **given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    if any("failed" in row for row in prefill_cli.show(run, json_out)):
+    with forced_to(implementation):
+        rows = prefill_cli.show(run, json_out, implementation)
+    if any("failed" in row for row in rows):
         raise typer.Exit(1)
 
 
@@ -178,7 +192,7 @@ def overlap_command(
         raise typer.BadParameter(str(error)) from None
 
 
-def _measured(plan: Any, json_out: Path | None, console: Any) -> list[dict[str, Any]]:
+def _measured(plan: Any, json_out: Path | None, console: Any, implementation: str | None) -> list[dict[str, Any]]:
     """Run the plan, show what is being done, and write rows as they arrive."""
     from kvjax.serving.bench.decode import run_plan
     from pallas_kernels.bench.measure import copy_rate
@@ -191,7 +205,7 @@ def _measured(plan: Any, json_out: Path | None, console: Any) -> list[dict[str, 
             rows.append(row)
             if json_out is not None:
                 kind = "decode" if plan.drafts == (1,) else "drafts"  # whose rows no bill is fitted to
-                write_result(json_out, {"bench": kind, "copy": copy, "rows": rows})
+                write_result(json_out, named_run(kind, implementation) | {"copy": copy, "rows": rows})
     return rows
 
 

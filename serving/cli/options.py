@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,9 +120,28 @@ PagesOption = Annotated[
 ]
 TokensOption = Annotated[int, typer.Option(help="Most tokens to generate.", **whole())]
 SeedOption = Annotated[int, typer.Option(help="Seed of random draws.", **whole(0, 2**32 - 1))]
+ImplementationOption = Annotated[
+    str | None,
+    typer.Option(help="Run the ops as a platform without our fastest kernels does: xla, say. [default: the best here]", show_default=False),
+]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, help="Write the figures and where they come from here.", show_default=False)
 ]
+
+
+def forced_to(implementation: str | None) -> AbstractContextManager[None]:
+    """The path of `--implementation`, for as long as the block runs; None: the usual one."""
+    from pallas_kernels.dispatch import forced
+
+    try:
+        return nullcontext() if implementation is None else forced(implementation)
+    except (ValueError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error), param_hint="--implementation") from None
+
+
+def named_run(kind: str, implementation: str | None) -> dict[str, str]:
+    """How a file of figures says what was run. Figures of a forced path stand in no table of the best, and no bill is fitted to them."""
+    return {"bench": kind} if implementation is None else {"bench": f"{kind}-forced", "implementation": implementation}
 
 
 def load_model(model: str, dtype: Dtype | None, max_positions: int | None) -> Model:

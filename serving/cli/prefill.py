@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvjax.serving.bench.decode import PAGE_SIZE, config_of
 from kvjax.serving.bench.prefill import PrefillPlan, dense_at, policies_of, run_prefill_plan
-from kvjax.serving.cli.options import parse_lengths, read_text
+from kvjax.serving.cli.options import named_run, parse_lengths, read_text
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.results import write_result
 
@@ -166,15 +166,16 @@ def measures_run(
     return Run("prefill-measures", lambda say: {}, rows, prefill_report.measures_table)
 
 
-def show(run: Run, json_out: Path | None) -> list[dict[str, Any]]:
-    """Run, show what is being done, write rows as they arrive, print the table; returns the rows."""
+def show(run: Run, json_out: Path | None, implementation: str | None = None) -> list[dict[str, Any]]:
+    """Run, show what is being done, write rows as they arrive, print the table; returns the rows. implementation: what ops are forced to,
+    for the file."""
     console, rows = Console(stderr=True), []
     with console.status("") as status:
         begun = run.begin(status.update)
         for row in run.rows(status.update, begun):
             rows.append(row)
             if json_out is not None:
-                write_result(json_out, {"bench": run.kind, **begun, "rows": rows})
+                write_result(json_out, named_run(run.kind, implementation) | begun | {"rows": rows})
     print(run.table(rows))
     for row in rows:
         if "failed" in row:

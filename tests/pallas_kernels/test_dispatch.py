@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
+import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import kvjax
 import pallas_kernels
 from pallas_kernels import dispatch
-from pallas_kernels.page_index import page_index
+from pallas_kernels.page_index import page_index, xla
+from pallas_kernels.select_blocks import composed
 
 FOLDER = Path(pallas_kernels.__file__).parent
 FUNCTIONS = {"gated_delta": ("delta_page", "delta_step", "delta_fold")}
@@ -76,3 +80,89 @@ def test_traced_calls_are_dispatched_too():
     op = jax.jit(lambda keys: page_index(keys, kind="mean", block_size=7, implementation="reference"))
     assert op(jnp.ones((49, 8))).shape == (7, 1, 8)
     assert dispatch.chosen()["page_index", "mean7 keys float32[49, 8]"] == "reference"
+
+
+# Forcing the path of another platform
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Dispatch as on a Hopper GPU; nothing can run there."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+
+
+def test_forced_ops_take_what_other_platforms_take(hopper):
+    for op, names in dispatch.IMPLEMENTATIONS.items():
+        with dispatch.forced("xla"):
+            forced = dispatch.candidates(op)
+            assert dispatch.choose(op, None, "forced") == forced[0]
+        assert forced == tuple(name for name in names if not name.startswith("mosaic"))
+        with dispatch.forced("mosaic_gpu"):
+            assert dispatch.candidates(op) == dispatch.available(op)
+        assert dispatch.candidates(op) == dispatch.available(op)
+
+
+def test_forcing_does_not_replace_a_name(hopper):
+    with dispatch.forced("xla"):
+        assert dispatch.choose("top_k", "mosaic_gpu", "named inside") == "mosaic_gpu"
+
+
+def test_select_blocks_composes_itself_of_top_k_only_where_its_kernel_may_run(hopper):
+    assert composed.unsupported(*[None] * 5) is None
+    with dispatch.forced("xla"):
+        assert "no kernel" in composed.unsupported(*[None] * 5)
+
+
+@pytest.fixture
+def own_kernel(monkeypatch):
+    """page_index has a kernel on this backend, which gives zeros."""
+    module = types.ModuleType("pallas_kernels.page_index.mosaic_gpu")
+    module.page_index = lambda call, keys: jnp.zeros_like(xla.page_index(call, keys))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "page_index", ("mosaic_gpu", "xla", "reference"))
+    monkeypatch.setitem(dispatch.BACKENDS, "mosaic_gpu", (jax.default_backend(),))
+    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+
+
+def test_programs_of_a_forced_path_are_programs_of_their_own(own_kernel):
+    """A compiled function is neither taken into a block nor out of it."""
+    op = jax.jit(lambda keys: page_index(keys, kind="mean", block_size=4))
+
+    def mean() -> float:
+        return float(op(jnp.ones((16, 8))).mean())
+
+    for _ in range(2):
+        assert mean() == 0
+        with kvjax.dispatch(implementation="xla"):
+            assert mean() == 1
+            with kvjax.dispatch(implementation="mosaic_gpu"):
+                assert mean() == 0
+    with dispatch.listening() as path:
+        mean()
+    assert path == {}, "compiled once for each path"
+
+
+def test_a_block_that_fails_ends(own_kernel):
+    with pytest.raises(KeyError), dispatch.forced("xla"):
+        raise KeyError
+    assert dispatch.candidates("page_index")[0] == "mosaic_gpu"
+
+
+@pytest.mark.parametrize("name", ["triton", "reference", "composed", None])
+def test_what_is_no_platforms_path(name):
+    with pytest.raises(ValueError, match=f"no platform's path is called {name!r}; there are mosaic_gpu, mosaic_tpu, xla"):
+        dispatch.forced(name)
+
+
+def test_a_path_that_is_not_here():
+    with pytest.raises(
+        NotImplementedError, match=f"no op has an implementation 'mosaic_tpu' on backend '{jax.default_backend()}'; there are"
+    ):
+        dispatch.forced("mosaic_tpu")
+
+
+def test_what_was_forced_is_logged(caplog, own_kernel):
+    with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"), dispatch.forced("xla"):
+        page_index(jnp.zeros((2, 44, 8)), kind="mean", block_size=4)
+    assert [record.getMessage() for record in caplog.records] == ["page_index mean4 keys float32[2, 44, 8]: xla (forced to xla)"]

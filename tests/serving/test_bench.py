@@ -223,6 +223,19 @@ def test_the_command_with_drafts(tmp_path, monkeypatch, capsys, copy_once):
         read_cells(run, config_of)
 
 
+def test_the_command_on_a_forced_path(tmp_path, monkeypatch, copy_once):
+    monkeypatch.setattr(measure, "copy_rate", copy_once)
+    file = tmp_path / "forced.json"
+    bench_cli.decode_command("tiny", "1k", "top:1", 1, 2, 1, "1", "float32", 1, file, implementation="xla")
+    run = json.loads(file.read_text())
+    assert (run["bench"], run["implementation"]) == ("decode-forced", "xla")
+    assert set(run["rows"][0]["path"].values()) <= {"composed", "xla"}
+    with pytest.raises(ValueError, match="this is not a result of kvjax bench decode"):
+        read_cells(run, config_of)
+    with pytest.raises(typer.BadParameter, match="no platform's path is called 'triton'"):
+        bench_cli.decode_command("tiny", "1k", "dense", 1, 2, 1, "1", "float32", 1, implementation="triton")
+
+
 def test_the_command_refuses_what_it_cannot_do():
     """Numbers are refused by their options: test_bad_command_lines.py."""
     fields = {"shape": "tiny", "lengths": "1k", "policies": "dense", "batch": 1, "steps": 2, "rounds": 1}

@@ -262,6 +262,9 @@ def test_command_writes_json(tmp_path, capsys, monkeypatch, op_rows):
     written = json.loads(file.read_text())
     assert (written["bench"], written["rows"][0]["tokens"], written["rows"][0]["layers"]) == ("prefill", 256, 1)
     assert "| tiny | 256 | dense | 128 |" in capsys.readouterr().out
+    bench_cli.prefill_command("tiny", "256", "dense", 128, 1, "float32", 1, json_out=file, implementation="xla")
+    run = json.loads(file.read_text())
+    assert (run["bench"], run["implementation"], set(run["rows"][0]["path"].values())) == ("prefill-forced", "xla", {"xla"})
     monkeypatch.setattr(
         prefill_ops,
         "op_rows",
