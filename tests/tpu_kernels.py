@@ -6,7 +6,7 @@ import collections
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
 import jax
@@ -69,3 +69,8 @@ def assert_not_copied(compiled: jax.stages.Compiled, *arrays: jax.ShapeDtypeStru
         made = [line for line in compiled.as_text().splitlines() if shape in line.partition(" = ")[2].partition("(%")[0]]
         made = [line for line in made if not any(word in line for word in NO_COPIES)]
         assert not made, made
+
+
+def first_and_long(cases: Iterable[str], first: int = 1) -> list:
+    """Cases as parameters: `make test` takes the first ones, the rest is `long`."""
+    return [pytest.param(case, marks=[pytest.mark.long] if i >= first else []) for i, case in enumerate(cases)]

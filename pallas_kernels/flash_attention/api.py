@@ -45,7 +45,7 @@ def flash_attention(
 
     Query t of row b stands at position starts[b]+t and attends to keys at or before it that are written. window: (sink_tokens,
     window_tokens), of these only keys at positions < sink_tokens or > query position - window_tokens. sm_scale: multiplies the logits.
-    config: the implementation's own; "xla" takes `pallas_kernels.flash_attention.xla.Config`. implementation: see
+    config: the implementation's own; "xla" takes `pallas_kernels.flash_attention.xla.Config`, "mosaic_tpu" that of `.mosaic_tpu`. implementation: see
     `pallas_kernels.dispatch`.
 
     Returns out `[B, T, H, Dv]` in q's dtype and lse `[B, T, H]` float32 (log-sum-exp of the scaled logits, natural log). A query with

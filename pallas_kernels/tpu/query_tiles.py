@@ -1,0 +1,352 @@
+"""Tiles of queries against tiles of keys from pages, on a TPU: what the prefill kernels share; each says which keys a tile walks over.
+
+The page table, starts and lengths are scalar-prefetched; K and V stay in HBM. The grid is (B, units, tiles of queries); a unit is what
+shares a list of keys: a KV head with its query heads, or one query head. Of a tile the tokens, times the heads of the unit, are the rows of
+one matrix. A grid cell walks over its tiles of keys, each made of pieces of consecutive tokens of one page, one copy of `[piece, D]` from K
+and one from V into one of two slots in VMEM; while a tile is used, the next is on its way. Tiles are folded in order by online softmax in
+float32; one that a row may not read leaves its bits as they were. Of bfloat16 values the weights are rounded to bfloat16 for bfloat16
+queries, and the sum of two such terms for float32 ones.
+
+A piece without a page, or after the tile's last query, is not copied; logits there are -inf, and values 0, in the slot, before the product.
+
+Source: FlashAttention-2 (arXiv 2307.08691).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.lax import div, rem  # on traced values: `//` and `%` mind signs, which needs the chip's generation when lowering
+
+from pallas_kernels import dispatch
+from pallas_kernels.pages import unlike
+from pallas_kernels.tpu.memory import LANES, QUERY_TILE, SMEM_BYTES, SUBLANES, VMEM_BYTES, padded
+
+_NOWHERE = -(2**30)  # a position before every sequence: plus any offset in a tile it stays negative
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """rows: of a tile of queries, tokens times heads that share keys, a multiple of 16; rounded down to whole tokens, at least 16 of them.
+    key_tile: tokens that are copied and multiplied together, rounded down to whole pieces, at least one."""
+
+    rows: int = 512
+    key_tile: int = 512
+
+    def __post_init__(self):
+        for name, multiple in (("rows", QUERY_TILE), ("key_tile", SUBLANES)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1 or value % multiple:
+                raise ValueError(f"{name} must be a positive multiple of {multiple}, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a kernel is compiled for. group: heads of a unit. tokens: of a tile of queries, `stride` positions apart. piece: tokens that one
+    copy brings; pieces: of a tile of keys. width: of the page table. terms: of bfloat16 weights."""
+
+    kv_heads: int
+    units: int
+    group: int
+    tokens: int
+    stride: int
+    tiles: int
+    page_size: int
+    width: int
+    piece: int
+    pieces: int
+    sm_scale: float
+    terms: int
+
+    @property
+    def rows(self) -> int:
+        """Of the matrix of queries."""
+        return self.tokens * self.group
+
+    @property
+    def key_tile(self) -> int:
+        """Keys of a tile."""
+        return self.piece * self.pieces
+
+
+class Tile(NamedTuple):
+    """Which tile of queries a grid cell has: scalars. position: of its first query. end: the first one that none of its queries sees."""
+
+    row: jax.Array
+    unit: jax.Array
+    tile: jax.Array
+    position: jax.Array
+    end: jax.Array
+    length: jax.Array
+
+
+class Walk(NamedTuple):
+    """Which keys a tile of queries reads. steps: tiles of keys. first: (step, piece) -> position of a piece's first token, negative for
+    none. seen: (step, positions of keys `[1, S]`, negative where there is none, of queries `[rows, 1]`) -> what may be read."""
+
+    steps: jax.Array
+    first: Callable
+    seen: Callable
+
+
+def shape_of(
+    q, pages, table, *, group: int, piece: int, config: Config, sm_scale: float, stride: int = 1, tokens: int | None = None
+) -> Shape:
+    """group: query heads of a unit. piece: tokens; it divides the page. stride: of q's rows, in positions. tokens: of a tile of queries,
+    else as `config` says."""
+    tokens = tokens or max(QUERY_TILE, config.rows // group // QUERY_TILE * QUERY_TILE)
+    return Shape(
+        kv_heads=pages.kv_heads,
+        units=q.shape[2] // group,
+        group=group,
+        tokens=tokens,
+        stride=stride,
+        tiles=-(-q.shape[1] // tokens),
+        page_size=pages.page_size,
+        width=table.shape[1],
+        piece=piece,
+        pieces=max(1, config.key_tile // piece),
+        sm_scale=float(sm_scale),
+        terms=2 if q.dtype == jnp.float32 else 1,
+    )
+
+
+def unsupported(s: Shape, q, pages, table, *, more_smem: int = 0, more_vmem: int = 0) -> str | None:
+    """Why a kernel of this shape cannot do a valid input, with the values, or None. more_smem, more_vmem: bytes that it takes beside."""
+    arrays = dispatch.signature(q=q, **pages.arrays, table=table)
+    if reason := unlike(pages):
+        return reason
+    if "float16" in (q.dtype.name, pages.k_format.codes):
+        return f"TPUs do not compute in float16, only in bfloat16 and float32; got {arrays}"
+    if q.shape[3] % LANES:
+        return f"head dim {q.shape[3]} is not a multiple of {LANES}, and XLA would copy the whole pool to pad it; got {arrays}"
+    if s.piece % SUBLANES:
+        return f"blocks of {s.piece} tokens are not a multiple of {SUBLANES}, the rows that one copy can start at; got {arrays}"
+    scalars = 4 * q.shape[0] * (s.width + 2) + more_smem
+    if scalars > SMEM_BYTES:
+        return f"page table and lists take {scalars} bytes of scalar memory, at most {SMEM_BYTES} are there; {arrays}"
+    vectors = _vmem_bytes(s, q, pages.k) + more_vmem
+    if vectors > VMEM_BYTES:
+        return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; {s.rows} rows, {s.key_tile} keys, {arrays}"
+    return None
+
+
+def _vmem_bytes(s: Shape, q, k) -> int:
+    """Both slots of K and V; q and results, double-buffered; what is folded so far and a tile's part of it; logits and weights."""
+    head_dim, wide = q.shape[3], 4
+    slots = 4 * s.key_tile * head_dim * k.dtype.itemsize
+    moved = 2 * s.rows * 2 * head_dim * q.dtype.itemsize + 2 * SUBLANES * padded(s.rows, LANES) * wide
+    computed = wide * s.rows * (2 * head_dim + 4 * LANES + 3 * padded(s.key_tile, LANES))
+    return slots + moved + computed
+
+
+def launch(
+    s: Shape,
+    name: str,
+    walk_of: Callable[..., Walk],
+    q: jax.Array,
+    pages,
+    table: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    lists: jax.Array | None = None,
+    *,
+    interpret,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q `[B, T, H, D]`, T rows `s.stride` positions apart from `starts` on: out and lse as `flash_attention` returns them.
+
+    walk_of: (tile, reference to its list) -> Walk. lists: int32 `[B, units, tiles, W]`, what a grid cell finds in scalar memory.
+    """
+    batch, _, num_heads, head_dim = q.shape
+    num_rows = q.shape[1]
+    q = jnp.pad(q, ((0, 0), (0, s.tiles * s.tokens - num_rows), (0, 0), (0, 0)))
+    q = q.reshape(batch, -1, s.units, s.group, head_dim).swapaxes(1, 2).reshape(batch, s.units, -1, head_dim)
+    of_queries = pl.BlockSpec((1, 1, s.rows, head_dim), lambda row, unit, tile, *_: (row, unit, tile, 0))
+    in_hbm, listed = pl.BlockSpec(memory_space=pl.ANY), []
+    if lists is not None:
+        number = lambda row, unit, tile, *_: ((row * s.units + unit) * s.tiles + tile, 0, 0)  # noqa: E731
+        listed = [pl.BlockSpec((1, 1, lists.shape[3]), number, memory_space=pltpu.SMEM)]
+    slots = pltpu.VMEM((2, s.pieces, s.piece, head_dim), pages.k.dtype)
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, s, walk_of, lists is not None),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(batch, s.units, s.tiles),
+            in_specs=[of_queries, *listed, in_hbm, in_hbm],
+            out_specs=[of_queries, pl.BlockSpec((1, 1, 1, 1, s.rows), lambda row, unit, tile, *_: (row, unit, tile, 0, 0))],
+            scratch_shapes=[slots, slots, pltpu.SemaphoreType.DMA((2,))],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            # rows along the lanes: one number to a row of 128 lanes would be 128 times the memory
+            jax.ShapeDtypeStruct((batch, s.units, s.tiles, 1, s.rows), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel")),
+        interpret=interpret,
+        name=name,
+    )(table.reshape(-1), starts, lengths, q, *([] if lists is None else [lists.reshape(-1, 1, lists.shape[3])]), pages.k, pages.v)
+
+    def heads_last(x):
+        x = x.reshape(batch, s.units, -1, s.group, *x.shape[4:]).swapaxes(1, 2)
+        return x.reshape(batch, -1, num_heads, *x.shape[4:])[:, :num_rows]
+
+    return heads_last(out.reshape(batch, s.units, -1, s.group, head_dim)), heads_last(lse.reshape(batch, s.units, -1, s.group))
+
+
+def _kernel(s: Shape, walk_of, has_list: bool, table, starts, lengths, q, *rest):
+    """One tile of queries. Scratch: slots of K and V, and a semaphore per slot."""
+    listed, (k, v, out, lse, k_slots, v_slots, arrived) = (rest[0] if has_list else None), rest[has_list:]
+    row, unit, tile = (pl.program_id(axis) for axis in range(3))
+    length, position = lengths[row], starts[row] + tile * (s.tokens * s.stride)
+    end = jnp.minimum(jnp.minimum(position + ((s.tokens - 1) * s.stride + 1), length), s.width * s.page_size)
+    here = Tile(row, unit, tile, position, jnp.where(position < length, end, 0), length)
+    walk = walk_of(here, listed)
+    head = div(unit, s.units // s.kv_heads) if s.units > s.kv_heads else unit
+    copies = functools.partial(_Copies, s, here, walk, head, table, (k, k_slots), (v, v_slots), arrived)
+
+    @pl.when(walk.steps > 0)
+    def _():
+        copies(0, 0).start()
+
+    query = jax.lax.broadcasted_iota(jnp.int32, (s.rows, 1), 0)
+    query_pos = position + s.stride * (query if s.group == 1 else div(query, s.group))
+
+    def step(i, partial):
+        slot = rem(i, 2)
+
+        @pl.when(i + 1 < walk.steps)
+        def _():
+            copies(i + 1, 1 - slot).start()
+
+        current = copies(i, slot)
+        current.wait()
+        pos = current.clean()
+        keys, values = (x[slot].reshape(s.key_tile, -1) for x in (k_slots, v_slots))
+        dtype = jnp.promote_types(q.dtype, keys.dtype)
+        logits = product(q[0, 0].astype(dtype), keys.astype(dtype), contract=1) * s.sm_scale
+        logits = jnp.where(walk.seen(i, pos, query_pos), logits, -jnp.inf)
+        return fold(partial, logits, values, s.terms)
+
+    top, total, weighted = jax.lax.fori_loop(0, walk.steps, step, empty(s.rows, q.shape[-1]))
+    total = jnp.where(top == -jnp.inf, 1.0, total)
+    out[0, 0] = (weighted / total).astype(out.dtype)
+    lse[0, 0, 0] = _along_lanes(top + jnp.log(total))
+
+
+@dataclasses.dataclass
+class _Copies:
+    """The copies that fill one slot with one tile of keys: a piece that cannot be read is not copied."""
+
+    shape: Shape
+    tile: Tile
+    walk: Walk
+    head: jax.Array
+    table: jax.Ref
+    k: tuple[jax.Ref, jax.Ref]
+    v: tuple[jax.Ref, jax.Ref]
+    arrived: jax.Ref
+    step: jax.Array
+    slot: jax.Array
+
+    def piece(self, i):
+        """Of the i-th piece of the tile: whether it can be read, its first position, its frame, and where in the page it begins."""
+        s = self.shape
+        first = self.walk.first(self.step, i)
+        inside = (first >= 0) & (first < self.tile.end)
+        first = jnp.where(inside, first, 0)
+        frame = self.table[self.tile.row * s.width + div(first, s.page_size)]
+        return inside & (frame >= 0), first, jnp.maximum(frame, 0), pl.multiple_of(rem(first, s.page_size), s.piece)
+
+    def each(self, do):
+        """Call `do` on both copies of every piece that can be read."""
+
+        def one(i, _):
+            there, _, frame, token = self.piece(i)
+
+            @pl.when(there)
+            def _():
+                for pool, slots in (self.k, self.v):
+                    source = pool.at[frame, self.head, pl.ds(token, self.shape.piece)]
+                    do(pltpu.make_async_copy(source, slots.at[self.slot, i], self.arrived.at[self.slot]))
+
+        jax.lax.fori_loop(0, self.shape.pieces, one, None)
+
+    def start(self):
+        self.each(lambda copy: copy.start())
+
+    def wait(self):
+        """Wait for everything that `start` started: a slot has one semaphore, which does not tell its copies apart."""
+        self.each(lambda copy: copy.wait())
+
+    def clean(self):
+        """Put 0 where values were not written: whatever is there, times weight 0, must be 0.
+
+        Returns the position of each key of the tile, `[1, S]`, negative where there is none.
+        """
+        size, values = self.shape.piece, self.v[1]
+        lane = jax.lax.broadcasted_iota(jnp.int32, (1, self.shape.key_tile), 1)
+
+        def one(i, pos):
+            there, first, _, _ = self.piece(i)
+
+            @pl.when(~there | (first + size > self.tile.length))
+            def _():
+                written = jnp.where(there, self.tile.length - first, 0)
+                token = jax.lax.broadcasted_iota(jnp.int32, values.shape[2:], 0)
+                values[self.slot, i] = jnp.where(token < written, values[self.slot, i], 0)
+
+            pos = jnp.where(lane >= i * size, jnp.where(there, first - i * size, _NOWHERE) + lane, pos)
+            return jnp.where(pos < self.tile.length, pos, _NOWHERE)
+
+        return jax.lax.fori_loop(0, self.shape.pieces, one, jnp.full(lane.shape, _NOWHERE, jnp.int32))
+
+
+def empty(rows: int, head_dim: int):
+    """Attention over no key: greatest logit, sum of exponentials, weighted values, float32."""
+    nothing = jnp.full((rows, 1), -jnp.inf, jnp.float32)
+    return nothing, jnp.zeros_like(nothing), jnp.zeros((rows, head_dim), jnp.float32)
+
+
+def fold(partial, logits, values, terms: int):
+    """Add a tile. One that a row may not read leaves its bits as they were. terms: of bfloat16 that weights of bfloat16 values are summed
+    from."""
+    top, total, weighted = partial
+    new_top = jnp.maximum(top, logits.max(1, keepdims=True))
+    shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # -inf minus -inf would be NaN
+    weights, kept = jnp.exp(logits - shift), jnp.exp(top - shift)
+    return new_top, total * kept + weights.sum(1, keepdims=True), weighted * kept + weighted_sum(weights, values, terms)
+
+
+def weighted_sum(weights, values, terms: int):
+    """Weights float32 times values; see `fold`."""
+    if values.dtype == jnp.float32:
+        return product(weights, values, contract=0)
+    high = weights.astype(values.dtype)
+    found = product(high, values, contract=0)
+    if terms == 1:
+        return found
+    low = (weights - high.astype(jnp.float32)).astype(values.dtype)
+    return found + product(low, values, contract=0)
+
+
+def product(a, b, contract: int):
+    """a's columns against axis `contract` of b, in float32. Unless told, the matrix unit would take float32 as bfloat16."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _along_lanes(column):
+    """`[rows, 1]` as `[1, rows]`, 128 at a time: the numbers of a square that stand on its diagonal."""
+    parts = []
+    for start in range(0, column.shape[0], LANES):
+        part = column[start : start + LANES]
+        place = [jax.lax.broadcasted_iota(jnp.int32, (len(part), len(part)), axis) for axis in (0, 1)]
+        parts.append(jnp.where(place[0] == place[1], part, 0.0).sum(0, keepdims=True))
+    return jnp.concatenate(parts, axis=1)
