@@ -45,8 +45,8 @@ def flash_attention(
 
     Query t of row b stands at position starts[b]+t and attends to keys at or before it that are written. window: (sink_tokens,
     window_tokens), of these only keys at positions < sink_tokens or > query position - window_tokens. sm_scale: multiplies the logits.
-    config: the implementation's own; "xla" takes `pallas_kernels.flash_attention.xla.Config`, "mosaic_tpu" that of `.mosaic_tpu`. implementation: see
-    `pallas_kernels.dispatch`.
+    config: the implementation's own; "xla" and "mosaic_tpu" take the `Config` of `pallas_kernels.flash_attention.xla` and `.mosaic_tpu`.
+    implementation: see `pallas_kernels.dispatch`.
 
     Returns out `[B, T, H, Dv]` in q's dtype and lse `[B, T, H]` float32 (log-sum-exp of the scaled logits, natural log). A query with
     nothing to read gives 0 and -inf; queries at or past `lengths` (padding) give finite values that mean nothing. Memory: that of q and
