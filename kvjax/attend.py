@@ -12,7 +12,7 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import recurrent
-from kvjax.cache import Cache, IndexSpec, LayerCache, append, append_latents
+from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, append, append_latents
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence
 from kvjax.policies.decode import DecodePolicy, IndexerQuery, Window
@@ -22,23 +22,35 @@ from pallas_kernels.flash_attention import flash_attention
 
 def write(
     cache: Cache,
-    layers: tuple[LayerCache, ...],
+    layers: tuple[LayerCache | None, ...],
     number: int,
     given: Heads | Latents,
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
     indexes: tuple[IndexSpec, ...],
     frames: Int[Array, "B M"] | None,
-) -> LayerCache:
-    """Layer `number` of `layers` with the valid tokens written. frames: of its page table, None where they are the page ids. ValueError if
-    model and cache differ about its window."""
-    window = cache.spec.group_of(number).window
+) -> LayerCache | None:
+    """Layer `number` of `layers` with the valid tokens written; a layer that reads another's pages as it is. frames: of its page table,
+    None where they are the page ids. ValueError if model and cache differ about its window, or about whose pages it reads."""
+    window, owner = cache.spec.group_of(number).window, cache.spec.layers[number].share_with
     if given.window != window:
         raise ValueError(f"layer {number} of the model has the window {given.window}, the cache keeps {window}")
+    if given.share_with != owner:
+        raise ValueError(f"layer {number} of the model shares with layer {given.share_with}, that of the cache with {owner}")
+    if owner is not None:
+        return layers[number]
     place = positions, valid, cache.table_of(number)
     if isinstance(given, Latents):
         return append_latents(layers[number], given.row, given.indexer.k, *place, frames)
     return append(layers[number], given.k, given.v, *place, indexes if window is None else (), frames)
+
+
+def pages_of(spec: CacheSpec, layers: tuple[LayerCache | None, ...], number: int, owners: tuple[LayerCache, ...] = ()) -> LayerCache:
+    """What layer `number` attends to: its own pages, or those of the layer that it shares with. owners: of `spec.owners`."""
+    owner = spec.layers[number].share_with
+    if owner is None:
+        return layers[number]
+    return layers[owner] if owner >= 0 else owners[owner]
 
 
 def asked_of(given: Heads | Latents) -> IndexerQuery | None:
@@ -59,14 +71,14 @@ def attend_chunk(
 
 
 def recall_chunk(
-    cache: Cache, layers: tuple[LayerCache, ...], number: int, given: Recurrence, starts: Int[Array, "B"], fresh: Int[Array, "B"]
+    cache: Cache, layers: tuple[LayerCache | None, ...], number: int, given: Recurrence, starts: Int[Array, "B"], fresh: Int[Array, "B"]
 ) -> tuple[Float[Array, "B T H Dv"], LayerCache]:
     """The recurrence of a chunk of prefill in layer `number` of `layers`, and the layer after it."""
     return recurrent.prefill(layers[number], cache.table_of(number)[:, 0], given, starts, fresh, cache.lengths)
 
 
 def recall_tokens(
-    cache: Cache, layers: tuple[LayerCache, ...], number: int, given: Recurrence, active: Bool[Array, "B"]
+    cache: Cache, layers: tuple[LayerCache | None, ...], number: int, given: Recurrence, active: Bool[Array, "B"]
 ) -> tuple[Float[Array, "B T H Dv"], LayerCache]:
     """The recurrence of a decode step in layer `number` of `layers`, and the layer after it. cache.lengths: without these tokens."""
     return recurrent.step(layers[number], cache.table_of(number)[:, 0], given, cache.lengths, active)

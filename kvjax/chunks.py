@@ -32,7 +32,7 @@ SLICES = (4, 5, 3, 6)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slice:
     """Layers [first, last) of a model, whose own `decoder` and `spec` are equal for equal layers. place, end: the same two borders, counted
-    in layers that have pages."""
+    in layers that attend to pages. owners: layers before it whose pages it reads."""
 
     first: int
     last: int
@@ -40,6 +40,7 @@ class Slice:
     spec: CacheSpec
     place: int
     end: int
+    owners: tuple[int, ...]
 
 
 def cut_layers(decoder: Decoder, spec: CacheSpec) -> tuple[Slice, ...]:
@@ -49,13 +50,14 @@ def cut_layers(decoder: Decoder, spec: CacheSpec) -> tuple[Slice, ...]:
 
 
 def _cut(decoder: Decoder, spec: CacheSpec, size: int) -> tuple[Slice, ...]:
-    found, known = [], {}
+    found, known, config = [], {}, decoder.config
+    page_size = min(group.page_size for group in spec.groups)
     for first in range(0, len(spec.layers), size):
         last = min(first + size, len(spec.layers))
         own = decoder.of_layers(first, last)
-        own, layers = known.setdefault(own, (own, spec.of_layers(first, last)))  # the same objects are found equal at once
+        own, layers = known.setdefault(own, (own, own.config.cache_spec(page_size)))  # the same objects are found equal at once
         place = sum(number < first for number in spec.paged)
-        found.append(Slice(first, last, own, layers, place, place + len(layers.paged)))
+        found.append(Slice(first, last, own, layers, place, place + len(layers.paged), config.owners_before(first, last)))
     return tuple(found)
 
 
@@ -141,7 +143,7 @@ class Prefiller:
         x = run.x if run.done else embed_chunk(decoder, decoder.params_of(params, 0, 0), run.x)
         layers = self._pool.layers
         tables = {group.name: run.tables[group.name] for group in part.spec.groups}
-        # Layers of other slices are left out, so that only this slice's pages are donated.
+        # Layers of other slices are left out, so that only this slice's pages are donated; those that it reads beside them are not.
         cache = Cache(layers[part.first : part.last], tables, np.array([run.last], np.int32), part.spec)
         run.x, _, learned, _ = self._pool.run(
             prefill_slice,
@@ -154,6 +156,7 @@ class Prefiller:
             np.array([run.start], np.int32),
             np.array([run.first], np.int32),
             np.int32(part.place),
+            tuple(layers[owner] for owner in part.owners),
             learning=None if run.learning is None else run.learning.of_layers(part.place, part.end),
             layers=lambda result: (*layers[: part.first], *result[1].layers, *layers[part.last :]),
         )

@@ -446,7 +446,7 @@ class Engine:
     # Inside
 
     @property
-    def _layers(self) -> tuple[LayerCache, ...]:
+    def _layers(self) -> tuple[LayerCache | None, ...]:
         return self._pool.layers
 
     @contextlib.contextmanager

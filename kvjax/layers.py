@@ -103,6 +103,8 @@ class AttentionLayer:
         qkv_bias, o_bias: which projections add a bias.
         qk_norm: whether each head of q and k goes through an RMSNorm, before RoPE.
         gate: whether q's projection has, behind each head's query, a gate of that head's output: out * sigmoid(gate).
+        share_with: the number of an earlier layer whose keys and values this one reads: it then has queries alone. None: its own.
+            `ModelConfig` says which layers it may be.
     """
 
     num_heads: int
@@ -115,6 +117,7 @@ class AttentionLayer:
     o_bias: bool = False
     qk_norm: bool = False
     gate: bool = False
+    share_with: int | None = None
 
     def __post_init__(self):
         for name in ("num_heads", "num_kv_heads", "head_dim", "sm_scale"):
@@ -134,15 +137,17 @@ class AttentionLayer:
         found: Shapes = {"q": (gated, hidden_size), "k": (kv, hidden_size), "v": (kv, hidden_size), "o": (hidden_size, q)}
         found |= {"q_bias": (gated,), "k_bias": (kv,), "v_bias": (kv,)} if self.qkv_bias else {}
         found |= {"o_bias": (hidden_size,)} if self.o_bias else {}
-        return found | ({"q_norm": (d,), "k_norm": (d,)} if self.qk_norm else {})
+        found |= {"q_norm": (d,), "k_norm": (d,)} if self.qk_norm else {}
+        unread = () if self.share_with is None else ("k", "v", "k_bias", "v_bias", "k_norm")
+        return {name: shape for name, shape in found.items() if name not in unread}
 
     def describe(self) -> str:
         """Its heads, in words."""
-        return f"{self.num_heads} heads, {self.num_kv_heads} KV heads"
+        return f"{self.num_heads} heads, {self.num_kv_heads} KV heads{'' if self.share_with is None else ' of an earlier layer'}"
 
     def cache_spec(self, group: str, page_size: int, dtype: str) -> PagedSpec:
         """Keys and values of every KV head, in pages of the layer group. dtype: of both, by name."""
-        return PagedSpec(group, self.num_kv_heads, self.head_dim, dtype)
+        return PagedSpec(group, self.num_kv_heads, self.head_dim, dtype, self.share_with)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +168,7 @@ class DeltaLayer:
     chunk: int = 64
 
     window: ClassVar[None] = None
+    share_with: ClassVar[None] = None
     o_bias: ClassVar[bool] = False
 
     def __post_init__(self):
@@ -226,6 +232,7 @@ class LatentLayer:
     index_topk: int
 
     window: ClassVar[None] = None
+    share_with: ClassVar[None] = None
     o_bias: ClassVar[bool] = False
 
     def __post_init__(self):

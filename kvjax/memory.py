@@ -29,9 +29,9 @@ DEFAULT_POOL = (8, 32_768)
 class GroupPlan:
     """What pages of a layer group take, in bytes of device memory.
 
-    layers: how many. page_size: tokens, or WHOLE where a page is a sequence's row of state. page_bytes: one page in all of these layers,
-    indexes included. window: the latest tokens that they read; None: all. most: pages that a sequence of any length holds at most; None
-    where it holds all of its tokens.
+    layers: how many, those that read another's pages included. page_size: tokens, or WHOLE where a page is a sequence's row of state.
+    page_bytes: one page in all of these layers, indexes included. window: the latest tokens that they read; None: all. most: pages that a
+    sequence of any length holds at most; None where it holds all of its tokens.
     """
 
     name: str

@@ -32,14 +32,17 @@ Params = Any
 class Heads:
     """What a layer of attention mixes: queries, keys and values, normalised and rotated.
 
-    sm_scale: logits are multiplied by it. window: a query sees so many latest tokens, its own included; None: all before it.
+    sm_scale: logits are multiplied by it. window: a query sees so many latest tokens, its own included; None: all before it. share_with:
+    the number of the layer whose keys and values these are; None: the layer's own. Where that layer is not among the decoder's, as in a
+    slice of a model's layers, k and v are None.
     """
 
     q: Float[Array, "B T H D"]
-    k: Float[Array, "B T K D"]
-    v: Float[Array, "B T K D"]
+    k: Float[Array, "B T K D"] | None
+    v: Float[Array, "B T K D"] | None
     sm_scale: float = flax.struct.field(pytree_node=False)
     window: int | None = flax.struct.field(pytree_node=False, default=None)
+    share_with: int | None = flax.struct.field(pytree_node=False, default=None)
 
 
 @flax.struct.dataclass
@@ -111,6 +114,11 @@ class Latents:
         """None: every token before a query may be read."""
         return None
 
+    @property
+    def share_with(self) -> None:
+        """None: a layer reads its own rows."""
+        return None
+
 
 LayerInput = Heads | Latents | Recurrence
 """What a decoder gives `Mix`, by the kind of layer."""
@@ -135,7 +143,8 @@ class ModelConfig:
     Args:
         family: by what name `kvjax.models.families` knows it.
         vocab_size, hidden_size: V and E.
-        layers: from the first on. Their number and kinds are taken from here alone.
+        layers: from the first on. Their number and kinds are taken from here alone. A layer may read the keys and values of an earlier
+            one (`AttentionLayer.share_with`) that has its own, the same window, and as many KV heads of the same head dim.
         norm_eps: of every RMSNorm.
         norm_offset: added to the weight of every RMSNorm, but for those in Gated DeltaNet layers: 1 where weights are stored less one.
         embed_scale: what embeddings are multiplied by, rounded to compute_dtype first; None: they are taken as they are.
@@ -143,6 +152,8 @@ class ModelConfig:
         max_positions: the longest sequence, in tokens.
         compute_dtype: of activations, weights and cache, by name.
         eos_token_ids, bos_token_id: ids that end and start a text.
+        owners: of a slice of a model's layers (`of_layers`), the mixers of the layers before it that it shares with; they are its layers
+            -len(owners) to -1.
     """
 
     family: str
@@ -157,6 +168,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     norm_offset: float = 0.0
     embed_scale: float | None = None
+    owners: tuple[AttentionLayer, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -174,6 +186,7 @@ class ModelConfig:
             raise ValueError("a model needs at least one layer")
         if self.compute_dtype not in DTYPES:
             raise ValueError(f"compute_dtype must be one of {', '.join(DTYPES)}, got {self.compute_dtype!r}")
+        self.cache_spec(page_size=1)  # refuses layers that cannot read those that they name
         for scaling in self._scalings():
             if scaling.most_positions is not None and self.max_positions > scaling.most_positions:
                 known = f"rope_scaling of kind {scaling.kind} serves {scaling.most_positions:,}"
@@ -204,11 +217,31 @@ class ModelConfig:
 
     def cache_spec(self, page_size: int) -> CacheSpec:
         """What this model's cache is, in pages of `page_size` tokens. Layers of one window are a layer group, and so are recurrent ones."""
-        names = [_group_name(layer.mixer) for layer in self.layers]
-        windows = {name: layer.mixer.window for name, layer in zip(names, self.layers, strict=True)}
+        windows = {_group_name(layer.mixer): layer.mixer.window for layer in self.layers}
         groups = tuple(GroupSpec(name, WHOLE if name == RECURRENT else page_size, window) for name, window in windows.items())
-        layers = (layer.mixer.cache_spec(name, page_size, self.compute_dtype) for name, layer in zip(names, self.layers, strict=True))
-        return CacheSpec(groups, tuple(layers))
+        layers, owners = (
+            tuple(mixer.cache_spec(_group_name(mixer), page_size, self.compute_dtype) for mixer in mixers)
+            for mixers in ([layer.mixer for layer in self.layers], self.owners)
+        )
+        return CacheSpec(groups, layers, owners)
+
+    def owners_before(self, first: int, last: int) -> tuple[int, ...]:
+        """Numbers of the layers before `first` whose keys and values layers [first, last) read, ascending."""
+        named = {layer.mixer.share_with for layer in self.layers[first:last]} - {None}
+        return tuple(sorted(owner for owner in named if owner < first))
+
+    def of_layers(self, first: int, last: int) -> ModelConfig:
+        """Layers [first, last) alone, which are layers 0, 1, ..., and the `owners` that they share with: equal for equal layers."""
+        before = self.owners_before(first, last)
+        numbers = {owner: number for number, owner in enumerate(before, -len(before))}
+        numbers |= {number: number - first for number in range(first, last)}
+        layers = []
+        for layer in self.layers[first:last]:
+            owner = layer.mixer.share_with
+            mixer = layer.mixer if owner is None else dataclasses.replace(layer.mixer, share_with=numbers[owner])
+            layers.append(dataclasses.replace(layer, mixer=mixer))
+        owners = tuple(self.owners[owner] if owner < 0 else self.layers[owner].mixer for owner in before)
+        return dataclasses.replace(self, layers=tuple(layers), owners=owners)
 
     @property
     def num_params(self) -> int:

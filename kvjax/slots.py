@@ -89,7 +89,7 @@ class Slots:
         near = [self.live[place] for place in self._near_a_limit(num_tokens)]
         return [each for each in near if each.length + num_tokens > self._room(each)]
 
-    def cache(self, layers: tuple[LayerCache, ...], num_tokens: int) -> tuple[Cache, NextPages]:
+    def cache(self, layers: tuple[LayerCache | None, ...], num_tokens: int) -> tuple[Cache, NextPages]:
         """What a step of `num_tokens` tokens reads and writes, and the pages that `name_pages` adds to its tables. Every sequence must have
         its pages. The step DONATES page tables and lengths; call `advance` with what it returns, or `forget` if it fails."""
         if near := self._near_a_limit(num_tokens):

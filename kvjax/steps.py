@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attend import asked_of, attend_chunk, reader_of, recall_chunk, recall_tokens, write
+from kvjax.attend import asked_of, attend_chunk, pages_of, reader_of, recall_chunk, recall_tokens, write
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
@@ -32,6 +32,7 @@ def prefill_layers(
     starts: Int[Array, "B"],
     fresh: Int[Array, "B"],
     place: int | Int[Array, ""] = 0,
+    owners: tuple[LayerCache, ...] = (),
     *,
     learning: Learning | None = None,
 ) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...], Int[Array, "B"] | None]:
@@ -40,8 +41,9 @@ def prefill_layers(
     x: what goes into the first of them. Returns what comes out of the last, the cache, what was learned in these layers, and `missing`:
     pages without a frame that the chunk writes or its queries may read, over these layers, which is an error (`kvjax.cache.check_missing`);
     None where the cache has no residency. A sparse policy's chunk needs all earlier pages too: it chooses by their keys. params, cache,
-    learning: of these layers alone. place: of the model's layers that have pages, those before these; an array, so that slices of equal
-    layers are one program.
+    learning: of these layers alone. place: of the model's layers that attend to pages, those before these; an array, so that slices of
+    equal layers are one program. owners: of a slice, the layers before it whose pages it reads (`CacheSpec.owners`), with this chunk
+    written.
 
     The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
     rows are padding. Because a token always sits in the row its absolute position gives it, its bits do not depend on how the history was
@@ -61,13 +63,13 @@ def prefill_layers(
             out, after = recall_chunk(cache, layers, layer, heads, starts, fresh)
             return out, (_replace(layers, layer, after), learned)
         frames = tables.get(cache.spec.layers[layer].group)
-        written = write(cache, layers, layer, heads, positions, valid, indexes, frames)
+        layers = _replace(layers, layer, write(cache, layers, layer, heads, positions, valid, indexes, frames))
         at = cache.spec.paged.index(layer)
         where = cache.table_of(layer), starts, cache.lengths
         ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, indexer=asked_of(heads), moved=frames)
         known = () if learning is None else tuple(states[at] for states in learning.states)
-        out, states = attend_chunk(policy, heads, written, ctx, learning, known)
-        return out, (_replace(layers, layer, written), (*learned, states))
+        out, states = attend_chunk(policy, heads, pages_of(cache.spec, layers, layer, owners), ctx, learning, known)
+        return out, (layers, (*learned, states))
 
     x, (layers, learned) = decoder.run_layers(params, x, positions, mix, (cache.layers, ()))
     return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True)), missing
@@ -147,10 +149,10 @@ def decode(
     """One step: write T tokens of every active row, attend to the blocks the policy lists, return logits (float32) for each.
 
     cache.lengths comes in without the new tokens and goes out with them. T is 1, or a few drafted tokens; each lists and sees what it would
-    in a step of its own. states: one per layer that has pages, from `policy.init`; with T above 1 those that come back have an axis T
-    behind the batch (`states_after`). Inactive rows write nothing and their logits mean nothing. following: pages that `name_pages` adds to
-    the page tables first. watch: called while tracing, for each of these layers, with query, pages, context, list, and the state that the
-    list was made with (`kvjax.inspection`).
+    in a step of its own. states: one per layer that attends to pages, from `policy.init`; with T above 1 those that come back have an axis
+    T behind the batch (`states_after`). Inactive rows write nothing and their logits mean nothing. following: pages that `name_pages` adds
+    to the page tables first. watch: called while tracing, for each of these layers, with query, pages, context, list, and the state that
+    the list was made with (`kvjax.inspection`).
     """
     cache = cache if following is None else name_pages(cache, following)
     num_tokens = tokens.shape[1]
@@ -166,15 +168,16 @@ def decode(
             return out, (_replace(layers, layer, after), states, listed)
         table, page_size = cache.table_of(layer), spec.group_of(layer).page_size
         frames = tables.get(spec.layers[layer].group)
-        written = write(cache, layers, layer, heads, positions, valid, indexes, frames)
+        layers = _replace(layers, layer, write(cache, layers, layer, heads, positions, valid, indexes, frames))
+        read = pages_of(spec, layers, layer)
         place, count = spec.paged.index(layer), len(spec.paged)
         sizes = {"layer": place, "num_layers": count, "page_size": page_size, "sm_scale": heads.sm_scale}
         ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads), moved=frames)
         reader, before = reader_of(policy, heads), states[place]
-        out, blocks, state = _read_by_turns(reader, heads.q, written, ctx, before)
+        out, blocks, state = _read_by_turns(reader, heads.q, read, ctx, before)
         if watch is not None:
-            watch(reader, heads.q, written, ctx, blocks, before)
-        return out, (_replace(layers, layer, written), _replace(states, place, state), (*listed, blocks))
+            watch(reader, heads.q, read, ctx, blocks, before)
+        return out, (layers, _replace(states, place, state), (*listed, blocks))
 
     hidden, (layers, states, listed) = decoder.hidden(params, tokens, positions, mix, (cache.layers, states, ()))
     reads = _count_reads(listed, lengths, spec, num_tokens)
@@ -265,8 +268,8 @@ def states_after(states: tuple[Any, ...], count: Int[Array, "B"]) -> tuple[Any, 
 def _count_reads(listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], spec: CacheSpec, num_tokens: int) -> Reads:
     """Blocks listed and keys attended, summed over layers and KV heads. With several query tokens: what any of them attends.
 
-    listed: of each layer that has pages, None for every page. Layers with lists of one kind are counted together: a count of its own for
-    each would be a launch for each.
+    listed: of each layer that attends to pages, None for every page. Layers with lists of one kind are counted together: a count of its
+    own for each would be a launch for each.
     """
     reads = Reads(jnp.zeros_like(lengths), jnp.zeros_like(lengths))
     for group in spec.groups:
@@ -309,7 +312,7 @@ def _count_missing(
     lengths: Int[Array, "B"],
     spec: CacheSpec,
 ) -> Int[Array, "B"]:
-    """`Reads.missing`. listed: of each layer that has pages. tables: of frames."""
+    """`Reads.missing`. listed: of each layer that attends to pages. tables: of frames."""
     total = jnp.zeros_like(lengths)
     for layer, blocks in zip(spec.paged, listed, strict=True):
         group = spec.group_of(layer)
@@ -318,6 +321,8 @@ def _count_missing(
         frames = tables[group.name]
         lists = {} if blocks is None else {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
         total += pages.missing(frames, lengths, page_size=group.page_size, num_queries=positions.shape[1], **lists)
+        if spec.layers[layer].share_with is not None:
+            continue  # it writes nothing
         nowhere = pages.physical(frames, positions // group.page_size, valid, -1) < 0
         total += (valid & nowhere).sum(axis=1, dtype=jnp.int32)
     return total

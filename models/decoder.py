@@ -7,7 +7,7 @@ parameters are a plain pytree, matrices stored [out, in], as checkpoints do and 
     layer: attn_norm [E], what the mixer has, with its last projection `o` [E, ...]; mlp_norm [E], gate [F, E], up [F, E], down [E, F];
            optional attn_post_norm [E], mlp_post_norm [E] (`LayerConfig.shapes` says which tensors a layer has)
     attention: q [H*D, E], or [2*H*D, E] with gates, k [K*D, E], v [K*D, E], o [E, H*D], optional q_bias, k_bias, v_bias, o_bias,
-           q_norm [D], k_norm [D]
+           q_norm [D], k_norm [D]; nothing of k and v in a layer that reads another's keys and values
     Gated DeltaNet: see `kvjax.layers.DeltaLayer.shapes`; latent attention: see `kvjax.layers.LatentLayer.shapes`
 
 Weights and activations have the model's compute_dtype; norms and RoPE are computed in float32 and rounded once; logits are float32.
@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer
-from kvjax.model import Latents, LayerInput, Mix, ModelConfig, Params, Recurrence
+from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig
+from kvjax.model import Heads, Latents, LayerInput, Mix, ModelConfig, Params, Recurrence
 from kvjax.models.mixers.attention import attend_heads
 from kvjax.models.mixers.delta import recall_states
 from kvjax.models.mixers.latent import attend_latents, causal_latents
@@ -61,7 +61,7 @@ class TransformerDecoder:
         """
         if not 0 <= first < last <= self.config.num_layers:
             raise ValueError(f"layers [{first}, {last}) are not a slice of the model's {self.config.num_layers} layers")
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, layers=self.config.layers[first:last]))
+        return dataclasses.replace(self, config=self.config.of_layers(first, last))
 
     def params_of(self, params: Params, first: int, last: int) -> Params:
         """The parameters with layers [first, last) alone, as `of_layers` reads them."""
@@ -77,6 +77,7 @@ class TransformerDecoder:
         if len(params["layers"]) != self.config.num_layers:
             raise ValueError(f"params have {len(params['layers'])} layers, the configuration has {self.config.num_layers}")
         tokens = Tokens(positions, self.config.norm_eps, self.config.norm_offset)
+        mix = _sharing(mix, self.config.layers)
         for number, (layer, weights) in enumerate(zip(self.config.layers, params["layers"], strict=True)):
             x = jax.lax.optimization_barrier(x)  # else XLA keeps float32 between layers of one program, and rounds where programs end
             out, state = MIXERS[type(layer.mixer)](layer.mixer, weights, x, tokens, functools.partial(mix, number), state)
@@ -124,6 +125,20 @@ class TransformerDecoder:
         return project(hidden, params["embed" if self.config.tie_embeddings else "lm_head"], out_dtype=jnp.float32)[0]
 
 
+def _sharing(mix: Mix, layers: tuple[LayerConfig, ...]) -> Mix:
+    """`mix`, which is given the keys and values of the layers that others share with in those layers too."""
+    owners, known = {layer.mixer.share_with for layer in layers}, {}
+
+    def shared(layer: int, given: LayerInput, state: Any):
+        if layer in owners:
+            known[layer] = {"k": given.k, "v": given.v}
+        if isinstance(given, Heads):
+            given = given.replace(**known.get(given.share_with, {}))
+        return mix(layer, given, state)
+
+    return shared
+
+
 def param_shapes(config: ModelConfig) -> Params:
     """The parameter pytree with each array's shape, a tuple of ints, in its place."""
     e = config.hidden_size
@@ -166,6 +181,7 @@ def causal_mix(implementation: Literal["xla", "cudnn"] | None = None) -> Mix:
     Positions must increase along T: token t attends to tokens 0..t of its row, or to the latest of them where the layer has a window.
     `state` passes through untouched. implementation is `jax.nn.dot_product_attention`'s: None lets JAX choose, "cudnn" needs an NVIDIA GPU
     and float16 or bfloat16, and float16 needs a GPU in any case; memory is T x T per head except with "cudnn".
+    Layers that share with a layer outside a slice raise ValueError: run the whole model.
     Recurrences have no gradient, and latent attention none through what its indexer chooses.
     """
 
@@ -174,6 +190,8 @@ def causal_mix(implementation: Literal["xla", "cudnn"] | None = None) -> Mix:
             return whole(heads), state
         if isinstance(heads, Latents):
             return causal_latents(heads), state
+        if heads.k is None:
+            raise ValueError(f"layer {layer} reads keys of a layer before this slice, which are not kept here: run all layers of the model")
         window = None if heads.window is None else (heads.window - 1, 0)
         static = {"is_causal": True, "scale": heads.sm_scale, "local_window_size": window, "implementation": implementation}
         with jax.default_matmul_precision("highest" if heads.q.dtype == jnp.float32 else "default"):

@@ -142,9 +142,20 @@ def make_latent_model(dtype="float32"):
     return TinyModel(decoder, init_params(decoder.config, jax.random.key(7), std=0.15))
 
 
+def sharing(config, share_with):
+    """The model with layers that read the keys and values of others: `share_with` of each layer. They rotate their queries by another base
+    than those rotate their keys."""
+
+    def layer(each, owner):
+        rope = each.mixer.rope if owner is None else Rope(3e4, each.mixer.head_dim)
+        return dataclasses.replace(each, mixer=dataclasses.replace(each.mixer, share_with=owner, rope=rope))
+
+    return dataclasses.replace(config, layers=tuple(map(layer, config.layers, share_with)))
+
+
 def make_family(name, *, head_dim=16, window=24, dtype="float32"):
     """A tiny model of two layers, built as those of a family are: llama, qwen3, gemma3_text (a layer with a window), qwen3_5_text or
-    deepseek_v32 (whose sizes are its own)."""
+    deepseek_v32 (whose sizes are its own). shared: four, of which two read the pages of the others, one of them with a window."""
     if name == "deepseek_v32":
         return make_latent_model(dtype)
     if name == "qwen3_5_text":
@@ -152,6 +163,8 @@ def make_family(name, *, head_dim=16, window=24, dtype="float32"):
         full = dataclasses.replace(full, mixer=dataclasses.replace(full.mixer, head_dim=head_dim, rope=Rope(1e4, head_dim // 2)))
         return remembering(dataclasses.replace(RECURRENT, compute_dtype=dtype, layers=(delta, full)))
     config = altered(TINY, family=name, head_dim=head_dim, compute_dtype=dtype, qkv_bias=False, qk_norm=name != "llama")
+    if name == "shared":
+        config = sharing(altered(config, num_layers=4, windows=(window, None) * 2), (None, None, 0, 1))
     if name == "gemma3_text":
         mlp = Mlp(96, "gelu_tanh")
         mixers = (

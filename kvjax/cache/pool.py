@@ -9,7 +9,7 @@ import jax
 
 from kvjax.cache.types import LayerCache
 
-Layers = tuple[LayerCache, ...]
+Layers = tuple[LayerCache | None, ...]
 
 
 class Pool:

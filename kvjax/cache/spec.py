@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,20 +38,26 @@ class GroupSpec:
 
 @dataclasses.dataclass(frozen=True)
 class PagedSpec:
-    """A layer that keeps keys and values of every KV head. dtype: of both, by name."""
+    """A layer that keeps keys and values of every KV head. dtype: of both, by name.
+
+    share_with: the number of the layer whose pages it reads, and then it keeps none; None: its own. Below 0: `CacheSpec.owners` has it.
+    """
 
     group: str
     kv_heads: int
     head_dim: int
     dtype: str
+    share_with: int | None = None
 
     @property
     def width(self) -> int:
         """Elements that attention reads of a token."""
         return 2 * self.kv_heads * self.head_dim
 
-    def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = ()) -> LayerCache:
-        """`num_pages` zeroed pages, with the indexes."""
+    def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = ()) -> LayerCache | None:
+        """`num_pages` zeroed pages, with the indexes; None for a layer that reads another's."""
+        if self.share_with is not None:
+            return None
         return empty_layer(num_pages, self.kv_heads, page_size, self.head_dim, jnp.dtype(self.dtype), indexes)
 
 
@@ -67,6 +74,8 @@ class LatentSpec:
     index_dim: int
     dtype: str
     index_dtype: str
+
+    share_with: ClassVar[None] = None
 
     @property
     def kv_heads(self) -> int:
@@ -116,6 +125,8 @@ class RecurrentSpec:
     dtype: str
     chunk: int = 64
 
+    share_with: ClassVar[None] = None
+
     def __post_init__(self):
         for field in dataclasses.fields(self):
             if field.type == "int" and getattr(self, field.name) < 1:
@@ -156,10 +167,14 @@ LayerSpec = PagedSpec | LatentSpec | RecurrentSpec
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """The cache of a model: its layer groups, and per layer what a page holds. Sizes are taken from here alone."""
+    """The cache of a model: its layer groups, and per layer what a page holds. Sizes are taken from here alone.
+
+    owners: of a slice of a model's layers, the layers before it whose pages it reads; they are its layers -len(owners) to -1.
+    """
 
     groups: tuple[GroupSpec, ...]
     layers: tuple[LayerSpec, ...]
+    owners: tuple[LayerSpec, ...] = ()
 
     def __post_init__(self):
         names = [group.name for group in self.groups]
@@ -174,6 +189,20 @@ class CacheSpec:
                 raise ValueError(
                     f"a page holds a whole sequence in groups of recurrent layers and in no other; layer group {layer.group!r}"
                 )
+        for number, layer in enumerate(self.layers):
+            if layer.share_with is not None:
+                self._check_owner(number, layer)
+
+    def _check_owner(self, number: int, layer: PagedSpec) -> None:
+        said = f"layer {number} reads the pages of layer {layer.share_with} (share_with)"
+        if not -len(self.owners) <= layer.share_with < number:
+            raise ValueError(f"{said}, which is not an earlier layer: name one before it")
+        owner = (self.owners if layer.share_with < 0 else self.layers)[layer.share_with]
+        if owner != dataclasses.replace(layer, share_with=None):
+            raise ValueError(
+                f"{said}: name a layer with pages of its own, in the same layer group and of the same KV heads, head dim and dtype; it is "
+                f"{owner}, and the reader {layer}"
+            )
 
     def group_of(self, layer: int) -> GroupSpec:
         """The group of a layer."""
@@ -189,32 +218,33 @@ class CacheSpec:
         return tuple(number for number, layer in enumerate(self.layers) if not isinstance(layer, RecurrentSpec))
 
     @property
+    def holding(self) -> tuple[int, ...]:
+        """Numbers of the layers that have pages of their own."""
+        return tuple(number for number in self.paged if self.layers[number].share_with is None)
+
+    @property
     def row_groups(self) -> tuple[str, ...]:
         """Groups in which a sequence holds one page, a row of state, however long it is."""
         return tuple(group.name for group in self.groups if group.page_size == WHOLE)
 
     @property
     def kv_heads(self) -> int:
-        """KV heads of all layers together."""
+        """KV heads that all layers together read."""
         return sum(layer.kv_heads for layer in self.layers)
 
-    def of_layers(self, first: int, last: int) -> CacheSpec:
-        """The cache of layers [first, last) alone, which are its layers 0, 1, ...; equal for equal layers."""
-        layers = self.layers[first:last]
-        return CacheSpec(tuple(group for group in self.groups if any(each.group == group.name for each in layers)), layers)
-
-    def empty(self, pages: Mapping[str, int], indexes: tuple[IndexSpec, ...] = ()) -> tuple[LayerCache, ...]:
-        """Zeroed pages of every layer. pages: how many, by group. indexes: of the layers that read all tokens."""
+    def empty(self, pages: Mapping[str, int], indexes: tuple[IndexSpec, ...] = ()) -> tuple[LayerCache | None, ...]:
+        """Zeroed pages of every layer, None for one that reads another's. pages: how many, by group. indexes: of the layers that read all
+        tokens."""
         return tuple(self._empty(number, pages[layer.group], indexes) for number, layer in enumerate(self.layers))
 
     def bytes_per_page(self, group: str, indexes: tuple[IndexSpec, ...] = ()) -> int:
-        """Bytes of one page of a group, in all of its layers, indexes included."""
+        """Bytes of one page of a group, in all layers that hold it, indexes included."""
         layers = jax.eval_shape(lambda: [self._empty(number, 1, indexes) for number in self.layers_of(group)])
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
 
     def _named(self, name: str) -> GroupSpec:
         return next(group for group in self.groups if group.name == name)
 
-    def _empty(self, number: int, pages: int, indexes: tuple[IndexSpec, ...]) -> LayerCache:
+    def _empty(self, number: int, pages: int, indexes: tuple[IndexSpec, ...]) -> LayerCache | None:
         group = self.group_of(number)
         return self.layers[number].empty(pages, group.page_size, indexes if group.window is None else ())

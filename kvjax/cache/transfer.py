@@ -21,9 +21,11 @@ Stored = list[Mapping[str, np.ndarray]]
 """Of each layer, `stored_arrays` of a sequence's pages in logical order, or of its row of state."""
 
 
-def stored_arrays(layer: LayerCache) -> dict[str, Array]:
-    """What of a layer belongs to sequences, by name; the first axis are pages, or rows of state. Indexes over keys are not stored: they
-    are a function of the keys. A lightning indexer's keys are not one of the latents."""
+def stored_arrays(layer: LayerCache | None) -> dict[str, Array]:
+    """What of a layer belongs to sequences, by name; the first axis are pages, or rows of state. Nothing of a layer that reads another's
+    pages. Indexes over keys are not stored: they are a function of the keys. A lightning indexer's keys are not one of the latents."""
+    if layer is None:
+        return {}
     if isinstance(layer, SlotLayer):
         return {name: getattr(layer, name) for name in ("start", "inputs", "g", "beta", "corrections", "first")}
     if isinstance(layer, LatentPages):
@@ -76,8 +78,8 @@ def write_pages(
 
 
 def _by_kind(spec: CacheSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers of the layers with pages, and of those with rows of state."""
-    return spec.paged, tuple(number for number in range(len(spec.layers)) if number not in spec.paged)
+    """Numbers of the layers with pages of their own, and of those with rows of state."""
+    return spec.holding, tuple(number for number in range(len(spec.layers)) if number not in spec.paged)
 
 
 def _row_pieces(ids: Mapping[str, Int[np.ndarray, " n"]], rows: tuple[int, ...], spec: CacheSpec) -> list[dict[str, Int[np.ndarray, " 1"]]]:

@@ -95,9 +95,9 @@ def seal(
 
 @functools.partial(jax.jit, donate_argnames="layers")
 def copy_page(
-    layers: tuple[LayerCache, ...], sources: tuple[Int[Array, ""], ...], targets: tuple[Int[Array, ""], ...]
-) -> tuple[LayerCache, ...]:
-    """Every layer with its page `sources[layer]` copied to page `targets[layer]`, indexes included. DONATES layers."""
+    layers: tuple[LayerCache | None, ...], sources: tuple[Int[Array, ""], ...], targets: tuple[Int[Array, ""], ...]
+) -> tuple[LayerCache | None, ...]:
+    """Every layer that has pages with its page `sources[layer]` copied to page `targets[layer]`, indexes included. DONATES layers."""
     copied = []
     for layer, source, target in zip(layers, sources, targets, strict=True):
         copied.append(jax.tree.map(lambda array, source=source, target=target: array.at[target].set(array[source]), layer))

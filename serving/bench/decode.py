@@ -159,7 +159,9 @@ def random_cache(plan: Plan, length: int) -> Cache:
     order = np.random.default_rng(length).permutation(np.arange(1, plan.batch * pages + 1, dtype=np.int32))
     table[:, :pages] = order.reshape(plan.batch, pages)
 
-    def layer(number: int) -> PagedKV:
+    def layer(number: int) -> PagedKV | None:
+        if spec.layers[number].share_with is not None:
+            return None
         shape = (total, spec.layers[number].kv_heads, PAGE_SIZE, spec.layers[number].head_dim)
         k, v = (random_pages(jax.random.key(2 * number + i), shape, jnp.dtype(plan.config.compute_dtype)) for i in (0, 1))
         index = {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes}

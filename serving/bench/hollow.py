@@ -41,7 +41,7 @@ class HollowEngine(Engine):
 
     def fill_pages(self, seed: int = 0) -> None:
         """Put random keys and values into all pages, with the indexes of them."""
-        for number in range(len(self._layers)):
+        for number in self.spec.holding:
             before, after = self._layers[:number], self._layers[number + 1 :]
             key = jax.random.fold_in(jax.random.key(seed), number)
             self._pool.run(_filled, self._layers[number], key, layers=functools.partial(_between, before, after))

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import make_family
 
 from kvjax import Engine
 from kvjax.cache import Cache
 from kvjax.policies.decode import parse
-from kvjax.steps import decode_step, prefill_step
+from kvjax.policies.prefill import parse_prefill
+from kvjax.steps import decode_step, prefill_slice, prefill_step
 
 pytestmark = pytest.mark.bits
 
@@ -185,6 +187,25 @@ def test_prefill_holds_no_second_copy_of_the_cache(single_layer, prefill):
     tokens = jnp.zeros((1, 128), jnp.int32)
     compiled = prefill_step.lower(model.decoder, engine.prefill_policy, engine.indexes, model.params, cache, tokens, zero, zero).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < size / 20
+
+
+def test_readers_of_other_layers_pages_hold_no_copy_of_them():
+    """An owner and its reader in a decode step; readers alone in a slice of prefill, into which owners go and out of which none comes."""
+    model, policy = make_family("shared"), parse("top:8")
+    spec, indexes = model.config.cache_spec(128), policy.indexes()
+    names, one = [group.name for group in spec.groups], jnp.zeros(1, jnp.int32)
+    layers = spec.empty(dict.fromkeys(names, 2048), indexes)
+    cache, size = Cache(layers, dict.fromkeys(names, jnp.zeros((1, 64), jnp.int32)), one, spec), 2 * layers[0].pages.k.nbytes
+    operands = jnp.zeros((1, 1), jnp.int32), jnp.ones(1, bool), ((),) * 4
+    step = decode_step.lower(model.decoder, policy, indexes, model.params, cache, *operands).compile()
+    assert step.memory_analysis().temp_size_in_bytes < size / 20
+    decoder, params = model.decoder.of_layers(2, 4), model.decoder.params_of(model.params, 2, 4)
+    own = cache.replace(layers=(None, None), spec=decoder.config.cache_spec(128))
+    operands = jnp.zeros((1, 128, 64)), one, one, np.int32(2), layers[:2]
+    part = prefill_slice.lower(decoder, parse_prefill("dense"), indexes, params, own, *operands).compile().memory_analysis()
+    assert part.argument_size_in_bytes > 2 * size
+    assert part.temp_size_in_bytes < size / 20
+    assert part.output_size_in_bytes < size / 20
 
 
 def empty_cache(engine, batch):

@@ -22,7 +22,7 @@ from kvjax.sampling import SamplingRows
 pytestmark = pytest.mark.bits
 
 PAGES, BUCKET, ROWS = 40, 4, 12
-FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_5_text", "deepseek_v32")
+FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_5_text", "deepseek_v32", "shared")
 
 
 @dataclasses.dataclass(frozen=True)

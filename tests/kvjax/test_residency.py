@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import make_latent_model, make_model, make_recurrent_model
+from tiny_models import make_family, make_latent_model, make_model, make_recurrent_model
 
 import kvjax.attend
 from kvjax.cache import Cache, MissingPages, Residency, append, check_missing
@@ -66,6 +66,7 @@ def cases():
         "dense": Case(make_model(), parse("dense"), parse_prefill("dense")),
         "top, bounds": Case(make_model(), small, bounds),
         "windows, top": Case(windowed(), small, parse_prefill("dense")),
+        "shared, top": Case(make_family("shared", window=40), small, parse_prefill("dense")),
         "latents, tokens": Case(make_latent_model(), TopTokens(24), TopTokensPrefill(24)),
     }
 
@@ -96,7 +97,7 @@ class Run:
         """Shuffle the frames of a group."""
         before, after = self.frame_of[name], self.rng.permutation(IDS + SPARE)[:IDS].astype(np.int32)
         layers = list(self.layers)
-        for number in self.case.spec.layers_of(name):
+        for number in set(self.case.spec.layers_of(name)) & set(self.case.spec.holding):
             layers[number] = layers[number].replace(pages=jax.tree.map(functools.partial(moved, before, after), layers[number].pages))
         self.layers, self.frame_of[name] = tuple(layers), after
 
@@ -228,6 +229,14 @@ def test_a_listed_page_without_a_frame_is_an_error(name, page, missed, tokens):
     if missed:
         with pytest.raises(MissingPages, match=r"in row 1.*Residency.frame_of"):
             check_missing(reads.missing)
+
+
+def test_a_page_is_missed_by_every_layer_that_reads_it_and_by_the_one_that_writes_it(tokens):
+    for page, missed in ((0, 2 * 2), (4, 2 * 2 + 1)):
+        run = Run(CASES["shared, top"], ("full",), seed=5).prefilled(tokens)
+        lose(run, "full", 1, page)
+        _, reads = run.decode(tokens[:, :1])
+        assert np.asarray(reads.missing).tolist() == [0, missed], "lists of two KV heads in the owner and in its reader"
 
 
 def test_what_no_list_names_needs_no_frame(tokens):

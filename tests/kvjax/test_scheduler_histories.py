@@ -96,7 +96,7 @@ def test_random_histories_end_as_each_request_alone():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "qwen3_5_text", "shared"])
 def test_many_random_histories(family, capsys):
     counts = run_histories(make_family(family), range(100, 250))
     with capsys.disabled():

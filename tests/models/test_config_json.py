@@ -102,6 +102,7 @@ def test_written_fields_read_back_the_same(name):
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.5] * 64, "long_factor": [2] * 64, "original_max_position_embeddings": 4096}
 EVERY_FAMILY = {
     "unknown field": ({"attention_sink_size": 4}, "attention_sink_size is 4: not known for {family}"),
+    "shared keys and values": ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20: not known for {family}"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; supported: 'silu'"),
     "quantization": ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; supported: None"),
     "remote code": ({"auto_map": {"AutoModel": "m.M"}}, "auto_map is"),

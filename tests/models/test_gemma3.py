@@ -324,6 +324,7 @@ def test_released_models_parse():
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "gives rope_theta more than once, differently"),
         ({"num_experts": 8}, "num_experts is 8; supported: None or 0"),
         ({"laurel_rank": 3}, "laurel_rank is 3: not known for gemma3_text"),
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20: not known for gemma3_text"),
         ({"quantization_config": {"bits": 4}}, "load the checkpoint that it was quantized from"),
         ({"model_type": "gemma3n"}, "model_type is 'gemma3n'; supported: .*Gemma3ForConditionalGeneration"),
     ],

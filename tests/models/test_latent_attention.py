@@ -542,6 +542,7 @@ def test_the_published_sizes():
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8; supported: null or 128"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"index_rope_dim": 3}, "index_rope_dim is 3: not known for deepseek_v32"),
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20: not known for deepseek_v32"),
     ],
 )
 def test_what_cannot_be_read_is_refused(changes, message):

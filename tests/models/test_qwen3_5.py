@@ -205,6 +205,7 @@ def test_layers_are_in_the_familys_order_where_config_json_does_not_say():
         ({"head_dim": 35, "rope_parameters": {"partial_rotary_factor": 0.2}}, "must rotate pairs of elements, not 7"),
         ({"rope_parameters": {"partial_rotary_factor": 2.0}}, "must rotate pairs of elements, not 64"),
         ({"sliding_width": 3}, "sliding_width is 3: not known for qwen3_5_text"),
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20: not known for qwen3_5_text"),
         ({"quantization_config": {"bits": 4}}, "load the checkpoint that it was quantized from"),
     ],
 )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
+from tiny_models import sharing
 
 from kvjax.bill.fitting import read_cells
 from kvjax.models import TransformerDecoder
@@ -167,6 +168,17 @@ def test_the_cache_is_what_an_engine_would_hold():
     np.testing.assert_array_equal(layer.index["bounds128"][1:, :, 0, 0], layer.pages.k[1:].max(2))
     assert not np.array_equal(cache.layers[0].pages.k[1:], cache.layers[1].pages.k[1:])
     assert sum(x.nbytes for x in jax.tree.leaves(cache.layers)) == decode_bench.cache_bytes(p, 2100)
+
+
+def test_layers_that_read_anothers_pages_have_none_and_are_read_as_often():
+    p = plan(config=sharing(config_of("tiny", 3, dtype="float32"), (None, None, 0)))
+    cache = decode_bench.random_cache(p, 2100)
+    assert [layer is None for layer in cache.layers] == [False, False, True]
+    assert (
+        sum(x.nbytes for x in jax.tree.leaves(cache.layers)) == decode_bench.cache_bytes(p, 2100) == decode_bench.cache_bytes(plan(), 2100)
+    )
+    read = bytes_read(p, parse("top:8"), 2048, 0, decode_bench.random_params(p.config))
+    assert read["index"] == 2 * 3 * 16 * 2 * 2 * 16 * 4, "batch, layers, pages, KV heads, rows of bounds"
 
 
 def test_a_round_is_the_engines_steps_fed_by_each_other():

@@ -17,7 +17,7 @@ class PrefillContext:
     indexer: None in models without a lightning indexer.
 
     Queries at or past lengths are padding: their outputs are not used, and they must not influence the others. layer: its number among
-    those that have pages. It is an array, since slices of equal layers run one program: take `jax.lax.cond`, not `if`.
+    those that attend to pages. It is an array, since slices of equal layers run one program: take `jax.lax.cond`, not `if`.
 
     page_table: page ids, by which rows of an index are found. frames: where the bytes of these pages are, which ops that read keys take.
     """
