@@ -57,16 +57,22 @@ _listening: list[dict[str, str]] = []
 
 def available(op: str, backend: str | None = None) -> tuple[str, ...]:
     """Names of the implementations of `op` that run on `backend` (default: the one JAX uses), the preferred first."""
+    return tuple(name for name in IMPLEMENTATIONS[op] if absent(name, backend) is None)
+
+
+def absent(name: str, backend: str | None = None) -> str | None:
+    """Why no implementation of this name runs on `backend` (default: the one JAX uses); None where it does."""
     backend = backend or jax.default_backend()
-    names = [name for name in IMPLEMENTATIONS[op] if BACKENDS[name] is None or backend in BACKENDS[name]]
-    if "mosaic_gpu" in names and backend == jax.default_backend() and not _is_hopper():
-        names.remove("mosaic_gpu")
-    return tuple(names)
+    if BACKENDS[name] is not None and backend not in BACKENDS[name]:
+        return f"runs on {' and '.join(BACKENDS[name])}; JAX uses {backend}"
+    if name == "mosaic_gpu" and backend == jax.default_backend() and (capability := _compute_capability()) != "9.0":
+        return f"needs a GPU of compute capability 9.0 (Hopper); this one has {capability or 'none'}"
+    return None
 
 
-def _is_hopper() -> bool:
-    """Whether this process's GPUs have the instructions that the Mosaic GPU kernels use (compute capability 9.0)."""
-    return getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
+def _compute_capability() -> str:
+    """Of this process's GPUs: which instructions they have."""
+    return getattr(jax.local_devices()[0], "compute_capability", "")
 
 
 def forced(implementation: str) -> contextlib.AbstractContextManager[None]:

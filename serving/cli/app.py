@@ -17,6 +17,7 @@ from typer.exceptions import TyperException
 from kvjax.registry import passed_through_a_policy_file, place_and_error
 from kvjax.serving.cli.bench import bench_app
 from kvjax.serving.cli.bill import bill_app, regime_map_command
+from kvjax.serving.cli.doctor import doctor_command
 from kvjax.serving.cli.echo import echo_command
 from kvjax.serving.cli.fidelity import fidelity_command
 from kvjax.serving.cli.needle import needle_command
@@ -331,6 +332,7 @@ def train_needle_command(
 
 
 # --help lists commands in this order: those that answer prompts first.
+app.command("doctor")(doctor_command)
 app.command("needle")(needle_command)
 app.command("fidelity")(fidelity_command)
 app.command("echo")(echo_command)

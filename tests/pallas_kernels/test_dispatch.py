@@ -89,7 +89,7 @@ def test_traced_calls_are_dispatched_too():
 def hopper(monkeypatch):
     """Dispatch as on a Hopper GPU; nothing can run there."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: "9.0")
 
 
 def test_forced_ops_take_what_other_platforms_take(hopper):
@@ -122,7 +122,7 @@ def own_kernel(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(dispatch.IMPLEMENTATIONS, "page_index", ("mosaic_gpu", "xla", "reference"))
     monkeypatch.setitem(dispatch.BACKENDS, "mosaic_gpu", (jax.default_backend(),))
-    monkeypatch.setattr(dispatch, "_is_hopper", lambda: True)
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: "9.0")
 
 
 def test_programs_of_a_forced_path_are_programs_of_their_own(own_kernel):

@@ -1,0 +1,117 @@
+"""`kvjax doctor`: what this machine runs, whether it computes the right numbers, and how long a step of a 7B model takes at least."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvjax.serving.cli.options import ImplementationOption, JsonOption, forced_to, named_run
+
+if TYPE_CHECKING:
+    from pallas_kernels.selftest import Check
+
+SHAPE, LENGTHS, POLICIES = "qwen2.5-7b", (8192, 131_072), ("dense", "top:32")
+"""Of the decode steps whose time is said: batch 1, bfloat16."""
+
+
+def doctor_command(json_out: JsonOption = None, implementation: ImplementationOption = None) -> None:
+    """Print the devices, which implementation every op takes here and why, and what a decode step of a 7B model takes.
+
+    Every implementation runs a small example and is compared with the op's definition. Exits with status 1 if one of them is wrong. Takes
+    about a minute, most of it compiling.
+    """
+    from rich.console import Console
+
+    from pallas_kernels.bench.measure import copy_rate
+    from pallas_kernels.bench.results import write_result
+    from pallas_kernels.selftest import check_ops, dtype_here
+
+    console, checks = Console(stderr=True), []
+    typer.echo("\n".join(_machine()))
+    with forced_to(implementation), console.status("") as status:
+        for check in check_ops():
+            checks.append(check)
+            status.update(f"{check.op}: {check.implementation}")
+        status.update("copy bandwidth")
+        copy = copy_rate()
+    _show_ops(checks, dtype_here())
+    steps = step_rows(copy["bytes_per_s"])
+    _show_steps(steps, copy["bytes_per_s"])
+    if json_out is not None:
+        write_result(json_out, named_run("doctor", implementation) | {"copy": copy, "checks": list(map(vars, checks)), "rows": steps})
+    if wrong := [check for check in checks if check.failed]:
+        console.print(f"{len(wrong)} of {len(checks)} checks failed: do not trust results of this machine")
+        raise typer.Exit(1)
+
+
+def _machine() -> list[str]:
+    import jax
+
+    versions = ", ".join(f"{name} {version(name)}" for name in ("kvjax", "jax", "jaxlib"))
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    details = [f"{jax.local_device_count()} x {device.device_kind}", f"backend {jax.default_backend()}"]
+    if capability := getattr(device, "compute_capability", None):
+        details.append(f"compute capability {capability}")
+    if limit := stats.get("bytes_limit"):
+        details.append(f"{limit / 2**30:.1f} GiB for arrays")
+    return [f"{versions}, Python {platform.python_version()}, {platform.system()} {platform.machine()}", ", ".join(details)]
+
+
+def _show_ops(checks: Sequence[Check], dtype: str) -> None:
+    from pallas_kernels import dispatch
+    from pallas_kernels.bench.formats import show, table
+
+    lines = [
+        (
+            check.op,
+            check.implementation,
+            "yes" if check.chosen else "",
+            check.failed or check.refused or f"right, error {check.error:.1e}",
+        )
+        for check in checks
+    ]
+    show(table(("op", "implementation", "taken", f"self-test in {dtype}"), lines, left=4))
+    for name in dispatch.BACKENDS:
+        if reason := dispatch.absent(name):
+            typer.echo(f"{name} is not here: it {reason}")
+
+
+def step_rows(bytes_per_s: float) -> list[dict[str, Any]]:
+    """What decode steps of a 7B model take on this device, in seconds: by the built-in bill of the device where there is one ("bill"), else
+    no less than the bytes they read take to copy ("bytes"). bytes_per_s: copy bandwidth."""
+    import jax
+
+    from kvjax.bill.step_bill import known_bill
+    from kvjax.bill.volume import step_bytes
+    from kvjax.policies.decode import parse
+    from kvjax.serving.bench.decode import SHAPES
+
+    config = SHAPES[SHAPE]
+    bill = known_bill(jax.local_devices()[0].device_kind, config, "bfloat16")
+    rows = []
+    for length in LENGTHS:
+        for policy in POLICIES:
+            moved = step_bytes(config, parse(policy), length).from_device
+            seconds = bill.predict(config, policy, length).seconds if bill else moved / bytes_per_s
+            fields = {"shape": SHAPE, "tokens": length, "policy": policy, "bytes": moved}
+            rows.append(fields | {"seconds": seconds, "source": "bill" if bill else "bytes"})
+    return rows
+
+
+def _show_steps(rows: Sequence[dict[str, Any]], bytes_per_s: float) -> None:
+    from pallas_kernels.bench.formats import show, table, tokens_text
+
+    typer.echo(f"copy bandwidth, measured: {bytes_per_s / 1e9:,.1f} GB/s, read and written")
+    least = "" if rows[0]["source"] == "bill" else "at least "
+    lines = [
+        (f"`{row['policy']}`, {tokens_text(row['tokens'])} tokens", f"{row['bytes'] / 1e9:.1f}", f"{least}{row['seconds'] * 1e3:,.2f}")
+        for row in rows
+    ]
+    show(table((f"a decode step of {SHAPE}", "GB", "ms"), lines))
+    if least:
+        typer.echo("No bill is fitted to this device: the times are those of reading the bytes. `kvjax bench decode` measures steps.")
