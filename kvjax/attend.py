@@ -1,8 +1,8 @@
-"""What mixing tokens means in an engine: write a layer's keys and values, or latents, to its pages, and attend to what its group and the
+"""How an engine mixes tokens: it writes a layer's keys and values, or latents, to pages, and attends to what the layer's group and the
 policy read.
 
-A layer group with a window reads its window and nothing else; policies list blocks in layers that keep every token. Recurrent layers have
-a row of state for each sequence: the only entry of its page table.
+A layer group with a window reads only its window. Policies list blocks in layers that keep every token. A recurrent layer has one row of
+state per sequence: the only entry of its page table.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def pages_of(spec: CacheSpec, layers: tuple[LayerCache | None, ...], number: int
 
 
 def asked_of(given: Heads | Latents) -> IndexerQuery | None:
-    """What a policy ranks tokens by, in layers with a lightning indexer."""
+    """The indexer's query, by which policies rank tokens; None in layers without an indexer."""
     return IndexerQuery(given.indexer.q, given.indexer.weights) if isinstance(given, Latents) else None
 
 
 def attend_chunk(
     policy: PrefillPolicy, given: Heads | Latents, layer: LayerCache, ctx: PrefillContext, learning: Learning | None, known: tuple[Any, ...]
 ) -> tuple[Float[Array, "B T H D"], tuple[Any, ...]]:
-    """Attention of a chunk, and what learning policies know after it. known: what they knew of this layer before; in a layer with a window
-    they learn nothing."""
+    """Attention of a chunk, and the states of learning policies after it. known: their states of this layer before it. In a layer with a
+    window they learn nothing."""
     if given.window is None:
         return attend_and_learn(policy, given.q, layer, ctx, learning, known)
     pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
@@ -85,5 +85,5 @@ def recall_tokens(
 
 
 def reader_of(policy: DecodePolicy, given: Heads | Latents) -> DecodePolicy:
-    """What lists the blocks of a decode step in this layer: the policy, or the layer's own window."""
+    """The policy that lists the blocks of a decode step in this layer: `policy`, or the layer's own window."""
     return policy if given.window is None else Window(0, given.window)

@@ -11,7 +11,7 @@ import numpy as np
 
 
 def whole_number(name: str, value: object, least: int = 0, below: int = 2**31) -> int:
-    """The value as an int; ValueError unless it is a whole number in [least, below). True and False are no numbers."""
+    """The value as an int; ValueError unless it is a whole number in [least, below). True and False do not count as numbers."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise ValueError(f"{name} must be a whole number, got {value!r:.60}")
     if value < least:
@@ -22,17 +22,17 @@ def whole_number(name: str, value: object, least: int = 0, below: int = 2**31) -
 
 
 def check_model(model: object, caller: str) -> None:
-    """ValueError for what is given in the place of a model, such as its name. caller: the function of kvjax that it was given to."""
+    """ValueError if `model` is not a model, but a model's name, for instance. caller: the function of kvjax that got it."""
     if isinstance(model, str | Path):
         raise ValueError(
-            f"{str(model)!r} is a name, and kvjax.{caller} needs the model itself: kvjax.{caller}(kvjax.load({str(model)!r}), ...)"
+            f"{str(model)!r} is a name, but kvjax.{caller} needs the model itself: kvjax.{caller}(kvjax.load({str(model)!r}), ...)"
         )
     if not all(hasattr(model, name) for name in ("decoder", "config", "params", "tokenizer")):
         raise ValueError(f"kvjax.{caller} needs a model as kvjax.load(folder or Hub id) returns it, got {type(model).__name__}")
 
 
 def token_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
-    """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary. True and False are no ids."""
+    """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary. True and False are not ids."""
     if isinstance(tokens, str):
         raise ValueError(f"an engine takes token ids, got text, {tokens!r:.60}: engine.model.tokenizer(text)['input_ids'] gives them")
     if isinstance(tokens, Mapping):
@@ -53,7 +53,7 @@ def token_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
 
 
 def engine_sizes(page_size: int, prefill_chunk: int, batch_buckets: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:
-    """The same sizes of an engine, in tokens and in sequences; ValueError unless they go together."""
+    """The sizes of an engine, in tokens and in sequences; ValueError unless they fit together."""
     page_size, prefill_chunk = whole_number("page_size", page_size, 1), whole_number("prefill_chunk", prefill_chunk, 1)
     if prefill_chunk % page_size:
         raise ValueError(f"prefill_chunk {prefill_chunk} must be a multiple of page_size {page_size}")

@@ -1,7 +1,7 @@
-"""Prefill, chunk by chunk: a chunk goes through the layers in slices, between which an engine may do something else.
+"""Prefill, chunk by chunk. A chunk runs through the layers in slices, and an engine may do something else between two slices.
 
-Chunks begin at multiples of the chunk size and slices are cut in one way for a model, whoever shares the device, so that a prompt's bits
-depend on the prompt alone. A slice is a program over its own layers; slices of equal layers share one, and are cut so that few are needed.
+Chunks begin at multiples of the chunk size, and the slices of a model are always the same, so a prompt's bits depend only on the prompt.
+Each slice is a program over its own layers. Slices of equal layers share a program, and slices are cut so that few programs are needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from kvjax.steps import embed_chunk, prefill_slice, row_logits
 logger = logging.getLogger(__name__)
 
 SLICES = (4, 5, 3, 6)
-"""Layers in a slice: of these, the first that needs the fewest programs. Fixed: programs cut elsewhere may round differently."""
+"""Possible lengths of a slice, in layers. The first one that needs the fewest programs is used. These are fixed, because other cuts may
+round differently."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +45,7 @@ class Slice:
 
 
 def cut_layers(decoder: Decoder, spec: CacheSpec) -> tuple[Slice, ...]:
-    """The slices of a model, all of one length but the last, which may be shorter."""
+    """The slices of a model. All have the same length, except the last, which may be shorter."""
     counts = {size: len({each.decoder for each in _cut(decoder, spec, size)}) for size in SLICES}
     return _cut(decoder, spec, min(SLICES, key=lambda size: counts[size]))
 
@@ -63,10 +64,10 @@ def _cut(decoder: Decoder, spec: CacheSpec, size: int) -> tuple[Slice, ...]:
 
 @dataclasses.dataclass(eq=False)
 class ChunkRun:
-    """A chunk on its way through the layers: the tokens `written` of `sequence`, after which it has `last` tokens.
+    """A chunk that is being prefilled: the tokens `written` of `sequence`, which then has `last` tokens.
 
-    done: slices it has gone through. x: token ids `[1, T]` before the first slice, hidden states between slices, logits `[V]` or `[T, V]`
-    after the last.
+    done: slices that have run. x: token ids `[1, T]` before the first slice, hidden states between slices, logits `[V]` or `[T, V]` after
+    the last.
     """
 
     sequence: CachedSequence
@@ -86,11 +87,11 @@ class ChunkRun:
     def check_same(self, tokens: Sequence[int]) -> None:
         """ValueError unless these tokens begin with those of the chunk."""
         if list(tokens[: len(self.written)]) != self.written:
-            raise ValueError("the sequence is in the middle of a chunk of other tokens: go on with those, or free the sequence")
+            raise ValueError("the sequence is in the middle of a chunk of other tokens: continue with those, or free the sequence")
 
 
 class Prefiller:
-    """Runs chunks over an engine's pages. chunk: tokens. indexes: what sealing builds."""
+    """Runs chunks over an engine's pages. chunk: its size in tokens. indexes: those that sealing builds."""
 
     def __init__(self, model: Model, pool: Pool, groups: GroupPages, states: PolicyStates, indexes: tuple[IndexSpec, ...], chunk: int):
         self.model, self.indexes, self.chunk = model, indexes, chunk
@@ -100,9 +101,9 @@ class Prefiller:
     def begin(
         self, sequence: CachedSequence, tokens: Sequence[int], policy: PrefillPolicy, *, all_logits: bool = False, always: bool = False
     ) -> ChunkRun:
-        """Begin to write as many of `tokens` as the chunk of the sequence's next token has room for. The pages must be there.
+        """Begin to write as many of `tokens` as fit into the chunk of the sequence's next token. Their pages must have been taken.
 
-        always: run the policy wherever the tokens begin, for its program and not for its result.
+        always: run the policy wherever the tokens begin, to compile its program; the result does not matter.
         """
         first = sequence.length
         start = first // self.chunk * self.chunk
@@ -121,7 +122,7 @@ class Prefiller:
         return ChunkRun(sequence, written, first, last, start, policy, all_logits, learning, opened, tables, ids)
 
     def advance(self, run: ChunkRun, slices: int | None = None) -> bool:
-        """Take a chunk through its next slices, None: all that are left. True after the last: its tokens are written, and `run.x` are
+        """Run the next slices of a chunk (None: all that are left). True after the last one: the tokens are written, and `run.x` holds
         logits."""
         left = len(self.slices) - run.done
         for _ in range(left if slices is None else min(slices, left)):

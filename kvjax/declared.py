@@ -1,4 +1,4 @@
-"""The policies that an engine is made for: bound to its model, checked against its sizes, and asked for what they choose."""
+"""The policies of an engine: they are bound to its model, checked against its sizes, and asked which policy they choose."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def own_policies(config: ModelConfig) -> tuple[DecodePolicy, PrefillPolicy]:
-    """What a model decodes and prefills with where nobody names a policy: dense, or as many tokens as its indexer was trained to choose."""
+    """The policies of a model where the caller names none: dense, or tokens:K with the K that its indexer was trained with."""
     counts = {mixer.index_topk for mixer in config.latent}
     if not counts:
         return Dense(), DensePrefill()
@@ -30,9 +30,9 @@ def own_policies(config: ModelConfig) -> tuple[DecodePolicy, PrefillPolicy]:
 class DeclaredPolicies:
     """Decode policies and the prefill policy of an engine, and the indexes that sealing builds for them.
 
-    policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. states: of
-    those that learn. last_choice, last_prefill_choice: the latest choices of policies that choose, as `auto`. ValueError for policies that
-    do not go with the sizes, or with the model's layers.
+    policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. states: those
+    of learning policies. last_choice, last_prefill_choice: the latest choices of policies such as `auto`. ValueError for policies that do
+    not fit the sizes or the model's layers.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class DeclaredPolicies:
             self.prefill.check_pages(page_size)
 
     def find(self, policy: str | DecodePolicy | None) -> DecodePolicy:
-        """The policy of a call, None being the engine's own; ValueError if it scans an index that the engine does not build."""
+        """The policy of a call; None is the engine's own. ValueError if it scans an index that the engine does not build."""
         if policy in self._found:
             return self._found[policy]
         chosen = self.policy if policy is None else self._bound(policy)
@@ -79,7 +79,7 @@ class DeclaredPolicies:
         return chosen
 
     def choose(self, policy: DecodePolicy, lengths: Sequence[int]) -> DecodePolicy:
-        """What decodes sequences of these lengths in tokens: the policy itself, or what it chooses. A new choice is logged."""
+        """The policy that decodes sequences of these lengths in tokens: `policy`, or the one that it chooses. Logs a new choice."""
         if not isinstance(policy, ChoosesDecode):
             return policy
         choice = policy.choose(lengths)
@@ -89,7 +89,8 @@ class DeclaredPolicies:
         return choice.policy
 
     def choose_prefill(self, policy: PrefillPolicy, start: int) -> PrefillPolicy:
-        """What prefills the chunk from position `start` on: the policy itself, or what it chooses. Each kind of choice is logged once."""
+        """The policy that prefills the chunk from position `start` on: `policy`, or the one that it chooses. Logs each kind of choice
+        once."""
         if not isinstance(policy, ChoosesPrefill):
             return policy
         self.last_prefill_choice = choice = policy.choose(start, start + self.prefill_chunk)
@@ -100,12 +101,12 @@ class DeclaredPolicies:
         return choice.policy
 
     def possible(self, policy: str | DecodePolicy | None, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
-        """What a policy may run for `batch` sequences of up to `longest` tokens."""
+        """The policies that may run for `batch` sequences of up to `longest` tokens when this one is named."""
         policy = self.find(policy)
         return policy.possible(longest, batch) if isinstance(policy, ChoosesDecode) else (policy,)
 
     def _bound(self, policy: str | DecodePolicy) -> DecodePolicy:
-        """The policy of a name; one that chooses, as `auto`, is bound to this model, once."""
+        """The policy of a name. A policy that chooses another, such as `auto`, is bound to this model, once."""
         policy = parse(policy)
         check_budgets(policy, table_width(-(-self.model.config.max_positions // self.page_size)) * self.page_size)
         _check_layers(f"policy {policy}", policy, TopTokens, ChoosesDecode, self.model.config)
@@ -117,8 +118,8 @@ class DeclaredPolicies:
 
 
 def _check_layers(said: str, policy: DecodePolicy | PrefillPolicy, ranks: type, chooses: type, config: ModelConfig) -> None:
-    """ValueError for a policy that the model's layers cannot run. ranks: policies that need an indexer of tokens; chooses: those that
-    choose another, by evidence and times that no model of latent attention has."""
+    """ValueError for a policy that the model's layers cannot run. ranks: the type of policies that need an indexer of tokens. chooses: the
+    type of those that choose another; they need evidence and times, which models of latent attention do not have."""
     paged = len(config.attention) + len(config.latent)
     if isinstance(policy, ranks) and len(config.latent) < paged:
         raise ValueError(f"{said} needs latent pages and a lightning indexer in every layer of attention, which this model does not have")

@@ -1,4 +1,4 @@
-"""Decode steps over an engine's pages: what a step reads is put together, run, and kept or left."""
+"""Decode steps over an engine's pages: prepare what a step reads, run it, and keep its result or drop it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvjax.sequences import CachedSequence
 from kvjax.slots import Slots, in_bucket
 
 DRAFTS = (1, 4, 8, 16)
-"""Tokens of one sequence that a step may write: few sizes, so that few programs are compiled."""
+"""How many tokens of a sequence a step may write. There are few sizes, so that few programs are compiled."""
 
 
 def padded_rows(
     sequences: Sequence[CachedSequence], tokens: Sequence[Any], buckets: Sequence[int], vocab_size: int
 ) -> tuple[list[CachedSequence | None], Int[np.ndarray, "B T"]]:
-    """Slots and tokens of a step over whole sequences, padded to a batch bucket. tokens: one of every sequence, or a row of them."""
+    """Slots and tokens of a step, padded to a batch bucket. tokens: one of every sequence, or a row of them."""
     if len(tokens) != len(sequences):
         raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each, or a row of them")
     slots = in_bucket(sequences, buckets)
@@ -43,7 +43,7 @@ def padded_rows(
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Launched:
-    """A decode step that is on its way: the policy that runs, what it returns before the cache, the policy's states, and the cache."""
+    """A decode step that was launched: its policy, its results other than the cache, the policy's states, and the cache."""
 
     policy: DecodePolicy
     slots: Slots
@@ -69,8 +69,8 @@ class DecodeRunner:
         return slots
 
     def launch(self, step: Callable, slots: Slots, tokens: Array, policy: DecodePolicy, *rest: Any, num_tokens: int = 1) -> Launched:
-        """Run a step that writes `num_tokens` tokens of every sequence in the slots, whose pages must be there. Sequences stay as they
-        are."""
+        """Run a step that writes `num_tokens` tokens of every sequence in the slots. Their pages must have been taken. The sequences do not
+        change."""
         if isinstance(policy, ChoosesDecode):
             policy = self._declared.choose(policy, [length + num_tokens for length in slots.lengths])
         cache, following = slots.cache(self._pool.layers, num_tokens)
@@ -85,7 +85,7 @@ class DecodeRunner:
         return Launched(policy, slots, results, states, cache)
 
     def keep(self, launched: Launched, written: int | Int[np.ndarray, "B"] = 1) -> None:
-        """Take a step: of every slot so many tokens were written and stay."""
+        """Keep a step's result. written: how many of the tokens written stay, per slot."""
         slots, states = launched.slots, launched.states
         learned = []
         if not self._declared.states.stateless(launched.policy) and jax.tree.leaves(states):

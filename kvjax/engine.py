@@ -46,15 +46,15 @@ BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 class Engine:
     """Prefill, decode, extend, fork, truncate and free sequences of one model.
 
-    policy: the decode policy, or its name (`policies.decode.parse`); None: dense, or what the model brings (tokens:K, of an indexer).
-    policies: another that calls may name, or several; the indexes of all are built as pages are sealed. pages: size of the pool; None fits
-    it to free memory. page_size and prefill_chunk are in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its
-    name (`parse_prefill`); None as for policy. batch_buckets: decode batches are padded to the next of these, and a sequence's bits are
-    the same in every batch of a bucket. sequences: those not freed yet.
+    policy: the decode policy, or its name (`policies.decode.parse`); None: dense, or the model's own (tokens:K, of an indexer). policies:
+    others that calls may name; sealing builds the indexes of all. pages: size of the pool; None fits it to free memory. page_size and
+    prefill_chunk: in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`); None as for
+    policy. batch_buckets: decode batches are padded to the next of these sizes; a sequence's bits are the same in every batch of a bucket.
+    sequences: those not freed yet.
 
-    One thread at a time: a method called while another thread is in one raises RuntimeError, and the other thread's call is not disturbed.
-    Ctrl-C takes effect between chunks of prefill and after other methods, so that pages and lengths are right after it (`kvjax.guard`).
-    RuntimeError also from an engine that lost its pages because a step failed half-way, as when device memory runs out: make a new one.
+    Use it from one thread at a time. A call while another thread is in a method raises RuntimeError, and does not disturb the other call.
+    Ctrl-C takes effect between chunks of prefill and after other methods, so pages and lengths stay consistent (`kvjax.guard`). If a step
+    fails half-way (device memory runs out, say), the engine loses its pages, and later calls raise RuntimeError: make a new one.
     """
 
     def __init__(
@@ -111,12 +111,12 @@ class Engine:
 
     @property
     def used_bytes(self) -> dict[str, int]:
-        """Bytes of device memory, by layer group, of the pages and states that sequences hold; pages that several hold count once."""
+        """Bytes of device memory that the pages and states of sequences take, by layer group. Shared pages count once."""
         return {name: count * self.spec.bytes_per_page(name, self.indexes) for name, count in self._groups.used.items()}
 
     @property
     def allocators(self) -> dict[str, PageAllocator]:
-        """Who owns which page, by layer group."""
+        """The page allocators, by layer group."""
         return self._groups.allocators
 
     def pages_for(self, tokens: int) -> int:
@@ -145,24 +145,24 @@ class Engine:
         return self._declared.last_prefill_choice
 
     def declared(self, policy: str | DecodePolicy | None) -> DecodePolicy:
-        """The policy of a call, None being the engine's own; ValueError if it scans an index that this engine's pages do not have."""
+        """The policy of a call; None is the engine's own. ValueError if it scans an index that this engine's pages do not have."""
         return self._declared.find(policy)
 
     def chosen(self, policy: DecodePolicy, lengths: Sequence[int]) -> DecodePolicy:
-        """What runs a step of sequences of these lengths in tokens: the policy itself, or what `auto` chooses. A new choice is logged."""
+        """The policy of a step over sequences of these lengths in tokens: `policy`, or what `auto` chooses. Logs a new choice."""
         return self._declared.choose(policy, lengths)
 
     def grows(self, sequence: CachedSequence, tokens: int) -> bool:
-        """Whether so many more tokens of a sequence need pages that it does not hold."""
+        """Whether `tokens` more tokens of a sequence need pages that it does not hold."""
         return any(-(-(sequence.length + tokens) // self.page_size) > len(pages) for pages in sequence.pages.values())
 
     def slices_left(self, sequence: CachedSequence) -> int:
-        """Slices of layers that the sequence's chunk of prefill has still to go through; all of them where none is under way."""
+        """Slices of layers that the sequence's chunk of prefill has not run yet; all of them if no chunk has begun."""
         run = self._runs.get(sequence)
         return len(self._prefiller.slices) - (0 if run is None else run.done)
 
     def check_room(self, tokens: int, spare: int = 0) -> None:
-        """OutOfPages unless a new sequence of `tokens` tokens fits beside `spare` pages of each layer group that stay free."""
+        """OutOfPages unless a new sequence of `tokens` tokens fits and `spare` pages of each layer group stay free."""
         with self._advice():
             self._groups.check_free({name: count + spare for name, count in self._groups.needed(tokens).items()})
 
@@ -170,7 +170,7 @@ class Engine:
 
     @guarded
     def new_sequence(self) -> CachedSequence:
-        """A sequence without tokens, which `extend` or chunks of `step` write."""
+        """A sequence without tokens. `extend` or chunks of `step` write to it."""
         sequence = CachedSequence([], pages=self._groups.new())
         self.sequences.add(sequence)
         return sequence
@@ -182,8 +182,9 @@ class Engine:
         """Write whole prompts (token ids) to new sequences; `.logits` of each predicts the next token.
 
         reserve: tokens beyond the prompt whose pages are taken now, so that later steps cannot run out. on_tokens: called with the number
-        of tokens done, chunk by chunk. One sequence at a time, so a prompt's bits do not depend on the others. Raises OutOfPages, and
-        ValueError for an empty prompt, a token outside the vocabulary, or one too long for the model; whatever is raised, nothing is kept.
+        of tokens done, after each chunk. Prompts are written one at a time, so a prompt's bits do not depend on the others. Raises
+        OutOfPages, and ValueError for an empty prompt, one too long for the model, or a token outside the vocabulary; then no prompt is
+        kept.
         """
         reserve = whole_number("reserve", reserve)
         if isinstance(prompts, Mapping):
@@ -208,9 +209,8 @@ class Engine:
         """Append tokens by prefill and return the logits after the last one, `[V]`, or after each, `[T, V]`; float32.
 
         The bits equal those of one prefill of the whole, unless the prefill policy looks at several queries of a chunk at once
-        (`queries_stand_alone` is False): what then is appended to a chunk begun by an earlier call is prefilled densely. Raises as
-        `prefill` does. Whatever is raised while chunks are written (Ctrl-C, say), those already written stay: `.length` and `.tokens` say
-        how far, and `.logits` is None if there were any.
+        (`queries_stand_alone` is False): then tokens added to a chunk that an earlier call began are prefilled densely. Raises as `prefill`
+        does. After an error (or Ctrl-C), chunks already written stay: `.length` and `.tokens` say which, and `.logits` is then None.
         """
         self._check_live([sequence])
         tokens = self.check_tokens(tokens)
@@ -222,10 +222,10 @@ class Engine:
     def decode(
         self, sequences: Sequence[CachedSequence], tokens: Sequence[int] | Sequence[Sequence[int]], policy: str | DecodePolicy | None = None
     ) -> Float[Array, "n *T V"]:
-        """Write one given token of every sequence and return its next-token logits, float32, through the decode policy.
+        """Write one given token of every sequence through the decode policy, and return the next-token logits, float32.
 
-        tokens: one of every sequence, or a row of T (4, 8 or 16) of every one: then logits are `[n, T, V]`. Each of the T is read as if it
-        came alone; bits are those of a step of T. For forcing known text and for own sampling; `kvjax.generate` samples inside the step.
+        tokens: one of every sequence, or a row of T (4, 8 or 16): then logits are `[n, T, V]`. Each of the T tokens reads what it would
+        read alone; the bits are those of a step of T. For forced text or your own sampling; `kvjax.generate` samples inside the step.
         """
         padded, given = padded_rows(sequences, tokens, self.batch_buckets, self.config.vocab_size)
         launched = self._launch(decode_step, padded, given, policy, num_tokens=given.shape[1])
@@ -237,17 +237,17 @@ class Engine:
 
     @guarded
     def inspect(self, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None = None) -> StepRead:
-        """What a decode step would read, layer by layer and KV head by KV head, with scores, and its logits; any policy.
+        """What a decode step of any policy would read, by layer and KV head, with scores, and its logits.
 
-        The step runs as `decode` runs it, and attends to what is listed once more for the scores; the sequences stay as they are, and so do
-        the states of learning policies. `last_reads` and `last_choice` too. Waits for the device. Raises as `decode` does.
+        The step runs as in `decode`, and attends to the listed blocks once more for the scores. Sequences, states of learning policies,
+        `last_reads` and `last_choice` do not change. Waits for the device. Raises as `decode` does.
         """
         padded, given = padded_rows(sequences, [[token] for token in tokens], self.batch_buckets, self.config.vocab_size)
         self._check_live(sequences)
         kept, pages = (self.last_reads, self.last_choice), [self._counts(sequence) for sequence in sequences]
         try:
             launched = self._launch(inspect_step, padded, given, policy)
-            launched.slots.forget()  # the step is not taken
+            launched.slots.forget()  # the step's result is dropped
             return read_of(launched.policy, len(sequences), *launched.results)
         finally:
             self._runner.last_reads, self._declared.last_choice = kept
@@ -256,10 +256,10 @@ class Engine:
 
     @guarded
     def step(self, plan: StepPlan) -> StepResult:
-        """Run a plan: its decode steps, then slices of its chunks of prefill, each as calls of their own. Waits for nothing.
+        """Run a plan: its decode steps, then slices of its chunks of prefill, each as a separate call. Does not wait for the device.
 
-        Raises what `decode_and_sample` and `extend` raise. Pages for the whole plan are taken first: with OutOfPages nothing has run, and
-        no page was taken. The caller appends decoded tokens to `.tokens` when it learns them.
+        Raises what `decode_and_sample` and `extend` raise. Pages for the whole plan are taken first: after OutOfPages nothing has run, and
+        no page was taken. The caller appends decoded tokens to `.tokens` when it knows them.
         """
         if len(plan.decodes) > 1 or plan.chunks:  # one step alone takes its own before it runs
             self._take_pages(plan)
@@ -278,20 +278,20 @@ class Engine:
     ) -> Sampled:
         """Write one token per slot (None: empty) and sample the next one, all in one jitted call.
 
-        tokens: `[B]`; or `[B, T]`, T being 4, 8 or 16: the token that each row is certain of and T - 1 drafted ones, -1 where there is no
-        draft. What is sampled then has an axis T, and `accepted` says how many of the row's tokens stay: the first, and each draft that is
-        what was sampled in its place. The others are dropped: they leave nothing in cache, index or states that is ever read. Waits for the
-        device to learn how many stay.
+        tokens: `[B]`; or `[B, T]`, T being 4, 8 or 16: each row's certain token and T - 1 drafted ones, -1 where there is no draft. Results
+        then have an axis T, and `accepted` says how many of the row's tokens stay: the first, and the drafts before the first one that
+        differs from the token sampled in its place. The others are dropped: nothing ever reads what they left behind. Waits for the device,
+        to know how many stay.
 
-        Without drafts nothing here waits, and tokens may still be on their way from the last step; so ids in a JAX array are not checked:
-        one outside the vocabulary makes its row not finite. The caller appends the written tokens to `.tokens` when it learns them, and
-        drops a row whose logits were not finite. counts: of the tokens each row holds (`kvjax.sampling.seen_tokens`), int32, where a row
-        has a penalty. DONATES counts; the result has them with the tokens that stay added.
+        Without drafts it does not wait, and the last step may not have computed the tokens yet. So ids in a JAX array are not checked: one
+        outside the vocabulary makes its row not finite. The caller appends the written tokens to `.tokens` when it knows them, and drops a
+        row whose logits were not finite. counts: needed where a row has a penalty: the tokens that each row holds
+        (`kvjax.sampling.seen_tokens`), int32. DONATES counts; the result has them, with the tokens that stay added.
         """
         return self._decode(slots, tokens, rows, policy, counts).sampled
 
     def _decode(self, slots: Sequence[CachedSequence | None], tokens, rows: SamplingRows, policy, counts) -> Decoded:
-        """`decode_and_sample`, with what was read."""
+        """`decode_and_sample`, and what the step read."""
         if len(slots) not in self.batch_buckets:
             raise ValueError(f"{len(slots)} slots are no batch bucket of this engine: {self.batch_buckets}")
         if not isinstance(tokens, jax.Array):
@@ -312,7 +312,7 @@ class Engine:
 
     @guarded
     def fork(self, sequence: CachedSequence) -> CachedSequence:
-        """A second sequence with the same history: sealed pages are shared, the open one is copied. OutOfPages if none is free for it."""
+        """A second sequence with the same history: sealed pages are shared, the open one is copied. Raises OutOfPages."""
         self._check_live([sequence])
         self._pool.check()
         child = CachedSequence(
@@ -328,9 +328,9 @@ class Engine:
 
     @guarded
     def truncate(self, sequence: CachedSequence, length: int) -> None:
-        """Drop the tokens from `length` on, which must lie in the open page: sealed pages may be shared and are never reopened.
+        """Drop the tokens from `length` on. They must lie in the open page, because sealed pages may be shared and are never reopened.
 
-        Reserved pages are given back too. What a learning policy gathered from the dropped tokens stays in its state.
+        Reserved pages are given back too. A learning policy keeps what it learned from the dropped tokens.
         """
         self._check_live([sequence])
         length = whole_number("length", length)
@@ -351,7 +351,7 @@ class Engine:
         self._groups.keep_written(sequence, 0)
         self.sequences.remove(sequence)
         self._runs.pop(sequence, None)
-        sequence.pages = self._groups.new()  # by which slots see it
+        sequence.pages = self._groups.new()  # slots notice the change by this
         sequence.logits = sequence.suspended = None
 
     @guarded
@@ -364,10 +364,10 @@ class Engine:
 
     @guarded
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
-        """Write a sequence's pages and tokens to a file that `restore` reads; the file is written beside and renamed.
+        """Write a sequence's pages and tokens to a file that `restore` reads. It is written under another name, then renamed.
 
-        The states of learning policies are not written: those that learn from prefill refuse to decode what is restored. ValueError if
-        `.tokens` does not hold the token of every position.
+        The states of learning policies are not written, so policies that learn from prefill cannot decode a restored sequence. ValueError
+        if `.tokens` does not hold the token of every position.
         """
         self._check_live([sequence])
         if len(sequence.tokens) != sequence.length:
@@ -394,8 +394,8 @@ class Engine:
 
     @guarded
     def suspend(self, sequence: CachedSequence) -> None:
-        """Move the sequence's pages and states to host memory, and give the pages back. It must be resumed before it is used again; its
-        bits are then the same. Waits for the device."""
+        """Move the sequence's pages and states to host memory, and free them on the device. Call `resume` before you use it again; its bits
+        are then the same. Waits for the device."""
         self._check_live([sequence])
         sequence.suspended = read_pages(self._pool, self.spec, self._groups.stored(sequence, self.prefill_chunk))
         sequence.states, sequence.logits = jax.device_get((sequence.states, sequence.logits))
@@ -406,10 +406,10 @@ class Engine:
 
     @guarded
     def resume(self, sequence: CachedSequence) -> None:
-        """Bring a suspended sequence back to the device. OutOfPages, and it stays suspended, if there is no room."""
+        """Bring a suspended sequence back to the device. If there are too few pages, it stays suspended and OutOfPages is raised."""
         self._check_live([sequence], ready=False)
         if sequence.suspended is None:
-            raise ValueError("the sequence is not suspended: only what Engine.suspend moved to host memory can be resumed")
+            raise ValueError("the sequence is not suspended: only a sequence that Engine.suspend moved to host memory can be resumed")
         self._take_back(sequence, sequence.length, sequence.suspended, self.prefill_chunk)
         sequence.suspended = None
 
@@ -417,9 +417,8 @@ class Engine:
     def warmup(self, *, batch: int = 1, tokens: int | None = None, policy: str | DecodePolicy | None = None) -> None:
         """Compile the steps that `batch` sequences decoded together need before the first real call.
 
-        That is prefill and decoding in the batch bucket of `batch`, for every width of page table up to that of a sequence of `tokens`
-        tokens (None: one page's worth), for greedy decoding; steps in which a row draws at random are compiled when first used. Raises as
-        `prefill` does.
+        It compiles prefill, and greedy decoding in the batch bucket of `batch`, for every page-table width up to that of `tokens` tokens
+        (None: one page). Steps in which a row draws at random are compiled when first used. Raises as `prefill` does.
         """
         longest = self.pages_for(self.page_size if tokens is None else whole_number("tokens", tokens, 1))
         sequences = self.prefill([[0]] * whole_number("batch", batch, 1))
@@ -451,7 +450,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _kept(self, *sequences: CachedSequence) -> Iterator[None]:
-        """New sequences, which are live from here on, but freed again if what fills them fails."""
+        """New sequences, live from here on. They are freed again if the block that fills them fails."""
         self.sequences.update(sequences)
         try:
             yield
@@ -462,7 +461,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _reserved(self, sequences: Sequence[CachedSequence], tokens: int) -> Iterator[None]:
-        """Pages for `tokens` more tokens of every sequence. Those that hold nothing are given back if what the block does fails."""
+        """Take pages for `tokens` more tokens of every sequence. If the block fails, pages that hold nothing are given back."""
         before = [self._counts(sequence) for sequence in sequences]
         with self._advice():
             self._groups.reserve(sequences, tokens)
@@ -474,7 +473,7 @@ class Engine:
             raise
 
     def _counts(self, sequence: CachedSequence) -> dict[str, int]:
-        """Pages of each group that a sequence holds, reserved and given back ones included."""
+        """Pages in the sequence's page table, by layer group. Pages that are reserved or were given back are included."""
         return {name: len(pages) for name, pages in sequence.pages.items()}
 
     def _write(
@@ -488,7 +487,7 @@ class Engine:
     ):
         """Run the chunks that hold positions [length, length + len(tokens)).
 
-        only: what runs all of them, wherever they begin, for its program and not for its result."""
+        only: the policy that runs all of them, wherever they begin, to compile its program; the result does not matter."""
         collected, done = [], 0
         while done < len(tokens):
             self.guard.interrupt_point()
@@ -515,7 +514,7 @@ class Engine:
         return self._prefiller.begin(sequence, tokens, policy, all_logits=all_logits, always=only is not None)
 
     def _take_back(self, sequence: CachedSequence, length: int, stored: Stored, grain: int | None = None) -> None:
-        """Give a sequence without pages those of its first `length` tokens, with what is stored of them. OutOfPages changes nothing."""
+        """Give a sequence without pages the pages of its first `length` tokens, and write `stored` to them. OutOfPages changes nothing."""
         with self._advice():
             self._groups.fill(sequence, length, grain)
         sequence.length, opened = length, length % self.page_size > 0
@@ -527,7 +526,7 @@ class Engine:
             raise
 
     def _take_pages(self, plan: StepPlan) -> None:
-        """Pages for everything that a plan writes, and the beginning of its chunks; or OutOfPages, and none were taken."""
+        """Take pages for everything that a plan writes, and begin its chunks. After OutOfPages none were taken."""
         self._check_live(plan.sequences(), ready=False)
         with contextlib.ExitStack() as reserved:
             for group in plan.decodes:
@@ -538,7 +537,7 @@ class Engine:
                 self._start(chunk)
 
     def _start(self, chunk: Chunk) -> None:
-        """Begin a chunk, if it is not one to go on with."""
+        """Begin a chunk, unless it has begun already."""
         sequence, tokens = chunk.sequence, self.check_tokens(chunk.tokens)
         if sequence in self._runs:
             return self._runs[sequence].check_same(tokens)
@@ -547,7 +546,7 @@ class Engine:
         self._runs[sequence] = self._begin(sequence, tokens)
 
     def _advance(self, chunk: Chunk) -> Float[Array, " V"] | None:
-        """Run slices of a chunk; its logits once it is through all layers."""
+        """Run slices of a chunk. Returns its logits after the last layer, else None."""
         if not self._prefiller.advance(self._runs[chunk.sequence], chunk.slices):
             return None
         chunk.sequence.logits = self._runs.pop(chunk.sequence).x

@@ -32,12 +32,11 @@ def run(
 ) -> Iterator[tuple[Request, Completion]]:
     """Run requests over `slots` slots (None: 8, or the engine's largest batch bucket) and yield each with its completion as it finishes.
 
-    A `Scheduler` driven for a list: a slot that becomes free takes the next request, so the batch keeps its size and a request's bits do
-    not depend on which others run. A request that cannot be run (too long, a bad token, more pages than the pool has), or for which the
-    model gives NaN (`NotFinite`), yields a completion with `error` and the loop goes on. Each sample of a request with n above 1 takes a
-    slot; the prompt is prefilled once and forked. Requests are taken from the iterable as slots become free. on_prefill: called with the
-    number of prompt tokens done. While a request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]`
-    int32 (4.9 MB for 8 slots and 152K tokens).
+    It drives a `Scheduler`: a slot that becomes free takes the next request from the iterable. The batch keeps its size, so a request's
+    bits do not depend on which others run. If a request cannot run (too long, a bad token, more pages than the pool has), or the model
+    gives NaN (`NotFinite`), its completion has an `error`, and the others continue. Each sample of a request with n above 1 takes a slot;
+    the prompt is prefilled once and forked. on_prefill: called with the number of prompt tokens done. While a request with a penalty runs,
+    the tokens of every slot are counted on the device, in `[bucket, V]` int32 (4.9 MB for 8 slots and 152K tokens).
     """
     scheduler, source = Scheduler(engine, policy=policy, slots=slots, on_token=on_token, on_prefill=on_prefill), iter(requests)
     try:
@@ -137,15 +136,15 @@ def generate(
 ) -> Any:
     """Continue one prompt (text gives text) or several (a list gives a list).
 
-    A prompt is text, a list of token ids, a list of chat messages (`{"role": ..., "content": ...}`, through the model's chat template with
-    `chat_template_kwargs` as its variables), or what a Hugging Face tokenizer returns, for one text or several.
+    A prompt is text, a list of token ids, a list of chat messages (`{"role": ..., "content": ...}`), or what a Hugging Face tokenizer
+    returns, for one text or several. Chat messages go through the model's chat template, with `chat_template_kwargs` as its variables.
 
-    model: a model, for which a pool is made that fits these prompts, or an engine. policy: the decode policy; None is the engine's own, and
-    for a model what `Engine` takes. prefill: the prefill policy, for a model; None as for policy. An engine has its own, so with one a
-    prefill policy is a ValueError. sampling: fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on.
-    stream: called with the prompt's number and each new piece of text. details: return `Completion` objects instead of text. With n above
-    1, a list of n texts stands in the place of each text. on_error: "raise" raises what `Completion.error` would hold; with "return" the
-    other prompts go on, and that error stands in the place of the text.
+    model: an engine; or a model, which gets an engine whose pool fits these prompts. policy: the decode policy; None is the engine's own,
+    or the default of `Engine`. prefill: the prefill policy, None as for policy; ValueError with an engine, which has its own. sampling:
+    fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on. stream: called with the prompt's number and each
+    new piece of text. details: return `Completion` objects instead of text. With n above 1, each prompt gives a list of n texts. on_error:
+    "raise" raises what `Completion.error` would hold; with "return" the other prompts continue, and the error is returned in place of the
+    text.
     """
     if misplaced:
         hint = "give its fields by name, as in temperature=0.7" if isinstance(misplaced[0], Sampling) else "name every other argument"
@@ -194,7 +193,7 @@ def generate(
 
 
 def _shown_signature() -> inspect.Signature:
-    """`generate` with the fields of Sampling one by one, as a notebook completes and shows it."""
+    """The signature of `generate` with every field of Sampling, for notebooks to show and complete."""
     own = [each for each in inspect.signature(generate).parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     fields = [each.replace(kind=each.KEYWORD_ONLY) for each in inspect.signature(Sampling).parameters.values()]
     return inspect.Signature([*own, *fields])
@@ -204,7 +203,7 @@ generate.__signature__ = _shown_signature()
 
 
 def _of_prompt(error: Exception, number: int, prompts: Sequence[Prompt]) -> Exception:
-    """The error, with a note of which prompt it is about, where there are several."""
+    """The error, with a note that says which prompt it is about if there are several."""
     if len(prompts) > 1:
         error.add_note(f'prompt {number} of {len(prompts)}, counted from 0; on_error="return" keeps the answers to the others')
     return error
@@ -233,8 +232,9 @@ def engine_for(
 
 
 def pages_needed(requests: Iterable[tuple[int, int]], slots: int, page_size: int) -> int:
-    """Pages that the `slots` longest of these requests take at once. requests: of each its tokens, prompt and answer, and its samples."""
+    """Pages that the `slots` longest of these requests take at once. requests: for each, its tokens (prompt and answer) and its number of
+    samples."""
     pages = [(-(-tokens // page_size), samples) for tokens, samples in requests]
-    # A prompt waits in a page of its own until the last of its samples has a place.
+    # A prompt keeps an open page of its own until its last sample has a slot.
     longest = heapq.nlargest(slots, (count for count, samples in pages for _ in range(min(samples, slots))))
     return sum(longest) + any(samples > 1 for _, samples in pages)

@@ -12,11 +12,11 @@ from typing import Any, Concatenate, Protocol, Self
 
 
 class CallGuard:
-    """A context manager around every call that touches an object's state. The owning thread may enter it again.
+    """A context manager around every call that touches an object's state. The thread that is in it may enter it again.
 
-    Another thread that enters meanwhile gets a RuntimeError at once; it is not made to wait. In the main thread, Ctrl-C is held back while
-    the guard is entered: it takes effect at `interrupt_point`, and else when the outermost call is over. An interrupt in the middle of a
-    call would leave its object half changed, and one in the middle of a JAX operation may leave all of JAX unusable.
+    Another thread that enters meanwhile gets a RuntimeError at once, and does not wait. In the main thread, Ctrl-C is held back inside the
+    guard: it takes effect at `interrupt_point`, or else when the outermost call returns. An interrupt in the middle of a call would leave
+    the object half changed. One in the middle of a JAX operation may leave all of JAX unusable.
     """
 
     def __init__(self, what: str):
@@ -32,7 +32,7 @@ class CallGuard:
 
     @contextlib.contextmanager
     def when_free(self) -> Iterator[None]:
-        """Enter, waiting for as long as another thread is in it: for giving back what would otherwise be lost."""
+        """Enter, and wait while another thread is in it. For freeing what would otherwise be lost."""
         self._enter(wait=True)
         try:
             yield
@@ -51,7 +51,7 @@ class CallGuard:
         if not self._lock.acquire(blocking=wait):
             _give_back(handler, held)
             raise RuntimeError(
-                f"{self._what} is being used by another thread, and is used by one thread at a time: make one for each thread, or put a "
+                f"{self._what} is being used by another thread, and only one may use it at a time: make one for each thread, or put a "
                 "lock of your own around every use"
             )
         self._owner, self._depth, self._handler, self._held = me, 1, handler, held
@@ -67,7 +67,7 @@ class CallGuard:
         _give_back(handler, held)
 
     def interrupt_point(self) -> None:
-        """Let a Ctrl-C that was held back take effect here. For places at which the state is whole."""
+        """Let a Ctrl-C that was held back take effect here. For places where the state is consistent."""
         if self._held and callable(self._handler):
             frame = self._held.pop()
             self._held.clear()
@@ -75,7 +75,7 @@ class CallGuard:
 
 
 def _give_back(handler: Any, held: list[FrameType | None]) -> None:
-    """Put the earlier handler of Ctrl-C back; a Ctrl-C that was held back takes effect now."""
+    """Restore the earlier handler of Ctrl-C. A Ctrl-C that was held back takes effect now."""
     if handler is not None:
         signal.signal(signal.SIGINT, handler)
         if held:
@@ -89,7 +89,7 @@ class Guarded(Protocol):
 
 
 def guarded[S: Guarded, **P, R](method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that enters its object's guard for as long as it runs."""
+    """A method that runs inside its object's guard."""
 
     @functools.wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -23,9 +23,9 @@ from pallas_kernels.gather_attention import gather_attention
 class LayerRead:
     """What one layer reads in one step of n sequences; numpy arrays.
 
-    ids: listed blocks of `block_size` tokens, -1 where there is none; where a policy lists nothing, every page that is written. lse: of
-    each query head over each listed block, log-sum-exp of the scaled logits, natural log, -inf where there is no block. scores: of every
-    block of the sequence, what the policy chose by, -inf where it had no choice (open pages); None for policies that do not say
+    ids: listed blocks of `block_size` tokens, -1 where there is none; every written page where the policy makes no list. lse: for each
+    query head and listed block, log-sum-exp of the scaled logits, natural log, -inf where there is no block. scores: for every block of the
+    sequence, the score that the policy chose by, -inf where it had no choice (open pages); None for policies without scores
     (`kvjax.policies.decode.ScoresBlocks`). window: see `kvjax.policies.decode.Blocks`.
     """
 
@@ -41,7 +41,7 @@ class LayerRead:
 
     @functools.cached_property
     def mass(self) -> Float32[np.ndarray, "n H W"]:
-        """The share of each query head's attention that falls on each listed block: 1 in all."""
+        """The share of each query head's attention that falls on each listed block. Shares add up to 1."""
         most = self.lse.max(axis=2, keepdims=True)
         paid = np.exp(self.lse - most)
         return paid / paid.sum(axis=2, keepdims=True)
@@ -53,7 +53,7 @@ class LayerRead:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepRead:
-    """One step that was looked at: the policy that ran, next-token logits float32, and what each layer read."""
+    """One inspected step: the policy that ran, next-token logits float32, and what each layer read."""
 
     policy: DecodePolicy
     logits: Float32[np.ndarray, "n V"]
@@ -66,7 +66,7 @@ class StepRead:
 def watch(
     policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, blocks: Blocks | None, state: Any
 ) -> tuple[Blocks, Float32[Array, "B T H W"], Float32[Array, "B K S"] | None]:
-    """What a layer read: the list (of every page, where there is none), the LSE of each of its blocks, and the policy's scores.
+    """What a layer read: the list (every page where the policy makes none), the LSE of each listed block, and the policy's scores.
 
     state: the one that the policy selected with. Attends to the listed blocks once more, for the LSE.
     """
@@ -83,7 +83,7 @@ def watch(
 
 @functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")
 def inspect_step(decoder, policy, indexes, params, cache: Cache, tokens, active, states, following: NextPages):
-    """`kvjax.steps.decode`, and before the cache what `watch` saw of every layer. DONATES cache."""
+    """`kvjax.steps.decode`, which also returns, before the cache, what `watch` saw of every layer. DONATES cache."""
     watched: list[Any] = []
     logits, *after = decode(
         *(decoder, policy, indexes, params, cache, tokens, active, states),
@@ -94,7 +94,7 @@ def inspect_step(decoder, policy, indexes, params, cache: Cache, tokens, active,
 
 
 def read_of(policy: DecodePolicy, rows: int, logits: Float32[Array, "B 1 V"], watched: tuple[Any, ...]) -> StepRead:
-    """The first `rows` rows of what `inspect_step` returned for one token each, without columns that no row lists."""
+    """The first `rows` rows of the result of `inspect_step` for one token each, without columns that no row lists."""
     layers = []
     for number, (blocks, lse, scores) in enumerate(jax.device_get(watched)):
         if not (blocks.ids[:rows] >= 0).any():

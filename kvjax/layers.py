@@ -23,8 +23,8 @@ class RopeScaling:
     `low_freq_factor` and `high_freq_factor` (wavelengths counted in `original_max_positions`). kind "yarn": NTK-by-parts between
     `beta_fast` and `beta_slow` (YaRN, arXiv 2309.00071), with cos and sin multiplied by `attention_factor`. kind "longrope": `LongRope`.
 
-    kind "dynamic": plain frequencies up to `original_max_positions` tokens, which is as far as a model with it goes here. Beyond,
-    transformers stretches all frequencies with every new token; the keys in a cache would keep the rotation of older ones.
+    kind "dynamic": plain frequencies up to `original_max_positions` tokens. kvjax runs such a model only up to that length. Beyond it,
+    transformers stretches all frequencies with every new token, but keys in a cache keep their older rotation.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -39,18 +39,19 @@ class RopeScaling:
 
     @property
     def most_positions(self) -> int | None:
-        """Positions up to which one set of frequencies serves every sequence; None: all."""
+        """The largest number of positions for which one set of frequencies fits every sequence; None: no limit."""
         return self.original_max_positions if self.kind == "dynamic" else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongRope(RopeScaling):
-    """LongRoPE (arXiv 2402.13753), kind "longrope": the wavelength of each pair has a factor of its own, searched for, not computed.
+    """LongRoPE (arXiv 2402.13753), kind "longrope": each pair has its own wavelength factor, found by a search.
 
-    short_factors, long_factors: one per rotated pair. long: which of them rotate, every sequence alike, because keys stay in the cache as
-    they were rotated. transformers takes the short ones for sequences of up to `original_max_positions` tokens and the long ones for
-    longer; so the short ones are its own, and end there, and the long ones are its own for longer sequences alone. Cos and sin are
-    multiplied by `attention_factor` in both cases. max_positions: what the checkpoint says is the longest sequence.
+    short_factors, long_factors: one per rotated pair. long: whether the long ones are used. All sequences use the same factors, because
+    keys stay in the cache as they were rotated. transformers uses the short ones for sequences of up to `original_max_positions` tokens and
+    the long ones for longer sequences. So the short ones give its results, up to that length; the long ones give its results for longer
+    sequences only. Cos and sin are multiplied by `attention_factor` in both cases. max_positions: the longest sequence according to the
+    checkpoint.
     """
 
     short_factors: tuple[float, ...]
@@ -60,11 +61,11 @@ class LongRope(RopeScaling):
 
     @property
     def most_positions(self) -> int:
-        """Positions up to which the factors in use serve."""
+        """The largest number of positions for the factors in use."""
         return self.max_positions if self.long else min(self.original_max_positions, self.max_positions)
 
     def for_longer(self, tokens: int) -> str:
-        """What to do for a sequence of so many tokens, more than `most_positions`, as the end of an error message; "" if nothing helps."""
+        """The end of an error message that says how to run a sequence of so many tokens, above `most_positions`; "" if nothing helps."""
         if self.long or not self.original_max_positions < tokens <= self.max_positions:
             return ""
         return f": load it with max_positions={self.max_positions}, which rotates every sequence by longrope's long factors"
@@ -98,8 +99,8 @@ class AttentionLayer:
     Args:
         num_heads, num_kv_heads, head_dim: H, K and D; K divides H.
         rope: how queries and keys are rotated.
-        sm_scale: what logits are multiplied by before softmax.
-        window: the latest tokens that a query sees, its own included; None: all before it.
+        sm_scale: factor of logits before softmax.
+        window: how many latest tokens a query sees, its own included; None: all before it.
         qkv_bias, o_bias: which projections add a bias.
         qk_norm: whether each head of q and k goes through an RMSNorm, before RoPE.
         gate: whether q's projection has, behind each head's query, a gate of that head's output: out * sigmoid(gate).
@@ -183,8 +184,8 @@ class DeltaLayer:
     def shapes(self, hidden_size: int) -> Shapes:
         """Parameters of the mixer: matrices stored [out, in].
 
-        qkv: what goes into the convolution. z: gate of the output. a, b: decay and rate of the value heads. decay_log: log of the decay's
-        factor. dt_bias: added to a. delta_norm: of a value head, without an offset.
+        qkv: the projection whose output goes into the convolution. z: gate of the output. a, b: decay and rate of the value heads.
+        decay_log: log of the decay's factor. dt_bias: added to a. delta_norm: norm of a value head, without an offset.
         """
         keys, values, heads = self.key_heads * self.key_dim, self.value_heads * self.value_dim, self.value_heads
         channels = 2 * keys + values
@@ -197,7 +198,7 @@ class DeltaLayer:
         return f"{self.key_heads} key heads, {self.value_heads} value heads"
 
     def cache_spec(self, group: str, page_size: int, dtype: str) -> RecurrentSpec:
-        """A row of state, with what it keeps of a page of `page_size` tokens. dtype: of the convolution's inputs, by name."""
+        """A row of state, and the inputs of the latest page of `page_size` tokens. dtype: that of the convolution's inputs, by name."""
         sizes = (self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width)
         return RecurrentSpec(group, *sizes, page_size, dtype, self.chunk)
 
@@ -206,18 +207,18 @@ class DeltaLayer:
 class LatentLayer:
     """Multi-head latent attention with a lightning indexer (`pallas_kernels.indexer_scores`), as DeepSeek-V3.2 has it.
 
-    What is kept per token is one latent, of which every head's key and value are linear images, a rotated key that all heads share, and
-    the indexer's key.
+    The cache keeps three things per token: one latent, from which each head's key and value are linear maps; a rotated key that all heads
+    share; and the indexer's key.
 
     Args:
         num_heads: H.
-        query_rank: elements of the latent that queries are made of.
+        query_rank: elements of the latent from which queries are made.
         latent_dim: C, elements of the latent that is kept.
         nope_dim, value_dim: elements of a head's key that are not rotated, and of its value.
-        rope: how the shared key is rotated, and as many elements of each query and of the indexer's heads.
+        rope: how the shared key is rotated, and the same number of elements of each query and of the indexer's heads.
         sm_scale: what logits are multiplied by before softmax.
         index_heads, index_dim: of the indexer.
-        index_topk: tokens that a query reads, those that the indexer scores best.
+        index_topk: how many tokens a query reads: those that the indexer scores best.
     """
 
     num_heads: int
@@ -245,8 +246,8 @@ class LatentLayer:
     def shapes(self, hidden_size: int) -> Shapes:
         """Parameters of the mixer: matrices stored [out, in].
 
-        q_a, q_norm, q_b: queries through their latent. kv_a, kv_norm: the row that is kept. kv_b: of each head its key map, then its value
-        map. index_q, index_k, index_norm, index_norm_bias, index_weights: of the indexer.
+        q_a, q_norm, q_b: queries through their latent. kv_a, kv_norm: the row that the cache keeps. kv_b: each head's key map, then its
+        value map. index_q, index_k, index_norm, index_norm_bias, index_weights: the indexer's.
         """
         heads, query, index = self.num_heads, self.nope_dim + self.rope.dim, self.index_heads * self.index_dim
         found: Shapes = {"q_a": (self.query_rank, hidden_size), "q_norm": (self.query_rank,), "q_b": (heads * query, self.query_rank)}
@@ -265,11 +266,11 @@ class LatentLayer:
 
 
 Mixer = AttentionLayer | DeltaLayer | LatentLayer
-"""How a layer mixes tokens. Another kind is another dataclass here, and a function in `kvjax.models.mixers`."""
+"""How a layer mixes tokens. A new kind needs a dataclass here and a function in `kvjax.models.mixers`."""
 
 
 Activation = Literal["silu", "gelu_tanh"]
-"""Of a gated MLP; gelu_tanh is the tanh approximation of GELU."""
+"""The activation of a gated MLP. gelu_tanh is the tanh approximation of GELU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,7 +293,8 @@ class Mlp:
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """A layer: x + mixer(norm(x)), then x + mlp(norm(x)). post_norms: what is added goes through a norm first."""
+    """A layer: x + mixer(norm(x)), then x + mlp(norm(x)). post_norms: whether the outputs of mixer and MLP are normalised before they are
+    added."""
 
     mixer: Mixer
     mlp: Mlp

@@ -1,4 +1,4 @@
-"""Learning from prefill: the attention mass of a chunk for the policies that ask for it, and their states while a chunk is open."""
+"""Learning from prefill: the attention mass of a chunk, for policies that ask for it, and their states while a chunk is not full."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from kvjax.sequences import CachedSequence
 
 States = tuple[Any, ...]
-"""A policy's state of every layer."""
+"""A policy's states, one per layer."""
 
 
 @flax.struct.dataclass
 class Learning:
-    """What one prefill step learns: policies, their states before the chunk, and the position from which on queries count.
+    """What one prefill step learns from: policies, their states before the chunk, and the position from which queries count.
 
     states: of every policy, one for each layer that attends to pages. max_pages: pages of a sequence as long as the model has positions,
     which states are as wide as.
@@ -48,10 +48,10 @@ class Learning:
 
 @dataclasses.dataclass(frozen=True)
 class OpenChunk:
-    """A sequence's last chunk while it is not full: what policies knew before `position`, and the tokens prefilled from there on.
+    """A sequence's last chunk while it is not full: the policies' states before `position`, and the tokens prefilled from there on.
 
-    The next call goes through these tokens' queries again, which costs nothing, as a chunk always has all of its rows, and gives every cut
-    of a prompt the same bits.
+    The next call computes these tokens' queries again, so every cut of a prompt gives the same bits. This costs nothing, because a chunk
+    always computes all of its rows.
     """
 
     position: int
@@ -60,7 +60,7 @@ class OpenChunk:
 
 
 def learns_from_prefill(policy: DecodePolicy) -> bool:
-    """Whether a policy asks for the mass of prefill."""
+    """Whether a policy asks for attention mass of prefill."""
     return isinstance(policy, LearnsFromPrefill) and policy.prefill_mass is not None
 
 
@@ -74,9 +74,9 @@ def state_specs(config: ModelConfig, page_size: int, max_pages: int) -> tuple[St
 
 
 class PolicyStates:
-    """What an engine needs to keep policies' states: `policies` are those of its own that learn from prefill.
+    """The states of an engine's policies. `policies`: those that learn from prefill.
 
-    ValueError for a policy that asks for what the engine's sizes cannot give.
+    ValueError for a policy that the engine's sizes do not allow.
     """
 
     def __init__(self, policies: Sequence[DecodePolicy], config: ModelConfig, *, page_size: int, prefill_chunk: int):
@@ -84,10 +84,10 @@ class PolicyStates:
         for policy in self.policies:
             _check(policy, page_size, prefill_chunk)
             if config.latent:
-                raise ValueError(f"policy {policy} learns from prefill, whose attention mass layers of latent attention do not give")
+                raise ValueError(f"policy {policy} learns from prefill, but layers of latent attention give no attention mass")
             if any(isinstance(layer.mixer, DeltaLayer) for layer in config.layers):
                 raise ValueError(
-                    f"policy {policy} learns from prefill, for which the queries of a chunk are computed again; recurrent layers, as this "
+                    f"policy {policy} learns from prefill, which computes the queries of a chunk again; recurrent layers, as this "
                     "model has, do not compute them twice: name a policy that does not learn from prefill"
                 )
         self.max_pages = -(-config.max_positions // page_size)
@@ -97,10 +97,10 @@ class PolicyStates:
     def check_declared(self, policy: DecodePolicy) -> None:
         """ValueError for a policy that learns from prefill and was not declared to the engine."""
         if learns_from_prefill(policy) and policy not in self.policies:
-            raise ValueError(f"policy {policy} learns from prefill, which this engine did not show it: name it in Engine(policies=...)")
+            raise ValueError(f"policy {policy} learns from prefill, and must be known before it: name it in Engine(policies=...)")
 
     def stateless(self, policy: DecodePolicy) -> bool:
-        """Whether a policy is known to have no state of any sequence."""
+        """Whether a policy is known to keep no state."""
         return policy in self._none
 
     def fresh(self, policy: DecodePolicy) -> States:
@@ -108,7 +108,8 @@ class PolicyStates:
         return tuple(policy.init(spec, 1) for spec in self.specs)
 
     def of_batch(self, policy: DecodePolicy, slots: Sequence[CachedSequence | None]) -> States:
-        """Per layer, the policy's state of all slots. Sequences it has not seen start afresh; ValueError if it should have seen prefill."""
+        """Per layer, the policy's state of all slots. A sequence that it has not seen gets a fresh state; ValueError if the policy should
+        have seen its prefill."""
         if policy in self._none:
             return self._none[policy]
         fresh = self.fresh(policy)
@@ -124,9 +125,9 @@ class PolicyStates:
         return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
 
     def before_chunk(self, sequence: CachedSequence, start: int, first: int, *, whole: bool) -> tuple[Learning | None, OpenChunk | None]:
-        """What a prefill step over the chunk from `start` on learns, where `first` is the first token that it writes.
+        """What a prefill step over the chunk from `start` on learns, if `first` is the first token that it writes.
 
-        whole: the queries of the chunk give what they gave the call that wrote them. (None, None) where there is nothing to learn.
+        whole: whether the chunk's queries give the same as in the call that wrote them. (None, None) where there is nothing to learn.
         """
         if not sequence.length:
             sequence.states = {policy: self.fresh(policy) for policy in self.policies}
@@ -143,7 +144,7 @@ class PolicyStates:
 def after_chunk(
     sequence: CachedSequence, learning: Learning | None, opened: OpenChunk | None, learned: tuple[States, ...], written: Sequence[int]
 ) -> None:
-    """Keep what a prefill step learned, and what the next call continues from. written: its tokens."""
+    """Keep what a prefill step learned, and what the next call needs to continue. written: its tokens."""
     if learning is not None:
         sequence.states = sequence.states | dict(zip(learning.policies, learned, strict=True))
         sequence.open_chunk = dataclasses.replace(opened, tokens=(*opened.tokens, *written))
@@ -157,7 +158,7 @@ def _check(policy: LearnsFromPrefill, page_size: int, prefill_chunk: int) -> Non
         raise ValueError(f"policy {policy} asks for blocks of {asked.block_size} tokens, which do not divide the page size {page_size}")
     if asked.queries is not None and asked.queries > prefill_chunk:
         raise ValueError(
-            f"policy {policy} asks for the last {asked.queries} queries, which is more than a chunk of {prefill_chunk} tokens: "
+            f"policy {policy} asks for the last {asked.queries} queries, but a chunk has {prefill_chunk} tokens: "
             f"use Engine(prefill_chunk=...) of at least {asked.queries}, or ask for every query (None)"
         )
 
@@ -170,7 +171,7 @@ def attend_and_learn(
     learning: Learning | None,
     known: tuple[Any, ...],
 ) -> tuple[Float[Array, "B T H D"], tuple[Any, ...]]:
-    """A chunk's attention in one layer, and every learning policy's state after it. known: the states before it, of this layer."""
+    """A chunk's attention in one layer, and every learning policy's state after it. known: this layer's states before it."""
     if learning is None:
         return policy.attend(query, layer, ctx), ()
     out, lse = policy.attend_with_lse(query, layer, ctx) if isinstance(policy, DensePrefill) else (policy.attend(query, layer, ctx), None)
@@ -193,7 +194,8 @@ def _mass(
     ctx: PrefillContext,
     learning: Learning,
 ) -> tuple[Float32[Array, "B H S"], Int[Array, "B"]]:
-    """Mass of every block, and the first observed position. Only observed rows are gone through; lse None: they attend densely first."""
+    """Mass of every block, and the first observed position. Reads only observed rows. lse: None: the rows first attend densely to get
+    it."""
     rows, starts, first = query.shape[1], ctx.starts, learning.first
     if asked.queries is not None:
         first = jnp.maximum(first, ctx.lengths - asked.queries)

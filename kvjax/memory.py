@@ -1,4 +1,4 @@
-"""The memory plan: what weights and cache take, and how many pages fit, worked out from the configuration before anything is loaded."""
+"""The memory plan: bytes of weights and cache, and how many pages fit. It needs only the configuration; no model is loaded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvjax.cache.groups import most_pages
 from kvjax.model import ModelConfig
 
 DEVICE_SHARE, HOST_SHARE = 0.85, 0.5
-"""Share of the free memory that a plan gives to pages: an accelerator is used by us alone, a host's memory by other programs too."""
+"""Share of the free memory that a plan uses. It is larger on an accelerator, because other programs use the host's memory too."""
 
 
 MOST_PAGES = 2**31 - 1
-"""Of a pool: ids of pages are 32-bit integers."""
+"""The most pages of a pool: page ids are 32-bit integers."""
 
 DEFAULT_POOL = (8, 32_768)
 """A default pool holds at most this many sequences of this many tokens."""
@@ -27,7 +27,7 @@ DEFAULT_POOL = (8, 32_768)
 
 @dataclasses.dataclass(frozen=True)
 class GroupPlan:
-    """What pages of a layer group take, in bytes of device memory.
+    """The pages of a layer group, and the device memory that they take.
 
     layers: how many, those that read another's pages included. page_size: tokens, or WHOLE where a page is a sequence's row of state.
     page_bytes: one page in all of these layers, indexes included. window: the latest tokens that they read; None: all. most: pages that a
@@ -42,17 +42,17 @@ class GroupPlan:
     most: int | None
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that a sequence of so many tokens holds at most."""
+        """The most pages that a sequence of so many tokens holds."""
         count = -(-tokens // self.page_size)
         return count if self.most is None else min(count, self.most)
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes. `available_bytes` is what weights, pages and states may take. groups: the model's layer groups.
+    """All sizes are bytes. `available_bytes` is what weights, pages and states may take. groups: the model's layer groups.
 
-    sequences: that are live at a time. Groups with a window need pages for the windows of so many, and recurrent ones so many states,
-    however long they are.
+    sequences: how many are live at a time. Groups with a window need pages for that many windows, and recurrent groups that many states,
+    however long the sequences are.
     """
 
     weights_bytes: int
@@ -67,12 +67,12 @@ class MemoryPlan:
 
     @property
     def page_bytes(self) -> int:
-        """One page in all layers that have pages."""
+        """Bytes of a page in all layers that have pages."""
         return sum(group.page_bytes for group in self.groups if group.page_size != WHOLE)
 
     @property
     def state_bytes(self) -> int:
-        """What recurrent layers keep of `sequences` sequences; 0 where there are none."""
+        """Bytes of the states of `sequences` sequences; 0 without recurrent layers."""
         return self.sequences * sum(group.page_bytes for group in self.groups if group.page_size == WHOLE)
 
     @property
@@ -82,16 +82,16 @@ class MemoryPlan:
 
     @property
     def pages_that_fit(self) -> int:
-        """Pages of a pool (`pool_pages`) that fits beside the weights; `MOST_PAGES` where no length takes more than what fits."""
+        """Pages of the largest pool (`pool_pages`) that fits beside the weights; `MOST_PAGES` where sequences of any length fit."""
         return self.most_pages(self.available_bytes - self.weights_bytes)
 
     def bytes_of(self, tokens: int) -> int:
-        """Cache bytes that a sequence of so many tokens holds at most."""
+        """The most cache bytes that a sequence of so many tokens holds."""
         return sum(group.pages_of(tokens) * group.page_bytes for group in self.groups)
 
     def pool_pages(self, pages: int) -> dict[str, int]:
-        """Pages of each layer group in a pool of `pages` pages of those that keep all tokens . A window group never needs
-        more than `sequences` sequences of any length hold, and recurrent ones not more than a row for each."""
+        """Pages of each layer group, if the groups that keep all tokens have `pages`. A window group gets at most the pages that
+        `sequences` sequences of any length can hold, a recurrent group at most one row per sequence."""
         return {group.name: pages if group.most is None else min(pages, group.most * self.sequences) for group in self.groups}
 
     def pool_bytes(self, pages: int) -> int:
@@ -104,7 +104,7 @@ class MemoryPlan:
         return max(0, bisect.bisect_right(range(MOST_PAGES + 1), room, key=self.pool_bytes) - 1)
 
     def advice(self, error: OutOfPages) -> str:
-        """For the message of an engine that is out of pages of a layer group."""
+        """Text for the error message when a layer group has no free page left."""
         group = next(group for group in self.groups if group.name == error.group)
         if group.page_size == WHOLE:
             return f"A page of this group is the state of one sequence: there are {error.total}, for the largest of batch_buckets"
@@ -153,12 +153,12 @@ def memory_plan(
     Args:
         config: the model's.
         page_size: tokens.
-        indexes: what sealing builds.
-        weights_bytes: counted from the configuration when None; pass 0 when they are loaded already.
-        available_bytes: a share of what the first device has free when None (0.85 of an accelerator's, 0.5 of the host's). Asking the
-            device initialises it.
-        sequences: that are live at a time, an engine's largest batch bucket.
-        prefill_chunk: tokens prefilled at a time, which layers with a window keep beside it.
+        indexes: those that sealing builds.
+        weights_bytes: None: counted from the configuration. Pass 0 if the weights are loaded already.
+        available_bytes: None: a share of the first device's free memory (0.85 of an accelerator's, 0.5 of the host's). Asking the device
+            initialises it.
+        sequences: how many are live at a time: an engine's largest batch bucket.
+        prefill_chunk: tokens prefilled at a time; layers with a window keep them beside their window.
     """
     if weights_bytes is None:
         weights_bytes = config.num_params * jnp.dtype(config.compute_dtype).itemsize
@@ -175,7 +175,7 @@ def memory_plan(
 
 
 def default_pages(plan: MemoryPlan, config: ModelConfig) -> int:
-    """Pages of a pool whose size nobody names: those of `DEFAULT_POOL`, or as many as fit."""
+    """Default size of a pool in pages: those of `DEFAULT_POOL`, or as many as fit."""
     sequences, tokens = DEFAULT_POOL
     wanted = sequences * -(-min(tokens, config.max_positions) // plan.page_size)
     return max(1, min(wanted, plan.pages_that_fit))
@@ -191,8 +191,8 @@ def free_bytes() -> int:
 
 
 def check_pool(plan: MemoryPlan, pages: int) -> int:
-    """The number of pages; ValueError for a pool that is larger than all memory of the first device. Without this check the host would run
-    out of memory first."""
+    """Returns `pages`; ValueError for a pool that is larger than the first device's whole memory. Without this check the host would run out
+    of memory first."""
     stats = jax.local_devices()[0].memory_stats() or {}
     total = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if plan.pool_bytes(pages) > total:

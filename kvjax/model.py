@@ -30,7 +30,7 @@ Params = Any
 
 @flax.struct.dataclass
 class Heads:
-    """What a layer of attention mixes: queries, keys and values, normalised and rotated.
+    """Input of an attention layer: queries, keys and values, normalised and rotated.
 
     sm_scale: logits are multiplied by it. window: a query sees so many latest tokens, its own included; None: all before it. share_with:
     the number of the layer whose keys and values these are; None: the layer's own. Where that layer is not among the decoder's, as in a
@@ -47,9 +47,9 @@ class Heads:
 
 @flax.struct.dataclass
 class Recurrence:
-    """What a Gated DeltaNet layer mixes (`pallas_kernels.gated_delta`): queries, keys and values before their convolution over time.
+    """Input of a Gated DeltaNet layer (`pallas_kernels.gated_delta`): queries, keys and values before their convolution over time.
 
-    x: of each token K queries and K keys of key_dim elements, then H values of value_dim. weight: of the convolution, W taps. g: log of the
+    x: for each token K queries and K keys of key_dim elements, then H values of value_dim. weight: W taps of the convolution. g: log of the
     decay. beta: how much of the correction is written. scale: factor of the queries.
     """
 
@@ -75,7 +75,7 @@ class Recurrence:
     def split(
         self, convolved: Float[Array, "B n E"]
     ) -> tuple[Float[Array, "B n K Dk"], Float[Array, "B n K Dk"], Float[Array, "B n H Dv"]]:
-        """Queries, keys and values of what came out of the convolution."""
+        """Queries, keys and values from the output of the convolution."""
         dim = self.key_heads * self.key_dim
         parts = convolved[..., :dim], convolved[..., dim : 2 * dim], convolved[..., 2 * dim :]
         sizes = (self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)
@@ -84,9 +84,9 @@ class Recurrence:
 
 @flax.struct.dataclass
 class Indexer:
-    """What a lightning indexer makes of tokens: queries, the weights of its heads, and the key that is kept of each token.
+    """Output of a lightning indexer: queries, the weights of its heads, and the key that the cache keeps for each token.
 
-    `pallas_kernels.indexer_scores` scores every token by them. topk: tokens that a query of the model reads, those that score best.
+    `pallas_kernels.indexer_scores` scores every token by them. topk: how many tokens a query of the model reads: those that score best.
     """
 
     q: Float[Array, "B T HI DI"]
@@ -97,10 +97,10 @@ class Indexer:
 
 @flax.struct.dataclass
 class Latents:
-    """What a layer of latent attention mixes: queries in the space of the rows that are kept, and the row of each token.
+    """Input of a latent-attention layer: queries in the space of the cached rows, and the row of each token.
 
-    row: a latent of C = value_dim elements, then a rotated key, which all heads read. What comes out are weighted sums of latents,
-    `[B, T, H, C]`. sm_scale: logits are multiplied by it.
+    row: a latent of C = value_dim elements, then a rotated key; all heads read it. The output is weighted sums of latents, `[B, T, H, C]`.
+    sm_scale: factor of logits.
     """
 
     q: Float[Array, "B T H D"]
@@ -111,7 +111,7 @@ class Latents:
 
     @property
     def window(self) -> None:
-        """None: every token before a query may be read."""
+        """None: a query may read every token before it."""
         return None
 
     @property
@@ -121,7 +121,7 @@ class Latents:
 
 
 LayerInput = Heads | Latents | Recurrence
-"""What a decoder gives `Mix`, by the kind of layer."""
+"""Input of `Mix`, by the kind of layer."""
 
 Mix = Callable[[int, LayerInput, Any], tuple[Float[Array, "B T H D"], Any]]
 """`mix(layer, input, state) -> (out, state)`.
@@ -141,7 +141,7 @@ class ModelConfig:
     """A decoder-only transformer: what its layers are, and what surrounds them. Static and hashable.
 
     Args:
-        family: by what name `kvjax.models.families` knows it.
+        family: its name in `kvjax.models.families`.
         vocab_size, hidden_size: V and E.
         layers: from the first on. Their number and kinds are taken from here alone. A layer may read the keys and values of an earlier
             one (`AttentionLayer.share_with`) that has its own, the same window, and as many KV heads of the same head dim.
@@ -175,7 +175,7 @@ class ModelConfig:
 
     @functools.cached_property
     def _hash(self) -> int:
-        """Found once: every call of a jitted step asks for it."""
+        """Computed once, because every call of a jitted step needs it."""
         return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     def __post_init__(self):
@@ -197,17 +197,17 @@ class ModelConfig:
         return tuple(rope.scaling for rope in ropes if rope.scaling is not None)
 
     def for_longer(self, tokens: int) -> str:
-        """What to do for a sequence of `tokens` tokens, more than `max_positions`, as the end of an error message; "" if nothing helps."""
+        """The end of an error message that says how to run a sequence of `tokens` tokens, above `max_positions`; "" if nothing helps."""
         return next((scaling.for_longer(tokens) for scaling in self._scalings() if isinstance(scaling, LongRope)), "")
 
     @property
     def attention(self) -> tuple[AttentionLayer, ...]:
-        """The mixers of the layers of attention to keys of every head."""
+        """The mixers of the layers with keys and values per head."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionLayer))
 
     @property
     def latent(self) -> tuple[LatentLayer, ...]:
-        """The mixers of the layers of attention to latents."""
+        """The mixers of the latent-attention layers."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, LatentLayer))
 
     @property
@@ -284,10 +284,10 @@ def uniform_config(
     eos_token_ids: tuple[int, ...] = (),
     bos_token_id: int | None = None,
 ) -> ModelConfig:
-    """A model whose layers differ in their windows at most: grouped-query attention, RoPE on whole heads, a gated SiLU MLP.
+    """A model whose layers differ only in their windows: grouped-query attention, RoPE on whole heads, a gated SiLU MLP.
 
-    Arguments are those of `ModelConfig`, `AttentionLayer`, `Mlp` and `Rope`; logits are scaled by head_dim ** -0.5. windows: of each
-    layer, () where none has one. Raises ValueError for what they do not take.
+    The arguments are those of `ModelConfig`, `AttentionLayer`, `Mlp` and `Rope`, and they raise the same errors. Logits are scaled by
+    head_dim ** -0.5. windows: one per layer, or () if no layer has a window.
     """
     if num_layers <= 0:
         raise ValueError(f"num_layers must be positive, got {num_layers}")
@@ -321,7 +321,7 @@ def uniform_config(
 
 
 def uniform_fields(config: ModelConfig) -> dict[str, Any] | None:
-    """What `uniform_config` makes this model of, by name; None for a model that it cannot make."""
+    """The arguments with which `uniform_config` makes this model, by name; None for a model that it cannot make."""
     first, shared = config.layers[0], ("family", "vocab_size", "hidden_size", "norm_eps", "tie_embeddings", "max_positions")
     mixer, windows = first.mixer, tuple(layer.mixer.window for layer in config.layers)
     if not isinstance(mixer, AttentionLayer):
@@ -340,25 +340,25 @@ class Decoder(Protocol):
     def config(self) -> ModelConfig: ...
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-        """What goes into the first layer."""
+        """The input of the first layer."""
         ...
 
     def of_layers(self, first: int, last: int) -> Decoder:
-        """The decoder of layers [first, last) alone, which are its layers 0, 1, ...; equal for equal layers."""
+        """A decoder of layers [first, last) alone, numbered from 0. Decoders of equal layers are equal."""
         ...
 
     def params_of(self, params: Params, first: int, last: int) -> Params:
-        """The parameters with layers [first, last) alone."""
+        """The parameters of layers [first, last) alone."""
         ...
 
     def run_layers(
         self, params: Params, x: Float[Array, "B T E"], positions: Int[Array, "B T"], mix: Mix, state: Any
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """What comes out of the last layer for `x`, which went into the first, and the state that `mix` threaded through the layers."""
+        """The output of the last layer for the input `x` of the first, and the state that `mix` threaded through the layers."""
         ...
 
     def final_norm(self, params: Params, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Final hidden states from what came out of the last layer."""
+        """Final hidden states, from the output of the last layer."""
         ...
 
     def hidden(
@@ -373,7 +373,7 @@ class Decoder(Protocol):
 
 
 class Model(Protocol):
-    """A decoder with its weights and, where there is one, its tokenizer."""
+    """A decoder with its weights and, if it has one, its tokenizer."""
 
     @property
     def decoder(self) -> Decoder: ...
@@ -389,14 +389,14 @@ class Model(Protocol):
 
 
 CHUNK_BYTES = 4 << 20
-"""Of a tensor, hashed at a time. Fixed, so that a fingerprint does not depend on the machine."""
+"""Bytes of a tensor that are hashed at a time. Fixed, so that a fingerprint does not depend on the machine."""
 
 _digests: dict[int, tuple[weakref.ref[Array], bytes]] = {}
-"""Digests of arrays that are alive, by id. An array never changes, so its digest never goes stale."""
+"""Digests of live arrays, by id. An array never changes, so its digest stays valid."""
 
 
 def fingerprint(model: Model) -> str:
-    """Which model made a file: "sha256-" and the first 32 hex digits of a SHA-256 over configuration and weights.
+    """Identifies the model that made a file: "sha256-" and the first 32 hex digits of a SHA-256 over configuration and weights.
 
     Every tensor counts with its path, shape, dtype and bytes, so the result is the same on every device. The weights are copied to the
     host one tensor at a time and hashed by one thread per core; `tools/time_fingerprint.py` measures how fast. An array's digest is kept
@@ -411,11 +411,11 @@ def fingerprint(model: Model) -> str:
 
 
 def _text(config: ModelConfig) -> str:
-    """What a model computes with its weights, in words that stay: its fingerprint hashes them.
+    """A description of the configuration that never changes, because the fingerprint hashes it.
 
     The first version's configuration had one set of fields for all layers, and its repr was hashed. Evidence, bills and saved sequences
-    name models by that, so a model that has such fields keeps that text, letter by letter (biases of o and of the MLP, which came later,
-    count as weights). compute_dtype is not in it: each weight counts with its dtype.
+    name models by that hash, so a model with such fields keeps exactly that text. Biases of o and of the MLP came later, and count as
+    weights. compute_dtype is left out, because each weight counts with its dtype.
     """
     fields = uniform_fields(config)
     if fields is None:
@@ -428,7 +428,7 @@ _FIRST_FIELDS = (
     *("rope_theta", "rope_scaling", "norm_eps", "tie_embeddings", "max_positions"),
     *("qkv_bias", "qk_norm", "eos_token_ids", "bos_token_id"),
 )
-"""Of the first version's configuration, in its order."""
+"""Fields of the first version's configuration, in its order."""
 
 
 def _value(value: Any) -> str:
@@ -439,7 +439,7 @@ def _value(value: Any) -> str:
 
 
 def _named(value: Any, *left_out: str) -> str:
-    """A value's name and its fields that are not as they are by default, so that a field that is added later changes no text."""
+    """A value's name and those fields that differ from their defaults, so that adding a field later changes no text."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_named, value))})"
     if not dataclasses.is_dataclass(value):
@@ -449,9 +449,9 @@ def _named(value: Any, *left_out: str) -> str:
 
 
 def check_fingerprint(mark: object, where: str, remedy: str) -> None:
-    """ValueError for a fingerprint of 16 hex digits, as earlier versions wrote them: two models could have the same.
+    """ValueError for a fingerprint of 16 hex digits, as earlier versions wrote it: two models could share one.
 
-    where: the file that names its model so. remedy: what its owner can do. The message has both.
+    where: the file that has the fingerprint. remedy: what its owner can do. The message has both.
     """
     if isinstance(mark, str) and re.fullmatch("[0-9a-f]{16}", mark):
         raise ValueError(f"{where} was made by an earlier version of kvjax, whose fingerprint ({mark}) other models may share; {remedy}")
@@ -463,7 +463,7 @@ def _content(leaf: Array, pool: ThreadPoolExecutor) -> bytes:
     if kept is not None and kept[0]() is leaf:
         return kept[1]
     digest = _sha256(b"".join(pool.map(_sha256, _chunks(leaf))))
-    if isinstance(leaf, np.ndarray):  # it may be changed in place
+    if isinstance(leaf, np.ndarray):  # a numpy array may change in place, so its digest is not kept
         return digest
     key = id(leaf)
     _digests[key] = weakref.ref(leaf, lambda _: _digests.pop(key, None)), digest
@@ -472,7 +472,7 @@ def _content(leaf: Array, pool: ThreadPoolExecutor) -> bytes:
 
 def _chunks(leaf: Array) -> list[np.ndarray]:
     """An array's bytes on the host, in pieces."""
-    # An array keeps the host copy that it once made, except on a CPU, where none is made. A copy of the array takes it along when it goes.
+    # An array keeps the host copy that it once made (none on a CPU). So a copy of the array is read: the host copy goes away with it.
     on_host = isinstance(leaf, np.ndarray) or all(device.platform == "cpu" for device in leaf.devices())
     host = np.ascontiguousarray(leaf if on_host else leaf.copy())
     data = host.reshape(-1).view(np.uint8)

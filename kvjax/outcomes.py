@@ -1,4 +1,4 @@
-"""What the host learns of a decode step, in one array: one transfer and one conversion for all of it."""
+"""All results of a decode step that the host reads, packed into one array: one transfer and one conversion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.cache import check_missing
 from kvjax.sampling import Sampled
 
 BLOCKS, KEYS, TOKENS, LOGPROBS, FINITE = range(5)
-"""Columns of what `pack` makes of a step without drafts."""
+"""Columns of the array that `pack` makes for a step without drafts."""
 
 
 @flax.struct.dataclass
@@ -32,7 +32,7 @@ class Reads:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Outcome:
-    """`Reads` and `Sampled`, but for its counts, as numpy arrays: views of one array. None where `Sampled` has None."""
+    """`Reads` and `Sampled` (without counts) as numpy arrays: views of one array. None where `Sampled` has None."""
 
     blocks: Int32[np.ndarray, "B"]
     keys: Int32[np.ndarray, "B"]
@@ -45,8 +45,8 @@ class Outcome:
 
 
 def pack(sampled: Sampled, reads: Reads) -> Int32[Array, "B C"]:
-    """What was sampled and read, in one array of 32-bit words, bit for bit; `unpack` takes it apart. What is missing stands in the place of
-    the blocks, negative."""
+    """What was sampled and read, in one array of 32-bit words, bit for bit; `unpack` reverses it. If pages are missing, their negative
+    count takes the place of the blocks."""
     sampled, reads = jax.lax.optimization_barrier((sampled.replace(counts=None), reads))  # the same bits as the arrays themselves
     blocks = reads.blocks if reads.missing is None else jnp.where(reads.missing > 0, -reads.missing, reads.blocks)
     counted = [blocks, reads.keys, *([] if sampled.accepted is None else [sampled.accepted])]
@@ -58,7 +58,7 @@ def pack(sampled: Sampled, reads: Reads) -> Int32[Array, "B C"]:
 
 
 def unpack(packed: Int32[np.ndarray, "B C"], drafted: int | None = None) -> Outcome:
-    """Take apart what `pack` made. drafted: tokens that the step wrote of each row where it had drafts (T of `Sampled`); else None.
+    """The inverse of `pack`. drafted: T of `Sampled` for a step with drafts (the tokens written per row); else None.
 
     MissingPages if pages were missing.
     """
@@ -83,8 +83,8 @@ def unpack(packed: Int32[np.ndarray, "B C"], drafted: int | None = None) -> Outc
 
 
 def listed(packed: Int32[np.ndarray, "B C"]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Of what `pack` made of a step without drafts, as lists: tokens, whether each is finite, blocks, keys. What every step needs: `unpack`
-    gives all. MissingPages if pages were missing."""
+    """What every step without drafts needs from `pack`, as lists: tokens, whether each is finite, blocks, keys. `unpack` gives everything.
+    MissingPages if pages were missing."""
     columns = packed.T.tolist()
     if min(columns[BLOCKS]) < 0:
         check_missing(np.maximum(-packed[:, BLOCKS], 0))

@@ -1,6 +1,6 @@
-"""What an engine is asked to do in one step, and what comes of it.
+"""The plan of one engine step, and its result.
 
-Decode steps and chunks of prefill are calls of their own, never fused: what a chunk writes depends on the chunk alone.
+Decode steps and chunks of prefill are separate calls, never fused, so what a chunk writes depends only on the chunk.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from kvjax.sequences import CachedSequence
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DecodeGroup:
-    """Sequences that are decoded together, through one policy: write `tokens` of each and sample what follows.
+    """Sequences that are decoded together through one policy: write `tokens` of each, and sample the next token.
 
-    sequences: one per slot, None where a slot is empty; as many as a batch bucket of the engine. tokens: `[B]`, or `[B, T]`: the token
-    that each row is certain of, and T - 1 drafted ones behind it. policy: None is the engine's. counts: as `Engine.decode_and_sample`
-    takes them.
+    sequences: one per slot, None where a slot is empty; their number is a batch bucket of the engine. tokens: `[B]`, or `[B, T]`: each
+    row's certain token, and T - 1 drafted ones after it. policy: None is the engine's. counts: as `Engine.decode_and_sample` takes them.
     """
 
     sequences: tuple[CachedSequence | None, ...]
@@ -35,10 +34,10 @@ class DecodeGroup:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chunk:
-    """A chunk of prefill. tokens: those that follow in `sequence`, as many as the chunk has room for; more are left for later chunks.
+    """A chunk of prefill. tokens: the next tokens of `sequence`. The chunk takes as many as it has room for, and leaves the rest.
 
-    slices: of layers to run now; None runs all that are left. A chunk that is not through all layers is gone on with by later plans, which
-    name the same sequence and tokens; until then nothing else may be done with the sequence but to free it.
+    slices: how many slices of layers to run now; None: all that are left. To continue a chunk that has not run all layers, name the same
+    sequence and tokens in a later plan. Until it is done, the sequence can only be freed.
     """
 
     sequence: CachedSequence
@@ -52,34 +51,35 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
-    """Decode steps, and chunks of prefill after them. No sequence stands in it twice."""
+    """Decode steps, and then chunks of prefill. Each sequence appears at most once."""
 
     decodes: tuple[DecodeGroup, ...] = ()
     chunks: tuple[Chunk, ...] = ()
 
     def sequences(self) -> list[CachedSequence]:
-        """All that it writes to."""
+        """All sequences that it writes to."""
         decoded = (each for group in self.decodes for each in group.sequences if each is not None)
         return [*decoded, *(chunk.sequence for chunk in self.chunks)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoded:
-    """Of one `DecodeGroup`, on the device: what was sampled, and what was read. packed: both, as `kvjax.outcomes.pack` packs them."""
+    """The result of one `DecodeGroup`, on the device: what was sampled, and what was read. packed: both, as `kvjax.outcomes.pack` packs
+    them."""
 
     sampled: Sampled
     reads: Reads
     packed: Int[Array, "B C"]
 
     def read(self) -> Outcome:
-        """Wait for the step, and bring all of it but the counts to the host."""
+        """Wait for the step, and copy its results to the host, except the counts."""
         tokens = self.sampled.tokens
         return unpack(np.asarray(self.packed), tokens.shape[1] if tokens.ndim == 2 else None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepResult:
-    """Of one plan. chunk_logits: `[V]` float32 after each chunk's last token; None for a chunk that is not through all layers."""
+    """The result of one plan. chunk_logits: `[V]` float32 after each chunk's last token; None for a chunk that has not run all layers."""
 
     decodes: tuple[Decoded, ...]
     chunk_logits: tuple[Float[Array, " V"] | None, ...]

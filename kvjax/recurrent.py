@@ -1,7 +1,7 @@
-"""Rows of state of recurrent layers: a chunk of prefill, a decode step, and the fold of a page that is full.
+"""Rows of state of recurrent layers: a chunk of prefill, a decode step, and the fold of a full page.
 
-All functions are pure; under jit with a donated cache the updates are in place. What decides bits is computed row by row, in loops whose
-number of rounds the compiler does not know, so that it is the same in every program; but for `step`, as in `delta_step`.
+All functions are pure; under jit with a donated cache the updates are in place. Everything that decides bits is computed row by row, in
+loops whose length the compiler does not know, so that bits are the same in every program. `step` is the exception (see `delta_step`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def prefill(
 ) -> tuple[Float[Array, "B T H Dv"], SlotLayer]:
     """The recurrence of one chunk of prefill.
 
-    The chunk covers positions [starts, starts + T), whole pages; [fresh, lengths) are new, and lie in it. rows: of `layer`, all different.
-    Returns what the new tokens read, 0 elsewhere, and the rows with these tokens. However tokens were cut into calls, bits are the same.
+    The chunk covers positions [starts, starts + T), which are whole pages. Of these, [fresh, lengths) are new. rows: rows of `layer`, all
+    different. Returns what the new tokens read, 0 elsewhere, and the rows with these tokens. Bits do not depend on how tokens were cut into
+    calls.
     """
     layer = catch_up(layer, rows, fresh, fresh < lengths, given)
 
@@ -45,7 +46,7 @@ def step(
 ) -> tuple[Float[Array, "B T H Dv"], SlotLayer]:
     """The recurrence of a decode step: T tokens of every active row, after the `written` ones. T is at most MOST_TOKENS and a page.
 
-    The next call says how many of them stay, by its `written`; no other is ever looked at. Returns what the tokens read, and the layer.
+    `written` of the next call says how many of them stay; the others are never read. Returns what the tokens read, and the layer.
     """
     num_tokens, past = given.x.shape[1], given.width - 1
     most = layer.g.shape[1] - layer.page_size + 1
@@ -88,7 +89,7 @@ def whole(given: Recurrence, chunk: int = 64) -> Float[Array, "B T H Dv"]:
 
 
 def catch_up(layer: SlotLayer, rows: Int[Array, "B"], written: Int[Array, "B"], active: Bool[Array, "B"], given: Recurrence) -> SlotLayer:
-    """Every active row at the page of its next token: a page that is full is folded, a row without tokens starts afresh.
+    """Move every active row to the page of its next token: a full page is folded, and a row without tokens starts from zero.
 
     written: tokens that the sequences have; a row is at most one page behind.
     """
@@ -115,7 +116,7 @@ def catch_up(layer: SlotLayer, rows: Int[Array, "B"], written: Int[Array, "B"], 
 
 
 def _prefill_row(layer: SlotLayer, row, x, g, beta, starts, fresh, lengths, given: Recurrence) -> tuple[Array, SlotLayer]:
-    """`prefill` of one row, whose page is that of its first new token."""
+    """`prefill` of one row, which is at the page of its first new token."""
     size, past, num_tokens = layer.page_size, given.width - 1, x.shape[1]
     page = _row_of(layer, row[0])
     start, first_new, end = starts[0], fresh[0], lengths[0]
@@ -169,12 +170,12 @@ def _prefill_row(layer: SlotLayer, row, x, g, beta, starts, fresh, lengths, give
 
 
 def _row_of(layer: SlotLayer, row: Int[Array, ""]) -> SlotLayer:
-    """One row. It is read before anything is written, so that writes need no copy of the pool."""
+    """One row. It is read before any write, so that writes need no copy of the pool."""
     return jax.lax.optimization_barrier(jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), layer))
 
 
 def _keys(inputs: Float[Array, "B n E"], counts: Int[Array, "B"], given: Recurrence) -> Float[Array, "B n-W+1 K Dk"]:
-    """Keys of the first `counts` tokens of rows of inputs, 0 beyond."""
+    """Keys of each row's first `counts` tokens, 0 after them."""
     dim, past = given.key_heads * given.key_dim, given.width - 1
     own = inputs[..., dim : 2 * dim]
     convolved, _ = causal_convolution(own[:, past:], given.weight[dim : 2 * dim], own[:, :past], counts)

@@ -1,8 +1,8 @@
 """Policies by name: built in, registered in this process, or loaded from a Python file.
 
 `kvjax.policies.decode` and `kvjax.policies.prefill` hold one `Registry` each. A built-in policy may live above them, as `auto` does, which
-needs engines to measure with: then the front door `kvjax/__init__.py` says where (`lives_in`), and the module is imported when the name is
-first used. Python runs the front door before any module of the package, so every import of kvjax knows these names.
+needs engines to measure with. The front door `kvjax/__init__.py` then says where it is (`lives_in`), and its module is imported when the
+name is first used. Python runs the front door before any module of the package, so every import of kvjax knows these names.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ DECODE_FORMS = (
     "top:K, mean:K (blocks of 128), quest:K (blocks of 16), tokens:K (of models with an indexer of tokens), auto, auto:LEVEL, " + _OWN_FORMS
 )
 PREFILL_FORMS = (
-    "dense, bounds:K (blocks of 128; with +sparse behind it short prompts too), "
-    "bounds:SHARE (as bounds:0.01: as many as leave less than that missed), "
-    "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; changed by +quantile, +score, +untrimmed, +plain, +uncorrected, "
-    "+gamma4 or +gamma1 behind it), "
+    "dense, bounds:K (blocks of 128; bounds:K+sparse is sparse in short prompts too), "
+    "bounds:SHARE (as bounds:0.01: the fewest blocks that miss less than this share of attention), "
+    "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; suffixes change it: +quantile, +score, +untrimmed, +plain, "
+    "+uncorrected, +gamma4, +gamma1), "
     "window:SINK+WINDOW (tokens, as window:64+1024), "
     "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
     "flex:GAMMA, xattention:THRESHOLD, bfla:MASS (shares of attention, as flex:0.9), "
     "tokens:K (of models with an indexer of tokens), "
-    "auto, auto:LEVEL (chunk by chunk the fastest on record as keeping what the level asks), " + _OWN_FORMS
+    "auto, auto:LEVEL (for each chunk the fastest policy that meets the level in our records), " + _OWN_FORMS
 )
-"""Names of policies, for messages and for the help of commands, which must not wait for JAX."""
+"""Names of policies, for messages and for the help of commands, which must not import JAX."""
 
 _IN_FILE = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)(?::(?P<args>.*))?", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 _files: dict[tuple[Path, str], ModuleType] = {}
-"""Files loaded so far, by path and SHA-256: an unchanged file gives the same class again, so that its policies are equal."""
+"""Files loaded so far, by path and SHA-256. An unchanged file gives the same class again, so its policies are equal."""
 _homes: dict[tuple[str, str], tuple[str, str]] = {}
 """Module and class of built-in policies that are imported when first named, by kind and first word of the name."""
 
 LARGEST = 2**31 - 1
-"""Of the numbers in a name: counts of blocks and tokens are 32-bit integers on the device."""
+"""The largest number in a name: counts of blocks and tokens are 32-bit integers on the device."""
 
 
 def lives_in(kind: str, word: str, module: str, name: str) -> None:
@@ -58,12 +58,12 @@ class Registry:
 
     Args:
         kind: for messages, "policy" or "prefill policy".
-        forms: for messages, the names that are understood.
+        forms: for messages, the known names.
         remedy: for messages, how to get parts that are missing.
         parts: attributes that every policy of this kind has; the first one tells a policy from other objects.
         reserved: first words of built-in names.
-        read: the policy of a built-in name, None for other names; ValueError for numbers that it cannot have.
-        hint: for messages, what else a name that is not understood may be; "" where nothing is known.
+        read: returns the policy of a built-in name, None for other names; ValueError for numbers that it cannot have.
+        hint: for messages, what an unknown name may mean; "" if nothing is known.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class Registry:
         self._sources: dict[Any, str] = {}
 
     def parse(self, name: Any) -> Any:
-        """The policy a name stands for; a policy is returned as it is. ValueError that lists the known forms, or says in one sentence what
-        is wrong with a policy of one's own."""
+        """The policy of a name; a policy is returned as it is. The ValueError lists the known forms, or says in one sentence what is wrong
+        with the user's own policy."""
         if not isinstance(name, str):
             if not hasattr(name, self.parts[0]):
                 raise ValueError(f"{name!r} is neither a {self.kind} nor a {self.kind}'s name; names are {self.forms}")
@@ -103,10 +103,10 @@ class Registry:
         if home := _homes.get((self.kind, word)):
             module, made = home
             return getattr(importlib.import_module(module), made)(*([args] if colon else []))
-        # Python's int() refuses thousands of digits in its own words.
+        # Python's int() refuses thousands of digits with a message of its own.
         form = re.fullmatch(r"[a-z-]+:(.*)", name)
         if form and any(len(number) > 10 or int(number) > LARGEST for number in re.findall(r"(?<![0-9.])[0-9]+", form[1])):
-            raise ValueError(f"{self.kind} {name!r} has a number above {LARGEST}, the largest that can be used: name a smaller one")
+            raise ValueError(f"{self.kind} {name!r} has a number above {LARGEST}, the largest possible: name a smaller one")
         return self._read(name)
 
     def is_built_in(self, name: str) -> bool:
@@ -119,22 +119,22 @@ class Registry:
     def register(self, name: str, factory: Callable[..., Any], *, replace: bool = False) -> None:
         """Let `name` and `name:ARGS` stand for `factory()` and `factory("ARGS")`, in this process.
 
-        replace: take the place of an earlier factory of that name. ValueError for a name that is built in, registered, or no name.
+        replace: replace an earlier factory of that name. ValueError for a name that is built in, registered or malformed.
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} cannot name a {self.kind}: use a letter, then letters, digits, '_' and '-'")
         if name in self.reserved:
             raise ValueError(f"{name!r} is a built-in {self.kind}; choose another name")
         if name in self._factories and not replace:
-            raise ValueError(f"{name!r} is registered already; choose another name, or pass replace=True")
+            raise ValueError(f"{name!r} is already registered; choose another name, or pass replace=True")
         if not callable(factory):
             raise ValueError(f"the factory of {self.kind} {name!r} must be callable, a class for instance; got {factory!r:.60}")
         self._factories[name] = factory
 
     def find(self, name: str) -> Any | None:
-        """The policy of a name of one's own; None for a name that is not known here.
+        """The policy of a registered name or a file's class; None for other names.
 
-        ValueError where the file is missing or fails, has no such class, or makes no policy; in one sentence with file, line and error.
+        ValueError if the file is missing or fails, has no such class, or makes no policy: one sentence with file, line and error.
         """
         if match := _IN_FILE.fullmatch(name):
             policy = self._from_file(name, Path(match["path"]), match["name"], match["args"])
@@ -169,9 +169,9 @@ class Registry:
             raise ValueError(f"{named} must be equal to another of the same settings: {frozen}")
 
     def name_of(self, policy: Any) -> str:
-        """The name under which reports list a policy, and which gives the policy back: the one it was asked for by, else its `str`.
+        """The name under which reports list a policy, and from which `parse` gives it back: the name it was parsed from, else its `str`.
 
-        Two policies of one `str` share the name, and the later has it. ValueError where the `str` is another's name.
+        Of two policies with one `str`, the later one gets the name. ValueError if the `str` names another policy.
         """
         self.check(policy)
         name = str(policy)
@@ -180,12 +180,12 @@ class Registry:
         if policy in self._names:
             return self._names[policy]
         if _IN_FILE.fullmatch(name) or name.partition(":")[0] in (*self.reserved, *self._factories):
-            raise ValueError(f"{self.kind} {policy!r} calls itself {name!r}, which names another: give it a __str__ of its own")
+            raise ValueError(f"{self.kind} {policy!r} calls itself {name!r}, which names another policy: give it a __str__ of its own")
         self._named[name] = policy
         return name
 
     def identity(self, policy: Any) -> str:
-        """What decides what a policy does, for journals of jobs: all of its fields and, where it comes from a file, that file's SHA-256."""
+        """Everything that decides what a policy does, for journals of jobs: its fields and, if it comes from a file, the file's SHA-256."""
         name, source = self._names.get(policy), self._sources.get(type(policy))
         parts = (Path(name).name if source and name else name, repr(policy), source)
         return ", ".join(part for part in parts if part)
@@ -206,7 +206,7 @@ class Registry:
 
 
 def place_and_error(error: BaseException, path: Path | None = None) -> str:
-    """An error with the file and line where it passed last through `path` (None: through any policy file), on one line."""
+    """An error on one line, with the last line of `path` (None: of any policy file) that it passed through."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if isinstance(error, SyntaxError) and error.filename and path is not None and Path(error.filename) == path.resolve():
         return f"{path}, line {error.lineno}: {type(error).__name__}: {error.msg}"
@@ -223,7 +223,7 @@ def _as_seen_from_here(file: Path) -> Path:
 
 
 def passed_through_a_policy_file(error: BaseException) -> bool:
-    """Whether a policy's own file has a part in an error."""
+    """Whether an error passed through a policy's own file."""
     files = {str(file) for file, _ in _files}
     return any(file in files for file, _ in _frames(error))
 
@@ -234,7 +234,7 @@ def _frames(error: BaseException) -> Iterator[tuple[str, int]]:
 
 
 def _load(path: Path, named: str) -> tuple[ModuleType, str]:
-    """The module of a file, and the file's SHA-256. A file that changed is loaded anew; a file cannot import the files beside it."""
+    """The module of a file, and the file's SHA-256. A changed file is loaded again. A file cannot import the files beside it."""
     if not path.is_file():
         raise ValueError(f"{named}: there is no file {path}")
     file = path.resolve()
@@ -243,7 +243,7 @@ def _load(path: Path, named: str) -> tuple[ModuleType, str]:
     if (file, digest) not in _files:
         module = ModuleType(f"kvjax_policy_file_{digest[:16]}_{len(_files)}")
         module.__file__ = str(file)
-        sys.modules[module.__name__] = module  # dataclasses look their module up
+        sys.modules[module.__name__] = module  # dataclasses look up their module
         try:
             exec(compile(source, str(file), "exec"), vars(module))
         except (Exception, SystemExit) as error:
@@ -272,7 +272,7 @@ def _arguments(text: str | None, named: str) -> tuple[list[Any], dict[str, Any]]
 
 
 def _file_of(factory: Callable[..., Any]) -> Path | None:
-    """Where a factory is written, if in a file."""
+    """The file of a factory, if it has one."""
     try:
         file = inspect.getsourcefile(factory)
     except TypeError:

@@ -1,4 +1,4 @@
-"""What is asked of a model, and what became of it."""
+"""Requests and their completions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvjax.prompts import Prompt
 from kvjax.sampling import Sampling
 
 SHORT = reprlib.Repr(maxstring=60, maxother=200)
-"""Cuts prompts, texts and token ids to what can be read at a glance."""
+"""Shortens prompts, texts and token ids for display."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A prompt (text, token ids, or chat messages) and how to continue it. `id` is the caller's own.
 
-    policy: the decode policy of all its steps; None is that of whoever runs it. priority: requests of a higher one go first.
+    policy: the decode policy of all its steps; None: that of the scheduler. priority: requests of higher priority go first.
     """
 
     prompt: Prompt
@@ -40,13 +40,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What became of a request.
+    """The result of a request.
 
-    text: the continuation without stop string and special tokens. token_ids: every generated token, the one that ended it included.
-    logprobs: one per token, where asked for; top_logprobs: per token the pairs (token id, log-probability) of the most likely ones, best
-    first, where asked for. finish_reason: "stop" (stop token or string), "length" (max_new_tokens), "cancelled" or "error". choices: with n
-    above 1, every sample in order, of which this is the first; else (). blocks_per_step and keys_per_step: what one KV head of one layer
-    read on average per decoded token (0 if no step was taken). error: what went wrong; everything else is then empty.
+    text: the continuation, without stop string and special tokens. token_ids: every generated token, including the one that ended it.
+    logprobs: one per token, if requested. top_logprobs: for each token, pairs (token id, log-probability) of the most likely ones, best
+    first, if requested. finish_reason: "stop" (stop token or string), "length" (max_new_tokens), "cancelled" or "error". choices: with n
+    above 1, all samples in order, this one first; else (). blocks_per_step and keys_per_step: what one KV head of one layer read on average
+    per decoded token (0 if no step ran). error: the exception that ended the request; everything else is then empty.
     """
 
     text: str = ""

@@ -1,4 +1,4 @@
-"""Samples while they run: what each has written, and the batch of those that are decoded together."""
+"""Running samples: the tokens of each, and the batch of samples that are decoded together."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ Ranked = tuple[tuple[int, float], ...]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Sample:
-    """One sample of a request: the tokens it has got, but for those that its `Roster` put aside, and what they cost. `issued` counts those
-    that are on their way too.
+    """One sample of a request: its tokens, except those that its `Roster` put aside, and what they cost.
 
-    stream: makes text of tokens as they come, where somebody listens or a stop string may end it; else None. blocks, keys: that its steps
-    read, summed over layers and KV heads.
+    issued: tokens so far, including those in flight. stream: turns tokens into text as they come, if somebody listens or a stop string may
+    end the sample; else None. blocks, keys: read by its steps, summed over layers and KV heads.
     """
 
     handle: Handle
@@ -51,23 +50,23 @@ class Sample:
     finish_reason: str | None = None
     error: Exception | None = None
     only_ids: bool = dataclasses.field(init=False)
-    """Whether nothing is kept of a token but its id."""
+    """Whether only the ids of tokens are kept."""
 
     def __post_init__(self):
         self.only_ids = self.stream is None and not self.sampling.logprobs
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Who comes first: the higher priority, then the earlier request, then the earlier of its samples."""
+        """Sort key: higher priority first, then the earlier request, then the earlier of its samples."""
         return (*self.handle.order[:2], self.index)
 
     @property
     def wants_more(self) -> bool:
-        """Whether another step must be taken for it, as far as is known."""
+        """Whether it needs another step, as far as is known."""
         return self.finish_reason is None and self.issued < self.sampling.max_new_tokens
 
     def take(self, token: int, logprob: float) -> str:
-        """One more token; the text that became certain with it, if `stream` makes any. Sets `finish_reason` if it is the last."""
+        """Add a token. Returns the text that became certain with it, if there is a `stream`. Sets `finish_reason` if it is the last."""
         self.ids.append(token)
         if self.sampling.logprobs:
             self.logprobs.append(logprob)
@@ -83,7 +82,7 @@ class Sample:
         return piece
 
     def rank(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Keep the most likely tokens in the place of the latest one; a token that is never chosen is left out."""
+        """Keep the most likely tokens at the latest token's place, except tokens that can never be chosen."""
         best = zip(tokens, logprobs, strict=True)
         self.top_logprobs.append(tuple((token, value) for token, value in best if value > -np.inf))
 
@@ -92,13 +91,13 @@ class Sample:
         self.error, self.finish_reason = NotFinite(self.handle.prompt_tokens + len(self.ids)), "error"
 
     def cancel(self) -> None:
-        """It ends with what it has; what is on its way is dropped."""
+        """End it with the tokens it has. Tokens in flight are dropped."""
         self.finish_reason = "cancelled"
         if self.stream is not None:
             self.stream.close()
 
     def text(self, tokenizer) -> str:
-        """The text of all tokens but one that ended the sample."""
+        """The text of all tokens, without a stop token at the end."""
         if tokenizer is None:
             return ""
         if self.stream is None:
@@ -110,10 +109,10 @@ class Sample:
         return self.stream.text
 
     def completion(self, tokenizer, kv_heads: int) -> Completion:
-        """What became of it. kv_heads: of all layers together, over which reads are summed."""
+        """Its completion. kv_heads: the KV heads of all layers, over which reads are summed."""
         if self.error is not None:
             return Completion(finish_reason="error", prompt_tokens=self.handle.prompt_tokens, error=self.error)
-        heads = kv_heads * max(len(self.ids) - 1, 1)  # the first token comes of no step
+        heads = kv_heads * max(len(self.ids) - 1, 1)  # the first token comes from prefill
         return Completion(
             text=self.text(tokenizer),
             token_ids=tuple(self.ids),
@@ -127,10 +126,10 @@ class Sample:
 
 
 class Roster:
-    """The samples of a batch that step together, by slot, until one comes, goes, or has asked for its last token.
+    """The samples of a batch that step together, by slot, until one comes, goes, or has issued its last token.
 
-    steps: that are left until then; 0 once `close` was called. As long as nothing but ids is kept of their tokens, and none ends, what a
-    step brings is put aside for all at once; `settle` gives it to the samples.
+    steps: how many are left until then; 0 after `close`. While only ids are kept of their tokens and none ends, the results of a step are
+    put aside for all samples together. `settle` gives them to the samples.
     """
 
     def __init__(self, samples: Sequence[Sample | None]):
@@ -144,13 +143,13 @@ class Roster:
         self._aside: list[Int32[np.ndarray, "B C"]] = []
 
     def launched(self) -> None:
-        """A step of all is on its way."""
+        """A step of all samples was launched."""
         self.steps -= 1
         for sample in self._stepping:
             sample.issued += 1
 
     def put_aside(self, packed: Int32[np.ndarray, "B C"]) -> bool:
-        """Keep what a step brought for `settle`. False, and it was not kept, where its rows must be looked at one by one."""
+        """Keep a step's results for `settle`. Returns False, and keeps nothing, if its rows must be read one by one."""
         if not self._alike:
             return False
         rows = packed if len(packed) == len(self._slots) else packed[self._slots]
@@ -161,7 +160,7 @@ class Roster:
         return True
 
     def settle(self) -> None:
-        """Give the samples what was put aside for them."""
+        """Give the samples their tokens that were put aside."""
         if not self._aside:
             return
         rows = np.stack(self._aside, axis=1)
@@ -173,17 +172,16 @@ class Roster:
         self._aside.clear()
 
     def close(self) -> None:
-        """A sample comes or goes. Tokens that are still on their way are looked at one by one."""
+        """A sample comes or goes. Tokens still in flight are read one by one."""
         self.settle()
         self._alike, self.steps = False, 0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Flight:
-    """Tokens on their way to the host: row by row the sample that one belongs to, and what `kvjax.outcomes.pack` packed.
+    """Tokens in flight to the host: the sample of each row, and the array that `kvjax.outcomes.pack` made.
 
-    roster: of the decode step that they come of; None: a first token, of prefill. ends: one of them may be the last that its sample asked
-    for.
+    roster: that of their decode step; None: a first token, from prefill. ends: whether one of them may be the last of its sample.
     """
 
     samples: Sequence[Sample | None]
@@ -207,7 +205,7 @@ class Batch:
         return sum(sample is not None for sample in self.samples)
 
     def put(self, sample: Sample, token: Int[Array, "1"], counts: Int[np.ndarray, " V"] | None) -> None:
-        """Give a sample a free slot, from where it goes on with its latest token. counts: of the tokens it holds but for that one."""
+        """Give a sample a free slot. It continues with its latest token. counts: those of its other tokens."""
         slot = self.samples.index(None)
         self._roster.close()
         self.samples[slot], self._rows = sample, None
@@ -223,7 +221,7 @@ class Batch:
         self.samples[self.samples.index(sample)] = self._rows = None
 
     def group(self) -> DecodeGroup | None:
-        """The step of those that want more tokens; None where nobody does."""
+        """The next step of the samples that want more tokens; None if none does."""
         if not self._roster.steps:
             self._roster.close()
             self._roster = Roster([sample if sample is not None and sample.wants_more else None for sample in self.samples])
@@ -236,7 +234,7 @@ class Batch:
         return DecodeGroup(self._roster.sequences, self._tokens, self._rows, self.policy, self._counts)
 
     def launched(self, decoded: Decoded) -> Flight:
-        """The step of `group` is on its way."""
+        """The step of `group` was launched."""
         self._tokens, self._counts = decoded.sampled.tokens, decoded.sampled.counts
         self._roster.launched()
         return Flight(self._roster.samples, decoded.packed, self._roster, ends=not self._roster.steps)
@@ -244,22 +242,21 @@ class Batch:
 
 @jax.jit
 def _set_token(tokens: Int[Array, "B"], slot: Int[Array, ""], token: Int[Array, "1"]) -> Int[Array, "B"]:
-    """Tokens with that of one slot replaced."""
+    """`tokens`, with one slot's token replaced."""
     return tokens.at[slot].set(token[0])
 
 
 @functools.partial(jax.jit, donate_argnames="counts")
 def _set_counts(counts: Int[Array, "B V"], slot: Int[Array, ""], row: Int[Array, " V"]) -> Int[Array, "B V"]:
-    """Counts with those of one slot replaced. DONATES counts."""
+    """`counts`, with one slot's row replaced. DONATES counts."""
     return counts.at[slot].set(row)
 
 
 def read(flight: Flight, *, listening: bool) -> tuple[list[tuple[Sample, int, str]], bool]:
     """Wait for tokens and give them to the samples that have not ended.
 
-    listening: somebody wants to hear of each. Returns for each token that had to be looked at, so for all of them if somebody listens, the
-    sample, the token, and the text that became certain; and whether any sample has ended. MissingPages if the step listed a page that no
-    frame holds.
+    listening: whether a caller wants every token. Returns the sample, token and newly certain text of every token that was read one by one
+    (of all if a caller listens), and whether any sample has ended. MissingPages if the step listed a page that no frame holds.
     """
     packed, outcome, taken, ended = np.asarray(flight.packed), None, [], False
     if flight.roster is not None:

@@ -28,7 +28,7 @@ _WHOLE = (
 _BETWEEN = (("min_p", 0, 1), ("repetition_penalty", 0.001, 1000), ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2))
 _HINTS = {
     "do_sample": "a temperature above 0 samples, 0 is greedy",
-    "max_length": "max_new_tokens counts the new tokens alone, without the prompt",
+    "max_length": "use max_new_tokens, which counts only the new tokens, not the prompt",
     "num_return_sequences": "it is called n",
     "num_beams": "there is no beam search; n draws several samples",
     "eos_token_id": "it is called stop_token_ids, a list",
@@ -42,23 +42,23 @@ _HINTS = {
     "device_map": "JAX chooses the device: load and run the model inside `with jax.default_device(...)`",
 }
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-"""Above this temperature every token is equally likely, as at it."""
+"""At this temperature every token is equally likely; higher ones change nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How one request is sampled and when it ends.
 
-    max_new_tokens: tokens. temperature 0 is greedy. top_k 0 and top_p 1 keep every token. seed: the same seed, prompt and policy give the
-    same tokens in any company of the same batch bucket. stop: strings that end the text (they are left out of it). stop_token_ids: None
-    means the model's end-of-sequence tokens; () means none. logprobs: return the log-probability of each token under the model's own
-    distribution (temperature 1, nothing cut off, no penalty).
+    max_new_tokens: the most tokens to generate. temperature: 0 is greedy. top_k, top_p: 0 and 1, in this order, keep every token. seed: the
+    same seed, prompt and policy give the same tokens, whatever else is in a batch of the same bucket. stop: strings that end the text (they
+    are left out of it). stop_token_ids: None: the model's end-of-sequence tokens; (): none. logprobs: return the log-probability of each
+    token under the model's own distribution (temperature 1, no cut, no penalty).
 
     min_p: drop tokens less probable than this share of the best token's probability. repetition_penalty: divides positive and multiplies
-    negative logits of tokens that the prompt or the answer holds (as transformers does). presence_penalty and frequency_penalty: taken off
-    the logit of a token that the answer holds, once and once per occurrence (OpenAI's definition, -2 to 2). Penalties act first, also on
-    greedy rows. n: samples of the prompt, which is prefilled once; sample i draws with seed + i. ignore_eos: go on past the model's
-    end-of-sequence tokens. top_logprobs: how many of the most likely tokens to return at each place, needs logprobs.
+    negative logits of tokens in the prompt or the answer (as transformers does). presence_penalty and frequency_penalty: subtracted from
+    the logit of a token in the answer, once and once per occurrence (OpenAI's definition, -2 to 2). Penalties act first, also on greedy
+    rows. n: how many samples of the prompt, which is prefilled once; sample i draws with seed + i. ignore_eos: do not stop at the model's
+    end-of-sequence tokens. top_logprobs: how many of the most likely tokens to return at each place; needs logprobs.
     """
 
     max_new_tokens: int = 128
@@ -78,7 +78,7 @@ class Sampling:
     top_logprobs: int = 0
 
     def __new__(cls, *values: Any, **fields: Any) -> Sampling:
-        """An instance, unless a name is none of the fields; other libraries' names for things get a hint."""
+        """An instance. A name that is not a field is a TypeError, with a hint for names that other libraries use."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
@@ -118,16 +118,16 @@ class Sampling:
 
     @property
     def penalises(self) -> bool:
-        """Whether logits depend on which tokens came before."""
+        """Whether there is a penalty, so that logits depend on earlier tokens."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
-# With a __new__ of its own, a notebook would show that one's arguments.
+# Without this, notebooks would show the arguments of __new__.
 Sampling.__signature__ = inspect.Signature(list(inspect.signature(Sampling.__init__).parameters.values())[1:])
 
 
 class OneSample(TypedDict, total=False):
-    """Fields of `Sampling` as options of a function, for editors and type checkers; all but `n`."""
+    """Fields of `Sampling` as options of a function, for editors and type checkers, without `n`."""
 
     max_new_tokens: int
     temperature: float
@@ -159,9 +159,9 @@ def _is_number(value: object) -> bool:
 class SamplingRows:
     """The sampling of every row of a batch, as arrays.
 
-    draws: whether any row draws at random, rather than take the largest logit. penalises: whether any row has a penalty. ranks: how many
-    of the most likely tokens are returned. All static, so that a step of greedy rows is compiled without the sort that drawing needs and
-    without counts of tokens: a condition on the device would make the host wait for its answer in every step.
+    draws: whether any row draws at random instead of taking the largest logit. penalises: whether any row has a penalty. ranks: how many of
+    the most likely tokens are returned. These are static, so a step of greedy rows is compiled without the sort that drawing needs and
+    without counts of tokens. A condition on the device would make the host wait for its answer in every step.
     """
 
     temperature: Float[Array, "B"]
@@ -203,7 +203,7 @@ class SamplingRows:
 def check_rows(rows: SamplingRows, tokens: Array, counts: Array | None, slots: int, vocab_size: int) -> None:
     """ValueError unless the arguments of a step of so many slots fit together."""
     if rows.penalises and counts is None:
-        raise ValueError("a row has a penalty, which needs counts of its tokens: pass counts, as kvjax.sampling.seen_tokens makes them")
+        raise ValueError("a row has a penalty, which needs counts of its tokens: pass counts from kvjax.sampling.seen_tokens")
     for name, shape in {"tokens": tokens.shape, **rows.shapes()}.items():
         if shape != (slots,):
             raise ValueError(f"{name} must have one entry for each of {slots} slots, got shape {shape}")
@@ -212,13 +212,13 @@ def check_rows(rows: SamplingRows, tokens: Array, counts: Array | None, slots: i
 
 
 class NotFinite(FloatingPointError):
-    """A model's logits were NaN or infinite, so they say nothing about the next token. position: where that token would stand."""
+    """A model's logits were NaN or infinite, so there is no next token. position: its place in the sequence."""
 
     def __init__(self, position: int):
         self.position = position
         super().__init__(
             f"the logits for the token at position {position:,} are not finite (NaN or infinity): load the model in float32 or bfloat16 "
-            "if it runs in float16, and check its weights for NaN if that does not help"
+            "if it runs in float16; if that does not help, check its weights for NaN"
         )
 
 
@@ -226,11 +226,11 @@ class NotFinite(FloatingPointError):
 class Sampled:
     """The result of sampling, per row: the token, its log-probability, and whether the logits could be sampled.
 
-    finite: False where the row's logits hold NaN or +inf, or nothing but -inf (a token whose logit is -inf is never chosen, which is no
-    fault). Token and log-probability then mean nothing, and whoever reads them raises `NotFinite` for the row. Log-probabilities are under
-    softmax(logits), natural log, float32. top_tokens and top_logprobs: the `rows.ranks` most likely tokens, best first (None without).
-    counts: those that were passed in (see `seen_tokens`), for the next step. accepted: after drafts (`accept`), where everything but counts
-    has an axis T behind the batch: how many of the row's tokens stay.
+    finite: False where the row's logits hold NaN or +inf, or only -inf. (Some -inf are fine: such a token is never chosen.) Token and
+    log-probability are then meaningless, and the reader raises `NotFinite` for the row. Log-probabilities are those of softmax(logits),
+    natural log, float32. top_tokens and top_logprobs: the `rows.ranks` most likely tokens, best first; None if ranks is 0. counts: those
+    that were passed in (see `seen_tokens`), for the next step. accepted: only after drafts (`accept`): how many of the row's tokens stay;
+    then everything except counts has an axis T after the batch.
     """
 
     tokens: Int[Array, "B"]
@@ -245,19 +245,19 @@ class Sampled:
 def sample(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array, "B"], counts: Int[Array, "B V"] | None = None) -> Sampled:
     """The next token of every row.
 
-    positions: the token's place in its sequence; with the row's seed it makes the row's random key, so a row's draw does not depend on
-    its company. counts: which tokens each row holds, as `seen_tokens` and `count_tokens` make them; needed where `rows.penalises`. Order:
-    penalties (repetition, then frequency and presence), temperature, then top-k, then top-p over what is left, then min-p; the best token
-    always stays. Greedy rows take the largest logit, the lower token id of equals. Memory: a few arrays of `[B, V]` float32.
+    positions: the token's place in its sequence. It and the row's seed make the row's random key, so a draw does not depend on other rows.
+    counts: the tokens that each row holds, from `seen_tokens` and `count_tokens`; needed if `rows.penalises`. Order: penalties (repetition,
+    then frequency and presence), temperature, top-k, top-p over what is left, min-p. The best token always stays. Greedy rows take the
+    largest logit; of equal ones, the lowest token id. Memory: a few arrays of `[B, V]` float32.
     """
-    logits = jax.lax.optimization_barrier(logits.astype(jnp.float32))  # what comes before is the same whoever draws
+    logits = jax.lax.optimization_barrier(logits.astype(jnp.float32))  # the logits have the same bits whether or not rows draw
     weighed = penalised(logits, rows, counts) if rows.penalises else logits
     chosen = jnp.argmax(weighed, axis=-1).astype(jnp.int32)
     if rows.draws:
         chosen = jnp.where(rows.temperature > 0, _draw(weighed, rows, positions), chosen)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
-    largest, log_sum = jax.lax.optimization_barrier((largest, log_sum))  # the same sum whoever asks for the most likely tokens
+    largest, log_sum = jax.lax.optimization_barrier((largest, log_sum))  # the same sum whether or not the most likely tokens are returned
     logprobs = (jnp.take_along_axis(logits, chosen[:, None], axis=1) - largest - log_sum)[:, 0]
     if not rows.ranks:
         return Sampled(chosen, logprobs, all_finite(logits), counts=counts)
@@ -273,11 +273,11 @@ def accept(
     active: Bool[Array, "B"],
     counts: Int[Array, "B V"] | None,
 ) -> Sampled:
-    """Sample behind each of T written tokens, and keep the drafts that are what was sampled: the longest run of them after the first token.
+    """Sample after each of T written tokens, and keep the longest run of drafts that equal the tokens sampled in their places.
 
-    lengths: of each row before these tokens. drafted: the row's certain token, then drafts; -1, where there is none, is never kept. A row
-    that is not active keeps nothing. A draw depends on the row's seed and on the place of the token alone, so that what is kept is what T
-    steps of one token would have drawn from these logits.
+    lengths: each row's length before these tokens. drafted: the row's certain token, then drafts; -1 (no draft) is never kept. An inactive
+    row keeps nothing. A draw depends only on the row's seed and the token's place, so the tokens kept are those that T steps of one token
+    would have drawn from these logits.
     """
     found = []
     for token in range(drafted.shape[1]):
@@ -294,12 +294,12 @@ def accept(
 
 
 def all_finite(logits: Float[Array, "... V"]) -> Bool[Array, "..."]:
-    """Whether rows of logits can be sampled from, as `Sampled.finite` says: the largest is NaN if one is NaN."""
+    """Whether rows of logits can be sampled from (see `Sampled.finite`). The largest logit is NaN if one is NaN."""
     return jnp.isfinite(jnp.max(logits, axis=-1))
 
 
 def seen_tokens(prompt: Sequence[int], vocab_size: int) -> Int[np.ndarray, " V"]:
-    """Counts of a row before its first token: 1 for tokens of the prompt. Each occurrence in the answer adds 2."""
+    """Counts of a row before its first new token: 1 for each token id in the prompt. Each occurrence in the answer adds 2."""
     counts = np.zeros(vocab_size, np.int32)
     counts[np.asarray(prompt)] = 1
     return counts
@@ -311,7 +311,7 @@ def count_tokens(counts: Int[Array, "B V"], tokens: Int[Array, "B"], active: Boo
 
 
 def penalised(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, "B V"]) -> Float[Array, "B V"]:
-    """Logits after the penalties; those of a row without any are the same bits."""
+    """Logits after the penalties. Rows without a penalty keep their bits."""
     generated, repetition = counts >> 1, rows.repetition_penalty[:, None]
     logits = jnp.where(counts > 0, jnp.where(logits < 0, logits * repetition, logits / repetition), logits)
     return logits - rows.frequency_penalty[:, None] * generated - rows.presence_penalty[:, None] * (generated > 0)
@@ -331,15 +331,15 @@ def kept(ranked: Float[Array, "B V"], rows: SamplingRows) -> Bool[Array, "B V"]:
 
 
 def _draw(logits: Float[Array, "B V"], rows: SamplingRows, positions: Int[Array, "B"]) -> Int[Array, "B"]:
-    """One random draw per row; the caller drops those of rows with temperature 0.
+    """One random draw per row; the caller drops the draws of rows with temperature 0.
 
-    The row's maximum is subtracted before the division, so that the best token stays at 0 however small the temperature is: logits / T
-    overflows below T of about 1e-36. 0 and minus infinity stay what they are, also where a device flushes T, or its inverse, to 0.
+    The row's maximum is subtracted before the division, so the best token stays at 0 however small T is: logits / T overflows below T of
+    about 1e-36. 0 and minus infinity do not change, even where a device flushes T, or its inverse, to 0.
     """
     below = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = below / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     scaled = jnp.where((below == 0) | jnp.isinf(below), below, scaled)
-    order = jnp.argsort(-below, axis=-1, stable=True)  # a high temperature makes `scaled` of different logits equal, and flushes it to 0
+    order = jnp.argsort(-below, axis=-1, stable=True)  # a high temperature flushes `scaled` to 0, and makes different logits equal
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
 
     def pick(seed, position, row):

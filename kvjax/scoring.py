@@ -24,7 +24,7 @@ from kvjax.sequences import CachedSequence
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Log-probabilities of a given continuation: their sum, one per token, and whether greedy decoding would have written it."""
+    """Log-probabilities of a given continuation: their sum, one per token, and whether greedy decoding would write it."""
 
     logprob: float
     token_logprobs: tuple[float, ...]
@@ -58,10 +58,10 @@ def score(
 ) -> Any:
     """Log-probability of each continuation after its prompt: one `Score`, or a list for lists.
 
-    Text becomes tokens as in `encode_pair`. The prompt is prefilled; under `Dense` so is the continuation, under any other policy each of
-    its tokens is decoded through the policy. Raises ValueError for an empty prompt or continuation, lists of different lengths, or a pair
-    longer than the model's positions, or a token outside the vocabulary; OutOfPages where the pool is too small; NotFinite where the model
-    gives NaN, FloatingPointError where it gives a token of the continuation a probability of 0.
+    Text becomes tokens as in `encode_pair`. The prompt is prefilled. Under `Dense` the continuation is prefilled too; under any other
+    policy each of its tokens is decoded through the policy. Raises ValueError for an empty prompt or continuation, lists of different
+    lengths, a pair longer than the model's positions, or a token outside the vocabulary; OutOfPages if the pool is too small; NotFinite if
+    the model gives NaN; FloatingPointError if it gives a token of the continuation a probability of 0.
     """
     if not isinstance(model, Engine):
         check_model(model, "score")
@@ -88,10 +88,9 @@ def continuation_logprobs(
 ) -> tuple[Float[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """Log-probability of each token of a continuation, float32, and whether it is the greedy one.
 
-    sequence: fresh from prefill or extend, so that its `.logits` predict the first token; it grows by all but the last.
-    Logits are held one chunk, `[prefill_chunk, V]`, at a time: those of a whole long document would not fit in memory.
-    ValueError for a token outside the vocabulary; NotFinite where the model gives NaN, FloatingPointError where it
-    gives a token a probability of 0.
+    sequence: fresh from prefill or extend, so that its `.logits` predict the first token. It grows by all tokens except the last. Logits
+    are held for one chunk at a time, `[prefill_chunk, V]`, because those of a whole long document would not fit in memory. ValueError for a
+    token outside the vocabulary; NotFinite if the model gives NaN; FloatingPointError if it gives a token a probability of 0.
     """
     continuation, begun = engine.check_tokens(continuation), sequence.length
     found = [_look_up(sequence.logits[None], jnp.asarray(continuation[:1]))]
@@ -114,7 +113,7 @@ def continuation_logprobs(
 
 def _score_pair(engine: Engine, prompt: Sequence[int], continuation: Sequence[int], policy: DecodePolicy) -> Score:
     engine.check_length(len(prompt) + len(continuation) - 1)
-    with engine.guard:  # no Ctrl-C between the prefill and the block that frees its sequence, or before that is freed
+    with engine.guard:  # no Ctrl-C before the sequence is freed
         (sequence,) = engine.prefill([prompt])
         try:
             logprobs, greedy = continuation_logprobs(engine, sequence, continuation, policy)
@@ -126,8 +125,8 @@ def _score_pair(engine: Engine, prompt: Sequence[int], continuation: Sequence[in
 def encode_pair(tokenizer: Any, prompt: Prompt, continuation: Prompt) -> tuple[list[int], list[int]]:
     """Token ids of a prompt and of its continuation; ValueError if either has none.
 
-    Text is tokenised as a whole and cut after the prompt's own tokens. Where a token straddles the border ("inter" + "national"), the
-    continuation is tokenised by itself instead, so that the tokens scored always spell the continuation.
+    Text is tokenised as a whole and cut after the prompt's own tokens. If a token crosses the border ("inter" + "national"), the
+    continuation is tokenised alone instead, so the scored tokens always spell the continuation.
     """
     if isinstance(prompt, str) != isinstance(continuation, str):
         raise ValueError("prompt and continuation must both be text or both be token ids")

@@ -1,4 +1,4 @@
-"""A sequence in an engine's cache, as the host knows it."""
+"""The host's record of a sequence in an engine's cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class CachedSequence:
     """A sequence whose keys and values lie in an engine's pages.
 
-    tokens: those written so far that the host has read. length: tokens written. pages: by layer group, the page ids in order,
-    reserved ones included, -1 for those that a window gave back. logits: next-token logits `[V]` float32 after the last prefill or extend;
-    None after anything else. states: of learning policies, per layer. open_chunk: what prefill goes on with so that they learn the same
-    however a prompt is cut; None after decoding. suspended: its pages in host memory, while `Engine.suspend` keeps them there.
+    tokens: the written tokens that the host has read. length: how many tokens were written. pages: by layer group, the page ids in order,
+    including reserved ones, -1 for those that a window gave back. logits: next-token logits `[V]` float32 after the last prefill or extend;
+    None after anything else. states: those of learning policies, per layer. open_chunk: what prefill needs to continue, so that policies
+    learn the same however a prompt is cut; None after decoding. suspended: its pages in host memory, after `Engine.suspend`; else None.
     """
 
     tokens: list[int]
@@ -37,18 +37,18 @@ class CachedSequence:
 
 
 def check_usable(sequences: Sequence[CachedSequence], live: Set[CachedSequence], in_chunks: Set[CachedSequence] | None) -> None:
-    """ValueError for sequences that are not among the engine's `live` ones, or stand twice.
+    """ValueError for sequences that are not among the engine's `live` ones, or appear twice.
 
-    in_chunks: those in the middle of a chunk of prefill, which cannot be written to, nor can suspended ones; None: that does not matter.
+    in_chunks: sequences in the middle of a chunk of prefill. ValueError also for these and for suspended ones; None: allow both.
     """
     given = set(sequences)
     if not live >= given:
-        raise ValueError("the sequence was freed or is another engine's; prefill it here")
+        raise ValueError("the sequence was freed, or belongs to another engine; prefill it here")
     if len(given) < len(sequences):
-        raise ValueError("a sequence stands twice in one batch; fork it to decode it twice")
+        raise ValueError("a sequence appears twice in one batch; fork it to decode it twice")
     if in_chunks is None:
         return
     if any([each.suspended is not None for each in sequences]):  # noqa: C419 - a list is faster, and this is done in every step
         raise ValueError("the sequence is suspended; engine.resume(sequence) brings its pages back")
     if in_chunks and not in_chunks.isdisjoint(given):
-        raise ValueError("the sequence is in the middle of a chunk of prefill: go on with the chunk (Engine.step), or free it")
+        raise ValueError("the sequence is in the middle of a chunk of prefill: continue the chunk (Engine.step), or free it")

@@ -1,7 +1,7 @@
 """The rows of a decode batch: their page tables and lengths stay on the device from step to step.
 
-A step moves lengths on by itself. The host adds the page that a row writes to next, and only when the row comes to a new page, so that a
-step costs the host the same however long the sequences are.
+A step updates lengths on the device. The host only adds a row's next page, when the row comes to a new page, so the host's time per step
+does not depend on the length of sequences.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kvjax.cache.tables import narrower, page_table, table_width
 from kvjax.sequences import CachedSequence
 
 NextPages = dict[str, Int[Array, "B 2"]]
-"""By layer group: the page that each row writes its next token to, and the page after it; -1 where there is none."""
+"""By layer group: the page of each row's next token, and the page after it; -1 where there is none."""
 
 
 class Slots:
     """A decode batch of `size` slots.
 
-    `fill` puts sequences into them, unless they `hold` them. `cache` gives what a step reads, `advance` takes back what it returns.
+    `hold` says whether sequences are in the slots, and `fill` puts them there. `cache` gives a step's input, `advance` takes its output.
 
-    Sequences may change between steps in any way (`truncate`, `extend`): `hold` and `fill` find the rows that did. A row takes more than a
-    comparison only when it changed, or comes to a page that the device has not been told of.
+    Sequences may change between steps in any way (`truncate`, `extend`): `hold` and `fill` find the rows that changed. A row costs more
+    than a comparison only if it changed, or comes to a page that the device does not know.
 
-    rows: slots with a sequence, ascending. live, lengths: their sequences, and the tokens of each. longest: the most of these.
+    rows: slots with a sequence, ascending. live, lengths: their sequences, and the tokens of each. longest: the largest length.
     """
 
     def __init__(self, spec: CacheSpec, size: int):
@@ -42,20 +42,20 @@ class Slots:
         self.lengths: list[int] = []
         self.longest = 0
         self._pages: list[PageIds] = []  # of `live`
-        self._limits: list[int] = []  # of `live`: the tokens up to which `_next` has their pages
-        self._nearest = 0  # tokens that every row may be longer by within its limit
+        self._limits: list[int] = []  # of `live`: up to how many tokens `_next` has their pages
+        self._nearest = 0  # tokens that every row can still grow by within its limit
         self._next = {group.name: np.full((size, 2), -1, np.int32) for group in spec.groups}
-        self._named: NextPages | None = None  # `_next` as a step is given it: the call of the step moves it to the device
+        self._named: NextPages | None = None  # `_next` as passed to a step; the call moves it to the device
         self._host_tables: dict[str, Int[np.ndarray, "B M"]] = {}
-        self._holds = 0, 0  # tokens of the longest row for which tables have the width that they have: more than, and at most
+        self._holds = 0, 0  # bounds of the longest row for the current table width: more than, at most
         self._dirty: set[int] = set()
         self._tables: dict[str, Int[Array, "B M"]] | None = None
         self._device_lengths: Int[Array, "B"] | None = None
         self.active: Bool[Array, "B"] = jax.device_put(np.zeros(size, bool))
 
     def hold(self, sequences: Sequence[CachedSequence | None]) -> bool:
-        """Whether these sequences are in the slots, and none has changed since the last step; a freed or suspended one has."""
-        # One tuple has what it had. A list may have changed.
+        """Whether these sequences are in the slots, unchanged since the last step. A freed or suspended sequence counts as changed."""
+        # The same tuple has the same entries. A list may have changed.
         if not (sequences is self.sequences or all(map(operator.is_, sequences, self.sequences))):
             return False
         for each, length, pages in zip(self.live, self.lengths, self._pages, strict=True):
@@ -64,7 +64,7 @@ class Slots:
         return True
 
     def fill(self, sequences: Sequence[CachedSequence | None]) -> None:
-        """Put these sequences into the slots, None: an empty one. What has not changed since the last step stays on the device."""
+        """Put these sequences into the slots (None: an empty slot). Rows that have not changed since the last step stay on the device."""
         known = dict(zip(self.rows, zip(self.live, self.lengths, self._pages, self._limits, strict=True), strict=True))
         self.sequences = tuple(sequences)
         rows = [row for row, each in enumerate(sequences) if each is not None]
@@ -85,7 +85,7 @@ class Slots:
         self._nearest, self._named = self._room_to_limits(), None
 
     def lacking(self, num_tokens: int) -> list[CachedSequence]:
-        """The sequences without pages for so many more tokens."""
+        """The sequences that lack pages for so many more tokens."""
         near = [self.live[place] for place in self._near_a_limit(num_tokens)]
         return [each for each in near if each.length + num_tokens > self._room(each)]
 
@@ -101,7 +101,7 @@ class Slots:
         if self._tables is None:
             lengths = np.zeros(self.size, np.int32)
             lengths[self.rows] = self.lengths
-            # Copies: a transfer may be under way when what is here changes in place, and a CPU array may be this memory.
+            # Copies, because these arrays change in place while a transfer may be running, and a CPU array may share this memory.
             self._tables, self._device_lengths = jax.device_put(
                 ({name: table.copy() for name, table in self._host_tables.items()}, lengths)
             )
@@ -110,7 +110,7 @@ class Slots:
         return Cache(layers, self._tables, self._device_lengths, self.spec), self._named
 
     def advance(self, cache: Cache, written: int | Int[np.ndarray, "B"]) -> None:
-        """Keep a step's tables and lengths. written: tokens that each filled slot is longer by."""
+        """Keep a step's tables and lengths. written: tokens by which each filled slot grew."""
         self._tables, self._device_lengths = cache.page_tables, cache.lengths
         if isinstance(written, int):
             self.lengths = [length + written for length in self.lengths]
@@ -120,11 +120,11 @@ class Slots:
             self.longest, self._nearest = max(self.lengths, default=0), self._room_to_limits()
 
     def forget(self) -> None:
-        """Make the device's arrays anew for the next step."""
+        """Rebuild the device's arrays for the next step."""
         self._tables = None
 
     def _near_a_limit(self, num_tokens: int) -> list[int]:
-        """Places in `live` of rows that so many more tokens take beyond their limit."""
+        """Places in `live` of the rows that so many more tokens would take beyond their limit."""
         if num_tokens <= self._nearest:
             return []
         both = zip(self.lengths, self._limits, strict=True)
@@ -138,7 +138,7 @@ class Slots:
         return min([len(sequence.pages[group.name]) * group.page_size for group in self.spec.groups])
 
     def _name_next(self, row: int, sequence: CachedSequence) -> int:
-        """Bring `_next` of a row up to date with its sequence's pages, which are there. Returns its limit: up to the end of a page."""
+        """Update `_next` of a row from its sequence's pages, which must have been taken. Returns the row's limit: the end of a page."""
         limits = []
         for group in self.spec.groups:
             ids, first = sequence.pages[group.name], sequence.length // group.page_size
@@ -151,7 +151,7 @@ class Slots:
         return min(limits)
 
     def _place_rows(self, num_tokens: int) -> None:
-        """Put changed rows into the tables, which are as wide as the longest row and `num_tokens` more tokens need."""
+        """Put changed rows into the tables. Their width is what the longest row and `num_tokens` more tokens need."""
         bounds = []
         for group in self.spec.groups:
             width = table_width(-(-(self.longest + num_tokens) // group.page_size))
@@ -170,7 +170,7 @@ class Slots:
 
 
 def name_pages(cache: Cache, following: NextPages) -> Cache:
-    """The cache with the pages that its rows write to next in their page tables."""
+    """The cache, with the next pages of its rows added to the page tables."""
     tables = dict(cache.page_tables)
     rows = jnp.arange(cache.lengths.shape[0])[:, None]
     for group in cache.spec.groups:
@@ -180,7 +180,7 @@ def name_pages(cache: Cache, following: NextPages) -> Cache:
 
 
 def in_bucket(sequences: Sequence[CachedSequence], buckets: Sequence[int]) -> list[CachedSequence | None]:
-    """The sequences, padded with None to the smallest batch bucket that holds them. ValueError for none, or more than the largest holds."""
+    """The sequences, padded with None to the smallest batch bucket that holds them. ValueError for no sequence, or too many."""
     if not sequences:
         raise ValueError("a step needs at least one sequence")
     bucket = next((size for size in buckets if size >= len(sequences)), None)

@@ -64,7 +64,7 @@ def test_a_second_thread_is_refused_and_the_first_loses_nothing(engine, text):
     for call in calls:
         if call is calls[-1]:  # it waits for the other thread before it gives back what it holds
             threading.Timer(0.2, go_on.set).start()
-        with pytest.raises(RuntimeError, match=r"being used by another thread, and is used by one thread at a time: make one for each"):
+        with pytest.raises(RuntimeError, match=r"being used by another thread, and only one may use it at a time: make one for each"):
             call()
     worker.join(60)
     assert (found[0].length, sequence.length, len(sequence.pages["full"])) == (20, 40, 3)

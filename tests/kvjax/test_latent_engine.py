@@ -267,7 +267,7 @@ class Learns(TopBlocks):
         ({"policy": "auto"}, "policy auto has no evidence about layers of latent attention"),
         ({"prefill": "auto"}, "prefill auto has no evidence about layers of latent attention"),
         ({"prefill": "bounds:32"}, "prefill bounds:32 scans the index bounds128"),
-        ({"policy": Learns(k=1, block_size=PAGE)}, "learns from prefill, whose attention mass layers of latent attention do not give"),
+        ({"policy": Learns(k=1, block_size=PAGE)}, "learns from prefill, but layers of latent attention give no attention mass"),
     ],
 )
 def test_policies_that_latents_cannot_serve_are_refused(latent_model, options, said):

@@ -222,7 +222,7 @@ def test_a_restored_sequence_says_what_is_lost(engine, text, tmp_path):
 
 def test_a_policy_that_learns_from_prefill_is_declared_first(engine, text):
     (sequence,) = engine.prefill([text[:10]])
-    with pytest.raises(ValueError, match=r"learns from prefill, which this engine did not show it: name it in Engine\(policies=...\)"):
+    with pytest.raises(ValueError, match=r"learns from prefill, and must be known before it: name it in Engine\(policies=...\)"):
         engine.decode([sequence], [1], Heavy(k=7))
     engine.free(sequence)
 
@@ -230,7 +230,7 @@ def test_a_policy_that_learns_from_prefill_is_declared_first(engine, text):
 @pytest.mark.parametrize(
     ("policy", "match"),
     [
-        (lambda: Heavy(queries=64), "asks for the last 64 queries, which is more than a chunk of 32 tokens"),
+        (lambda: Heavy(queries=64), "asks for the last 64 queries, but a chunk has 32 tokens"),
         (lambda: Heavy(block_size=12), "blocks of 12 tokens, which do not divide the page size 16"),
         (lambda: Heavy(queries=0), "queries must be an int of at least 1, got 0"),
         (lambda: Heavy(block_size=True), "block_size must be an int of at least 1, got True"),

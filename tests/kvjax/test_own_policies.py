@@ -101,7 +101,7 @@ def test_prefill_policies_are_registered_beside_them():
     [
         ("top", "'top' is a built-in policy; choose another name"),
         ("auto", "built-in"),
-        ("known", "'known' is registered already; choose another name, or pass replace=True"),
+        ("known", "'known' is already registered; choose another name, or pass replace=True"),
         ("a:b", "'a:b' cannot name a policy: use a letter"),
         ("a,b", "cannot name"),
         ("", "cannot name"),
@@ -209,7 +209,7 @@ def test_reports_name_a_policy_so_that_it_is_found_again(file):
     assert name_of(own) == "Numbered(k=4)"
     assert name_of(TopBlocks(8)) == "top:8"
     assert parse(name_of(TopBlocks(8, dense_layers=1))) == TopBlocks(8, dense_layers=1)
-    with pytest.raises(ValueError, match="calls itself 'top:8', which names another: give it a __str__ of its own"):
+    with pytest.raises(ValueError, match="calls itself 'top:8', which names another policy: give it a __str__ of its own"):
         name_of(Impostor())
 
 

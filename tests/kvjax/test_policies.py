@@ -234,5 +234,5 @@ def test_impossible_policies_are_refused_when_built(build, match):
     + [(parse_prefill, form) for form in ("oracle:{}", "vertical-slash:{}+1")],
 )
 def test_a_number_that_no_policy_can_use_is_refused_by_name(named, form, digits):
-    with pytest.raises(ValueError, match=r"has a number above 2147483647, the largest that can be used: name a smaller one$"):
+    with pytest.raises(ValueError, match=r"has a number above 2147483647, the largest possible: name a smaller one$"):
         named(form.format(digits))

@@ -160,7 +160,7 @@ def test_policies_that_learn_from_prefill_are_refused(recurrent_model):
         def observe_prefill(self, mass, ctx, state):
             return state
 
-    with pytest.raises(ValueError, match="learns from prefill, for which the queries of a chunk are computed again; recurrent layers"):
+    with pytest.raises(ValueError, match="learns from prefill, which computes the queries of a chunk again; recurrent layers"):
         Engine(recurrent_model, Learning(k=1, block_size=PAGE), pages=8, page_size=PAGE, prefill_chunk=CHUNK)
 
 

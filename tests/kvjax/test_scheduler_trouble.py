@@ -232,7 +232,7 @@ def test_one_thread_at_a_time(engine):
         thread.start()
         thread.join()
     assert raised
-    assert "used by one thread at a time" in raised[0]
+    assert "only one may use it at a time" in raised[0]
 
 
 def test_a_step_does_not_wait_for_itself(engine):

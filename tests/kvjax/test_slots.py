@@ -244,7 +244,7 @@ def test_a_plan_that_lacks_pages_changes_nothing(engine):
 def test_a_sequence_stands_in_a_plan_once(engine):
     (a,) = engine.prefill([tokens(16)])
     for plan in (plan_of(a, a, policies=(None, "quest:1")), plan_of(a, chunks=[Chunk(a, [1])]), plan_of(chunks=[Chunk(a, [1])] * 2)):
-        with pytest.raises(ValueError, match="stands twice"):
+        with pytest.raises(ValueError, match="appears twice"):
             engine.step(plan)
     assert a.length == 16
 
@@ -266,7 +266,7 @@ def test_a_chunk_that_is_not_through_refuses_everything_but_being_gone_on_with(m
         "step": lambda: deep.step(plan_of(sequence)),
     }
     for name, call in calls.items():
-        with pytest.raises(ValueError, match="in the middle of a chunk of prefill: go on with the chunk"):
+        with pytest.raises(ValueError, match="in the middle of a chunk of prefill: continue the chunk"):
             pytest.fail(f"{name} was not refused: {call()}")
     with pytest.raises(ValueError, match="in the middle of a chunk of other tokens"):
         deep.step(StepPlan(chunks=(Chunk(sequence, [1, 2]),)))
