@@ -1,4 +1,4 @@
-"""From token ids to text, as they arrive: pieces for streaming, and stop strings that may begin and end inside tokens."""
+"""Turns token ids into text as they arrive: pieces for streaming, and stop strings that may begin and end inside tokens."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TextStream:
         return self._emit(after[len(before) :])
 
     def close(self) -> str:
-        """The text held back so far, up to a stop string; for when no further token comes."""
+        """The text held back so far, up to a stop string. Call it when no further token comes."""
         if self.stopped:
             return ""
         before = self._decode(self._anchor, self._done)

@@ -1,4 +1,4 @@
-"""Who owns which page: a free list and reference counts, on the host."""
+"""Page ownership on the host: a free list and reference counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvjax.checks import whole_number
 
 
 class OutOfPages(RuntimeError):
-    """The pool has fewer free pages than a call needs. Nothing was written and no page was taken. group: of layers."""
+    """The pool has fewer free pages than a call needs. Nothing was written and no page was taken. group: the layer group."""
 
     def __init__(self, needed: int, free: int, total: int, advice: str = "", *, group: str = "full"):
         self.needed, self.free, self.total, self.group = needed, free, total, group
@@ -18,9 +18,8 @@ class OutOfPages(RuntimeError):
 
 
 class PageAllocator:
-    """Hands out page numbers 0 .. total-1. A page has one owner for each sequence that names it, and is free again when
-    the last owner releases it. The page released last is handed out first, so which page holds what depends on history;
-    results must not."""
+    """Hands out page numbers 0 .. total-1. Each sequence that names a page is one owner; the page is free when the last owner releases it.
+    The page released last is handed out first, so page numbers depend on history, but results must not."""
 
     def __init__(self, total: int):
         self.total = total = whole_number("pages", total, 1)
@@ -29,7 +28,7 @@ class PageAllocator:
 
     @property
     def free(self) -> int:
-        """Pages nobody owns."""
+        """Pages without an owner."""
         return len(self._free)
 
     def owners(self, page: int) -> int:
@@ -37,7 +36,7 @@ class PageAllocator:
         return self._owners[page]
 
     def take(self, count: int) -> list[int]:
-        """`count` pages with one owner each, or OutOfPages and none."""
+        """Take `count` pages, with one owner each. After OutOfPages none were taken."""
         if count > len(self._free):
             raise OutOfPages(count, len(self._free), self.total)
         pages = [self._free.pop() for _ in range(count)]
@@ -46,7 +45,7 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more owner for each of `pages`, which must be owned already."""
+        """Add an owner to each of `pages`, which must have one already."""
         for page in pages:
             if self._owners[page] == 0:
                 raise ValueError(f"page {page} is free and cannot be shared")
@@ -54,7 +53,7 @@ class PageAllocator:
             self._owners[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One owner fewer for each of `pages`; those without owners become free."""
+        """Remove an owner from each of `pages`. Pages without owners become free."""
         for page in pages:
             if self._owners[page] == 0:
                 raise ValueError(f"page {page} is already free")

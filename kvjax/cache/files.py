@@ -1,4 +1,4 @@
-"""A prefilled sequence as a file: one safetensors file with its pages, its tokens, what it was made with, and a digest of it all."""
+"""A prefilled sequence as a file: one safetensors file with its pages, tokens, settings, and a digest of everything."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvjax.cache.transfer import Stored, stored_shapes
 
 FORMAT, FORMER = "kvjax sequence 2", "kvjax sequence 1"
 UNSIGNED = "0" * 64
-"""Stands in the header where the SHA-256 belongs while the file is hashed: the digest covers every byte but its own."""
+"""Takes the place of the SHA-256 in the header while the file is hashed: the digest covers every byte except its own."""
 PIECE = 1 << 24
-"""Bytes that are hashed between two interrupt points."""
+"""Bytes hashed between two interrupt points."""
 
 
 def write_sequence(
@@ -33,10 +33,11 @@ def write_sequence(
     interrupt_point: Callable[[], None] = lambda: None,
 ) -> None:
     """Write what `kvjax.cache.transfer` stores of each layer (keys and values in logical order, without pages before a window; a row of
-    state) beside `path` and rename; whatever fails, nothing is left.
+    state). It writes beside `path`, then renames. If anything fails, no file is left.
 
-    header: what must agree on loading (model, page size, dtype). Indexes are not stored: they are a function of the keys. interrupt_point:
-    called now and then, and may raise. ValueError if the folder is missing or `path` is one, OSError if it cannot be written.
+    header: what must match on loading (model, page size, dtype). Indexes are not stored, because they are a function of the keys.
+    interrupt_point: called now and then, and may raise. ValueError if the folder is missing or `path` is a folder, OSError if the file
+    cannot be written.
     """
     path = Path(path).expanduser()
     if not path.parent.is_dir():
@@ -64,10 +65,10 @@ def write_sequence(
 def read_sequence(
     path: str | Path, header: dict, *, spec: CacheSpec, vocab_size: int, interrupt_point: Callable[[], None]
 ) -> tuple[list[int], Stored]:
-    """Tokens, and what is stored of each layer of `spec`, of a file that `write_sequence` wrote.
+    """Tokens and stored arrays of each layer of `spec`, from a file that `write_sequence` wrote.
 
-    ValueError for a file that is damaged, for one whose header is not `header` (it names the field), and for tensors that are missing, too
-    many, or not of the shape, dtype and range that tokens and spec ask for.
+    ValueError if the file is damaged, if its header is not `header` (the message names the field), or if tensors are missing, surplus, or
+    of another shape, dtype or range than tokens and spec require.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -106,7 +107,7 @@ def read_sequence(
 
 
 def _check_first(path: Path, first: int, length: int, page_size: int) -> None:
-    """ValueError unless a state that holds `first` tokens is that before the open page of `length` tokens, or before the page before."""
+    """ValueError unless a state of `first` tokens ends where the open page of `length` tokens begins, or one page earlier."""
     opened = length // page_size * page_size
     if first not in (opened, opened - page_size) or first < 0:
         raise ValueError(f"{path} has a state of {first} tokens for {length} tokens in pages of {page_size}; prefill again")
@@ -118,14 +119,14 @@ def _header(path: Path, metadata: dict[str, str]) -> dict:
     except ValueError:
         stored = None
     if not isinstance(stored, dict):
-        raise ValueError(f"{path} does not say in its header which model made it; prefill again and save it again")
+        raise ValueError(f"{path} does not name the model that made it in its header; prefill again and save it again")
     return stored
 
 
 def _tokens(path: Path, file: Any, vocab_size: int) -> list[int]:
     shape = file.get_slice("tokens").get_shape()
     if len(shape) != 1 or shape[0] < 1:
-        raise ValueError(f"{path} has tokens of shape {shape}, where a row of at least one is needed")
+        raise ValueError(f"{path} has tokens of shape {shape}, but needs a row of at least one")
     tokens = np.asarray(_tensor(path, file, "tokens", shape, "int32"))
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
@@ -137,10 +138,10 @@ def _tensor(path: Path, file: Any, name: str, shape: list[int], dtype: str) -> j
     """A tensor of the file; ValueError if it is not of this shape and dtype. The shape is compared before anything is read."""
     found = file.get_slice(name).get_shape()
     if found != shape:
-        raise ValueError(f"{path} has {name} of shape {found}, and this engine's tokens and pages ask for {shape}")
+        raise ValueError(f"{path} has {name} of shape {found}, but this engine's tokens and pages need {shape}")
     tensor = file.get_tensor(name)
     if tensor.dtype.name != dtype:
-        raise ValueError(f"{path} has {name} in {tensor.dtype}, and this engine works in {dtype}")
+        raise ValueError(f"{path} has {name} in {tensor.dtype}, but this engine works in {dtype}")
     return tensor
 
 
@@ -153,7 +154,7 @@ def _check_digest(path: Path, digest: str, interrupt_point: Callable[[], None]) 
 
 
 def _place_in_header(file: BinaryIO, text: str) -> int:
-    """Where in a safetensors file its header has the text, or -1: after 8 bytes that say how long the header is."""
+    """The place of a text in the header of a safetensors file, or -1. The header follows 8 bytes that hold its length."""
     file.seek(0)
     place = file.read(int.from_bytes(file.read(8), "little")).find(text.encode())
     return -1 if place < 0 else 8 + place

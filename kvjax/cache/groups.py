@@ -1,4 +1,4 @@
-"""Which pages of each layer group sequences hold, on the host: taken as they grow, given back as they fall out of a window."""
+"""The pages that sequences hold in each layer group, on the host: taken as sequences grow, given back as pages leave a window."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec
 from kvjax.cache.tables import page_table
 
 PageIds = dict[str, list[int]]
-"""Of one sequence, by group: logical page -> page id, reserved ones included; -1 for a page that a window gave back."""
+"""The pages of one sequence, by group: logical page -> page id, including reserved ones; -1 for a page that a window gave back."""
 
 
 class Holder(Protocol):
-    """A sequence: tokens written, and its pages."""
+    """A sequence: its number of written tokens, and its pages."""
 
     length: int
     pages: PageIds
 
 
 class GroupPages:
-    """The pages of every layer group, and who holds them.
+    """The pages of every layer group, and the sequences that hold them.
 
-    totals: pages of each group. chunk: tokens that prefill writes at a time; a window group keeps what the chunk of the next token reads.
+    totals: pages of each group. chunk: tokens that prefill writes at a time; a window group keeps the pages that the next token's chunk
+    reads.
     """
 
     def __init__(self, spec: CacheSpec, totals: Mapping[str, int], chunk: int):
@@ -45,7 +46,7 @@ class GroupPages:
 
     @property
     def longest(self) -> float:
-        """Tokens of the longest sequence that the whole pool holds; infinite where every group has room for any."""
+        """Tokens of the longest sequence that the whole pool can hold; infinite if there is no limit."""
         bounds = [float("inf")]
         for group in self.spec.groups:
             total = self.allocators[group.name].total
@@ -58,8 +59,8 @@ class GroupPages:
         return {group.name: [] for group in self.spec.groups}
 
     def reserve(self, sequences: Sequence[Holder], tokens: int) -> None:
-        """Take what `tokens` more tokens of every sequence need, or raise OutOfPages and take none. Window groups first give
-        back what no later query reads, and take pages up to the end of the next token's chunk, or for one step, at most."""
+        """Take the pages that `tokens` more tokens of every sequence need, or raise OutOfPages and take none. Window groups first give back
+        pages that no later query reads. They take at most the pages of the next token's chunk, or of one step."""
         for sequence in sequences:
             self.give_back(sequence)
         wanted = {group.name: [self._missing(group, each, tokens) for each in sequences] for group in self.spec.groups}
@@ -69,14 +70,14 @@ class GroupPages:
                 sequence.pages[name] += self.allocators[name].take(count)
 
     def check_free(self, needed: Mapping[str, int]) -> None:
-        """OutOfPages unless every group has so many free pages."""
+        """OutOfPages unless every group has `needed` free pages."""
         for name, count in needed.items():
             allocator = self.allocators[name]
             if count > allocator.free:
                 raise OutOfPages(count, allocator.free, allocator.total, group=name)
 
     def needed(self, tokens: int) -> dict[str, int]:
-        """Pages of each group that a new sequence of `tokens` tokens takes at most."""
+        """The most pages of each group that a new sequence of `tokens` tokens takes."""
         return {group.name: min(pages_for(tokens, group), most_pages(group, self.chunk)) for group in self.spec.groups}
 
     def give_back(self, sequence: Holder) -> None:
@@ -84,13 +85,13 @@ class GroupPages:
         start = sequence.length // self.chunk * self.chunk
         for group in self.spec.groups:
             ids, page = sequence.pages[group.name], first_read(group, start) - 1
-            while page >= 0 and ids[page] >= 0:  # what lies before a page that was given back is gone too
+            while page >= 0 and ids[page] >= 0:  # pages before one that was given back were given back too
                 self.allocators[group.name].release([ids[page]])
                 ids[page], page = -1, page - 1
 
     def keep(self, sequence: Holder, counts: Mapping[str, int]) -> None:
-        """Release all but the first so many pages of each group. `sequence.pages` is then another dict, by which slots see that page tables
-        on the device are out of date: the sequence may grow to the same length again in other pages."""
+        """Release all pages of each group after the first `counts`. `sequence.pages` becomes a new dict. By this, slots notice that page
+        tables on the device are out of date: the sequence may grow to the same length again in other pages."""
         kept = {name: ids[: counts[name]] if name in counts else ids for name, ids in sequence.pages.items()}
         if any(len(ids) < len(sequence.pages[name]) for name, ids in kept.items()):
             for name, ids in kept.items():
@@ -98,13 +99,13 @@ class GroupPages:
             sequence.pages = kept
 
     def keep_written(self, sequence: Holder, length: int, least: Mapping[str, int] | None = None) -> None:
-        """Release the pages behind `length` tokens, but the first `least` of each group."""
+        """Release the pages after the first `length` tokens, but keep at least the first `least` of each group."""
         counts = {group.name: pages_for(length, group) for group in self.spec.groups}
         self.keep(sequence, {name: max(count, (least or {}).get(name, 0)) for name, count in counts.items()})
 
     def fill(self, sequence: Holder, length: int, grain: int | None = None) -> None:
-        """Pages for the first `length` tokens of a sequence that holds none, without those that no later query reads. grain: as `stored`
-        takes it."""
+        """Take pages for the first `length` tokens of a sequence that holds none, except those that no later query reads. grain: as in
+        `stored`."""
         first = {group.name: first_stored(group, length, grain) for group in self.spec.groups}
         count = {group.name: pages_for(length, group) - first[group.name] for group in self.spec.groups}
         self.check_free(count)
@@ -112,8 +113,8 @@ class GroupPages:
             sequence.pages[name] = [-1] * first[name] + self.allocators[name].take(count[name])
 
     def fork(self, parent: Holder, child: Holder) -> tuple[dict[str, int], dict[str, int]] | None:
-        """Share the parent's sealed pages with the child and take one more where a page is open. Returns source and target of the open
-        page by group, both 0 in groups without one, or None where none is open. OutOfPages, and nothing is shared, if none is free."""
+        """Share the parent's sealed pages with the child, and take a new page for each open one. Returns source and target of the open page
+        by group, both 0 in groups without one; None if no group has one. After OutOfPages nothing is shared."""
         opened = {group.name: int(parent.length % group.page_size > 0) for group in self.spec.groups}
         self.check_free(opened)
         sources, targets = ({group.name: 0 for group in self.spec.groups} for _ in range(2))
@@ -132,7 +133,7 @@ class GroupPages:
         return {group.name: page_table([slot.pages[group.name] if slot else () for slot in slots]) for group in self.spec.groups}
 
     def stored(self, sequence: Holder, grain: int | None = None) -> dict[str, Int[np.ndarray, " n"]]:
-        """Ids of the pages that a file of the sequence holds, by group. grain: as `first_stored` takes it."""
+        """Ids of the pages that a file of the sequence stores, by group. grain: as in `first_stored`."""
         first = {group.name: first_stored(group, sequence.length, grain) for group in self.spec.groups}
         last = {group.name: pages_for(sequence.length, group) for group in self.spec.groups}
         return {name: np.asarray(ids[first[name] : last[name]], np.int32) for name, ids in sequence.pages.items()}
@@ -154,15 +155,15 @@ def first_read(group: GroupSpec, position: int) -> int:
 
 
 def first_stored(group: GroupSpec, length: int, grain: int | None = None) -> int:
-    """The first page that is kept of `length` tokens. grain: tokens whose queries run again when prefill goes on in their middle, a chunk
-    where policies learn from it; None: none do, and queries of the open page need no earlier one."""
+    """The first page that must be stored of `length` tokens. grain: if policies learn from prefill, the chunk size: the queries of an
+    unfinished chunk run again when prefill continues. None: no query runs again."""
     grain = grain or group.page_size
     return first_read(group, length // grain * grain)
 
 
 def most_pages(group: GroupSpec, chunk: int) -> int | float:
-    """Pages that a sequence of any length holds at most: those of a window, a chunk and the tokens of one step, and one on which the window
-    ends; one where it holds the whole sequence."""
+    """The most pages that a sequence of any length holds: those of a window, a chunk and the tokens of one step, and one more, because a
+    window may begin inside a page. 1 if one page holds the whole sequence."""
     if group.page_size == WHOLE:
         return 1
     return float("inf") if group.window is None else pages_for(group.window - 1 + chunk + MOST_TOKENS - 1, group) + 1

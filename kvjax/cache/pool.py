@@ -1,4 +1,4 @@
-"""The pages on the device. A jitted call that consumes them and fails is reported."""
+"""The pages on the device. If a jitted call that consumes them fails, this is reported."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ class Pool:
 
     def __init__(self, layers: Layers):
         self.layers = layers
-        self._latest: jax.Array | None = None  # an output of the latest call, to learn whether it failed
+        self._latest: jax.Array | None = None  # an output of the latest call, which shows whether it failed
         self._failure: Exception | None = None
 
     def run(self, step: Callable, *args: Any, layers: Callable[[Any], Layers] = lambda result: result, **kwargs: Any) -> Any:
-        """Call a jitted function that consumes the pages, and keep those that it returns; `layers` takes them from the
-        result. An error while tracing or compiling is raised as it is, and the pages are unchanged. RuntimeError as
-        `check` raises it."""
+        """Call a jitted function that consumes the pages, and keep the pages that it returns (`layers` finds them in the result). An error
+        while tracing or compiling is raised unchanged, and the pages stay. Raises as `check` does."""
         self.check()
         try:
             result = step(*args, **kwargs)
@@ -34,11 +33,10 @@ class Pool:
         return result
 
     def check(self, error: Exception | None = None) -> None:
-        """RuntimeError if a call failed after it had begun (out of device memory, say): the pages are gone, or hold what a failed
-        computation left.
+        """RuntimeError if a call failed after it had begun (out of device memory, say): the pages are lost, or their content is invalid.
 
-        error: what the latest call raised. Without one nothing here waits for the device, so a call that is still running passes, and
-        only the first layer is looked at: a call that fails after it has begun raises, or its outputs do.
+        error: what the latest call raised. Without it this does not wait for the device: a call that is still running passes, and only the
+        first layer is checked, because a call that fails after it has begun raises, or its outputs do.
         """
         looked_at = self.layers[:1] if error is None else self.layers
         if self._failure is None and any(leaf.is_deleted() for leaf in jax.tree.leaves(looked_at)):

@@ -1,4 +1,4 @@
-"""Where pages lie: a page keeps its id for life, and the frame that holds it may change between steps."""
+"""Where pages lie: a page keeps its id for life, but its frame may change between steps."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Residency:
 
 
 class MissingPages(RuntimeError):
-    """A step listed pages that no store holds. What it computed means nothing."""
+    """A step listed pages that no store holds. Its results are meaningless."""
 
 
 def frame_tables(cache: Cache) -> dict[str, Int[Array, "B M"]]:
-    """The tables of frames of the groups that have a `Residency`; in the others the frame of a page is its id, and nothing is looked up.
+    """Tables of frames, for the groups that have a `Residency`. In the other groups the frame of a page is its id, without a look-up.
 
-    ValueError for a residency of rows of state, which do not move, or of a group that there is none of.
+    ValueError for a residency of rows of state, which do not move, or of an unknown group.
     """
     for name in cache.residency:
         if name not in cache.page_tables or name in cache.spec.row_groups:
@@ -43,8 +43,7 @@ def frame_tables(cache: Cache) -> dict[str, Int[Array, "B M"]]:
 
 
 def check_missing(missing: Int[Array, "B"] | None) -> None:
-    """MissingPages if a step returned that a row listed pages without a frame; None: every page is in the frame of its id. Waits for the
-    device."""
+    """MissingPages if a step counted pages without a frame. None: every page is in the frame of its id. Waits for the device."""
     if missing is not None and (counts := np.asarray(missing)).any():
         rows = ", ".join(f"{count} in row {row}" for row, count in enumerate(counts.tolist()) if count)
         raise MissingPages(

@@ -1,4 +1,4 @@
-"""What a model's cache is: which layers keep the same tokens, and what a page of each layer holds. Static; a model declares it."""
+"""A model's cache: which layers keep the same tokens, and what a page of each layer holds. Static; the model declares it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvjax.cache.types import IndexSpec, LayerCache, SlotLayer, empty_latents, e
 WHOLE = 1 << 30
 """Page size, in tokens, of a group in which one page holds a whole sequence: the state of recurrent layers."""
 MOST_TOKENS = 16
-"""Tokens that a decode step may write to a sequence, drafted ones included."""
+"""The most tokens that a decode step may write to a sequence, including drafted ones."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupSpec:
     """Layers that keep the same tokens, and so share page tables.
 
-    page_size: tokens; WHOLE where one page, a row of state, holds a whole sequence. window: the latest tokens that its layers read, the
+    page_size: tokens; WHOLE where one page, a row of state, holds a whole sequence. window: how many latest tokens its layers read, the
     current one included; None: all.
     """
 
@@ -51,7 +51,7 @@ class PagedSpec:
 
     @property
     def width(self) -> int:
-        """Elements that attention reads of a token."""
+        """Elements of a token that attention reads."""
         return 2 * self.kv_heads * self.head_dim
 
     def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = ()) -> LayerCache | None:
@@ -84,7 +84,7 @@ class LatentSpec:
 
     @property
     def width(self) -> int:
-        """Elements that attention reads of a token: values are a part of the keys."""
+        """Elements of a token that attention reads; values are a part of keys."""
         return self.latent_dim + self.rope_dim
 
     def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = ()) -> LayerCache:
@@ -99,17 +99,17 @@ class LatentSpec:
 class RecurrentSpec:
     """A recurrent layer (Gated DeltaNet): a row of state per sequence, and no pages of keys.
 
-    A row is the state before the sequence's open page, and of each token of that page what the recurrence was given and what it wrote. The
-    state after any number of those tokens is a fold of so many rows: `truncate` and drafts that are dropped cost nothing, and nothing is
-    computed again. A page is folded when the token after it is written.
+    A row holds the state before the sequence's open page and, for each token of that page, the recurrence's inputs and what it wrote. The
+    state after any of these tokens is a fold over them. So `truncate` and dropped drafts cost nothing, and nothing is computed again. A
+    page is folded when the token after it is written.
 
     Args:
         group: its layer group, whose page size is WHOLE.
         key_heads, value_heads, key_dim, value_dim: K, H, Dk and Dv of `pallas_kernels.gated_delta`.
         conv_width: W, taps of the convolution before it.
-        page_size: P, tokens of a page. Of them, and of the drafted ones behind them, a row has what the recurrence needs.
+        page_size: P, tokens of a page. A row holds the recurrence's inputs for them and for the drafted tokens after them.
         chunk: the most tokens of an inner chunk of prefill, on which its bits depend.
-        dtype: of what goes into the convolution, by name.
+        dtype: that of the convolution's inputs, by name.
 
     Bytes of a sequence and layer: 4 H Dk Dv of state, and for each of P + 15 tokens 2 K Dk + H Dv elements of dtype, 4 H Dv of corrections
     and 8 H of gates. Qwen3.5-9B (K = 16, H = 32, D = 128, bfloat16, pages of 128): 2.1 + 4.8 MB; 24 such layers: 165 MB.
@@ -138,7 +138,7 @@ class RecurrentSpec:
 
     @property
     def kv_heads(self) -> int:
-        """0: no key is kept."""
+        """0: it keeps no keys."""
         return 0
 
     @property
@@ -147,7 +147,7 @@ class RecurrentSpec:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = ()) -> SlotLayer:
-        """`num_pages` rows of zeros. Their rows of tokens are `self.page_size`, whatever the group's is; there is nothing to index."""
+        """`num_pages` rows of zeros, each for `self.page_size` tokens, whatever the group's page size is. There is nothing to index."""
         rows = self.page_size + min(self.page_size, MOST_TOKENS) - 1
         gates = num_pages, rows, self.value_heads
         return SlotLayer(
@@ -214,7 +214,7 @@ class CacheSpec:
 
     @property
     def paged(self) -> tuple[int, ...]:
-        """Numbers of the layers that attend to pages: those that policies choose blocks for."""
+        """Numbers of the layers that attend to pages, for which policies choose blocks."""
         return tuple(number for number, layer in enumerate(self.layers) if not isinstance(layer, RecurrentSpec))
 
     @property
@@ -224,7 +224,7 @@ class CacheSpec:
 
     @property
     def row_groups(self) -> tuple[str, ...]:
-        """Groups in which a sequence holds one page, a row of state, however long it is."""
+        """Groups in which a sequence of any length holds one page, a row of state."""
         return tuple(group.name for group in self.groups if group.page_size == WHOLE)
 
     @property

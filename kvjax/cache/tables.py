@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 MIN_TABLE_PAGES = 16
 GROWTH = 4
-"""Each width of a page table is so many times the one below, so that few programs are compiled."""
+"""Factor between widths of page tables. It is large, so that few programs are compiled."""
 
 
 def table_width(pages: int) -> int:
@@ -21,12 +21,12 @@ def table_width(pages: int) -> int:
 
 
 def narrower(width: int) -> int:
-    """Pages up to which a table of fewer columns would do: the width below this one, or 0."""
+    """The next smaller width: up to so many pages a narrower table is enough. 0 if there is none."""
     return 0 if width == MIN_TABLE_PAGES else width // GROWTH
 
 
 def table_widths(pages: int) -> Iterator[int]:
-    """Every width that a sequence of `pages` pages meets as it grows."""
+    """Every width of table that a sequence needs while it grows to `pages` pages."""
     width = MIN_TABLE_PAGES
     yield width
     while width < pages:
@@ -35,8 +35,8 @@ def table_widths(pages: int) -> Iterator[int]:
 
 
 def page_table(rows: Sequence[Sequence[int]], width: int | None = None) -> Int[np.ndarray, "B M"]:
-    """The pages of every row (empty for an empty slot), -1 behind them. width: columns; None: as many as all pages need. What a narrower
-    table has no column for is left out."""
+    """The pages of every row (none for an empty slot), then -1. width: columns; None: as many as all pages need. Pages beyond the last
+    column are left out."""
     table = np.full((len(rows), width or table_width(max(map(len, rows), default=0))), -1, np.int32)
     for row, pages in zip(table, rows, strict=True):
         known = pages[: table.shape[1]]

@@ -1,4 +1,4 @@
-"""Pages and states of one sequence to host memory and back, a few at a time, so that one program serves sequences of every length."""
+"""Copies pages and states of a sequence to host memory and back, a few at a time, so one program serves sequences of every length."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvjax.cache.types import IndexSpec, LatentPages, LayerCache, PagedKV, SlotL
 from kvjax.cache.writes import seal
 
 PIECE = 16
-"""Pages that are copied in one call. A 7B model's take 117 MB."""
+"""Pages copied in one call: 117 MB for a 7B model."""
 
 Stored = list[Mapping[str, np.ndarray]]
-"""Of each layer, `stored_arrays` of a sequence's pages in logical order, or of its row of state."""
+"""For each layer, `stored_arrays` of a sequence's pages in logical order, or of its row of state."""
 
 
 def stored_arrays(layer: LayerCache | None) -> dict[str, Array]:
@@ -60,7 +60,7 @@ def read_pages(pool: Pool, spec: CacheSpec, ids: Mapping[str, Int[np.ndarray, " 
 def write_pages(
     pool: Pool, spec: CacheSpec, ids: Mapping[str, Int[np.ndarray, " n"]], stored: Stored, *, opened: bool, indexes: tuple[IndexSpec, ...]
 ) -> None:
-    """Put what is stored of each layer into the pages `ids` of its layer group, and build the indexes of those that are sealed.
+    """Write the stored arrays of each layer to the pages `ids` of its layer group, and build the indexes of the sealed ones.
 
     opened: whether the last page is open.
     """
@@ -83,7 +83,7 @@ def _by_kind(spec: CacheSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _row_pieces(ids: Mapping[str, Int[np.ndarray, " n"]], rows: tuple[int, ...], spec: CacheSpec) -> list[dict[str, Int[np.ndarray, " 1"]]]:
-    """The row of state of each group that has one: one piece, or none for a sequence without."""
+    """The row of state of each group that has one: one piece, or none for a sequence without a row."""
     named = {spec.layers[number].group for number in rows}
     return [{name: ids[name] for name in named}] if named and all(len(ids[name]) for name in named) else []
 
@@ -91,7 +91,7 @@ def _row_pieces(ids: Mapping[str, Int[np.ndarray, " n"]], rows: tuple[int, ...],
 def _pieces(
     ids: Mapping[str, Int[np.ndarray, " n"]], fill: int, layers: tuple[int, ...], spec: CacheSpec
 ) -> list[dict[str, Int[np.ndarray, " PIECE"]]]:
-    """The ids of the layers' groups in rows of PIECE, filled up."""
+    """The ids of the layers' groups in rows of PIECE, padded."""
     own = {name: ids[name] for name in dict.fromkeys(spec.layers[number].group for number in layers)}
     count = -(-max((len(group) for group in own.values()), default=0) // PIECE)
     pieces: list[dict[str, np.ndarray]] = [{} for _ in range(count)]
@@ -124,8 +124,8 @@ def _scatter(
     numbers: tuple[int, ...],
     indexes: tuple[IndexSpec, ...],
 ) -> tuple[LayerCache, ...]:
-    """Layers with what is stored of `numbers` in its places, and the indexes of `sealed` pages built; ids past the pool are skipped. A
-    layer builds those of `indexes` that it has. DONATES layers."""
+    """`layers`, with the stored arrays of `numbers` written to `ids` and the indexes of `sealed` pages built. Ids past the pool are
+    skipped. A layer builds those of `indexes` that it has. DONATES layers."""
     restored = list(layers)
     for number, own, closed, values in zip(numbers, ids, sealed, stored, strict=True):
         layer = layers[number]

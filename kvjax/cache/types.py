@@ -1,6 +1,6 @@
 """Pages of one layer, and the indexes over them.
 
-Everything here is a pytree of arrays; who owns pages is the allocator's business (`kvjax.cache.allocator`), on the host.
+The types here are pytrees of arrays. Ownership of pages is tracked on the host (`kvjax.cache.allocator`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class IndexSpec:
-    """One index a policy wants built for every sealed page.
+    """An index that a policy needs for every sealed page.
 
     kind: "bounds" (elementwise max and min of a block's keys) or "mean". block_size: tokens, divides the page size.
     """
@@ -54,10 +54,9 @@ class IndexSpec:
 
 @flax.struct.dataclass
 class PagedKV:
-    """Keys and values of one full-attention layer, and what selectors scan instead of the keys.
+    """Keys and values of one full-attention layer, and the indexes that selectors scan instead of the keys.
 
-    `index` maps `IndexSpec.name` to `Float[Array, "N K P/bs R D"]`; rows of pages
-    that are not sealed hold nothing meaningful.
+    `index` maps `IndexSpec.name` to `Float[Array, "N K P/bs R D"]`. Rows of pages that are not sealed are meaningless.
     """
 
     pages: Pages
@@ -70,12 +69,12 @@ INDEXER, INDEXER_SCALES = "indexer", "indexer_scales"
 
 @flax.struct.dataclass
 class LatentPages:
-    """Latents of one layer of multi-head latent attention (MLA), and what a lightning indexer scans instead of them.
+    """Latents of one layer of multi-head latent attention (MLA), and the keys that a lightning indexer scans instead of them.
 
-    pages: one KV head; per token a row of `value_dim` latent columns, of which every head's key and value are linear images, and the
-    rotated key that all heads share; V is a view of K, its first `value_dim` columns. index: unlike that of `PagedKV` it is written with
-    each token, so tokens of the open page are found too. INDEXER: keys `[N, P, D_I]`; where those are float8_e4m3fn, INDEXER_SCALES:
-    float32 `[N, P]`.
+    pages: one KV head. Each token has a row of `value_dim` latent columns, from which each head's key and value are linear maps, and the
+    rotated key that all heads share. V is the first `value_dim` columns of K. index: unlike that of `PagedKV` it is written with each
+    token, so tokens of the open page are found too. INDEXER: keys `[N, P, D_I]`; where those are float8_e4m3fn, INDEXER_SCALES: float32
+    `[N, P]`.
     """
 
     pages: Pages
@@ -86,14 +85,14 @@ class LatentPages:
 class SlotLayer:
     """States of one recurrent layer: a row for each sequence. `kvjax.recurrent` reads and writes it.
 
-    Row j of a sequence's tokens is token first + j. Rows behind its last token may hold anything. P: page_size; R: P and the most drafted
-    tokens behind it; W: taps of the convolution; E: its channels.
+    Row j of a sequence's tokens is token first + j. Rows after its last token may hold anything. P: page_size. R: P plus the largest number
+    of drafted tokens. W: taps of the convolution. E: its channels.
     """
 
     start: Float32[Array, "N H Dk Dv"]
     """The state after the first `first` tokens."""
     inputs: Float[Array, "N W-1+R E"]
-    """What went into the convolution: of the W-1 tokens before `first`, zeros where there were none, and of those since."""
+    """Inputs of the convolution, from the W-1 tokens before `first` on; zeros before the sequence."""
     g: Float32[Array, "N R H"]
     beta: Float32[Array, "N R H"]
     corrections: Float32[Array, "N R H Dv"]

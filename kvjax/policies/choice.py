@@ -1,6 +1,6 @@
 """Policies that choose another policy on the host, before a step or a chunk runs. `auto` of `kvjax.bill` is one of each kind.
 
-An engine binds such a policy to its model once, when it is built or first named, and runs what `choose` returns.
+An engine binds such a policy to its model once, when the engine is built or the policy first named, and runs what `choose` returns.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvjax.policies.prefill.dense import DensePrefill
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What runs, and why.
+    """The policy that runs, and why.
 
-    seconds, dense_seconds: predicted for the choice and for dense; None where nothing was compared. projection: why the prediction reaches
-    beyond what was measured, as in `kvjax.bill.Prediction`; empty where it does not.
+    seconds, dense_seconds: predicted for the choice and for dense; None if they were not compared. projection: why the prediction goes
+    beyond what was measured, as in `kvjax.bill.Prediction`; empty if it does not.
     """
 
     policy: DecodePolicy | PrefillPolicy
@@ -36,7 +36,7 @@ class Choice:
 
 
 class ChoosesDecode(abc.ABC):
-    """A decode policy that chooses among others by lengths and batch. A subclass is a decode policy as well."""
+    """A decode policy that chooses among others by lengths and batch. A subclass is also a decode policy."""
 
     @abc.abstractmethod
     def bind(self, model: Model, *, page_size: int, dtype: str) -> Self:
@@ -52,11 +52,11 @@ class ChoosesDecode(abc.ABC):
 
     @abc.abstractmethod
     def possible(self, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
-        """What may be chosen for `batch` sequences of up to `longest` tokens."""
+        """The policies that may be chosen for `batch` sequences of up to `longest` tokens."""
 
 
 class ChoosesPrefill(abc.ABC):
-    """A prefill policy that chooses another one for each chunk. A subclass is a prefill policy as well."""
+    """A prefill policy that chooses another one for each chunk. A subclass is also a prefill policy."""
 
     @abc.abstractmethod
     def bind(self, model: Model, *, page_size: int, dtype: str) -> Self:
@@ -72,7 +72,7 @@ class ChoosesPrefill(abc.ABC):
 
 
 def possible_prefills(policy: PrefillPolicy | ChoosesPrefill, longest: int, chunk: int) -> tuple[PrefillPolicy, ...]:
-    """What runs prompts of up to `longest` tokens in chunks of `chunk`, whatever calls they are cut into.
+    """The policies that may run prompts of up to `longest` tokens in chunks of `chunk`, however they are cut into calls.
 
     A policy that chooses is asked at lengths that double.
     """

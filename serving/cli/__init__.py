@@ -1,4 +1,4 @@
-"""The command line, one file per command. `main` is what `kvjax` runs."""
+"""The command line, one file per command. `kvjax` runs `main`."""
 
 from kvjax.serving.cli.app import main
 

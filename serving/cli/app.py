@@ -1,4 +1,4 @@
-"""The `kvjax` command line. JAX and everything over it is imported inside the commands: `kvjax --help` must not wait for it."""
+"""The `kvjax` command line. JAX, and modules that need it, are imported inside the commands, so that `kvjax --help` is fast."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _traceback = contextvars.ContextVar("traceback", default=False)
 @app.callback(invoke_without_command=True)
 def options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
-    show_traceback: Annotated[bool, typer.Option("--traceback", help="On an error, print where in the code it was raised.")] = False,
+    show_traceback: Annotated[bool, typer.Option("--traceback", help="On an error, print the full traceback.")] = False,
 ) -> None:
     """Long-context language-model inference in JAX: batch jobs, single prompts, scores and needle tests."""
     _traceback.set(show_traceback)
@@ -74,7 +74,7 @@ def options(
 
 
 def main() -> None:
-    """Entry point of `kvjax`. Exit status: 0; 2 for wrong usage or input; 1 for anything else that failed; 130 when interrupted.
+    """Entry point of `kvjax`. Exit status: 0; 2 for wrong usage or input; 1 for other failures; 130 when interrupted.
 
     An error is one line on stderr; `kvjax --traceback COMMAND ...` shows where it came from.
     """
@@ -101,22 +101,22 @@ def main() -> None:
 @app.command("batch")
 def batch_command(
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="One record per line: plain, or OpenAI's batch file format.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the answers go, one line per record, in the input's order.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output file: one line per record, in the input's order.")],
     model: ModelOption,
     policy: PolicyOption = None,
     prefill: PrefillOption = None,
     max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=LARGEST_BATCH))] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate for records that do not say.", **whole())] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate, for records that do not say.", **whole())] = 128,
     temperature: Annotated[
         float | None,
         typer.Option(
             help="For records that do not say; 0 is greedy. [default: 0; 1 for OpenAI's format]", show_default=False, **number(least=0)
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Makes, with a record's id, the seed of a record that has none.", **whole(0, 2**32 - 1))] = 0,
+    seed: Annotated[int, typer.Option(help="For records without a seed: this and the record's id make one.", **whole(0, 2**32 - 1))] = 0,
     pages: Annotated[
         int | None,
-        typer.Option(help="Pages in the pool. [default: what the longest records take, or what fits]", show_default=False, **whole()),
+        typer.Option(help="Pages in the pool. [default: enough for the longest records, or as many as fit]", show_default=False, **whole()),
     ] = None,
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
@@ -127,8 +127,8 @@ def batch_command(
 ) -> None:
     """Answer every record of a file.
 
-    Answers are kept in OUT.jsonl.partial as they complete and become OUT.jsonl at the end. Run a killed job again with the same command
-    and it does only what is missing. A record that cannot be answered gets its error in its own output line.
+    Answers are written to OUT.jsonl.partial, which is renamed to OUT.jsonl at the end. To continue a killed job, run the same command
+    again: it does only what is missing. A record that cannot be answered gets an error in its own output line.
     """
     from rich.console import Console
 
@@ -149,7 +149,7 @@ def batch_command(
     try:
         summary = run_file(source, out, engine, slots=max_batch, defaults=defaults, overwrite=overwrite, console=Console(stderr=True))
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; what was answered is kept in {partial_path(out)}: run the same command again to go on", err=True)
+        typer.echo(f"interrupted; the answers so far are in {partial_path(out)}: run the same command again to continue", err=True)
         raise
     typer.echo(str(summary))
     for line, message in summary.first_errors:
@@ -173,7 +173,7 @@ def generate_command(
     temperature: Annotated[float, typer.Option(help="0 is greedy.", **number(least=0))] = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw from this many best tokens; 0 is all.", **whole(0))] = 0,
     top_p: Annotated[
-        float, typer.Option(help="Draw from the best tokens that together have this probability.", **number(above=0, most=1))
+        float, typer.Option(help="Draw from the most likely tokens that together have this probability.", **number(above=0, most=1))
     ] = 1.0,
     seed: SeedOption = 0,
     stop: Annotated[
@@ -186,7 +186,7 @@ def generate_command(
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
-    """Continue one prompt, printing the text as it comes."""
+    """Continue one prompt, and print the text as it is generated."""
     text = _prompt_text(prompt, file)
     if system is not None and not chat:
         raise typer.BadParameter("a system message needs --chat", param_hint="--system")
@@ -206,7 +206,7 @@ def generate_command(
 def score_command(
     model: ModelOption,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' reads it from standard input.", show_default=False)] = None,
-    continuation: Annotated[str | None, typer.Argument(help="The text whose log-probability is wanted.", show_default=False)] = None,
+    continuation: Annotated[str | None, typer.Argument(help="The text to score.", show_default=False)] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a text file.", show_default=False)] = None,
     continuation_file: Annotated[Path | None, typer.Option(help="Read the continuation from a text file.", show_default=False)] = None,
     policy: PolicyOption = None,
@@ -259,7 +259,7 @@ def plan_command(
         typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False, **number(above=0, most=2**30)),
     ] = None,
 ) -> None:
-    """Print what weights and cache take and how many pages fit, from the model's configuration alone."""
+    """Print the memory of weights and cache, and how many pages fit. Reads only the model's configuration."""
 
     from kvjax.declared import own_policies
     from kvjax.memory import memory_plan
@@ -271,7 +271,8 @@ def plan_command(
     chosen = None if policy is None else parse(policy)
     if isinstance(chosen, ChoosesDecode):
         raise typer.BadParameter(
-            f"{policy!r} builds the indexes of what it may choose, which depends on the weights; name those", param_hint="--policy"
+            f"{policy!r} builds the indexes of policies that it may choose, which depend on the weights; name one of those",
+            param_hint="--policy",
         )
     config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
     chosen = own_policies(config)[0] if chosen is None else chosen
@@ -281,12 +282,12 @@ def plan_command(
 
 @app.command("demo")
 def demo_command(
-    picture: Annotated[Path, typer.Option(dir_okay=False, help="Where a picture (PNG) of the table goes.")] = Path("demo.png"),
+    picture: Annotated[Path, typer.Option(dir_okay=False, help="File for a picture (PNG) of the table.")] = Path("demo.png"),
     prompts: Annotated[int, typer.Option(help="How many prompts.", **whole(most=LARGEST_BATCH))] = 16,
     length: Annotated[int, typer.Option(help="Tokens of each prompt, as 8192 or 8k.", **token_count(512, 32_768))] = 8192,
     seed: SeedOption = 0,
 ) -> None:
-    """Watch the embedded model answer long prompts, reading all of the cache and then a constant number of pages of it."""
+    """Watch the embedded model answer long prompts: once reading the whole cache, then only a fixed number of pages."""
     if not picture.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {picture.parent}", param_hint="--picture")
 
@@ -303,22 +304,22 @@ def train_needle_command(
     ],
     text: Annotated[list[Path], typer.Option(help="Training text: a .txt or .py file, or a folder of them; may be given several times.")],
     held_out: Annotated[list[Path], typer.Option(help="Text that training never sees, for evaluation; may be given several times.")],
-    recipe: Annotated[str, typer.Option(help="needle (the embedded model; wants an accelerator) or toy (minutes on a CPU).")] = "needle",
-    python_sources: Annotated[bool, typer.Option(help="Train on the standard library's sources as well.")] = True,
+    recipe: Annotated[str, typer.Option(help="needle (the embedded model; needs an accelerator) or toy (minutes on a CPU).")] = "needle",
+    python_sources: Annotated[bool, typer.Option(help="Also train on the standard library's sources.")] = True,
     workers: Annotated[
         int | None,
-        typer.Option(help="Processes that make batches. [default: by the CPUs there are]", show_default=False, **whole(most=1024)),
+        typer.Option(help="Processes that make batches. [default: depends on the number of CPUs]", show_default=False, **whole(most=1024)),
     ] = None,
     stop_at: Annotated[
         int | None,
         typer.Option(help="Stop after this many steps, with a checkpoint. [default: the recipe's end]", show_default=False, **whole()),
     ] = None,
 ) -> None:
-    """Train the model that finds needles, or go on where an earlier run of the same folder stopped."""
+    """Train the model that finds needles, or continue an earlier run in the same folder."""
     from kvjax.models.needle.recipe import PRESETS
 
     if recipe not in PRESETS:
-        raise typer.BadParameter(f"{recipe!r} is no recipe; there are {', '.join(PRESETS)}", param_hint="--recipe")
+        raise typer.BadParameter(f"{recipe!r} is not a recipe; there are {', '.join(PRESETS)}", param_hint="--recipe")
 
     needs_extras("kvjax train-needle", "plots")
     from kvjax.models.needle.training import train
@@ -326,9 +327,9 @@ def train_needle_command(
     try:
         model = train(PRESETS[recipe], text, held_out, folder, with_python_sources=python_sources, workers=workers, stop_at=stop_at)
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; run the same command again to go on from the last checkpoint in {folder / 'checkpoints'}", err=True)
+        typer.echo(f"interrupted; run the same command again to continue from the last checkpoint in {folder / 'checkpoints'}", err=True)
         raise
-    typer.echo(f"stopped at step {stop_at}; run again to go on" if model is None else f"the model is in {model}")
+    typer.echo(f"stopped at step {stop_at}; run again to continue" if model is None else f"the model is in {model}")
 
 
 # --help lists commands in this order: those that answer prompts first.
@@ -342,7 +343,8 @@ app.add_typer(bill_app, name="bill")
 
 
 def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
-    """Generate from one prompt of token ids, text to stdout as it comes; until then a bar on a terminal, as long prompts take minutes."""
+    """Generate from one prompt of token ids, and print text as it comes. Until then a terminal shows a bar, because long prompts take
+    minutes."""
     import time
 
     from rich.console import Console
@@ -396,17 +398,17 @@ def _engine(
 
 
 def _check_fits(model: Model, policy: str | None, tokens: int, pages: int, page_size: int) -> None:
-    """ValueError if the pages of one sequence are more than memory has room for."""
+    """ValueError if the pages of one sequence do not fit into memory."""
     plan = _plan_beside_weights(model, policy, page_size)
     if pages > plan.pages_that_fit:
         raise ValueError(
-            f"{tokens:,} tokens take {pages:,} pages, and memory has room for {plan.pages_that_fit:,} beside the weights: "
-            "shorten the prompt, choose a smaller --dtype, or give --pages to try all the same"
+            f"{tokens:,} tokens take {pages:,} pages, but memory has room for {plan.pages_that_fit:,} beside the weights: "
+            "shorten the prompt, choose a smaller --dtype, or give --pages to try anyway"
         )
 
 
 def _plan_beside_weights(model: Model, policy: str | None, page_size: int) -> MemoryPlan:
-    """What fits into memory now that the weights are there."""
+    """The memory plan beside loaded weights."""
 
     from kvjax.declared import own_policies
     from kvjax.memory import memory_plan
@@ -414,15 +416,15 @@ def _plan_beside_weights(model: Model, policy: str | None, page_size: int) -> Me
     from kvjax.policies.decode import parse
 
     chosen = own_policies(model.config)[0] if policy is None else parse(policy)
-    if isinstance(chosen, ChoosesDecode):  # its candidates, and so its indexes, come from the evidence for this model
+    if isinstance(chosen, ChoosesDecode):  # its candidates, and so its indexes, depend on this model's evidence
         chosen = chosen.bind(model, page_size=page_size, dtype=model.config.compute_dtype)
     return memory_plan(model.config, page_size=page_size, indexes=chosen.indexes(), weights_bytes=0)
 
 
 def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT", option: str = "--file") -> str:
-    """Text given as an argument, on standard input ('-') or in a file: one of them, and not empty."""
+    """Text from an argument, standard input ('-') or a file. Exactly one must be given, and not be empty."""
     if (given is None) == (file is None):
-        raise typer.BadParameter(f"give {argument} or {option}, one of them", param_hint=argument)
+        raise typer.BadParameter(f"give either {argument} or {option}", param_hint=argument)
     text = read_text(file, option) if file is not None else sys.stdin.read() if given == "-" else given
     if not text:
         raise typer.BadParameter("is empty", param_hint=argument if file is None else option)
@@ -430,7 +432,7 @@ def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT",
 
 
 def _one_line(error: Exception) -> str:
-    """An error's message on one line, with its type where the message alone says too little."""
+    """An error's message on one line, with its type if the message alone says too little."""
     if passed_through_a_policy_file(error):
         return place_and_error(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -449,7 +451,7 @@ def _short(text: str) -> str:
 
 
 def _drop_output() -> None:
-    """Drop what could not be written to standard output. At exit Python would try again, and print an error of its own."""
+    """Drop what could not be written to standard output. Otherwise Python would try again at exit, and print another error."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -35,25 +35,27 @@ def decode_command(
     shape: Annotated[
         str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id, of which only config.json is read.")
     ] = "qwen2.5-7b",
-    lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between them.")] = "8k,32k,128k,512k,1m",
-    policies: Annotated[str, typer.Option(help="Decode policies, with commas between them; they take turns.")] = "dense,top:8,top:32",
+    lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
+    policies: Annotated[str, typer.Option(help="Decode policies, separated by commas; they take turns.")] = "dense,top:8,top:32",
     batch: Annotated[int, typer.Option(help="Sequences decoded together, all of the same length.", **whole(most=LARGEST_BATCH))] = 1,
-    steps: Annotated[int, typer.Option(help="Steps per round; the host waits at the end of a round only.", **whole())] = 64,
-    rounds: Annotated[int, typer.Option(help="Timed rounds of every policy, after one to warm up.", **whole())] = 5,
+    steps: Annotated[int, typer.Option(help="Steps per round; the host waits only at the end of a round.", **whole())] = 64,
+    rounds: Annotated[int, typer.Option(help="Timed rounds of every policy, after one warm-up round.", **whole())] = 5,
     drafts: Annotated[
-        str, typer.Option(help="Tokens of a sequence that a step writes: 1; or 4, 8 or 16, of which all but one are drafts. With commas.")
+        str,
+        typer.Option(help="Tokens per sequence and step: 1; or 4, 8 or 16, of which all but one are drafts. Separate several by commas."),
     ] = "1",
-    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
     layers: Annotated[
-        int | None, typer.Option(help="Only so many layers, for small machines. [default: the shape's]", show_default=False, **whole())
+        int | None,
+        typer.Option(help="Run only so many layers, for small machines. [default: all of the shape]", show_default=False, **whole()),
     ] = None,
     json_out: JsonOption = None,
     implementation: ImplementationOption = None,
 ) -> None:
-    """Time whole decode steps, embedding to sampled token, with random weights and a random cache on the device.
+    """Time whole decode steps, from embedding to sampled token, with random weights and a random cache on the device.
 
-    The steps are the engine's own; dense and sparse take turns on one cache. On a GPU, a profile of a few steps says where the time goes.
-    With --drafts the table says what a step of several tokens costs; 1 among them is what the others are compared with.
+    The steps are those of the engine. Dense and sparse steps take turns on one cache. On a GPU, a profile of a few steps shows where the
+    time goes. With --drafts the table shows the cost of steps of several tokens, compared with steps of 1 if 1 is among them.
     """
     from kvjax.serving.bench.decode import Plan, config_of, policies_of
 
@@ -77,8 +79,8 @@ def decode_command(
 @bench_app.command("prefill")
 def prefill_command(
     shape: Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id.")] = "qwen2.5-7b",
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, with commas between them.")] = "32k,128k,512k,1m",
-    policies: Annotated[str, typer.Option(help="Prefill policies, with commas between them.")] = "dense,momo:128/8",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "32k,128k,512k,1m",
+    policies: Annotated[str, typer.Option(help="Prefill policies, separated by commas.")] = "dense,momo:128/8",
     chunk: Annotated[
         int | None,
         typer.Option(
@@ -89,7 +91,7 @@ def prefill_command(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Of weights and cache: bfloat16, float16 or float32. [default: bfloat16; with --measures as `kvjax generate` has it]",
+            help="Type of weights and cache: bfloat16, float16 or float32. [default: bfloat16; with --measures as for `kvjax generate`]",
             show_default=False,
         ),
     ] = None,
@@ -98,21 +100,21 @@ def prefill_command(
         bool,
         typer.Option(
             "--ops",
-            help="Time the attention of one layer and its steps instead, beside other people's dense kernels; of a model that of all "
-            "layers, over a text.",
+            help="Instead, time the attention of one layer and its steps, beside other projects' dense kernels. With a model as --shape: "
+            "all layers, over a text.",
         ),
     ] = False,
     baselines: Annotated[
         bool | None,
         typer.Option(
             "--baselines/--no-baselines",
-            help="With --ops: other people's dense kernels too, and ours over contiguous keys; they take most of the time of long prompts. "
+            help="With --ops: also time other projects' dense kernels, and ours over contiguous keys. Slow for long prompts. "
             "[default: --baselines]",
             show_default=False,
         ),
     ] = None,
     measures: Annotated[
-        bool, typer.Option("--measures", help="Measure instead what lists capture and how far outputs are off; needs a real model.")
+        bool, typer.Option("--measures", help="Instead, measure what lists capture and the error of outputs; needs a real model.")
     ] = False,
     ablate: Annotated[
         bool, typer.Option("--ablate", help="With --measures: vary gamma, chi, k, k_exact, the estimate, trimming and correction.")
@@ -123,7 +125,7 @@ def prefill_command(
     json_out: JsonOption = None,
     implementation: ImplementationOption = None,
 ) -> None:
-    """Time to first token of whole prompts, with random weights; or (--ops, --measures) a closer look at their attention."""
+    """Time to first token of whole prompts, with random weights; or details of their attention (--ops, --measures)."""
     from kvjax.serving.cli import prefill as prefill_cli
     from pallas_kernels.bench.cases import SHAPES
 
@@ -137,7 +139,7 @@ def prefill_command(
     if baselines is not None and (not ops or of_model):
         raise typer.BadParameter("belongs to --ops without a model", param_hint="--baselines")
     if measures and shape in SHAPES:
-        why = f"--measures needs a real model, and {shape} is sizes alone: give one, as --shape needle"
+        why = f"--measures needs a real model, but {shape} has no weights: give one, as --shape needle"
         raise typer.BadParameter(why, param_hint="--shape")
     form = "--measures" if measures else "--ops" if ops else None
     unused = {"--rounds": rounds, "--layers": layers} | ({"--chunk": chunk} if ops else {})
@@ -167,20 +169,20 @@ def prefill_command(
 def overlap_command(
     model: ModelOption = "needle",
     length: Annotated[str, typer.Option(help="Tokens of text, the decoded ones included.")] = "16k",
-    steps: Annotated[int, typer.Option(help="Decode steps at the end of it.", **whole(2))] = 64,
-    ks: Annotated[str, typer.Option("--k", help="How many keys of a step, with commas between them.")] = "512,2048",
+    steps: Annotated[int, typer.Option(help="Decode steps at the end of the text.", **whole(2))] = 64,
+    ks: Annotated[str, typer.Option("--k", help="How many keys of a step, separated by commas.")] = "512,2048",
     kind: Annotated[str, typer.Option(help="relu: as a lightning indexer scores; logits: without relu.")] = "relu",
     text: Annotated[list[Path] | None, typer.Option(help="Prose to decode. [default: Python's documentation]")] = None,
     json_out: JsonOption = None,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw them here, PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="File (PNG) for a picture.")] = None,
     save: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Write the last two steps' scores here, .npz, for --rows of pallas_kernels.bench.top_k."),
+        typer.Option(dir_okay=False, help="File (.npz) for the last two steps' scores, for --rows of pallas_kernels.bench.top_k."),
     ] = None,
 ) -> None:
-    """Measure how many of a query's highest-scoring keys the previous query had too, layer by layer: the value of a hint to top_k.
+    """Measure how many of its best keys a query shares with the previous query, layer by layer: the value of a hint to top_k.
 
-    The text is forced through decode steps behind a dense prefill. Scores come from the model's own attention: `sum_h relu(q_h . k)`.
+    After a dense prefill, the text is forced through decode steps. Scores come from the model's own attention: `sum_h relu(q_h . k)`.
     """
     if plot is not None:
         needs_extras("kvjax bench overlap --plot", "plots")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvjax.model import ModelConfig
 
 bill_app = typer.Typer(
-    help="What decode steps and prefill cost: fit it to measurements, predict it, and record what policies keep.",
+    help="The cost of decode steps and prefill: fit it, predict it, and record how well policies agree with dense.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -36,15 +36,18 @@ RunsArgument = Annotated[list[Path], typer.Argument(metavar="RESULT.json...", he
 ShapeOption = Annotated[
     str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id, of which only config.json is read.")
 ]
-FormOption = Annotated[str, typer.Option(help="Form of c1: none, fixed (a constant per policy) or scan (and seconds per byte of index).")]
+FormOption = Annotated[
+    str, typer.Option(help="Form of c1: none, fixed (a constant per policy) or scan (a constant, and seconds per byte of index).")
+]
 FitOption = Annotated[
     Path | None, typer.Option("--fit", help="A bill that kvjax bill fit wrote. [default: the built-in one of --device]", show_default=False)
 ]
 DeviceOption = Annotated[str, typer.Option(help="Device whose built-in bill is used, as JAX names it.")]
 BandwidthOption = Annotated[
-    float | None, typer.Option(help="TB/s of another chip; makes every figure a projection.", show_default=False, **number(above=0))
+    float | None,
+    typer.Option(help="Memory bandwidth of another chip, TB/s. Every figure is then a projection.", show_default=False, **number(above=0)),
 ]
-NoOverheadOption = Annotated[bool, typer.Option("--no-overhead", help="Set c0 to 0; makes every figure a projection.")]
+NoOverheadOption = Annotated[bool, typer.Option("--no-overhead", help="Set c0 to 0. Every figure is then a projection.")]
 
 
 @bill_app.command("fit")
@@ -52,11 +55,13 @@ def fit_command(
     results: RunsArgument,
     form: FormOption = "scan",
     json_out: JsonOption = None,
-    into: Annotated[list[Path] | None, typer.Option(help="Document whose marked parts are replaced; may be given several times.")] = None,
+    into: Annotated[
+        list[Path] | None, typer.Option(help="Document in which to replace the marked parts; may be given several times.")
+    ] = None,
 ) -> None:
-    """Fit the bill to measured steps and print how wrong it is on cells it has not seen, and what choosing by it would lose.
+    """Fit the bill to measured steps. Print its error on held-out cells, and the time lost by choosing with it.
 
-    Bandwidth and c0 come from dense rows only. One bill for each device, model and dtype in the results.
+    Bandwidth and c0 are fitted to dense rows only. There is one bill for each device, model and dtype in the results.
     """
     from kvjax.bill.fitting import FORMS, fit
     from kvjax.bill.report import TABLES, checks, projections, rendered
@@ -89,22 +94,22 @@ def fit_command(
 @bill_app.command("predict")
 def predict_command(
     shape: ShapeOption = "qwen2.5-7b",
-    lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between them.")] = "8k,32k,128k,512k,1m",
-    batches: Annotated[str, typer.Option(help="Sequences decoded together, with commas between them.")] = "1,8",
-    policies: Annotated[str, typer.Option(help="Decode policies, with commas between them.")] = "dense,top:8,top:32",
+    lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
+    batches: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,8",
+    policies: Annotated[str, typer.Option(help="Decode policies, separated by commas.")] = "dense,top:8,top:32",
     fit: FitOption = None,
     device: DeviceOption = "NVIDIA H200",
-    dtype: Annotated[str | None, typer.Option(help="Of weights. [default: the bill's]", show_default=False)] = None,
-    cache_dtype: Annotated[str | None, typer.Option(help="Of keys and values. [default: that of the weights]", show_default=False)] = None,
-    page_size: PageSizeOption = 128,
-    tier: Annotated[str, typer.Option(help="Where keys and values lie: device, host or disk.")] = "device",
-    link: Annotated[
-        float | None, typer.Option(help="GB/s at which they come from host or disk.", show_default=False, **number(above=0))
+    dtype: Annotated[str | None, typer.Option(help="Type of weights. [default: the bill's]", show_default=False)] = None,
+    cache_dtype: Annotated[
+        str | None, typer.Option(help="Type of keys and values. [default: that of the weights]", show_default=False)
     ] = None,
+    page_size: PageSizeOption = 128,
+    tier: Annotated[str, typer.Option(help="Where keys and values are: device, host or disk.")] = "device",
+    link: Annotated[float | None, typer.Option(help="GB/s from host or disk.", show_default=False, **number(above=0))] = None,
     bandwidth: BandwidthOption = None,
     no_overhead: NoOverheadOption = False,
 ) -> None:
-    """Print bytes and seconds of a step. What the measurements do not cover is marked as a projection, with the reasons below."""
+    """Print bytes and seconds of a step. Figures outside the measurements are marked as projections, with the reasons below."""
     from kvjax.bill.report import known_from
     from kvjax.policies.decode import name_of
     from kvjax.serving.bench.decode import config_of, policies_of
@@ -112,7 +117,7 @@ def predict_command(
 
     bill = _bill(fit, device, shape, bandwidth, no_overhead)
     if tier != "device" and link is None:
-        raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s at which they come from there", param_hint="--tier")
+        raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s from there", param_hint="--tier")
     if link is not None:
         bill = bill.projected(f"a {tier} link of {link:g} GB/s", links=((tier, link * 1e9),))
     config, options = config_of(shape), {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size, "tier": tier}
@@ -137,11 +142,11 @@ def predict_command(
 @bill_app.command("calibrate")
 def calibrate_command(
     model: Annotated[str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle'.")],
-    policies: Annotated[str, typer.Option(help="Policies to price besides dense, with commas between them.")] = "top:8,top:32",
+    policies: Annotated[str, typer.Option(help="Policies to measure besides dense, separated by commas.")] = "top:8,top:32",
     seconds: Annotated[float, typer.Option(help="How long it may take.", **number(above=0))] = 20.0,
     json_out: JsonOption = None,
 ) -> None:
-    """Fit a bill to this device in a few seconds of a model's own steps: what `auto` does by itself where there is no built-in bill."""
+    """Fit a bill to this device, in a few seconds of a model's own steps. `auto` does this itself if there is no built-in bill."""
     from kvjax.bill.calibration import calibrate
     from kvjax.bill.step_bill import to_json
     from kvjax.models.loading import load
@@ -156,10 +161,12 @@ def calibrate_command(
 @bill_app.command("choose")
 def choose_command(
     model: Annotated[str, typer.Option("--model", "-m", help="Model folder, Hugging Face hub id, or 'needle'.")],
-    level: Annotated[str, typer.Option(help="What must be kept: assured, fast, or numbers as kl=0.02,loss=0.05.")] = "assured",
-    lengths: Annotated[str, typer.Option(help="Tokens in the cache, with commas between them.")] = "8k,16k,32k",
-    batches: Annotated[str, typer.Option(help="Sequences decoded together, with commas between them.")] = "1,8",
-    prefill: Annotated[bool, typer.Option("--prefill", help="Of prefill: for the chunks in which prompts of these lengths end.")] = False,
+    level: Annotated[str, typer.Option(help="How close to dense: assured, fast, or numbers as kl=0.02,loss=0.05.")] = "assured",
+    lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,16k,32k",
+    batches: Annotated[str, typer.Option(help="Sequences decoded together, separated by commas.")] = "1,8",
+    prefill: Annotated[
+        bool, typer.Option("--prefill", help="Show prefill instead: the chunks in which prompts of these lengths end.")
+    ] = False,
     prefill_chunk: ChunkOption = 512,
     device: Annotated[
         str | None, typer.Option(help="With --prefill: another device, as JAX names it. [default: this one]", show_default=False)
@@ -167,12 +174,12 @@ def choose_command(
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
-    """Print what the policy `auto` would run on this device, and why. For decoding, a device without a built-in bill is calibrated."""
+    """Print which policy `auto` would run on this device, and why. For decoding, a device without a built-in bill is calibrated."""
 
     from kvjax.bill import Auto, AutoPrefill
 
     if device is not None and not prefill:
-        raise typer.BadParameter("goes with --prefill: decoding is calibrated on the device that is here", param_hint="--device")
+        raise typer.BadParameter("needs --prefill: decoding is calibrated on this device", param_hint="--device")
     cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
     auto = AutoPrefill(level) if prefill else Auto(level)
     loaded = load_model(model, dtype, max_positions)
@@ -193,13 +200,13 @@ def choose_command(
 @bill_app.command("evidence")
 def evidence_command(
     panels: Annotated[list[Path], typer.Argument(metavar="PANEL.json...", help="The panel.json of kvjax fidelity.")],
-    into: Annotated[Path, typer.Option(dir_okay=False, help="The table: kvjax/bill/evidence.json in a checkout. Made if it is not there.")],
+    into: Annotated[Path, typer.Option(dir_okay=False, help="The table: kvjax/bill/evidence.json in a checkout. Created if missing.")],
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="The model that was run, for panels without its fingerprint.", show_default=False)
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="In which it was run. [default: as kvjax fidelity]", show_default=False)] = None,
+    dtype: Annotated[str | None, typer.Option(help="The dtype of the run. [default: as for kvjax fidelity]", show_default=False)] = None,
 ) -> None:
-    """Record what budgets keep of a model, for `auto`: rows of the same model, policy and length are replaced."""
+    """Record how well budgets agree with dense on a model, for `auto`. Replaces rows of the same model, policy and length."""
     from kvjax.bill.evidence import read_evidence, with_panel, write_evidence
 
     mark = None
@@ -220,9 +227,9 @@ def fit_prefill_command(
     results: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Results of kvjax bench prefill --ops.")],
     json_out: JsonOption = None,
 ) -> None:
-    """Gather what the attention of whole prompts took, for prefill `auto`: kvjax/bill/prefill_bill.json in a checkout.
+    """Collect times of the attention of whole prompts, for prefill `auto`: kvjax/bill/prefill_bill.json in a checkout.
 
-    One bill for each device and size of layer in the results; of what was timed twice the later time holds.
+    There is one bill for each device and size of layer in the results. If something was timed twice, the later time is used.
     """
     from kvjax.bill.prefill_bill import fit_prefill, to_json
     from pallas_kernels.bench.results import write_result
@@ -238,9 +245,9 @@ def fit_prefill_command(
 
 @bill_app.command("evidence-prefill")
 def evidence_prefill_command(
-    results: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Of kvjax echo and of kvjax needle --prefill.")],
+    results: Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Results of kvjax echo and of kvjax needle --prefill.")],
     into: Annotated[
-        Path, typer.Option(dir_okay=False, help="The table: kvjax/bill/prefill_evidence.json in a checkout. Made if it is not there.")
+        Path, typer.Option(dir_okay=False, help="The table: kvjax/bill/prefill_evidence.json in a checkout. Created if missing.")
     ],
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="The model that was run, for results without its fingerprint.", show_default=False)
@@ -248,7 +255,10 @@ def evidence_prefill_command(
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
-    """Record what prefill policies keep of a model, for prefill `auto`: rows of the same model, policy, length and task are replaced."""
+    """Record how well prefill policies agree with dense on a model, for prefill `auto`.
+
+    Replaces rows of the same model, policy, length and task.
+    """
     from kvjax.bill.evidence import PrefillEvidence, read_evidence, write_evidence
     from kvjax.bill.prefill_evidence import with_results
 
@@ -266,24 +276,24 @@ def evidence_prefill_command(
 
 def regime_map_command(
     shape: ShapeOption = "qwen2.5-7b",
-    policies: Annotated[str, typer.Option(help="Policies, with commas between them; a panel each.")] = "top:8,top:32",
+    policies: Annotated[str, typer.Option(help="Policies, separated by commas; a panel each.")] = "top:8,top:32",
     lengths: Annotated[str, typer.Option(help="Shortest and longest, in tokens.")] = "4k,1m",
     batches: Annotated[str, typer.Option(help="Smallest and largest.")] = "1,64",
     fit: FitOption = None,
     device: DeviceOption = "NVIDIA H200",
     memory: Annotated[
         float | None,
-        typer.Option(help="GiB for weights and cache; what is beyond is grey.", show_default=False, **number(above=0, most=2**30)),
+        typer.Option(help="GiB for weights and cache; cells that need more are grey.", show_default=False, **number(above=0, most=2**30)),
     ] = None,
     measured: Annotated[
-        list[Path] | None, typer.Option(help="Results of kvjax bench decode whose cells are marked; may be given several times.")
+        list[Path] | None, typer.Option(help="Results of kvjax bench decode, whose cells are marked; may be given several times.")
     ] = None,
     bandwidth: BandwidthOption = None,
     no_overhead: NoOverheadOption = False,
-    out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="Where the picture (PNG) goes.")] = Path("regime-map.png"),
+    out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="File for the picture (PNG).")] = Path("regime-map.png"),
     json_out: JsonOption = None,
 ) -> None:
-    """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill; what is a projection is pale."""
+    """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill. Projections are pale."""
     needs_extras("kvjax regime-map", "plots")
     import numpy as np
 
@@ -296,7 +306,7 @@ def regime_map_command(
     ends, sizes = parse_lengths(lengths), parse_lengths(batches, "batches")
     for option, pair in (("--lengths", ends), ("--batches", sizes)):
         if len(pair) != 2 or not 1 <= pair[0] < pair[1]:
-            raise typer.BadParameter(f"wants the smallest and the largest, as 4,64; got {pair}", param_hint=option)
+            raise typer.BadParameter(f"needs the smallest and the largest, as 4,64; got {pair}", param_hint=option)
     bill, config = _bill(fit, device, shape, bandwidth, no_overhead), config_of(shape)
     grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
     held = None if memory is None else int(memory * 2**30)
@@ -333,7 +343,7 @@ def _cells(files: list[Path]) -> dict[tuple[str, str, int, str], list[Cell]]:
 
 
 def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no_overhead: bool) -> Bill:
-    """The bill of a file or a device, changed as asked."""
+    """The bill of a file or a device, with the options' changes."""
     from kvjax.bill import known_bill, known_bills, load_bills
     from kvjax.bill.step_bill import sizes_of
     from kvjax.serving.bench.decode import config_of
@@ -353,6 +363,6 @@ def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no
 
 
 def _in_repository(file: Path) -> str:
-    """A file as the report names it: without what lies above the current folder, or only its name."""
+    """A file's name in reports: its path from the current folder, or only its name."""
     path = file.resolve()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name

@@ -1,4 +1,4 @@
-"""`kvjax echo`: what a prompt recalls of itself under sparse prefill. JAX is imported inside the command."""
+"""`kvjax echo`: how much repeated text inside a prompt sparse prefill still recalls. JAX is imported inside the command."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ def echo_command(
     prefill: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Prefill policies to set beside dense, dense again and the control; may be given several times: {PREFILLS}. "
+            help=f"Prefill policies to compare with dense, dense again and the control; may be given several times: {PREFILLS}. "
             "[default: bounds:32+sparse]",
             show_default=False,
         ),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of whole prompts, with commas between them.")] = "8k",
+    lengths: Annotated[str, typer.Option(help="Tokens of whole prompts, separated by commas.")] = "8k",
     facts: Annotated[int, typer.Option(help="Facts of each length, a multiple of those in a prompt.", **whole(most=LARGEST_BATCH))] = 400,
     facts_per_prompt: Annotated[int, typer.Option(help="Facts stated and asked for in each prompt.", **whole(most=LARGEST_BATCH))] = 16,
     passages: Annotated[int, typer.Option(help="Passages repeated in each prompt.", **whole(most=LARGEST_BATCH))] = 8,
     passage_tokens: Annotated[int, typer.Option(help="Tokens of a passage.", **whole())] = 64,
-    run_in: Annotated[int, typer.Option(help="Tokens of a passage that are not counted: by them the model finds it.", **whole())] = 16,
-    control: Annotated[str, typer.Option(help="Prefill policy that must fail; a cell in which it does not is invalid.")] = "window:64+1024",
+    run_in: Annotated[
+        int, typer.Option(help="Tokens at the start of a passage that are not counted: by them the model finds the passage.", **whole())
+    ] = 16,
+    control: Annotated[str, typer.Option(help="Prefill policy that must fail; where it does not, the cell is invalid.")] = "window:64+1024",
     text: TextOption = None,
     json_out: JsonOption = None,
     seed: SeedOption = 0,
@@ -50,10 +52,10 @@ def echo_command(
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
-    """Count the facts and passages of a prompt that the prompt's own tokens recall, under each prefill policy, beside dense prefill.
+    """Count the repeated facts and passages of a prompt that prefill predicts, for each prefill policy and for dense.
 
-    Facts stated early are asked for and answered late in the same prompt, and passages stand twice; what is repeated counts where
-    the logits of prefill predict it. Dense has to do well and the control has to fail, or the cell is marked invalid.
+    Facts are stated early in a prompt, and asked for and answered late in it. Passages appear twice. A repetition counts if the logits of
+    prefill predict it. Dense has to do well and the control has to fail, or the cell is marked invalid.
     """
     needs_extras("kvjax echo", "eval")
     source, names = read_texts(text)

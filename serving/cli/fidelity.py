@@ -1,4 +1,4 @@
-"""`kvjax fidelity`: what decode policies keep of what dense says. JAX is imported inside the command."""
+"""`kvjax fidelity`: how well decode policies agree with dense. JAX is imported inside the command."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEXT_HASH = "text with SHA-256"
 
 
 class Records(Journal):
-    """The units of a panel that are done: each with its record."""
+    """The finished units of a panel, each with its record."""
 
     FORMAT = "kvjax fidelity 2"
     WHAT = "the records of a kvjax fidelity panel"
@@ -49,7 +49,7 @@ class Records(Journal):
         super().__init__(path, job)
 
     def append(self, unit: str, record: dict[str, Any]) -> None:
-        """Write a unit's record; it survives the process from here on."""
+        """Write a unit's record to disk."""
         self._append({"unit": unit, "record": record})
 
     def _keep(self, entry: dict[str, Any], offset: int, *, earlier: bool) -> None:
@@ -59,16 +59,14 @@ class Records(Journal):
 def fidelity_command(
     model: ModelOption = "needle",
     policies: Annotated[
-        str, typer.Option(help="Decode policies, with commas between them; dense is always the reference.")
+        str, typer.Option(help="Decode policies, separated by commas; dense is always the reference.")
     ] = "dense,window:640,window:4736,top:8,top:32,mean:8,quest:64",
-    lengths: Annotated[str, typer.Option(help="Tokens of whole contexts, with commas between them.")] = "8k",
-    tasks: Annotated[
-        str, typer.Option(help="What to look for, with commas between them: needle, multi-needle, multi-query, tracking.")
-    ] = "needle",
+    lengths: Annotated[str, typer.Option(help="Tokens of whole contexts, separated by commas.")] = "8k",
+    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas: needle, multi-needle, multi-query, tracking.")] = "needle",
     haystacks: Annotated[
         str,
         typer.Option(
-            help="Where, with commas between them: loop (one paragraph over and over), prose (the text), codes (the text with facts of "
+            help="Haystacks, separated by commas: loop (one paragraph over and over), prose (the text), codes (the text with facts of "
             "the same form), near-miss (the text with facts that differ little from the one asked for)."
         ),
     ] = "codes",
@@ -78,10 +76,12 @@ def fidelity_command(
         typer.Option("--out", "-o", file_okay=False, help="Folder for panel.json, panel.csv, pictures and records."),
     ] = Path("fidelity"),
     trials: Annotated[int, typer.Option(help="Trials of each task in each haystack at each length.", **whole(2, LARGEST_BATCH))] = 200,
-    distractors: Annotated[int, typer.Option(help="Further facts in haystacks 'codes' and 'near-miss'.", **whole(0, LARGEST_BATCH))] = 16,
+    distractors: Annotated[
+        int, typer.Option(help="Additional facts in haystacks 'codes' and 'near-miss'.", **whole(0, LARGEST_BATCH))
+    ] = 16,
     windows: Annotated[int, typer.Option(help="Disjoint pieces of the text for teacher forcing.", **whole(2, LARGEST_BATCH))] = 5,
     steps: Annotated[int, typer.Option(help="Forced tokens of each window, within its length.", **whole())] = 1024,
-    free_steps: Annotated[int, typer.Option(help="Tokens written freely, for the length of the exact prefix.", **whole())] = 128,
+    free_steps: Annotated[int, typer.Option(help="Tokens generated freely, to measure the length of the exact prefix.", **whole())] = 128,
     max_batch: Annotated[int, typer.Option(help="Contexts held and decoded together.", **whole(2, LARGEST_BATCH))] = 32,
     seed: SeedOption = 0,
     page_size: PageSizeOption = 128,
@@ -91,8 +91,8 @@ def fidelity_command(
 ) -> None:
     """Compare decode policies with dense: facts found, agreement, KL and perplexity on forced text, speed, keys read.
 
-    All policies run inside one engine on the same prefilled contexts, and dense runs twice, for the noise floor. What is done is kept in
-    OUT/records.jsonl: a run that was killed goes on with the same command, and a finished one is only drawn again.
+    All policies run in one engine on the same prefilled contexts. Dense runs twice, which gives the noise floor. Records are kept in
+    OUT/records.jsonl. To continue a killed run, run the same command again. A finished run only draws its pictures again.
     """
     needs_extras("kvjax fidelity", "eval", "plots")
     from rich.console import Console
@@ -120,7 +120,7 @@ def fidelity_command(
     try:
         records = run_units(panel, out / RECORDS, describe(panel), Console(stderr=True))
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; what was done is kept in {out / RECORDS}: run the same command again to go on", err=True)
+        typer.echo(f"interrupted; the records so far are in {out / RECORDS}: run the same command again to continue", err=True)
         raise
     run = describe(panel)
     write_report(
@@ -129,7 +129,7 @@ def fidelity_command(
 
 
 def run_units(panel: Panel, path: Path, job: dict[str, Any], console: Console) -> list[dict[str, Any]]:
-    """Records of all units of a panel: those that the file has, and the others, measured now and appended to it."""
+    """Records of all units of a panel: those in the file, and the others, which are measured now and appended to it."""
     from kvjax.serving.progress import WorkProgress
 
     units = panel.units()
@@ -150,7 +150,7 @@ def run_units(panel: Panel, path: Path, job: dict[str, Any], console: Console) -
 
 
 def describe(panel: Panel) -> dict[str, Any]:
-    """What must be equal for a panel to continue an earlier run: everything that its records depend on."""
+    """Everything that a panel's records depend on. It must be equal to continue an earlier run."""
     import dataclasses
 
     import jax
@@ -199,5 +199,5 @@ def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _listed(text: str) -> tuple[str, ...]:
-    """Words with commas between them."""
+    """Words separated by commas."""
     return tuple(word.strip() for word in text.split(",") if word.strip())

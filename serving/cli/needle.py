@@ -38,7 +38,7 @@ def needle_command(
     prefill: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Prefill policies to write haystacks with, each beside the first on the same trials; may be given several times: "
+            help=f"Prefill policies for the haystacks, each compared with the first on the same trials; may be given several times: "
             f"{PREFILLS}. [default: dense]",
             show_default=False,
         ),
@@ -48,7 +48,7 @@ def needle_command(
     length: Annotated[int, typer.Option(help="Tokens of haystack, question and answer, as 8192 or 8k.", **token_count())] = 8192,
     trials: Annotated[int, typer.Option(help="Needles to look for.", **whole(most=LARGEST_BATCH))] = 16,
     distractors: Annotated[
-        int, typer.Option(help="Further needles of the same template in each haystack.", **whole(0, LARGEST_BATCH))
+        int, typer.Option(help="Additional needles of the same template in each haystack.", **whole(0, LARGEST_BATCH))
     ] = 16,
     max_batch: Annotated[int, typer.Option(help="Haystacks held and decoded together.", **whole(most=LARGEST_BATCH))] = 8,
     seed: SeedOption = 0,
@@ -57,9 +57,10 @@ def needle_command(
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
-    """Count the needles a model finds in a long text under each policy: haystacks are prefilled once, questions decoded by the policy.
+    """Count the needles that a model finds in a long text under each policy. Haystacks are prefilled once; questions are decoded by the
+    policy.
 
-    With several prefill policies the whole is run once for each, and paired differences from the first are printed.
+    With several prefill policies everything runs once for each, and paired differences from the first are printed.
     """
     prefills = list(dict.fromkeys(prefill or ["dense"]))
     if len(prefills) > 1:

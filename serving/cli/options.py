@@ -1,4 +1,4 @@
-"""Options and checks that commands of `kvjax` share. JAX is imported inside them: `kvjax --help` must not wait for it."""
+"""Options and checks that commands of `kvjax` share. JAX is imported inside them, so that `kvjax --help` is fast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGEST = 2**31 - 1
 """Largest count: tokens, pages and token ids are 32-bit integers on the device."""
 
 LARGEST_BATCH = 2**16
-"""Most sequences decoded together. Far more than any device holds, and few enough that the host finds that out quickly."""
+"""The most sequences decoded together: far more than any device holds, but few enough for a quick error."""
 
 
 def whole(least: int = 1, most: int = LARGEST) -> Any:
@@ -40,7 +40,7 @@ def whole(least: int = 1, most: int = LARGEST) -> Any:
 
 
 def parse_lengths(text: str, what: str = "lengths") -> tuple[int, ...]:
-    """Counts from "8k,128k,1m" or plain numbers, each at least 1; what: they are, for the message. ValueError for anything else."""
+    """Counts from "8k,128k,1m" or plain numbers, each at least 1. ValueError for anything else. what: their name in the message."""
     units = {"": 1, "k": 2**10, "m": 2**20}
     words = [re.fullmatch(r"([0-9]{1,10})([km]?)", word.strip().lower()) for word in text.split(",")]
     counts = tuple(int(word[1]) * units[word[2]] for word in words if word)
@@ -82,7 +82,7 @@ def number(*, above: float | None = None, least: float | None = None, most: floa
 
 
 class Dtype(enum.StrEnum):
-    """What weights and cache are stored in."""
+    """The type of weights and cache."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -103,7 +103,7 @@ DtypeOption = Annotated[
 MaxPositionsOption = Annotated[
     int | None,
     typer.Option(
-        help="Longest sequence to load the model for, as 8192 or 8k. Past longrope's original length its long factors are used. "
+        help="The longest sequence to load the model for, as 8192 or 8k. Beyond longrope's original length, its long factors are used. "
         "[default: as config.json says; longrope: its original length]",
         show_default=False,
         **token_count(),
@@ -111,21 +111,21 @@ MaxPositionsOption = Annotated[
 ]
 TextOption = Annotated[
     list[Path] | None,
-    typer.Option(help="Text file to take; may be given several times. [default: Python's own documentation]", show_default=False),
+    typer.Option(help="Text file; may be given several times. [default: Python's own documentation]", show_default=False),
 ]
 PageSizeOption = Annotated[int, typer.Option(help="Tokens per page of the cache.", **whole())]
 ChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of the page size.", **whole())]
 PagesOption = Annotated[
-    int | None, typer.Option(help="Pages in the pool. [default: what the job needs, where it fits]", show_default=False, **whole())
+    int | None, typer.Option(help="Pages in the pool. [default: as many as the job needs]", show_default=False, **whole())
 ]
-TokensOption = Annotated[int, typer.Option(help="Most tokens to generate.", **whole())]
+TokensOption = Annotated[int, typer.Option(help="The most tokens to generate.", **whole())]
 SeedOption = Annotated[int, typer.Option(help="Seed of random draws.", **whole(0, 2**32 - 1))]
 ImplementationOption = Annotated[
     str | None,
     typer.Option(help="Run the ops as a platform without our fastest kernels does: xla, say. [default: the best here]", show_default=False),
 ]
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", dir_okay=False, help="Write the figures and where they come from here.", show_default=False)
+    Path | None, typer.Option("--json", dir_okay=False, help="File for the figures and their provenance.", show_default=False)
 ]
 
 
@@ -145,7 +145,7 @@ def named_run(kind: str, implementation: str | None) -> dict[str, str]:
 
 
 def load_model(model: str, dtype: Dtype | None, max_positions: int | None) -> Model:
-    """The model of `--model`, its weights in `--dtype`, for sequences of `--max-positions`."""
+    """The model of `--model`, with weights in `--dtype`, for sequences of up to `--max-positions`."""
     from kvjax.models.loading import load
 
     return load(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
@@ -162,7 +162,7 @@ def read_text(path: Path, option: str) -> str:
 
 
 def read_texts(paths: Sequence[Path] | None) -> tuple[str, list[str]]:
-    """The texts of `--text`, one after the other, and the names of their files; Python's own documentation where none is given."""
+    """The texts of `--text`, joined, and the names of their files; Python's own documentation if there is none."""
     if paths:
         texts = {path: read_text(path, "--text") for path in paths}
         if empty := [str(path) for path, text in texts.items() if not text.strip()]:
@@ -174,11 +174,11 @@ def read_texts(paths: Sequence[Path] | None) -> tuple[str, list[str]]:
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object of a file; what: it should be, for the message."""
+    """The JSON object of a file. what: for the message, what the file should be."""
     try:
         found = json.loads(read_text(path, what))
     except ValueError as error:
         raise typer.BadParameter(f"{path} is not JSON ({error}); give {what}") from None
     if not isinstance(found, dict):
-        raise typer.BadParameter(f"{path} holds no JSON object; give {what}")
+        raise typer.BadParameter(f"{path} does not hold a JSON object; give {what}")
     return found

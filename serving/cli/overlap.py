@@ -1,4 +1,4 @@
-"""What `kvjax bench overlap` does: capture scores while a model decodes, say how much consecutive top k share."""
+"""`kvjax bench overlap`: capture scores while a model decodes, and measure how much the top k of consecutive steps overlap."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def measure_overlap(
     plot: Path | None,
     save: Path | None,
 ) -> list[dict[str, Any]]:
-    """Measure, write what is asked for, print a table; returns the rows. ValueError for what cannot be measured."""
+    """Measure, write the requested files, print a table. Returns the rows. ValueError for what cannot be measured."""
     lengths, sizes = parse_lengths(length), parse_lengths(ks, "k")
     if len(lengths) != 1:
         raise ValueError(f"one length at a time, got {length!r}")
     (tokens,) = lengths
     if steps < 2:
-        raise ValueError(f"steps must be at least 2, one to compare with the other, got {steps}")
+        raise ValueError(f"steps must be at least 2, to compare two, got {steps}")
     if tokens <= steps:
         raise ValueError(f"--length {tokens} leaves no keys before {steps} decode steps: use a greater --length or fewer --steps")
     if max(sizes) > tokens - steps + 1:  # not only after minutes of prefill
@@ -43,7 +43,7 @@ def measure_overlap(
     loaded = kvjax.load(model)
     ids = encode_text(loaded.tokenizer, prose).tolist()
     if len(ids) < tokens:
-        raise ValueError(f"the text has {len(ids):,} tokens, {tokens:,} are to be decoded: give more with --text")
+        raise ValueError(f"the text has {len(ids):,} tokens, but {tokens:,} are needed: give more with --text")
     with Console(stderr=True).status("") as status:
         done = 0
 

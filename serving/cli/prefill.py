@@ -1,4 +1,4 @@
-"""What `kvjax bench prefill` does, in its three forms: a run yields rows, `show` writes them and prints a table."""
+"""`kvjax bench prefill`, in its three forms. A run yields rows; `show` writes them and prints a table."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 class Run:
     """One form of the command.
 
-    kind: the `bench` field of the JSON. begin: (say what is being done) -> more fields of it. rows: (say, those fields) -> rows. table:
-    rows -> Markdown.
+    kind: the `bench` field of the JSON. begin: (say) -> more fields of the JSON; `say` shows progress. rows: (say, those fields) -> rows.
+    table: rows -> Markdown.
     """
 
     kind: str
@@ -38,7 +38,7 @@ class Run:
 
 
 def time_run(shape: str, lengths: str, policies: str, dtype: str, *, chunk: int = 8192, rounds: int = 1, layers: int | None = None) -> Run:
-    """Time to first token. ValueError for what makes no plan."""
+    """Time to first token. ValueError for arguments that make no plan."""
     if layers is not None and layers < 1:
         raise ValueError(f"layers must be at least 1, got {layers}")
     config = config_of(shape, layers, _dtype(dtype))
@@ -51,7 +51,7 @@ def time_run(shape: str, lengths: str, policies: str, dtype: str, *, chunk: int 
 
 
 def layers_run(model: str, lengths: str, policies: str, dtype: str, files: Sequence[Path] = ()) -> Run:
-    """The attention of a model's layers over a text. ValueError as for `ops_run`, and for texts that are too short."""
+    """The attention of a model's layers over a text. ValueError as in `ops_run`, and for texts that are too short."""
     from kvjax.serving.bench.prefill_layers import layer_rows
 
     chosen, tokens = _sparse_of(policies), parse_lengths(lengths)
@@ -72,12 +72,12 @@ def layers_run(model: str, lengths: str, policies: str, dtype: str, files: Seque
 
 
 def _sparse_of(policies: str) -> list[PrefillPolicy]:
-    """The policies but dense; ValueError if there is no other."""
+    """The policies except dense; ValueError if there is no other."""
     from kvjax.policies.prefill import DensePrefill
 
     sparse = [policy for policy in policies_of(policies) if policy != DensePrefill()]
     if not sparse:
-        raise ValueError(f"--ops times sparse policies beside dense attention, which it always times; got {policies!r}: name one more")
+        raise ValueError(f"--ops compares sparse policies with dense attention, which it always times; got {policies!r}: name a sparse one")
     return sparse
 
 
@@ -90,12 +90,12 @@ def _read(model: str, dtype: str | None, files: Sequence[Path], longest: int) ->
     prose = "\n\n".join(read_text(file, "--text") for file in files) or documentation_text()
     ids = encode_text(loaded.tokenizer, prose).tolist()
     if len(ids) < longest:
-        raise ValueError(f"the text has {len(ids):,} tokens, the longest prompt {longest:,}: give more with --text")
+        raise ValueError(f"the text has {len(ids):,} tokens, but the longest prompt has {longest:,}: give more with --text")
     return loaded, ids
 
 
 def ops_run(shape: str, lengths: str, policies: str, dtype: str, *, baselines: bool = True) -> Run:
-    """The attention of one layer of a shape. ValueError where no policy but dense is named."""
+    """The attention of one layer of a shape. ValueError if only dense is named."""
     from kvjax.serving.bench.prefill_ops import op_rows, peak_flops
 
     sparse, tokens = _sparse_of(policies), parse_lengths(lengths)
@@ -110,7 +110,7 @@ def ops_run(shape: str, lengths: str, policies: str, dtype: str, *, baselines: b
             try:
                 options = {"dtype": dtype, "baselines": baselines, "on_progress": say}
                 yield from op_rows(shape, length, sparse, begun["peak"]["flops_per_s"], **options)
-            except Exception as error:  # the other lengths go on
+            except Exception as error:  # the other lengths continue
                 named = {
                     "case": f"prompt/{shape}/{length}",
                     "op": "prompt",
@@ -137,7 +137,8 @@ def measures_run(
     ablate: bool = False,
     files: Sequence[Path] = (),
 ) -> Run:
-    """What lists capture. ValueError for policies without lists or a window, chunks of no whole pages, or texts that are too short."""
+    """What lists capture. ValueError for policies without lists or a window, chunks that are not whole pages, or texts that are too
+    short."""
     from kvjax.policies.prefill import DensePrefill, MeasureOnceMaskOnce
     from kvjax.policies.prefill.measures import ablation, check_measurable, measure_recorded, record_prefill
 

@@ -15,42 +15,44 @@ if TYPE_CHECKING:
 
 ShapeOption = Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id; its weights are not read.")]
 LayersOption = Annotated[
-    int | None, typer.Option(help="Only so many layers, for a quick look. [default: the shape's]", show_default=False, **whole())
+    int | None, typer.Option(help="Run only so many layers, for a quick look. [default: all of the shape]", show_default=False, **whole())
 ]
 BenchChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of 128.", **token_count())]
 
 
 def host_command(
-    rows: Annotated[str, typer.Option(help="Sequences decoded together, with commas between cases.")] = "64,8",
+    rows: Annotated[str, typer.Option(help="Sequences decoded together; cases are separated by commas.")] = "64,8",
     pages: Annotated[str, typer.Option(help="Pages of each sequence, case by case.")] = "1024,8192",
     steps: Annotated[int, typer.Option(help="Timed steps.", **whole())] = 2000,
-    layers: Annotated[int, typer.Option(help="Layers, whose arrays a step is called with; they do nothing.", **whole())] = 28,
-    policy: Annotated[str, typer.Option(help="Decode policy, whose indexes are among these arrays.")] = "top:32",
+    layers: Annotated[
+        int, typer.Option(help="Number of layers. They compute nothing, but a step is called with their arrays.", **whole())
+    ] = 28,
+    policy: Annotated[str, typer.Option(help="Decode policy; its indexes are among these arrays.")] = "top:32",
     json_out: JsonOption = None,
 ) -> None:
-    """Time what a decode step costs the host, what JAX takes aside: Engine.decode_and_sample alone, and Scheduler.step.
+    """Time the host's part of a decode step, with JAX's share printed separately: Engine.decode_and_sample alone, and Scheduler.step.
 
-    Scheduler.step also where somebody hears every token, and where log-probabilities are asked for.
+    Scheduler.step is also timed with a listener for every token, and with log-probabilities.
 
-    Layers do nothing and prompts are not computed, so the device takes no time. It is waited for between steps, outside of what is timed.
+    Layers compute nothing and prompts are not prefilled, so the device takes no time. The wait for it between steps is not timed.
     """
     from kvjax.serving.bench.host_time import host_rows
 
     cases = tuple(zip(parse_lengths(rows, "rows"), parse_lengths(pages, "pages"), strict=False))
     if len(cases) != rows.count(",") + 1 or len(cases) != pages.count(",") + 1:
-        raise typer.BadParameter(f"{rows!r} and {pages!r} are not equally many", param_hint="--pages")
+        raise typer.BadParameter(f"{rows!r} and {pages!r} must have equally many entries", param_hint="--pages")
     _run(json_out, "host", lambda say: host_rows(cases, steps=steps, layers=layers, policy=policy, say=say))
 
 
 def throughput_command(
     shape: ShapeOption = "qwen2.5-7b",
-    policies: Annotated[str, typer.Option(help="Decode policies, with commas between them, one after the other.")] = "dense,top:32",
+    policies: Annotated[str, typer.Option(help="Decode policies, separated by commas; they run one after the other.")] = "dense,top:32",
     requests: Annotated[int, typer.Option(help="Requests, with a slot for each.", **whole())] = 64,
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", **token_count())] = 8000,
     answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole(2))] = 129,
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
     chunk: BenchChunkOption = 512,
-    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
@@ -64,26 +66,24 @@ def throughput_command(
 
 def gaps_command(
     shape: ShapeOption = "qwen2.5-7b",
-    max_gap_ms: Annotated[
-        float, typer.Option(help="What the scheduler is given: milliseconds between two tokens.", **number(above=0))
-    ] = 60,
+    max_gap_ms: Annotated[float, typer.Option(help="The scheduler's bound: milliseconds between two tokens.", **number(above=0))] = 60,
     prefill: Annotated[str, typer.Option(help="Prefill policy of the long prompt.")] = "momo:128/8",
     policy: Annotated[str, typer.Option(help="Decode policy of the neighbours.")] = "top:32",
     prompt: Annotated[int, typer.Option(help="Tokens of the long prompt, a multiple of the chunk.", **token_count())] = 2**19,
     computed: Annotated[
-        int, typer.Option(help="Tokens at its end that are computed, which take longest; the others are random pages.", **token_count())
+        int, typer.Option(help="Tokens at its end that are computed, which take the longest; the others are random pages.", **token_count())
     ] = 2**16,
     neighbours: Annotated[int, typer.Option(help="Sequences that decode beside it.", **whole())] = 7,
     history: Annotated[int, typer.Option(help="Tokens of each of them.", **token_count())] = 2**13,
     chunk: BenchChunkOption = 2048,
-    seconds: Annotated[float, typer.Option(help="After which each of the two parts ends, done or not.", **number(above=0))] = 60,
-    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    seconds: Annotated[float, typer.Option(help="Time after which each of the two parts ends, finished or not.", **number(above=0))] = 60,
+    dtype: Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Measure the gaps between tokens of sequences that decode while a long prompt is prefilled, and what bounding them costs the prompt.
+    """Measure gaps between tokens of sequences that decode while a long prompt is prefilled, and what the bound on them costs the prompt.
 
-    First part: the prompt alone, without a bound. Second: beside its neighbours, with the bound. Random weights.
+    First part: the prompt alone, without a bound. Second part: with its neighbours and the bound. Weights are random.
     """
     from kvjax.serving.bench.traffic import Gaps, gaps_row
 
@@ -98,16 +98,17 @@ def cold_command(
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt.", **token_count())] = 2**19,
     computed: Annotated[
         int,
-        typer.Option(help="Tokens at its end that are computed; the others run the same programs and are passed over.", **token_count()),
+        typer.Option(help="Tokens at its end that are computed; the others would run the same programs, and are skipped.", **token_count()),
     ] = 2**14,
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
     policy: Annotated[str, typer.Option(help="Decode policy of the two tokens after the prompt.")] = "top:32",
     chunk: BenchChunkOption = 8192,
-    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Measure what a first prompt spends on tracing, lowering and compiling, without a compilation cache, and count the programs."""
+    """Measure the time that a first prompt spends on tracing, lowering and compiling without a compilation cache, and count the
+    programs."""
     from kvjax.serving.bench.compiling import cold_row
 
     config = _config(shape, layers, dtype)
@@ -117,11 +118,11 @@ def cold_command(
 
 def programs_command(
     shape: ShapeOption = "tiny",
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, with commas between them.")] = "100,1k,3k,9k",
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, separated by commas.")] = "100,1k,3k,9k",
     policies: Annotated[str, typer.Option(help="Decode policies; each has every length, greedy and sampled.")] = "dense,top:8",
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
     chunk: BenchChunkOption = 512,
-    dtype: Annotated[str, typer.Option(help="Of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
@@ -149,7 +150,7 @@ def _plan(kind: type, *args: Any, **fields: Any) -> Any:
 
 
 def _run(json_out: Path | None, kind: str, rows_of: Callable[[Callable[[str], None]], Iterable[dict[str, Any]]]) -> None:
-    """Show what is being done, write rows as they arrive, and print their table."""
+    """Show progress, write rows as they arrive, and print their table."""
     from rich.console import Console
 
     from pallas_kernels.bench import scheduling

@@ -273,7 +273,7 @@ def test_mass_of_step_is_each_heads_share_of_every_block():
     np.testing.assert_allclose(mass[0], wanted, rtol=1e-6)
     dense = mass_of_step(None, lse, context([90]), P, 5)
     np.testing.assert_allclose(dense[0, 0], [0.25, 0.75, 0, 0, 0], rtol=1e-6)
-    with pytest.raises(ValueError, match="read blocks of 16 tokens, and its mass is asked for in blocks of 8"):
+    with pytest.raises(ValueError, match="read blocks of 16 tokens, so its mass cannot be given in blocks of 8"):
         mass_of_step(None, lse, context([90]), 8, 5)
 
 

@@ -190,7 +190,7 @@ def test_lists_as_wide_as_the_table_are_measured(model, text):
 
 
 def test_policies_with_neither_lists_nor_window_are_refused(model, text):
-    with pytest.raises(ValueError, match="no lists and no window"):
+    with pytest.raises(ValueError, match="has neither lists for tiles of queries nor a window"):
         measure_prefill(model, text[:64], [DensePrefill()], chunk=32, page_size=16)
 
 

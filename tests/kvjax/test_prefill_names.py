@@ -94,7 +94,7 @@ def test_what_is_no_policy_is_refused():
         (lambda: SinkWindow(-1), "sink_tokens must be an int of at least 0, got -1"),
         (lambda: SinkWindow(gamma=0), "gamma"),
         (lambda: parse_prefill("momo:4/8"), "k_exact 8 exceeds k 4"),
-        (lambda: parse_prefill("momo:8/8+plain+uncorrected"), "says twice how one thing is done"),
+        (lambda: parse_prefill("momo:8/8+plain+uncorrected"), "has two suffixes for one setting"),
     ],
 )
 def test_wrong_sizes_are_refused(build, message):

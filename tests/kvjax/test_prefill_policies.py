@@ -194,7 +194,7 @@ def test_falls_back_to_dense_and_says_so(caplog):
     assert "dense up to 44 tokens" in policy.describe()
     with caplog.at_level("INFO", logger="kvjax.policies.prefill.lists"):
         jax.eval_shape(MeanPooled(**SIZES, k=14).attend, *chunk())
-    assert "dense, since no sequence of this table (128 tokens) exceeds 132" in caplog.text
+    assert "dense, because no sequence of this page table (128 tokens) exceeds 132" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["momo", "oracle", "window with delta"])

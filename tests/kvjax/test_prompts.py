@@ -124,7 +124,7 @@ def test_the_pool_of_a_list_is_not_made_for_a_prompt_that_is_too_long(model_fact
         ("torch_dtype", "the model is loaded in its dtype, kvjax.load"),
         ("device", "JAX chooses the device"),
         ("do_sample", "a temperature above 0 samples"),
-        ("max_length", "max_new_tokens, which counts only the new tokens"),
+        ("max_length", "use max_new_tokens, which counts only the new tokens"),
         ("max_tokens", "it is called max_new_tokens"),
         ("num_return_sequences", "it is called n"),
         ("sampling", "give its fields by name"),

@@ -91,11 +91,11 @@ def test_a_file_that_was_cut_is_refused(engine, saved, tmp_path, length, unchang
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"pages": 1}, r"layers.0.k of shape \[1, 2, 16, 4\], and this engine's tokens and pages ask for \[3, 2, 16, 4\]"),
+        ({"pages": 1}, r"layers.0.k of shape \[1, 2, 16, 4\], but this engine's tokens and pages need \[3, 2, 16, 4\]"),
         ({"pages": 4}, r"layers.0.k of shape \[4, "),
         ({"head_dim": 1}, r"shape \[3, 2, 16, 1\]"),
         ({"heads": 1}, r"shape \[3, 1, 16, 4\]"),
-        ({"dtype": jnp.bfloat16}, "layers.0.k in bfloat16, and this engine works in float32"),
+        ({"dtype": jnp.bfloat16}, "layers.0.k in bfloat16, but this engine works in float32"),
         ({"dtype": jnp.int32}, "layers.0.k in int32"),
         ({"layers": 0}, "lacks tensor 'layers.0.k'"),
         ({"layers": 2}, "has a surplus tensor 'layers.1.k'; this engine has 1 layers"),
@@ -107,8 +107,8 @@ def test_a_file_that_was_cut_is_refused(engine, saved, tmp_path, length, unchang
         ({"header": {"model": "other"}}, "was made with model 'other'"),
         ({"header": {"page_size": 32}}, "was made with page_size 32, this engine has 16"),
         ({"header": {"dtype": "bfloat16"}}, "was made with dtype 'bfloat16'"),
-        ({"whole header": None}, "does not say in its header which model made it"),
-        ({"whole header": []}, "does not say in its header which model made it"),
+        ({"whole header": None}, "does not name the model that made it in its header"),
+        ({"whole header": []}, "does not name the model that made it in its header"),
     ],
 )
 def test_a_file_of_other_tensors_is_refused_though_its_digest_is_right(engine, tmp_path, change, match, unchanged):

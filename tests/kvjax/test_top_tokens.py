@@ -163,7 +163,7 @@ def test_what_it_cannot_do_is_refused():
 def test_policies_that_scan_an_index_of_blocks_say_that_latent_pages_have_none(policy):
     layer, (query, ctx) = layer_of(), context()
     for call in (policy.select, policy.attend):
-        with pytest.raises(ValueError, match=r"scans the index \w+8, which latent pages do not have: take dense, window or tokens:K"):
+        with pytest.raises(ValueError, match=r"scans the index \w+8, which latent pages do not have: use dense, window or tokens:K"):
             call(query, layer, ctx, ())
     with pytest.raises(ValueError, match=r"this layer has \[\]: name it in empty_layer"):
         policy.select(query, PagedKV(Pages(layer.pages.k, layer.pages.k), {}), ctx, ())

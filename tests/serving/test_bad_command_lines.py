@@ -126,7 +126,7 @@ WRONG = [
     (GENERATE + " --seed -1", "-1"),
     (GENERATE + " --seed 99999999999999999999", "99999999999999999999"),
     (GENERATE + " --stop=", "stop must be"),
-    (GENERATE + " --file {in}", "one of them"),
+    (GENERATE + " --file {in}", "give either"),
     (GENERATE + " --system s", "--chat"),
     (GENERATE + " --pages 0", "got 0"),
     (GENERATE + " --pages 99999999999", "99999999999"),
@@ -148,7 +148,7 @@ WRONG = [
     (SCORE + " --pages -1", "-1"),
     (SCORE + " --prefill-chunk 0", "got 0"),
     (SCORE + " --policy window:-1+4", "window:-1+4"),
-    (SCORE + " --prompt-file {in}", "one of them"),
+    (SCORE + " --prompt-file {in}", "give either"),
     (SCORE + " --dtype half", "half"),
     # plan
     ("plan", "--model"),

@@ -193,7 +193,7 @@ def test_prefill_is_timed_recorded_and_explained(kvjax, model_folder, monkeypatc
     assert "tokens 3,584 to 4,096: window:8+64: of those on record" in out
     assert "no prefill was timed on cpu" in kvjax(*chosen)[1]
     status, _, err = kvjax("bill", "choose", "--model", model_folder, "--device", "Planted 9000")
-    assert (status, "goes with --prefill" in " ".join(err.replace("│", " ").split())) == (2, True)
+    assert (status, "needs --prefill" in " ".join(err.replace("│", " ").split())) == (2, True)
 
 
 def test_generate_takes_prefill_auto_and_says_what_it_does(kvjax, model_folder):

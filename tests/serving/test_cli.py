@@ -86,7 +86,7 @@ def test_version(kvjax):
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--max-batch", "0"], "--max-batch"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--pages", "0"], "--pages"),
         (["generate", "--model", "{model}"], "PROMPT"),
-        (["generate", "x", "--file", "{in}", "--model", "{model}"], "one of them"),
+        (["generate", "x", "--file", "{in}", "--model", "{model}"], "give either"),
         (["generate", "", "--model", "{model}"], "is empty"),
         (["generate", "x", "--model", "{model}", "--system", "s"], "--chat"),
         (["generate", "x", "--model", "{model}", "--temperature", "-1"], "temperature"),
@@ -364,4 +364,4 @@ def test_ctrl_c_in_training_says_how_to_go_on(kvjax, monkeypatch, tmp_path):
     monkeypatch.setattr(training, "train", interrupted)
     status, _, err = kvjax("train-needle", tmp_path / "run", "--text", tmp_path, "--held-out", tmp_path)
     assert status == 130
-    assert "run the same command again to go on from the last checkpoint" in err
+    assert "run the same command again to continue from the last checkpoint" in err

@@ -148,7 +148,7 @@ def test_an_interrupted_panel_says_how_to_go_on(arguments, kvjax, monkeypatch, t
     monkeypatch.setattr("kvjax.fidelity.panel.Panel.measure", interrupt)
     status, _, err = kvjax(*arguments, "--out", tmp_path / "panel")
     assert status == 130
-    assert "run the same command again to go on" in err
+    assert "run the same command again to continue" in err
 
 
 def test_another_panel_does_not_go_on_with_the_records_of_this_one(whole, arguments, kvjax):

@@ -282,7 +282,7 @@ def test_command_writes_json(tmp_path, capsys, monkeypatch, op_rows):
     ("run", "message"),
     [
         (lambda: prefill_cli.layers_run("needle", "1k,1000", "momo:4/2", "bfloat16"), "multiples of 128 tokens, got 1000"),
-        (lambda: prefill_cli.ops_run("tiny", "1k", "dense", "bfloat16"), "got 'dense': name one more"),
+        (lambda: prefill_cli.ops_run("tiny", "1k", "dense", "bfloat16"), "got 'dense': name a sparse one"),
         (lambda: prefill_cli.ops_run("tiny", "1k", "momo:4/2", "int8"), "dtype 'int8' is none of"),
         (lambda: prefill_cli.time_run("tiny", "1k", "dense", "float32", chunk=100, rounds=1, layers=1), "multiple of the page size"),
         (lambda: prefill_cli.time_run("tiny", "1k", "dense", "float32", chunk=128, rounds=0, layers=1), "rounds must be at least 1"),
@@ -328,7 +328,7 @@ def test_options_that_do_nothing_are_refused(form, options, named):
 
 def test_measures_refuse_sizes_without_a_model():
     names = ("chunk", "rounds", "dtype", "layers", "text", "json_out", "baselines")
-    with pytest.raises(typer.BadParameter, match="needs a real model, and tiny is sizes alone"):
+    with pytest.raises(typer.BadParameter, match="needs a real model, but tiny has no weights"):
         bench_cli.prefill_command("tiny", "1k", "momo:4/2", ops=False, measures=True, ablate=False, **dict.fromkeys(names))
 
 

@@ -1,4 +1,4 @@
-"""Decode policies: which blocks a step reads. `parse("top:8")` names them; a new one is a frozen dataclass with `select`."""
+"""Decode policies: which blocks a step reads. `parse("top:8")` finds one by name. A new one is a frozen dataclass with `select`."""
 
 from kvjax.policies.decode.base import (
     Blocks,

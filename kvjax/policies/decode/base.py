@@ -12,7 +12,7 @@ from kvjax.cache.types import IndexSpec, LayerCache
 from pallas_kernels.gather_attention import gather_attention
 
 State = Any
-"""Per-layer state of a policy: a pytree whose leaves have the batch as first axis. `()` for policies that learn nothing."""
+"""Per-layer state of a policy: a pytree whose leaves have the batch as first axis; `()` for policies without state."""
 
 
 @flax.struct.dataclass
@@ -20,9 +20,9 @@ class Blocks:
     """The blocks each KV head reads this step: `[B, K, W]` for all its T queries together, `[B, T, K, W]` for each of them, or, where a
     layer has one KV head, `[B, T, W]`.
 
-    ids: logical block numbers, ascending, -1 where there is none (at the end; elsewhere in place of a token without a page). block_size:
-    tokens. window: None, or (sink_tokens, window_tokens): of the listed blocks only the first `sink_tokens` of the sequence and the last
-    `window_tokens` up to each query are attended.
+    ids: logical block numbers, ascending, -1 where there is none (at the end, or in place of a token without a page). block_size: tokens.
+    window: None, or (sink_tokens, window_tokens): within the listed blocks, attention reads only the first `sink_tokens` of the sequence
+    and the last `window_tokens` up to each query.
     """
 
     ids: Int[Array, "B *T K W"]
@@ -32,7 +32,7 @@ class Blocks:
 
 @flax.struct.dataclass
 class IndexerQuery:
-    """A lightning indexer's queries and the weights of their heads: what `pallas_kernels.indexer_scores` takes."""
+    """A lightning indexer's queries and head weights, as `pallas_kernels.indexer_scores` takes them."""
 
     q: Float[Array, "B T HI DI"]
     weights: Float32[Array, "B T HI"]
@@ -40,10 +40,10 @@ class IndexerQuery:
 
 @flax.struct.dataclass
 class SelectContext:
-    """What a policy may look at besides the query: static sizes, and the arrays that say where the sequences are.
+    """What a policy may use besides the query: static sizes, and the arrays that say where the sequences are.
 
-    lengths count the current tokens. sm_scale multiplies logits. indexer: None in models without a lightning indexer. page_table: page ids,
-    by which rows of an index are found. frames: where the bytes of these pages are, which ops that read keys take.
+    lengths include the current tokens. sm_scale: factor of logits. indexer: None in models without a lightning indexer. page_table: page
+    ids; use them for rows of an index. frames: where the bytes of these pages are; use them for ops that read keys.
     """
 
     page_table: Int[Array, "B M"]
@@ -64,7 +64,7 @@ class SelectContext:
 
 @dataclasses.dataclass(frozen=True)
 class StateSpec:
-    """Sizes a policy needs to make its state: query heads, KV heads, head dim, tokens per page, pages per sequence (at most)."""
+    """Sizes from which a policy makes its state: query heads, KV heads, head dim, tokens per page, largest number of pages per sequence."""
 
     num_heads: int
     num_kv_heads: int
@@ -83,7 +83,7 @@ class DecodePolicy(Protocol):
         ...
 
     def indexes(self) -> tuple[IndexSpec, ...]:
-        """What sealing a page must build."""
+        """Indexes that sealing a page must build."""
         ...
 
     def init(self, spec: StateSpec, batch: int) -> State:
@@ -95,13 +95,14 @@ class DecodePolicy(Protocol):
         ...
 
     def observe(self, blocks: Blocks | None, block_lse: Float[Array, "B T H W"], ctx: SelectContext, state: State) -> State:
-        """Fold in what attention found: log-sum-exp of the scaled logits of each listed block (every block of the table for None)."""
+        """Update the state with attention's result: log-sum-exp of the scaled logits of each listed block (every block of the table for
+        None)."""
         ...
 
     def attend(
         self, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: State
     ) -> tuple[Float[Array, "B T H D"], Blocks | None, State]:
-        """Select, attend to what was selected, observe: `select_and_attend`, or an op that does it in one."""
+        """Select, attend to the selected blocks, observe: `select_and_attend`, or one op that does all."""
         ...
 
     def describe(self) -> str:
@@ -111,10 +112,11 @@ class DecodePolicy(Protocol):
 
 @runtime_checkable
 class ScoresBlocks(Protocol):
-    """A policy that can show the scores that it chose by, for `Engine.inspect`. Optional."""
+    """A policy that can show the scores by which it chose, for `Engine.inspect`. Optional."""
 
     def scores(self, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: State) -> Float32[Array, "B K S"] | None:
-        """Of every block of the table, per KV head, larger is better; -inf where there is no choice. None: this layer has no scores."""
+        """Scores of every block of the table, per KV head; larger is better, -inf where there is no choice. None: this layer has no
+        scores."""
         ...
 
 
@@ -136,7 +138,7 @@ def select_and_attend(
 
 
 class Stateless:
-    """Base of policies that learn nothing: no state, no attention mass, and no index unless a subclass names one."""
+    """Base class of policies that learn nothing: no state, no attention mass, and no index unless a subclass names one."""
 
     learns = False
 
@@ -149,11 +151,11 @@ class Stateless:
         return ()
 
     def budgets(self) -> dict[str, tuple[int, int]]:
-        """Budgets by field: the value, and how many tokens one unit of it is. An engine refuses more than its page tables can hold."""
+        """Budgets by field: the value, and how many tokens one unit is. An engine refuses more than its page tables can hold."""
         return {}
 
     def observe(self, blocks, block_lse, ctx, state) -> State:
-        """Nothing to fold in."""
+        """No state to update."""
         return state
 
     def attend(self, query, layer, ctx, state):
@@ -166,7 +168,7 @@ class Stateless:
 
 
 LEAST_ROOM = 2**20
-"""Tokens that a policy may always keep: on a model with fewer positions it then reads everything."""
+"""A policy may always keep so many tokens. On a model with fewer positions it then reads everything."""
 
 
 def check_budgets(policy: DecodePolicy, room: int) -> None:

@@ -1,6 +1,6 @@
-"""Policies that learn from attention mass: what they ask of prefill, and helpers to keep the blocks of largest mass.
+"""Policies that learn from attention mass: what they need from prefill, and helpers that keep the blocks of largest mass.
 
-Sources: H2O (arXiv 2306.14048) accumulates the mass of all queries; SnapKV (arXiv 2404.14469) looks at a window of the prompt's last ones.
+Sources: H2O (arXiv 2306.14048) accumulates the mass of all queries; SnapKV (arXiv 2404.14469) uses the last queries of the prompt.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvjax.policies.decode.base import Blocks, SelectContext, State
 class PrefillMass:
     """What a policy gets from prefill: the attention mass of blocks of `block_size` tokens, summed over queries.
 
-    queries: None for every query of a prompt, or the last so many of each chunk. A chunk is `prefill_chunk` tokens of the engine, from a
-    multiple of that on; in the one that is still open, the last queries are those up to where the prompt is written.
+    queries: how many last queries of each chunk; None: every query of the prompt. A chunk has the engine's `prefill_chunk` tokens, and
+    begins at a multiple of that. In a chunk that is not full, the last queries are the last ones written.
     """
 
     block_size: int
@@ -35,7 +35,7 @@ class PrefillMass:
 
 @flax.struct.dataclass
 class MassContext:
-    """Which queries a mass is the sum of: those at positions [first, lengths) of each row. layer: as in `PrefillContext`, an array."""
+    """The queries over which a mass is summed: those at positions [first, lengths) of each row. layer: an array, as in `PrefillContext`."""
 
     first: Int[Array, "B"]
     lengths: Int[Array, "B"]
@@ -45,24 +45,25 @@ class MassContext:
 
 @runtime_checkable
 class LearnsFromPrefill(Protocol):
-    """The part of a decode policy that learns from prefill. Optional; an engine asks the policies that it declares.
+    """The part of a decode policy that learns from prefill. Optional; an engine uses it for the policies that it declares.
 
-    State is kept per sequence and policy. It is that of one call of `observe_prefill` per chunk, in order, whatever calls the prompt was
-    cut into: while a chunk is open, each call starts again from the state before the chunk. What decode steps wrote in between is not
-    observed again, and a chunk begins anew behind it. A fork copies the state, `truncate` leaves it as it is.
+    State is kept per sequence and policy. It equals that of one call of `observe_prefill` per chunk, in order, however the prompt was cut
+    into calls: while a chunk is not full, each call starts again from the state before the chunk. Tokens that decode steps wrote in between
+    are not observed again; a new chunk begins after them. A fork copies the state, `truncate` does not change it.
 
-    Cost: dense prefill has the log-sum-exp already, and queries meet keys once more (`pallas_kernels.block_mass`). Under another prefill
-    policy the observed queries attend densely first, which for `queries=None` costs what dense attention does; the mass is always that
-    of dense attention.
+    Cost: dense prefill has the log-sum-exp already, so queries read keys only once more (`pallas_kernels.block_mass`). Under another
+    prefill policy the observed queries attend densely first; for `queries=None` this costs as much as dense attention. The mass is always
+    that of dense attention.
     """
 
     @property
     def prefill_mass(self) -> PrefillMass | None:
-        """What to observe; None: nothing."""
+        """What to observe; None: no mass."""
         ...
 
     def observe_prefill(self, mass: Float32[Array, "B H S"], ctx: MassContext, state: State) -> State:
-        """Fold in the mass of one chunk's observed queries, 1 in all for each. S = max_pages * page_size / block_size of `StateSpec`."""
+        """Update the state with the mass of one chunk's observed queries; each query adds 1 in total. S = max_pages * page_size /
+        block_size of `StateSpec`."""
         ...
 
 
@@ -71,11 +72,11 @@ def mass_of_step(
 ) -> Float32[Array, "B H S"]:
     """The attention mass of a decode step, for `observe`: each query head's share on every block of the sequence, summed over T queries.
 
-    block_size: of the listed blocks (where nothing is listed, of pages). num_blocks: S; blocks that were not listed get 0.
+    block_size: that of the listed blocks (of pages if there is no list). num_blocks: S; blocks that were not listed get 0.
     """
     listed = ctx.page_size if blocks is None else blocks.block_size
     if listed != block_size:
-        raise ValueError(f"the step read blocks of {listed} tokens, and its mass is asked for in blocks of {block_size}")
+        raise ValueError(f"the step read blocks of {listed} tokens, so its mass cannot be given in blocks of {block_size}")
     most = jnp.max(block_lse, axis=3, keepdims=True)
     paid = jnp.exp(block_lse - jnp.where(jnp.isfinite(most), most, 0))
     whole = paid.sum(axis=3, keepdims=True)
@@ -84,7 +85,7 @@ def mass_of_step(
         return fitted(mass, num_blocks)
     heads = mass.shape[1]
     ids = jnp.repeat(blocks.ids, heads // blocks.ids.shape[1], axis=1)
-    ids = jnp.where(ids < 0, num_blocks, ids)  # behind the end, where nothing is added
+    ids = jnp.where(ids < 0, num_blocks, ids)  # past the end, so nothing is added
     rows, columns = jnp.arange(mass.shape[0])[:, None, None], jnp.arange(heads)[None, :, None]
     return jnp.zeros((*mass.shape[:2], num_blocks), mass.dtype).at[rows, columns, ids].add(mass, mode="drop")
 
@@ -94,7 +95,7 @@ def largest_blocks(
 ) -> Blocks:
     """Sink, local and the `k` distant blocks of the largest scores, per KV head, as `pallas_kernels.select_blocks` lists them.
 
-    The last `local` blocks, those of open pages always among them; of equal scores the lower block. num_queries: T of the step.
+    The last `local` blocks always include those of open pages. Of equal scores the lower block wins. num_queries: T of the step.
     """
     newest = (ctx.lengths - 1) // block_size
     first_open = (ctx.lengths - num_queries) // ctx.page_size * (ctx.page_size // block_size)

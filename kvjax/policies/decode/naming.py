@@ -13,7 +13,7 @@ from kvjax.registry import DECODE_FORMS as FORMS
 from kvjax.registry import Registry
 
 WINDOW_SINK = 128
-"""Sink tokens of `window:KEYS`: one block, so that KEYS compares with the keys of top:K, which keeps the same."""
+"""Sink tokens of `window:KEYS`: one block, as in top:K, so that the two can be compared at equal keys."""
 
 
 def _read(text: str) -> DecodePolicy | None:
@@ -52,9 +52,9 @@ register, name_of, identity, is_built_in = _NAMES.register, _NAMES.name_of, _NAM
 
 
 def parse(name: str | DecodePolicy) -> DecodePolicy:
-    """The policy a name stands for: built in, registered (`register`), or a class in a file, as my_file.py:Mine or my_file.py:Mine:8/r=4.
+    """The policy of a name: built in, registered (`register`), or a class in a file, as my_file.py:Mine or my_file.py:Mine:8/r=4.
 
-    A file's class is called with what is behind the second colon, Python literals with '/' between them: Mine(8, r=4). A policy is
-    returned as it is. ValueError that lists the known forms, or says in one sentence what is wrong with a policy of one's own.
+    The arguments of a file's class follow the second colon: Python literals with '/' between them, here Mine(8, r=4). A policy is returned
+    as it is. The ValueError lists the known forms, or says in one sentence what is wrong with the user's own policy.
     """
     return _NAMES.parse(name)

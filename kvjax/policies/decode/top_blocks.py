@@ -21,7 +21,7 @@ from pallas_kernels.selected_attention import selected_attention
 
 @dataclasses.dataclass(frozen=True)
 class TopBlocks(Stateless):
-    """Per KV head: the first `sink` blocks, the last `local` ones (the open page always among them), and the `k` best distant blocks.
+    """Per KV head: the first `sink` blocks, the last `local` ones (always including the open page), and the `k` best distant blocks.
 
     index "bounds" scores a block by an upper bound of its largest dot product with each query head, and takes the best head of the
     group; "mean" by the dot product of the group's mean query with the block's mean key. The first `dense_layers` layers read
@@ -42,7 +42,7 @@ class TopBlocks(Stateless):
 
     @property
     def keys(self) -> int:
-        """Keys a KV head reads per step at most, where the open page lies within the local blocks."""
+        """The most keys that a KV head reads per step, if the open page lies within the local blocks."""
         return (self.sink + self.local + self.k) * self.block_size
 
     def budgets(self) -> dict[str, tuple[int, int]]:
@@ -88,7 +88,7 @@ class TopBlocks(Stateless):
         return out, self._blocks(ids), state
 
     def scores(self, query, layer, ctx, state):
-        """Bounds or means of sealed pages against the query, the best of several; those of open pages, which are always read, are -inf."""
+        """Scores of sealed pages by bounds or means, the best of several queries. Open pages are always read; their scores are -inf."""
         if ctx.layer < self.dense_layers:
             return None
         found = score_blocks(query, self._index(layer), ctx.page_table, kind=self.index).max(axis=1)
@@ -101,13 +101,13 @@ class TopBlocks(Stateless):
     def _index(self, layer: LayerCache) -> Float[Array, "N K nb R D"]:
         name = self.indexes()[0].name
         if isinstance(layer, LatentPages):
-            raise ValueError(f"policy {self} scans the index {name}, which latent pages do not have: take dense, window or tokens:K")
+            raise ValueError(f"policy {self} scans the index {name}, which latent pages do not have: use dense, window or tokens:K")
         if name not in layer.index:
             raise ValueError(f"policy {self} scans the index {name}; this layer has {sorted(layer.index)}: name it in empty_layer")
         return layer.index[name]
 
     def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
-        """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included; None where no list is made."""
+        """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included; None if there is no list."""
         if layer < self.dense_layers:
             return None
         newest = (length - 1) // self.block_size
@@ -117,7 +117,7 @@ class TopBlocks(Stateless):
         return blocks * self.block_size - ((newest + 1) * self.block_size - length)
 
     def __str__(self) -> str:
-        """The short name that `parse` understands where there is one, else every field that differs from the default."""
+        """The short name that `parse` knows, if there is one; else every field that differs from the default."""
         short = {("bounds", 128, 1, 4): "top", ("mean", 128, 1, 4): "mean", ("bounds", 16, 1, 32): "quest"}
         name = short.get((self.index, self.block_size, self.sink, self.local))
         if name and not self.dense_layers:

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TopTokens(Stateless):
-    """Each query reads the `k` tokens that score best, exactly, of equal scores the earlier; a query that sees at most k reads them all.
+    """Each query reads exactly the `k` tokens that score best; of equal scores the earlier. A query that sees at most k tokens reads all.
 
     For layers of `LatentPages` whose model has a lightning indexer (`SelectContext.indexer`). T queries have T lists (ids `[B, T, k]`),
-    each among the tokens up to its own. A token whose page is not in the table is never listed: where too few others are left its place
-    holds -1.
+    each among the tokens up to its own. A token whose page is not in the table is never listed. If too few others are left, the list is
+    filled with -1.
 
-    hinted: the state of a layer is the list of the step before, `[B, k]` int32, -1 where there is none, and not `()`. Neighbouring steps
-    choose nearly the same tokens, so it is handed to `top_k` as a hint where to start, which by that op's promise changes no answer; the
-    op's default start does not read it.
+    hinted: the state of a layer is then the list of the step before, `[B, k]` int32, -1 where there is none, instead of `()`. Neighbouring
+    steps choose nearly the same tokens, so `top_k` gets this list as a hint where to start. The hint never changes the result. The op's
+    default start ignores it.
     """
 
     k: int = 2048
@@ -44,18 +44,18 @@ class TopTokens(Stateless):
 
     @property
     def keys(self) -> int:
-        """Most tokens a query reads."""
+        """The most tokens that a query reads."""
         return self.k
 
     def init(self, spec: StateSpec, batch: int) -> State:
-        """Where hinted: no step before, no hint."""
+        """If hinted: no step before, so no hint."""
         return jnp.full((batch, self.k), -1, jnp.int32) if self.hinted else ()
 
     def select(self, query, layer, ctx, state):
         """Tokens of each query, ascending, and the last query's as the next hint."""
         if not has_indexer(layer, ctx):
             raise ValueError(
-                f"policy {self} ranks tokens by a lightning indexer; this layer of {type(layer).__name__} has none: list blocks"
+                f"policy {self} ranks tokens by a lightning indexer; this layer of {type(layer).__name__} has none: name a policy of blocks"
             )
         batch, num_queries = query.shape[:2]
         if self.hinted and getattr(state, "shape", None) != (batch, self.k):
@@ -70,7 +70,7 @@ class TopTokens(Stateless):
         return Blocks(ids, 1), state
 
     def attend(self, query, layer, ctx, state):
-        """Select, then attend: every query is a row of its own, as its list is."""
+        """Select, then attend. Every query is a separate row, as every query has its own list."""
         blocks, state = self.select(query, layer, ctx, state)
         return read_tokens(query, layer, ctx.frames, _seen(ctx, query.shape[1]), blocks.ids, ctx.sm_scale), blocks, state
 
@@ -100,7 +100,7 @@ def best_tokens(
     seen: Int[Array, "B T"],
     hint: Int[Array, "B*T k"] | None = None,
 ) -> Int[Array, "B T k"]:
-    """The k tokens that score best for each query, of equal scores the earlier, ascending, -1 where there is none.
+    """The k tokens that score best for each query, ascending, -1 where there is none. Of equal scores the earlier token wins.
 
     ends: positions of the queries are [ends - T, ends). seen: tokens that each query may attend to, its own included; 0 for none.
     """
@@ -121,7 +121,7 @@ def read_tokens(
     ids: Int[Array, "B T k"],
     sm_scale: float,
 ) -> Float[Array, "B T H Dv"]:
-    """Attention of each query to its own list: every query is a row of its own."""
+    """Attention of each query to its own list. Every query is a separate row."""
     batch, num_queries, *of_query = query.shape
     out, _ = gather_attention(
         query.reshape(-1, 1, *of_query),

@@ -26,15 +26,15 @@ class Window(Stateless):
 
     @property
     def keys(self) -> int:
-        """Most keys a step reads."""
+        """The most keys that a step reads."""
         return self.sink_tokens + self.window_tokens
 
     def budgets(self) -> dict[str, tuple[int, int]]:
-        """Tokens of both parts."""
+        """The tokens of both parts."""
         return {"sink_tokens": (self.sink_tokens, 1), "window_tokens": (self.window_tokens, 1)}
 
     def select(self, query, layer, ctx, state):
-        """Sink pages, and the pages from the oldest token any current query may see to the newest."""
+        """Sink pages, and the pages from the oldest token that any current query may see to the newest."""
         batch, num_tokens = query.shape[:2]
         size = ctx.page_size
         sinks = -(-self.sink_tokens // size)

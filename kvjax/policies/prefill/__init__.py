@@ -1,4 +1,4 @@
-"""Prefill policies: how the queries of a prompt attend to it. `parse_prefill("momo:128/8")` names them."""
+"""Prefill policies: how the queries of a prompt attend to it. `parse_prefill("momo:128/8")` finds one by name."""
 
 from kvjax.policies.prefill.base import PrefillContext, PrefillPolicy, indexes_of
 from kvjax.policies.prefill.block_filter import BlockFilter

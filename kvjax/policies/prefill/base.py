@@ -13,13 +13,13 @@ from kvjax.policies.decode.base import IndexerQuery
 
 @flax.struct.dataclass
 class PrefillContext:
-    """Where the chunk stands: query t of row b is token starts[b] + t; lengths count the chunk's tokens. sm_scale multiplies logits.
+    """The place of a chunk: query t of row b is token starts[b] + t; lengths include the chunk's tokens. sm_scale: factor of logits.
     indexer: None in models without a lightning indexer.
 
     Queries at or past lengths are padding: their outputs are not used, and they must not influence the others. layer: its number among
     those that attend to pages. It is an array, since slices of equal layers run one program: take `jax.lax.cond`, not `if`.
 
-    page_table: page ids, by which rows of an index are found. frames: where the bytes of these pages are, which ops that read keys take.
+    page_table: page ids; use them for rows of an index. frames: where the bytes of these pages are; use them for ops that read keys.
     """
 
     page_table: Int[Array, "B M"]
@@ -43,8 +43,8 @@ class PrefillPolicy(Protocol):
 
     @property
     def queries_stand_alone(self) -> bool:
-        """Whether a query's output is independent of the other queries of the chunk. Where it is not, a call that
-        begins in the middle of a chunk prefills that chunk densely, because the chunk's first queries are gone."""
+        """Whether a query's output is independent of the chunk's other queries. If not, a call that begins in the middle of a chunk
+        prefills the rest of it densely, because the chunk's first queries are gone."""
         ...
 
     def attend(self, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext) -> Float[Array, "B T H D"]:
@@ -57,5 +57,5 @@ class PrefillPolicy(Protocol):
 
 
 def indexes_of(policy: PrefillPolicy) -> tuple[IndexSpec, ...]:
-    """What sealing a page must build for a prefill policy: what its `indexes()` says, nothing if it has none."""
+    """Indexes that sealing a page must build for a prefill policy: those of its `indexes()`, or none."""
     return policy.indexes() if hasattr(policy, "indexes") else ()

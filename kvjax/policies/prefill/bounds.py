@@ -1,4 +1,4 @@
-"""Blocks chosen by bounds of every query: decode's index, scanned by prefill."""
+"""Blocks chosen by bounds: every query is scored against the index that decode uses."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class ByBounds(TileLists):
 class BoundsBlocks(ByBounds):
     """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks that its queries may pay the most attention.
 
-    What a query may pay a block is softmax, over all earlier blocks, of its bound of the logits there: elementwise maxima and minima of
-    the block's keys, the index that `top:K` scans when it decodes. So every query has a say, and no key is read for it.
-    pooling: a tile's queries are taken together by "sum" or "max". Blocks that sinks or window hold anyway take no place in a list.
-    dense_below: sequences up to this many tokens are dense. None is twice what lists, sinks and window hold: up to there dense attention
-    was as fast on an H200 (docs/prefill.md). 0 leaves only those dense of which lists would hold everything.
+    The attention that a query may pay a block is estimated by a softmax, over all earlier blocks, of the upper bounds of its logits there.
+    The bounds come from elementwise maxima and minima of the block's keys, the index that `top:K` scans in decoding. So every query counts,
+    and no key is read. pooling: "sum" or "max" over a tile's queries. Blocks that sinks or window hold anyway are not listed. dense_below:
+    sequences up to this many tokens are dense. None: twice what lists, sinks and window hold, because up to there dense attention was as
+    fast on an H200 (docs/prefill.md). 0: only sequences are dense whose lists would hold everything.
 
     Source: bounds of Quest (Tang et al., ICML 2024), of every query of a tile.
     """

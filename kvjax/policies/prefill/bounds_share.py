@@ -1,4 +1,4 @@
-"""Blocks chosen by bounds, as few as keep the missed share of attention small."""
+"""Blocks chosen by bounds: the fewest that keep the missed share of attention small."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.policies.prefill.missed import COST, sample
 from pallas_kernels.select_tiles.api import POOLINGS
 
 EVERY = (16, 64, 256, 1024, 4096)
-"""One query in this many is drawn; as few as the length allows."""
+"""One query in this many is drawn. Longer sequences allow only larger numbers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,13 +22,13 @@ class BoundsShare(ByBounds):
     """`BoundsBlocks` whose lists widen, per layer, query head and chunk, until drawn queries miss less than `share` of their attention.
 
     The blocks of a tile are ranked once, by bounds. One random query of every 16 to 4,096 of the chunk attends exactly (see
-    `policies.prefill.missed`), and the head takes the first of `ladder` under which these queries miss less than `share` in the mean, or
-    every block if none does. Draws depend on positions alone and the choice on the chunk alone, nothing is carried on: another
-    prefill_chunk may change it. A chunk without a drawn query lists every block. More queries are drawn from shorter sequences: as many as
-    cost 5% of attention over lists of the ladder's middle.
+    `policies.prefill.missed`), and the head takes the first entry of `ladder` with which these queries miss less than `share` on average,
+    or every block if there is none. Draws depend only on positions, and the choice only on the chunk, so another prefill_chunk may change
+    it. A chunk without a drawn query lists every block. Shorter sequences draw more queries: as many as cost 5% of attention over lists of
+    the ladder's middle entry.
 
-    It bounds a mean, not what any one query misses: a query that alone looks far back is seldom drawn. Memory: the drawn queries' shares,
-    R x H x blocks of the table, float32.
+    It bounds an average, not what a single query misses: if only one query looks far back, it is seldom drawn. Memory: the drawn queries'
+    shares, R x H x blocks of the table, float32.
     """
 
     share: float = 0.01
@@ -51,7 +51,7 @@ class BoundsShare(ByBounds):
 
     @property
     def k(self) -> int:
-        """The fewest blocks that a list takes where there are as many."""
+        """The fewest blocks that a list takes, if there are so many."""
         return self.ladder[0]
 
     @property
@@ -60,7 +60,7 @@ class BoundsShare(ByBounds):
         return self._read(self.k)
 
     def lists(self, query, layer, ctx):
-        """Blocks of every tile and query head, the best first, `[B, C, H, M * P / key_block]`; of heads that read all, ascending."""
+        """Blocks of every tile and query head, the best first, `[B, C, H, M * P / key_block]`; ascending for heads that read all."""
         ranked = self.best(query, layer, ctx, self.ladder[-1], ranked=True)
         there = self.distant(query, layer, ctx)
         number = jnp.arange(there.shape[2], dtype=jnp.int32)
@@ -71,7 +71,7 @@ class BoundsShare(ByBounds):
         return jnp.where(rung == len(self.ladder), everything, jnp.where(number < budget, ranked, -1))
 
     def _rungs(self, ranked, query, layer, ctx):
-        """The rung of the ladder that each row and query head takes, `[B, H]`; one behind the last for every block."""
+        """The place in `ladder` that each row and query head takes, `[B, H]`; one past the last means every block."""
         read = self._read(self.ladder[len(self.ladder) // 2])
         capacity = ctx.page_table.shape[1] * layer.pages.page_size
         affordable = [tokens for every in EVERY[:-1] if (tokens := int(every * 4 * COST * read)) < capacity]

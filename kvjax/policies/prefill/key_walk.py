@@ -1,4 +1,4 @@
-"""Walks over all keys of a sequence, a tile at a time, that score its blocks. Memory: a tile of keys, its logits, and the scores."""
+"""Walks over all keys of a sequence, tile by tile, to score its blocks. Memory: a tile of keys, its logits, and the scores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def walk_keys(
 ) -> Any:
     """Fold one sequence's keys into `state`: step(state, number of the tile, keys, positions) per tile, in order.
 
-    Positions are -1, and keys 0, where nothing is written.
+    Where no token is written, positions are -1 and keys are 0.
     """
     num_kv_heads, page_size = keys.shape[1:3]
     tile = tile_tokens(page_size)

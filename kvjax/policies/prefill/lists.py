@@ -24,8 +24,7 @@ _NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 class DenseWhereCovered:
     """Policies that attend sparsely (`attend_sparse`) to sequences of more than `dense_tokens` tokens, and densely to others.
 
-    Up to that length their lists would hold every key, or `dense_below` was set. The length is that at the chunk's end,
-    the longest of the batch.
+    Up to that length their lists would hold every key, or `dense_below` was set. The length is the longest of the batch at the chunk's end.
     """
 
     queries_stand_alone = False
@@ -43,8 +42,8 @@ class DenseWhereCovered:
 
 @functools.cache
 def _say_dense(policy: DenseWhereCovered, capacity: int) -> None:
-    """Log it once."""
-    logger.info("%s: dense, since no sequence of this table (%d tokens) exceeds %d", policy, capacity, policy.dense_tokens)
+    """Log once that the policy is dense."""
+    logger.info("%s: dense, because no sequence of this page table (%d tokens) exceeds %d", policy, capacity, policy.dense_tokens)
 
 
 class TileLists(DenseWhereCovered):
@@ -90,7 +89,7 @@ class TileLists(DenseWhereCovered):
 class BestBlocks(TileLists):
     """Policies that list, per tile of `chi` queries and query head, the `k` distant blocks of `key_block` keys that they score best.
 
-    word: the policy's name is `word:k`, where its other sizes are the usual ones.
+    word: the policy's name is `word:k` if its other sizes are the defaults.
     """
 
     k: int = 128
@@ -119,12 +118,12 @@ class BestBlocks(TileLists):
 
 
 def covered_tokens(k: int, key_block: int, sink_tokens: int, window_tokens: int) -> int:
-    """The longest sequence, in tokens, of which `k` distant blocks, sinks and window hold every key."""
+    """The longest sequence, in tokens, whose keys all fit into `k` distant blocks, sinks and window."""
     return (k + sink_tokens // key_block) * key_block + window_tokens
 
 
 def last_positions(ctx: PrefillContext, num_queries: int, chi: int) -> Int[Array, "B C"]:
-    """Position of the last query of each tile; of tiles that padding cuts short, of the last one before it."""
+    """Position of the last query of each tile that is not padding."""
     ends = jnp.minimum(jnp.arange(chi, num_queries + chi, chi, dtype=jnp.int32), num_queries)
     return jnp.minimum(ctx.starts[:, None] + ends, ctx.lengths[:, None]) - 1
 
@@ -132,7 +131,7 @@ def last_positions(ctx: PrefillContext, num_queries: int, chi: int) -> Int[Array
 def distant_blocks(
     ctx: PrefillContext, page_size: int, num_queries: int, *, chi: int, key_block: int, sink_tokens: int, window_tokens: int
 ) -> Bool[Array, "B C S"]:
-    """Which blocks of the tables hold a key that the last query of a tile may see and neither its sinks nor its window hold."""
+    """Which blocks of the tables hold a key that the last query of a tile may see, outside its sinks and window."""
     there = jnp.repeat(ctx.page_table >= 0, page_size // key_block, axis=1)[:, None]
     first = jnp.arange(there.shape[2], dtype=jnp.int32) * key_block
     return there & (first + key_block > sink_tokens) & (first <= last_positions(ctx, num_queries, chi)[..., None] - window_tokens)
@@ -141,9 +140,8 @@ def distant_blocks(
 def best_blocks(
     scores: Float[Array, "*tiles S"], candidates: Bool[Array, "*tiles S"], k: int, budgets: Int[Array, "*tiles"] | None = None
 ) -> Int[Array, "*tiles W"]:
-    """The k candidates of each row that score highest, of equal ones the lower; ascending, -1 at the end. W = min(k, S).
-
-    budgets: how many a row may have, if fewer than k."""
+    """The k candidates of each row that score highest, ascending, -1 at the end. Of equal ones the lower wins. W = min(k, S). budgets: how
+    many a row may have, if fewer than k."""
     scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 and 0.0 are a tie
     best, ids = jax.lax.top_k(jnp.where(candidates, scores, -jnp.inf), min(k, scores.shape[-1]))
     within = True if budgets is None else jnp.arange(ids.shape[-1]) < budgets[..., None]
@@ -151,8 +149,8 @@ def best_blocks(
 
 
 def ranked_until(worth: Float[Array, "*tiles S"], candidates: Bool[Array, "*tiles S"], threshold: float) -> Int[Array, "*tiles S"]:
-    """The fewest candidates, the best first and of equal ones the lower, that with all that is no candidate hold `threshold` of a row's
-    worth; -1 behind them. A threshold of 1 lists every candidate, whatever rounding says of their sum."""
+    """The fewest candidates, best first and of equal ones the lower, that hold `threshold` of a row's worth together with all blocks that
+    are not candidates; then -1. A threshold of 1 lists every candidate, however their sum rounds."""
     whole, beside = worth.sum(-1, keepdims=True), jnp.where(candidates, 0, worth).sum(-1, keepdims=True)
     best, ids = jax.lax.top_k(jnp.where(candidates, worth, -1.0), worth.shape[-1])
     before = jnp.cumsum(jnp.maximum(best, 0), axis=-1) - jnp.maximum(best, 0)
@@ -161,7 +159,7 @@ def ranked_until(worth: Float[Array, "*tiles S"], candidates: Bool[Array, "*tile
 
 
 def fewest_that_hold(worth: Float[Array, "*rows S"], share: float) -> Bool[Array, "*rows S"]:
-    """Which entries of each row are the fewest that hold `share` of its sum, of equal ones the lower; every one for a share of 1."""
+    """The fewest entries of each row that hold `share` of its sum; of equal ones the lower. All entries for a share of 1."""
     best = ranked_until(worth, jnp.ones(worth.shape, bool), share)
     return jnp.put_along_axis(jnp.zeros((*worth.shape[:-1], worth.shape[-1] + 1), bool), best, True, axis=-1, inplace=False)[..., :-1]
 
@@ -175,7 +173,7 @@ def sorted_lists(ids: Int[Array, "*tiles W"]) -> Int[Array, "*tiles W"]:
 
 
 def share_text(share: float) -> str:
-    """A share of attention as names have it, with all of its digits: 0.01, 0.00001, 1.0."""
+    """A share of attention, written with all of its digits as in names: 0.01, 0.00001, 1.0."""
     return np.format_float_positional(share, trim="0")
 
 

@@ -1,4 +1,4 @@
-"""Measure once, mask once: exact attention of a few queries chooses the blocks for all and corrects them."""
+"""Measure once, mask once: exact attention of a few queries chooses the blocks for all queries and corrects their output."""
 
 from __future__ import annotations
 
@@ -27,18 +27,16 @@ CHANGES: dict[str, dict[str, str | int | None]] = {
 
 @dataclasses.dataclass(frozen=True)
 class MeasureOnceMaskOnce(TileLists):
-    """Every `gamma`-th query attends to all keys and on the way lists the `k` distant blocks with the largest log-sum-exp of logits, per
-    query head: `k_exact` exactly, the others estimated. The lists of the `chi / gamma` such queries of a tile are united, the `k_trim`
-    best blocks kept (None: all), and the tile attends to them, to its sinks and its window; then what the exact queries show to be lacking
-    corrects the others.
+    """Every `gamma`-th query attends to all keys, and lists the `k` distant blocks with the largest log-sum-exp of logits, per query head:
+    `k_exact` exactly, the others estimated. The lists of the `chi / gamma` such queries of a tile are united. The tile attends to the
+    `k_trim` best blocks of the union (None: all), to its sinks and its window. Then the output of the exact queries corrects the others.
 
-    rank: by what blocks are trimmed; "mass", the attention that the tile's exact queries pay, summed; or "score", the mean of their
-    log-sum-exps, as published (Algorithm 2). estimate: how the other k - k_exact blocks are found; in "buckets", or by a "quantile",
-    as published (equation 6; see `query_sparse_attention`). delta: "damped" (`delta_correction`), "plain" (equation 3 as published) or
-    "off".
+    rank: the order in which blocks are trimmed: "mass", the summed attention of the tile's exact queries, or "score", the mean of their
+    log-sum-exps, as published (Algorithm 2). estimate: how the other k - k_exact blocks are found: in "buckets", or by a "quantile", as
+    published (equation 6; see `query_sparse_attention`). delta: "damped" (`delta_correction`), "plain" (equation 3 as published) or "off".
 
-    Blocks that sinks or window hold anyway take no place in a list. dense_below: sequences up to this many tokens are dense although
-    lists would not hold everything, because that is faster there (0: none).
+    Blocks that sinks or window hold anyway are not listed. dense_below: sequences up to this many tokens are dense, although lists would
+    not hold everything, because that is faster there (0: none).
 
     Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention", Algorithms 1 and 2.
     """
@@ -61,7 +59,7 @@ class MeasureOnceMaskOnce(TileLists):
         if self.k_trim is not None:
             check_sizes(self, k_trim=1)
         if self.chi % self.gamma:
-            raise ValueError(f"chi {self.chi} must be a multiple of gamma {self.gamma}: a tile unites the lists of whole rows")
+            raise ValueError(f"chi {self.chi} must be a multiple of gamma {self.gamma}: a tile unites the lists of chi / gamma queries")
         for name, choices in (("rank", ("mass", "score")), ("estimate", ESTIMATES), ("delta", ("damped", "plain", "off"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}; got {getattr(self, name)!r}")
@@ -70,25 +68,25 @@ class MeasureOnceMaskOnce(TileLists):
 
     @property
     def row_window(self) -> int:
-        """The window, in tokens, that the rows' lists leave out: what even the last of the gamma queries after a row has in its own."""
+        """The window, in tokens, that a row's lists leave out: keys that the windows of all its gamma queries hold."""
         return max(1, self.window_tokens - self.gamma + 1)
 
     @property
     def listing(self) -> dict[str, Any]:
-        """What the measured queries list, as `query_sparse_attention` takes it."""
+        """The settings of the measured queries' lists, as `query_sparse_attention` takes them."""
         window = (self.sink_tokens, self.row_window)
         slots = {"k_blocks": self.k, "k_exact": self.k_exact, "estimate": self.estimate}
         return {"gamma": self.gamma, "block_size": self.key_block, "window": window} | slots
 
     @property
     def dense_tokens(self) -> int:
-        """Up to here the lists would hold everything, or dense attention was declared faster."""
+        """Up to here the lists would hold everything, or `dense_below` says that dense attention is faster."""
         kept = self.k if self.k_trim is None else min(self.k, self.k_trim)
         return max(self.dense_below, covered_tokens(kept, self.key_block, self.sink_tokens, self.row_window))
 
     def sparsity(self, tokens: int) -> float:
-        """The share of a context of `tokens` tokens that a query does not read (equation 9); K is `k_trim`, without trimming at most
-        the union."""
+        """The share of a context of `tokens` tokens that a query does not read (equation 9); K is `k_trim`; without trimming, the largest
+        possible union."""
         kept = self.k * self.chi // self.gamma if self.k_trim is None else self.k_trim
         read = self.key_block * kept + self.sink_tokens + self.window_tokens + tokens / self.gamma
         return 1 - min(1, read / tokens)
@@ -104,7 +102,7 @@ class MeasureOnceMaskOnce(TileLists):
         return exact, self.unite(lse, ids, scores, num_blocks=num_blocks)
 
     def unite(self, lse, ids, scores, *, num_blocks: int, implementation: str | None = None):
-        """The united lists of the tiles, `[B, C, H, W]`, of what `query_sparse_attention` gave every gamma-th query: lse `[B, R, H]`, ids
+        """The united lists of the tiles, `[B, C, H, W]`, from what `query_sparse_attention` gave every gamma-th query: lse `[B, R, H]`, ids
         and scores `[B, R, H, k]`. num_blocks: a number that no block reaches."""
         rows, rank = self.chi // self.gamma, "mean"
         if self.rank == "mass":
@@ -123,7 +121,7 @@ class MeasureOnceMaskOnce(TileLists):
         return self.corrected(self.attend_listed(blocks, query, layer, ctx), exact)
 
     def corrected(self, sparse, exact):
-        """Sparse output `[B, T, H, D]` with what the exact output of every gamma-th query, `[B, R, H, D]`, says that it lacks."""
+        """Sparse output `[B, T, H, D]`, corrected by the exact output of every gamma-th query, `[B, R, H, D]`."""
         if self.delta == "off":
             return sparse
         return delta_correction(sparse, exact, self.gamma, damping_rows=self.chi // self.gamma if self.delta == "damped" else None)

@@ -1,7 +1,7 @@
-"""How good a sparse prefill is, layer by layer: attention captured against the oracle's, error of the output, sparsity.
+"""How good a sparse prefill is, layer by layer: captured attention compared with the oracle's, error of the output, sparsity.
 
-The prompt is prefilled densely, so that every policy is asked about the same queries and keys; each chunk's attention is then worked out
-again under every policy (`measure_prefill`), which costs dense attention several times over: for models of a notebook's size.
+The prompt is prefilled densely, so all policies see the same queries and keys. Each chunk's attention is then computed again under every
+policy (`measure_prefill`). This costs several times as much as dense attention, so it is for small models.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from pallas_kernels.query_sparse_attention.api import ESTIMATES
 def captured_mass(
     policy: TileLists, query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext, dense_lse: Float[Array, "B T H"] | None = None
 ) -> Float[Array, "B T H"]:
-    """The share of its dense attention that each query pays to what the policy's lists, sinks and window let it read, float32, 0 to 1.
+    """The share of each query's dense attention that falls on the policy's lists, sinks and window, float32, 0 to 1.
 
-    exp of the difference of the two log-sum-exps; nothing T x S is formed. Padding gives values that mean nothing.
+    It is exp of the difference of the two log-sum-exps; no T x S array is formed. Values of padding are meaningless.
     """
     pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
     if dense_lse is None:
@@ -97,7 +97,7 @@ def ablation(
 
 @dataclasses.dataclass(frozen=True)
 class _Listening:
-    """Prefills densely, and gives each chunk to `hear` with its layer's pages."""
+    """Prefills densely, and passes each chunk and its layer's pages to `hear`."""
 
     hear: Any
     queries_stand_alone = True
@@ -154,14 +154,14 @@ def check_measurable(policies: Iterable[PrefillPolicy]) -> None:
     """ValueError for policies that are neither lists of blocks nor sinks and a window."""
     for policy in policies:
         if not isinstance(policy, TileLists | SinkWindow):
-            raise ValueError(f"{policy} gives tiles of queries no lists and no window, so there is nothing to measure")
+            raise ValueError(f"{policy} has neither lists for tiles of queries nor a window, so there is nothing to measure")
 
 
 def measure_recorded(
     recorded: RecordedPrefill, policy: TileLists | SinkWindow, *, by_head: bool = False, seed: int = 1
 ) -> list[dict[str, Any]]:
-    """Rows of a policy, one per layer, in order; see `measure_prefill`. seed: of the queries that `missed` is sampled from;
-    not that of a policy that chooses by sampled queries (`BoundsShare`), which miss less than others by choice."""
+    """Rows of a policy, one per layer, in order; see `measure_prefill`. seed: that of the queries that `missed` samples. It must differ
+    from the seed of a policy that chooses by sampled queries (`BoundsShare`): those queries miss less than others."""
     check_measurable([policy])
     windowed, sums, lists = isinstance(policy, SinkWindow), {}, []
     compare = (_compare_window if windowed else _compare)(policy)
@@ -182,7 +182,7 @@ def measure_recorded(
 
 
 def _missed(recorded: RecordedPrefill, policy: TileLists, lists: Sequence[Array], number: int, listed: float, *, by_head: bool, seed: int):
-    """Fields of a row: what a layer's lists miss, from sampled queries of those that the row counts."""
+    """Fields of a row: what a layer's lists miss, estimated from a sample of the row's queries."""
     read = policy.sink_tokens + policy.window_tokens + round(listed * policy.key_block)
     every = sample_every(recorded.tokens, read)
     miss = jax.jit(lambda query, layer, ctx, blocks: sampled_miss(policy, query, layer, ctx, every=every, seed=seed, blocks=blocks))

@@ -31,7 +31,7 @@ def _read(text: str) -> PrefillPolicy | None:
         k, k_exact, changes = int(match[1]), int(match[2]), match[3].split("+")[1:]
         fields = [field for change in changes for field in CHANGES[change]]
         if len(set(fields)) < len(fields):
-            raise ValueError(f"prefill policy {text!r} says twice how one thing is done; say it once")
+            raise ValueError(f"prefill policy {text!r} has two suffixes for one setting; give one")
         return MeasureOnceMaskOnce(
             k=k, k_exact=k_exact, **({"k_trim": k} | {f: v for change in changes for f, v in CHANGES[change].items()})
         )
@@ -74,14 +74,14 @@ register, name_of, identity = _NAMES.register, _NAMES.name_of, _NAMES.identity
 
 
 def parse_prefill(name: str | PrefillPolicy) -> PrefillPolicy:
-    """The prefill policy a name stands for: built in, registered (`kvjax.policies.prefill.register`), or a class in a file, named as
-    `decode.parse` says; a policy is returned as it is. ValueError that lists the known forms, or says what is wrong with one's own.
+    """The prefill policy of a name: built in, registered (`kvjax.policies.prefill.register`), or a class in a file, named as in
+    `decode.parse`. A policy is returned as it is. The ValueError lists the known forms, or says what is wrong with the user's own policy.
     """
     return _NAMES.parse(name)
 
 
 def built_in_name(name: str) -> str | None:
-    """The name of a built-in policy as reports have it; None for names that another process, or `auto`, would give another meaning."""
+    """The name of a built-in policy as in reports; None for names whose meaning depends on the process, and for `auto`."""
     if not _NAMES.is_built_in(name):
         return None
     policy = _NAMES.built_in(name)

@@ -1,4 +1,4 @@
-"""The best blocks there are, by exact attention: what other policies are compared with."""
+"""The blocks that hold the most attention, by exact attention. Other policies are compared with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pallas_kernels.flash_attention import flash_attention
 @dataclasses.dataclass(frozen=True)
 class OracleBlocks(BestBlocks):
     """Per tile of `chi` queries and query head, sinks, window and the `k` distant blocks that the tile's queries pay most attention to,
-    summed over the tile. For measuring: it works out dense attention twice to know.
+    summed over the tile. It is for measuring only, because it computes dense attention twice.
 
     Source: the oracle block top-k of "Measure Once, Mask Once", section 1 and figure 2.
     """
@@ -32,7 +32,7 @@ class OracleBlocks(BestBlocks):
     def lists_of(
         self, query, layer: PagedKV, ctx: PrefillContext, budgets: Int[Array, "B C H"] | None, width: int
     ) -> Int[Array, "B C H W"]:
-        """The same with a number of blocks of its own for every tile and head, at most `width`; None: `width` for all."""
+        """`lists` with a separate number of blocks for every tile and head, at most `width`; None: `width` for all."""
         candidates = self.distant(query, layer, ctx)
         return best_blocks(attention_mass(query, layer, ctx, self.chi, self.key_block), candidates[:, :, None], width, budgets)
 
@@ -40,10 +40,10 @@ class OracleBlocks(BestBlocks):
 def attention_mass(
     query: Float[Array, "B T H D"], layer: PagedKV, ctx: PrefillContext, chi: int, key_block: int
 ) -> Float[Array, "B C H S"]:
-    """What each tile of `chi` queries pays every block of `key_block` keys under dense attention: sums over the tile, float32.
+    """The dense attention that each tile of `chi` queries pays every block of `key_block` keys, summed over the tile, float32.
 
-    S = M * P / key_block. A tile of n written queries sums to n over its blocks; padding counts nothing. Memory: the result, and the
-    logits of T queries against a tile of keys.
+    S = M * P / key_block. A tile of n written queries sums to n over its blocks; padding does not count. Memory: the result, and the logits
+    of T queries against a tile of keys.
     """
     pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
     _, lse = flash_attention(query, *pages, sm_scale=ctx.sm_scale)

@@ -14,8 +14,8 @@ from pallas_kernels.query_sparse_attention import query_sparse_attention
 class SinkWindow(DenseWhereCovered):
     """The first `sink_tokens` and the last `window_tokens` up to each query (StreamingLLM, arXiv 2309.17453).
 
-    gamma: None, or every gamma-th query attends to everything and corrects those after it (equation 3). That stands in for Delta
-    Attention (arXiv 2505.11254), whose published form corrects another sparse attention.
+    gamma: None: no correction. Else every gamma-th query attends to everything and corrects those after it (equation 3). Delta Attention
+    (arXiv 2505.11254) corrects another sparse attention in the same way.
     """
 
     sink_tokens: int = 64
@@ -27,7 +27,7 @@ class SinkWindow(DenseWhereCovered):
 
     @property
     def queries_stand_alone(self) -> bool:
-        """Without delta correction a query's output is its own."""
+        """True without delta correction."""
         return self.gamma is None
 
     @property
@@ -41,7 +41,7 @@ class SinkWindow(DenseWhereCovered):
         sparse, _ = flash_attention(query, *pages, window=(self.sink_tokens, self.window_tokens), sm_scale=ctx.sm_scale)
         if self.gamma is None:
             return sparse
-        # The op lists blocks as well. It needs at least one exact slot; nothing reads it.
+        # The op lists blocks too, and needs at least one exact slot. The list is not used.
         exact, *_ = query_sparse_attention(
             query, *pages, gamma=self.gamma, block_size=layer.pages.page_size, k_blocks=1, k_exact=1, sm_scale=ctx.sm_scale
         )

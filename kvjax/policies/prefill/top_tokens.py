@@ -16,12 +16,12 @@ from kvjax.policies.prefill.dense import DensePrefill
 from kvjax.policies.prefill.lists import check_sizes
 
 QUERY_TILE = 128
-"""Queries that choose together, at most: they hold a score of every token each."""
+"""The most queries that choose together. Each of them holds a score of every token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TopTokensPrefill:
-    """Each query reads the `k` tokens up to itself that score best, exactly, of equal scores the earlier.
+    """Each query reads exactly the `k` tokens up to itself that score best; of equal scores the earlier.
 
     For layers of `LatentPages` whose model has a lightning indexer (`PrefillContext.indexer`). Chunks that end, when full, within the first
     k tokens are dense: their lists would hold every token.
@@ -35,7 +35,7 @@ class TopTokensPrefill:
         check_sizes(self, k=1)
 
     def attend(self, query, layer, ctx):
-        """Dense or by lists, by where the chunk ends when it is full, whatever is written of it."""
+        """Dense or by lists, depending on where the chunk ends when it is full, even if it is not full yet."""
         if not has_indexer(layer, ctx):
             raise ValueError(f"prefill {self} ranks tokens by a lightning indexer; this layer of {type(layer).__name__} has none")
         within = jnp.max(ctx.starts) + query.shape[1] <= self.k

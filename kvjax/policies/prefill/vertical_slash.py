@@ -14,13 +14,13 @@ from pallas_kernels.flash_attention import flash_attention
 
 @dataclasses.dataclass(frozen=True)
 class VerticalSlash(TileLists):
-    """MInference's pattern (arXiv 2407.02490, section 3), at the grain of blocks: every tile of `chi` queries reads sinks, window, the
-    same `vertical` blocks of keys, and the blocks that `slash` diagonal bands cross.
+    """MInference's pattern (arXiv 2407.02490, section 3), by whole blocks: every tile of `chi` queries reads sinks, window, the same
+    `vertical` blocks of keys, and the blocks that `slash` diagonal bands cross.
 
     Band o holds the pairs whose distance, query position - key position, is in [o * key_block, (o + 1) * key_block). Verticals and bands
-    are those that the last `last_queries` queries of the chunk pay most attention to, per query head, counting only blocks and bands
-    beyond sinks and window; of equal ones the lower. A tile lists at most `vertical + slash * (blocks a band crosses)` blocks: with
-    `chi` 128 and blocks of 64, three per band. (The published form picks single columns and diagonals, for the whole prompt at once.)
+    are those that the last `last_queries` queries of the chunk pay most attention to, per query head, among blocks and bands outside sinks
+    and window; of equal ones the lower. A tile lists at most `vertical + slash * (blocks a band crosses)` blocks: with `chi` 128 and blocks
+    of 64, three per band. (The published form picks single columns and diagonals, for the whole prompt at once.)
     """
 
     vertical: int = 64

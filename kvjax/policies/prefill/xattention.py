@@ -16,11 +16,12 @@ from pallas_kernels import online_softmax
 class XAttention(TileLists):
     """Per tile of `chi` queries and query head, sinks, window and the blocks that reach `threshold` of what antidiagonals estimate.
 
-    Every block of logits is cut into squares of `stride` x `stride`; the sum along a square's antidiagonal stands for the square. It is one
-    dot product of `stride` queries, in order, with `stride` keys, in reverse, side by side. Per row of squares softmax over all earlier
-    squares of the sums / stride; a block is worth the sum of its squares. The largest blocks are listed until they, sinks and window hold
-    `threshold` of the whole. Simplified: one threshold for all heads (the source finds one per head), sinks and window are always read, as
-    every policy here does, and the window stands for the diagonal. Memory: float32 sums, H x T / stride x blocks of the table.
+    Every block of logits is cut into squares of `stride` x `stride`; the sum along a square's antidiagonal estimates the square. It is one
+    dot product: `stride` queries in order, concatenated, with `stride` keys in reverse order. Each row of squares takes the softmax of the
+    sums / stride over all earlier squares; a block's worth is the sum of its squares. The largest blocks are listed until they, sinks and
+    window hold `threshold` of the whole. Simplified: one threshold for all heads (the source finds one per head), sinks and window are
+    always read, as in every policy here, and the window takes the place of the diagonal. Memory: float32 sums, H x T / stride x blocks of
+    the table.
 
     Source: XAttention (arXiv 2503.16428), sections 2.1 and 2.2.
     """
