@@ -1,4 +1,4 @@
-"""A decoder with its weights and tokenizer: what `load` returns and engines take."""
+"""A decoder with its weights and tokenizer. `load` returns it, and engines take it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.models.decoder import TransformerDecoder
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CausalLM:
-    """A model (see `kvjax.model.Model`). `tokenizer` is None where there is none; `name` is the folder or Hub id it came from."""
+    """A model (see `kvjax.model.Model`). `tokenizer` may be None. `name` is the folder or Hub id that it was loaded from."""
 
     decoder: TransformerDecoder
     params: Params

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint: where they are, which tensors they hold, and whether those are the ones a model needs."""
+"""The files of a Hugging Face checkpoint: where they are, which tensors they hold, and whether these are the ones that a model needs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ MAX_SHARD_BYTES = 5 * 10**9
 """Largest weights file that `save` writes unless told otherwise."""
 
 OTHER_FORMATS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "*.pt", "*.safetensors", "tf_model.h5", "flax_model.msgpack")
-"""Files of weights that are not read."""
+"""Formats of weights that cannot be read."""
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""safetensors' name -> numpy's, of the stored types that can be read."""
+"""Stored types that can be read: safetensors' name -> numpy's name."""
 
 _COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Buffers that old checkpoints stored and everybody computes."""
+"""Buffers that old checkpoints store; they are computed instead."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A Hugging Face config.json, read strictly into a ModelConfig, and written back.
+"""Reads a Hugging Face config.json strictly into a ModelConfig, and writes it back.
 
-Every field is read, or must hold a value that is supported, or is known not to matter (`family.HARMLESS`); any other is an error. Both
-spellings are understood: transformers 4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`, transformers 5 writes `rope_parameters`
+Every field is read, or must have a supported value, or is known not to matter (`family.HARMLESS`). Any other field is an error. Both
+spellings are accepted: transformers 4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`, transformers 5 writes `rope_parameters`
 and `dtype`.
 """
 
@@ -38,18 +38,17 @@ _ROPE_KEYS = {
 }
 
 _WINDOW = 4096
-"""`sliding_window` of Qwen2 and Qwen3 where config.json leaves it out."""
+"""`sliding_window` of Qwen2 and Qwen3 if config.json leaves it out."""
 
 
 def parse(fields: Fields, generation: Fields | None = None, max_positions: int | None = None, dtype: str | None = None) -> ModelConfig:
-    """The configuration that config.json's `fields` describe; `generation` is generation_config.json, where there is one.
+    """The configuration that config.json's `fields` describe. `generation`: generation_config.json, if there is one.
 
-    The end-of-sequence ids are generation_config.json's if it names any, else config.json's, as transformers generates.
-    With YaRN, `max_positions` covers the stretched length (original length times factor) even where config.json still names the
-    original one, as model cards that tell users to add the scaling leave it; with linear and dynamic scaling it is what config.json says,
-    with longrope its original length. max_positions: another length in tokens, up to what config.json says (`load` tells what it does).
-    dtype: the model's compute_dtype; None: what config.json says, bfloat16 where it says nothing.
-    Raises ValueError that lists every field at fault.
+    The end-of-sequence ids are those of generation_config.json, else of config.json, as in transformers. With YaRN, the model's positions
+    are the stretched length (original length times factor), even if config.json still has the original one, as after following a model card
+    that tells users to add the scaling. With linear and dynamic scaling they are what config.json says, with longrope its original length.
+    max_positions: another length in tokens, up to what config.json says (see `load`). dtype: the model's compute_dtype; None: what
+    config.json says, or bfloat16. The ValueError lists every field at fault.
     """
     family = family_of(fields)
     fields = text_fields(fields, family)
@@ -95,8 +94,8 @@ def parse(fields: Fields, generation: Fields | None = None, max_positions: int |
 
 
 def text_fields(fields: Fields, family: Family) -> Fields:
-    """config.json's fields of the text model: all, or of a checkpoint that holds the family's model within a larger one, `text_config`
-    and what stands beside it, without what the other parts alone read."""
+    """config.json's fields of the text model. If the family's model is part of a larger one: `text_config` and the fields beside it,
+    without fields that only the other parts read."""
     if family.within is None or fields.get("model_type", family.within.model_type) != family.within.model_type:
         return fields
     inner = fields.get("text_config")
@@ -106,14 +105,14 @@ def text_fields(fields: Fields, family: Family) -> Fields:
 
 
 def _without(fields: Fields, names: frozenset[str]) -> Fields:
-    """The fields but for these, which are left out of objects among them too."""
+    """The fields without these, also inside objects."""
     return {name: _without(value, names) if isinstance(value, Mapping) else value for name, value in fields.items() if name not in names}
 
 
 def to_fields(config: ModelConfig) -> dict[str, Any]:
     """The config.json of `config`, for transformers 4 and 5 alike.
 
-    ValueError for layers of several kinds, which config.json of these families has no words for.
+    ValueError for layers of several kinds, which config.json of these families cannot describe.
     """
     family = FAMILIES[config.family]
     own = _uniform_fields(config, family) if family.fields_of is None else family.fields_of(config)
@@ -146,7 +145,7 @@ def _uniform_fields(config: ModelConfig, family: Family) -> dict[str, Any]:
     """config.json's fields of layers that are all of one kind."""
     uniform = uniform_fields(config)
     if uniform is None:
-        raise ValueError(f"config.json of a {family.architecture} describes one kind of layer, and this model's differ from it")
+        raise ValueError(f"config.json of a {family.architecture} describes one kind of layer, but this model has others")
     biases = {"attention_bias": uniform["o_bias"], "mlp_bias": uniform["mlp_bias"]}
     return {
         "intermediate_size": uniform["intermediate_size"],
@@ -186,7 +185,7 @@ def _remedy(name: str) -> str:
 
 
 def _windows(fields: Fields, family: Family, layers: int, max_positions: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer, () where none is shorter than `max_positions` tokens.
+    """The sliding window of each layer; () if none is shorter than `max_positions` tokens.
 
     ValueError for windows that this architecture of transformers does not read, or that have no length.
     """
@@ -223,23 +222,23 @@ def _windows(fields: Fields, family: Family, layers: int, max_positions: int) ->
 
 
 def _window_fields(windows: tuple[int | None, ...]) -> dict[str, Any]:
-    """config.json's fields of sliding windows. ValueError for windows of several lengths, which it has no words for."""
+    """config.json's fields of sliding windows. ValueError for windows of several lengths, which it cannot describe."""
     lengths = {window for window in windows if window is not None}
     if len(lengths) > 1:
-        raise ValueError(f"config.json of these families has one sliding_window for all layers, the model has {sorted(lengths)}")
+        raise ValueError(f"config.json of these families has one sliding_window for all layers, but the model has {sorted(lengths)}")
     types = ["full_attention" if window is None else "sliding_attention" for window in windows]
     return {"use_sliding_window": True, "sliding_window": lengths.pop(), "layer_types": types} if lengths else {}
 
 
 def _written_positions(max_positions: int, scaling: RopeScaling | None) -> int:
-    """max_position_embeddings of a model loaded for `max_positions`. Where frequencies depend on it, the checkpoint's own."""
+    """max_position_embeddings of a model loaded for `max_positions`. If frequencies depend on it, the checkpoint's value."""
     if isinstance(scaling, LongRope):
         return scaling.max_positions
     return scaling.original_max_positions if scaling is not None and scaling.kind == "dynamic" else max_positions
 
 
 def _positions(given: int | None, read: Fields, scaling: RopeScaling | None) -> int:
-    """The longest sequence that the model is loaded for: `given`, or the longest that one set of frequencies serves as trained."""
+    """The longest sequence that the model is loaded for: `given`, or the longest for which the trained frequencies fit."""
     most = _size(read, "max_position_embeddings")
     if scaling is not None and scaling.kind == "yarn":
         most = max(most, int(scaling.original_max_positions * scaling.factor))
@@ -253,7 +252,7 @@ def _positions(given: int | None, read: Fields, scaling: RopeScaling | None) -> 
 
 
 def wrong_values(fields: Fields, only: Mapping[str, tuple[Any, ...]]) -> list[str]:
-    """What is wrong with each field of `only` that `fields` have with a value other than those it lists."""
+    """An error text for each field of `fields` whose value `only` does not list."""
     return [
         f"{name} is {fields[name]!r}; supported: {' or '.join(repr(v) for v in values)}"
         for name, values in only.items()
@@ -262,7 +261,7 @@ def wrong_values(fields: Fields, only: Mapping[str, tuple[Any, ...]]) -> list[st
 
 
 def rope_of(fields: Fields, read: Fields) -> tuple[float, RopeScaling | None]:
-    """The base and the scaling, from either spelling; where config.json has both they must agree.
+    """The base and the scaling, from either spelling. If config.json has both, they must agree.
 
     read: `fields` with the family's defaults of rope_theta, rope_scaling, rope_parameters and max_position_embeddings.
     """
@@ -284,7 +283,7 @@ def rope_of(fields: Fields, read: Fields) -> tuple[float, RopeScaling | None]:
 
 
 def _rope_scaling(given: dict[str, Any], read: Fields, name: str) -> RopeScaling | None:
-    """One of the two spellings, without its theta. Missing values are what transformers takes for them."""
+    """One of the two spellings, without its theta. Missing values have transformers' defaults."""
     kinds = {given[key] for key in ("rope_type", "type") if given.get(key) is not None} or {"default"}
     if len(kinds) > 1:
         raise ValueError(f"config.json: {name} has rope_type {given['rope_type']!r} and type {given['type']!r}; they must agree")
@@ -311,7 +310,7 @@ def _rope_scaling(given: dict[str, Any], read: Fields, name: str) -> RopeScaling
 
 
 def _original(given: Fields, read: Fields, name: str) -> int:
-    """The trained length: from the scaling or, as Phi-3 writes it, from beside it; else config.json's positions."""
+    """The trained length: a field of the scaling, or of config.json (as Phi-3 writes it), or else config.json's positions."""
     field = "original_max_position_embeddings"
     found = {_size(source, field) for source in (given, read) if source.get(field) is not None}
     if len(found) > 1:
@@ -320,7 +319,7 @@ def _original(given: Fields, read: Fields, name: str) -> int:
 
 
 def _longrope(given: Fields, original: int, longest: int) -> LongRope:
-    """LongRoPE with its attention factor worked out: given, or from the factor, which is the ratio of lengths where it is not given."""
+    """LongRoPE with its attention factor: given, or computed from the factor (by default the ratio of lengths)."""
     factor = max(1.0, longest / original) if given.get("factor") is None else _number(given, "factor")
     attention = None if given.get("attention_factor") is None else _number(given, "attention_factor")
     if attention is None and factor > 1 and original < 2:
@@ -351,7 +350,7 @@ def _llama3(given: Fields, original: int) -> RopeScaling:
 
 
 def _yarn(given: Fields, original: int, max_positions: int) -> RopeScaling:
-    """YaRN with its attention factor worked out: given, or from mscale and mscale_all_dim, or from the factor (in that order)."""
+    """YaRN with its attention factor: given, or computed from mscale and mscale_all_dim, or from the factor (in this order)."""
     if "factor" not in given:
         raise ValueError("config.json: rope scaling of type yarn needs factor")
     factor = max_positions / original if given["factor"] is None else _number(given, "factor")

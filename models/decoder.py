@@ -1,7 +1,7 @@
 """The one decoder that every family shares: pre-norm transformer, a mixer and a gated MLP in each layer, RMSNorm.
 
-The configuration says what each layer is: `kvjax.models.mixers` has a function for each kind of mixer, `kvjax.models.mlp` the MLP. The
-parameters are a plain pytree, matrices stored [out, in], as checkpoints do and as a decode step reads them best:
+The configuration says what each layer is. `kvjax.models.mixers` has a function for each kind of mixer, `kvjax.models.mlp` the MLP. The
+parameters are a plain pytree. Matrices are stored [out, in], as in checkpoints; a decode step reads them fastest in this layout:
 
     {"embed": [V, E], "final_norm": [E], "layers": (layer, ...), optional "lm_head": [V, E]}
     layer: attn_norm [E], what the mixer has, with its last projection `o` [E, ...]; mlp_norm [E], gate [F, E], up [F, E], down [E, F];
@@ -35,10 +35,10 @@ from kvjax.recurrent import whole
 from pallas_kernels.elementwise import rms_norm
 
 MIXERS = {AttentionLayer: attend_heads, DeltaLayer: recall_states, LatentLayer: attend_latents}
-"""By the kind of a layer's mixer, `mixer(config, params, x, tokens, mix, state) -> (out, state)`.
+"""Functions by the kind of a layer's mixer: `mixer(config, params, x, tokens, mix, state) -> (out, state)`.
 
-config: the layer's mixer. params: the layer's parameters. x: what went into the layer, before its norm, `[B, T, E]`. tokens: `Tokens`.
-mix: `kvjax.model.Mix` with the layer's number filled in. out: what goes into the projection `o`, `[B, T, inputs of o]`.
+config: the layer's mixer. params: the layer's parameters. x: the layer's input, before its norm, `[B, T, E]`. tokens: `Tokens`. mix:
+`kvjax.model.Mix` with the layer's number filled in. out: the input of the projection `o`, `[B, T, inputs of o]`.
 """
 
 
@@ -49,37 +49,37 @@ class TransformerDecoder:
     config: ModelConfig
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-        """What goes into the first layer. tokens: ids in [0, V); any other id, -1 included, gives NaN, so pad with a real id."""
+        """The input of the first layer. tokens: ids in [0, V); any other id, also -1, gives NaN, so pad with a real id."""
         rows = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         rows, scale = rows.astype(self.config.compute_dtype), self.config.embed_scale
         return rows if scale is None else rows * jnp.asarray(scale, rows.dtype)
 
     def of_layers(self, first: int, last: int) -> TransformerDecoder:
-        """The decoder of layers [first, last) alone, which are its layers 0, 1, ...: equal for equal layers, so that they share programs.
+        """A decoder of layers [first, last) alone, numbered from 0. Decoders of equal layers are equal, so they share programs.
 
-        ValueError for layers that are not there.
+        ValueError for layers that the model does not have.
         """
         if not 0 <= first < last <= self.config.num_layers:
             raise ValueError(f"layers [{first}, {last}) are not a slice of the model's {self.config.num_layers} layers")
         return dataclasses.replace(self, config=self.config.of_layers(first, last))
 
     def params_of(self, params: Params, first: int, last: int) -> Params:
-        """The parameters with layers [first, last) alone, as `of_layers` reads them."""
+        """The parameters of layers [first, last) alone, for the decoder of `of_layers`."""
         return {**params, "layers": params["layers"][first:last]}
 
     def run_layers(
         self, params: Params, x: Float[Array, "B T E"], positions: Int[Array, "B T"], mix: Mix, state: Any
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """What comes out of the last layer for `x`, which went into the first, and the state that `mix` threaded through the layers.
+        """The output of the last layer for the input `x` of the first, and the state that `mix` threaded through the layers.
 
-        Any cut of a model's layers into slices (`of_layers`) gives the same bits. ValueError where params have another number of layers.
+        Any cut of a model's layers into slices (`of_layers`) gives the same bits. ValueError if params have another number of layers.
         """
         if len(params["layers"]) != self.config.num_layers:
-            raise ValueError(f"params have {len(params['layers'])} layers, the configuration has {self.config.num_layers}")
+            raise ValueError(f"params have {len(params['layers'])} layers, but the configuration has {self.config.num_layers}")
         tokens = Tokens(positions, self.config.norm_eps, self.config.norm_offset)
         mix = _sharing(mix, self.config.layers)
         for number, (layer, weights) in enumerate(zip(self.config.layers, params["layers"], strict=True)):
-            x = jax.lax.optimization_barrier(x)  # else XLA keeps float32 between layers of one program, and rounds where programs end
+            x = jax.lax.optimization_barrier(x)  # else XLA keeps float32 inside a program, and rounds only at its end
             out, state = MIXERS[type(layer.mixer)](layer.mixer, weights, x, tokens, functools.partial(mix, number), state)
             after = (weights["attn_post_norm"], weights["mlp_post_norm"]) if layer.post_norms else (None, None)
             x = self._add(x, out, weights["o"], biases_of(weights, layer.mixer.o_bias, "o"), after[0])
@@ -88,7 +88,7 @@ class TransformerDecoder:
         return x, state
 
     def final_norm(self, params: Params, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-        """Final hidden states from what came out of the last layer."""
+        """Final hidden states, from the output of the last layer."""
         return self._norm(jax.lax.optimization_barrier(x), params["final_norm"])
 
     def _norm(self, x: Float[Array, "B T E"], weight: Float[Array, "E"]) -> Float[Array, "B T E"]:
@@ -102,7 +102,7 @@ class TransformerDecoder:
         biases: dict[str, Any],
         post_norm: Float[Array, "E"] | None,
     ) -> Float[Array, "B T E"]:
-        """x with a half of a layer added: `inner` projected back and, where there is a weight for it, normalised."""
+        """x plus one half of a layer: `inner`, projected back and, if `post_norm` is given, normalised."""
         if post_norm is None:
             return project(inner, matrix, residual=x, **biases)[0]
         return x + self._norm(project(inner, matrix, **biases)[0], post_norm)
@@ -112,8 +112,8 @@ class TransformerDecoder:
     ) -> tuple[Float[Array, "B T E"], Any]:
         """Final hidden states, after the last norm, and the state that `mix` threaded through the layers.
 
-        tokens: as in `embed`. positions: absolute, in tokens. A row's result depends on that row alone, unless `mix` mixes rows. Raises
-        ValueError when shapes do not match the configuration.
+        tokens: as in `embed`. positions: absolute, in tokens. A row's result depends only on that row, unless `mix` mixes rows. ValueError
+        if shapes do not match the configuration.
         """
         if tokens.ndim != 2 or tokens.shape != positions.shape:
             raise ValueError(f"tokens and positions must have one shape [B, T], got {tokens.shape} and {positions.shape}")
@@ -147,8 +147,8 @@ def param_shapes(config: ModelConfig) -> Params:
 
 
 def init_params(config: ModelConfig, key: Array, *, std: float = 0.02) -> Params:
-    """Fresh weights: matrices normal with standard deviation `std`, biases zero, norms such that they multiply by one, decays of Gated
-    DeltaNet layers spread over their range, as transformers initialises these families.
+    """Random weights: normal matrices with standard deviation `std`, zero biases, norms that multiply by one, and decays of Gated DeltaNet
+    layers spread over their range, as in transformers.
 
     key: a jax.random key. Every array has the model's compute_dtype. Needs no memory beyond the weights; may be jitted.
     """
@@ -176,7 +176,7 @@ def _init_leaf(name: str, shape: tuple[int, ...], key: Array, config: ModelConfi
 
 
 def causal_mix(implementation: Literal["xla", "cudnn"] | None = None) -> Mix:
-    """Attention and recurrences over the batch itself, causal, every row its own sequence: what training and the oracles of tests use.
+    """Causal attention and recurrences within the batch, where every row is a sequence. Training and the oracles of tests use it.
 
     Positions must increase along T: token t attends to tokens 0..t of its row, or to the latest of them where the layer has a window.
     `state` passes through untouched. implementation is `jax.nn.dot_product_attention`'s: None lets JAX choose, "cudnn" needs an NVIDIA GPU

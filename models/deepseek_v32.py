@@ -1,7 +1,7 @@
-"""DeepSeek-V3.2: latent attention, of which every query reads the tokens that a lightning indexer scores best, and gated MLPs.
+"""DeepSeek-V3.2: latent attention, in which every query reads the tokens that a lightning indexer scores best, and gated MLPs.
 
-The released models have a mixture of experts in all but their first layers, which is not here: config.json of such a model is refused by
-the field that says so. What is read are models whose MLPs are all dense (`first_k_dense_replace`, or `mlp_layer_types`).
+The released models have a mixture of experts in all layers except the first ones. kvjax has none, so their config.json is refused; the
+error names the field. Only models whose MLPs are all dense can be read (`first_k_dense_replace`, or `mlp_layer_types`).
 
 Sources: DeepSeek-V3.2-Exp technical report (DeepSeek-AI, 2025); details as in transformers' `DeepseekV32ForCausalLM`, which the tests
 compare with.
@@ -30,13 +30,13 @@ SIZES = {
     "index_dim": "index_head_dim",
     "index_topk": "index_topk",
 }
-"""Of `LatentLayer` -> config.json's."""
+"""Fields of `LatentLayer` -> fields of config.json."""
 
 
 def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:
-    """The layers that config.json's fields describe. ValueError that names the field at fault.
+    """The layers that config.json's fields describe. The ValueError names the field at fault.
 
-    Logits are scaled by 1/sqrt(nope + rope dim), times the square of YaRN's factor for mscale_all_dim where that is given.
+    Logits are scaled by 1/sqrt(nope + rope dim) and, if mscale_all_dim is given, by the square of YaRN's factor for it.
     """
     count, sizes = size(read, "num_hidden_layers"), {ours: size(read, theirs) for ours, theirs in SIZES.items()}
     if scaling is not None and scaling.kind in ("dynamic", "longrope"):
@@ -57,7 +57,7 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
 
 
 def _check_dense(read: Mapping[str, Any], count: int) -> None:
-    """ValueError, by the field's name, for layers with a mixture of experts."""
+    """ValueError for layers with a mixture of experts. It names the field."""
     kinds, first = read["mlp_layer_types"], integer(read, "first_k_dense_replace")
     if kinds is not None and kinds != [DENSE] * count:
         raise ValueError(f"config.json: mlp_layer_types is {kinds}; supported: {DENSE!r} for each of {count} layers, no mixture of experts")
@@ -69,7 +69,7 @@ def _check_dense(read: Mapping[str, Any], count: int) -> None:
 
 
 def fields_of(config: ModelConfig) -> dict[str, Any]:
-    """config.json's fields of the layers. ValueError for layers that it has no words for."""
+    """config.json's fields of the layers. ValueError for layers that it cannot describe."""
     first, count = config.layers[0], config.num_layers
     if len(set(config.layers)) > 1 or not isinstance(first.mixer, LatentLayer):
         raise ValueError("config.json of a DeepseekV32ForCausalLM describes one kind of layer, of latent attention; this model has others")
@@ -95,7 +95,7 @@ def fields_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def fold(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields with mscale_all_dim where RoPE's others are. What it does to cos and sin is in attention_factor."""
+    """Fields with mscale_all_dim beside the other fields of RoPE. Its effect on cos and sin is in attention_factor."""
     found = {name: value for name, value in fields.items() if name != "mscale_all_dim"}
     if "mscale_all_dim" not in fields:
         return found
@@ -136,7 +136,7 @@ FAMILY = Family(
         "eos_token_id": 1,
     },
     only={"rope_interleave": (None, True)},
-    # Of a mixture of experts, which no layer has, and of the layer that predicts several tokens, whose tensors are not read.
+    # Fields of a mixture of experts, which no layer has, and of the layer that predicts several tokens, which is not read.
     harmless=frozenset({"moe_intermediate_size", "n_shared_experts", "n_routed_experts", "num_experts_per_tok", "routed_scaling_factor"})
     | {"n_group", "topk_group", "topk_method", "norm_topk_prob", "scoring_func", "moe_layer_freq", "ep_size", "aux_loss_alpha", "seq_aux"}
     | {"num_nextn_predict_layers"},

@@ -1,4 +1,4 @@
-"""The families that exist, by `model_type`. A new family is a file beside llama.py and one entry here."""
+"""The model families, by `model_type`. A new family is a file beside llama.py and an entry here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAMILIES: Mapping[str, Family] = {
 def family_of(fields: Mapping[str, Any]) -> Family:
     """The family that config.json's `architectures` and `model_type` name. Either may be absent; they must not disagree.
 
-    Raises ValueError for an architecture or model_type that is not known, naming those that are.
+    ValueError for an unknown architecture or model_type; it names the known ones.
     """
     names = [(family.architecture, family.model_type, family) for family in FAMILIES.values()]
     names += [(family.within.architecture, family.within.model_type, family) for family in FAMILIES.values() if family.within]

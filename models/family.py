@@ -1,6 +1,6 @@
-"""What a model family is: the config.json fields it reads, the values it can do, and the tensors of a layer.
+"""A model family: the config.json fields that it reads, the values that it supports, and the tensors of a layer.
 
-llama.py, qwen2.py and qwen3.py each hold one `Family` that shows only how that family differs. The lists here are what they share.
+llama.py, qwen2.py and qwen3.py each have one `Family`, which shows only how that family differs. The lists here are shared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvjax.layers import DeltaLayer, LayerConfig, RopeScaling
 from kvjax.model import ModelConfig, Params
 
 TENSORS = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "lm_head": "lm_head.weight"}
-"""Our name -> Hugging Face's, outside the layers."""
+"""Our name of a tensor -> Hugging Face's name, outside the layers."""
 
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm.weight",
@@ -35,7 +35,7 @@ LAYER_TENSORS = {
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
 }
-"""The same inside `model.layers.N.`; a layer has those that its configuration says (`LayerConfig.shapes`)."""
+"""The same inside `model.layers.N.`; `LayerConfig.shapes` says which of these a layer has."""
 
 DELTA_TENSORS = LAYER_TENSORS | {
     "qkv": "linear_attn.in_proj_qkv.weight",
@@ -67,7 +67,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
     "pruned_heads": (None, {}),
 }
-"""Fields that would change what is computed, and the only values that are supported (`save` writes the first, unless it is None)."""
+"""Fields that would change the computation, with their supported values (`save` writes the first, unless it is None)."""
 
 REMEDIES: Mapping[str, str] = {
     "quantization_config": "load the checkpoint that it was quantized from",
@@ -76,7 +76,7 @@ REMEDIES: Mapping[str, str] = {
     "attention_bias": "this architecture does not read it: if the weights are those of the plain architecture, delete it from config.json",
     "mlp_bias": "this architecture does not read it: if the weights are those of the plain architecture, delete it from config.json",
 }
-"""What to do about a value of `ONLY` that is not supported, where something can be done."""
+"""Remedies for values that `ONLY` does not support, if there is one."""
 
 # fmt: off
 HARMLESS = frozenset({
@@ -84,16 +84,16 @@ HARMLESS = frozenset({
     "architectures", "model_type", "_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype",
     "use_bfloat16", "torchscript", "tf_legacy_loss", "initializer_range", "attention_dropout", "gradient_checkpointing",
     "unsloth_fixed", "unsloth_version",
-    # How other programs run it: all compute the same function.
+    # How other programs run it. They all compute the same function.
     "use_cache", "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
     "_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions", "pretraining_tp",
     "chunk_size_feed_forward", "is_decoder", "output_attentions", "output_hidden_states", "output_scores",
     "return_dict", "return_dict_in_generate", "cross_attention_hidden_size", "tie_encoder_decoder",
     "transformers.js_config",
-    # Of training, or of the tokenizer.
+    # For training, or for the tokenizer.
     "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop",
     "classifier_dropout", "neftune_noise_alpha", "model_max_length", "max_sequence_length",
-    # Ids and labels that nothing here reads.
+    # Ids and labels that kvjax does not read.
     "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id", "decoder_start_token_id",
     "tokenizer_class", "prefix", "forced_bos_token_id", "forced_eos_token_id", "finetuning_task",
     "task_specific_params", "problem_type", "id2label", "label2id", "num_labels",
@@ -104,13 +104,13 @@ HARMLESS = frozenset({
     "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens",
 })
 # fmt: on
-"""Fields that may hold anything: none of them changes what the model computes."""
+"""Fields that may have any value, because they do not change what the model computes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Within:
-    """A model that has a family's model as its text part, in `text_config` of its config.json. prefixes: what names of the text model's
-    tensors begin with -> what they do in its own checkpoints. fields: beside `text_config`, of other parts alone."""
+    """A larger model whose text part is a family's model, in `text_config` of its config.json. prefixes: prefixes of its text tensors'
+    names -> prefixes in the family's own checkpoints. fields: fields beside `text_config` that only other parts read."""
 
     architecture: str
     model_type: str
@@ -120,19 +120,18 @@ class Within:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One architecture of `transformers`, as differences from what all families share.
+    """One architecture of `transformers`, described by its differences from what all families share.
 
-    defaults: the fields it reads, each with the value transformers takes when config.json leaves it out.
-    `attention_bias` (of q, k, v and o) and `mlp_bias` are read where they are among them, and stored biases that nothing reads are errors.
-    only: more entries for `ONLY`. harmless: more entries for `HARMLESS`. qkv_bias: whether q, k and v always add biases. qk_norm: whether
-    queries and keys are normalised per head, before RoPE.
-    layers_of, fields_of: of families whose layers differ: `layers_of(fields with defaults, rope_theta, scaling)` gives the layers, and
-    `fields_of(config)` their fields. norm_offset: `ModelConfig.norm_offset`. rope_keys: of rope_parameters, read by `layers_of` or by
-    nobody. spread: config.json's fields with `rope_parameters` of one kind of layers alone, where transformers writes one for each kind;
-    fold: the same fields as transformers writes them. scaled_embedding: whether embeddings are multiplied by the square root of the width.
-    layer_tensors: more entries for `LAYER_TENSORS`, or others. within: the larger model whose text part it is. unread: what names of
-    tensors begin with that nobody here reads.
-    window_switch: whether `sliding_window` holds only where `use_sliding_window` is true, and from layer `max_window_layers` on.
+    defaults: the fields that it reads, each with transformers' default. If `attention_bias` (of q, k, v and o) and `mlp_bias` are among
+    them they are read; otherwise stored biases are errors. only: more entries for `ONLY`. harmless: more entries for `HARMLESS`. qkv_bias:
+    whether q, k and v always add biases. qk_norm: whether queries and keys are normalised per head, before RoPE. layers_of, fields_of: for
+    families whose layers differ: `layers_of(fields with defaults, rope_theta, scaling)` gives the layers, and `fields_of(config)` their
+    fields. norm_offset: `ModelConfig.norm_offset`. rope_keys: keys of rope_parameters that are ignored here, or read by `layers_of`.
+    spread: for families for which transformers writes `rope_parameters` for each kind of layer: converts config.json's fields to those of
+    one kind; fold: the inverse. scaled_embedding: whether embeddings are multiplied by the square root of the width. layer_tensors: entries
+    that extend or replace `LAYER_TENSORS`. within: the larger model that contains it as text part. unread: prefixes of tensor names that
+    are ignored. window_switch: whether `sliding_window` holds only where `use_sliding_window` is true, and from layer `max_window_layers`
+    on.
     """
 
     model_type: str
@@ -155,7 +154,7 @@ class Family:
     unread: tuple[str, ...] = ()
 
     def own_name(self, name: str) -> str | None:
-        """A stored tensor's name as the family's own checkpoints have it; None for one that nobody here reads."""
+        """A stored tensor's name in the family's own checkpoints; None for a tensor that is ignored."""
         for prefix, own in self.within.prefixes.items() if self.within else ():
             if name.startswith(prefix):
                 return own + name.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""Values of config.json's fields, checked."""
+"""Checked reading of config.json's fields."""
 
 from __future__ import annotations
 

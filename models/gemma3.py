@@ -1,7 +1,7 @@
 """Gemma 3, the text models (1B, 270M) and the text part of the larger ones: layers with a sliding window between layers without.
 
-Both kinds have a base of RoPE of their own; a scaling is of the layers without a window. Norms multiply by 1 + w and stand before and
-after attention and MLP; heads of q and k are normalised; the embedding is multiplied by the square root of the width.
+Each kind has its own base of RoPE. RoPE scaling applies to the layers without a window. Norms multiply by 1 + w, and come before and after
+attention and MLP. Heads of q and k are normalised. The embedding is multiplied by the square root of the width.
 
 Source: Gemma 3 Technical Report (arXiv 2503.19786); details as in transformers' `Gemma3ForCausalLM`, which the tests compare with.
 """
@@ -18,11 +18,11 @@ from kvjax.models.fields import boolean, number, size
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 THETA, LOCAL_THETA = 1e6, 1e4
-"""Bases of RoPE in layers without and with a window, where config.json gives none."""
+"""Default bases of RoPE in layers without and with a window."""
 
 
 def spread(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json's fields with those of RoPE as transformers 4 wrote them: transformers 5 has an object for each kind of layers."""
+    """config.json's fields, with those of RoPE as in transformers 4. (transformers 5 has an object for each kind of layer.)"""
     given = fields.get("rope_parameters")
     if given is None:
         return fields
@@ -75,7 +75,7 @@ def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None
 
 
 def _types(read: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer: named, or every sixth without a window, or every so many as config.json says."""
+    """The kind of each layer: as named, or without a window every sixth layer, or as often as config.json says."""
     count, types = size(read, "num_hidden_layers"), read["layer_types"]
     if types is None:
         every = size(read, "sliding_window_pattern")

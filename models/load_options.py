@@ -1,4 +1,4 @@
-"""What `load` is given: names of dtypes, and hints for options that other libraries have."""
+"""Options of `load`: names of dtypes, and hints for options that other libraries have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import DTypeLike
 from kvjax.models.checkpoint import DTYPES
 
 DtypeName = Literal["auto", "float32", "fp32", "float", "bfloat16", "bf16", "float16", "fp16", "half"]
-"""What `dtype` may be in words; "auto" is the stored type."""
+"""Names that `dtype` may have; "auto" is the stored type."""
 
 _FULL_NAMES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
@@ -22,7 +22,7 @@ _HINTS = {
     "device_map": "leave it out: weights go to one device, JAX's default",
     "revision": "download it with `hf download ID --revision REVISION` and give load the folder",
     "trust_remote_code": "leave it out: code of a checkpoint is never run",
-    "attn_implementation": "leave it out: the engine's policies say what attention reads, as in kvjax.Engine(model, policy='top:8')",
+    "attn_implementation": "leave it out: policies choose what attention reads, as in kvjax.Engine(model, policy='top:8')",
     "load_in_8bit": "weights stay float32, bfloat16 or float16: choose with dtype=",
     "load_in_4bit": "weights stay float32, bfloat16 or float16: choose with dtype=",
     "quantization_config": "weights stay float32, bfloat16 or float16: choose with dtype=",
@@ -31,7 +31,7 @@ _HINTS |= {"map_location": _HINTS["device"]}
 
 
 def named_dtype(dtype: DTypeLike | DtypeName) -> np.dtype | Literal["auto"]:
-    """The dtype that `load` was given by name, by its short name or as a type; "auto" stays.
+    """The dtype that `load` got, by name, short name or type; "auto" is returned unchanged.
 
     ValueError for anything but float32, bfloat16 and float16.
     """
@@ -48,6 +48,6 @@ def named_dtype(dtype: DTypeLike | DtypeName) -> np.dtype | Literal["auto"]:
 
 
 def refuse(options: Mapping[str, Any]) -> Never:
-    """TypeError that names the first of the options that `load` does not have, and says what to do instead."""
+    """TypeError that names the first unknown option of `load` and says what to do instead."""
     name = next(iter(options))
     raise TypeError(f"kvjax.load has no option {name!r}: {_HINTS.get(name, 'there are dtype, max_positions and tokenizer')}")

@@ -1,7 +1,7 @@
-"""Models in Hugging Face format, from a folder or the Hub to the device.
+"""Loads models in Hugging Face format from a folder or the Hub to the device.
 
-Weights go from file to device in pieces of at most READ_BYTES (a row, where that is longer): beside the growing model the host holds a
-few of them, and the device one.
+Weights go from file to device in pieces of at most READ_BYTES (or one row, if that is longer). Besides the growing model, the host holds a
+few pieces and the device one.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from kvjax.models.transformers_import import import_transformers
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 8 << 20
-"""Of a tensor, read at a time."""
+"""Bytes of a tensor that are read at a time."""
 
 
 def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None = None, max_positions: int | None = None) -> ModelConfig:
-    """The configuration of a model, from its folder or Hub id; reads config.json and, where there is one, generation_config.json.
+    """The configuration of a model, from its folder or Hub id. Reads config.json and generation_config.json, if there is one.
 
-    dtype, max_positions: as in `load`, which goes by the stored tensors where dtype is None or "auto"; here config.json says their type
-    (bfloat16 where it says nothing). Raises ValueError that names what is unknown or unsupported.
+    dtype, max_positions: as in `load`. If dtype is None or "auto", `load` takes the type of the stored tensors; here config.json names it
+    (default bfloat16). The ValueError names what is unknown or unsupported.
     """
     chosen = _chosen(dtype)
     return _config(checkpoint.find_folder(path_or_id, CONFIG_FILES), max_positions, None if chosen is None else chosen.name)
@@ -55,13 +55,13 @@ def load(
 ) -> CausalLM:
     """Read a model from its folder or Hub id onto the default device.
 
-    dtype: of all parameters, float32, bfloat16 or float16 ("fp32", "bf16", "fp16" and "half" for short); "auto" is the stored type; None
-    is float32 on the CPU, which has no fast bfloat16, and the stored type elsewhere. max_positions: the longest sequence, in tokens; None
-    is what config.json says, and for a model with `longrope` its original length, up to which the short factors rotate, as in
-    transformers. If it is more than that, the long factors rotate every sequence, because keys stay in the cache as they were rotated:
-    sequences longer than the original length give what transformers gives, and shorter ones do not. tokenizer: whether to read the
-    tokenizer too, through transformers. Where config.json says `tie_word_embeddings` and another `lm_head.weight` is stored, the model is
-    loaded untied, with a warning, as transformers does.
+    dtype: of all parameters: float32, bfloat16 or float16 ("fp32", "bf16", "fp16" and "half" for short). "auto": the stored type. None:
+    float32 on the CPU, which has no fast bfloat16, and the stored type elsewhere. max_positions: the longest sequence, in tokens; None:
+    what config.json says, or for a model with `longrope` its original length, up to which the short factors are used, as in transformers.
+    With more positions the long factors rotate every sequence, because keys stay in the cache as they were rotated. Then sequences longer
+    than the original length give the same results as in transformers, and shorter ones do not. tokenizer: whether to read the tokenizer
+    too, through transformers. If config.json says `tie_word_embeddings` but a different `lm_head.weight` is stored, the model is loaded
+    untied, with a warning, as in transformers.
 
     Raises ValueError for an unsupported configuration, for tensors that are missing, extra or
     misshapen, and for a tokenizer that is missing or has more ids than the model; TypeError, with a hint, for any other option.
@@ -88,7 +88,7 @@ def _config(folder: Path, max_positions: int | None, dtype: str | None) -> Model
 
 
 def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
-    """The dtype that `load` was told, or takes on a CPU; None for the stored type."""
+    """The dtype that `load` got, or its default on a CPU; None for the stored type."""
     if dtype is None:
         return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else None
     named = named_dtype(dtype)
@@ -96,7 +96,7 @@ def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
 
 
 def _stored_dtype(wanted: list[Wanted], tensors: dict[str, Stored]) -> np.dtype:
-    """The one type that all tensors are stored in."""
+    """The common type of all stored tensors."""
     stored = {DTYPES[tensors[w.name].dtype] for w in wanted}
     if len(stored) > 1:
         raise ValueError(f"the weights are stored in several types ({', '.join(sorted(stored))}); choose one with dtype=")
@@ -118,7 +118,7 @@ def _place_all(wanted: list[Wanted], tensors: dict[str, Stored], dtype: np.dtype
 
 @functools.partial(jax.jit, donate_argnames="placed")
 def _write_rows(placed: Array, rows: Array, start: Array) -> Array:
-    """`placed` with `rows` from row `start` on. DONATES placed."""
+    """`placed`, with `rows` written from row `start` on. DONATES placed."""
     return jax.lax.dynamic_update_slice_in_dim(placed, rows.astype(placed.dtype), start, axis=0)
 
 
@@ -129,21 +129,21 @@ def _pieces(stored: Stored) -> Iterator[tuple[int, np.ndarray]]:
     row_bytes = math.prod(stored.shape[1:]) * jnp.dtype(DTYPES[stored.dtype]).itemsize
     count = max(1, READ_BYTES // row_bytes)
     for start in range(0, stored.shape[0], count):
-        with safe_open(stored.file, framework="np") as opened:  # anew for each piece: what was read stays mapped until it is closed
+        with safe_open(stored.file, framework="np") as opened:  # once per piece: what was read stays mapped until it is closed
             rows = opened.get_slice(stored.name)[start : min(start + count, stored.shape[0])]
         yield start, rows
 
 
 def _own_tensors(config: ModelConfig, tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """The tensors that the family reads, named as its own checkpoints name them."""
+    """The tensors that the family reads, by their names in its own checkpoints."""
     family = FAMILIES[config.family]
     return {own: stored for name, stored in tensors.items() if (own := family.own_name(name)) is not None}
 
 
 def _tied_as_stored(config: ModelConfig, tensors: dict[str, Stored]) -> tuple[ModelConfig, dict[str, Stored]]:
-    """Configuration and tensors of a model that config.json calls tied, by what is stored, as transformers does.
+    """Configuration and tensors of a model that config.json calls tied, depending on what is stored, as in transformers.
 
-    Only the head is stored: it is the embedding too. Both are, and are equal: tied. Both, and they differ: not tied.
+    If only the head is stored, it is the embedding too. If both are stored and equal, the model is tied. If they differ, it is not.
     """
     embed, head = TENSORS["embed"], TENSORS["lm_head"]
     if not config.tie_embeddings or head not in tensors:
@@ -158,7 +158,7 @@ def _tied_as_stored(config: ModelConfig, tensors: dict[str, Stored]) -> tuple[Mo
 
 
 def _equal(first: Stored, second: Stored) -> bool:
-    """Whether two tensors have the same shape, type and values. A type that cannot be read equals nothing."""
+    """Whether two tensors have the same shape, type and values. A type that cannot be read is never equal."""
     if first.shape != second.shape or first.dtype != second.dtype or first.dtype not in DTYPES:
         return False
     return all(np.array_equal(a, b) for (_, a), (_, b) in zip(_pieces(first), _pieces(second), strict=True))
@@ -170,7 +170,7 @@ def _tokenizer(folder: Path, config: ModelConfig) -> Any:
             f"{folder} holds no tokenizer; copy tokenizer.json and tokenizer_config.json there from the model that it was made from "
             "(in Python, tokenizer=False loads the model alone)"
         )
-    # tokenizer.json says everything. AutoTokenizer would rebuild it as the family's own tokenizer and split another text differently.
+    # tokenizer.json is complete. AutoTokenizer would rebuild it as the family's own tokenizer, which may split text differently.
     transformers = import_transformers()
     kind = transformers.PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else transformers.AutoTokenizer
     try:
@@ -184,7 +184,7 @@ def _tokenizer(folder: Path, config: ModelConfig) -> Any:
         ) from error
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"the tokenizer in {folder} has {len(tokenizer)} ids, the model's vocabulary only {config.vocab_size}")
-    # It warns of "indexing errors" past the trained length; the engine refuses such prompts itself, and says how long they are.
+    # It warns of "indexing errors" past the trained length. The engine refuses such prompts itself, and says how long they are.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 

@@ -1,4 +1,4 @@
-"""Products of tokens with a layer's matrices, as mixers and MLPs call them."""
+"""Products of tokens with a layer's matrices, for mixers and MLPs."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def norm_before(weight: Float[Array, "E"], tokens: Tokens) -> dict[str, Any]:
 
 
 def biases_of(layer: Params, there: bool, *names: str) -> dict[str, tuple[Array, ...]]:
-    """The option of `project` that adds the biases of these projections; none where the model has none."""
+    """The option of `project` that adds the biases of these projections; empty if the model has none."""
     return {"biases": tuple(layer[f"{name}_bias"] for name in names)} if there else {}

@@ -1,6 +1,6 @@
 """Qwen3, the dense models: RMSNorm on every head of q and k before RoPE, head_dim independent of hidden_size.
 
-Biases on q, k, v and o where config.json says `attention_bias`.
+q, k, v and o have biases if config.json says `attention_bias`.
 """
 
 from kvjax.models.family import Family

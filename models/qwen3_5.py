@@ -1,7 +1,7 @@
 """Qwen3.5, the text part of the dense models: Gated DeltaNet layers, and between them gated attention with RoPE on part of each head.
 
-Checkpoints of `Qwen3_5ForConditionalGeneration` are read too, their text part alone: `text_config` of config.json, and the tensors of the
-language model; those of the vision model and of multi-token prediction are left. `kvjax.models.saving` writes `Qwen3_5ForCausalLM`.
+Of `Qwen3_5ForConditionalGeneration` checkpoints only the text part is read: `text_config` of config.json, and the tensors of the language
+model. Tensors of the vision model and of multi-token prediction are ignored. `kvjax.models.saving` writes `Qwen3_5ForCausalLM`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DELTA_FIELDS = {
     "value_dim": "linear_value_head_dim",
     "conv_width": "linear_conv_kernel_dim",
 }
-"""Of `DeltaLayer` -> config.json's."""
+"""Fields of `DeltaLayer` -> fields of config.json."""
 
 
 def layers_of(read: Mapping[str, Any], theta: float, scaling: RopeScaling | None) -> tuple[LayerConfig, ...]:

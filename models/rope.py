@@ -1,8 +1,8 @@
 """Rotary position embedding: frequencies as transformers computes them, angles in float32 from absolute positions.
 
-Sources: RoPE (arXiv 2104.09864), in the "rotate half" layout of Llama checkpoints; YaRN (arXiv 2309.00071); LongRoPE (arXiv
-2402.13753); the Llama 3.1 release for its piecewise scaling. Everything here that depends on the configuration alone is computed on the
-host with numpy, so that every backend rotates by the same numbers.
+Sources: RoPE (arXiv 2104.09864), in the "rotate half" layout of Llama checkpoints; YaRN (arXiv 2309.00071); LongRoPE (arXiv 2402.13753);
+the Llama 3.1 release for its piecewise scaling. Values that depend only on the configuration are computed on the host with numpy, so every
+backend rotates by the same numbers.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvjax.layers import LongRope, Rope, RopeScaling
 def frequencies(rope: Rope) -> tuple[float, ...]:
     """Radians per token of each of the dim / 2 rotated pairs, float32 values, scaled as `rope.scaling` says.
 
-    Float32 operations in transformers' order. Only the power is not PyTorch's, whose last bit depends on the CPU: it is the correctly
-    rounded one, the same on every machine. Of the 13,008 frequencies of 260 configurations (tests/models/make_rope_golden.py) 3 differ
-    from PyTorch's scalar code, 95 from its AVX2 and 87 from its AVX-512 code, by one unit in the last place, in the band that llama3
+    It uses float32 operations in transformers' order, except for the power. PyTorch's power depends on the CPU in its last bit; here it is
+    correctly rounded, the same on every machine. Of the 13,008 frequencies of 260 configurations (tests/models/make_rope_golden.py) 3
+    differ from PyTorch's scalar code, 95 from its AVX2 and 87 from its AVX-512 code, by one unit in the last place, in the band that llama3
     scaling blends by up to 3; PyTorch's own codes differ from each other as much.
     """
     pairs = np.arange(0, rope.dim, 2, dtype=np.float32) / np.float32(rope.dim)
@@ -34,7 +34,7 @@ def frequencies(rope: Rope) -> tuple[float, ...]:
 def scaled(periods: Float32[np.ndarray, "D2"], rope: Rope) -> Float32[np.ndarray, "D2"]:
     """Frequencies from unscaled periods over 2 pi, bit for bit as transformers scales them."""
     scaling = rope.scaling
-    if scaling is None or scaling.kind == "dynamic":  # as far as it goes here, `RopeScaling.most_positions`
+    if scaling is None or scaling.kind == "dynamic":  # up to `RopeScaling.most_positions`
         return 1 / periods
     if isinstance(scaling, LongRope):
         return 1 / (np.asarray(scaling.long_factors if scaling.long else scaling.short_factors, np.float32) * periods)
@@ -48,7 +48,7 @@ def scaled(periods: Float32[np.ndarray, "D2"], rope: Rope) -> Float32[np.ndarray
 
 
 def _llama3(base: Float32[np.ndarray, "D2"], scaling: RopeScaling) -> Float32[np.ndarray, "D2"]:
-    """Long waves are slowed by `factor`, short ones kept, the band between blended linearly in turns per original length."""
+    """Low frequencies are divided by `factor`, high ones kept, and the band between is blended linearly in turns per original length."""
     original, low, high = scaling.original_max_positions, scaling.low_freq_factor, scaling.high_freq_factor
     wavelengths = 1 / base * np.float32(2 * math.pi)  # PyTorch divides a number by a tensor as reciprocal times number
     slowed = base / np.float32(scaling.factor)
@@ -59,7 +59,7 @@ def _llama3(base: Float32[np.ndarray, "D2"], scaling: RopeScaling) -> Float32[np
 
 
 def _yarn(periods: Float32[np.ndarray, "D2"], scaling: RopeScaling, rope: Rope) -> Float32[np.ndarray, "D2"]:
-    """Pairs that turn more than `beta_fast` times within the original length are kept, fewer than `beta_slow` slowed by `factor`."""
+    """Pairs that turn more than `beta_fast` times within the original length are kept; those below `beta_slow` are divided by `factor`."""
     dim = rope.dim
 
     def pair_turning(turns: float) -> float:

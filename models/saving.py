@@ -1,4 +1,4 @@
-"""Models to a folder in Hugging Face format."""
+"""Saves models to a folder in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kvjax.models.checkpoint import MAX_SHARD_BYTES, Wanted
 def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write a model in Hugging Face format: config, weights in the parameters' dtype, tokenizer. `transformers` and `load` read it.
 
-    The files are written to a folder beside `folder`, which is then renamed, so a folder of that name is always whole. overwrite:
-    replace `folder`, with everything in it, if it holds a model already. max_shard_bytes: largest weights file; the host holds one
-    such file's tensors at a time. Raises ValueError when `folder` is there already and may not be replaced.
+    The files are written to a folder beside `folder`, which is then renamed, so a folder of that name is always complete. overwrite:
+    replace `folder` and everything in it, if it holds a model. max_shard_bytes: the largest weights file; the host holds the tensors of one
+    file at a time. ValueError if `folder` exists and may not be replaced.
     """
     folder = Path(folder).expanduser().absolute()
     if max_shard_bytes <= 0:
@@ -46,13 +46,13 @@ def _check_target(folder: Path, overwrite: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
-        raise ValueError(f"{folder} is there already; choose another folder, or pass overwrite=True to replace a model")
+        raise ValueError(f"{folder} exists already; choose another folder, or pass overwrite=True to replace a model")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json, so it is not a model to replace; choose another folder")
 
 
 def _rename(beside: Path, folder: Path) -> None:
-    """Put `beside` in the place of `folder`; what stood there is removed last."""
+    """Move `beside` to `folder`. The old folder is removed last."""
     _open_up(beside)
     if not folder.exists():
         os.replace(beside, folder)
@@ -64,7 +64,7 @@ def _rename(beside: Path, folder: Path) -> None:
 
 
 def _open_up(folder: Path) -> None:
-    """Give a folder and its files the modes that new ones get: tempfile and safetensors make theirs for the owner alone."""
+    """Give a folder and its files the default modes. tempfile and safetensors make theirs readable only by the owner."""
     masked = os.umask(0)
     os.umask(masked)
     folder.chmod(0o777 & ~masked)
@@ -105,7 +105,7 @@ def _leaves(params: Params, wanted: list[Wanted], structure: Any) -> list[Array]
 
 
 def _shards(wanted: list[Wanted], sizes: list[int], most: int) -> list[list[int]]:
-    """Tensor numbers by file: each file takes what fits, in order; a tensor larger than `most` stands alone."""
+    """Tensor numbers by file. Each file takes what fits, in order; a tensor larger than `most` gets its own file."""
     shards: list[list[int]] = [[]]
     filled = 0
     for n, size in enumerate(sizes):

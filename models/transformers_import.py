@@ -1,4 +1,4 @@
-"""transformers, imported for its tokenizers alone."""
+"""Imports transformers, only for its tokenizers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ ADVICE = "PyTorch was not found"
 
 
 def import_transformers() -> ModuleType:
-    """The package, without the line by which its first import advises to install PyTorch: kvjax has no use for that.
+    """The package. Its first import prints advice to install PyTorch, which kvjax does not need. Only that line is suppressed.
 
-    Only that line is kept back. The user's log levels and environment stay as they are.
+    The user's log levels and environment do not change.
     """
     logger = logging.getLogger("transformers")
     logger.addFilter(_is_no_advice)

@@ -1,4 +1,4 @@
-"""Batch jobs, the command line, and adapters for other people's tools.
+"""Batch jobs, the command line, and adapters for other tools.
 
 `run_batch` and `run_file` are resolved on first use, so that the command line starts without importing JAX.
 """

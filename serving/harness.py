@@ -1,15 +1,15 @@
-"""An adapter for EleutherAI's lm-evaluation-harness: its tasks, run on an engine under any decode policy.
+"""An adapter for EleutherAI's lm-evaluation-harness: it runs the harness's tasks on an engine with any decode policy.
 
     python -m kvjax.serving.harness --model kvjax --model_args pretrained=needle,policy=top:8 --tasks arc_easy
 
-is `lm_eval` with one more model. lm_eval's releases up to 0.4.13 know only the models of their own package; later ones find kvjax by
-its entry point (group `lm_eval.models`), and `lm_eval --model kvjax ...` is the same. In Python:
+is `lm_eval` with one more model. lm_eval up to 0.4.13 knows only the models of its own package. Later releases find kvjax by its entry
+point (group `lm_eval.models`), and `lm_eval --model kvjax ...` does the same. In Python:
 
     lm_eval.simple_evaluate(model=KvjaxLM(engine), tasks=["arc_easy"])
 
-Contexts are prefilled once for all continuations that share them; continuations are read through the decode policy, token by
-token (under the dense policy, in chunks). Nothing is cut to fit: text longer than the model's positions or the pool is an error. lm_eval
-is not needed to import or use this module; where it is installed, `KvjaxLM` is one of its models.
+Contexts are prefilled once for all continuations that share them. Continuations are decoded through the policy, token by token (under the
+dense policy they are prefilled in chunks). Nothing is cut to fit: text longer than the model's positions or the pool is an error. This
+module does not need lm_eval. If lm_eval is installed, `KvjaxLM` is one of its models.
 """
 
 from __future__ import annotations
@@ -40,19 +40,18 @@ else:
     LM = object
 
 MAX_NEW_TOKENS = 256
-"""What `generate_until` generates at most where a task does not say, as the harness's own models do."""
+"""The most tokens that `generate_until` generates if a task does not say; the same as in the harness's own models."""
 
 MODEL_ARGS = ("pretrained", "policy", "prefill", "dtype", "max_positions", "pages", "page_size", "prefill_chunk", "max_length", "seed")
-"""What `--model_args` may name."""
+"""The arguments that `--model_args` may have."""
 
 
 class KvjaxLM(LM):
     """A language model for lm-evaluation-harness. Requests are its `Instance`s, or anything with `.args`.
 
     engine: its model needs a tokenizer. policy: the decode policy; None is the engine's. slots: sequences that `generate_until` decodes
-    together; None is 8, or as many as the engine's largest batch bucket. max_length: tokens of the windows that
-    `loglikelihood_rolling` cuts long documents into; None is the model's positions. seed: of tasks that sample; each request of a call
-    draws from a seed of its own.
+    together; None is 8, or as many as the engine's largest batch bucket. max_length: tokens of the windows that `loglikelihood_rolling`
+    cuts long documents into; None is the model's positions. seed: for tasks that sample; each request of a call gets a different seed.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class KvjaxLM(LM):
     ):
         super().__init__()
         if engine.model.tokenizer is None:
-            raise ValueError("lm-evaluation-harness works with text, and the engine's model has no tokenizer")
+            raise ValueError("lm-evaluation-harness works with text, but the engine's model has no tokenizer")
         if max_length is not None and not 2 <= max_length <= engine.config.max_positions:
             raise ValueError(f"max_length must be from 2 to the model's {engine.config.max_positions} positions, got {max_length}")
         self.engine, self.tokenizer, self.slots, self.seed = engine, engine.model.tokenizer, slots, seed
@@ -101,7 +100,7 @@ class KvjaxLM(LM):
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes under "config" of its results: checkpoint, policies, sizes and versions."""
+        """What the harness writes under "config" in its results: checkpoint, policies, sizes and versions."""
         engine = self.engine
         return {
             "model_name": getattr(engine.model, "name", ""),
@@ -139,7 +138,7 @@ class KvjaxLM(LM):
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Per request (text,): the log-probability of the whole text, after the model's prefix token.
 
-        A text longer than `max_length` is cut into windows: every token is predicted once, the last window reaches back for a full context.
+        A text longer than `max_length` is cut into windows. Every token is predicted once. The last window begins earlier, to be full.
         """
         return [sum(self._score_windows(*request.args)) for request in requests]
 
@@ -161,7 +160,7 @@ class KvjaxLM(LM):
         return texts
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the model's chat template writes it; without the generation prompt, the last message is left open."""
+        """A conversation rendered by the model's chat template. Without the generation prompt, the last message is left open."""
         return self.tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
         )

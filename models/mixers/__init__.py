@@ -1,1 +1,1 @@
-"""How a layer mixes tokens, by the kind of its mixer: one file and one function each."""
+"""How a layer mixes tokens: one file and one function for each kind of mixer."""

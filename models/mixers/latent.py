@@ -1,8 +1,8 @@
 """Multi-head latent attention with a lightning indexer, as DeepSeek-V3.2 has it.
 
-Attention runs on the rows that are kept: a head's query is mapped by the transpose of its key map into the latents' space ("absorbed"), so
-that all heads read one row of C + R elements, and what they bring back, a weighted sum of latents, is mapped to values afterwards. Which
-tokens they read is up to whoever runs the decoder.
+Attention runs on the cached rows. A head's query is mapped into the latents' space by the transpose of its key map ("absorbed"), so that
+all heads read one row of C + R elements. The result, a weighted sum of latents, is then mapped to values. The caller of the decoder decides
+which tokens they read.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1 and appendix B) for latents and absorption; DeepSeek-V3.2-Exp technical report
 (DeepSeek-AI, 2025), section 1, for the indexer; details as in transformers' `DeepseekV32Attention`, which the tests compare with.
@@ -23,7 +23,7 @@ from kvjax.models.products import project
 from pallas_kernels.elementwise import rms_norm, rotate
 
 NORM_EPS = 1e-6
-"""Of the three norms inside the layer; config.json's rms_norm_eps is for those between layers."""
+"""Epsilon of the three norms inside the layer. config.json's rms_norm_eps is for the norms between layers."""
 
 
 def attend_latents(
@@ -47,8 +47,8 @@ def attend_latents(
 
 
 def causal_latents(given: Latents) -> Float[Array, "B T H C"]:
-    """Attention of a batch to its own rows, every row of the batch its own sequence: each token reads the `topk` tokens, up to itself, that
-    score best, of equal scores the earlier. Memory: T x T per head."""
+    """Attention within each row of the batch, which is a sequence: each token reads the `topk` tokens up to itself that score best; of
+    equal scores the earlier. Memory: T x T per head."""
     count, asked = given.row.shape[1], given.indexer
     precision = jax.lax.Precision.HIGHEST
     dots = jnp.einsum("bthd,bsd->bths", asked.q, asked.k, precision=precision, preferred_element_type=jnp.float32)
@@ -72,7 +72,7 @@ def _indexer(config: LatentLayer, params: Params, x: Array, index_q: Array, inde
 
 
 def _rows(config: LatentLayer, params: Params, compressed: Float[Array, "B T C+R"], rotation: Rotation) -> Float[Array, "B T C+R"]:
-    """What is kept: the normalised latent and the rotated shared key."""
+    """The rows that the cache keeps: the normalised latent and the rotated shared key."""
     latent = rms_norm(compressed[..., : config.latent_dim], params["kv_norm"], NORM_EPS)
     shared = _rotate_pairs(compressed[..., None, config.latent_dim :], rotation)[:, :, 0]
     return jnp.concatenate([latent, shared], axis=-1)
@@ -87,7 +87,7 @@ def _maps(config: LatentLayer, params: Params) -> tuple[Float[Array, "H N C"], F
 def _absorbed(
     config: LatentLayer, key_maps: Float[Array, "H N C"], q: Float[Array, "B T Q"], rotation: Rotation
 ) -> Float[Array, "B T H C+R"]:
-    """Queries in the space of the kept rows."""
+    """Queries in the space of the cached rows."""
     q = q.reshape(*q.shape[:2], config.num_heads, -1)
     plain = _product("bthn,hnc->bthc", q[..., : config.nope_dim], key_maps)
     return jnp.concatenate([plain, _rotate_pairs(q[..., config.nope_dim :], rotation)], axis=-1)
@@ -107,6 +107,6 @@ def _layer_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], bias: Float
 
 
 def _product(subscripts: str, x: Array, weights: Array) -> Array:
-    # Accelerators multiply float32 with fewer bits unless told; shorter types lose nothing by the default.
+    # By default accelerators multiply float32 with fewer bits. For shorter types the default loses nothing.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum(subscripts, x, weights, precision=precision, preferred_element_type=x.dtype)

@@ -1,4 +1,4 @@
-"""What every mixer is told about the tokens of a call."""
+"""What every mixer needs to know about the tokens of a call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Tokens:
     _rotations: dict[Rope, Rotation] = dataclasses.field(default_factory=dict)
 
     def rotation(self, of: Rope) -> Rotation:
-        """Cosine and sine at the positions; computed once for all layers of a call that rotate alike."""
+        """Cosine and sine at the positions, computed once for all layers of a call with the same Rope."""
         if of not in self._rotations:
             self._rotations[of] = rope.rotation(of, self.positions)
         return self._rotations[of]

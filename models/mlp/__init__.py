@@ -1,1 +1,1 @@
-"""What a layer does to each token by itself, by kind: one file and one function each."""
+"""What a layer does to each token separately: one file and one function for each kind."""

@@ -11,6 +11,6 @@ from kvjax.models.products import biases_of, norm_before, project
 
 
 def gate_tokens(config: Mlp, params: Params, x: Float[Array, "B T E"], tokens: Tokens) -> Float[Array, "B T F"]:
-    """What goes into the projection `down` of a layer. x: what comes out of its first half, before the norm."""
+    """The input of a layer's projection `down`. x: the output of its first half, before the norm."""
     options = norm_before(params["mlp_norm"], tokens) | biases_of(params, config.bias, "gate", "up")
     return project(x, params["gate"], params["up"], **options, gated=config.activation)[0]

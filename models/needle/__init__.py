@@ -1,4 +1,4 @@
-"""The embedded checkpoint, and beside it the recipe that makes it (`training.train`)."""
+"""The embedded checkpoint, and the recipe that makes it (`training.train`)."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@
 
     print(run_file("in.jsonl", "out.jsonl", engine))
 
-The formats of records are in `batch.records`, those of answers in `batch.results`. Prompts of like length run together,
-the longest first; an answer's bits do not depend on which others run beside it, so a job that was killed ends with the output it
-would have had, given the same number of slots.
+The formats of records are in `batch.records`, those of answers in `batch.results`. Prompts of similar length run together, the longest
+first. An answer's bits do not depend on which others run beside it. So a job that was killed and continued, with the same number of slots,
+has the same output as one that was not.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def run_batch(
 ) -> Iterator[dict[str, Any]]:
     """Answer records (objects, or lines of JSON text; see `kvjax.serving.batch.records`) and yield each answer as it completes.
 
-    policy: the decode policy; None is the engine's. slots: sequences decoded together; None is 8, or as many as the engine's largest
-    batch bucket. defaults: what applies to records that do not say. An answer is the object that a file job would write; a record that
-    cannot be answered gives one with `error`.
+    policy: the decode policy; None is the engine's. slots: sequences decoded together; None is 8, or as many as the engine's largest batch
+    bucket. defaults: settings for records that do not name them. An answer is the object that a file job would write. A record that cannot
+    be answered gives an object with `error`.
     """
     if not isinstance(engine, Engine):
         raise TypeError(f"run_batch needs an engine, got {type(engine).__name__}: make one with kvjax.Engine(model, policy)")
@@ -69,10 +69,9 @@ def run_file(
 ) -> Summary:
     """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing figures.
 
-    Answers are kept in `out` + ".partial" as they complete. Run again after it was killed, the job does only what is missing; it
-    refuses with ValueError where model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, defaults or input are
-    not those it was begun with. `out` appears at the end, whole; one that exists already is a ValueError unless overwrite. console: where
-    progress goes; None shows none.
+    Answers are written to `out` + ".partial" as they complete. A killed job that is run again does only what is missing. ValueError if
+    model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, defaults or input are not those it began with. `out` appears
+    complete at the end; ValueError if it exists already, unless overwrite. console: where to show progress; None: nowhere.
     """
     source, out = Path(source), Path(out)
     check_paths(source, out, overwrite)
@@ -101,7 +100,7 @@ def run_file(
 
 
 def partial_path(out: Path) -> Path:
-    """Where a job keeps its answers until all are there."""
+    """The file in which a job keeps its answers until all are complete."""
     return out.with_name(out.name + ".partial")
 
 
@@ -121,7 +120,7 @@ def pages_of_job(source: Path, defaults: Defaults, model: Model, slots: int, pag
 
 
 def check_paths(source: Path, out: Path, overwrite: bool) -> None:
-    """ValueError if a job cannot read `source` or may not write `out`; quick, so that it can be asked before a model is loaded."""
+    """ValueError if a job cannot read `source` or may not write `out`. It is quick, so call it before a model is loaded."""
     if not source.is_file():
         raise ValueError(f"there is no input file {source}")
     if source.stat().st_size == 0:
@@ -137,7 +136,7 @@ def check_paths(source: Path, out: Path, overwrite: bool) -> None:
 
 
 def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path, defaults: Defaults) -> dict[str, Any]:
-    """What must be equal for a job to continue an earlier run: everything that the answers depend on."""
+    """Everything that the answers depend on. It must be equal to continue an earlier run."""
     with open(source, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {
@@ -156,7 +155,7 @@ def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path
 
 
 def _tokenizer_digest(tokenizer: Any) -> str | None:
-    """A digest of the chat template and, where the tokenizer can say it, of everything else."""
+    """A digest of the chat template and, if the tokenizer can be serialised, of everything else."""
     if tokenizer is None:
         return None
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -173,7 +172,7 @@ def _answer(
     on_token: OnToken | None,
     on_prefill: Callable[[int], None] | None = None,
 ) -> Iterator[Result]:
-    """A result for every record, as they complete. Prompts are tokenised only when their turn comes: all at once may not fit in memory."""
+    """A result for every record, as they complete. Prompts are tokenised one by one, because all at once may not fit in memory."""
     waiting = {record.line: record for record in records}
     wrong: deque[Result] = deque(refused(record, record.error) for record in records if record.error is not None)
 

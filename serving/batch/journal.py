@@ -1,7 +1,7 @@
 """A file of JSON lines that survives the job that writes it.
 
-Its first line says which job it belongs to; every other line is one entry, appended as it is made. A job that is killed leaves the
-file behind; at most its last line is torn, and that line is dropped when the job is run again.
+Its first line names the job that it belongs to. Every other line is one entry, appended when it is made. A killed job leaves the file
+behind. At most its last line is incomplete, and that line is dropped when the job is run again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import IO, Any
 from pallas_kernels.bench.results import finite
 
 SYNC_SECONDS = 1.0
-"""A killed process loses nothing that was written; a machine that loses power loses at most the entries of this many seconds."""
+"""Seconds of entries that a power cut may lose at most. A killed process loses nothing that was written."""
 
 
 class Journal:
-    """The entries of one job so far. job: what must agree for a later run to go on with them; any JSON values.
+    """The entries of one job so far. job: what must be equal for a later run to continue; any JSON values.
 
-    A kind of journal says its FORMAT, WHAT it is in words, the KEYS that every entry has, and in `_keep` what to remember of one. Raises
-    ValueError where another job left the file, or something that is no such file, and BlockingIOError where a running job holds it.
+    A subclass defines its FORMAT, a description WHAT, the KEYS of every entry, and `_keep`, which remembers an entry. Raises ValueError if
+    the file is another job's or not a journal, and BlockingIOError if a running job holds it.
     """
 
     FORMAT: str
@@ -35,7 +35,7 @@ class Journal:
     def __init__(self, path: Path, job: Mapping[str, Any]):
         self.path = path
         self._synced = 0.0
-        header = dump({"format": self.FORMAT, **job})  # what is no JSON must not leave a file behind
+        header = dump({"format": self.FORMAT, **job})  # raises before the file is made if it is not JSON
         self._file: IO[bytes] = open(path, "a+b")  # noqa: SIM115 (closed by close)
         try:
             self._lock()
@@ -45,7 +45,7 @@ class Journal:
             raise
 
     def close(self) -> None:
-        """Flush and let go of the file."""
+        """Flush and close the file."""
         if not self._file.closed:
             try:
                 self._sync()
@@ -53,7 +53,7 @@ class Journal:
                 self._let_go()
 
     def _let_go(self) -> None:
-        """Close the file. An error of a full disk was raised before; closing would raise it again."""
+        """Close the file. A full disk has raised its error already, and closing would raise it again."""
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -66,11 +66,11 @@ class Journal:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def _keep(self, entry: dict[str, Any], offset: int, *, earlier: bool) -> None:
-        """Remember what is needed of an entry that stands at `offset`; earlier: another run wrote it."""
+        """Remember what is needed of the entry at `offset`. earlier: whether another run wrote it."""
         raise NotImplementedError
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        """Write one entry; it survives the process from here on. Figures that are not finite become null, and `error` names them."""
+        """Write one entry to disk. Figures that are not finite become null, and `error` names them."""
         entry = finite(dict(entry))
         offset = self._write(dump(entry))
         self._keep(entry, offset, earlier=False)
@@ -84,7 +84,7 @@ class Journal:
             raise BlockingIOError(f"{self.path} is being written by another job that is still running") from None
 
     def _load(self, header: bytes) -> None:
-        """Read what is there, cut off a torn last line, and refuse another job's entries."""
+        """Read the file, cut off an incomplete last line, and refuse another job's entries."""
         self._file.seek(0)
         whole = 0
         for number, text in enumerate(iter(self._file.readline, b""), 1):
@@ -111,7 +111,7 @@ class Journal:
     def _check(self, found: Mapping[str, Any], header: Mapping[str, Any]) -> None:
         if found.get("format") != self.FORMAT:
             raise ValueError(f"{self.path} is not {self.WHAT}; move it away, or choose another --out")
-        from kvjax.model import check_fingerprint  # it imports JAX, which `kvjax --help` must not wait for
+        from kvjax.model import check_fingerprint  # it imports JAX, and `kvjax --help` must be fast
 
         check_fingerprint(found.get("model"), str(self.path), "delete the file to start over")
         for name, value in header.items():
@@ -122,7 +122,7 @@ class Journal:
                 )
 
     def _torn_header(self, text: bytes) -> bool:
-        """Whether a file that begins like this was left by a job that died at its start, rather than made by somebody else."""
+        """Whether a file that begins like this was left by a job that died at its start, and is no other file."""
         begun = dump({"format": self.FORMAT})[:-2]
         return not text.endswith(b"\n") and begun.startswith(text[: len(begun)])
 
@@ -155,7 +155,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _entry(text: bytes, keys: set[str] | frozenset[str]) -> dict[str, Any] | None:
-    """The entry of a whole line, which has at least `keys`; None for a torn line."""
+    """The entry of a complete line, which has at least `keys`; None for an incomplete line."""
     if not text.endswith(b"\n"):
         return None
     try:

@@ -1,7 +1,7 @@
 """The file that holds a job's results until all are complete.
 
-Every result is kept with the number of its input line (`batch.journal` says how it outlives the job). At the end the results are
-written in input order to a third file, which is renamed to the output.
+Every result is kept with the number of its input line, in a `batch.journal`. At the end the results are written in input order to a third
+file, which is renamed to the output.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ COUNTS = ("failed", "prompt_tokens", "generated_tokens", "blocks_per_step", "key
 
 
 class Partial(Journal):
-    """The results of one job so far. job: what must agree for a later run to go on with them; any JSON values.
+    """The results of one job so far. job: what must be equal for a later run to continue; any JSON values.
 
-    Raises ValueError where another job left the file, or something that is no such file, and BlockingIOError where a running job holds it.
+    Raises ValueError if the file is another job's or not a partial result, and BlockingIOError if a running job holds it.
     """
 
     FORMAT = "kvjax batch 2"
@@ -31,12 +31,12 @@ class Partial(Journal):
 
     def __init__(self, path: Path, job: Mapping[str, Any]):
         self.earlier: dict[int, Result] = {}
-        """Results an earlier run had finished, by input line, without their outputs, but for errors."""
+        """Results that an earlier run finished, by input line, without their outputs (errors are kept)."""
         self._spans: dict[int, int] = {}
         super().__init__(path, job)
 
     def append(self, result: Result) -> None:
-        """Write one result; it survives the process from here on."""
+        """Write one result to disk."""
         counts = [getattr(result, name) for name in COUNTS]
         self._append({"line": result.line, "counts": counts, "output": result.output})
 

@@ -1,6 +1,6 @@
-"""The lines of a batch job: what a record may say, and one clear sentence about what is wrong with it.
+"""The lines of a batch job: the fields of a record, and one clear sentence if something is wrong with it.
 
-Two formats, told apart line by line:
+There are two formats; each line may have either:
 
 * plain: `id` (text or whole number, unique; the line number where there is none), `prompt` (text, or token ids) or `messages`, and
   `max_new_tokens` or `max_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`,
@@ -9,13 +9,12 @@ Two formats, told apart line by line:
 * OpenAI's batch file format: `custom_id`, `body`, and `method`, `url` where given; chat completions and completions. The body may also hold
   `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos` and `chat_template_kwargs`, which that API does not have.
 
-`user`, `metadata` and `store` change no answer: they are ignored, and the job's summary says so. Any other field that is unknown, or asks
-for something kvjax does not do, makes an error of its record. null means the same as leaving the field out.
+`user`, `metadata` and `store` change no answer: they are ignored, and the job's summary says so. Any other field that is unknown, or needs
+something that kvjax cannot do, is an error of its record. null means the same as leaving the field out.
 
-Where a record does not say: plain records are greedy and OpenAI requests have that API's temperature of 1, unless the job names a
-temperature; the length limit is the job's. The seed is made from the record's id and the job's seed, so that equal prompts under
-different ids give different samples, and the same ones when the job is run again. `model` in an OpenAI body is not compared with
-anything: the answer's `model` says which model ran.
+Defaults: plain records are greedy and OpenAI requests have that API's temperature of 1, unless the job names a temperature. The length
+limit is the job's. The seed is made from the record's id and the job's seed, so equal prompts with different ids give different samples,
+and a job that is run again gives the same ones. `model` in an OpenAI body is not checked: the answer's `model` names the model that ran.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ COMPLETIONS = "/v1/completions"
 ROLES = ("system", "user", "assistant")
 
 IGNORED = ("user", "metadata", "store")
-"""Fields for whoever stores requests, not for the model."""
+"""Fields for programs that store requests; the model does not use them."""
 
 _NUMBERS = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _COUNTS = {"top_k": 0, "n": 1}
@@ -43,7 +42,7 @@ _ENVELOPE = {"custom_id", "method", "url", "body"}
 _BODY = {"model", "max_tokens", *_SAMPLING}
 _ENDPOINTS = {CHAT: _BODY | _CHAT | {"max_completion_tokens"}, COMPLETIONS: _BODY | {"prompt"}}
 _PROMPTS = {None: "prompt or messages", CHAT: "body.messages", COMPLETIONS: "body.prompt"}
-# Fields of the API that change nothing at these values, and are not supported at others.
+# Fields of the API that change nothing at these values, and are not supported with others.
 _NEUTRAL = {
     "best_of": (1,),
     "stream": (False,),
@@ -57,7 +56,7 @@ _NEUTRAL = {
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What the job says for records that do not: max_new_tokens (tokens), temperature (None: the format's own), seed."""
+    """The job's settings for records without them: max_new_tokens (tokens), temperature (None: the format's default), seed."""
 
     max_new_tokens: int = 128
     temperature: float | None = None
@@ -69,8 +68,7 @@ class Record:
     """One line of the input. Exactly one of prompt (text or token ids), messages and error is set.
 
     line: its number in the input, from 1. endpoint: None for a plain record, else the OpenAI endpoint. sampling: arguments of
-    `kvjax.Sampling`. template_options: what the chat template is given beside the messages. ignored: fields that were given and change
-    nothing.
+    `kvjax.Sampling`. template_options: variables of the chat template. ignored: given fields that change nothing.
     """
 
     line: int
@@ -85,7 +83,7 @@ class Record:
 
     @property
     def size(self) -> int:
-        """Length of the prompt, roughly, in characters: enough to put prompts of like length together without tokenising them all."""
+        """Rough length of the prompt in characters. It groups prompts of similar length without tokenising them."""
         if self.messages is not None:
             return sum(len(message["content"]) for message in self.messages)
         if isinstance(self.prompt, tuple):
@@ -94,13 +92,13 @@ class Record:
 
 
 class _Wrong(ValueError):
-    """What is wrong with a record, for the person who wrote it."""
+    """What is wrong with a record, as a message for its author."""
 
 
 def read(lines: Iterable[bytes | str | Mapping[str, Any]], defaults: Defaults = Defaults()) -> Iterator[Record]:
     """Records of the lines (JSON text, or objects already parsed), in order; blank lines are skipped but counted.
 
-    A line that cannot be used gives a record with `error`; so does one whose id an earlier line has.
+    A bad line gives a record with `error`. So does a line whose id an earlier line has.
     """
     seen: dict[str | int, int] = {}
     for number, line in enumerate(lines, 1):
@@ -115,7 +113,7 @@ def read(lines: Iterable[bytes | str | Mapping[str, Any]], defaults: Defaults = 
 
 
 def parse(line: bytes | str | Mapping[str, Any], number: int, defaults: Defaults = Defaults()) -> Record:
-    """The record of one line; `Record.error` says what is wrong with it, if anything is."""
+    """The record of one line. If something is wrong with it, `Record.error` says what."""
     record = Record(number, None)
     try:
         fields = line if isinstance(line, Mapping) else _load(line)
@@ -127,7 +125,7 @@ def parse(line: bytes | str | Mapping[str, Any], number: int, defaults: Defaults
             _check_known(fields, _PLAIN, "")
         return _fill(record, {key: value for key, value in body.items() if value is not None}, defaults)
     except _Wrong as wrong:
-        # Without an id only the line tells whose error it is.
+        # Without an id, only the line number identifies the record.
         return _refused(record, f"input line {number}: {wrong}" if record.id is None else str(wrong))
 
 
@@ -141,7 +139,7 @@ def _fill(record: Record, body: Mapping[str, Any], defaults: Defaults) -> Record
     if not isinstance(options, Mapping):
         raise _Wrong(f"chat_template_kwargs must be a JSON object, got {_kind(options)}")
     if options and messages is None:
-        raise _Wrong("chat_template_kwargs are for messages, and this record has a prompt")
+        raise _Wrong("chat_template_kwargs are for messages, but this record has a prompt")
     return dataclasses.replace(
         record,
         prompt=prompt,
@@ -153,7 +151,7 @@ def _fill(record: Record, body: Mapping[str, Any], defaults: Defaults) -> Record
 
 
 def _load(line: bytes | str) -> dict[str, Any]:
-    """The JSON object of a line. A key given twice is an error: JSON would quietly keep the last."""
+    """The JSON object of a line. A key given twice is an error, because JSON would silently keep the last."""
 
     def unique(pairs):
         counted = dict(pairs)
@@ -179,7 +177,7 @@ def _load(line: bytes | str) -> dict[str, Any]:
 
 
 def _plain_id(fields: Mapping[str, Any], number: int) -> str | int:
-    """The id of a plain record; its line number where it names none."""
+    """The id of a plain record, or its line number."""
     value = fields.get("id")
     if value is None:
         return number
@@ -195,7 +193,7 @@ def _custom_id(fields: Mapping[str, Any]) -> str:
 
 
 def _endpoint(fields: Mapping[str, Any]) -> str:
-    """The endpoint of an OpenAI line: its url, else what the body holds. Anything unclear counts as chat until `_unwrap` looks closer."""
+    """The endpoint of an OpenAI line: its url, else by the fields of its body. Unclear lines count as chat; `_unwrap` checks them."""
     body = fields.get("body")
     if isinstance(fields.get("url"), str) and fields["url"] in _ENDPOINTS:
         return fields["url"]
@@ -229,12 +227,12 @@ def _check_known(fields: Mapping[str, Any], known: Iterable[str], prefix: str) -
 
 
 def _prompt(body: Mapping[str, Any], endpoint: str | None) -> tuple[str | tuple[int, ...] | None, tuple[dict[str, str], ...] | None]:
-    """(prompt, messages): one of them, and None."""
+    """(prompt, messages): one of the two is None."""
     names = [name for name in ("prompt", "messages") if name in body]
     if not names:
         raise _Wrong(f"{_PROMPTS[endpoint]} is missing")
     if len(names) == 2:
-        raise _Wrong("prompt and messages are both given; a record has one of them")
+        raise _Wrong("prompt and messages are both given; a record needs exactly one of them")
     if names == ["messages"]:
         return None, _messages(body["messages"])
     prompt = body["prompt"]
@@ -257,7 +255,7 @@ def _messages(messages: Any) -> tuple[dict[str, str], ...]:
             raise _Wrong(f"{name} must be a JSON object, got {_kind(message)}")
         _check_known(message, ("role", "content"), f"{name}.")
         if message.get("role") not in ROLES:
-            # Chat templates drop roles they do not know without a word.
+            # Chat templates silently drop unknown roles.
             raise _Wrong(f"{name}.role must be one of {', '.join(ROLES)}, got {_show(message.get('role'))}")
         checked.append({"role": message["role"], "content": _content(f"{name}.content", message.get("content"))})
     return tuple(checked)
@@ -298,12 +296,12 @@ def _sampling(body: Mapping[str, Any], record: Record, defaults: Defaults) -> di
 
 
 def seed_of(record_id: str | int | None, job_seed: int) -> int:
-    """The seed of a record that names none: 32 bits of SHA-256 of the job's seed and the record's id."""
+    """The seed of a record without one: 32 bits of SHA-256 of the job's seed and the record's id."""
     return int.from_bytes(hashlib.sha256(json.dumps([job_seed, record_id]).encode()).digest()[:4], "big")
 
 
 def _logprobs(body: Mapping[str, Any], endpoint: str | None) -> dict[str, Any]:
-    """Whether log-probabilities are wanted, and of how many of the most likely tokens. A completion says both in one number."""
+    """Whether to return log-probabilities, and for how many of the most likely tokens. Completions have one number for both."""
     if endpoint == COMPLETIONS:
         wanted = "logprobs" in body
         return {"logprobs": wanted, "top_logprobs": _integer("logprobs", body["logprobs"]) if wanted else 0}
@@ -325,7 +323,7 @@ def _text(name: str, value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise _Wrong(f"{name} holds half of a surrogate pair at character {error.start}, which is no text") from None
+        raise _Wrong(f"{name} holds half of a surrogate pair at character {error.start}, which is not text") from None
     return value
 
 
@@ -354,7 +352,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _same(given: Any, value: Any) -> bool:
-    """Equality that keeps true apart from 1."""
+    """Equality in which true is not equal to 1."""
     return isinstance(given, bool) == isinstance(value, bool) and given == value
 
 
@@ -364,6 +362,6 @@ def _kind(value: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    """A value in an error message, cut short: prompts are long."""
+    """A value for an error message, shortened, because prompts are long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

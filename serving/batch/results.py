@@ -20,9 +20,9 @@ INVALID = "invalid_request_error"
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A record's answer. output: the line, ready for JSON. Counts in tokens; blocks and keys per step as `Completion` has them.
+    """A record's answer. output: the line, ready for JSON. Counts are in tokens; blocks and keys per step as in `Completion`.
 
-    Tokens, blocks and keys are those of all samples.
+    Tokens, blocks and keys count all samples.
     """
 
     line: int
@@ -36,7 +36,7 @@ class Result:
 
 
 def answered(record: Record, completion: Completion, *, model: str, tokenizer: Any) -> Result:
-    """The result of a completion; one that carries an error, or log-probabilities that are not finite, becomes `refused`."""
+    """The result of a completion. If it has an error, or log-probabilities that are not finite, the result is that of `refused`."""
     if completion.error is not None:
         return refused(record, str(completion.error))
     choices = completion.choices or (completion,)
@@ -50,7 +50,7 @@ def answered(record: Record, completion: Completion, *, model: str, tokenizer: A
 
 
 def _per_step(choices: Sequence[Completion], field: str) -> float:
-    """The mean over the steps of all samples; 0 where there was no step."""
+    """The mean over the steps of all samples; 0 if there was no step."""
     if len(choices) == 1:
         return getattr(choices[0], field)
     steps = [len(choice.token_ids) - 1 for choice in choices]
@@ -58,7 +58,7 @@ def _per_step(choices: Sequence[Completion], field: str) -> float:
 
 
 def error_of(output: Mapping[str, Any]) -> str | None:
-    """What an output line says went wrong."""
+    """The error in an output line, or None."""
     error = output.get("error")
     return error["message"] if isinstance(error, Mapping) else error
 
@@ -66,7 +66,7 @@ def error_of(output: Mapping[str, Any]) -> str | None:
 def refused(record: Record, error: str) -> Result:
     """The result of a record that cannot be answered.
 
-    In OpenAI's format the error stands both where their output files have it (a response with status 400) and in `error`.
+    In OpenAI's format the error is given twice: as in their output files (a response with status 400), and in `error`.
     """
     error = " ".join(error.split())
     if record.endpoint is None:
@@ -118,7 +118,7 @@ def _choice(index: int, completion: Completion, record: Record, tokenizer: Any) 
 
 
 def _chat_logprobs(pairs: list[tuple[str, float]], best: list[list[tuple[str, float]]]) -> dict[str, Any]:
-    """No `bytes`: a token that is part of a character has no text of its own, and tokenizers do not give its bytes."""
+    """There is no `bytes` field: a token that is part of a character has no text, and tokenizers do not give its bytes."""
     fields = [
         {**_entry(*pair), "top_logprobs": [_entry(token, value) for token, value in place]} for pair, place in zip(pairs, best, strict=True)
     ]
@@ -130,7 +130,8 @@ def _entry(token: str, value: float) -> dict[str, Any]:
 
 
 def _text_logprobs(pairs: list[tuple[str, float]], best: list[list[tuple[str, float]]]) -> dict[str, Any]:
-    """The most likely tokens of a place are an object by text, the chosen token among them; of tokens of one text the likeliest stays."""
+    """The most likely tokens of a place are an object by text, including the chosen token. Of tokens with equal text the likeliest is
+    kept."""
     tops = [dict(sorted([pair, *place], key=lambda entry: entry[1])) for pair, place in zip(pairs, best, strict=True)]
     tops = [dict(sorted(top.items(), key=lambda entry: -entry[1])) for top in tops] if any(best) else None
     return {
@@ -148,7 +149,7 @@ def _envelope(record: Record, status: int, body: dict[str, Any], error: dict[str
 
 
 def _digest(record: Record) -> str:
-    """Names the answer by line and id, so that a job that is run again gives its answers the same names."""
+    """A name for the answer from line and id, so that a job that is run again uses the same names."""
     return hashlib.sha256(f"{record.line}:{record.id}".encode(errors="backslashreplace")).hexdigest()[:24]
 
 
@@ -156,9 +157,9 @@ def _digest(record: Record) -> str:
 class Summary:
     """The closing figures of a job.
 
-    records, errors, prompt_tokens, generated_tokens: of the whole output. earlier: records that a run before this one had finished.
-    seconds, and the tokens per second: of this run alone. blocks_per_step and keys_per_step: means over all decode steps. first_errors:
-    (line, message) of the first records that failed, by line. ignored: how many records gave each field that changes nothing.
+    records, errors, prompt_tokens, generated_tokens: counts of the whole output. earlier: records that an earlier run had finished.
+    seconds, and the tokens per second: those of this run alone. blocks_per_step and keys_per_step: means over all decode steps.
+    first_errors: (line, message) of the first records that failed, by line. ignored: how many records gave each field that changes nothing.
     """
 
     records: int = 0
@@ -176,7 +177,7 @@ class Summary:
     _keys: float = 0.0
 
     def add(self, result: Result, *, earlier: bool = False) -> None:
-        """Count a result; earlier: one that an earlier run had finished."""
+        """Count a result. earlier: whether an earlier run had finished it."""
         self.records += 1
         self.errors += result.failed
         if result.failed:
@@ -187,7 +188,7 @@ class Summary:
         if not earlier:
             self._new_prompt_tokens += result.prompt_tokens
             self._new_generated_tokens += result.generated_tokens
-        # The first token of a sample comes from the prompt's own pass; each later one took a step.
+        # The first token of a sample comes from prefill; each later one took a step.
         steps = max(result.generated_tokens - result.samples, 0)
         self._steps += steps
         self._blocks += steps * result.blocks_per_step
@@ -205,12 +206,12 @@ class Summary:
 
     @property
     def blocks_per_step(self) -> float:
-        """Blocks one KV head of one layer read per step; 0 where no step was taken."""
+        """Blocks that one KV head of one layer read per step; 0 if no step ran."""
         return self._blocks / self._steps if self._steps else 0.0
 
     @property
     def keys_per_step(self) -> float:
-        """Keys one KV head of one layer read per step; 0 where no step was taken."""
+        """Keys that one KV head of one layer read per step; 0 if no step ran."""
         return self._keys / self._steps if self._steps else 0.0
 
     def __str__(self) -> str:

@@ -150,7 +150,7 @@ def test_mismatched_input_is_an_error(params):
         DECODER.hidden(params, tokens, positions[:, :-1], MIX, None)
     with pytest.raises(ValueError, match="one shape"):
         DECODER.hidden(params, tokens[0], positions[0], MIX, None)
-    with pytest.raises(ValueError, match="1 layers, the configuration has 2"):
+    with pytest.raises(ValueError, match="1 layers, but the configuration has 2"):
         DECODER.hidden(params | {"layers": params["layers"][:1]}, tokens, positions, MIX, None)
 
 

@@ -110,7 +110,7 @@ def test_a_configuration_names_the_dtype_that_load_chooses(tmp_path, dtype):
 def test_save_replaces_only_models_and_only_when_told(tmp_path):
     model, folder = random_model(), tmp_path / "saved"
     save(model, folder)
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         save(model, folder)
     changed = dataclasses.replace(model, params=model.params | {"final_norm": model.params["final_norm"] * 2})
     (folder / "stale.txt").write_text("old")
