@@ -104,7 +104,7 @@ _HOMES = {
 }
 _PACKAGES = ("bill", "fidelity", "models", "policies", "serving")
 
-# `auto` measures with an engine, and so lives above it; policies and engines find it by name alone.
+# `auto` measures with an engine, so it is defined above the engine. Policies and engines find it by name only.
 lives_in("policy", "auto", "kvjax.bill.auto_decode", "Auto")
 lives_in("prefill policy", "auto", "kvjax.bill.auto_prefill", "AutoPrefill")
 

@@ -1,10 +1,10 @@
-"""The scheduler: the one loop. Requests come in, decode steps and chunks of prefill go to the engine, completions come out.
+"""The scheduler: the one loop that turns requests into decode steps and chunks of prefill, and their results into completions.
 
-* Order: first come, first served, within a priority. A request keeps one decode policy and one batch bucket from its admission on, so
-  that its bits do not depend on its company; `auto` chooses then, by the request's own length.
-* Pages: a prompt's are taken when it is admitted, those of its answer as it grows. When there are none left, the youngest of the lowest
+* Order: first come, first served, within a priority. A request keeps one decode policy and one batch bucket from its admission on, so its
+  bits do not depend on other requests. `auto` chooses at admission, by the request's own length.
+* Pages: a prompt takes its pages when it is admitted, its answer as it grows. When none are left, the youngest request of the lowest
   priority is suspended: its pages go to host memory, and come back, with the same bits, when others have finished.
-* Gaps: with `max_gap_ms=None` free slots are filled first, and a prompt is prefilled whole between two decode steps; this gives the most
+* Gaps: with `max_gap_ms=None` free slots are filled first, and a whole prompt is prefilled between two decode steps, which gives the most
   tokens per second. With a value, chunks run in slices of layers between decode steps, as many as fit into the gap.
 """
 
@@ -58,10 +58,10 @@ class Handle:
 
 
 class Gap:
-    """How many slices of layers fit between two decode steps, from what both took so far. seconds: the bound of the gap."""
+    """How many slices of layers fit between two decode steps, from measured times of both. seconds: the bound of the gap."""
 
     SHARE = 0.85
-    """Of the bound, what is planned for."""
+    """The share of the bound that is planned for."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -76,7 +76,7 @@ class Gap:
         return max(1, int((self.SHARE * self.seconds - (self._step or 0)) / self._slice))
 
     def steps_read(self, slices: int) -> None:
-        """A step was read; between it and the one before it so many slices ran."""
+        """A step was read. slices: how many slices ran between it and the step before."""
         now = time.monotonic()
         if self._last is not None:
             gap = now - self._last
@@ -88,7 +88,7 @@ class Gap:
         self._last = now
 
     def idle(self) -> None:
-        """Nothing is being decoded, so nobody waits."""
+        """Nothing is being decoded, so no request waits for a token."""
         self._last = None
 
 
@@ -100,15 +100,15 @@ class Scheduler:
         while handle.completion is None:
             scheduler.step()
 
-    max_gap_ms: the longest time between two tokens of a sequence while others are prefilled, in milliseconds, as far as one slice of layers
-    and one decode step allow; None: no bound. slots: samples that run at once; None: 8, or the engine's largest batch bucket. policy: of
-    requests that name none; None is the engine's. on_token: called after each step with every new token. on_prefill: called with the number
-    of prompt tokens done, chunk by chunk. While a request with a penalty runs, the tokens of every slot are counted on the device, in
+    max_gap_ms: the longest time between two tokens of a sequence while others are prefilled, in milliseconds (one slice of layers and one
+    decode step always run); None: no bound. slots: samples that run at once; None: 8, or the engine's largest batch bucket. policy: that of
+    requests that name none; None is the engine's. on_token: called after each step with every new token. on_prefill: called after each
+    chunk with the number of prompt tokens done. While a request with a penalty runs, the tokens of every slot are counted on the device, in
     `[bucket, V]` int32.
 
-    preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. Requests wait in a list without bound;
-    `waiting` says how many there are, for a caller that wants to hold back. One thread at a time, as with the engine; do not use the
-    scheduler's sequences in between.
+    preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has no limit; `waiting`
+    says how many wait, for callers that limit it. Use it from one thread at a time, as the engine, and do not use the scheduler's sequences
+    yourself.
     """
 
     def __init__(
@@ -137,16 +137,16 @@ class Scheduler:
         self.preemptions = 0
         self._gap = None if max_gap_ms is None else Gap(max_gap_ms / 1e3)
         self._numbers = itertools.count()
-        self._waiting: list[Handle | Sample] = []  # in order; samples are suspended ones
+        self._waiting: list[Handle | Sample] = []  # in order; the samples are suspended
         self._prefilling: Handle | None = None
         self._batches: dict[DecodePolicy, Batch] = {}
-        self._ending: list[Sample] = []  # of one token, which is on its way: they take a slot of `slots`, and none of a batch
+        self._ending: list[Sample] = []  # samples whose only token is in flight: they count among `slots`, but have no slot of a batch
         self._flights: list[Flight] = []  # in order
-        self._ended = False  # whether a sample has ended that was not collected
+        self._ended = False  # whether a sample has ended and was not collected yet
         self._finished: list[Handle] = []  # that no step has returned yet
         self._slices = 0  # that were launched after the latest steps
         self._slices_before = 0  # the steps in flight
-        self._short = False  # pages did not suffice for the first that waits, and none came back since
+        self._short = False  # there were too few pages for the first that waits, and none came back since
         self._events: collections.deque[tuple[Request, int, str]] = collections.deque()
 
     def __repr__(self) -> str:
@@ -173,7 +173,7 @@ class Scheduler:
         return not (self._waiting or self.running)
 
     def submit(self, request: Request) -> Handle:
-        """Queue a request. What is wrong with it is said by its completion, whose `error` is then set."""
+        """Queue a request. If something is wrong with it, the `error` of its completion says so."""
         if not isinstance(request, Request):
             raise TypeError(f"submit takes a kvjax.Request, got {type(request).__name__}: Request(prompt, Sampling(...))")
         handle = Handle(request, (-request.priority, next(self._numbers)))
@@ -181,8 +181,8 @@ class Scheduler:
         return handle
 
     def cancel(self, handle: Handle) -> None:
-        """End a request now, wherever it stands, and free its pages. Its completion has the text so far, and the reason "cancelled"; with n
-        above 1, `choices` has the samples that had started. Does nothing to one that has finished."""
+        """End a request at once, and free its pages. Its completion has the text so far and the reason "cancelled"; with n above 1,
+        `choices` has the samples that had started. Does nothing if it has finished."""
         if not isinstance(handle, Handle):
             raise TypeError(f"cancel takes what submit returned, got {type(handle).__name__}")
         with self.engine.guard:
@@ -193,10 +193,10 @@ class Scheduler:
             self._end(handle, None)
 
     def step(self) -> list[Handle]:
-        """Admit what has room, launch a decode step and, with a bounded gap, slices of a prefill; read the step before.
+        """Admit requests that have room, launch a decode step and, with a bounded gap, slices of a prefill; read the step before.
 
-        Returns the requests that have finished or failed, but for those that were cancelled. Does nothing where nothing is left to do. What
-        `on_token` or `on_prefill` raises, and Ctrl-C, leave the scheduler as it is after a step: go on with `step`, or `close` it.
+        Returns the requests that have finished or failed, but not cancelled ones. Does nothing if there is nothing to do. If `on_token` or
+        `on_prefill` raises, or after Ctrl-C, the scheduler is as after a step: call `step` again, or `close`.
         """
         with self.engine.guard:
             self._admit()
@@ -208,7 +208,7 @@ class Scheduler:
         return finished
 
     def close(self) -> None:
-        """Cancel everything. Waits for another thread that uses the engine."""
+        """Cancel all requests. Waits for another thread that uses the engine."""
         with self.engine.guard.when_free():
             for handle in self._handles():
                 self._end(handle, None)
@@ -225,7 +225,7 @@ class Scheduler:
         bisect.insort(self._waiting, entry, key=_order)
 
     def _admit(self) -> None:
-        """Fill free slots with those that wait, in order, as long as there are pages for them."""
+        """Fill free slots with waiting requests, in order, while there are pages for them."""
         while True:
             if self._prefilling is not None:
                 if self._gap is not None and self._batches:
@@ -254,8 +254,8 @@ class Scheduler:
             self.engine.guard.interrupt_point()
 
     def _begin(self, entry: Handle | Sample) -> None:
-        """Bring the first that waits to where it runs or is prefilled. OutOfPages changes nothing."""
-        # A page for each of those that will grow into another one, so that who is admitted is not suspended at once.
+        """Resume or start the first that waits, or begin its prefill. OutOfPages changes nothing."""
+        # One spare page for each sample that will need another, so that a request is not suspended right after its admission.
         spare = sum(self.engine.grows(each.sequence, each.sampling.max_new_tokens - each.issued) for each in self._running())
         if isinstance(entry, Sample):
             self.engine.check_room(entry.sequence.length + 1, spare)
@@ -277,7 +277,7 @@ class Scheduler:
             self._prefilling = entry
 
     def _look_at(self, handle: Handle) -> Exception | None:
-        """Learn tokens and policy of a request. Returns why it cannot run, however many pages come back."""
+        """Find tokens and policy of a request. Returns the error if it can never run, or None."""
         engine, sampling = self.engine, handle.request.sampling
         if handle._policy is not None:
             return None
@@ -291,7 +291,7 @@ class Scheduler:
             engine.check_length(longest)
             policy = self.policy if handle.request.policy is None else engine.declared(handle.request.policy)
             handle._policy = engine.chosen(policy, [longest] * self.slots)
-        except Exception as error:  # also what a tokenizer, a chat template or a policy of the caller's raises
+        except Exception as error:  # the caller's tokenizer, chat template or policy may raise anything
             return error
         return None
 
@@ -310,7 +310,7 @@ class Scheduler:
         return (Chunk(handle._sequence, handle._ids[done : done + self.engine.prefill_chunk], slices),)
 
     def _prefilled(self, chunks: tuple[Chunk, ...], logits: tuple[Any, ...]) -> None:
-        """Slices of a chunk ran; logits: None where the chunk is not through. After the last chunk the first sample starts."""
+        """Slices of a chunk ran. logits: None if the chunk has not run all layers. After the last chunk the first sample starts."""
         if not chunks or logits[0] is None:
             return
         handle = self._prefilling
@@ -318,7 +318,7 @@ class Scheduler:
             self._prefilling = None
             if handle.request.sampling.n == 1:
                 self._start_sample(handle)
-            else:  # each sample takes pages, and waits for them as a request does
+            else:  # each sample takes pages, and waits for them like a request
                 self._wait(handle)
         if self.on_prefill is not None:  # last, since it may raise, or cancel the request
             jax.block_until_ready(logits[0])
@@ -328,7 +328,7 @@ class Scheduler:
 
     def _start_sample(self, handle: Handle) -> None:
         """Give the next sample of a prefilled request its sequence, a fork of the prompt or for the last sample the prompt itself, and
-        choose its first token, which is read later: the device goes on with the next prompt meanwhile. OutOfPages changes nothing."""
+        choose its first token, which is read later, so that the device can start the next prompt. OutOfPages changes nothing."""
         engine, index, last = self.engine, len(handle._samples), len(handle._samples) == handle.request.sampling.n - 1
         sampling = handle.request.sampling
         if index:
@@ -356,14 +356,14 @@ class Scheduler:
             self._run(sample, token)
 
     def _run(self, sample: Sample, token: Int[Array, "1"]) -> None:
-        """Give a sample a slot among those of its policy, from where it goes on with its latest token."""
+        """Give a sample a slot of its policy's batch. It continues with its latest token."""
         policy = sample.handle._policy
         if policy not in self._batches:
             self._batches[policy] = Batch(policy, self._bucket, self.engine.config.vocab_size)
         self._batches[policy].put(sample, token, self._counts(sample))
 
     def _counts(self, sample: Sample) -> Int[np.ndarray, " V"] | None:
-        """`seen_tokens` of the prompt and of the answer but for its latest token, which the next step counts; None without a penalty."""
+        """`seen_tokens` of the prompt and the answer, without its latest token, which the next step counts; None without a penalty."""
         if not sample.sampling.penalises:
             return None
         counts = seen_tokens(sample.handle._ids, self.engine.config.vocab_size)
@@ -378,13 +378,14 @@ class Scheduler:
         return [sample for batch in self._batches.values() for sample in batch.samples if sample is not None]
 
     def _started(self) -> list[Sample]:
-        """Those that take a slot."""
+        """The samples that take a slot."""
         return [*self._running(), *self._ending]
 
     # Steps
 
     def _launch(self) -> int:
-        """Launch the next step of every batch, and slices of a prefill beside it; read the steps before. Returns the slices launched."""
+        """Launch the next step of every batch, and slices of a prefill with it; read the steps before. Returns how many slices were
+        launched."""
         groups = [(batch, group) for batch in self._batches.values() if (group := batch.group()) is not None]
         if not groups:
             self._read()
@@ -403,9 +404,9 @@ class Scheduler:
         return slices
 
     def _run_plan(self, plan: StepPlan) -> StepResult | None:
-        """Have the engine run a plan. None if there were no pages for it: some were then given back, and nothing ran.
+        """Run a plan on the engine. Returns None if pages were missing: then nothing ran, and some pages were given back.
 
-        What else the engine raises ends every request that ran or was being prefilled, since part of the plan may have run.
+        Any other error ends every request that ran or was being prefilled, because part of the plan may have run.
         """
         try:
             return self.engine.step(plan)
@@ -419,7 +420,7 @@ class Scheduler:
         return None
 
     def _read(self) -> None:
-        """Wait for the tokens in flight, and hand them out."""
+        """Wait for the tokens in flight, and give them to their samples."""
         flights, self._flights = self._flights, []
         steps = [flight for flight in flights if flight.roster is not None]
         for flight in flights:
@@ -433,13 +434,13 @@ class Scheduler:
             self._gap.idle()
 
     def _make_room(self, error: OutOfPages) -> None:
-        """A plan needs pages: take those of samples that have just ended; else of the youngest of the lowest priority that holds any."""
+        """A plan needs pages: free those of samples that have just ended, else those of the youngest request of the lowest priority."""
         self._read()
         if self._collect():
             return
         *others, last = sorted([*self._running(), *self._prompts()], key=_order)
         self._short = True
-        if not others:  # others than this scheduler hold the pages
+        if not others:  # sequences outside this scheduler hold the pages
             self._end(last if isinstance(last, Handle) else last.handle, error)
         elif isinstance(last, Handle):
             self._forget_prompt(last)
@@ -455,7 +456,7 @@ class Scheduler:
         return held if self._prefilling is None else sorted([*held, self._prefilling], key=_order)
 
     def _forget_prompt(self, handle: Handle) -> None:
-        """Free a prompt. It is prefilled again when its turn comes; its bits are then the same."""
+        """Free a prompt. It is prefilled again, with the same bits, when its turn comes."""
         self.engine.free(handle._sequence)
         handle._sequence = None
         if self._prefilling is handle:
@@ -464,7 +465,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _collect(self) -> bool:
-        """Free what has ended, and complete the requests whose samples have all ended. Returns whether pages came back."""
+        """Free ended samples, and complete the requests whose samples have all ended. Returns whether pages came back."""
         if not self._ended:
             return False
         self._ended = False
@@ -536,5 +537,5 @@ class Scheduler:
 
 
 def _order(entry: Handle | Sample) -> tuple[int, ...]:
-    """Who comes first; a suspended sample comes before the samples of its request that have not started."""
+    """Sort key. A suspended sample comes before the samples of its request that have not started."""
     return entry.order if isinstance(entry, Sample) else (*entry.order, len(entry._samples))

@@ -1,4 +1,4 @@
-"""The two pure steps: prefill a chunk, decode a token. Everything stateful is built over them (`kvjax.engine`)."""
+"""The two pure steps: prefill a chunk, decode a token. `kvjax.engine` adds the state."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def prefill_layers(
     written.
 
     The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
-    rows are padding. Because a token always sits in the row its absolute position gives it, its bits do not depend on how the history was
-    cut into calls. They may depend on how the layers were cut. learning: decode policies that learn from prefill; their states after the
-    chunk come back, per policy and layer.
+    rows are padding. A token's row depends only on its absolute position, so its bits do not depend on how the history was cut into calls.
+    They may depend on how the layers were cut. learning: decode policies that learn from prefill; their states after the chunk are
+    returned, per policy and layer.
     """
     positions = starts[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
@@ -76,7 +76,7 @@ def prefill_layers(
 
 
 def _missing_in_prefill(cache: Cache, layer: int, tables: dict[str, Array], first: Int[Array, "B"]) -> Int[Array, "B"] | int:
-    """Pages without a frame that queries from `first` on may read in a layer; what is written is among them."""
+    """How many pages without a frame queries from `first` on may read in a layer, including the pages that are written."""
     group = cache.spec.group_of(layer)
     if group.name not in tables:
         return 0
@@ -90,15 +90,15 @@ prefill_slice = functools.partial(jax.jit, static_argnames=("decoder", "policy",
 
 @functools.partial(jax.jit, static_argnames="decoder")
 def embed_chunk(decoder: Decoder, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
-    """What goes into the first layer."""
+    """The input of the first layer."""
     return decoder.embed(params, tokens)
 
 
 def chunk_logits(
     decoder: Decoder, params: Params, x: Float[Array, "B T E"], starts: Int[Array, "B"], lengths: Int[Array, "B"], *, all_logits: bool
 ) -> Float[Array, "B *T V"]:
-    """Next-token logits, float32, from what came out of the last layer: of each row's last written token, `[B, V]`, or with all_logits of
-    every token of the chunk, `[B, T, V]`. starts, lengths: as in `prefill_layers`."""
+    """Next-token logits, float32, from the output of the last layer: after each row's last written token, `[B, V]`, or with all_logits
+    after every token of the chunk, `[B, T, V]`. starts, lengths: as in `prefill_layers`."""
     x = decoder.final_norm(params, x)
     if not all_logits:
         newest = jnp.clip(lengths - 1 - starts, 0, x.shape[1] - 1)
@@ -108,7 +108,7 @@ def chunk_logits(
 
 @functools.partial(jax.jit, static_argnames=("decoder", "all_logits"))
 def row_logits(decoder, params, x: Float[Array, "1 T E"], starts, lengths, *, all_logits: bool) -> Float[Array, "*T V"]:
-    """`chunk_logits` of the only row."""
+    """`chunk_logits` of a single row."""
     return chunk_logits(decoder, params, x, starts, lengths, all_logits=all_logits)[0]
 
 
@@ -127,7 +127,7 @@ def prefill_step(
 ) -> tuple[Float[Array, "B *T V"], Cache, Int[Array, "B"] | None]:
     """One chunk of each row in one program, from tokens to `chunk_logits`, and what is missing; see `prefill_layers`. DONATES cache.
 
-    An engine runs its parts as programs of their own, with the same bits.
+    An engine runs its parts as separate programs, with the same bits.
     """
     x, cache, _, missing = prefill_layers(decoder, policy, indexes, params, cache, decoder.embed(params, tokens), starts, fresh)
     return chunk_logits(decoder, params, x, starts, cache.lengths, all_logits=all_logits), cache, missing
@@ -146,7 +146,7 @@ def decode(
     following: NextPages | None = None,
     watch: Callable[..., None] | None = None,
 ) -> tuple[Float[Array, "B T V"], Cache, tuple[Any, ...], Reads]:
-    """One step: write T tokens of every active row, attend to the blocks the policy lists, return logits (float32) for each.
+    """One step: write T tokens of every active row, attend to the blocks that the policy lists, return logits (float32) for each token.
 
     cache.lengths comes in without the new tokens and goes out with them. T is 1, or a few drafted tokens; each lists and sees what it would
     in a step of its own. states: one per layer that attends to pages, from `policy.init`; with T above 1 those that come back have an axis
@@ -212,10 +212,10 @@ def decode_and_sample(
 ) -> tuple[Sampled, Int[Array, "B C"], Cache, tuple[Any, ...], Reads]:
     """One step from token to next token in one call. DONATES cache and counts.
 
-    tokens: `[B]`, or `[B, T]`: certain ones and T - 1 drafts behind each, -1 where there is none. What is sampled then has an axis T, and
-    `accepted` says how many of a row's tokens stay; cache, counts and states are those after them. counts: where `rows.penalises`, which
-    tokens each row held before this step; the tokens written now are counted into it. After what is sampled comes all that the host reads
-    of a step, in one array (`kvjax.outcomes.pack`).
+    tokens: `[B]`, or `[B, T]`: each row's certain token and T - 1 drafts after it, -1 where there is none. Results then have an axis T,
+    `accepted` says how many of a row's tokens stay, and cache, counts and states are those after them. counts: needed if `rows.penalises`:
+    the tokens that each row held before this step; the step adds the tokens that it writes. The second result is everything that the host
+    reads of a step, in one array (`kvjax.outcomes.pack`).
     """
     drafted = tokens if tokens.ndim == 2 else tokens[:, None]
     written = jnp.where(drafted < 0, 0, drafted) if tokens.ndim == 2 else drafted
@@ -234,15 +234,15 @@ def decode_and_sample(
 def sample_first(
     logits: Float[Array, " V"], rows: SamplingRows, positions: Int[Array, "1"], counts: Int[Array, " V"] | None = None
 ) -> tuple[Int[Array, "1"], Int[Array, "1 C"]]:
-    """The token after a prompt, and all that the host reads of it (`kvjax.outcomes.pack`). Arguments as those of `sample`, of one row."""
+    """The token after a prompt, and everything that the host reads of it (`kvjax.outcomes.pack`). Arguments as in `sample`, for one row."""
     sampled = sample(logits[None], rows, positions, None if counts is None else counts[None])
     none = jnp.zeros(1, jnp.int32)
     return sampled.tokens, pack(sampled, Reads(none, none))
 
 
 def _read_by_turns(policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: Any):
-    """`policy.attend`. Where it learns, the tokens of a drafted step are read one by one, each with what those before it taught; the state
-    then has an axis T behind the batch: what is known after each token."""
+    """`policy.attend`. If the policy learns, the tokens of a drafted step attend one by one, each with the state after the one before. The
+    returned state then has an axis T after the batch: the state after each token."""
     count = query.shape[1]
     if count == 1 or not jax.tree.leaves(state):
         return policy.attend(query, layer, ctx, state)
@@ -260,7 +260,7 @@ def _read_by_turns(policy: DecodePolicy, query: Float[Array, "B T H D"], layer: 
 
 
 def states_after(states: tuple[Any, ...], count: Int[Array, "B"]) -> tuple[Any, ...]:
-    """Of states with an axis T behind the batch, those after `count` tokens of each row, at least 1."""
+    """From states with an axis T after the batch, those after `count` tokens of each row, at least 1."""
     rows, last = jnp.arange(count.shape[0]), jnp.maximum(count - 1, 0)
     return jax.tree.map(lambda leaf: leaf[rows, last], states)
 
@@ -288,7 +288,7 @@ def _count_reads(listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], sp
 def _count_listed(
     ids: Int[Array, "B L *T K W"], size: int, window: tuple[int, int] | None, lengths: Int[Array, "B"], num_tokens: int
 ) -> Reads:
-    if ids.ndim == 5:  # a list per query, which reads up to its own token
+    if ids.ndim == 5:  # a list per query, which reads only up to its own token
         lengths, num_tokens = lengths[:, None] - num_tokens + 1 + jnp.arange(num_tokens, dtype=jnp.int32), 1
         lengths = lengths[:, None, :, None, None]
     else:
