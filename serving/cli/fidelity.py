@@ -62,7 +62,7 @@ def fidelity_command(
         str, typer.Option(help="Decode policies, separated by commas; dense is always the reference.")
     ] = "dense,window:640,window:4736,top:8,top:32,mean:8,quest:64",
     lengths: Annotated[str, typer.Option(help="Tokens of whole contexts, separated by commas.")] = "8k",
-    tasks: Annotated[str, typer.Option(help="Tasks, separated by commas: needle, multi-needle, multi-query, tracking.")] = "needle",
+    tasks: Annotated[str, typer.Option(help="Tasks to run, separated by commas: needle, multi-needle, multi-query, tracking.")] = "needle",
     haystacks: Annotated[
         str,
         typer.Option(
