@@ -30,8 +30,8 @@ def write(
     indexes: tuple[IndexSpec, ...],
     frames: Int[Array, "B M"] | None,
 ) -> LayerCache | None:
-    """Layer `number` of `layers` with the valid tokens written; a layer that reads another's pages as it is. frames: of its page table,
-    None where they are the page ids. ValueError if model and cache differ about its window, or about whose pages it reads."""
+    """Layer `number` of `layers` with the valid tokens written; unchanged if it reads another layer's pages. frames: those of its page
+    table; None: frames are page ids. ValueError if model and cache name different windows, or different layers to share with."""
     window, owner = cache.spec.group_of(number).window, cache.spec.layers[number].share_with
     if given.window != window:
         raise ValueError(f"layer {number} of the model has the window {given.window}, the cache keeps {window}")
@@ -46,7 +46,7 @@ def write(
 
 
 def pages_of(spec: CacheSpec, layers: tuple[LayerCache | None, ...], number: int, owners: tuple[LayerCache, ...] = ()) -> LayerCache:
-    """What layer `number` attends to: its own pages, or those of the layer that it shares with. owners: of `spec.owners`."""
+    """The pages that layer `number` attends to: its own, or those of the layer that it shares with. owners: the layers of `spec.owners`."""
     owner = spec.layers[number].share_with
     if owner is None:
         return layers[number]

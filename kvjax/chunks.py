@@ -32,8 +32,8 @@ round differently."""
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slice:
-    """Layers [first, last) of a model, whose own `decoder` and `spec` are equal for equal layers. place, end: the same two borders, counted
-    in layers that attend to pages. owners: layers before it whose pages it reads."""
+    """Layers [first, last) of a model. `decoder` and `spec` are of these layers alone, and equal for equal layers. place, end: `first` and
+    `last`, counted only in layers that attend to pages. owners: earlier layers whose pages it reads."""
 
     first: int
     last: int
@@ -56,7 +56,7 @@ def _cut(decoder: Decoder, spec: CacheSpec, size: int) -> tuple[Slice, ...]:
     for first in range(0, len(spec.layers), size):
         last = min(first + size, len(spec.layers))
         own = decoder.of_layers(first, last)
-        own, layers = known.setdefault(own, (own, own.config.cache_spec(page_size)))  # the same objects are found equal at once
+        own, layers = known.setdefault(own, (own, own.config.cache_spec(page_size)))  # identical objects compare equal at once
         place = sum(number < first for number in spec.paged)
         found.append(Slice(first, last, own, layers, place, place + len(layers.paged), config.owners_before(first, last)))
     return tuple(found)

@@ -103,9 +103,9 @@ class AttentionLayer:
         window: how many latest tokens a query sees, its own included; None: all before it.
         qkv_bias, o_bias: which projections add a bias.
         qk_norm: whether each head of q and k goes through an RMSNorm, before RoPE.
-        gate: whether q's projection has, behind each head's query, a gate of that head's output: out * sigmoid(gate).
-        share_with: the number of an earlier layer whose keys and values this one reads: it then has queries alone. None: its own.
-            `ModelConfig` says which layers it may be.
+        gate: whether q's projection also gives, after each head's query, a gate for that head's output: out * sigmoid(gate).
+        share_with: the number of an earlier layer whose keys and values this one reads; it then has only queries. None: its own.
+            `ModelConfig` says which layers are possible.
     """
 
     num_heads: int

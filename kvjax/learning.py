@@ -32,8 +32,8 @@ States = tuple[Any, ...]
 class Learning:
     """What one prefill step learns from: policies, their states before the chunk, and the position from which queries count.
 
-    states: of every policy, one for each layer that attends to pages. max_pages: pages of a sequence as long as the model has positions,
-    which states are as wide as.
+    states: for every policy, one for each layer that attends to pages. max_pages: the width of states: the pages of the longest sequence
+    that the model allows.
     """
 
     states: tuple[States, ...]
@@ -42,7 +42,7 @@ class Learning:
     max_pages: int = flax.struct.field(pytree_node=False)
 
     def of_layers(self, first: int, last: int) -> Learning:
-        """With the states of layers [first, last) alone, counting those that attend to pages."""
+        """The same with only the states of layers [first, last), counted among layers that attend to pages."""
         return self.replace(states=tuple(states[first:last] for states in self.states))
 
 
@@ -65,7 +65,7 @@ def learns_from_prefill(policy: DecodePolicy) -> bool:
 
 
 def state_specs(config: ModelConfig, page_size: int, max_pages: int) -> tuple[StateSpec, ...]:
-    """Of each layer that attends to pages, the sizes that a policy makes its state from."""
+    """For each layer that attends to pages, the sizes from which a policy makes its state."""
     mixers = [layer.mixer for layer in config.layers if not isinstance(layer.mixer, DeltaLayer)]
     rows = [
         (1, each.latent_dim + each.rope.dim) if isinstance(each, LatentLayer) else (each.num_kv_heads, each.head_dim) for each in mixers

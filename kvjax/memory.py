@@ -29,9 +29,9 @@ DEFAULT_POOL = (8, 32_768)
 class GroupPlan:
     """The pages of a layer group, and the device memory that they take.
 
-    layers: how many, those that read another's pages included. page_size: tokens, or WHOLE where a page is a sequence's row of state.
-    page_bytes: one page in all of these layers, indexes included. window: the latest tokens that they read; None: all. most: pages that a
-    sequence of any length holds at most; None where it holds all of its tokens.
+    layers: how many, including those that read another layer's pages. page_size: tokens, or WHOLE where a page is a sequence's row of
+    state. page_bytes: bytes of a page in all of these layers, indexes included. window: how many latest tokens they read; None: all. most:
+    the most pages that a sequence can hold; None where it holds all of its tokens.
     """
 
     name: str

@@ -32,9 +32,9 @@ Params = Any
 class Heads:
     """Input of an attention layer: queries, keys and values, normalised and rotated.
 
-    sm_scale: logits are multiplied by it. window: a query sees so many latest tokens, its own included; None: all before it. share_with:
-    the number of the layer whose keys and values these are; None: the layer's own. Where that layer is not among the decoder's, as in a
-    slice of a model's layers, k and v are None.
+    sm_scale: factor of logits. window: how many latest tokens a query sees, its own included; None: all before it. share_with: the number
+    of the layer that keys and values belong to; None: the layer itself. If the decoder does not have that layer, as in a slice of a model's
+    layers, k and v are None.
     """
 
     q: Float[Array, "B T H D"]
@@ -143,12 +143,12 @@ class ModelConfig:
     Args:
         family: its name in `kvjax.models.families`.
         vocab_size, hidden_size: V and E.
-        layers: from the first on. Their number and kinds are taken from here alone. A layer may read the keys and values of an earlier
-            one (`AttentionLayer.share_with`) that has its own, the same window, and as many KV heads of the same head dim.
-        norm_eps: of every RMSNorm.
-        norm_offset: added to the weight of every RMSNorm, but for those in Gated DeltaNet layers: 1 where weights are stored less one.
-        embed_scale: what embeddings are multiplied by, rounded to compute_dtype first; None: they are taken as they are.
-        tie_embeddings: whether the embedding is the head too.
+        layers: from the first on. They alone say how many layers there are, and of which kinds. A layer may read the keys and values of an
+            earlier one (`AttentionLayer.share_with`) that has its own, with the same window, KV heads and head dim.
+        norm_eps: epsilon of every RMSNorm.
+        norm_offset: added to the weight of every RMSNorm outside Gated DeltaNet layers; 1 where checkpoints store the weight minus one.
+        embed_scale: factor of embeddings, rounded to compute_dtype first; None: no factor.
+        tie_embeddings: whether the head uses the embedding's weights.
         max_positions: the longest sequence, in tokens.
         compute_dtype: of activations, weights and cache, by name.
         eos_token_ids, bos_token_id: ids that end and start a text.
@@ -216,7 +216,8 @@ class ModelConfig:
         return len(self.layers)
 
     def cache_spec(self, page_size: int) -> CacheSpec:
-        """What this model's cache is, in pages of `page_size` tokens. Layers of one window are a layer group, and so are recurrent ones."""
+        """This model's cache, in pages of `page_size` tokens. Layers with the same window are one layer group, and so are recurrent
+        layers."""
         windows = {_group_name(layer.mixer): layer.mixer.window for layer in self.layers}
         groups = tuple(GroupSpec(name, WHOLE if name == RECURRENT else page_size, window) for name, window in windows.items())
         layers, owners = (

@@ -26,14 +26,14 @@ DECODE_FORMS = (
 )
 PREFILL_FORMS = (
     "dense, bounds:K (blocks of 128; bounds:K+sparse is sparse in short prompts too), "
-    "bounds:SHARE (as bounds:0.01: the fewest blocks that miss less than this share of attention), "
+    "bounds:SHARE (as bounds:0.01: the fewest blocks that miss less attention), "
     "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; suffixes change it: +quantile, +score, +untrimmed, +plain, "
     "+uncorrected, +gamma4, +gamma1), "
     "window:SINK+WINDOW (tokens, as window:64+1024), "
     "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
     "flex:GAMMA, xattention:THRESHOLD, bfla:MASS (shares of attention, as flex:0.9), "
     "tokens:K (of models with an indexer of tokens), "
-    "auto, auto:LEVEL (for each chunk the fastest policy that meets the level in our records), " + _OWN_FORMS
+    "auto, auto:LEVEL (per chunk, the fastest policy on record for the level), " + _OWN_FORMS
 )
 """Names of policies, for messages and for the help of commands, which must not import JAX."""
 

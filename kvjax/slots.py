@@ -90,8 +90,8 @@ class Slots:
         return [each for each in near if each.length + num_tokens > self._room(each)]
 
     def cache(self, layers: tuple[LayerCache | None, ...], num_tokens: int) -> tuple[Cache, NextPages]:
-        """What a step of `num_tokens` tokens reads and writes, and the pages that `name_pages` adds to its tables. Every sequence must have
-        its pages. The step DONATES page tables and lengths; call `advance` with what it returns, or `forget` if it fails."""
+        """The cache that a step of `num_tokens` tokens reads and writes, and the pages that `name_pages` adds to its tables. Every sequence
+        must have its pages. The step DONATES page tables and lengths: call `advance` with its result, or `forget` if it fails."""
         if near := self._near_a_limit(num_tokens):
             for place in near:
                 self._limits[place] = self._name_next(self.rows[place], self.live[place])

@@ -38,12 +38,12 @@ def prefill_layers(
 ) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...], Int[Array, "B"] | None]:
     """Take one chunk of each row through the decoder's layers: a model's, or a slice of them (`of_layers`). Each writes it to its pages.
 
-    x: what goes into the first of them. Returns what comes out of the last, the cache, what was learned in these layers, and `missing`:
-    pages without a frame that the chunk writes or its queries may read, over these layers, which is an error (`kvjax.cache.check_missing`);
-    None where the cache has no residency. A sparse policy's chunk needs all earlier pages too: it chooses by their keys. params, cache,
-    learning: of these layers alone. place: of the model's layers that attend to pages, those before these; an array, so that slices of
-    equal layers are one program. owners: of a slice, the layers before it whose pages it reads (`CacheSpec.owners`), with this chunk
-    written.
+    x: the input of the first of them. Returns the output of the last, the cache, what was learned in these layers, and `missing`: how many
+    pages without a frame the chunk writes or its queries may read, over these layers. More than 0 is an error
+    (`kvjax.cache.check_missing`); None if the cache has no residency. A sparse policy's chunk needs all earlier pages too, because it
+    chooses by their keys. params, cache, learning: those of these layers alone. place: how many of the model's layers that attend to pages
+    come before these; an array, so that slices of equal layers are one program. owners: for a slice, the earlier layers whose pages it
+    reads (`CacheSpec.owners`), with this chunk written.
 
     The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
     rows are padding. A token's row depends only on its absolute position, so its bits do not depend on how the history was cut into calls.
@@ -148,11 +148,11 @@ def decode(
 ) -> tuple[Float[Array, "B T V"], Cache, tuple[Any, ...], Reads]:
     """One step: write T tokens of every active row, attend to the blocks that the policy lists, return logits (float32) for each token.
 
-    cache.lengths comes in without the new tokens and goes out with them. T is 1, or a few drafted tokens; each lists and sees what it would
-    in a step of its own. states: one per layer that attends to pages, from `policy.init`; with T above 1 those that come back have an axis
-    T behind the batch (`states_after`). Inactive rows write nothing and their logits mean nothing. following: pages that `name_pages` adds
-    to the page tables first. watch: called while tracing, for each of these layers, with query, pages, context, list, and the state that
-    the list was made with (`kvjax.inspection`).
+    cache.lengths does not count the new tokens; those of the returned cache do. T is 1, or a few drafted tokens; each lists and sees what
+    it would in a separate step. states: one per layer that attends to pages, from `policy.init`; with T above 1 the returned ones have an
+    axis T after the batch (`states_after`). Inactive rows write nothing, and their logits are meaningless. following: pages that
+    `name_pages` first adds to the page tables. watch: called while tracing, for each of these layers, with query, pages, context, list, and
+    the state that the list was made with (`kvjax.inspection`).
     """
     cache = cache if following is None else name_pages(cache, following)
     num_tokens = tokens.shape[1]
@@ -268,8 +268,8 @@ def states_after(states: tuple[Any, ...], count: Int[Array, "B"]) -> tuple[Any, 
 def _count_reads(listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], spec: CacheSpec, num_tokens: int) -> Reads:
     """Blocks listed and keys attended, summed over layers and KV heads. With several query tokens: what any of them attends.
 
-    listed: of each layer that attends to pages, None for every page. Layers with lists of one kind are counted together: a count of its
-    own for each would be a launch for each.
+    listed: one per layer that attends to pages, None for every page. Layers with lists of one kind are counted together, because separate
+    counts would need a launch each.
     """
     reads = Reads(jnp.zeros_like(lengths), jnp.zeros_like(lengths))
     for group in spec.groups:
@@ -312,7 +312,7 @@ def _count_missing(
     lengths: Int[Array, "B"],
     spec: CacheSpec,
 ) -> Int[Array, "B"]:
-    """`Reads.missing`. listed: of each layer that attends to pages. tables: of frames."""
+    """`Reads.missing`. listed: one per layer that attends to pages. tables: tables of frames."""
     total = jnp.zeros_like(lengths)
     for layer, blocks in zip(spec.paged, listed, strict=True):
         group = spec.group_of(layer)

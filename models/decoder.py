@@ -180,9 +180,9 @@ def causal_mix(implementation: Literal["xla", "cudnn"] | None = None) -> Mix:
 
     Positions must increase along T: token t attends to tokens 0..t of its row, or to the latest of them where the layer has a window.
     `state` passes through untouched. implementation is `jax.nn.dot_product_attention`'s: None lets JAX choose, "cudnn" needs an NVIDIA GPU
-    and float16 or bfloat16, and float16 needs a GPU in any case; memory is T x T per head except with "cudnn".
-    Layers that share with a layer outside a slice raise ValueError: run the whole model.
-    Recurrences have no gradient, and latent attention none through what its indexer chooses.
+    and float16 or bfloat16, and float16 needs a GPU in any case; memory is T x T per head except with "cudnn". Layers that share with a
+    layer outside a slice raise ValueError: run the whole model. Recurrences have no gradient, and latent attention has none through the
+    indexer's choice.
     """
 
     def mix(layer: int, heads: LayerInput, state: Any):

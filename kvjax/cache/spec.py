@@ -167,9 +167,9 @@ LayerSpec = PagedSpec | LatentSpec | RecurrentSpec
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """The cache of a model: its layer groups, and per layer what a page holds. Sizes are taken from here alone.
+    """The cache of a model: its layer groups, and what a page of each layer holds. It is the only source of sizes.
 
-    owners: of a slice of a model's layers, the layers before it whose pages it reads; they are its layers -len(owners) to -1.
+    owners: for a slice of a model's layers, the earlier layers whose pages it reads; they are its layers -len(owners) to -1.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -233,7 +233,7 @@ class CacheSpec:
         return sum(layer.kv_heads for layer in self.layers)
 
     def empty(self, pages: Mapping[str, int], indexes: tuple[IndexSpec, ...] = ()) -> tuple[LayerCache | None, ...]:
-        """Zeroed pages of every layer, None for one that reads another's. pages: how many, by group. indexes: of the layers that read all
+        """Zeroed pages of every layer, None for one that reads another's. pages: how many, by group. indexes: those of layers that read all
         tokens."""
         return tuple(self._empty(number, pages[layer.group], indexes) for number, layer in enumerate(self.layers))
 

@@ -22,8 +22,9 @@ Stored = list[Mapping[str, np.ndarray]]
 
 
 def stored_arrays(layer: LayerCache | None) -> dict[str, Array]:
-    """What of a layer belongs to sequences, by name; the first axis are pages, or rows of state. Nothing of a layer that reads another's
-    pages. Indexes over keys are not stored: they are a function of the keys. A lightning indexer's keys are not one of the latents."""
+    """The arrays of a layer that belong to sequences, by name; none for a layer that reads another's pages. The first axis is pages, or
+    rows of state. Indexes over keys are left out, because they are a function of the keys. A lightning indexer's keys are included: they do
+    not follow from the latents."""
     if layer is None:
         return {}
     if isinstance(layer, SlotLayer):

@@ -110,10 +110,10 @@ LayerCache = PagedKV | LatentPages | SlotLayer
 class Cache:
     """What a jitted step reads and writes.
 
-    layers: one entry per layer, no stacked axis, so that updates stay in place; None for a layer that reads another's pages.
-    page_tables: per layer group, logical page -> page id, -1 where there is none. lengths: tokens written, the current ones included when
-    attention reads it. spec: what `layers` are. residency: by layer group, where pages lie; groups that it does not name have each page in
-    the frame of its id.
+    layers: one entry per layer, no stacked axis, so that updates stay in place; None for a layer that reads another's pages. page_tables:
+    per layer group, logical page -> page id, -1 where there is none. lengths: tokens written; includes the current ones when attention
+    reads it. spec: describes `layers`. residency: where pages lie, by layer group; in groups that it does not name, a page's frame is its
+    id.
     """
 
     layers: tuple[LayerCache | None, ...]

@@ -25,8 +25,8 @@ def attend_heads(
 
 
 def _heads(config: AttentionLayer, params: Params, x: Float[Array, "B T E"], tokens: Tokens):
-    """Queries and keys, normalised where the model does so and rotated, values, and gates or None: [B, T, heads, D]. Keys and values are
-    None in a layer that reads another's."""
+    """Queries and keys, rotated and in some models normalised, values, and gates or None: [B, T, heads, D]. Keys and values are None in a
+    layer that reads another's."""
     rotation = tokens.rotation(config.rope)
     names = ("q", "k", "v") if config.share_with is None else ("q",)
     options = norm_before(params["attn_norm"], tokens) | biases_of(params, config.qkv_bias, *names)

@@ -195,7 +195,7 @@ def overlap_command(
 
 
 def _measured(plan: Any, json_out: Path | None, console: Any, implementation: str | None) -> list[dict[str, Any]]:
-    """Run the plan, show what is being done, and write rows as they arrive."""
+    """Run the plan, show its progress, and write rows as they arrive."""
     from kvjax.serving.bench.decode import run_plan
     from pallas_kernels.bench.measure import copy_rate
     from pallas_kernels.bench.results import write_result
@@ -206,7 +206,7 @@ def _measured(plan: Any, json_out: Path | None, console: Any, implementation: st
         for row in run_plan(plan, copy["bytes_per_s"], status.update):
             rows.append(row)
             if json_out is not None:
-                kind = "decode" if plan.drafts == (1,) else "drafts"  # whose rows no bill is fitted to
+                kind = "decode" if plan.drafts == (1,) else "drafts"  # no bill is fitted to rows of drafts
                 write_result(json_out, named_run(kind, implementation) | {"copy": copy, "rows": rows})
     return rows
 

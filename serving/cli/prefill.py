@@ -168,7 +168,7 @@ def measures_run(
 
 
 def show(run: Run, json_out: Path | None, implementation: str | None = None) -> list[dict[str, Any]]:
-    """Run, show what is being done, write rows as they arrive, print the table; returns the rows. implementation: what ops are forced to,
+    """Run, show progress, write rows as they arrive, print the table. Returns the rows. implementation: the forced implementation of ops,
     for the file."""
     console, rows = Console(stderr=True), []
     with console.status("") as status:

@@ -17,7 +17,7 @@ class PrefillContext:
     indexer: None in models without a lightning indexer.
 
     Queries at or past lengths are padding: their outputs are not used, and they must not influence the others. layer: its number among
-    those that attend to pages. It is an array, since slices of equal layers run one program: take `jax.lax.cond`, not `if`.
+    those that attend to pages. It is an array, because slices of equal layers run one program: use `jax.lax.cond`, not `if`.
 
     page_table: page ids; use them for rows of an index. frames: where the bytes of these pages are; use them for ops that read keys.
     """
