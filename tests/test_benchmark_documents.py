@@ -217,7 +217,7 @@ def test_designs_of_the_tile_loop_are_what_the_results_say():
     places = ("T 32768 28/4 D128 P128 paged", "sparse T 32768 28/4 D128 W128")
     places += ("T 32768 16/4 D64 P128 paged", "T 32768 8/2 D256 P128 paged")
     designs = [*found["designs"].values(), *found["persistent grid of 132 CTAs, own group"].values()]
-    lines = text[text.index("Designs of the tile loop") :].split("\n\n")[1].splitlines()[2:]
+    lines = text[text.index("These designs of the tile loop") :].split("\n\n")[1].splitlines()[2:]
     for line, runs in zip(lines, designs, strict=True):
         rates = [runs[place][0][2] * len(runs[place]) / sum(seconds for seconds, *_ in runs[place]) for place in places]
         assert [cell.strip() for cell in line.split("|")[2:-1]] == [f"{rate / 1e12:.0f}" for rate in rates]
@@ -325,8 +325,8 @@ def test_what_is_said_about_the_attention_mass_is_what_was_measured():
     shares = {row["last"] or 0: [] for row in measured("block-mass")}
     for row in measured("block-mass"):
         shares[row["last"] or 0].append(row["times_dense"])
-    all_queries = f"{min(shares[0]):.2f} to {max(shares[0]):.2f} of the dense attention beside it"
-    assert f"That costs {all_queries}, and {max(shares[64]):.2f} where only the last 64" in prefill_text()
+    all_queries = f"{min(shares[0]):.2f} to {max(shares[0]):.2f} of the time of the dense attention"
+    assert f"It takes {all_queries}, and {max(shares[64]):.2f} if only the last 64" in prefill_text()
     assert all(row["same_bits"] and row["error"] < 1e-5 for row in measured("block-mass"))
 
 
