@@ -1,4 +1,4 @@
-"""The bill: bytes per step, what they cost on a device, and what is worth choosing."""
+"""The bill: bytes per step, their time on a device, and the choice of a policy."""
 
 from kvjax.bill.auto_decode import Auto, Bound
 from kvjax.bill.auto_prefill import AutoPrefill, PrefillBound

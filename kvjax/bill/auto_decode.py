@@ -1,7 +1,6 @@
-"""Auto: dense, or the cheapest budget that is on record as keeping what is asked, by the fitted bill.
+"""Auto: dense, or the fastest budget by the fitted bill among those on record as meeting the level.
 
-The choice is made on the host, from the lengths of the sequences that are decoded together. What is compiled and run is the chosen policy's
-own step.
+The host chooses, from the lengths of the sequences that are decoded together. The step of the chosen policy is compiled and run.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from kvjax.policies.decode.naming import parse
 logger = logging.getLogger(__name__)
 
 _calibrated: dict[tuple[str, tuple[str, ...], int], Bill] = {}
-"""Bills of this process by fingerprint, policies and page size, for every engine on this device."""
+"""This process's bills, by fingerprint, policies and page size. All engines on this device share them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What an `Auto` decides with, for one model: the evidence, and a bill. Where bill is None, everything is dense, and `lacking` says why
-    (empty: nothing but dense is on record, so no bill was needed)."""
+    """The evidence and the bill with which an `Auto` decides, for one model. If bill is None, everything is dense, and `lacking` says why
+    (empty: only dense is on record, so no bill was needed)."""
 
     config: ModelConfig
     dtype: str
@@ -45,11 +44,11 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Auto(ChoosesDecode, Stateless):
-    """Choose by bill and evidence. level: what must be kept, by name or numbers (`kvjax.bill.evidence.parse_level`).
+    """Choose by bill and evidence. level: how close to dense, by name or numbers (`kvjax.bill.evidence.parse_level`).
 
-    An engine binds it to its model; `bound` may be given instead, to decide by another bill or other evidence. Without
-    evidence for the model, or for the length, every step is dense, and the choice says so. What is read depends on the
-    lengths of all sequences that `choose` is given: name a policy where bits must not depend on company.
+    An engine binds it to its model. `bound` may be given instead, to decide by another bill or other evidence. Without evidence for the
+    model or the length, every step is dense, and the choice says so. The choice depends on the lengths of all sequences that `choose` gets:
+    name a policy if bits must not depend on other sequences.
     """
 
     level: str = "assured"
@@ -64,11 +63,10 @@ class Auto(ChoosesDecode, Stateless):
         return parse_level(self.level)
 
     def bind(self, model: Model, *, page_size: int, dtype: str) -> Auto:
-        """This policy for a model: evidence by its fingerprint and, if there is any, the built-in bill of this model and device, else a
-        calibration.
+        """This policy for a model. Evidence is found by the model's fingerprint. If there is any, the bill is the built-in one of this
+        model and device, or else a calibration, which runs steps for about 20 seconds, once in a process for a model and its candidates.
 
-        A calibration runs steps for about 20 seconds, once in a process for a model and its candidates. Already bound, it is returned as
-        it is.
+        A policy that is bound already is returned as it is.
         """
         if self.bound is not None:
             return self
@@ -82,7 +80,7 @@ class Auto(ChoosesDecode, Stateless):
                 try:
                     bill = _calibrated.get((mark, names, page_size)) or calibrate(model, names, page_size=page_size)
                     _calibrated[mark, names, page_size] = bill
-                except (ValueError, OutOfPages) as error:  # bad times, as on a busy machine, must not stop a job
+                except (ValueError, OutOfPages) as error:  # bad times, for instance on a busy machine, must not stop a job
                     lacking = f"there is no built-in bill of this model on this device, and none can be measured: {error}"
                     logger.warning("%s: %s; every step is dense", self, lacking)
             found = dataclasses.replace(self, bound=dataclasses.replace(bound, bill=bill, lacking=lacking))
@@ -99,17 +97,17 @@ class Auto(ChoosesDecode, Stateless):
         """The choice for one step over sequences of these lengths in tokens, the current ones included."""
         size = self._bound().page_size
         mean = sum(lengths) / len(lengths)
-        # One decision per page of length, so that a step only looks it up.
+        # One decision per page of length is remembered, so that a step only looks it up.
         return self._decide(int(-(-mean // size)) * size, -(-max(lengths) // size) * size, len(lengths))
 
     def possible(self, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
-        """What may be chosen for `batch` sequences of up to `longest` tokens."""
+        """The policies that may be chosen for `batch` sequences of up to `longest` tokens."""
         size = self._bound().page_size
         lengths = [size << power for power in range(max(1, longest // size).bit_length())]
         return tuple(dict.fromkeys(self.choose([min(length, longest)] * batch).policy for length in (*lengths, longest)))
 
     def indexes(self):
-        """Those of all candidates."""
+        """The indexes of all candidates."""
         return () if self.bound is None else self._indexes
 
     @functools.cached_property
@@ -136,7 +134,7 @@ class Auto(ChoosesDecode, Stateless):
 
     @functools.cached_property
     def _decide(self):
-        """`_choose`, remembered: every step asks."""
+        """`_choose` with a memory, because every step calls it."""
         return functools.lru_cache(maxsize=4096)(functools.partial(_choose, self))
 
     def _bound(self) -> Bound:

@@ -1,7 +1,7 @@
-"""Auto: for each chunk of a prompt, dense or the fastest prefill policy that is on record as keeping what is asked, by measured times.
+"""Auto: for each chunk of a prompt, dense, or the fastest prefill policy by measured times among those on record as meeting the level.
 
-The choice is made on the host, from the position at which the chunk ends: neither the cutting of a prompt nor its company changes it. What
-is compiled and run is the chosen policy's own step.
+The host chooses, from the position at which the chunk ends. The choice does not depend on how a prompt is cut, or on other prompts. The
+step of the chosen policy is compiled and run.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from kvjax.policies.prefill.naming import parse_prefill
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PrefillBound:
-    """What an `AutoPrefill` decides with, for one model on one device.
+    """The data with which an `AutoPrefill` decides, for one model on one device.
 
-    bills: of this device. evidence: about this model. unusable: policies that pages of this size do not suit, and why.
+    bills: those of this device. evidence: that about this model. unusable: policies that cannot use pages of this size, and why.
     """
 
     sizes: LayerSizes
@@ -38,17 +38,17 @@ class PrefillBound:
     unusable: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
-        """Short, for journals of jobs. It differs wherever another choice is possible."""
+        """A short text for journals of jobs. It differs if another choice is possible."""
         tables = hashlib.sha256(repr((self.bills, self.evidence, self.unusable)).encode()).hexdigest()[:16]
         return f"PrefillBound({self.sizes}; {self.fingerprint}; {self.device}; tables {tables})"
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoPrefill(ChoosesPrefill):
-    """Choose by times and evidence. level: what must be kept, by name or numbers (`kvjax.bill.evidence.parse_level`).
+    """Choose by times and evidence. level: how close to dense, by name or numbers (`kvjax.bill.evidence.parse_level`).
 
-    An engine binds it to its model; `bound` may be given instead, to decide by other times or other evidence. A chunk is dense where
-    nothing is on record for its length or on this device, and the choice says so.
+    An engine binds it to its model. `bound` may be given instead, to decide by other times or other evidence. A chunk is dense if nothing
+    is on record for its length or for this device, and the choice says so.
     """
 
     queries_stand_alone = False  # the chosen policy's own value counts
@@ -65,9 +65,9 @@ class AutoPrefill(ChoosesPrefill):
         return parse_level(self.level)
 
     def bind(self, model: Model, *, page_size: int, dtype: str, device: str | None = None) -> AutoPrefill:
-        """This policy for a model: the evidence of its fingerprint, and the built-in times of a device (None: the first one here).
+        """This policy for a model, with the evidence of its fingerprint and the built-in times of a device (None: the first one here).
 
-        Nothing is timed. Already bound, it is returned as it is.
+        Nothing is timed. A policy that is bound already is returned as it is.
         """
         if self.bound is not None:
             return self
@@ -89,12 +89,12 @@ class AutoPrefill(ChoosesPrefill):
         return tuple(name for name in met if timed_as(name) in timed and name not in dict(bound.unusable))
 
     def choose(self, start: int, end: int) -> Choice:
-        """The choice for a chunk, positions [start, end) of its prompt, whether full or not. Evidence is asked for prompts of `end` tokens,
-        time at the chunk's middle. seconds of the choice: of attention, per layer and token."""
+        """The choice for a chunk, positions [start, end) of its prompt, full or not. It uses evidence for prompts of `end` tokens, and
+        times at the chunk's middle. The seconds of the choice are those of attention, per layer and token."""
         return self._decide(start, end)
 
     def indexes(self):
-        """Those of all candidates."""
+        """The indexes of all candidates."""
         return () if self.bound is None else self._indexes
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class AutoPrefill(ChoosesPrefill):
 
     @functools.cached_property
     def _decide(self):
-        """`_choose`, remembered: every chunk asks."""
+        """`_choose` with a memory, because every chunk calls it."""
         return functools.lru_cache(maxsize=4096)(functools.partial(_choose, self))
 
     def _bound(self) -> PrefillBound:
@@ -160,7 +160,7 @@ def _choose(auto: AutoPrefill, start: int, end: int) -> Choice:
     if not priced:
         why = "; ".join(dict(bound.unusable).get(name, f"{name} was not timed at {end:,} tokens on {bound.device}") for name in met)
         return _dense(f"on record as {level}, but not to be chosen: {why}")
-    # Relative to dense of the same bill: times of different sizes are not compared with each other.
+    # Relative to dense of the same bill, because times of different sizes cannot be compared.
     share = {"dense": 1.0} | {name: quote.seconds / quote.dense_seconds for name, quote in priced.items()}
     projected, error = [name for name, quote in priced.items() if quote.projection], max(quote.error for quote in priced.values())
     best, chosen = min(priced, key=share.__getitem__), worthwhile(share, error, projected)

@@ -1,4 +1,4 @@
-"""A bill for a device that has none: a few seconds of the engine's own steps."""
+"""A bill for a device without one, from a few seconds of the engine's own steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvjax.sequences import CachedSequence
 SECONDS = 20.0
 STEPS, ROUNDS = 8, 5
 LONGEST, FRACTIONS = 65_536, (1, 2, 4, 8)
-"""The longest sequence, in tokens, where memory allows, and its fractions that are timed as well."""
+"""The longest sequence in tokens, if memory allows it, and the fractions of it that are timed too."""
 
 
 def calibrate(
@@ -30,10 +30,9 @@ def calibrate(
 ) -> Bill:
     """Time dense and `policies` on this device, over a cache of zeros, and fit a bill.
 
-    seconds: how long it may take, compilation included, shared by the batches; it takes longer only where one round of every policy at
-    every length does, and a batch that would begin after its share is left out.
-    Allocates pages for the longest sequences that fit in half of the free memory. ValueError if that leaves no two lengths, or if time does
-    not grow with bytes.
+    seconds: how long it may take, including compilation, divided among the batches. It takes longer only if one round of every policy at
+    every length does. A batch that would begin after its share is left out. Allocates pages for the longest sequences that fit in half of
+    the free memory. ValueError if fewer than two lengths fit, or if time does not grow with bytes.
     """
     if any(isinstance(parse(name), ChoosesDecode) for name in policies):
         raise ValueError("a calibration times single policies, and auto chooses among several: name those")
@@ -55,8 +54,8 @@ def calibrate(
 
 
 def _cells(model: Model, names: Sequence[str], page_size: int, batch: int, until: float) -> list[Cell]:
-    """Every policy at every length, in rounds until the clock reads `until`. Lengths share one width of page table, so that each policy is
-    compiled once."""
+    """Every policy at every length, in rounds until the time `until`. All lengths have one width of page table, so each policy is compiled
+    once."""
     lengths = _lengths(model, page_size, batch, names)
     pages = batch * (lengths[-1] // page_size)
     engine = Engine(model, "dense", policies=names, pages=pages, page_size=page_size, prefill_chunk=page_size, batch_buckets=(batch,))
@@ -86,7 +85,7 @@ def _cells(model: Model, names: Sequence[str], page_size: int, batch: int, until
 
 
 def _lengths(model: Model, page_size: int, batch: int, names: Sequence[str]) -> list[int]:
-    """Lengths in whole pages, ascending: the longest that positions and half of the free memory allow, and its fractions."""
+    """Lengths in whole pages, ascending: the longest that the model's positions and half of the free memory allow, and fractions of it."""
     from kvjax.memory import memory_plan
 
     indexes = tuple(dict.fromkeys(spec for name in names for spec in parse(name).indexes()))

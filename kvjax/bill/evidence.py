@@ -1,17 +1,17 @@
-"""Evidence: how much a policy keeps of what dense says, for one model. `auto` chooses a budget by evidence alone.
+"""Evidence: how well a policy agrees with dense, for one model. `auto` chooses only budgets that have evidence.
 
 The table is `evidence.json` in this folder, written by `kvjax bill evidence` from the panel.json of `kvjax fidelity`. Its format:
 
     {"rows": [{"model": "needle", "fingerprint": "0123456789abcdef", "policy": "top:32", "length": 8192, "kl": 0.0123,
                "task": "needle", "haystack": "codes", "valid": 200, "lost": 1, "source": "benchmarks/results/h200/fidelity-8192.json"}]}
 
-fingerprint: `kvjax.model.fingerprint`, so other weights or another dtype have no evidence (the committed rows were measured under an
-earlier kind of fingerprint; only that key was computed anew, no measurement changed). length: tokens. kl: upper end of the 95%
-interval, over windows of text, of the mean KL divergence of dense from the policy per forced step, in nats. valid: trials of the task that
-dense answered; lost: those of them that the policy did not. Both are null where dense itself fails at any depth. kl is null for a
-task beside which it is not measured; alone, such a task qualifies nothing.
+fingerprint: `kvjax.model.fingerprint`, so other weights or another dtype have no evidence. (The committed rows were measured with an
+earlier kind of fingerprint. Only that key was computed again; no measurement changed.) length: tokens. kl: upper end of the 95% interval,
+over windows of text, of the mean KL divergence of dense from the policy per forced step, in nats. valid: trials of the task that dense
+answered; lost: those of them that the policy did not answer. Both are null if dense itself fails at any depth. kl is null for a task
+without a KL measurement; such a task alone qualifies no policy.
 
-What prefill policies keep is `prefill_evidence.json`, in the same format, made by `kvjax bill evidence-prefill`
+Evidence about prefill policies is `prefill_evidence.json`, in the same format, made by `kvjax bill evidence-prefill`
 (`kvjax.bill.prefill_evidence`).
 """
 
@@ -33,15 +33,15 @@ from kvjax.policies.prefill.naming import built_in_name
 from pallas_kernels.bench.results import replacing
 
 LEAST_WINDOWS, LEAST_STEPS = 5, 256
-"""A panel with less forced text is not evidence."""
+"""A panel with fewer windows or steps is not evidence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fidelity:
-    """A level to be met.
+    """A level of agreement with dense.
 
-    kl: most mean KL to dense, in nats, at the upper end of its interval. loss: most share of what dense finds (needles and other recorded
-    tasks) that a policy may lose, at the upper end of the one-sided 97.5% Wilson interval; 1 asks for no such test.
+    kl: the largest allowed mean KL to dense, in nats, at the upper end of its interval. loss: the largest allowed share of what dense finds
+    (needles and other recorded tasks) that a policy loses, at the upper end of the one-sided 97.5% Wilson interval; 1: no such test.
     """
 
     kl: float
@@ -95,7 +95,7 @@ class Evidence:
         if (self.valid is None) != (self.lost is None) or (self.valid is not None and not 0 <= self.lost <= self.valid > 0):
             raise ValueError(f"evidence needs 0 <= lost <= valid with valid above 0, or null for both, got {self.lost} and {self.valid}")
         if not self.source:
-            raise ValueError(f"evidence for {self.policy} names no source: give the file it was measured in")
+            raise ValueError(f"evidence for {self.policy} names no source: give the file of its measurement")
         check_fingerprint(self.fingerprint, f"the evidence for {self.policy} from {self.source}", "measure it again with kvjax fidelity")
 
     def _check_policy(self) -> None:
@@ -104,17 +104,17 @@ class Evidence:
 
     @property
     def loss(self) -> float | None:
-        """Upper end of the one-sided 97.5% Wilson interval of the share lost; None where dense itself fails."""
+        """Upper end of the one-sided 97.5% Wilson interval of the share lost; None if dense itself fails."""
         return None if self.valid is None else _wilson_high(self.lost, self.valid)
 
     def meets(self, level: Fidelity) -> bool:
-        """Whether the measured values reach the level. Where dense itself fails, nothing was measured."""
+        """Whether the measured values meet the level. If dense itself fails, there is no measurement."""
         return (self.kl is None or self.kl <= level.kl) and (level.loss == 1 or (self.loss is not None and self.loss <= level.loss))
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillEvidence(Evidence):
-    """A row about a prefill policy, which must be built in."""
+    """A row about a built-in prefill policy."""
 
     def _check_policy(self) -> None:
         if built_in_name(self.policy) != self.policy:
@@ -131,8 +131,8 @@ def _wilson_high(lost: int, valid: int) -> float:
 def qualified(rows: Iterable[Evidence], level: Fidelity, length: int) -> tuple[str, ...]:
     """Policies on record as meeting the level for sequences of `length` tokens.
 
-    Such a policy meets the level in every recorded task, at every recorded length up to the shortest one that is at least `length`, and KL
-    was measured at each. Beyond the longest recorded length no policy qualifies: the larger the context, the less a fixed budget keeps
+    They meet the level in every recorded task, at every recorded length up to the shortest one that is at least `length`, with a KL
+    measurement at each. Beyond the longest recorded length no policy qualifies, because a fixed budget keeps less of a larger context
     (BRL-2026-07, section 8.4).
     """
     by_policy: dict[str, dict[int, list[Evidence]]] = {}
@@ -152,7 +152,7 @@ def _meet(tasks: Sequence[Evidence], level: Fidelity) -> bool:
 
 
 def read_evidence(text: str, kind: type[Evidence] = Evidence) -> tuple[Evidence, ...]:
-    """The rows of a table; kind: `Evidence` or `PrefillEvidence`. ValueError that names a field which is missing or not known."""
+    """The rows of a table; kind: `Evidence` or `PrefillEvidence`. The ValueError names a missing or unknown field."""
     names = {field.name for field in dataclasses.fields(Evidence)}
     try:
         rows = json.loads(text)["rows"]
@@ -180,11 +180,11 @@ def recorded_prefill_evidence() -> tuple[PrefillEvidence, ...]:
 
 
 def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, fingerprint: str | None = None) -> tuple[Evidence, ...]:
-    """The table with what a panel measured, which replaces rows of the same fingerprint, policy and length.
+    """The table with a panel's measurements, which replace rows of the same fingerprint, policy and length.
 
-    panel: the JSON of `kvjax fidelity` (kvjax.fidelity.report.summarize and its settings). source: the panel's file. fingerprint: of the
-    model, where the panel's settings have none. A task that dense fails at a length, at whatever depth, is left out there, unless it fails
-    them all. ValueError for a panel of too little forced text, and one that names a field which is missing.
+    panel: the JSON of `kvjax fidelity` (kvjax.fidelity.report.summarize and its settings). source: the panel's file. fingerprint: that of
+    the model, if the panel's settings have none. A task that dense fails at any depth of a length is left out at that length, unless dense
+    fails all tasks. ValueError for a panel with too little forced text, or with a missing field, which it names.
     """
     try:
         settings, added = panel["settings"], []
@@ -215,7 +215,7 @@ def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, 
 
 
 def _name_to_record(name: str) -> str:
-    """A built-in policy's name; ValueError for others, which another process could not make."""
+    """A built-in policy's name; ValueError for other policies, which another process could not make."""
     policy = parse(name)
     if not type(policy).__module__.startswith("kvjax.policies"):
         raise ValueError(f"policy {name!r} is not built in, and auto chooses among built-in policies: leave it out of the panel")
@@ -228,6 +228,6 @@ def _is_whole(dense: Mapping[str, Any]) -> bool:
 
 
 def write_evidence(rows: Iterable[Evidence], file: Path) -> None:
-    """Write a table that `read_evidence` reads, beside the old one and then in its place."""
+    """Write a table for `read_evidence`. It is written beside the old one, then replaces it."""
     with replacing(file) as partial:
         partial.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Fitting the bill to measured steps, and saying how wrong it is on steps it has not seen.
+"""Fits the bill to measured steps, and measures its error on held-out steps.
 
-Bandwidth and c0 come from dense rows only, by least squares of the relative error; c1 of each policy from its own rows, given those two.
+Bandwidth and c0 are fitted to dense rows only, by least squares of the relative error. Then c1 of each policy is fitted to its own rows.
 None is negative.
 """
 
@@ -24,7 +24,8 @@ FORMS = {
     "fixed": "c1 a constant per policy",
     "scan": "c1 a constant per policy, and seconds per byte of index scanned",
 }
-"""What is fitted on sparse rows. "none" is the paper's pre-registered form, which it refuted, "fixed" its amended one; "scan" is ours."""
+"""Forms of c1, which is fitted to sparse rows. "none" is the paper's pre-registered form, which it refuted; "fixed" is its amended form;
+"scan" is ours."""
 
 GROUPS: dict[str, Callable[[Cell], Any]] = {
     "cell": lambda cell: (cell.length, cell.batch),
@@ -32,7 +33,7 @@ GROUPS: dict[str, Callable[[Cell], Any]] = {
     "batch": lambda cell: cell.batch,
     "budget": lambda cell: None if cell.policy == "dense" else cell.policy,
 }
-"""What is held out together: every policy of one (length, batch), all of a length, all of a batch, or all of one sparse policy."""
+"""Groups that are held out together: every policy of one (length, batch), all of a length, all of a batch, or all of one sparse policy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Parameters:
     c1: dict[str, Price]
 
     def seconds(self, cell: Cell) -> float:
-        """Predicted time of a cell. KeyError for a policy without a price, measured or between two others."""
+        """Predicted time of a cell. KeyError for a policy whose c1 is neither measured nor between two measured ones."""
         price = self.c1.get(cell.policy) or interpolated(parse(cell.policy), self.c1)
         if price is None:
             raise KeyError(cell.policy)
@@ -64,9 +65,9 @@ class Parameters:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A cell beside what a fit that had not seen its group says. Speed-ups are over dense at the same length and batch.
+    """A cell, with the prediction of a fit that had not seen its group. Speed-ups are over dense at the same length and batch.
 
-    `seconds`, `speedup`: predicted. `measured_speedup`: of the cell.
+    `seconds`, `speedup`: predicted. `measured_speedup`: that of the cell.
     """
 
     cell: Cell
@@ -76,7 +77,7 @@ class Forecast:
 
     @property
     def error(self) -> float:
-        """Of the predicted speed-up, relative to the measured one."""
+        """The error of the predicted speed-up, relative to the measured one."""
         return self.speedup / self.measured_speedup - 1
 
 
@@ -150,19 +151,20 @@ def solve(cells: Sequence[Cell], form: str = "fixed") -> Parameters:
 
 
 def _relative_fit(columns: Sequence[np.ndarray], cells: Sequence[Cell], known: Any) -> list[float]:
-    """Coefficients, none negative, for which known + columns @ coefficients is nearest to the times, by least squares of relative errors.
+    """Coefficients, none negative, for which known + columns @ coefficients is closest to the times, by least squares of relative errors.
 
-    A negative price would promise a gain where nothing is saved, above all at lengths shorter than those measured.
+    A negative coefficient would predict a gain where nothing is saved, especially at lengths shorter than the measured ones.
     """
     seconds = np.array([cell.seconds for cell in cells])
     return lsq_linear(np.stack(columns, axis=1) / seconds[:, None], 1 - known / seconds, bounds=(0, np.inf), method="bvls").x.tolist()
 
 
 def forecasts(cells: Sequence[Cell], by: str | None, form: str = "fixed") -> list[Forecast]:
-    """Every sparse cell predicted: by None from a fit to all cells (in-sample), else from a fit to all cells outside its group in `GROUPS`.
+    """Predictions of every sparse cell. by None: from a fit to all cells (in-sample); else from a fit to all cells outside its group in
+    `GROUPS`.
 
-    A group is left out whole, dense rows included. Cells whose policy then has no price (the largest and the smallest budget, held out by
-    "budget") are missing. ValueError if what is left cannot be fitted, or holding out leaves nothing to predict.
+    A whole group is left out, including dense rows. Cells whose policy then has no c1 (the largest and the smallest budget, held out by
+    "budget") are missing. ValueError if the rest cannot be fitted, or no cell can be predicted.
     """
     cells = merged(cells)
     if by is not None and by not in GROUPS:
@@ -186,7 +188,7 @@ def forecasts(cells: Sequence[Cell], by: str | None, form: str = "fixed") -> lis
 
 
 def errors(found: Sequence[Forecast]) -> Errors:
-    """How far predicted speed-ups are from measured ones."""
+    """Errors of predicted speed-ups."""
     measured, predicted = (np.array([getattr(each, name) for each in found]) for name in ("measured_speedup", "speedup"))
     relative = np.abs(predicted / measured - 1)
     spread = ((measured - measured.mean()) ** 2).sum()

@@ -1,4 +1,4 @@
-"""What the attention of a prompt costs, by prefill policy and length: the times that `prefill="auto"` compares.
+"""Times of a prompt's attention by prefill policy and length, which `prefill="auto"` compares.
 
 A bill holds measured seconds of one layer's attention over whole prompts, as `kvjax bench prefill --ops` writes them, for one device and
 one size of layer. The bills inside the package are `prefill_bill.json` in this folder, written by `kvjax bill fit-prefill`.
@@ -21,7 +21,7 @@ from kvjax.policies.prefill.naming import built_in_name, parse_prefill
 
 
 class LayerSizes(NamedTuple):
-    """What one layer's attention time depends on, beside device, policy and length. page_size in tokens."""
+    """The sizes that one layer's attention time depends on, besides device, policy and length. page_size is in tokens."""
 
     heads: int
     kv_heads: int
@@ -34,15 +34,15 @@ class LayerSizes(NamedTuple):
 
 
 def layer_sizes(config: ModelConfig, dtype: str, page_size: int) -> LayerSizes:
-    """Those of the first layer that attends to all tokens: the layers whose attention a prefill policy chooses."""
+    """The sizes of the first layer that attends to all tokens, where prefill policies choose."""
     mixer = next((mixer for mixer in config.attention if mixer.window is None), config.attention[0])
     return LayerSizes(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, dtype, page_size)
 
 
 class Quote(NamedTuple):
-    """Seconds of attention per layer and token of a chunk, under a policy and under dense of the same bill.
+    """Seconds of attention per layer and token of a chunk, for a policy and for dense of the same bill.
 
-    error: as of the bill. projection: the reasons why this is not interpolated between measurements; empty if it is.
+    error: that of the bill. projection: the reasons why this is not interpolated between measurements; empty if it is.
     """
 
     seconds: float
@@ -55,9 +55,9 @@ class Quote(NamedTuple):
 class PrefillBill:
     """Measured times. Static and hashable.
 
-    device: as JAX names it. shape: the name of what was measured, and `sizes` what it has. seconds: by policy name, (tokens, seconds) of
-    whole prompts, ascending in both; "dense" is among them. error: half of the widest spread, from the 10th to the 90th percentile, of any
-    time here, as a share of its median. source: where the measurements are.
+    device: JAX's name for it. shape: the name of the measured shape; `sizes`: its sizes. seconds: by policy name, (tokens, seconds) of
+    whole prompts, ascending in both, including "dense". error: half of the widest spread (10th to 90th percentile) of any time here, as a
+    share of its median. source: where the measurements are.
     """
 
     device: str
@@ -75,9 +75,9 @@ class PrefillBill:
                 raise ValueError(f"times of longer prompts must be longer; those of {policy} on {self.device}, {self.shape}, are {points}")
 
     def quote(self, policy: str, start: int, end: int) -> Quote | None:
-        """What the tokens at positions [start, end) cost; None for a policy without a time, or with a single one, of fewer tokens.
+        """The time of the tokens at positions [start, end); None for a policy without a time, or with only one, of fewer tokens.
 
-        Where `end` is within the policy's own `dense_tokens`, they cost what they do under dense.
+        If `end` is within the policy's `dense_tokens`, they take the time of dense.
         """
         points = dict(self.seconds)
         timed = timed_as(policy)
@@ -97,8 +97,8 @@ class PrefillBill:
 
 
 def timed_as(policy: str) -> str:
-    """The name under which a built-in policy is timed: that of the same lists without `dense_below`, which does not
-    change a list's time."""
+    """The name under which a built-in policy is timed: that of the same lists without `dense_below`, which does not change the time of
+    lists."""
     found = parse_prefill(policy)
     if not hasattr(found, "dense_below"):
         return policy
@@ -108,15 +108,15 @@ def timed_as(policy: str) -> str:
 def per_token(points: Sequence[tuple[int, float]], position: float) -> float:
     """Seconds that a token at a position adds, from (tokens, seconds) of whole prompts.
 
-    Between two measured prompts the mean slope is that of the position half-way, exactly so where time is a quadratic function of length;
-    slopes in between are interpolated. Before the first such position and behind the last, its slope is taken.
+    The mean slope between two measured prompts is the slope at the position half-way, exactly if time is a quadratic function of length.
+    Other slopes are interpolated. Before the first such position and after the last, the slope there is used.
     """
     tokens, seconds = (np.array([0, *column], float) for column in zip(*points, strict=True))
     return float(np.interp(position, (tokens[1:] + tokens[:-1]) / 2, np.diff(seconds) / np.diff(tokens)))
 
 
 def nearest_quote(bills: Iterable[PrefillBill], sizes: LayerSizes, policy: str, start: int, end: int) -> Quote | None:
-    """The quote of these sizes, if there is one, else of the measured sizes that differ in the fewest things: a projection."""
+    """The quote for these sizes, if there is one, else a projection from the measured sizes that differ in the fewest fields."""
     for bill in sorted(bills, key=lambda bill: sum(a != b for a, b in zip(bill.sizes, sizes, strict=True))):
         found = bill.quote(policy, start, end)
         if found is not None:
@@ -126,10 +126,10 @@ def nearest_quote(bills: Iterable[PrefillBill], sizes: LayerSizes, policy: str, 
 
 
 def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[PrefillBill, ...]:
-    """Bills from results of `kvjax bench prefill --ops`, (source, JSON object) each; of a time measured twice the later holds.
+    """Bills from results of `kvjax bench prefill --ops`, (source, JSON object) each. If a time was measured twice, the later one is used.
 
-    Of a model's layers timed together each is taken to take as long. Dense is what the engine runs, attention over pages. Policies that
-    are not built in are left out. ValueError for another file, and for rows without dense.
+    If a model's layers were timed together, all get the same time. Dense is what the engine runs: attention over pages. Policies that are
+    not built in are left out. ValueError for another file, and for rows without dense.
     """
     points: dict[tuple[str, str, LayerSizes], dict[tuple[str, int], tuple[float, float, str]]] = {}
     source = ""
@@ -159,20 +159,19 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
 
 
 def _name(row: Mapping[str, Any]) -> str | None:
-    """The policy whose time a row gives. None for single steps, for what the engine does not run, and for policies that
-    are not built in."""
+    """The policy that a row times. None for single steps, for ops that the engine does not run, and for policies that are not built in."""
     if row["op"] == "dense":
         return "dense" if row["policy"] == "paged" else None
     name = built_in_name(row["policy"]) if row["op"] in ("sparse", "layers") else None
     if name is None or name == "dense":
         return name
-    # A model's layers run the policy as it is. Where it attends to a prompt densely, the row gives no time of its lists.
+    # A model's layers run the policy unchanged. If it attends to a prompt densely, the row has no time of its lists.
     was_dense = row["op"] == "layers" and row["tokens"] <= getattr(parse_prefill(name), "dense_tokens", 0)
     return None if was_dense else timed_as(name)
 
 
 def to_json(bill: PrefillBill) -> dict[str, Any]:
-    """What `read_prefill_bills` reads."""
+    """A bill as JSON, for `read_prefill_bills`."""
     fields = dataclasses.asdict(bill)
     return fields | {"sizes": bill.sizes._asdict(), "seconds": {name: dict(points) for name, points in bill.seconds}}
 
@@ -192,5 +191,5 @@ def _from_json(fields: dict[str, Any]) -> PrefillBill:
 
 @functools.cache
 def known_prefill_bills() -> tuple[PrefillBill, ...]:
-    """The bills inside the package, made of committed measurements; each names them in `source`."""
+    """The bills inside the package, made from committed measurements, which `source` names."""
     return read_prefill_bills((importlib.resources.files(__package__) / "prefill_bill.json").read_text(encoding="utf-8"))

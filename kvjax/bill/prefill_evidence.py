@@ -1,7 +1,7 @@
 """Rows of the evidence about prefill policies, from the JSON of `kvjax echo` and of `kvjax needle --prefill ...`.
 
-Echo says what a prompt's own tokens recall of it: its facts and its KL qualify a policy. Needles, looked for by dense decoding after the
-prefill, are found after nearly any, so their rows have no KL: they can refuse a policy and never qualify one.
+Echo measures what a prompt's own tokens recall: its facts and its KL can qualify a policy. Needles, which dense decoding looks for after
+the prefill, are found after nearly any prefill. So their rows have no KL: they can refuse a policy, but never qualify one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvjax.bill.evidence import LEAST_WINDOWS, PrefillEvidence
 from kvjax.policies.prefill.naming import built_in_name
 
 VALID_SHARE = 0.9
-"""Share of the needles that must be found after dense prefill for a cell to count, as for the facts of an echo."""
+"""A cell counts only if dense prefill finds this share of the needles, as for the facts of an echo."""
 
 
 def with_results(
