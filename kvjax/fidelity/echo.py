@@ -30,17 +30,17 @@ from kvjax.policies.prefill.lists import TileLists, sorted_lists
 from kvjax.sequences import CachedSequence
 
 EARLY, LATE = 0.3, 0.65
-"""Shares of a prompt: what is repeated stands before EARLY, its repetition after LATE."""
+"""Shares of a prompt: originals are before EARLY, their repetitions after LATE."""
 
 CONTROL = "window:64+1024"
-"""The control: a prefill policy that cannot see what is repeated. A cell in which it does not fail is invalid."""
+"""The control: a prefill policy that cannot see the originals. A cell in which it does not fail is invalid."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ListedDense(TileLists):
-    """Dense attention through the op of sparse policies, over lists that hold every block: the same keys, added up in another order.
+    """Dense attention through the op of sparse policies, over lists that hold every block: the same keys, summed in another order.
 
-    The noise floor, and the check that losses come from the choice of blocks alone.
+    It is the noise floor, and checks that losses come only from the choice of blocks.
     """
 
     chi: int = 128
@@ -71,7 +71,7 @@ class Echo:
 
     @property
     def distance(self) -> int:
-        """Tokens from the first to the second."""
+        """Tokens from the original to its repetition."""
         return self.start - self.source
 
 
@@ -177,15 +177,15 @@ def _place(statement: Sequence[int], answer: Sequence[int]) -> int:
     for place in range(len(statement) - len(answer), -1, -1):
         if list(statement[place : place + len(answer)]) == list(answer):
             return place
-    raise ValueError("the tokenizer joins a value with what stands beside it, so that its tokens are not those of the answer")
+    raise ValueError("the tokenizer joins a value with the text beside it, so its tokens are not those of the answer")
 
 
 @dataclasses.dataclass(frozen=True)
 class EchoPlan:
-    """What is measured.
+    """What to measure.
 
-    prefills: prefill policies, by name; dense, dense again and the control are run, named or not. lengths: tokens of whole prompts. facts:
-    of each length, a multiple of `facts_per_prompt`. control: the policy that must fail. seed: of keys, values and orders.
+    prefills: prefill policies, by name; dense, dense again and the control always run. lengths: tokens of whole prompts. facts: for each
+    length, a multiple of `facts_per_prompt`. control: the policy that must fail. seed: for keys, values and orders.
     """
 
     prefills: tuple[str, ...]
@@ -231,7 +231,7 @@ class EchoPlan:
 
 
 class EchoRun:
-    """Does a plan, prompt by prompt. One engine for each policy, with room for one sequence of the longest length.
+    """Runs a plan, prompt by prompt. One engine for each policy, with room for one sequence of the longest length.
 
     `records` yields plain JSON. failed: by policy, why it could not be run; its other prompts are left out, the others' go on.
     """
@@ -324,7 +324,7 @@ class EchoRun:
 
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """An error of a tested policy is noted, and the others go on. An error of dense is raised."""
+        """An error of a tested policy is recorded, and the others continue. An error of dense is raised."""
         try:
             yield
         except Exception as error:

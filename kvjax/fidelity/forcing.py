@@ -1,4 +1,4 @@
-"""Teacher forcing: every policy is fed the same true text through the engine, after one prefill, beside dense.
+"""Teacher forcing: after one prefill, dense and every policy get the same true text through the engine.
 
 All policies take each step together, so that a step's logits are compared on the device and dropped: of `[windows, V]` logits per policy
 only five figures per window are kept (after "Attention Pays Its Bill", sections 4 and 8.2).
@@ -22,17 +22,17 @@ from kvjax.sampling import NotFinite
 from kvjax.sequences import CachedSequence
 
 SYNC_STEPS = 16
-"""Steps the host may run ahead of the device: each holds logits of every policy until it is done."""
+"""Steps that the host may run ahead of the device. Each holds logits of every policy until it is done."""
 
 ALONE = "dense again"
-"""The noise floor: dense once more, each row decoded alone and in reverse order, against dense in the batch."""
+"""The noise floor: dense again, with each row decoded alone and in reverse order, compared with dense in the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """One policy beside dense at every step; float arrays `[windows, steps]`, in nats.
+    """One policy compared with dense at every step; float arrays `[windows, steps]`, in nats.
 
-    agrees: 1.0 where both have the same most likely token. kl: KL(dense || policy). tv: total variation. nll: of the true next token.
+    agrees: 1.0 where both have the same most likely token. kl: KL(dense || policy). tv: total variation. nll: that of the true next token.
     """
 
     agrees: np.ndarray
@@ -125,7 +125,7 @@ def exact_prefixes(
     policies: Mapping[str, str | DecodePolicy],
     count: int,
 ) -> dict[str, list[int]]:
-    """How many greedy tokens each policy writes as dense writes them before the first that differs, at most `count`; one per sequence.
+    """How many greedy tokens of each policy equal dense's before the first that differs, at most `count`; one number per sequence.
 
     tokens: what is fed first. ALONE is dense again, each row alone. One flip of a near-tie ends the prefix: report it,
     but do not judge a policy by it.

@@ -20,7 +20,8 @@ MIN_WORDS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """How a fact is written and asked for; both hold ` {key}`, the needle ` {value}` too, and ` {value}` would follow the question."""
+    """How a fact is written and asked for. Both contain ` {key}`; the needle also contains ` {value}`, which is the answer after the
+    question."""
 
     needle: str
     question: str
@@ -41,7 +42,7 @@ TEMPLATES = (
 class Trial:
     """One haystack and its question: haystack_ids + question_ids is the whole prompt, answer_ids the tokens of " " + answer.
 
-    depth: where in the haystack's text the target stands, 0 first, 1 last. template: its number in the task.
+    depth: the target's place in the haystack's text, 0 first, 1 last. template: its number in the task.
     """
 
     haystack_ids: list[int]
@@ -58,7 +59,8 @@ class Trial:
 
     @property
     def turns(self) -> tuple[tuple[list[int], int], ...]:
-        """Tokens to feed and how many to decode then: one question, and a token more than the answer, which must not be a digit."""
+        """Tokens to feed, and how many to decode after them: one question, and one token more than the answer, which must not be a
+        digit."""
         return ((self.question_ids, len(self.answer_ids) + 1),)
 
     def judge(self, texts: Sequence[str]) -> float:
@@ -66,7 +68,7 @@ class Trial:
         return float(self.is_hit(texts[0]))
 
     def is_hit(self, text: str) -> bool:
-        """Whether generated text begins with exactly the answer: every digit right, and no further digit at once."""
+        """Whether generated text begins with exactly the answer: every digit is right, and no digit follows."""
         text = text.strip()
         return text.startswith(self.answer) and not text[len(self.answer) :][:1].isdigit()
 
@@ -100,7 +102,7 @@ class NeedleTask:
     def trial(self, length: int, rng: np.random.Generator, *, depth: float | None = None, template: int | None = None) -> Trial:
         """One trial of exactly `length` tokens, question included; depth (in [0, 1]) and template are drawn when not given.
 
-        Raises ValueError when needles and question alone are longer than `length`, or the text is shorter than what it has to fill.
+        ValueError if needles and question alone are longer than `length`, or the text is too short.
         """
         depth = float(rng.random()) if depth is None else depth
         if not 0 <= depth <= 1:
@@ -217,9 +219,9 @@ def encode_text(tokenizer: Any, text: str, *, span: int = 20_000) -> np.ndarray:
 
 
 def vocabulary_words(tokenizer: Any, *, letters: int = 5, limit: int = 4096) -> tuple[str, ...]:
-    """Lower-case ASCII words of at least `letters` letters that the tokenizer writes, after a space, as one token.
+    """Lower-case ASCII words of at least `letters` letters that are one token after a space.
 
-    Sorted, evenly thinned to at most `limit`. Raises ValueError when there are fewer than MIN_WORDS: pass a word list of your own then.
+    They are sorted, and evenly thinned to at most `limit`. ValueError if there are fewer than MIN_WORDS: then pass your own word list.
     """
     marks = ("\u0120", "\u2581")  # how byte-level and SentencePiece vocabularies write a leading space
     found = {t[1:] for t in tokenizer.get_vocab() if t.startswith(marks)}
@@ -239,7 +241,7 @@ def documentation_text() -> str:
 
 
 def exact_match_by_depth(hits: Sequence[bool], depths: Sequence[float], bins: int = 3) -> list[float]:
-    """Share of hits among the trials of each of `bins` equal ranges of depth; NaN where there was no trial."""
+    """Share of hits among the trials of each of `bins` equal ranges of depth; NaN without a trial."""
     where = np.minimum((np.asarray(depths) * bins).astype(int), bins - 1)
     hits = np.asarray(hits, float)
     return [float(hits[where == b].mean()) if (where == b).any() else float("nan") for b in range(bins)]

@@ -38,11 +38,11 @@ Advance = Callable[[int], None]
 class Plan:
     """What a panel measures.
 
-    policies: names of `policies.decode.parse`, or policies, which become the names that `name_of` gives; dense is run, named
-    or not. lengths: tokens of whole contexts, answers and forced text included.
-    tasks, haystacks: of `kvjax.fidelity.tasks`. trials: of each task in each haystack at each length. distractors: further
-    facts in the haystacks that have them. windows: disjoint pieces of text for teacher forcing. steps: forced tokens of each. free_steps:
-    tokens written freely, for the exact prefix. batch: contexts held and decoded together.
+    policies: names of `policies.decode.parse`, or policies, which are replaced by their names (`name_of`); dense always runs. lengths:
+    tokens of whole contexts, answers and forced text included. tasks, haystacks: of `kvjax.fidelity.tasks`. trials: of each task in each
+    haystack at each length. distractors: further facts in the haystacks that have them. windows: disjoint pieces of text for teacher
+    forcing. steps: forced tokens of each. free_steps: tokens written freely, for the exact prefix. batch: contexts held and decoded
+    together.
     """
 
     policies: tuple[str | DecodePolicy, ...]
@@ -71,7 +71,7 @@ class Plan:
                 raise ValueError(f"{name}: {unknown[0]!r} is not known; there are {', '.join(known)}")
         for policy in self.policies:
             if isinstance(parse(policy), ChoosesDecode):
-                raise ValueError(f"policies: {policy!r} chooses one of the others at every step; measure those")
+                raise ValueError(f"policies: {policy!r} chooses another policy at every step; measure those")
         # With a single trial or window, "alone" would be the same as "in the batch", and there would be no noise floor.
         for name, least in (("trials", 2), ("windows", 2), ("batch", 2), ("steps", 1), ("free_steps", 1), ("distractors", 0), ("seed", 0)):
             if getattr(self, name) < least:
@@ -95,7 +95,7 @@ class Plan:
 class Unit:
     """A piece of work. kind: "retrieval" (a batch of trials) or "forced" (a batch of windows). rows: the trials or windows [first, last).
 
-    work: about how much there is to do, in tokens of prefill.
+    work: about how much work it is, in tokens of prefill.
     """
 
     kind: str
@@ -112,7 +112,7 @@ class Unit:
 
 
 class Panel:
-    """Does the units of a plan. One engine at a time, made when a unit of a new length begins.
+    """Runs the units of a plan, with one engine at a time. A unit of a new length makes a new engine.
 
     model: with a tokenizer. text: the text from which haystacks and windows are cut, long enough for `plan.windows` disjoint windows.
     """
@@ -129,7 +129,7 @@ class Panel:
         text_windows(self.text_ids, longest, plan.windows, self._prefix)
 
     def units(self) -> list[Unit]:
-        """Everything there is to do, in order: length by length, forced text first."""
+        """All units, in order: length by length, forced text first."""
         plan, found = self.plan, []
         call = plan.prefill_chunk // 2  # a decode step takes about as long as half a chunk of prefill
         arms = 1 + len(plan.others)
@@ -147,7 +147,7 @@ class Panel:
         return found
 
     def measure(self, unit: Unit, advance: Advance | None = None) -> dict[str, Any]:
-        """Do a unit and return its record. advance: called with work done, in tokens of prefill.
+        """Run a unit and return its record. advance: called with work done, in tokens of prefill.
 
         `took` in the record is the wall-clock time of the unit in seconds, compilation and the making of an engine included.
         """
@@ -157,7 +157,7 @@ class Panel:
         return record | {"took": time.perf_counter() - start}
 
     def release(self) -> None:
-        """Give the engine's memory back; another unit makes a new one."""
+        """Free the engine's memory. The next unit makes a new engine."""
         self._engine = None
         self._trials.cache_clear()
 
@@ -213,7 +213,7 @@ class Panel:
         }
 
     def _is_timed(self, unit: Unit) -> bool:
-        """The first batch of trials of each length is timed as well."""
+        """The first batch of trials of each length is also timed."""
         return (unit.task, unit.haystack, unit.rows[0]) == (self.plan.tasks[0], self.plan.haystacks[0], 0)
 
     def _engine_for(self, length: int) -> Engine:
@@ -284,5 +284,5 @@ def _batches(count: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _listed(figures: np.ndarray) -> list[list[float]]:
-    """Rounded for JSON to six digits, as many as float32 has."""
+    """Rounded for JSON to six digits, about the precision of float32."""
     return [[float(f"{figure:.6g}") for figure in row] for row in np.asarray(figures, float).tolist()]

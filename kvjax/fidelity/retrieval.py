@@ -1,4 +1,4 @@
-"""Retrieval through the engine: the same haystacks, prefilled once, under every policy."""
+"""Retrieval through the engine: every policy reads the same haystacks, which are prefilled once."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ANSWER_ROOM = 32
 """Tokens at the end of a context kept for each answer, and for questions of different lengths in one batch."""
 
 Turn = tuple[Sequence[int], int]
-"""Tokens that are given, and how many the model then says."""
+"""Tokens to feed, and how many the model then generates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A model's answer to one trial: its text, whether everything asked for is in it, the trial's depth, and the share found."""
+    """A model's answer to one trial: its text, whether all expected strings are in it, the trial's depth, and the share found."""
 
     text: str
     hit: bool
@@ -40,8 +40,8 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class NeedleResult:
-    """All answers under one policy; seconds that questions and answers took (prefill not counted); blocks and keys that one KV head of
-    one layer read per decoded token, on average."""
+    """All answers of one policy; the seconds of questions and answers (without prefill); blocks and keys that one KV head of one layer read
+    per decoded token, on average."""
 
     policy: str
     answers: list[Answer]
@@ -59,7 +59,7 @@ class NeedleResult:
         return exact_match_by_depth([a.hit for a in self.answers], [a.depth for a in self.answers], bins)
 
     def figures(self) -> dict:
-        """What a results file holds of it; a depth without a trial is None."""
+        """The figures for a results file; None for a depth without a trial."""
         return {
             "policy": self.policy,
             "describe": parse(self.policy).describe(),
@@ -169,9 +169,9 @@ def speak(
 ) -> tuple[list[list[list[int]]], np.ndarray, np.ndarray]:
     """Decode every sequence along its script, greedily where the model speaks: token ids of each turn of each sequence.
 
-    A row that finishes before the others goes on with its own tokens. Also returns, for every step, the blocks and the keys that one
-    KV head of one layer read on average. The host waits for the device only where the next token is the model's own. NotFinite where the
-    model gives NaN.
+    A row that finishes before the others continues with its own tokens. Also returns, for every step, the blocks and the keys that one KV
+    head of one layer read on average. The host waits for the device only if the model chooses the next token. NotFinite if the model gives
+    NaN.
     """
     # One entry per token of a row's script: the token given, or None where it is the model's own.
     plans = [[token for ids, count in turns for token in (*ids, *[None] * count)] for turns in scripts]
@@ -199,10 +199,10 @@ def speak(
 def step_seconds(
     engine: Engine, sequences: Sequence[CachedSequence], policies: Mapping[str, str], *, steps: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds per decode step under each policy, one figure per round; policies take turns, and the host waits at a round's end only.
+    """Seconds per decode step under each policy, one figure per round; policies take turns, and the host waits only at the end of a round.
 
-    policies: by the name that the result gives them.
-    The steps are those that forcing takes, logits given back and the host's own work included; a round before the first compiles.
+    policies: by the name that the result gives them. The steps are those of forcing, including returned logits and the host's work. A round
+    before the first compiles.
     """
     found: dict[str, list[float]] = {name: [] for name in policies}
     for number in range(rounds + 1):

@@ -1,4 +1,4 @@
-"""How many of a query's highest-scoring keys the previous query had too, layer by layer, while a model decodes.
+"""How many of its highest-scoring keys a query shares with the previous query, layer by layer, while a model decodes.
 
 Scores as a lightning indexer gives them, but from the model's own attention: of one query token, `sum_h relu(q_h . k)` over the query
 heads, q_h and k as attention multiplies them (after norms and RoPE), k of head h's KV head, no weights, scaled by `sm_scale`. With
@@ -68,7 +68,7 @@ class _Listening(Stateless):
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """Scores of consecutive decode steps. Of step t the first `lengths[t]` of a row are keys, the others -inf."""
+    """Scores of consecutive decode steps. In step t, the first `lengths[t]` entries of a row are keys, the others -inf."""
 
     scores: Float[np.ndarray, "L steps N"]
     lengths: Int[np.ndarray, " steps"]
@@ -94,7 +94,7 @@ def capture_scores(
     prefill_chunk: int = 1024,
     on_tokens: Callable[[int], None] | None = None,
 ) -> Captured:
-    """The scores of the last `steps` tokens of a text, each fed through a decode step behind those before it.
+    """The scores of the last `steps` tokens of a text, each fed through a decode step after the tokens before it.
 
     Memory: the cache, and 4 bytes per layer, step and token on the host. on_tokens: called with the number of tokens done. ValueError for
     an unknown kind, and for fewer than 1 step or no token before the first.

@@ -1,4 +1,4 @@
-"""Whether a difference between two policies is significant: intervals, paired tests and bootstraps, all by scipy and statsmodels.
+"""Tests whether a difference between two policies is significant: intervals, paired tests and bootstraps, by scipy and statsmodels.
 
 Rates get Wilson intervals. Two policies that answered the same trials are compared pair by pair: only trials that one answered and the
 other did not tell them apart (McNemar). Teacher-forced steps are compared step by step; neighbouring steps are alike, and so are all
@@ -43,8 +43,8 @@ class Interval:
 class Paired:
     """One policy against the reference on the same trials.
 
-    both, lost, gained, neither: trials that both answered, only the reference, only the policy, none. difference: of the shares, policy
-    minus reference. p_value: exact McNemar, two-sided. p_loss: one-sided exact binomial, of the policy being no worse.
+    both, lost, gained, neither: trials that both answered, only the reference, only the policy, none. difference: policy's share minus the
+    reference's. p_value: exact McNemar, two-sided. p_loss: one-sided exact binomial test that the policy is no worse.
     """
 
     both: int
@@ -66,7 +66,7 @@ def proportion(hits: float, trials: float) -> Interval:
 
 
 def lower_bound(hits: int, trials: int, confidence: float = 0.975) -> float:
-    """The share of successes that is exceeded with one-sided `confidence` (Wilson)."""
+    """The lower bound of the share of successes, with one-sided `confidence` (Wilson)."""
     _check_counts(hits, trials)
     return float(stats.binomtest(hits, trials, alternative="greater").proportion_ci(confidence, method="wilson").low)
 
@@ -172,7 +172,8 @@ def _design_effect(values: Float[np.ndarray, "clusters trials"]) -> float:
 def _newcombe(both: float, lost: float, gained: float, neither: float) -> Interval:
     """Difference of paired proportions by squaring and adding Wilson limits (Newcombe 1998, Statistics in Medicine 17:2635, method 10).
 
-    Neither library has an interval for this difference that keeps a width without discordant pairs; a bootstrap's has none there.
+    Neither library has an interval for this difference that has a width without discordant pairs. A bootstrap interval would have none
+    either.
     """
     total = both + lost + gained + neither
     reference, policy = proportion(both + lost, total), proportion(both + gained, total)

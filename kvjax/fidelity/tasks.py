@@ -42,8 +42,8 @@ TRACKING_QUESTION = (
 class ManyTrial:
     """One haystack with several things to find.
 
-    turns: token ids to feed, and how many to decode then, one after the other. expected: for each turn, what must stand in its text, in any
-    order. depth: where the first of the facts stands, 0 first, 1 last.
+    turns: for each turn, token ids to feed, and how many to decode after them. expected: for each turn, the strings that its text must
+    contain, in any order. depth: the place of the first fact, 0 first, 1 last.
     """
 
     haystack_ids: list[int]
@@ -53,11 +53,11 @@ class ManyTrial:
 
     @property
     def length(self) -> int:
-        """Tokens of haystack, questions and answers, the last question's answer apart."""
+        """Tokens of haystack, questions and answers, without the answer to the last question."""
         return len(self.haystack_ids) + sum(len(ids) for ids, _ in self.turns) + sum(count for _, count in self.turns[:-1])
 
     def judge(self, texts: Sequence[str]) -> float:
-        """Share of the expected strings that stand in their turn's text as whole words (RULER: string match, all)."""
+        """Share of the expected strings that are in their turn's text as whole words (RULER: string match, all)."""
         right = [value in _words(text) for text, values in zip(texts, self.expected, strict=True) for value in values]
         return sum(right) / len(right)
 
@@ -77,8 +77,8 @@ def make_trials(
 ) -> list[Trial] | list[ManyTrial]:
     """`count` trials of `length` tokens, answers not counted; depths evenly spread over [0, 1], the rest drawn from `seed`.
 
-    text_ids: int[...], the running text. words: what keys and names are made of. distractors: facts beside the ones asked for, in the
-    haystacks `codes` and `near-miss`. Raises ValueError for a task or haystack that is none of TASKS and HAYSTACKS, and as `NeedleTask`.
+    text_ids: int[...], the running text. words: those for keys and names. distractors: additional facts, in the haystacks `codes` and
+    `near-miss`. ValueError for a task or haystack that is not in TASKS or HAYSTACKS, and as in `NeedleTask`.
     """
     for kind, value, known in (("task", task, TASKS), ("haystack", haystack, HAYSTACKS)):
         if value not in known:
