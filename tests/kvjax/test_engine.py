@@ -165,7 +165,7 @@ def test_a_sequence_of_another_engine_is_not_used(engine, model, text):
     other = Engine(model, pages=24, page_size=PAGE, prefill_chunk=32)
     (sequence,) = other.prefill([text[:20]])
     for call in (engine.free, engine.fork, lambda s: engine.decode([s], [1]), lambda s: engine.reserve([s], 40)):
-        with pytest.raises(ValueError, match="another engine's"):
+        with pytest.raises(ValueError, match="another engine"):
             call(sequence)
     assert other.sequences == {sequence}
     assert (engine.allocators["full"].free, other.allocators["full"].free) == (24, 22)

@@ -188,7 +188,7 @@ def test_options_reach_the_chat_template(engine, model, monkeypatch):
     ]
     found = answers(engine, records)
     assert found["loud"]["text"] == found["as text"]["text"] != found["quiet"]["text"]
-    assert "'tokenize' is none" in found["no"]["error"]
+    assert "'tokenize' is not one" in found["no"]["error"]
 
 
 def test_several_samples_are_choices_of_one_answer(engine):
