@@ -130,6 +130,47 @@ QWEN_3_0_6B = QWEN_3_8B | {
     "num_hidden_layers": 28,
     "tie_word_embeddings": True,
 }
+DEEPSEEK_V3_2 = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "ep_size": 1,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "topk_method": "noaux_tc",
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "num_nextn_predict_layers": 1,
+    "hidden_act": "silu",
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    | {"original_max_position_embeddings": 4096},
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+}
+"""Of a checkpoint that is not quantized."""
 SMOLLM_2 = LLAMA_3_8B | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}, "vocab_size": 49152}
 
 # Parameters as the model cards and transformers count them.

@@ -10,7 +10,7 @@ import functools
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import lane_pairs, lanes
+from pallas_kernels.hopper import lane_math, lane_pairs, lanes
 from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, Shape
 
 SCALAR, REF = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
@@ -76,7 +76,7 @@ def _merge(s: Shape, row, head, cta, parts_s, stats_s, out_ref, lse_ref) -> None
             m = functools.reduce(lanes.maximum, [x for x, _ in stats])
             total, low, high = (lanes.f32(0.0) for _ in range(3))
             for n, (m_n, l_n) in zip(numbers, stats, strict=True):
-                weight = lanes.exp2(m_n - m)
+                weight = lane_math.exp2(m_n - m)
                 a, b = lanes.load_shared(parts_s, n * columns(s) + pair * 2, "f32", 2)
                 total, low, high = total + weight * l_n, low + weight * a, high + weight * b
             nothing = total == 0.0

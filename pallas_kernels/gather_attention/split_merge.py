@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import lane_pairs, lanes
+from pallas_kernels.hopper import lane_math, lane_pairs, lanes
 from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, Shape
 
 THREADS = 128
@@ -78,13 +78,13 @@ def merge(s: Shape, out, lse):
             m = lanes.where(m == float("-inf"), 0.0, m)
             total, columns = lanes.f32(0.0), [lanes.f32(0.0)] * 4
             for x in found:
-                total = total + lanes.exp2((x - m) * LOG2E)
+                total = total + lane_math.exp2((x - m) * LOG2E)
             for first in range(0, s.splits, strands):
                 n = lanes.minimum(strand + first, s.splits - 1)
                 at = (unit * s.splits + n) * rows + r
                 lse = lanes.load_global(lse_ref, at, "f32")
                 values = lanes.load_global_16_bytes(out_ref, (at * quads + quad) * 16)
-                weight = lanes.where(strand + first < s.splits, lanes.exp2((lse - m) * LOG2E), 0.0)
+                weight = lanes.where(strand + first < s.splits, lane_math.exp2((lse - m) * LOG2E), 0.0)
                 columns = [c + weight * lanes.bits(x) for c, x in zip(columns, values, strict=True)]
             lanes.store_shared(sums_s, lanes.thread() * 4, *columns)
             lanes.cta_barrier(THREADS)

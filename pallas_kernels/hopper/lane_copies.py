@@ -9,6 +9,24 @@ from pallas_kernels.hopper import lanes
 from pallas_kernels.hopper.lanes import Scalar
 
 
+def copy_async_16_bytes(shared, offset, ref, offset_bytes, *, block: Scalar, block_bytes: int, there: Scalar) -> None:
+    """Start copying 16 bytes of an array in global memory to word `offset` of shared memory, zeros unless `there`."""
+    target, source = lanes.address(shared, offset * 4), lanes.address(ref, offset_bytes, block, block_bytes)
+    size = lanes.where(there, lanes.i32(16), 0)
+    lanes.ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", target, source, size)
+
+
+def commit_copies() -> None:
+    """The copies this thread started since the last call are one group."""
+    lanes.ptx("cp.async.commit_group;")
+
+
+def wait_for_copies(groups: int) -> None:
+    """Wait until of each lane of the warp at most the last `groups` groups are on their way; the warp may read the others."""
+    lanes.ptx(f"cp.async.wait_group {groups};")
+    lanes.ptx("bar.warp.sync 0xffffffff;", convergent=True)
+
+
 def pipeline(
     turns: Scalar,
     depth: int,
@@ -32,7 +50,7 @@ def pipeline(
     def start(n, place):
         with lanes.when(n < turns):
             fetch(n, place)
-        lanes.commit_copies()
+        commit_copies()
 
     for n in range(depth):
         start(lanes.i32(n), places[n])
@@ -40,13 +58,13 @@ def pipeline(
 
     def turn(n, *carry):
         after_next = locate(n + (depth + 1))
-        lanes.wait_for_copies(depth - 1)
+        wait_for_copies(depth - 1)
         after = consume(n, carry[:size], *carry[(depth + 1) * size :])
         start(n + depth, carry[depth * size :][:size])
         return [*carry[size : (depth + 1) * size], *after_next, *after]
 
     carry = lanes.loop(turns, [*(x for place in places for x in place), *carry], turn)
-    lanes.wait_for_copies(0)
+    wait_for_copies(0)
     return carry[(depth + 1) * size :]
 
 
@@ -65,7 +83,7 @@ def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int)
         ref, block, block_bytes, start, there = place(row)
         target = offset + swizzled(row, piece, row_bytes)
         with lanes.when(i < rows * pieces) if first + 32 > rows * pieces else contextlib.nullcontext():
-            lanes.copy_async_16_bytes(shared, target, ref, start + piece * 16, block=block, block_bytes=block_bytes, there=there)
+            copy_async_16_bytes(shared, target, ref, start + piece * 16, block=block, block_bytes=block_bytes, there=there)
 
 
 def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:

@@ -228,29 +228,9 @@ def minimum_or_nan(a: Scalar, b: Scalar) -> Scalar:
     return Scalar(arith.minimumf(a.value, b.value))
 
 
-def exp2(x: Scalar) -> Scalar:
-    """2 to the x, to about 2 ulp."""
-    return ptx("ex2.approx.ftz.f32 $0, $1;", x, result="f32")
-
-
 def log2(x: Scalar) -> Scalar:
     """Binary logarithm."""
     return Scalar(math.log2(x.value))
-
-
-def log2_approx(x: Scalar) -> Scalar:
-    """Binary logarithm to about 2^-22, -inf of 0."""
-    return ptx("lg2.approx.ftz.f32 $0, $1;", x, result="f32")
-
-
-def reciprocal(x: Scalar) -> Scalar:
-    """1 / x, to about 1 ulp."""
-    return ptx("rcp.approx.ftz.f32 $0, $1;", x, result="f32")
-
-
-def sqrt(x: Scalar) -> Scalar:
-    """Square root, to about 2 ulp."""
-    return ptx("sqrt.approx.f32 $0, $1;", x, result="f32")
 
 
 def fma(a: Scalar, b: Scalar, c: Scalar | float) -> Scalar:
@@ -258,27 +238,9 @@ def fma(a: Scalar, b: Scalar, c: Scalar | float) -> Scalar:
     return Scalar(math.fma(a.value, b.value, a._other(c)))
 
 
-def multiply(a: Scalar, b: Scalar | float) -> Scalar:
-    """a * b, rounded by itself: compilers make one rounding of a product and a sum that they see both."""
-    return ptx("mul.rn.f32 $0, $1, $2;", a, b if isinstance(b, Scalar) else f32(b), result="f32")
-
-
-def divide(a: Scalar, b: Scalar) -> Scalar:
-    """a / b, correctly rounded where b is a whole number below 2^24 and neither overflow nor denormals come in (Markstein)."""
-    guess = reciprocal(b)
-    inverse = fma(fma(f32(0.0) - b, guess, 1.0), guess, guess)
-    quotient = multiply(a, inverse)
-    return fma(fma(f32(0.0) - quotient, b, a), inverse, quotient)
-
-
 def number(x: Scalar) -> Scalar:
     """An integer as a float32."""
     return Scalar(arith.sitofp(ir.F32Type.get(), x.value))
-
-
-def rsqrt(x: Scalar) -> Scalar:
-    """1 / sqrt(x), to about 2 ulp."""
-    return ptx("rsqrt.approx.f32 $0, $1;", x, result="f32")
 
 
 def shift_right(x: Scalar, places: Scalar) -> Scalar:
@@ -329,11 +291,9 @@ def warp() -> Scalar:
 # Control.
 
 
-@contextlib.contextmanager
-def when(condition: Scalar):
+def when(condition: Scalar) -> contextlib.AbstractContextManager:
     """The block runs in the threads for which `condition` holds."""
-    with mgpu_utils.when(condition.value):
-        yield
+    return mgpu_utils.when(condition.value)
 
 
 def loop(stop: Scalar | int, carry: Sequence[Scalar], body: Callable[..., Sequence[Scalar]], start: Scalar | int = 0, step: int = 1):
@@ -417,24 +377,6 @@ def load_global_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar | Non
     """Four words of an array in global memory that nobody writes meanwhile; both offsets multiples of 16 bytes. Passes by the L1 cache."""
     pointer = address(ref, offset_bytes, block, block_bytes) if block is not None else address(ref, offset_bytes)
     return _load(pointer, ["i32"] * 4, "global", ".nc.L1::no_allocate")
-
-
-def copy_async_16_bytes(shared, offset, ref, offset_bytes, *, block: Scalar, block_bytes: int, there: Scalar) -> None:
-    """Start copying 16 bytes of an array in global memory to word `offset` of shared memory, zeros unless `there`."""
-    target, source = address(shared, offset * 4), address(ref, offset_bytes, block, block_bytes)
-    size = where(there, i32(16), 0)
-    mgpu_utils.inline_ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", target, source, size.value)
-
-
-def commit_copies() -> None:
-    """The copies this thread started since the last call are one group."""
-    ptx("cp.async.commit_group;")
-
-
-def wait_for_copies(groups: int) -> None:
-    """Wait until of each lane of the warp at most the last `groups` groups are on their way; the warp may read the others."""
-    ptx(f"cp.async.wait_group {groups};")
-    ptx("bar.warp.sync 0xffffffff;", convergent=True)
 
 
 def store_global(ref, offset: Scalar | int, *values: Scalar) -> None:

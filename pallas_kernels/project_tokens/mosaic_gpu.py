@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import clusters, lane_copies, lane_pairs, lanes
+from pallas_kernels.hopper import clusters, lane_copies, lane_math, lane_pairs, lanes
 
 MOST_TOKENS = 8
 CHUNK = 64
@@ -317,7 +317,7 @@ class _Tiles:
     def _scale(self, token):
         s = self.s
         squares = [lanes.load_shared(self.scratch["squares_s"], token + w * s.tokens, "f32")[0] for w in range(s.warps)]
-        return lanes.rsqrt(functools.reduce(lambda a, b: a + b, squares) * (1.0 / s.width) + s.norm_eps)
+        return lane_math.rsqrt(functools.reduce(lambda a, b: a + b, squares) * (1.0 / s.width) + s.norm_eps)
 
     def _finish(self, tile, acc) -> None:
         """Add up the warps' sums of a tile, and write its features. All threads come here together."""
@@ -394,4 +394,4 @@ def _add(a, b):
 def _activated(x, activation: str):
     """silu is x * sigmoid(x); gelu_tanh is x * sigmoid(2 u), u being what the tanh is of."""
     inner = x if activation == "silu" else (x * x * 0.044715 + 1.0) * x * 1.5957691216057308
-    return x / (lanes.exp2(inner * -1.4426950408889634) + 1.0)
+    return x / (lane_math.exp2(inner * -1.4426950408889634) + 1.0)

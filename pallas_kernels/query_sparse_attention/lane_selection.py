@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import lanes
+from pallas_kernels.hopper import lane_math, lanes
 from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E
 
 IN_REGISTERS = 16
@@ -113,7 +113,7 @@ class Selector:
             upper = (lanes.lane() & 2) == 0
             for i in range(len(tops)):
                 top, total = (lanes.where(upper, *of_blocks[2 * i + j]) for j in range(2))
-                score = lanes.multiply(top + lanes.log2_approx(total), 1 / LOG2E)
+                score = lane_math.multiply(top + lane_math.log2_approx(total), 1 / LOG2E)
                 state = self._offer_one((ids_ref, scores_ref), block + i, score, *state)
             return tuple(map(lanes.holding, state))
 
@@ -175,8 +175,8 @@ class Selector:
     def _fill(self, refs, at, offered, score, block, left, filled, seen, mean, squares):
         """Stage 2 by the quantile: the next free slot, if the score reaches it. left: candidates, the present one included."""
         slots = lanes.i32(self.estimated) - filled
-        share = lanes.number(slots) * lanes.reciprocal(lanes.number(left))
-        sigma = lanes.sqrt(squares * lanes.reciprocal(seen))
+        share = lanes.number(slots) * lane_math.reciprocal(lanes.number(left))
+        sigma = lane_math.sqrt(squares * lane_math.reciprocal(seen))
         take = offered & (slots > 0) & ((slots >= left) | (score - mean >= upper_quantile(share) * sigma))
         self._put(refs, at, take, filled, score, block)
         return filled + lanes.where(take, lanes.i32(1), 0)
@@ -325,7 +325,7 @@ def _count(offered, score, seen, mean, squares):
     """Welford's update; the mean rounds as the interface says."""
     counted = seen + 1.0
     before = score - mean
-    new_mean = mean + lanes.divide(before, counted)
+    new_mean = mean + lane_math.divide(before, counted)
     new_squares = lanes.fma(before, score - new_mean, squares)
     return [lanes.where(offered, a, b) for a, b in ((counted, seen), (new_mean, mean), (new_squares, squares))]
 
@@ -359,9 +359,9 @@ def upper_quantile(share):
 
     Source: M. Giles, "Approximating the erfinv function", GPU Computing Gems Jade Edition, 2011 (single precision).
     """
-    w = lanes.log2_approx(lanes.multiply(share * 4.0, lanes.f32(1.0) - share)) * (-1 / LOG2E)
+    w = lane_math.log2_approx(lane_math.multiply(share * 4.0, lanes.f32(1.0) - share)) * (-1 / LOG2E)
     in_tail = w >= 5.0
-    at = lanes.where(in_tail, lanes.sqrt(w) - 3.0, w - 2.5)
+    at = lanes.where(in_tail, lane_math.sqrt(w) - 3.0, w - 2.5)
     p = lanes.where(in_tail, lanes.f32(_TAIL[0]), _CENTRAL[0])
     for tail, central in zip(_TAIL[1:], _CENTRAL[1:], strict=True):
         p = lanes.fma(p, at, lanes.where(in_tail, lanes.f32(tail), central))

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import lanes
 from pallas_kernels.select_blocks import choose
-from pallas_kernels.top_k import search
+from pallas_kernels.top_k import guesses, search
 from pallas_kernels.top_k.api import Call
 from pallas_kernels.top_k.keys import key_of
 from pallas_kernels.top_k.plan import MOST_K, UNROLLED, Config, Shape, shape_of
@@ -155,11 +155,11 @@ def _guess(share: search.Share, hint_ref):
     """The first threshold and the keys it lies between, while the row is on its way."""
     if share.s.start == "hint":
         search.fetch(share)
-        guess = search.guess_from_hint(share, hint_ref)
+        guess = guesses.guess_from_hint(share, hint_ref)
     else:
-        sampled = search.sample(share)  # first: what is asked for after the row arrives after it
+        sampled = guesses.sample(share)  # first: what is asked for after the row arrives after it
         search.fetch(share)
-        guess = search.guess_from_sample(share, *sampled)
+        guess = guesses.guess_from_sample(share, *sampled)
     return guess
 
 

@@ -1,10 +1,10 @@
 """Stages of the Mosaic GPU kernel of `top_k`: a threshold that a few more than k scores of a row reach, and which these are.
 
-Guess: a threshold from the scores at the hinted places, or from a sample of the row. Verify: all CTAs of the row's cluster mark the scores
-that reach it, a bit each, and count them; while they are fewer than k or more than fit, the next threshold comes from the sample again, by
-how far off the count was, then from the secant through the counts. If that does not end, digits are counted, which always does: at last
-the k-th best score itself is known, and of those that equal it the first ones are marked. Marks never overflow, however the best scores
-are clustered, and keep the row's order.
+Guess (`guesses`): a threshold from the scores at the hinted places, or from a sample of the row. Verify: all CTAs of the row's cluster
+mark the scores that reach it, a bit each, and count them; while they are fewer than k or more than fit, the next threshold comes from the
+sample again, by how far off the count was, then from the secant through the counts. If that does not end, digits are counted, which always
+does: at last the k-th best score itself is known, and of those that equal it the first ones are marked. Marks never overflow, however the
+best scores are clustered, and keep the row's order.
 
 Scores are compared as order-preserving integers ("keys"), thresholds too; the secant runs in them, so that every number here is an integer
 and `replay` comes to the same. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; the marks and the digits are ours.
@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from pallas_kernels.hopper import lane_copies, lane_sums, lanes
 from pallas_kernels.hopper.lanes import Scalar
 from pallas_kernels.select_blocks import choose
 from pallas_kernels.top_k.keys import NAN_KEY
-from pallas_kernels.top_k.plan import GROUP, MOST_SECANTS, TOGETHER, UNROLLED, Shape
+from pallas_kernels.top_k.plan import GROUP, MOST_SECANTS, UNROLLED, Shape
 
 MINUS_INFINITY_KEY = -(2**31) + 0x007FFFFF
 GO_ON, FOUND, GIVE_UP = 0, 1, 2
@@ -159,110 +159,9 @@ def _clear_words(share: Share, slot: Scalar, left: Scalar) -> None:
             lanes.store_shared(share.scratch["pool_s"], slot + at, *zero)
 
 
-# Guess.
-
-
-def sample(share: Share) -> tuple[Scalar, list[tuple[Scalar, list[Scalar]]]]:
-    """Ask for scores from all over the row. Returns how many, and of this thread whether they are there, with the words, by place.
-
-    The row is cut into as many cells as places are sampled, and `TOGETHER` scores are taken from a scattered place of each.
-    """
-    s = share.s
-    units = share.length // TOGETHER
-    size = lanes.minimum(units, s.sample // TOGETHER)
-    width, rest = units // lanes.maximum(size, 1), units % lanes.maximum(size, 1)
-    places = []
-    for start in range(0, s.sample // TOGETHER, s.threads):
-        i = lanes.thread() + start
-        there = i < size
-        i = lanes.where(there, i, 0)
-        scattered = ((i * -1640531527 >> 16) & 0xFFFF) * (width + lanes.where(i < rest, lanes.i32(1), 0)) >> 16
-        places.append((there, i * width + lanes.minimum(i, rest) + scattered))
-    words = [lanes.load_written_16_bytes(share.scores_ref, at * 16, **share.place) for _, at in places]
-    return size * TOGETHER, [(there, of_place) for (there, _), of_place in zip(places, words, strict=True)]
-
-
-def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, list[Scalar]]]) -> Guess:
-    """A threshold that about as many scores reach as make k unlikely to be missed.
-
-    If c samples lie among the k best on average, the one of rank r = c + 4 sqrt(c) + 4 is wanted, or one up to an eighth further. Of
-    large samples only each thread's best is looked at, unless they are crowded with good ones: of T threads, about T r / (T + r / 2) hold
-    the r best samples, if neighbours do not resemble each other. If many more samples than r reach what is found, they do, and it is looked
-    for again, as many times higher up.
-    """
-    s, counts_s = share.s, share.scratch["counts_s"]
-    yet = lanes.minimum(share.length, s.k) * size // lanes.maximum(share.length, 1)
-    want = yet + 4 * _square_root(yet) + 4
-    keys = [lanes.where(there, key_of(word), choose.NO_KEY) for there, words in sampled for word in words]
-    looked_at = keys if s.crowded else [functools.reduce(lanes.maximum, keys)]
-
-    def look(_, __, ___, ____, need, tries):
-        found, low, high = choose.quantile(need, need >> 3, s.threads, looked_at, counts_s)
-        count = lanes.warp_reduce(_sum([lanes.where(key >= found, lanes.i32(1), 0) for key in keys]), "add")
-        lanes.cta_barrier(s.threads)  # all have read the counters
-        with lanes.when(lanes.lane() == 0):
-            lanes.store_shared(counts_s, lanes.warp(), count)
-        lanes.cta_barrier(s.threads)
-        count = _sum(_words(counts_s, 0, s.warps))
-        lanes.cta_barrier(s.threads)
-        higher = lanes.maximum(need * want // lanes.maximum(count, 1), 1)
-        again = (count > want + (want >> 1)) & (higher < need) & (tries == 0)
-        return found, low, high, need, lanes.where(again, higher, 0), tries + 1
-
-    nothing = lanes.i32(0)
-    first = want if s.crowded else want * (2 * s.threads) // (want + 2 * s.threads)
-    found, low, high, need, *_ = lanes.while_loop(lambda *carry: carry[4] > 0, look, [*[nothing] * 4, first, nothing])
-
-    def another(total):
-        rank = lanes.maximum(lanes.minimum(need * _target(s) // lanes.maximum(total, 1), s.sample if s.crowded else s.threads), 1)
-        found, *_ = choose.quantile(rank, rank >> 3, s.threads, looked_at, counts_s)
-        lanes.cta_barrier(s.threads)  # all have read the counters
-        return found
-
-    return Guess(found, low, high, another)
-
-
-def _square_root(n: Scalar) -> Scalar:
-    """Of an integer below 2^15, not below it by more than the fraction, and at most a little above."""
-    root = lanes.i32(1) << ((33 - lanes.leading_zeros(n)) >> 1)
-    for _ in range(3):
-        root = lanes.maximum((root + n // root) >> 1, 1)
-    return root
-
-
-def guess_from_hint(share: Share, hint_ref) -> Guess:
-    """The mean key of the scores at the hinted places that exist, between the lowest and the highest (0 if none exists)."""
-    s, counts_s = share.s, share.scratch["counts_s"]
-    keys, theres = [], []
-    for start in range(0, s.k, s.threads):
-        i = lanes.thread() + start
-        at = lanes.load_written(hint_ref, lanes.minimum(i, s.k - 1) * 4, "i32", block=share.row, block_bytes=4 * s.k)
-        theres.append((i < s.k) & (at >= 0) & (at < share.length))
-        keys.append(lanes.where(theres[-1], at, 0))
-    keys = [key_of(lanes.load_written(share.scores_ref, at * 4, "i32", **share.place)) for at in keys]
-    ones = [lanes.where(there, lanes.i32(1), 0) for there in theres]
-    sums = [lanes.where(there, key >> 13, 0) for key, there in zip(keys, theres, strict=True)]
-    lows = [lanes.where(there, key, 2**31 - 1) for key, there in zip(keys, theres, strict=True)]
-    highs = [lanes.where(there, key, choose.NO_KEY) for key, there in zip(keys, theres, strict=True)]
-    found = []
-    for n, (values, kind) in enumerate(((ones, "add"), (sums, "add"), (lows, "min"), (highs, "max"))):
-        combine = {"add": lambda a, b: a + b, "min": lanes.minimum, "max": lanes.maximum}[kind]
-        of_warp = lanes.warp_reduce(functools.reduce(combine, values), kind)
-        with lanes.when(lanes.lane() == 0):
-            lanes.store_shared(counts_s, lanes.warp() + n * s.warps, of_warp)
-        found.append((combine, n * s.warps))
-    lanes.cta_barrier(s.threads)
-    count, total, low, high = (functools.reduce(combine, _words(counts_s, at, s.warps)) for combine, at in found)
-    mean = lanes.where(count > 0, (total // lanes.maximum(count, 1)) << 13, 0)
-    return Guess(mean, lanes.where(count > 0, low, MINUS_INFINITY_KEY), lanes.where(count > 0, high, 0x7F800000))
-
-
-def _sum(values) -> Scalar:
+def sum_of(values: Iterable[Scalar]) -> Scalar:
+    """Of this thread's numbers."""
     return functools.reduce(lambda a, b: a + b, values)
-
-
-def _words(ref, first: int, count: int) -> list[Scalar]:
-    return [x for i in range(0, count, 4) for x in lanes.load_shared(ref, first + i, count=4)]
 
 
 # Verify.
@@ -307,9 +206,9 @@ def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
     counts = []
     for group in groups:
         masks = lanes.load_shared(scratch["masks_s"], lanes.minimum(group, s.groups - 1) * 4, count=4)
-        count = _sum([lanes.popcount(mask) for mask in masks])
+        count = sum_of([lanes.popcount(mask) for mask in masks])
         counts.append(lanes.where(group < share.groups, count, 0))
-    before, mine = lane_sums.before(_sum(counts), scratch["notes_s"], s.threads)
+    before, mine = lane_sums.before(sum_of(counts), scratch["notes_s"], s.threads)
     for group, count in zip(groups, counts, strict=True):
         with lanes.when(group < share.groups):
             lanes.store_shared(scratch["before_s"], group, before)
@@ -319,8 +218,8 @@ def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         put(s, lanes.thread(), scratch["totals_s"], totals + share.cta, mine)
     meet(s)
     of_ctas = [lanes.load_shared(scratch["totals_s"], totals + c)[0] for c in range(s.ctas)]
-    start = _sum([lanes.where(share.cta > c, count, 0) for c, count in enumerate(of_ctas)])
-    return start, mine, _sum(of_ctas)
+    start = sum_of([lanes.where(share.cta > c, count, 0) for c, count in enumerate(of_ctas)])
+    return start, mine, sum_of(of_ctas)
 
 
 def put(s: Shape, cta: Scalar | int, ref, offset: Scalar, *words: Scalar) -> None:
@@ -369,13 +268,13 @@ def mark_candidates(share: Share, guess: Guess) -> list[Scalar]:
 def _secant(s: Shape, low, at_low, high, at_high) -> tuple[Scalar, Scalar]:
     """The next threshold between two with known counts, and whether there is none."""
     half = lanes.shift_right(high - low, lanes.i32(1))  # keys may differ by more than 2^31
-    part = (at_low - _target(s)) // lanes.maximum((at_low - at_high) >> 8, 1)
+    part = (at_low - target_of(s)) // lanes.maximum((at_low - at_high) >> 8, 1)
     part = lanes.maximum(lanes.minimum(part, 248), 8)
     step = lanes.where(half >= 256, (half >> 7) * part, half)
     return low + step, half == 0
 
 
-def _target(s: Shape) -> int:
+def target_of(s: Shape) -> int:
     """Candidates that a further threshold aims at."""
     return s.k + (s.capacity - s.k) // 4
 
@@ -438,7 +337,7 @@ def _count_digits(share: Share, low, bits, shift, need) -> tuple[Scalar, Scalar,
     meet(s)
     with lanes.when(counters):
         counts = [lanes.load_shared(of_ctas, lanes.thread() + c * choose.BINS)[0] for c in range(s.ctas)]
-        lanes.store_shared(counts_s, lanes.thread(), _sum(counts))
+        lanes.store_shared(counts_s, lanes.thread(), sum_of(counts))
     meet(s)
     _, found, inside, beyond = choose.find_bin(counts_s, lanes.i32(0), need)
     lanes.cta_barrier(s.threads)  # all have read the counters
@@ -510,7 +409,7 @@ def _list_marks(share: Share) -> None:
             bit = word & (0 - word)
             lane = 31 - lanes.leading_zeros(bit)
             earlier = [lanes.popcount(mask & lanes.where(j > m, bit + bit - 1, bit - 1)) for m, mask in enumerate(masks)]
-            slot = before + _sum(earlier)
+            slot = before + sum_of(earlier)
             lanes.store_shared(scratch["pool_s"], slot + s.list_at, group * GROUP + lane * 4 + j)
             return [word & (word - 1)]
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from released_models import DEEPSEEK_V3_2
 from safetensors.numpy import load_file
 
 from kvjax.engine import Engine
@@ -176,3 +177,35 @@ def test_fields_round_trip():
         again = parse(json.loads(json.dumps(to_fields(config))))
         assert again.layers[0].mixer.sm_scale == pytest.approx(config.layers[0].mixer.sm_scale, rel=1e-9)
         assert jax.tree.structure(again) == jax.tree.structure(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"first_k_dense_replace": 3},
+            "first_k_dense_replace is 3: 58 of 61 layers would have a mixture of experts, .* supported: 61 or more",
+        ),
+        ({"mlp_layer_types": ["dense", *["sparse"] * 60]}, r"mlp_layer_types is \['dense', 'sparse'.*no mixture of experts"),
+        ({"layer_types": ["full_attention"] * 61}, "layer_types is .*it must be 'deepseek_sparse_attention' for each of 61 layers"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"q_lora_rank": None}, "q_lora_rank is None; it must be an integer"),
+        ({"index_topk": 0}, "index_topk is 0; it must be a positive integer"),
+        ({"qk_rope_head_dim": 65}, "its dim must be even and positive, got 65"),
+        ({"index_head_dim": 32}, "cannot rotate 64 elements of an indexer's head of index_dim 32"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [2]}}, "rope_type 'longrope'; supported for DeepSeek"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'; supported for DeepSeek-V3.2: default, linear"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .*fp8.*load the checkpoint that it was quantized from"),
+        ({"compression_config": {"format": "int8"}}, "compression_config is .*load the checkpoint that it was compressed from"),
+        ({"rope_interleave": False}, "rope_interleave is False; supported: None or True"),
+        ({"qk_head_dim": 128}, "qk_head_dim is 128; supported: null or 192"),
+        ({"head_dim": 128}, "head_dim is 128; supported: null or 64"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads is 8; supported: null or 128"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"index_rope_dim": 3}, "index_rope_dim is 3: not known for deepseek_v32"),
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers is 20: not known for deepseek_v32"),
+    ],
+)
+def test_configurations_that_cannot_be_read_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse(DEEPSEEK_V3_2 | {"first_k_dense_replace": 61} | changes)

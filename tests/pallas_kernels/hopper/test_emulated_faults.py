@@ -170,38 +170,38 @@ def _in_a_loop_of_different_length(a, shared, cta):
 
 def _copy(a, shared, offset=0):
     i = lanes.thread()
-    lanes.copy_async_16_bytes(shared, i * 4 + offset, a["x"], (i & 15) * 16, block=lanes.i32(0), block_bytes=256, there=i >= 0)
+    lane_copies.copy_async_16_bytes(shared, i * 4 + offset, a["x"], (i & 15) * 16, block=lanes.i32(0), block_bytes=256, there=i >= 0)
 
 
 def _copy_from_outside(a, shared, cta):
     i = lanes.thread()
-    lanes.copy_async_16_bytes(shared, i * 4, a["x"], i * 16, block=lanes.i32(0), block_bytes=256, there=i >= 0)
+    lane_copies.copy_async_16_bytes(shared, i * 4, a["x"], i * 16, block=lanes.i32(0), block_bytes=256, there=i >= 0)
 
 
 def _read_before_arrival(a, shared, cta):
     _copy(a, shared)
-    lanes.commit_copies()
+    lane_copies.commit_copies()
     return [lanes.load_shared(shared, lanes.thread() * 4)[0]]
 
 
 def _wait_for_what_was_not_committed(a, shared, cta):
     _copy(a, shared)
-    lanes.wait_for_copies(0)
+    lane_copies.wait_for_copies(0)
     return [lanes.load_shared(shared, lanes.thread() * 4)[0]]
 
 
 def _wait_for_too_few(a, shared, cta):
     _copy(a, shared)
-    lanes.commit_copies()
-    lanes.commit_copies()
-    lanes.wait_for_copies(2)
+    lane_copies.commit_copies()
+    lane_copies.commit_copies()
+    lane_copies.wait_for_copies(2)
     return [lanes.load_shared(shared, lanes.thread() * 4)[0]]
 
 
 def _read_what_another_warp_copied(a, shared, cta):
     _copy(a, shared)
-    lanes.commit_copies()
-    lanes.wait_for_copies(0)
+    lane_copies.commit_copies()
+    lane_copies.wait_for_copies(0)
     return [lanes.load_shared(shared, (lanes.thread() ^ 32) * 4)[0]]
 
 
@@ -213,7 +213,7 @@ def _copy_over_what_is_read(a, shared, cta):
 
 def _never_wait(a, shared, cta):
     _copy(a, shared)
-    lanes.commit_copies()
+    lane_copies.commit_copies()
 
 
 def _constants_written(a, shared, cta):

@@ -158,11 +158,11 @@ def test_copies_arrive_when_they_are_waited_for(emulated):
     def stage(a, shared, cta):
         i = lanes.thread()
         for n in range(2):
-            lanes.copy_async_16_bytes(shared, i * 4 + 256 * n, a["x"], i * 16, block=lanes.i32(n), block_bytes=1024, there=i != 7)
-            lanes.commit_copies()
-        lanes.wait_for_copies(1)
+            lane_copies.copy_async_16_bytes(shared, i * 4 + 256 * n, a["x"], i * 16, block=lanes.i32(n), block_bytes=1024, there=i != 7)
+            lane_copies.commit_copies()
+        lane_copies.wait_for_copies(1)
         first = lanes.load_shared(shared, (i ^ 1) * 4, count=4)[3]
-        lanes.wait_for_copies(0)
+        lane_copies.wait_for_copies(0)
         return [first, lanes.load_shared(shared, (i ^ 1) * 4 + 256)[0]]
 
     out = run(emulated, stage, out=2, words=512, x=x)[:, 0]
@@ -195,7 +195,7 @@ def test_a_pipeline_sums_rows(emulated, depth):
 
         def fetch(n, place):
             block = n * 2 + warp
-            lanes.copy_async_16_bytes(shared, slot(n) + i * 4, a["x"], i * 16, block=block, block_bytes=512, there=place[0] >= 0)
+            lane_copies.copy_async_16_bytes(shared, slot(n) + i * 4, a["x"], i * 16, block=block, block_bytes=512, there=place[0] >= 0)
 
         def consume(n, place, total):
             words = lanes.load_shared(shared, slot(n) + (i ^ 31) * 4, count=4)

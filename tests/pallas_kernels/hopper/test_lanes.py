@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import lane_pairs, lanes
+from pallas_kernels.hopper import lane_math, lane_pairs, lanes
 
 THREADS = 128
 COUNT = 24
@@ -126,10 +126,10 @@ def _floats(x, i):
     nan = lanes.bits(lanes.i32(0x7FC00000))
     low, high = lane_pairs.unpack(lane_pairs.pack(f, g, "bfloat16"), "bfloat16")
     low16, high16 = lane_pairs.unpack(lane_pairs.pack(f, g, "float16"), "float16")
-    values = [f, g, f / g, 1.0 - g, lanes.exp2(f), lanes.log2(f * f + 1.0), lanes.maximum(f, g), lanes.maximum(f, nan)]
+    values = [f, g, f / g, 1.0 - g, lane_math.exp2(f), lanes.log2(f * f + 1.0), lanes.maximum(f, g), lanes.maximum(f, nan)]
     values += [lanes.where(f == f, lanes.maximum_or_nan(f, g), nan), lanes.maximum_or_nan(f, nan), low, high, low16, high16]
     pairs = lane_pairs.multiply_pairs(lane_pairs.pack(f, g, "bfloat16"), lane_pairs.pack(g, g, "bfloat16"), "bfloat16")
-    values += [lanes.rsqrt(f * f + 1.0), *lane_pairs.unpack(pairs, "bfloat16")]
+    values += [lane_math.rsqrt(f * f + 1.0), *lane_pairs.unpack(pairs, "bfloat16")]
     return [lanes.bits(value) for value in values]
 
 

@@ -1,0 +1,44 @@
+"""Functions of a float32 for the threads of `hopper.lanes`: the hardware's approximations, and products and quotients rounded as said."""
+
+from __future__ import annotations
+
+from pallas_kernels.hopper import lanes
+from pallas_kernels.hopper.lanes import Scalar
+
+
+def exp2(x: Scalar) -> Scalar:
+    """2 to the x, to about 2 ulp."""
+    return lanes.ptx("ex2.approx.ftz.f32 $0, $1;", x, result="f32")
+
+
+def log2_approx(x: Scalar) -> Scalar:
+    """Binary logarithm to about 2^-22, -inf of 0."""
+    return lanes.ptx("lg2.approx.ftz.f32 $0, $1;", x, result="f32")
+
+
+def reciprocal(x: Scalar) -> Scalar:
+    """1 / x, to about 1 ulp."""
+    return lanes.ptx("rcp.approx.ftz.f32 $0, $1;", x, result="f32")
+
+
+def sqrt(x: Scalar) -> Scalar:
+    """Square root, to about 2 ulp."""
+    return lanes.ptx("sqrt.approx.f32 $0, $1;", x, result="f32")
+
+
+def rsqrt(x: Scalar) -> Scalar:
+    """1 / sqrt(x), to about 2 ulp."""
+    return lanes.ptx("rsqrt.approx.f32 $0, $1;", x, result="f32")
+
+
+def multiply(a: Scalar, b: Scalar | float) -> Scalar:
+    """a * b, rounded by itself: compilers make one rounding of a product and a sum that they see both."""
+    return lanes.ptx("mul.rn.f32 $0, $1, $2;", a, b if isinstance(b, Scalar) else lanes.f32(b), result="f32")
+
+
+def divide(a: Scalar, b: Scalar) -> Scalar:
+    """a / b, correctly rounded where b is a whole number below 2^24 and neither overflow nor denormals come in (Markstein)."""
+    guess = reciprocal(b)
+    inverse = lanes.fma(lanes.fma(lanes.f32(0.0) - b, guess, 1.0), guess, guess)
+    quotient = multiply(a, inverse)
+    return lanes.fma(lanes.fma(lanes.f32(0.0) - quotient, b, a), inverse, quotient)
