@@ -145,12 +145,6 @@ def test_a_chunk_over_128k_tokens_takes_tiles():
     assert compiled.memory_analysis().temp_size_in_bytes < 48 * 2**20
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_lowers_for_other_backends(platform):
-    op = functools.partial(block_mass, block_size=16, sm_scale=0.1, config=xla.Config(), implementation="xla")
-    assert jax.jit(op).trace(**_struct(64, 1024, heads=8, kv_heads=2, head_dim=64)).lower(lowering_platforms=(platform,)).as_text()
-
-
 def test_pool_past_2_to_the_31_elements(tools):
     """The last pages of a pool of 2^31 + 2^16 elements read as in a pool of four pages."""
     num_pages, page = 2**16 + 2, (2, 128, 128)

@@ -162,16 +162,3 @@ def test_memory_is_a_chunk_and_the_page():
     of_a_chunk = 4 * 32 * (4 * 64 * 64 + 8 * 64 * 128) + 4 * 32 * 128 * 128
     of_the_page = 4 * 32 * 128 * (3 * 128 + 3 * 128)  # tokens, keys times decays, corrections, decays between rows
     assert memory.temp_size_in_bytes <= of_a_chunk + of_the_page
-
-
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("form", ["page", "step", "fold"])
-def test_lowers_for_other_backends(platform, form):
-    _, k, _, g, _, *page = _abstract(128)
-    new = _abstract(4)[:5]
-    op, arrays = {
-        "page": (functools.partial(delta_page, scale=0.1, chunk=64), _abstract(128)),
-        "step": (functools.partial(delta_step, scale=0.1), (*new, k, g, *page)),
-        "fold": (delta_fold, (k, g, *page[:3])),
-    }[form]
-    assert jax.jit(op).trace(*arrays).lower(lowering_platforms=(platform,)).as_text()

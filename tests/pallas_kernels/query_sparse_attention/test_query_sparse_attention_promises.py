@@ -86,16 +86,6 @@ def test_pool_past_2_to_the_31_elements(tools):
     np.testing.assert_array_equal(far[2], near[2])
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("tournament", [False, True])
-def test_lowers_for_other_backends(tools, platform, tournament):
-    paged = tools.make_paged(lengths=(40, 96), num_queries=3, dtype="bfloat16")
-    op = functools.partial(query_sparse_attention, **SIZES, tournament=tournament, sm_scale=0.1, config=SMALL_TILES, implementation="xla")
-    arrays = {"q": paged.q, "k": paged.k, "v": paged.v, "table": paged.page_table, "lengths": paged.lengths}
-    arrays["starts"] = paged.lengths - 3
-    assert jax.jit(op).trace(**arrays).lower(lowering_platforms=(platform,)).as_text()
-
-
 BAD = {
     "q without heads": ({"q": (2, 5, 32)}, {}, r"needs q \[B,T,H,D\]"),
     "k and v differ": ({"v": (8, 2, 16, 32)}, {}, "same pages, KV heads and page size"),

@@ -1,0 +1,71 @@
+"""Every op and both steps lower for the platforms that have no kernels of ours, on their own path through dispatch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_models import make_family
+
+from kvjax.cache import Cache
+from kvjax.models.decoder import TransformerDecoder, init_params
+from kvjax.policies.decode import Dense, parse
+from kvjax.policies.prefill import DensePrefill
+from kvjax.steps import decode_step, prefill_step
+from pallas_kernels import dispatch, selftest
+
+PLATFORMS = {"cuda": ("gpu", "8.0"), "rocm": ("gpu", "gfx942"), "tpu": ("tpu", "")}
+"""By the name that JAX lowers for: the backend, and what its devices say of their instructions."""
+FAMILIES = ("llama", "gemma3_text", "qwen3_5_text", "deepseek_v32")
+
+each_platform = pytest.mark.parametrize("platform", ["rocm", *(pytest.param(name, marks=pytest.mark.long) for name in ("cuda", "tpu"))])
+
+
+@pytest.fixture
+def as_on(monkeypatch):
+    """Dispatch and tile sizes as on a platform; the kernels of that platform are passed by."""
+
+    def pretend(platform: str) -> None:
+        backend, capability = PLATFORMS[platform]
+        monkeypatch.setattr(jax, "default_backend", lambda: backend)
+        monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
+        jax.clear_caches()
+
+    yield pretend
+    jax.clear_caches()
+
+
+def lowered(platform: str, op, *arrays, **named) -> str:
+    with dispatch.forced("xla"), dispatch.listening() as path:
+        text = op.trace(*arrays, **named).lower(lowering_platforms=(platform,)).as_text()
+    assert path
+    assert set(path.values()) <= {"xla", "composed"}
+    return text
+
+
+@each_platform
+def test_every_op_lowers(as_on, platform):
+    inputs = selftest._Inputs(jnp.dtype("bfloat16"))
+    runs = {op: example(inputs) for op, example in selftest.EXAMPLES.items()}
+    as_on(platform)
+    for run in runs.values():
+        assert lowered(platform, jax.jit(functools.partial(run, None)))
+
+
+@each_platform
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_steps_lower(as_on, platform, family):
+    config = make_family(family, head_dim=128, dtype="bfloat16").config
+    policies = (Dense(),) if config.latent else (Dense(), parse("top:1"))
+    indexes = tuple(spec for policy in policies for spec in policy.indexes())
+    spec, decoder = config.cache_spec(128), TransformerDecoder(config)
+    params, layers = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty({g.name: 4 for g in spec.groups}, indexes)))
+    tables = {group.name: np.zeros((1, 4 if group.page_size == 128 else 1), np.int32) for group in spec.groups}
+    cache = Cache(layers, tables, np.array([300], np.int32), spec)
+    as_on(platform)
+    zero, token = np.zeros(1, np.int32), np.zeros((1, 1), np.int32)
+    assert lowered(platform, prefill_step, decoder, DensePrefill(), indexes, params, cache, np.zeros((1, 256), np.int32), zero, zero)
+    for policy in policies:
+        states = tuple(policy.init(None, 1) for _ in spec.paged)
+        assert lowered(platform, decode_step, decoder, policy, indexes, params, cache, token, np.ones(1, bool), states)
