@@ -54,7 +54,8 @@ def block_sparse_attention(
     the queries are skipped. Lists end where their last entry that is not -1 stands: trailing -1 cost nothing. block_size: tokens per
     block, divides P. window: (sink_tokens, window_tokens): keys at positions < sink_tokens or > query position - window_tokens are read
     too, whether listed or not, and once only; None adds none. sm_scale: multiplies the logits. config: the implementation's own; "xla"
-    takes `pallas_kernels.block_sparse_attention.xla.Config`. implementation: see `pallas_kernels.dispatch`.
+    and "mosaic_tpu" take the `Config` of `pallas_kernels.block_sparse_attention.xla` and `.mosaic_tpu`. implementation: see
+    `pallas_kernels.dispatch`.
 
     Returns out `[B, T, H, Dv]` in q's dtype and lse `[B, T, H]` float32 (log-sum-exp of the scaled logits that were read, natural log). A
     query with nothing to read gives 0 and -inf; queries at or past `lengths` (padding) give finite values that mean nothing. Memory: that

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from jax.lax import div, rem  # on traced values: `//` and `%` mind signs, which
 from pallas_kernels import dispatch
 from pallas_kernels.gather_attention.api import Call
 from pallas_kernels.pages import unlike, visible
+from pallas_kernels.tpu import query_tiles
 from pallas_kernels.tpu.memory import LANES, QUERY_TILE, SMEM_BYTES, SUBLANES, VMEM_BYTES, padded
 
 _NOWHERE = -(2**30)  # a position before every sequence: plus any offset in a tile it stays negative
@@ -76,7 +78,7 @@ class _Sizes:
         return -(-self.entries // LANES)
 
 
-def _sizes(call: Call, q, pages, table, blocks) -> _Sizes:
+def sizes_of(call: Call, q, pages, table, blocks) -> _Sizes:
     config, block_size = call.config, call.block_size
     if config is not None and not isinstance(config, Config):
         raise ValueError(
@@ -108,7 +110,7 @@ def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
 
     Raises ValueError for a config that is not a `Config`.
     """
-    sizes = _sizes(call, q, pages, table, blocks)
+    sizes = sizes_of(call, q, pages, table, blocks)
     arrays = dispatch.signature(q=q, **pages.arrays, table=table, blocks=blocks)
     if reason := unlike(pages):
         return reason
@@ -121,7 +123,7 @@ def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
     scalars = _smem_bytes(sizes, q.shape[0])
     if scalars > SMEM_BYTES:
         return f"page table and list take {scalars} bytes of scalar memory, at most {SMEM_BYTES} are there; {arrays}"
-    vectors = _vmem_bytes(sizes, q, pages.k, call.return_block_lse)
+    vectors = vmem_bytes_of_tiles(sizes, q, pages.k) + vmem_bytes_of_rows(sizes, q, call.return_block_lse)
     if vectors > VMEM_BYTES:
         return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; tile_tokens {sizes.tile_tokens}, {arrays}"
     return None
@@ -132,14 +134,17 @@ def _smem_bytes(sizes: _Sizes, batch: int) -> int:
     return 4 * batch * (sizes.width + 1 + listed)
 
 
-def _vmem_bytes(sizes: _Sizes, q, k, return_block_lse: bool) -> int:
-    """Both slots of K and V, q and results (double-buffered), the tile once more in float32, the logits and what is made from them."""
+def vmem_bytes_of_tiles(sizes: _Sizes, q, k) -> int:
+    """Both slots of K and V, a tile once more in float32, the logits and what is made from them."""
     head_dim, tile, wide = q.shape[3], sizes.tile_tokens, 4
-    slots = 4 * tile * head_dim * k.dtype.itemsize
-    moved = 2 * sizes.rows * (head_dim * 2 * q.dtype.itemsize + LANES * wide)
-    moved += 2 * sizes.rows * sizes.lse_groups * LANES * wide * return_block_lse
     computed = wide * (2 * tile * head_dim + sizes.rows * (4 * padded(tile, LANES) + 4 * head_dim))
-    return slots + moved + computed
+    return 4 * tile * head_dim * k.dtype.itemsize + computed
+
+
+def vmem_bytes_of_rows(sizes: _Sizes, q, return_block_lse: bool) -> int:
+    """q and results of one KV head, double-buffered."""
+    moved = 2 * sizes.rows * (q.shape[3] * 2 * q.dtype.itemsize + LANES * 4)
+    return moved + 2 * sizes.rows * sizes.lse_groups * LANES * 4 * return_block_lse
 
 
 def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=False) -> tuple[jax.Array, ...]:
@@ -152,7 +157,7 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=
     reason = unsupported(call, q, pages, table, lengths, blocks)
     if reason is not None:
         raise NotImplementedError(f"implementation 'mosaic_tpu' of gather_attention: {reason}")
-    sizes = _sizes(call, q, pages, table, blocks)
+    sizes = sizes_of(call, q, pages, table, blocks)
     return _attend(q, pages, table, lengths, blocks, sizes=sizes, return_block_lse=call.return_block_lse, interpret=interpret)
 
 
@@ -205,19 +210,31 @@ def _kernel(sizes: _Sizes, table, lengths, ids, q, k, v, out, lse, *rest):
     """One (sequence, KV head). Scratch: slots of K and V, a semaphore per slot, and which slot the first tile of this cell is in."""
     *block_lse, k_slots, v_slots, arrived, first_slot = rest
     row, head = pl.program_id(0), pl.program_id(1)
-    length = lengths[row]
+
+    def listed(head, place):
+        return ids[(row * sizes.kv_heads + head) * sizes.list_tiles * sizes.per_tile + place]
+
+    copies = functools.partial(Copies, sizes, table, lengths[row], listed, row, k=(k, k_slots), v=(v, v_slots), arrived=arrived)
+    out[0, 0], lse[0, 0] = attend_head(sizes, copies, head, q[0, 0], lengths[row], first_slot, *block_lse)
+
+
+def attend_head(sizes: _Sizes, copies, head, q, length, first_slot, block_lse=None):
+    """Attention of one KV head's rows over its list: out in q's dtype and LSE `[rows, 1]`. Heads of a sequence come in order, from 0 on:
+    each starts the first copies of the next.
+
+    copies: (head, tile, slot) -> `Copies`. first_slot: in scalar memory, which slot the first tile of this head is in.
+    """
     tiles = sizes.list_tiles
     if sizes.dense:
         tiles = jnp.clip(div(length + sizes.tile_tokens - 1, sizes.tile_tokens), 1, tiles)
-    copies = functools.partial(_Copies, sizes, table, length, ids, row, k=(k, k_slots), v=(v, v_slots), arrived=arrived)
 
     @pl.when(head == 0)
     def _():
         first_slot[0] = 0
         copies(head=head, tile=0, slot=0).start()
 
-    if block_lse:
-        block_lse[0][...] = jnp.full(block_lse[0].shape, -jnp.inf, jnp.float32)
+    if block_lse is not None:
+        block_lse[...] = jnp.full(block_lse.shape, -jnp.inf, jnp.float32)
 
     def step(tile, partial):
         slot = rem(first_slot[0] + tile, 2)
@@ -230,29 +247,27 @@ def _kernel(sizes: _Sizes, table, lengths, ids, q, k, v, out, lse, *rest):
         current = copies(head=head, tile=tile, slot=slot)
         current.wait()
         pos = current.clean()
-        keys, values = (x[slot].reshape(sizes.tile_tokens, -1) for x in (k_slots, v_slots))
-        logits = _logits(sizes, q[0, 0], keys, pos, length)
-        if block_lse:
-            _store_block_lse(sizes, block_lse[0], logits, tile)
-        return _fold(partial, logits, values)
+        keys, values = (x[slot].reshape(sizes.tile_tokens, -1) for x in (current.k[1], current.v[1]))
+        logits = _logits(sizes, q, keys, pos, length)
+        if block_lse is not None:
+            _store_block_lse(sizes, block_lse, logits, tile)
+        return query_tiles.fold(partial, logits, values, terms=2)
 
-    nothing = jnp.full((sizes.rows, 1), -jnp.inf, jnp.float32)
-    empty = nothing, jnp.zeros_like(nothing), jnp.zeros((sizes.rows, q.shape[-1]), jnp.float32)
-    top, total, weighted = jax.lax.fori_loop(0, tiles, step, empty)
+    top, total, weighted = jax.lax.fori_loop(0, tiles, step, query_tiles.empty(sizes.rows, q.shape[-1]))
     first_slot[0] = rem(first_slot[0] + tiles, 2)
     total = jnp.where(top == -jnp.inf, 1.0, total)
-    out[0, 0] = (weighted / total).astype(out.dtype)
-    lse[0, 0] = top + jnp.log(total)
+    return (weighted / total).astype(q.dtype), top + jnp.log(total)
 
 
 @dataclasses.dataclass
-class _Copies:
-    """The copies that fill one slot with one tile of one KV head's list: an entry that cannot be read is not copied."""
+class Copies:
+    """The copies that fill one slot with one tile of one KV head's list: an entry that cannot be read is not copied. listed: (head, place)
+    -> block."""
 
     sizes: _Sizes
     table: jax.Ref
     length: jax.Array
-    ids: jax.Ref
+    listed: Callable
     row: jax.Array
     head: jax.Array
     tile: jax.Array
@@ -268,7 +283,7 @@ class _Copies:
         if sizes.dense:
             block = place
         else:
-            block = self.ids[(self.row * sizes.kv_heads + self.head) * sizes.list_tiles * sizes.per_tile + place]
+            block = self.listed(self.head, place)
         inside = (block >= 0) & (block < sizes.width * per_page)
         block = jnp.where(inside, block, 0)
         page, first = self.table[self.row * sizes.width + div(block, per_page)], block * sizes.block_size
@@ -322,33 +337,10 @@ class _Copies:
 def _logits(sizes: _Sizes, q, keys, pos, length):
     """`[rows, tile_tokens]` float32, -inf where a row may not read."""
     dtype = jnp.promote_types(q.dtype, keys.dtype)
-    logits = _product(q.astype(dtype), keys.astype(dtype), contract=1) * sizes.sm_scale
+    logits = query_tiles.product(q.astype(dtype), keys.astype(dtype), contract=1) * sizes.sm_scale
     query = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0)
     seen = visible(pos, length - sizes.num_queries + div(query, sizes.group), sizes.window)
     return jnp.where(seen, logits, -jnp.inf)
-
-
-def _fold(partial, logits, values):
-    """Add a tile to (greatest logit, sum of exponentials, weighted values). A tile that a row may not read leaves its bits as they were."""
-    top, total, weighted = partial
-    new_top = jnp.maximum(top, logits.max(1, keepdims=True))
-    shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # -inf minus -inf would be NaN
-    weights, kept = jnp.exp(logits - shift), jnp.exp(top - shift)
-    return new_top, total * kept + weights.sum(1, keepdims=True), weighted * kept + _weighted_sum(weights, values)
-
-
-def _weighted_sum(weights, values):
-    if values.dtype == jnp.float32:
-        return _product(weights, values, contract=0)
-    high = weights.astype(values.dtype)
-    low = (weights - high.astype(jnp.float32)).astype(values.dtype)
-    return _product(high, values, contract=0) + _product(low, values, contract=0)
-
-
-def _product(a, b, contract: int):
-    """a's columns against axis `contract` of b, in float32. Unless told, the matrix unit would take float32 as bfloat16."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def _store_block_lse(sizes: _Sizes, block_lse, logits, tile):

@@ -61,8 +61,9 @@ def query_sparse_attention(
     q, pages, table, starts, lengths, sm_scale: as `flash_attention` takes them (chunk written, query t of row b at position
     starts[b] + t, int32, -1 = no page). gamma: queries per measured one. R = ceil(T / gamma) rows: row r is query t = r * gamma of the
     chunk, so query t belongs to row t // gamma; this is the paper's grid where starts are multiples of gamma. block_size: tokens,
-    divides P. k_blocks: slots of a list, at least 1. config: the implementation's own; "xla" takes
-    `pallas_kernels.query_sparse_attention.xla.Config`. implementation: see `pallas_kernels.dispatch`.
+    divides P. k_blocks: slots of a list, at least 1. config: the implementation's own; "xla" and
+    "mosaic_tpu" take the `Config` of `pallas_kernels.query_sparse_attention.xla` and `.mosaic_tpu`. implementation: see
+    `pallas_kernels.dispatch`.
 
     Score of block j, float32: S(j) = log sum exp(sm_scale * q.k) over the keys of j that the row attends to (natural log). Candidates are
     the blocks up to and with the one the row stands in. window: (sink_tokens, window_tokens) that whoever reads the lists reads anyway; a

@@ -78,7 +78,7 @@ class _Sizes:
         return self.tile_pages * self.page_rows
 
 
-def _sizes(call: Call, q, index, table, config) -> _Sizes:
+def sizes_of(call: Call, q, index, table, config) -> _Sizes:
     kind, page_size, block_size = call.kind, call.page_size, call.block_size
     (_, num_queries, num_heads, _), kv_heads, page_rows = q.shape, index.shape[1], index.shape[2] * index.shape[3]
     query_rows = num_heads // kv_heads if kind == "bounds" else 1
@@ -105,7 +105,7 @@ def _sizes(call: Call, q, index, table, config) -> _Sizes:
 
 def unsupported(call: Call, q, index, table, lengths, *, config=None) -> str | None:
     """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
-    sizes = _sizes(call, q, index, table, config)
+    sizes = sizes_of(call, q, index, table, config)
     arrays = dispatch.signature(q=q, index=index, table=table)
     if not {q.dtype.name, index.dtype.name} <= {"float32", "bfloat16"}:
         return f"TPUs compute in bfloat16 and float32 only; got {arrays}"
@@ -114,13 +114,13 @@ def unsupported(call: Call, q, index, table, lengths, *, config=None) -> str | N
     scalars = 4 * q.shape[0] * (sizes.width + 1)
     if scalars > SMEM_BYTES:
         return f"the page table takes {scalars} bytes of scalar memory, at most {SMEM_BYTES} are there; {arrays}"
-    vectors = _vmem_bytes(sizes, q, index)
+    vectors = vmem_bytes(sizes, q, index)
     if vectors > VMEM_BYTES:
         return f"scores and buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; {arrays}"
     return None
 
 
-def _vmem_bytes(sizes: _Sizes, q, index) -> int:
+def vmem_bytes(sizes: _Sizes, q, index) -> int:
     """The scores; both slots, a row pair padded to a tile; q and the list, double-buffered; a head's rows in float32 and their products."""
     head_dim, heads, wide = q.shape[3], padded(sizes.kv_heads, SUBLANES), 4
     scores = wide * sizes.tiles * heads * padded(sizes.tile_rows, LANES)
@@ -140,34 +140,22 @@ def select_blocks(call: Call, q, index, table, lengths, *, config: Config | None
     reason = unsupported(call, q, index, table, lengths, config=config)
     if reason is not None:
         raise NotImplementedError(f"implementation 'mosaic_tpu' of select_blocks: {reason}")
-    return _select(q, index, table, lengths, sizes=_sizes(call, q, index, table, config), interpret=interpret)
+    return _select(q, index, table, lengths, sizes=sizes_of(call, q, index, table, config), interpret=interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "interpret"))
 def _select(q, index, table, lengths, *, sizes: _Sizes, interpret):
-    batch, num_queries, _, head_dim = q.shape
-    kv_heads = sizes.kv_heads
-    rows = q.reshape(batch * num_queries, kv_heads, -1, head_dim)
-    if sizes.kind == "mean":
-        rows = rows.mean(axis=2, keepdims=True, dtype=jnp.float32)
-    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, sizes.rows - rows.shape[2]), (0, 0)))
-    if sizes.kind == "bounds":
-        rows = jnp.concatenate([jnp.maximum(rows, 0), jnp.minimum(rows, 0)], axis=2)
-    # without axes of size 1, which the layout that Mosaic asks for would pad: XLA would copy the whole index
-    index = index.reshape(*index.shape[:2], *(n for n in index.shape[2:4] if n > 1), head_dim)
+    (batch, num_queries), kv_heads = q.shape[:2], sizes.kv_heads
+    rows, index = prepared(sizes, q, index)
     listed = padded(sizes.listed, LANES)
     ids = pl.pallas_call(
-        functools.partial(_kernel, sizes),
+        functools.partial(list_blocks, sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(batch * num_queries,),
             in_specs=[pl.BlockSpec((1, *rows.shape[1:]), lambda row, *_: (row, 0, 0, 0)), pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=pl.BlockSpec((1, kv_heads, listed), lambda row, *_: (row, 0, 0)),
-            scratch_shapes=[
-                pltpu.VMEM((2, sizes.tile_pages, *index.shape[1:]), index.dtype),
-                pltpu.VMEM((sizes.tiles, kv_heads, sizes.tile_rows), jnp.int32),
-                pltpu.SemaphoreType.DMA((2,)),
-            ],
+            scratch_shapes=scratch(sizes, index),
         ),
         out_shape=jax.ShapeDtypeStruct((batch * num_queries, kv_heads, listed), jnp.int32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
@@ -177,7 +165,29 @@ def _select(q, index, table, lengths, *, sizes: _Sizes, interpret):
     return ids[..., : sizes.listed].reshape(batch, num_queries, kv_heads, -1)
 
 
-def _kernel(sizes: _Sizes, table, lengths, q, index, out, slots, keys, arrived):
+def prepared(sizes: _Sizes, q, index):
+    """Queries as the rows that score, `[B*T, K, rows, D]`, and the index as it is copied."""
+    head_dim = q.shape[3]
+    rows = q.reshape(-1, sizes.kv_heads, q.shape[2] // sizes.kv_heads, head_dim)
+    if sizes.kind == "mean":
+        rows = rows.mean(axis=2, keepdims=True, dtype=jnp.float32)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, sizes.rows - rows.shape[2]), (0, 0)))
+    if sizes.kind == "bounds":
+        rows = jnp.concatenate([jnp.maximum(rows, 0), jnp.minimum(rows, 0)], axis=2)
+    # without axes of size 1, which the layout that Mosaic asks for would pad: XLA would copy the whole index
+    return rows, index.reshape(*index.shape[:2], *(n for n in index.shape[2:4] if n > 1), head_dim)
+
+
+def scratch(sizes: _Sizes, index) -> list:
+    """What `list_blocks` needs beside its operands."""
+    return [
+        pltpu.VMEM((2, sizes.tile_pages, *index.shape[1:]), index.dtype),
+        pltpu.VMEM((sizes.tiles, sizes.kv_heads, sizes.tile_rows), jnp.int32),
+        pltpu.SemaphoreType.DMA((2,)),
+    ]
+
+
+def list_blocks(sizes: _Sizes, table, lengths, q, index, out, slots, keys, arrived):
     """One query. Scratch: slots of index pages, the scores as ordered integers `[tiles, K, tile_rows]`, a semaphore per slot."""
     sequence, query = div(pl.program_id(0), sizes.num_queries), rem(pl.program_id(0), sizes.num_queries)
     length = jnp.maximum(lengths[sequence] - (sizes.num_queries - 1) + query, 0)  # tokens up to the query's own

@@ -54,7 +54,8 @@ def selected_attention(
     The same as `blocks = select_blocks(q, index, table, lengths, kind=kind, k=budget, ...)` and
     `gather_attention(q, pages, frames, lengths, blocks=blocks, ...)`, up to the order of additions; arguments as there. It saves a launch,
     and a write and a read of the list. table: logical page -> page id, by which the index is found. frames: logical page -> frame, where
-    keys and values are; None: the frame of a page is its id.
+    keys and values are; None: the frame of a page is its id. config: the implementation's own; "mosaic_tpu" takes
+    `pallas_kernels.selected_attention.mosaic_tpu.Config`.
 
     Returns out, lse as `gather_attention` does, and the lists. Query t of T lists and sees what it would as the only one of a step at its
     position; bits are the same for equal B and T.

@@ -96,6 +96,19 @@ class Walk(NamedTuple):
     seen: Callable
 
 
+class Aside(NamedTuple):
+    """What a kernel makes of the logits beside attention. widths: of its results, one row each to a row of queries. empty: () -> state.
+    fold: (step, logits `[rows, S]`, positions of queries `[rows, 1]`, state) -> state. results: state -> arrays `[rows, width]`."""
+
+    widths: tuple[tuple[int, str], ...]
+    empty: Callable
+    fold: Callable
+    results: Callable
+
+
+NOTHING = Aside((), tuple, lambda step, logits, query_pos, state: state, lambda state: ())
+
+
 def shape_of(
     q, pages, table, *, group: int, piece: int, config: Config, sm_scale: float, stride: int = 1, tokens: int | None = None
 ) -> Shape:
@@ -157,10 +170,12 @@ def launch(
     starts: jax.Array,
     lengths: jax.Array,
     lists: jax.Array | None = None,
+    aside: Aside = NOTHING,
     *,
     interpret,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of q `[B, T, H, D]`, T rows `s.stride` positions apart from `starts` on: out and lse as `flash_attention` returns them.
+) -> tuple[jax.Array, ...]:
+    """Attention of q `[B, T, H, D]`, T rows `s.stride` positions apart from `starts` on: out and lse as `flash_attention` returns them,
+    then the results of `aside`, `[B, T, H, width]`.
 
     walk_of: (tile, reference to its list) -> Walk. lists: int32 `[B, units, tiles, W]`, what a grid cell finds in scalar memory.
     """
@@ -168,41 +183,49 @@ def launch(
     num_rows = q.shape[1]
     q = jnp.pad(q, ((0, 0), (0, s.tiles * s.tokens - num_rows), (0, 0), (0, 0)))
     q = q.reshape(batch, -1, s.units, s.group, head_dim).swapaxes(1, 2).reshape(batch, s.units, -1, head_dim)
-    of_queries = pl.BlockSpec((1, 1, s.rows, head_dim), lambda row, unit, tile, *_: (row, unit, tile, 0))
+
+    def of_rows(width):
+        return pl.BlockSpec((1, 1, s.rows, width), lambda row, unit, tile, *_: (row, unit, tile, 0))
+
     in_hbm, listed = pl.BlockSpec(memory_space=pl.ANY), []
     if lists is not None:
         number = lambda row, unit, tile, *_: ((row * s.units + unit) * s.tiles + tile, 0, 0)  # noqa: E731
         listed = [pl.BlockSpec((1, 1, lists.shape[3]), number, memory_space=pltpu.SMEM)]
     slots = pltpu.VMEM((2, s.pieces, s.piece, head_dim), pages.k.dtype)
-    out, lse = pl.pallas_call(
-        functools.partial(_kernel, s, walk_of, lists is not None),
+    out, lse, *more = pl.pallas_call(
+        functools.partial(_kernel, s, walk_of, aside, lists is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(batch, s.units, s.tiles),
-            in_specs=[of_queries, *listed, in_hbm, in_hbm],
-            out_specs=[of_queries, pl.BlockSpec((1, 1, 1, 1, s.rows), lambda row, unit, tile, *_: (row, unit, tile, 0, 0))],
+            in_specs=[of_rows(head_dim), *listed, in_hbm, in_hbm],
+            out_specs=[
+                of_rows(head_dim),
+                pl.BlockSpec((1, 1, 1, 1, s.rows), lambda row, unit, tile, *_: (row, unit, tile, 0, 0)),
+                *(of_rows(width) for width, _ in aside.widths),
+            ],
             scratch_shapes=[slots, slots, pltpu.SemaphoreType.DMA((2,))],
         ),
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             # rows along the lanes: one number to a row of 128 lanes would be 128 times the memory
             jax.ShapeDtypeStruct((batch, s.units, s.tiles, 1, s.rows), jnp.float32),
+            *(jax.ShapeDtypeStruct((*q.shape[:3], width), dtype) for width, dtype in aside.widths),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel")),
         interpret=interpret,
         name=name,
     )(table.reshape(-1), starts, lengths, q, *([] if lists is None else [lists.reshape(-1, 1, lists.shape[3])]), pages.k, pages.v)
 
-    def heads_last(x):
-        x = x.reshape(batch, s.units, -1, s.group, *x.shape[4:]).swapaxes(1, 2)
-        return x.reshape(batch, -1, num_heads, *x.shape[4:])[:, :num_rows]
+    def heads_last(x, width):
+        x = x.reshape(batch, s.units, -1, s.group, width).swapaxes(1, 2)
+        return x.reshape(batch, -1, num_heads, width)[:, :num_rows]
 
-    return heads_last(out.reshape(batch, s.units, -1, s.group, head_dim)), heads_last(lse.reshape(batch, s.units, -1, s.group))
+    return heads_last(out, head_dim), heads_last(lse, 1)[..., 0], *(heads_last(x, x.shape[3]) for x in more)
 
 
-def _kernel(s: Shape, walk_of, has_list: bool, table, starts, lengths, q, *rest):
+def _kernel(s: Shape, walk_of, aside: Aside, has_list: bool, table, starts, lengths, q, *rest):
     """One tile of queries. Scratch: slots of K and V, and a semaphore per slot."""
-    listed, (k, v, out, lse, k_slots, v_slots, arrived) = (rest[0] if has_list else None), rest[has_list:]
+    listed, (k, v, out, lse, *more, k_slots, v_slots, arrived) = (rest[0] if has_list else None), rest[has_list:]
     row, unit, tile = (pl.program_id(axis) for axis in range(3))
     length, position = lengths[row], starts[row] + tile * (s.tokens * s.stride)
     end = jnp.minimum(jnp.minimum(position + ((s.tokens - 1) * s.stride + 1), length), s.width * s.page_size)
@@ -218,7 +241,8 @@ def _kernel(s: Shape, walk_of, has_list: bool, table, starts, lengths, q, *rest)
     query = jax.lax.broadcasted_iota(jnp.int32, (s.rows, 1), 0)
     query_pos = position + s.stride * (query if s.group == 1 else div(query, s.group))
 
-    def step(i, partial):
+    def step(i, carry):
+        partial, state = carry
         slot = rem(i, 2)
 
         @pl.when(i + 1 < walk.steps)
@@ -232,12 +256,14 @@ def _kernel(s: Shape, walk_of, has_list: bool, table, starts, lengths, q, *rest)
         dtype = jnp.promote_types(q.dtype, keys.dtype)
         logits = product(q[0, 0].astype(dtype), keys.astype(dtype), contract=1) * s.sm_scale
         logits = jnp.where(walk.seen(i, pos, query_pos), logits, -jnp.inf)
-        return fold(partial, logits, values, s.terms)
+        return fold(partial, logits, values, s.terms), aside.fold(i, logits, query_pos, state)
 
-    top, total, weighted = jax.lax.fori_loop(0, walk.steps, step, empty(s.rows, q.shape[-1]))
+    (top, total, weighted), state = jax.lax.fori_loop(0, walk.steps, step, (empty(s.rows, q.shape[-1]), aside.empty()))
     total = jnp.where(top == -jnp.inf, 1.0, total)
     out[0, 0] = (weighted / total).astype(out.dtype)
     lse[0, 0, 0] = _along_lanes(top + jnp.log(total))
+    for ref, result in zip(more, aside.results(state), strict=True):
+        ref[0, 0] = result
 
 
 @dataclasses.dataclass

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from paging import gather_attention
 
 from pallas_kernels.gather_attention import mosaic_tpu
+from pallas_kernels.tpu import query_tiles
 
 pytestmark = pytest.mark.usefixtures("no_races")
 KERNEL = paging.implementation("gather_attention", "mosaic_tpu")
@@ -155,25 +156,25 @@ def test_mutant_fails(tools, check, mutant):
 
 def _positions_only(copies):
     """`clean` that leaves what was never written in the slot: copies go on to the end of the block."""
-    forever = mosaic_tpu._Copies(**{**vars(copies), "length": jnp.int32(2**30)})
+    forever = mosaic_tpu.Copies(**{**vars(copies), "length": jnp.int32(2**30)})
     return CLEAN(forever)
 
 
-def _top_not_rescaled(partial, logits, values):
-    top, total, weighted = FOLD(partial, logits, values)
+def _top_not_rescaled(partial, logits, values, terms):
+    top, total, weighted = FOLD(partial, logits, values, terms)
     kept = jnp.exp(partial[0] - jnp.where(top == -jnp.inf, 0.0, top))
     return top, total, weighted + partial[2] * (1 - kept)
 
 
-def _short_weights(weights, values):
-    return mosaic_tpu._product(weights.astype(values.dtype), values, contract=0)
+def _short_weights(weights, values, terms):
+    return query_tiles.product(weights.astype(values.dtype), values, contract=0)
 
 
-CLEAN, FOLD = mosaic_tpu._Copies.clean, mosaic_tpu._fold
+CLEAN, FOLD = mosaic_tpu.Copies.clean, query_tiles.fold
 INSIDE = {
-    "NaN of tokens never written": ("dense", mosaic_tpu._Copies, "clean", _positions_only),
-    "weighted values not rescaled": ("dense", mosaic_tpu, "_fold", _top_not_rescaled),
-    "weights of 8 bits": ("bfloat16 pages, float32 queries", mosaic_tpu, "_weighted_sum", _short_weights),
+    "NaN of tokens never written": ("dense", mosaic_tpu.Copies, "clean", _positions_only),
+    "weighted values not rescaled": ("dense", query_tiles, "fold", _top_not_rescaled),
+    "weights of 8 bits": ("bfloat16 pages, float32 queries", query_tiles, "weighted_sum", _short_weights),
 }
 
 
