@@ -109,7 +109,7 @@ def step(engine, sequences, drafted, policy, rows=None, counts=None):
     return jax.tree.map(np.asarray, engine.decode_and_sample(sequences, np.asarray(drafted, np.int32), rows, policy, counts=counts))
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 40))])
 def test_dropped_drafts_leave_nothing_behind(engine, text, seed):
     """Runs of drafted steps whose drafts are right up to a random place. Two runs whose wrong drafts differ stay equal to the bit; and
     what is accepted is the model's own greedy text."""
@@ -145,6 +145,7 @@ def test_dropped_drafts_leave_nothing_behind(engine, text, seed):
             engine.free(each)
 
 
+@pytest.mark.parametrize("engine", ["full", *(pytest.param(each, marks=pytest.mark.long) for each in FAMILIES[1:])], indirect=True)
 def test_draws_and_penalties_keep_the_drafts_that_steps_of_one_would_draw(engine, text):
     sampling = Sampling(temperature=1.2, seed=5, repetition_penalty=1.3, frequency_penalty=0.5)
     rows = SamplingRows.of([sampling, None])
@@ -211,10 +212,10 @@ def states_of_all(states, count):
 )
 def test_faults_are_seen(model, text, monkeypatch, name, fault, test):
     monkeypatch.setattr(steps, name, fault)
-    jax.clear_caches()
+    steps.decode_and_sample.clear_cache()  # the one program that calls them
     seeds = [(2,), (3,)] if "seed" in inspect.signature(test).parameters else [()]  # of `Heavy`, which has states
     try:
         with pytest.raises(AssertionError):
             any(test(make_engine(model), text, *seed) for seed in seeds)
     finally:
-        jax.clear_caches()
+        steps.decode_and_sample.clear_cache()

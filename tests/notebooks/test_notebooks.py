@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom and says what its text says."""
 
+import ast
 import json
 import os
 import time
@@ -16,12 +17,16 @@ CPU_SECONDS = 60
 """Of processor time on one core, for one notebook; what else the machine does is not counted."""
 
 
+def code(path):
+    """The source of each code cell."""
+    return ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
 def run(path):
     """The names that a notebook's code cells leave behind. Cells are plain Python, so no kernel is needed."""
-    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     names = {}
-    for number, cell in enumerate(cells):
-        exec(compile("".join(cell["source"]), f"{path.name} cell {number}", "exec"), names)
+    for number, cell in enumerate(code(path)):
+        exec(compile(cell, f"{path.name} cell {number}", "exec"), names)
     return names
 
 
@@ -29,9 +34,17 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-LONG = ("a_policy_of_your_own", "choosing_a_budget", "first_steps", "the_bill")
-"""What these do is tested without them too: tests/kvjax/test_own_policies.py, test_learning.py,
-test_fidelity_*.py, test_generation.py, test_bill.py and test_bill_auto.py."""
+LONG = ("a_policy_of_your_own", "choosing_a_budget", "first_steps", "prefill_masks", "the_bill")
+"""What these do is tested without them too: tests/kvjax/test_own_policies.py, test_learning.py, test_fidelity_*.py, test_generation.py,
+test_prefill_policies.py, test_prefill_measures.py, test_bill.py and test_bill_auto.py."""
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_it_imports_is_there(path):
+    """Of every notebook, those that only `make long` runs too."""
+    imports = [line for line in ast.parse("\n".join(code(path))).body if isinstance(line, ast.Import | ast.ImportFrom)]
+    assert imports
+    exec(compile(ast.Module(imports, []), path.name, "exec"), {})
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem in LONG)) for path in NOTEBOOKS])
