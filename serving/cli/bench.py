@@ -44,7 +44,7 @@ def decode_command(
         str,
         typer.Option(help="Tokens per sequence and step: 1; or 4, 8 or 16, of which all but one are drafts. Separate several by commas."),
     ] = "1",
-    dtype: Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: scheduling.BenchDtypeOption = "bfloat16",
     layers: Annotated[
         int | None,
         typer.Option(help="Run only so many layers, for small machines. [default: all of the shape]", show_default=False, **whole()),

@@ -17,6 +17,7 @@ ShapeOption = Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, 
 LayersOption = Annotated[
     int | None, typer.Option(help="Run only so many layers, for a quick look. [default: all of the shape]", show_default=False, **whole())
 ]
+BenchDtypeOption = Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")]
 BenchChunkOption = Annotated[int, typer.Option(help="Tokens prefilled at a time, a multiple of 128.", **token_count())]
 
 
@@ -52,7 +53,7 @@ def throughput_command(
     answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole(2))] = 129,
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
     chunk: BenchChunkOption = 512,
-    dtype: Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
@@ -77,7 +78,7 @@ def gaps_command(
     history: Annotated[int, typer.Option(help="Tokens of each of them.", **token_count())] = 2**13,
     chunk: BenchChunkOption = 2048,
     seconds: Annotated[float, typer.Option(help="Time after which each of the two parts ends, finished or not.", **number(above=0))] = 60,
-    dtype: Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
@@ -103,7 +104,7 @@ def cold_command(
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
     policy: Annotated[str, typer.Option(help="Decode policy of the two tokens after the prompt.")] = "top:32",
     chunk: BenchChunkOption = 8192,
-    dtype: Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
@@ -122,7 +123,7 @@ def programs_command(
     policies: Annotated[str, typer.Option(help="Decode policies; each has every length, greedy and sampled.")] = "dense,top:8",
     prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
     chunk: BenchChunkOption = 512,
-    dtype: Annotated[str, typer.Option(help="Type of weights and cache: bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
