@@ -15,7 +15,6 @@ import collections
 import dataclasses
 import itertools
 import numbers
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +25,7 @@ from jaxtyping import Array, Int
 from kvjax.cache import OutOfPages
 from kvjax.checks import whole_number
 from kvjax.engine import Engine
+from kvjax.gap import Gap
 from kvjax.plans import Chunk, StepPlan, StepResult
 from kvjax.policies.decode import DecodePolicy
 from kvjax.prompts import encode
@@ -55,41 +55,6 @@ class Handle:
     def __repr__(self) -> str:
         state = "waiting" if self.completion is None else self.completion.finish_reason
         return f"Handle({self.request!r}, {'running' if state == 'waiting' and self._samples else state})"
-
-
-class Gap:
-    """How many slices of layers fit between two decode steps, from measured times of both. seconds: the bound of the gap."""
-
-    SHARE = 0.85
-    """The share of the bound that is planned for."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._step: float | None = None
-        self._slice: float | None = None
-        self._last: float | None = None
-
-    def slices(self) -> int:
-        """Slices to run after the next step; at least 1."""
-        if self._slice is None:
-            return 1
-        return max(1, int((self.SHARE * self.seconds - (self._step or 0)) / self._slice))
-
-    def steps_read(self, slices: int) -> None:
-        """A step was read. slices: how many slices ran between it and the step before."""
-        now = time.monotonic()
-        if self._last is not None:
-            gap = now - self._last
-            if not slices:
-                self._step = gap if self._step is None else 0.7 * self._step + 0.3 * gap
-            else:
-                each = max(gap - (self._step or 0), 0.1 * gap) / slices
-                self._slice = each if self._slice is None else max(each, 0.7 * self._slice + 0.3 * each)
-        self._last = now
-
-    def idle(self) -> None:
-        """Nothing is being decoded, so no request waits for a token."""
-        self._last = None
 
 
 class Scheduler:

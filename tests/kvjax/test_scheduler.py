@@ -10,7 +10,6 @@ from scheduling import PAGES, alone, asked, assert_nothing_is_left, finish, make
 from kvjax import Engine, OutOfPages, Sampling, Scheduler
 from kvjax import scheduler as module
 from kvjax.samples import Batch, Sample, read
-from kvjax.scheduler import Gap
 
 pytestmark = pytest.mark.bits
 
@@ -499,39 +498,6 @@ def test_a_wrong_suspension_is_noticed(engine, only, mutant, monkeypatch):
 
 
 # Gaps
-
-
-class Clock:
-    """time.monotonic under the test's control."""
-
-    def __init__(self, monkeypatch):
-        self.now = 0.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
-
-
-def test_a_gap_learns_how_many_slices_fit(monkeypatch):
-    clock, gap = Clock(monkeypatch), Gap(0.1)
-    assert gap.slices() == 1
-    gap.steps_read(0)
-    for _ in range(4):
-        clock.now += 0.010
-        gap.steps_read(0)
-    clock.now += 0.010 + 0.005
-    gap.steps_read(1)
-    assert gap.slices() == int((0.085 - 0.010) / 0.005)
-    clock.now += 0.010 + 15 * 0.010
-    gap.steps_read(15)
-    assert gap.slices() == int((0.085 - 0.010) / 0.010), "a slower slice counts at once"
-    clock.now += 0.010 + 7 * 0.005
-    gap.steps_read(7)
-    assert gap.slices() == int((0.085 - 0.010) / 0.0085), "a faster one by and by"
-    gap.idle()
-    clock.now += 1000
-    gap.steps_read(3)
-    assert gap.slices() == int((0.085 - 0.010) / 0.0085), "time in which nobody waits does not count"
-    clock.now += 10
-    gap.steps_read(1)
-    assert gap.slices() == 1, "one slice at least"
 
 
 def test_a_bounded_gap_lets_others_decode_while_a_prompt_is_prefilled(engine):
