@@ -10,6 +10,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from kvjax.cache.spec import LatentSpec, PagedSpec, RecurrentSpec
+from kvjax.checks import whole_number
 
 Shapes = dict[str, tuple[int, ...]]
 """Parameters by name, each with its shape."""
@@ -130,6 +131,8 @@ class AttentionLayer:
             raise ValueError(f"RoPE cannot rotate {self.rope.dim} elements of a head of {self.head_dim}")
         if self.window is not None and self.window < 1:
             raise ValueError(f"a window must be a positive number of tokens, or None, got {self.window}")
+        if self.share_with is not None:
+            whole_number("share_with", self.share_with, -(2**31))
 
     def shapes(self, hidden_size: int) -> Shapes:
         """Parameters of the mixer: q, k, v and o are matrices stored [out, in]."""

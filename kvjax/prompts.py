@@ -30,6 +30,8 @@ def encode(tokenizer: Any, prompt: Prompt, template_options: Mapping[str, Any] |
         raise ValueError(f"chat_template_kwargs are for chat messages, and this prompt has none: {prompt!r:.60}")
     if not isinstance(prompt, str):
         try:
+            if not hasattr(prompt, "__getitem__"):
+                raise TypeError(f"{type(prompt).__name__} has no order, or can be read only once")
             if any(isinstance(token, bool | np.bool_) for token in prompt):
                 raise TypeError("True and False are not token ids")
             return [operator.index(token) for token in prompt]

@@ -97,6 +97,9 @@ class Scheduler:
             isinstance(max_gap_ms, numbers.Real) and not isinstance(max_gap_ms, bool) and 0 < max_gap_ms < float("inf")
         ):
             raise ValueError(f"max_gap_ms must be a positive number of milliseconds, or None for no bound, got {max_gap_ms!r}")
+        for name, given in (("on_token", on_token), ("on_prefill", on_prefill)):
+            if given is not None and not callable(given):
+                raise ValueError(f"{name} must be a function, or None, got {given!r:.60}")
         self.engine, self.slots, self.on_token, self.on_prefill = engine, slots, on_token, on_prefill
         self.policy, self._bucket = engine.declared(policy), bucket
         self.preemptions = 0

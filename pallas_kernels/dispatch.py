@@ -77,7 +77,8 @@ def _compute_capability() -> str:
 
 def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
     """Run what a platform without our faster kernels runs: inside the block, ops that are asked to pick take `implementation`, where they
-    have it and it can do the call, or else what runs on every backend ("xla", and what is composed of such ops).
+    have it and it can do the call, or else what runs on every backend ("xla", and what is composed of such ops). It holds for the thread
+    that enters the block, and not for other threads.
 
         with kvjax.dispatch("xla"):  # as on a GPU that has no kernels of ours
             kvjax.generate(model, "Once upon a time")

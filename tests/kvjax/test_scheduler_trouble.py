@@ -97,6 +97,8 @@ def test_ctrl_c_leaves_a_scheduler_that_goes_on(engine, place):
         (asked((1, 500)), "token 500 is outside the vocabulary of 97"),
         (asked(()), "no tokens"),
         (asked(None), "got None"),
+        (asked({1, 2}), "a prompt is text or a list of token ids, got {1, 2}"),
+        (asked(iter([1, 2])), "a prompt is text or a list of token ids, got <list_iterator"),
         (asked("x", policy="no such policy"), "no such policy"),
         (asked("x", policy="mean:2"), "needs the index mean128"),
         (asked("x", policy=7), "7"),
@@ -201,6 +203,9 @@ def test_bad_arguments_say_what_would_be_right(engine, speaker):
         Scheduler(engine, slots=0)
     with pytest.raises(ValueError, match="needs the index mean128"):
         Scheduler(engine, policy="mean:2")
+    for name in ("on_token", "on_prefill"):
+        with pytest.raises(ValueError, match=f"{name} must be a function, or None, got 5"):
+            Scheduler(engine, **{name: 5})
     with pytest.raises(TypeError, match=r"a scheduler runs on an engine, got TinyModel: Scheduler\(Engine\(model\)\)"):
         Scheduler(speaker)
     scheduler = Scheduler(engine)

@@ -394,6 +394,12 @@ def test_models_whose_layers_cannot_share_are_refused(share_with):
         sharing(altered(TINY, num_layers=4, windows=(WINDOW, None) * 2), share_with)
 
 
+@pytest.mark.parametrize("share_with", [True, 0.0, "0"])
+def test_the_number_of_an_owner_is_a_whole_number(share_with):
+    with pytest.raises(ValueError, match=f"share_with must be a whole number, got {share_with!r}"):
+        dataclasses.replace(TINY.layers[0].mixer, share_with=share_with)
+
+
 def test_whose_pages_are_read_is_part_of_the_fingerprint(model):
     """And of no other model's."""
     assert "share_with" not in _text(dataclasses.replace(SMALL, layers=SMALL.layers[:3]))
