@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -57,7 +57,8 @@ def engine_sizes(page_size: int, prefill_chunk: int, batch_buckets: Sequence[int
     page_size, prefill_chunk = whole_number("page_size", page_size, 1), whole_number("prefill_chunk", prefill_chunk, 1)
     if prefill_chunk % page_size:
         raise ValueError(f"prefill_chunk {prefill_chunk} must be a multiple of page_size {page_size}")
-    buckets = tuple(whole_number("each size in batch_buckets", size, 1) for size in batch_buckets)
+    sizes = batch_buckets if isinstance(batch_buckets, Iterable) else ()
+    buckets = tuple(whole_number("each size in batch_buckets", size, 1) for size in sizes)
     if not buckets or sorted(set(buckets)) != list(buckets):
         raise ValueError(f"batch_buckets must be sizes in ascending order, as (1, 2, 4), got {batch_buckets}")
     return page_size, prefill_chunk, buckets

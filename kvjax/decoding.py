@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Int32
 
 from kvjax.cache import Cache
 from kvjax.cache.groups import GroupPages
@@ -17,8 +17,10 @@ from kvjax.checks import token_ids
 from kvjax.declared import DeclaredPolicies
 from kvjax.model import Model
 from kvjax.outcomes import Reads
+from kvjax.plans import DecodeGroup
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy
+from kvjax.sampling import SamplingRows, check_rows
 from kvjax.sequences import CachedSequence
 from kvjax.slots import Slots, in_bucket
 
@@ -30,6 +32,8 @@ def padded_rows(
     sequences: Sequence[CachedSequence], tokens: Sequence[Any], buckets: Sequence[int], vocab_size: int
 ) -> tuple[list[CachedSequence | None], Int[np.ndarray, "B T"]]:
     """Slots and tokens of a step, padded to a batch bucket. tokens: one of every sequence, or a row of them."""
+    if not hasattr(tokens, "__len__"):
+        raise ValueError(f"tokens must be a list with one token of every sequence, or a row of them, got {tokens!r:.60}")
     if len(tokens) != len(sequences):
         raise ValueError(f"{len(tokens)} tokens for {len(sequences)} sequences; a step writes one token of each, or a row of them")
     slots = in_bucket(sequences, buckets)
@@ -39,6 +43,24 @@ def padded_rows(
     padded = np.zeros((len(slots), len(rows[0])), np.int32)
     padded[: len(rows)] = rows
     return slots, padded
+
+
+def _host_tokens(tokens: Any, sequences: Sequence[CachedSequence | None], vocab_size: int) -> Int32[np.ndarray, "B *T"]:
+    """The tokens of a step that are not on the device yet, checked. Rows of empty slots may hold anything where a step has drafts."""
+    if np.ndim(tokens) != 2:
+        return np.array(token_ids(tokens, vocab_size), np.int32)
+    ids = np.asarray(tokens)
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be whole numbers, got {ids.dtype}")
+    wrong = (ids < -1) | (ids >= vocab_size)
+    wrong[:, :1] |= ids[:, :1] < 0
+    for row, column in np.argwhere(wrong):
+        if row < len(sequences) and sequences[row] is not None:
+            raise ValueError(
+                f"token {ids[row, column]} at place {column} of row {row} is outside the vocabulary of {vocab_size}; "
+                "only a drafted token may be -1, where there is none"
+            )
+    return ids.astype(np.int32)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -59,7 +81,27 @@ class DecodeRunner:
         self.model = model
         self._pool, self._groups, self._declared = pool, groups, declared
         self._slots: dict[tuple[int, DecodePolicy], Slots] = {}
+        self._rows: tuple[SamplingRows | None, int] = None, 0  # the latest, and the slots that they are known to fit
         self.last_reads: Reads | None = None
+
+    def checked(self, group: DecodeGroup, buckets: Sequence[int]) -> DecodeGroup:
+        """The group, with its tokens in an array. ValueError unless tokens, sampling and counts fit its slots, which are a batch bucket."""
+        slots, tokens, vocab_size = len(group.sequences), group.tokens, self.model.config.vocab_size
+        if slots not in buckets:
+            raise ValueError(f"{slots} slots are no batch bucket of this engine: {buckets}")
+        if not isinstance(tokens, jax.Array):
+            tokens = _host_tokens(tokens, group.sequences, vocab_size)
+        if tokens.dtype.kind not in "iu":
+            raise ValueError(f"token ids must be whole numbers, got {tokens.dtype}")
+        drafted = tokens.ndim == 2
+        if drafted and tokens.shape[1] not in DRAFTS[1:]:
+            raise ValueError(f"a drafted step writes {', '.join(map(str, DRAFTS[1:]))} tokens of every sequence, got {tokens.shape[1]}")
+        first, rows = tokens[:, 0] if drafted else tokens, group.sampling
+        known = rows is self._rows[0] and slots == self._rows[1] and not rows.penalises
+        if first.shape != (slots,) or not known or group.counts is not None:
+            check_rows(rows, first, group.counts, slots, vocab_size)
+            self._rows = rows, slots
+        return group if tokens is group.tokens else dataclasses.replace(group, tokens=tokens)
 
     def slots(self, policy: DecodePolicy, size: int) -> Slots:
         """The slots of a policy's batches of this size."""

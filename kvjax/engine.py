@@ -23,17 +23,17 @@ from kvjax.cache.transfer import Stored, read_pages, write_pages
 from kvjax.checks import check_model, engine_sizes, token_ids, whole_number
 from kvjax.chunks import ChunkRun, Prefiller
 from kvjax.declared import DeclaredPolicies
-from kvjax.decoding import DRAFTS, DecodeRunner, Launched, padded_rows
+from kvjax.decoding import DecodeRunner, Launched, padded_rows
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect_step, read_of
 from kvjax.memory import MemoryPlan, check_pool, default_pages, memory_plan
 from kvjax.model import Model, fingerprint
 from kvjax.outcomes import Reads
-from kvjax.plans import Chunk, Decoded, StepPlan, StepResult
+from kvjax.plans import Chunk, Decoded, DecodeGroup, StepPlan, StepResult
 from kvjax.policies.choice import Choice, possible_prefills
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
-from kvjax.sampling import Sampled, SamplingRows, check_rows
+from kvjax.sampling import Sampled, SamplingRows
 from kvjax.sequences import CachedSequence, check_usable
 from kvjax.slots import Slots, in_bucket
 from kvjax.steps import decode_and_sample, decode_step, sample_first
@@ -79,14 +79,13 @@ class Engine:
         self.policy, self.policies = self._declared.policy, self._declared.policies
         self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
         plan = self._plan_beside_weights()
-        pages = default_pages(plan, self.config) if pages is None else whole_number("pages", check_pool(plan, pages), 1)
+        pages = default_pages(plan, self.config) if pages is None else check_pool(plan, whole_number("pages", pages, 1, 2**63))
         self._groups = GroupPages(self.spec, plan.pool_pages(pages), self.prefill_chunk)
         self._longest = min(self.config.max_positions, self._groups.longest)
         self._pool = Pool(self.spec.empty(plan.pool_pages(pages), self.indexes))
         self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._runs: dict[CachedSequence, ChunkRun] = {}
         self._runner = DecodeRunner(model, self._pool, self._groups, self._declared)
-        self._rows: SamplingRows | None = None  # known to fit together
         self.sequences: set[CachedSequence] = set()
 
     @property
@@ -227,6 +226,7 @@ class Engine:
         tokens: one of every sequence, or a row of T (4, 8 or 16): then logits are `[n, T, V]`. Each of the T tokens reads what it would
         read alone; the bits are those of a step of T. For forced text or your own sampling; `kvjax.generate` samples inside the step.
         """
+        self._check_live(sequences)
         padded, given = padded_rows(sequences, tokens, self.batch_buckets, self.config.vocab_size)
         launched = self._launch(decode_step, padded, given, policy, num_tokens=given.shape[1])
         self._runner.keep(launched, given.shape[1])
@@ -242,8 +242,8 @@ class Engine:
         The step runs as in `decode`, and attends to the listed blocks once more for the scores. Sequences, states of learning policies,
         `last_reads` and `last_choice` do not change. Waits for the device. Raises as `decode` does.
         """
-        padded, given = padded_rows(sequences, [[token] for token in tokens], self.batch_buckets, self.config.vocab_size)
         self._check_live(sequences)
+        padded, given = padded_rows(sequences, [[token] for token in tokens], self.batch_buckets, self.config.vocab_size)
         kept, pages = (self.last_reads, self.last_choice), [self._counts(sequence) for sequence in sequences]
         try:
             launched = self._launch(inspect_step, padded, given, policy)
@@ -258,13 +258,13 @@ class Engine:
     def step(self, plan: StepPlan) -> StepResult:
         """Run a plan: its decode steps, then slices of its chunks of prefill, each as a separate call. Does not wait for the device.
 
-        Raises what `decode_and_sample` and `extend` raise. Pages for the whole plan are taken first: after OutOfPages nothing has run, and
-        no page was taken. The caller appends decoded tokens to `.tokens` when it knows them.
+        Raises what `decode_and_sample` and `extend` raise. The whole plan is checked, and its pages are taken, first: after ValueError or
+        OutOfPages nothing has run, and no page was taken. The caller appends decoded tokens to `.tokens` when it knows them.
         """
-        if len(plan.decodes) > 1 or plan.chunks:  # one step alone takes its own before it runs
-            self._take_pages(plan)
-        decodes = [self._decode(each.sequences, each.tokens, each.sampling, each.policy, each.counts) for each in plan.decodes]
-        return StepResult(tuple(decodes), tuple([self._advance(chunk) for chunk in plan.chunks]))
+        groups = [self._runner.checked(each, self.batch_buckets) for each in plan.decodes]
+        if len(groups) > 1 or plan.chunks:  # one step alone takes its own before it runs
+            self._take_pages(groups, plan.chunks)
+        return StepResult(tuple([self._decode(each) for each in groups]), tuple([self._advance(chunk) for chunk in plan.chunks]))
 
     @guarded
     def decode_and_sample(
@@ -288,26 +288,15 @@ class Engine:
         row whose logits were not finite. counts: needed where a row has a penalty: the tokens that each row holds
         (`kvjax.sampling.seen_tokens`), int32. DONATES counts; the result has them, with the tokens that stay added.
         """
-        return self._decode(slots, tokens, rows, policy, counts).sampled
+        group = DecodeGroup(slots, tokens, rows, policy, counts)
+        return self._decode(self._runner.checked(group, self.batch_buckets)).sampled
 
-    def _decode(self, slots: Sequence[CachedSequence | None], tokens, rows: SamplingRows, policy, counts) -> Decoded:
-        """`decode_and_sample`, and what the step read."""
-        if len(slots) not in self.batch_buckets:
-            raise ValueError(f"{len(slots)} slots are no batch bucket of this engine: {self.batch_buckets}")
-        if not isinstance(tokens, jax.Array):
-            tokens = np.asarray(tokens) if np.ndim(tokens) == 2 else np.array(self.check_tokens(tokens), np.int32)
-        if tokens.dtype.kind not in "iu":
-            raise ValueError(f"token ids must be whole numbers, got {tokens.dtype}")
-        drafted = tokens.ndim == 2
-        if drafted and tokens.shape[1] not in DRAFTS[1:]:
-            raise ValueError(f"a drafted step writes {', '.join(map(str, DRAFTS[1:]))} tokens of every sequence, got {tokens.shape[1]}")
-        first = tokens[:, 0] if drafted else tokens
-        if first.shape != (len(slots),) or rows is not self._rows or counts is not None:
-            check_rows(rows, first, counts, len(slots), self.config.vocab_size)
-        launched = self._launch(decode_and_sample, slots, tokens, policy, rows, counts, num_tokens=tokens.shape[1] if drafted else 1)
+    def _decode(self, group: DecodeGroup) -> Decoded:
+        """Run a group that the runner has checked."""
+        given, drafted = (group.tokens, group.policy, group.sampling, group.counts), group.tokens.ndim == 2
+        launched = self._launch(decode_and_sample, group.sequences, *given, num_tokens=group.tokens.shape[1] if drafted else 1)
         sampled, packed = launched.results
         self._runner.keep(launched, np.asarray(sampled.accepted) if drafted else 1)
-        self._rows = rows
         return Decoded(sampled, self.last_reads, packed)
 
     @guarded
@@ -372,8 +361,7 @@ class Engine:
         self._check_live([sequence])
         if len(sequence.tokens) != sequence.length:
             raise ValueError(f"{sequence.length} tokens were written, but .tokens holds {len(sequence.tokens)}: append those decoded first")
-        if sequence.tokens:
-            self.check_tokens(sequence.tokens)
+        self.check_tokens(sequence.tokens)
         self._pool.check()
         stored = read_pages(self._pool, self.spec, self._groups.stored(sequence))
         write_sequence(path, self._header, sequence.tokens, stored, self.guard.interrupt_point)
@@ -525,25 +513,35 @@ class Engine:
             self._groups.keep_written(sequence, 0)
             raise
 
-    def _take_pages(self, plan: StepPlan) -> None:
-        """Take pages for everything that a plan writes, and begin its chunks. After OutOfPages none were taken."""
-        self._check_live(plan.sequences(), ready=False)
+    def _take_pages(self, groups: Sequence[DecodeGroup], chunks: Sequence[Chunk]) -> None:
+        """Take pages for everything that a plan writes, and begin its chunks. After an error none were taken, and no chunk was begun."""
+        self._check_live(StepPlan(tuple(groups), tuple(chunks)).sequences(), ready=False)
         with contextlib.ExitStack() as reserved:
-            for group in plan.decodes:
-                count = group.tokens.shape[1] if np.ndim(group.tokens) > 1 else 1
+            for group in groups:
+                count = group.tokens.shape[1] if group.tokens.ndim > 1 else 1
                 slots = self._filled(self.declared(group.policy), group.sequences, count)
                 reserved.enter_context(self._reserved(slots.lacking(count), count))
-            for chunk in plan.chunks:
-                self._start(chunk)
+            for chunk in chunks:
+                reserved.enter_context(self._started(chunk))
 
-    def _start(self, chunk: Chunk) -> None:
-        """Begin a chunk, unless it has begun already."""
+    @contextlib.contextmanager
+    def _started(self, chunk: Chunk) -> Iterator[None]:
+        """Begin a chunk, unless it has begun already. If the block fails, it is as if it had not begun."""
         sequence, tokens = chunk.sequence, self.check_tokens(chunk.tokens)
         if sequence in self._runs:
-            return self._runs[sequence].check_same(tokens)
+            self._runs[sequence].check_same(tokens)
+            yield
+            return
         self._check_live([sequence])
         self.check_length(sequence.length + len(tokens))
+        before = self._counts(sequence)
         self._runs[sequence] = self._begin(sequence, tokens)
+        try:
+            yield
+        except BaseException:
+            del self._runs[sequence]
+            self._groups.keep_written(sequence, sequence.length, before)
+            raise
 
     def _advance(self, chunk: Chunk) -> Float[Array, " V"] | None:
         """Run slices of a chunk. Returns its logits after the last layer, else None."""

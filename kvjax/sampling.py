@@ -202,13 +202,16 @@ class SamplingRows:
 
 def check_rows(rows: SamplingRows, tokens: Array, counts: Array | None, slots: int, vocab_size: int) -> None:
     """ValueError unless the arguments of a step of so many slots fit together."""
+    if not isinstance(rows, SamplingRows):
+        raise ValueError(f"a step takes kvjax.sampling.SamplingRows, got {rows!r:.60}: SamplingRows.of([Sampling(), ...]), one per slot")
     if rows.penalises and counts is None:
         raise ValueError("a row has a penalty, which needs counts of its tokens: pass counts from kvjax.sampling.seen_tokens")
     for name, shape in {"tokens": tokens.shape, **rows.shapes()}.items():
         if shape != (slots,):
             raise ValueError(f"{name} must have one entry for each of {slots} slots, got shape {shape}")
-    if counts is not None and np.shape(counts) != (slots, vocab_size):
-        raise ValueError(f"counts must be of {slots} slots and {vocab_size} token ids, got shape {np.shape(counts)}")
+    if counts is not None and ((shape := np.shape(counts)) != (slots, vocab_size) or jnp.result_type(counts) != jnp.int32):
+        dtype = jnp.result_type(counts)
+        raise ValueError(f"counts must be int32 of {slots} slots and {vocab_size} token ids, got shape {shape} of {dtype}")
 
 
 class NotFinite(FloatingPointError):

@@ -37,11 +37,17 @@ class CachedSequence:
 
 
 def check_usable(sequences: Sequence[CachedSequence], live: Set[CachedSequence], in_chunks: Set[CachedSequence] | None) -> None:
-    """ValueError for sequences that are not among the engine's `live` ones, or appear twice.
+    """ValueError for sequences that are not among the engine's `live` ones, or appear twice, and for what is no list of sequences.
 
     in_chunks: sequences in the middle of a chunk of prefill. ValueError also for these and for suspended ones; None: allow both.
     """
-    given = set(sequences)
+    try:
+        given = set(sequences)
+    except TypeError as error:
+        raise ValueError(
+            f"a list stands where one sequence is needed, or one sequence where a list is needed: got {sequences!r:.60}; "
+            "prefill returns a list"
+        ) from error
     if not live >= given:
         raise ValueError("the sequence was freed, or belongs to another engine; prefill it here")
     if len(given) < len(sequences):

@@ -218,7 +218,8 @@ def decode_and_sample(
     reads of a step, in one array (`kvjax.outcomes.pack`).
     """
     drafted = tokens if tokens.ndim == 2 else tokens[:, None]
-    written = jnp.where(drafted < 0, 0, drafted) if tokens.ndim == 2 else drafted
+    no_draft = (drafted == -1) & (jnp.arange(drafted.shape[1]) > 0)  # other ids outside the vocabulary make the row not finite
+    written = jnp.where(no_draft, 0, drafted) if tokens.ndim == 2 else drafted
     lengths = cache.lengths
     logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, written, active, states, following=following)
     if tokens.ndim == 1:

@@ -44,6 +44,8 @@ def write_sequence(
         raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file to write")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a device or a pipe, which a saved file would replace; name a file to write")
     tensors = {"tokens": jax.numpy.asarray(np.asarray(tokens, np.int32))}
     for number, layer in enumerate(layers):
         tensors |= {f"layers.{number}.{name}": jax.numpy.asarray(x) for name, x in layer.items()}

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import Engine, Request, Sampling, generate, run
+from kvjax import Engine, OutOfPages, Request, Sampling, generate, run
+from kvjax.plans import Chunk, DecodeGroup, StepPlan
 from kvjax.policies.decode import Dense, TopBlocks, Window
 from kvjax.sampling import SamplingRows
 
@@ -291,6 +292,25 @@ def test_a_budget_that_can_never_make_sense_is_refused_at_once(make, match):
         (lambda e, s, rows: e.decode_and_sample([s], jnp.zeros((1, 2), jnp.int32), rows), "a drafted step writes 4, 8, 16 tokens"),
         (lambda e, s, rows: e.decode_and_sample([s, None], [1, 1], rows), "temperature must have one entry for each of 2 slots"),
         (lambda e, s, rows: e.decode_and_sample([s], [1], SamplingRows.of([None] * 3)), "must have one entry for each of 1 slots"),
+        (lambda e, s, rows: e.decode_and_sample([s], [1], Sampling()), r"takes kvjax.sampling.SamplingRows, got Sampling\(\)"),
+        (lambda e, s, rows: e.decode_and_sample([s], [1], rows, counts=np.zeros((1, 97))), "counts must be int32"),
+        (
+            lambda e, s, rows: e.decode_and_sample([s], [[-1, 2, 3, 4]], rows),
+            "token -1 at place 0 of row 0 is outside the vocabulary of 97",
+        ),
+        (lambda e, s, rows: e.decode_and_sample([s], [[2**32 + 1, 2, 3, 4]], rows), "token 4294967297 at place 0 of row 0 is outside"),
+        (lambda e, s, rows: e.decode_and_sample([s], [[1, -2, 3, 4]], rows), "only a drafted token may be -1"),
+        (lambda e, s, rows: e.decode_and_sample([None, s], [[99] * 4, [1, 2, 3, 97]], rows), "token 97 at place 3 of row 1 is outside"),
+        (lambda e, s, rows: e.decode_and_sample([s], [[1.0, 2, 3, 4]], rows), "token ids must be whole numbers, got float64"),
+        (lambda e, s, rows: e.decode([None, s], [1, 2]), "the sequence was freed, or belongs to another engine"),
+        (lambda e, s, rows: e.decode(s, [1]), "one sequence where a list is needed: got CachedSequence"),
+        (lambda e, s, rows: e.decode([s], 1), "tokens must be a list with one token of every sequence, or a row of them, got 1"),
+        (lambda e, s, rows: e.inspect(s, [1]), "one sequence where a list is needed"),
+        (lambda e, s, rows: e.reserve(s, 1), "one sequence where a list is needed"),
+        (lambda e, s, rows: e.extend([s], [1]), r"a list stands where one sequence is needed.*got \[\[CachedSequence"),
+        (lambda e, s, rows: e.fork([s]), "a list stands where one sequence is needed"),
+        (lambda e, s, rows: e.free([s]), "a list stands where one sequence is needed"),
+        (lambda e, s, rows: e.save(s, "/dev/null"), "/dev/null is a device or a pipe"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_refused_and_change_nothing(engine, text, call, match):
@@ -307,6 +327,50 @@ def test_a_token_on_the_device_outside_the_vocabulary_makes_its_row_not_finite(e
         sampled = engine.decode_and_sample(sequences, jnp.array([token, 5], jnp.int32), SamplingRows.of([None, None]))
         assert sampled.finite.tolist() == [False, True]
         sequences = engine.prefill([text[:37], text[:20]])
+    for drafts in ([-1, 2, 3, 4], [1, 97, 3, 4], [1, -2, 3, 4]):
+        sampled = engine.decode_and_sample(sequences, jnp.array([drafts, [1, -1, -1, -1]], jnp.int32), SamplingRows.of([None, None]))
+        assert sampled.finite.all(axis=1).tolist() == [False, True]
+        for sequence in sequences:
+            engine.free(sequence)
+        sequences = engine.prefill([text[:37], text[:20]])
+
+
+def test_sampling_that_fitted_one_step_is_checked_again_for_another(engine, text):
+    (sequence,) = engine.prefill([text[:37]])
+    rows = SamplingRows.of([Sampling(temperature=1.0)] * 2)
+    engine.decode_and_sample([sequence, None], [1, 1], rows)
+    with pytest.raises(ValueError, match="temperature must have one entry for each of 1 slots"):
+        engine.decode_and_sample([sequence], [1], rows)
+    rows = SamplingRows.of([Sampling(presence_penalty=1.0)])
+    engine.decode_and_sample([sequence], [1], rows, counts=jnp.zeros((1, 97), jnp.int32))
+    with pytest.raises(ValueError, match="pass counts"):
+        engine.decode_and_sample([sequence], [1], rows)
+    assert sequence.length == 39
+
+
+@pytest.mark.parametrize("wrong", [[98], [[1, 2, 3]], [1.5]])
+def test_a_plan_that_is_wrong_in_one_place_does_not_run_at_all(engine, text, wrong):
+    first, second = engine.prefill([text[:37], text[:20]])
+    fresh, other = engine.new_sequence(), engine.new_sequence()
+    rows = SamplingRows.of([None])
+    good, bad = DecodeGroup((first,), [1], rows), DecodeGroup((second,), wrong, rows)
+    before = books(engine)
+    for plan in (
+        StepPlan((good, bad)),
+        StepPlan((bad,), (Chunk(fresh, text[:5]),)),
+        StepPlan((good,), (Chunk(fresh, text[:5]), Chunk(other, [98]))),
+    ):
+        with pytest.raises(ValueError, match="token"):
+            engine.step(plan)
+        assert books(engine) == before
+    large = Chunk(other, text[: PAGE * 2])
+    engine.reserve([second], PAGE * (engine.allocators["full"].free - 1))
+    before = books(engine)
+    with pytest.raises(OutOfPages):
+        engine.step(StepPlan((good,), (Chunk(fresh, text[:5]), large)))
+    assert books(engine) == before
+    engine.step(StepPlan((), (Chunk(fresh, text[:6]),)))  # other tokens: the chunk had not begun
+    assert fresh.length == 6
 
 
 @pytest.mark.parametrize(
@@ -316,11 +380,13 @@ def test_a_token_on_the_device_outside_the_vocabulary_makes_its_row_not_finite(e
         ({"batch_buckets": (True, 2)}, "each size in batch_buckets must be a whole number, got True"),
         ({"batch_buckets": (0, 2)}, "each size in batch_buckets must be at least 1, got 0"),
         ({"batch_buckets": ()}, "ascending order"),
+        ({"batch_buckets": 4}, r"batch_buckets must be sizes in ascending order, as \(1, 2, 4\), got 4"),
         ({"page_size": 16.0}, "page_size must be a whole number"),
         ({"page_size": -16}, "page_size must be at least 1"),
         ({"prefill_chunk": True}, "prefill_chunk must be a whole number"),
         ({"pages": 1.5}, "pages must be a whole number"),
         ({"pages": True}, "pages must be a whole number"),
+        ({"pages": "4"}, "pages must be a whole number, got '4'"),
         ({"pages": -1}, "pages must be at least 1"),
         ({"pages": 10**11}, "a pool of 100,000,000,000 pages takes"),
     ],

@@ -155,6 +155,8 @@ def test_save_leaves_no_partial_file(engine, text, tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match="folder is a folder; name a file to write"):
         engine.save(sequence, tmp_path / "folder")
+    with pytest.raises(ValueError, match="no tokens"):  # restore would refuse it
+        engine.save(engine.new_sequence(), tmp_path / "empty")
     with pytest.raises(ValueError, match="there is no folder"):
         engine.save(sequence, tmp_path / "none" / "sequence")
 
