@@ -454,8 +454,13 @@ class Scheduler:
     def _drop(self, sample: Sample) -> None:
         """Take a sample out of its slot, and free its sequence."""
         self._leave(sample)
-        self.engine.free(sample.sequence)
+        self._free(sample.sequence)
         self._short = False
+
+    def _free(self, sequence: CachedSequence) -> None:
+        """Free a sequence, unless the caller has done so, against the rules: then its request still ends."""
+        if sequence in self.engine.sequences:
+            self.engine.free(sequence)
 
     def _leave(self, sample: Sample) -> None:
         """Take a sample out of its slot."""
@@ -482,11 +487,11 @@ class Scheduler:
             if sample in running:
                 self._drop(sample)
             elif sample in self._waiting:
-                self.engine.free(sample.sequence)
+                self._free(sample.sequence)
             if sample.finish_reason is None:
                 sample.cancel()
         if handle._sequence is not None:
-            self.engine.free(handle._sequence)
+            self._free(handle._sequence)
             handle._sequence = None
         self._waiting = [each for each in self._waiting if each is not handle and getattr(each, "handle", None) is not handle]
         if self._prefilling is handle:

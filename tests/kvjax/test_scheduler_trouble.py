@@ -176,6 +176,18 @@ def test_an_engines_error_ends_those_that_ran_and_is_raised(engine, monkeypatch)
     assert handles[2].completion == alone(engine, handles[2].request)
 
 
+def test_requests_whose_sequences_were_freed_by_someone_else_end(engine):
+    """With the error that the engine raises. Otherwise a caller that waits for completions would wait for ever."""
+    scheduler = Scheduler(engine, slots=3)
+    handles = [scheduler.submit(asked(name, 5)) for name in ("first", "second")]
+    scheduler.step()
+    engine.free(next(iter(engine.sequences)))
+    with pytest.raises(ValueError, match="the sequence was freed"):
+        finish(scheduler)
+    assert scheduler.step() == handles
+    assert all(isinstance(handle.completion.error, ValueError) for handle in handles)
+
+
 def test_an_engines_error_ends_those_whose_only_token_is_on_its_way(engine, monkeypatch):
     scheduler = Scheduler(engine, slots=3)
     handles = [scheduler.submit(asked("first", 5)), scheduler.submit(asked("second", 1))]
