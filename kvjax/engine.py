@@ -408,14 +408,17 @@ class Engine:
         It compiles prefill, and greedy decoding in the batch bucket of `batch`, for every page-table width up to that of `tokens` tokens
         (None: one page). Steps in which a row draws at random are compiled when first used. Raises as `prefill` does.
         """
-        longest = self.pages_for(self.page_size if tokens is None else whole_number("tokens", tokens, 1))
+        positions = self.config.max_positions
+        tokens = min(self.page_size, positions) if tokens is None else whole_number("tokens", tokens, 1)
+        self.check_length(tokens)
+        longest = self.pages_for(tokens)
         sequences = self.prefill([[0]] * whole_number("batch", batch, 1))
         try:
             slots, rows = in_bucket(sequences, self.batch_buckets), SamplingRows.of([None])
             sample_first(sequences[0].logits, rows, np.ones(1, np.int32))
             rows = SamplingRows.of([None] * len(slots))
             for width in table_widths(longest):
-                tokens = min(width, longest) * self.page_size
+                tokens = min(width * self.page_size, longest * self.page_size, positions)
                 self.reserve(sequences[:1], tokens - sequences[0].length)
                 for each in possible_prefills(self.prefill_policy, tokens, self.prefill_chunk):
                     with self._reserved(sequences[:1], 1):

@@ -442,6 +442,15 @@ def test_the_memory_plan_adds_up(model, monkeypatch):
         assert word in str(plan)
 
 
+def test_warmup_of_a_model_whose_positions_end_within_a_page(model_factory):
+    engine = Engine(model_factory(max_positions=60), pages=8, page_size=16, prefill_chunk=32, batch_buckets=(1,))
+    engine.warmup(tokens=60)
+    with pytest.raises(ValueError, match="a sequence of 61 tokens is longer than the model's 60 positions"):
+        engine.warmup(tokens=61)
+    Engine(engine.model, pages=2, page_size=64, prefill_chunk=64, batch_buckets=(1,)).warmup()
+    assert (engine.allocators["full"].free, engine.sequences) == (8, set())
+
+
 def test_warmup_compiles_what_the_first_call_needs(model_factory, text):
     """No step is compiled any more, whatever the lengths up to the one named: tables of 16, 32 and 64 pages."""
     engine = Engine(model_factory(num_layers=1, rope_theta=777.0), "quest:2", pages=80, page_size=PAGE, prefill_chunk=32)
