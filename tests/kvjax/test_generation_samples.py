@@ -73,9 +73,9 @@ def test_rows_do_not_feel_the_penalties_of_others(engine):
 def test_counts_are_kept_only_while_a_row_has_a_penalty(engine, monkeypatch):
     given, real = [], Engine._decode
 
-    def step(engine, slots, tokens, rows, policy, counts):
-        given.append(None if counts is None else counts.shape)
-        return real(engine, slots, tokens, rows, policy, counts)
+    def step(engine, group):
+        given.append(None if group.counts is None else group.counts.shape)
+        return real(engine, group)
 
     monkeypatch.setattr(Engine, "_decode", step)
     requests = [Request("a", Sampling(3, stop_token_ids=())), Request("b", Sampling(3, repetition_penalty=2.0, stop_token_ids=()))]

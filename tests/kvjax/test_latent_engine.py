@@ -93,7 +93,7 @@ def test_dense_policies_read_every_token(latent_model, tokens):
         close(engine.decode([sequence], [tokens[place]])[0], expected[place])
 
 
-@pytest.mark.parametrize("name", ["latent_model", "bf16_latent_model"])
+@pytest.mark.parametrize("name", ["latent_model", pytest.param("bf16_latent_model", marks=pytest.mark.long)])
 @pytest.mark.parametrize("cuts", [(1, 31, 33, 90), (16, 17, 64), tuple(range(3, 100))])
 def test_any_cut_of_a_prompt_gives_the_same_bits(name, cuts, tokens, request):
     engine = Engine(request.getfixturevalue(name), pages=64, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(2,))
@@ -189,7 +189,7 @@ def test_reads_are_counted(engine, tokens):
     assert int(engine.last_reads.keys[0]) == 2 * 32
 
 
-@pytest.mark.parametrize("policy", ["tokens:24", TopTokens(TOPK, hinted=True), "dense"])
+@pytest.mark.parametrize("policy", ["tokens:24", pytest.param(TopTokens(TOPK, hinted=True), marks=pytest.mark.long), "dense"])
 def test_drafts_read_what_they_would_alone_and_dropped_ones_leave_no_trace(engine, tokens, policy):
     """Across a page's border; two runs whose wrong drafts differ stay equal to the bit."""
     alone, one, two = engine.prefill([tokens[:46]] * 3)

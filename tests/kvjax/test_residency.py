@@ -146,7 +146,11 @@ def same(one, other):
     np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("dense", "shared, top")
+"""What these read by frame, the others read too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CASES])
 def test_pages_that_move_between_steps_change_no_bit(name, tokens):
     case = CASES[name]
     groups = tuple(group.name for group in case.spec.groups)

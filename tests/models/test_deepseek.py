@@ -59,7 +59,7 @@ def test_logits_and_greedy_tokens(name, complete):
     np.testing.assert_array_equal(greedy, want["greedy"])
 
 
-@pytest.mark.parametrize("name", [FIRST, "h4-k16-three-layers", "h2-k100-all-tokens"])
+@pytest.mark.parametrize("name", [FIRST, "h4-k16-three-layers", pytest.param("h2-k100-all-tokens", marks=pytest.mark.long)])
 def test_the_engine_gives_the_golden_logits_and_tokens_however_the_prompt_is_cut(name):
     """Any cut gives the same bits; token by token, which decodes, is within the tolerance."""
     model, want = golden_case(name)

@@ -108,7 +108,7 @@ BAD = {
     "unknown implementation": (
         {},
         {"implementation": "cudnn"},
-        "'cudnn' of query_sparse_attention is unknown; there are mosaic_gpu, xla, reference",
+        "'cudnn' of query_sparse_attention is unknown; there are mosaic_gpu, mosaic_tpu, xla, reference",
     ),
 }
 

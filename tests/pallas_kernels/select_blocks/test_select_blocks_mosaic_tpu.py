@@ -60,7 +60,10 @@ def suite(suite_of):
     return suite_of(CASES, **COMMON)
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("bounds", "NaN in the index, a page is missing", "in tiles, pages missing", "bfloat16, 4 drafts, a group of 8")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.long]) for case in CASES])
 def test_matches_reference(suite, case):
     suite.check(SMALL_TILES, case)
 
@@ -108,7 +111,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("bug", INSIDE)
+@pytest.mark.parametrize("bug", tpu_kernels.first_and_long(INSIDE))
 def test_mutant_inside_fails(suite, tools, monkeypatch, bug):
     case, *change = INSIDE[bug]
     forget = (SMALL_TILES.clear_cache, mosaic_tpu._select.clear_cache)

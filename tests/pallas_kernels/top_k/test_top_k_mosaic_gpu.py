@@ -98,7 +98,11 @@ def call(suite, name: str) -> tuple:
     return suite.rows_of(suite.Case(**case)), config, every
 
 
-@pytest.mark.parametrize("name", CALLS)
+LONG = ("2048 of 128K", "half of the capacity", "as many as there is room for", "16 CTAs", "hint: nothing, of more")
+"""Sizes between or beyond those of other cases."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CALLS])
 def test_emulated(suite, check, name):
     check(*call(suite, name))
 
