@@ -77,7 +77,7 @@ def check_ops(dtype: str | None = None) -> Iterator[Check]:
     dtype = dtype or dtype_here()
     if dtype not in LARGEST_ERROR:
         raise ValueError(f"dtype must be one of {', '.join(LARGEST_ERROR)}, got {dtype!r}")
-    inputs = _Inputs(jnp.dtype(dtype))
+    inputs = Inputs(jnp.dtype(dtype))
     for op in dispatch.IMPLEMENTATIONS:
         run = EXAMPLES[op](inputs)
         expected = jax.tree.leaves(run("reference"))
@@ -114,7 +114,7 @@ def _error(out: np.ndarray, ref: np.ndarray) -> float:
     return float((np.linalg.norm(out - ref, axis=-1) / np.maximum(np.linalg.norm(ref, axis=-1), np.finfo(np.float32).tiny)).max())
 
 
-class _Inputs:
+class Inputs:
     """What the examples share: pages of two sequences in random order, and their tables."""
 
     def __init__(self, dtype: jnp.dtype):
@@ -141,21 +141,21 @@ SCALE = HEAD_DIM**-0.5
 WINDOW = (PAGE_SIZE, 2 * PAGE_SIZE)
 
 
-def _append(x: _Inputs) -> Run:
+def _append(x: Inputs) -> Run:
     new = [x.normal(x.batch, 1, KV_HEADS, HEAD_DIM) for _ in range(2)]
     place = x.lengths[:, None] - 1, jnp.ones((x.batch, 1), bool), x.table
     options = {"kinds": (("bounds", "bounds", PAGE_SIZE),)}
     return lambda name: append_tokens(x.pages, {"bounds": x.bounds}, *new, *place, **options, implementation=name)
 
 
-def _mass(x: _Inputs) -> Run:
+def _mass(x: Inputs) -> Run:
     q, chunk = x.queries(CHUNK), (x.pages, x.table, x.starts, x.lengths)
     _, lse = flash_attention(q, *chunk, sm_scale=SCALE, implementation="reference")
     options = {"block_size": PAGE_SIZE, "sm_scale": SCALE}
     return lambda name: block_mass(q, *chunk, lse, jnp.zeros(x.batch, jnp.int32), **options, implementation=name)
 
 
-def _block_sparse(x: _Inputs) -> Run:
+def _block_sparse(x: Inputs) -> Run:
     q, tiles = x.queries(CHUNK), CHUNK // 128
     blocks = np.stack([x.random.permutation(8)[:4] for _ in range(x.batch * tiles * HEADS)])
     options = {"blocks": jnp.array(blocks.reshape(x.batch, tiles, HEADS, 4), jnp.int32), "block_size": PAGE_SIZE, "query_tile": 128}
@@ -163,17 +163,17 @@ def _block_sparse(x: _Inputs) -> Run:
     return lambda name: block_sparse_attention(q, *chunk, **options, window=WINDOW, sm_scale=SCALE, implementation=name)
 
 
-def _flash(x: _Inputs) -> Run:
+def _flash(x: Inputs) -> Run:
     q = x.queries(CHUNK)
     return lambda name: flash_attention(q, x.pages, x.table, x.starts, x.lengths, sm_scale=SCALE, implementation=name)
 
 
-def _gather(x: _Inputs) -> Run:
+def _gather(x: Inputs) -> Run:
     q = x.queries(1)
     return lambda name: gather_attention(q, x.pages, x.table, x.lengths, sm_scale=SCALE, implementation=name)
 
 
-def _delta(x: _Inputs) -> Run:
+def _delta(x: Inputs) -> Run:
     rows, heads, dim = 128, 4, 64
     q, k, v = (x.normal(x.batch, rows, heads, dim) for _ in range(3))
     g, beta = (jnp.asarray(x.random.uniform(*ends, (x.batch, rows, heads)), jnp.float32) for ends in ((-0.2, 0), (0, 1)))
@@ -183,56 +183,56 @@ def _delta(x: _Inputs) -> Run:
     return lambda name: delta_page(q, k, v, g, beta, corrections, start, counts, new, **options, implementation=name)
 
 
-def _indexer(x: _Inputs) -> Run:
+def _indexer(x: Inputs) -> Run:
     q, weights = x.normal(x.batch, 1, 8, HEAD_DIM), x.normal(x.batch, 1, 8, dtype=jnp.float32)
     return lambda name: indexer_scores(q, weights, x.pages.k[:, 0], x.table, x.lengths, implementation=name)
 
 
-def _index(x: _Inputs) -> Run:
+def _index(x: Inputs) -> Run:
     return lambda name: page_index(x.pages.k, kind="mean", block_size=32, implementation=name)
 
 
-def _project(x: _Inputs) -> Run:
+def _project(x: Inputs) -> Run:
     width = HEADS * HEAD_DIM
     tokens, matrices, norm = x.normal(2, width), tuple(x.normal(512, width) for _ in range(2)), x.normal(width)
     return lambda name: project_tokens(tokens, matrices, norm=norm, norm_eps=1e-6, implementation=name)
 
 
-def _query_sparse(x: _Inputs) -> Run:
+def _query_sparse(x: Inputs) -> Run:
     q, chunk = x.queries(CHUNK), (x.pages, x.table, x.starts, x.lengths)
     options = {"gamma": 16, "block_size": 64, "k_blocks": 8, "k_exact": 8, "sm_scale": SCALE}
     # Lists are left out: of many, one may hold two blocks whose scores differ by rounding.
     return lambda name: query_sparse_attention(q, *chunk, **options, implementation=name)[:2]
 
 
-def _select(x: _Inputs) -> Run:
+def _select(x: Inputs) -> Run:
     q, options = x.queries(1), {"kind": "bounds", "page_size": PAGE_SIZE, "block_size": PAGE_SIZE, "k": 4, "sink": 1, "local": 2}
     return lambda name: select_blocks(q, x.bounds, x.table, x.lengths, **options, implementation=name)
 
 
-def _selected(x: _Inputs) -> Run:
+def _selected(x: Inputs) -> Run:
     q, options = x.queries(1), {"kind": "bounds", "block_size": PAGE_SIZE, "budget": 4, "sink": 1, "local": 2, "sm_scale": SCALE}
     return lambda name: selected_attention(q, x.pages, x.bounds, x.table, x.lengths, **options, implementation=name)
 
 
-def _tiles(x: _Inputs) -> Run:
+def _tiles(x: Inputs) -> Run:
     q, chunk = x.queries(CHUNK), (x.bounds, x.table, x.starts, x.lengths)
     options = {"k": 4, "block_size": PAGE_SIZE, "query_tile": 128, "window": WINDOW, "sm_scale": SCALE}
     return lambda name: select_tiles(q, *chunk, **options, implementation=name)
 
 
-def _top(x: _Inputs) -> Run:
+def _top(x: Inputs) -> Run:
     scores = x.normal(2, 65_536, dtype=jnp.float32)
     return lambda name: top_k(scores, 512, implementation=name)
 
 
-def _union(x: _Inputs) -> Run:
+def _union(x: Inputs) -> Run:
     ids = np.stack([x.random.permutation(64)[:8] for _ in range(2 * 16 * 4)]).reshape(2, 16, 4, 8)
     ids, scores = jnp.array(ids, jnp.int32), x.normal(2, 16, 4, 8, dtype=jnp.float32)
     return lambda name: union_blocks(ids, scores, rows=8, k_trim=16, num_blocks=64, implementation=name)
 
 
-EXAMPLES: dict[str, Callable[[_Inputs], Run]] = {
+EXAMPLES: dict[str, Callable[[Inputs], Run]] = {
     "append_tokens": _append,
     "block_mass": _mass,
     "block_sparse_attention": _block_sparse,

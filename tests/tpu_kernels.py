@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.tpu import query_tiles, tile_copies
 
 INTERPRET = pltpu.InterpretParams(detect_races=True)
 RACE = "RACE DETECTED"
@@ -75,3 +79,34 @@ def assert_not_copied(compiled: jax.stages.Compiled, *arrays: jax.ShapeDtypeStru
 def first_and_long(cases: Iterable[str], first: int = 1) -> list:
     """Cases as parameters: `make test` takes the first ones, the rest is `long`."""
     return [pytest.param(case, marks=[pytest.mark.long] if i >= first else []) for i, case in enumerate(cases)]
+
+
+def assert_lowers(function: Callable, arrays: Iterable) -> None:
+    """The call lowers for a TPU, to one kernel. arrays: positional arguments, as shapes."""
+    text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 1
+
+
+def _positions_only(clean):
+    return lambda copies: clean(dataclasses.replace(copies, length=jnp.int32(2**30)))
+
+
+def _not_rescaled(fold):
+    def change(partial, logits, values, terms):
+        top, total, weighted = fold(partial, logits, values, terms)
+        kept = jnp.exp(partial[0] - jnp.where(top == -jnp.inf, 0.0, top))
+        return top, total, weighted + partial[2] * (1 - kept)
+
+    return change
+
+
+def _short_weights(weighted_sum):
+    return lambda weights, values, terms: query_tiles.product(weights.astype("bfloat16"), values, contract=0)
+
+
+IN_TILES = {
+    "NaN of tokens never written": (tile_copies.TileCopies, "clean", _positions_only),
+    "weighted values not rescaled": (query_tiles, "fold", _not_rescaled),
+    "weights of 8 bits": (query_tiles, "weighted_sum", _short_weights),
+}
+"""Mutants of kernels that fold tiles of keys: whose attribute, its name, and what makes the mutant of it."""

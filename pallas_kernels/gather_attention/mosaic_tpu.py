@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,7 @@ from pallas_kernels.gather_attention.api import Call
 from pallas_kernels.pages import unlike, visible
 from pallas_kernels.tpu import query_tiles
 from pallas_kernels.tpu.memory import LANES, QUERY_TILE, SMEM_BYTES, SUBLANES, VMEM_BYTES, padded
-
-_NOWHERE = -(2**30)  # a position before every sequence: plus any offset in a tile it stays negative
+from pallas_kernels.tpu.tile_copies import TileCopies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +212,7 @@ def _kernel(sizes: _Sizes, table, lengths, ids, q, k, v, out, lse, *rest):
     def listed(head, place):
         return ids[(row * sizes.kv_heads + head) * sizes.list_tiles * sizes.per_tile + place]
 
-    copies = functools.partial(Copies, sizes, table, lengths[row], listed, row, k=(k, k_slots), v=(v, v_slots), arrived=arrived)
+    copies = functools.partial(copies_of, sizes, table, lengths[row], listed, row, k=(k, k_slots), v=(v, v_slots), arrived=arrived)
     out[0, 0], lse[0, 0] = attend_head(sizes, copies, head, q[0, 0], lengths[row], first_slot, *block_lse)
 
 
@@ -222,7 +220,7 @@ def attend_head(sizes: _Sizes, copies, head, q, length, first_slot, block_lse=No
     """Attention of one KV head's rows over its list: out in q's dtype and LSE `[rows, 1]`. Heads of a sequence come in order, from 0 on:
     each starts the first copies of the next.
 
-    copies: (head, tile, slot) -> `Copies`. first_slot: in scalar memory, which slot the first tile of this head is in.
+    copies: (head, tile, slot) -> `TileCopies`. first_slot: in scalar memory, which slot the first tile of this head is in.
     """
     tiles = sizes.list_tiles
     if sizes.dense:
@@ -259,79 +257,20 @@ def attend_head(sizes: _Sizes, copies, head, q, length, first_slot, block_lse=No
     return (weighted / total).astype(q.dtype), top + jnp.log(total)
 
 
-@dataclasses.dataclass
-class Copies:
-    """The copies that fill one slot with one tile of one KV head's list: an entry that cannot be read is not copied. listed: (head, place)
-    -> block."""
+def copies_of(sizes: _Sizes, table, length, listed, row, *, head, tile, slot, k, v, arrived) -> TileCopies:
+    """The copies of one tile of one KV head's list. listed: (head, place) -> block. k, v: pool and slots."""
 
-    sizes: _Sizes
-    table: jax.Ref
-    length: jax.Array
-    listed: Callable
-    row: jax.Array
-    head: jax.Array
-    tile: jax.Array
-    slot: jax.Array
-    k: tuple[jax.Ref, jax.Ref]
-    v: tuple[jax.Ref, jax.Ref]
-    arrived: jax.Ref
-
-    def entry(self, i):
-        """Of the i-th entry of the tile: whether it can be read, its first position, its page, and where in the page it begins."""
-        sizes, place = self.sizes, self.tile * self.sizes.per_tile + i
-        per_page = sizes.page_size // sizes.block_size
-        if sizes.dense:
-            block = place
-        else:
-            block = self.listed(self.head, place)
+    def piece(i):
+        """The tile's i-th entry."""
+        place, per_page = tile * sizes.per_tile + i, sizes.page_size // sizes.block_size
+        block = place if sizes.dense else listed(head, place)
         inside = (block >= 0) & (block < sizes.width * per_page)
         block = jnp.where(inside, block, 0)
-        page, first = self.table[self.row * sizes.width + div(block, per_page)], block * sizes.block_size
-        there = inside & (page >= 0) & (first < self.length)
+        page, first = table[row * sizes.width + div(block, per_page)], block * sizes.block_size
+        there = inside & (page >= 0) & (first < length)
         return there, first, jnp.maximum(page, 0), pl.multiple_of(rem(block, per_page) * sizes.block_size, sizes.block_size)
 
-    def each(self, do):
-        """Call `do` on both copies of every entry that can be read."""
-
-        def one(i, _):
-            there, _, page, token = self.entry(i)
-
-            @pl.when(there)
-            def _():
-                for pool, slots in (self.k, self.v):
-                    block = pool.at[page, self.head, pl.ds(token, self.sizes.block_size)]
-                    do(pltpu.make_async_copy(block, slots.at[self.slot, i], self.arrived.at[self.slot]))
-
-        jax.lax.fori_loop(0, self.sizes.per_tile, one, None)
-
-    def start(self):
-        self.each(lambda copy: copy.start())
-
-    def wait(self):
-        """Wait for everything that `start` started: a slot has one semaphore, which does not tell its copies apart."""
-        self.each(lambda copy: copy.wait())
-
-    def clean(self):
-        """Put 0 where values were not written: whatever is there, times weight 0, must be 0.
-
-        Returns the position of each key of the tile, `[1, tile_tokens]`, negative where there is none.
-        """
-        size = self.sizes.block_size
-        lane = jax.lax.broadcasted_iota(jnp.int32, (1, self.sizes.tile_tokens), 1)
-        values = self.v[1]
-
-        def one(i, pos):
-            there, first, _, _ = self.entry(i)
-
-            @pl.when(~there | (first + size > self.length))
-            def _():
-                written = jnp.where(there, self.length - first, 0)
-                token = jax.lax.broadcasted_iota(jnp.int32, values.shape[2:], 0)
-                values[self.slot, i] = jnp.where(token < written, values[self.slot, i], 0)
-
-            return jnp.where(lane >= i * size, jnp.where(there, first - i * size, _NOWHERE) + lane, pos)
-
-        return jax.lax.fori_loop(0, self.sizes.per_tile, one, jnp.full(lane.shape, _NOWHERE, jnp.int32))
+    return TileCopies(piece, length, head, slot, k, v, arrived)
 
 
 def _logits(sizes: _Sizes, q, keys, pos, length):

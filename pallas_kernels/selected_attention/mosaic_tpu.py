@@ -147,7 +147,7 @@ def _kernel(chosen, walked, num_tables: int, lengths, *refs):
         return jnp.where(place < walked.entries, found[head, jnp.minimum(place, walked.entries - 1)], -1)  # the last tile may be longer
 
     pools = {"k": (k, k_slots), "v": (v, v_slots)}
-    copies = functools.partial(gather.Copies, walked, tables[-1], length, listed, sequence, **pools, arrived=arrived)
+    copies = functools.partial(gather.copies_of, walked, tables[-1], length, listed, sequence, **pools, arrived=arrived)
 
     def of_head(head, _):
         out[0, head], lse[0, head] = gather.attend_head(walked, copies, head, rows[0, head], length, first_slot)

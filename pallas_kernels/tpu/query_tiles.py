@@ -28,8 +28,7 @@ from jax.lax import div, rem  # on traced values: `//` and `%` mind signs, which
 from pallas_kernels import dispatch
 from pallas_kernels.pages import unlike
 from pallas_kernels.tpu.memory import LANES, QUERY_TILE, SMEM_BYTES, SUBLANES, VMEM_BYTES, padded
-
-_NOWHERE = -(2**30)  # a position before every sequence: plus any offset in a tile it stays negative
+from pallas_kernels.tpu.tile_copies import TileCopies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +231,9 @@ def _kernel(s: Shape, walk_of, aside: Aside, has_list: bool, table, starts, leng
     here = Tile(row, unit, tile, position, jnp.where(position < length, end, 0), length)
     walk = walk_of(here, listed)
     head = div(unit, s.units // s.kv_heads) if s.units > s.kv_heads else unit
-    copies = functools.partial(_Copies, s, here, walk, head, table, (k, k_slots), (v, v_slots), arrived)
+
+    def copies(step, slot):
+        return TileCopies(functools.partial(_piece, s, here, walk, table, step), length, head, slot, (k, k_slots), (v, v_slots), arrived)
 
     @pl.when(walk.steps > 0)
     def _():
@@ -252,6 +253,7 @@ def _kernel(s: Shape, walk_of, aside: Aside, has_list: bool, table, starts, leng
         current = copies(i, slot)
         current.wait()
         pos = current.clean()
+        pos = jnp.where(pos < length, pos, -1)  # padding queries stand past the length
         keys, values = (x[slot].reshape(s.key_tile, -1) for x in (k_slots, v_slots))
         dtype = jnp.promote_types(q.dtype, keys.dtype)
         logits = product(q[0, 0].astype(dtype), keys.astype(dtype), contract=1) * s.sm_scale
@@ -266,72 +268,13 @@ def _kernel(s: Shape, walk_of, aside: Aside, has_list: bool, table, starts, leng
         ref[0, 0] = result
 
 
-@dataclasses.dataclass
-class _Copies:
-    """The copies that fill one slot with one tile of keys: a piece that cannot be read is not copied."""
-
-    shape: Shape
-    tile: Tile
-    walk: Walk
-    head: jax.Array
-    table: jax.Ref
-    k: tuple[jax.Ref, jax.Ref]
-    v: tuple[jax.Ref, jax.Ref]
-    arrived: jax.Ref
-    step: jax.Array
-    slot: jax.Array
-
-    def piece(self, i):
-        """Of the i-th piece of the tile: whether it can be read, its first position, its frame, and where in the page it begins."""
-        s = self.shape
-        first = self.walk.first(self.step, i)
-        inside = (first >= 0) & (first < self.tile.end)
-        first = jnp.where(inside, first, 0)
-        frame = self.table[self.tile.row * s.width + div(first, s.page_size)]
-        return inside & (frame >= 0), first, jnp.maximum(frame, 0), pl.multiple_of(rem(first, s.page_size), s.piece)
-
-    def each(self, do):
-        """Call `do` on both copies of every piece that can be read."""
-
-        def one(i, _):
-            there, _, frame, token = self.piece(i)
-
-            @pl.when(there)
-            def _():
-                for pool, slots in (self.k, self.v):
-                    source = pool.at[frame, self.head, pl.ds(token, self.shape.piece)]
-                    do(pltpu.make_async_copy(source, slots.at[self.slot, i], self.arrived.at[self.slot]))
-
-        jax.lax.fori_loop(0, self.shape.pieces, one, None)
-
-    def start(self):
-        self.each(lambda copy: copy.start())
-
-    def wait(self):
-        """Wait for everything that `start` started: a slot has one semaphore, which does not tell its copies apart."""
-        self.each(lambda copy: copy.wait())
-
-    def clean(self):
-        """Put 0 where values were not written: whatever is there, times weight 0, must be 0.
-
-        Returns the position of each key of the tile, `[1, S]`, negative where there is none.
-        """
-        size, values = self.shape.piece, self.v[1]
-        lane = jax.lax.broadcasted_iota(jnp.int32, (1, self.shape.key_tile), 1)
-
-        def one(i, pos):
-            there, first, _, _ = self.piece(i)
-
-            @pl.when(~there | (first + size > self.tile.length))
-            def _():
-                written = jnp.where(there, self.tile.length - first, 0)
-                token = jax.lax.broadcasted_iota(jnp.int32, values.shape[2:], 0)
-                values[self.slot, i] = jnp.where(token < written, values[self.slot, i], 0)
-
-            pos = jnp.where(lane >= i * size, jnp.where(there, first - i * size, _NOWHERE) + lane, pos)
-            return jnp.where(pos < self.tile.length, pos, _NOWHERE)
-
-        return jax.lax.fori_loop(0, self.shape.pieces, one, jnp.full(lane.shape, _NOWHERE, jnp.int32))
+def _piece(s: Shape, tile: Tile, walk: Walk, table, step, i):
+    """Of the i-th piece of a tile of keys: whether it can be read, its first position, its frame, and where in the page it begins."""
+    first = walk.first(step, i)
+    inside = (first >= 0) & (first < tile.end)
+    first = jnp.where(inside, first, 0)
+    frame = table[tile.row * s.width + div(first, s.page_size)]
+    return inside & (frame >= 0), first, jnp.maximum(frame, 0), pl.multiple_of(rem(first, s.page_size), s.piece)
 
 
 def empty(rows: int, head_dim: int):

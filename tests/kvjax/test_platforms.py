@@ -46,7 +46,7 @@ def lowered(platform: str, op, *arrays, **named) -> str:
 
 @each_platform
 def test_every_op_lowers(as_on, platform):
-    inputs = selftest._Inputs(jnp.dtype("bfloat16"))
+    inputs = selftest.Inputs(jnp.dtype("bfloat16"))
     runs = {op: example(inputs) for op, example in selftest.EXAMPLES.items()}
     as_on(platform)
     for run in runs.values():

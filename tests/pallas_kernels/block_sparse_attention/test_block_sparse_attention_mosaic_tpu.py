@@ -159,8 +159,7 @@ PRODUCTION = {
 @pytest.mark.parametrize("case", PRODUCTION)
 def test_lowers_for_tpu(case):
     shapes, keywords = PRODUCTION[case]
-    text = jax.jit(functools.partial(_kernel, **keywords)).trace(*_shapes(**shapes)).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") == 1
+    tpu_kernels.assert_lowers(functools.partial(_kernel, **keywords), _shapes(**shapes))
 
 
 @pytest.mark.parametrize("chip", tpu_kernels.TOPOLOGIES)

@@ -16,7 +16,6 @@ from flash_mutants import MUTANTS
 
 from pallas_kernels import dispatch
 from pallas_kernels.flash_attention import mosaic_tpu
-from pallas_kernels.tpu import query_tiles
 
 pytestmark = pytest.mark.usefixtures("no_races")
 REFERENCE = functools.partial(paging.flash_attention, implementation="reference")
@@ -115,37 +114,14 @@ def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, functools.partial(MUTANTS[mutant], REFERENCE), CASES)
 
 
-def _not_rescaled(fold):
-    def change(partial, logits, values, terms):
-        top, total, weighted = fold(partial, logits, values, terms)
-        kept = jnp.exp(partial[0] - jnp.where(top == -jnp.inf, 0.0, top))
-        return top, total, weighted + partial[2] * (1 - kept)
-
-    return change
-
-
-def _positions_only(clean):
-    def change(copies):
-        return clean(query_tiles._Copies(**{**vars(copies), "tile": copies.tile._replace(length=jnp.int32(2**30))}))
-
-    return change
-
-
-INSIDE = {
-    "NaN of tokens never written": (END, query_tiles._Copies, "clean", _positions_only),
-    "weighted values not rescaled": (END, query_tiles, "fold", _not_rescaled),
-    "weights of 8 bits": (END, query_tiles, "weighted_sum", lambda _: lambda w, v, _: query_tiles.product(w.astype("bfloat16"), v, 0)),
-}
-
-
-@pytest.mark.parametrize("mutant", tpu_kernels.first_and_long(INSIDE))
+@pytest.mark.parametrize("mutant", tpu_kernels.first_and_long(tpu_kernels.IN_TILES))
 def test_mutant_inside_fails(tools, check, monkeypatch, mutant):
-    case, where, name, change = INSIDE[mutant]
+    where, name, change = tpu_kernels.IN_TILES[mutant]
     forget = (KERNEL.clear_cache, mosaic_tpu._attend.clear_cache)
     for clear in forget:
         clear()
     monkeypatch.setattr(where, name, change(getattr(where, name)))
-    tools.must_fail(check, KERNEL, (case,))
+    tools.must_fail(check, KERNEL, (END,))
     for clear in forget:
         clear()
 
@@ -171,8 +147,7 @@ PRODUCTION = {
 @pytest.mark.parametrize("case", PRODUCTION)
 def test_lowers_for_tpu(case):
     shapes, keywords = PRODUCTION[case]
-    text = jax.jit(functools.partial(_op, **keywords)).trace(*_shapes(**shapes)).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("tpu_custom_call") == 1
+    tpu_kernels.assert_lowers(functools.partial(_op, **keywords), _shapes(**shapes))
 
 
 @pytest.mark.parametrize("chip", tpu_kernels.TOPOLOGIES)

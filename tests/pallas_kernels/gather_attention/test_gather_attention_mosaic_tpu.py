@@ -15,7 +15,6 @@ from jax.experimental.pallas import tpu as pltpu
 from paging import gather_attention
 
 from pallas_kernels.gather_attention import mosaic_tpu
-from pallas_kernels.tpu import query_tiles
 
 pytestmark = pytest.mark.usefixtures("no_races")
 KERNEL = paging.implementation("gather_attention", "mosaic_tpu")
@@ -154,38 +153,22 @@ def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, MUTANTS[mutant], FOR_MUTANTS)
 
 
-def _positions_only(copies):
-    """`clean` that leaves what was never written in the slot: copies go on to the end of the block."""
-    forever = mosaic_tpu.Copies(**{**vars(copies), "length": jnp.int32(2**30)})
-    return CLEAN(forever)
-
-
-def _top_not_rescaled(partial, logits, values, terms):
-    top, total, weighted = FOLD(partial, logits, values, terms)
-    kept = jnp.exp(partial[0] - jnp.where(top == -jnp.inf, 0.0, top))
-    return top, total, weighted + partial[2] * (1 - kept)
-
-
-def _short_weights(weights, values, terms):
-    return query_tiles.product(weights.astype(values.dtype), values, contract=0)
-
-
-CLEAN, FOLD = mosaic_tpu.Copies.clean, query_tiles.fold
 INSIDE = {
-    "NaN of tokens never written": ("dense", mosaic_tpu.Copies, "clean", _positions_only),
-    "weighted values not rescaled": ("dense", query_tiles, "fold", _top_not_rescaled),
-    "weights of 8 bits": ("bfloat16 pages, float32 queries", query_tiles, "weighted_sum", _short_weights),
+    "NaN of tokens never written": "dense",
+    "weighted values not rescaled": "dense",
+    "weights of 8 bits": "bfloat16 pages, float32 queries",
 }
+"""The case that finds each mutant of `tpu_kernels.IN_TILES`."""
 
 
 @pytest.mark.parametrize("mutant", INSIDE)
 def test_mutant_inside_fails(tools, check, monkeypatch, mutant):
-    case, *change = INSIDE[mutant]
+    where, name, change = tpu_kernels.IN_TILES[mutant]
     forget = (SMALL_TILES.clear_cache, mosaic_tpu._attend.clear_cache)
     for clear in forget:
         clear()
-    monkeypatch.setattr(*change)
-    tools.must_fail(check, SMALL_TILES, (case,))
+    monkeypatch.setattr(where, name, change(getattr(where, name)))
+    tools.must_fail(check, SMALL_TILES, (INSIDE[mutant],))
     for clear in forget:
         clear()
 
