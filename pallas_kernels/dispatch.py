@@ -1,8 +1,8 @@
-"""Which implementation of an op runs: chosen here and nowhere else, logged once per shape, and answered when asked.
+"""Chooses which implementation of an op runs; no other module does. Each choice is logged once per shape and can be looked up.
 
-An op lives in the folder `pallas_kernels/<op>/`; each implementation is the module of its name there and defines a function called `<op>`.
-A new implementation is a module beside `xla.py` and its name in `IMPLEMENTATIONS`. A module that cannot do every valid input defines
-`unsupported`, which takes the same arguments and answers None or a sentence that says why not; picking then passes it by.
+An op lives in the folder `pallas_kernels/<op>/`. Each implementation is the module of its name there and defines a function called `<op>`.
+To add an implementation, write a module beside `xla.py` and add its name to `IMPLEMENTATIONS`. A module that cannot do every valid input
+defines `unsupported`. It takes the same arguments and returns None, or a sentence that says why not; picking then skips the module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BACKENDS: dict[str, tuple[str, ...] | None] = {
     "xla": None,
     "reference": None,
 }
-"""Every implementation name there can be, and the JAX backends it runs on (None: all of them)."""
+"""Every name of an implementation, and the JAX backends it runs on (None: all of them)."""
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "append_tokens": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
@@ -43,10 +43,10 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "top_k": ("mosaic_gpu", "xla", "reference"),
     "union_blocks": ("mosaic_gpu", "xla", "reference"),
 }
-"""What each op has, the preferred first. `reference` is a definition to test against: it runs only when named."""
+"""The implementations of each op, the preferred first. `reference` is a definition to test against: it runs only when named."""
 
 FORCED = ("mosaic_gpu", "mosaic_tpu", "xla")
-"""What `forced` takes. The other implementations are no platform's: `composed` goes with each, `reference` is for tests."""
+"""The names that `forced` takes. The others belong to no platform: `composed` goes with each, `reference` is for tests."""
 
 _forced = jax.make_user_context(None)
 """The implementation that `forced` names. JAX keeps programs of different values apart."""
@@ -71,23 +71,23 @@ def absent(name: str, backend: str | None = None) -> str | None:
 
 
 def _compute_capability() -> str:
-    """Of this process's GPUs: which instructions they have."""
+    """The compute capability of this process's GPUs, which says what instructions they have."""
     return getattr(jax.local_devices()[0], "compute_capability", "")
 
 
 def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
-    """Run what a platform without our faster kernels runs: inside the block, ops that are asked to pick take `implementation`, where they
-    have it and it can do the call, or else what runs on every backend ("xla", and what is composed of such ops). It holds for the thread
-    that enters the block, and not for other threads.
+    """Run what a platform without our faster kernels runs. Inside the block, ops that pick an implementation take `implementation` where
+    they have it and it can do the call. Otherwise they take what runs on every backend ("xla", and what is composed of such ops). It holds
+    only for the thread that enters the block.
 
-        with kvjax.dispatch("xla"):  # as on a GPU that has no kernels of ours
+        with kvjax.dispatch("xla"):  # as on a GPU for which we have no kernels
             kvjax.generate(model, "Once upon a time")
 
-    An op that is called with a name takes that name, here as elsewhere. Programs that were compiled outside of the block are not used
-    inside, nor the other way round. Results of different implementations differ in their bits: use an engine either inside or outside,
-    not both.
+    An op that is called with a name takes that name, inside the block too. Programs that were compiled outside of the block are not used
+    inside, nor the other way round. Results of different implementations differ in their bits: use an engine either inside or outside, not
+    both.
 
-    Raises ValueError for a name that is none of `FORCED` and NotImplementedError for one that no op has on this backend.
+    Raises ValueError for a name that is not in `FORCED` and NotImplementedError for one that no op has on this backend.
     """
     if implementation not in FORCED:
         raise ValueError(f"no platform's path is called {implementation!r}; there are {', '.join(FORCED)}")
@@ -100,7 +100,7 @@ def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
 
 
 def candidates(op: str) -> tuple[str, ...]:
-    """What an op that is asked to pick may take here, the preferred first."""
+    """The implementations that an op may pick here, the preferred first."""
     names, wanted = available(op), _forced.value
     if wanted is None:
         return names
@@ -110,11 +110,14 @@ def candidates(op: str) -> tuple[str, ...]:
 def choose(op: str, implementation: str | None, signature: str, operands: tuple = ()) -> str:
     """Name of the implementation to run.
 
-    op: a key of `IMPLEMENTATIONS`. implementation: None picks the preferred one of this backend that supports the call, of those that
-    `forced` leaves; a name is taken or refused, never replaced. signature: shapes and dtypes of the call, for the log and for `chosen`.
-    operands: the arguments of the implementation's function, for `unsupported`.
+    Args:
+        op: a key of `IMPLEMENTATIONS`.
+        implementation: None picks the preferred one of this backend that supports the call, among those that `forced` leaves. A name is
+            taken or refused, never replaced.
+        signature: shapes and dtypes of the call, for the log and for `chosen`.
+        operands: the arguments of the implementation's function, for `unsupported`.
 
-    Raises ValueError for a name that does not exist and NotImplementedError for one that cannot run `op` here, or if none can.
+    Raises ValueError for a name that does not exist, and NotImplementedError for one that cannot run `op` here, or if none can.
     """
     if implementation is not None and implementation not in BACKENDS:
         raise ValueError(
@@ -179,14 +182,14 @@ def load(op: str, name: str) -> Callable[..., Any]:
 
 
 def chosen() -> dict[tuple[str, str], str]:
-    """What ran so far: (op, signature) -> implementation, the latest choice for each signature."""
+    """What has run so far: (op, signature) -> implementation, the latest choice for each signature."""
     return dict(_chosen)
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[dict[str, str]]:
-    """What is chosen inside the block, op -> implementation (the last, where one op is called several times). Choices are made when an
-    op is called or traced, not when a compiled function runs."""
+    """Yields a dict of what is chosen inside the block, op -> implementation (the last one, where an op is called several times). A choice
+    is made when an op is called or traced, not when a compiled function runs."""
     heard: dict[str, str] = {}
     _listening.append(heard)
     try:

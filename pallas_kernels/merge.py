@@ -1,4 +1,4 @@
-"""The one place where partial attentions over disjoint sets of keys are combined."""
+"""Combines partial attentions over disjoint sets of keys. Nothing else does."""
 
 from __future__ import annotations
 

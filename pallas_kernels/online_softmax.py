@@ -1,7 +1,7 @@
 """Softmax-weighted sums over tiles of keys, one tile at a time: the arithmetic that the `xla` attention ops share.
 
-Tiles are folded in the order given. A tile in which a row may read nothing (all its logits -inf) leaves that row's bits as they were,
-so what a row returns does not depend on how many such tiles its neighbours made it walk through.
+Tiles are folded in the order given. A tile in which a row may read nothing (all its logits -inf) leaves that row's bits unchanged. So a
+row's result does not depend on how many such tiles it walks through because of other rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 
 class Partial(NamedTuple):
-    """Attention over the keys folded in so far, all float32: greatest logit, sum of exponentials, weighted values (both relative to it)."""
+    """Attention over the keys folded in so far, all float32: greatest logit, and sum of exponentials and weighted values relative to it."""
 
     top: Float[Array, "*rows"]
     total: Float[Array, "*rows"]
@@ -50,5 +50,5 @@ def finish(partial: Partial) -> tuple[Float[Array, "*rows D"], Float[Array, "*ro
 
 
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
-    """Accelerators multiply float32 with fewer bits unless asked not to; products of shorter types are exact in float32."""
+    """Accelerators multiply float32 with fewer bits by default; products of shorter types are exact in float32."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT

@@ -1,4 +1,4 @@
-"""Pages of keys and values: what every attention op takes, what all of them ask of their arguments, and how plain JAX reads a tile."""
+"""Pages of keys and values, which every attention op takes; the checks that all of these ops share; and how plain JAX reads a tile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import dispatch
 
 CODES = ("float32", "bfloat16", "float16")
-"""What a page can hold, and what ops compute with."""
+"""Dtypes of pages, and of queries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +39,14 @@ class PageFormat:
 class Pages:
     """Keys and values of one layer, in frames: where pages lie on the device. A (frame, head) tile is `[P, D]` and contiguous.
 
-    Where everything fits, the frame of a page is its id. Else pages move, and a table of ids is not a table of frames: an op that reads or
-    writes pages alone takes a table of frames; one that finds rows of an index too, which stay where the page id says, takes both.
+    Where everything fits, the frame of a page is its id. Else pages move, and a table of ids is not a table of frames. An op that reads or
+    writes only pages takes a table of frames. An op that also finds rows of an index, which stay where the page id says, takes both tables.
 
     k: `[N, K, P, D]`. v: `[N, K, P, Dv]`, or None where V is a view of K: its first `value_dim` columns, which are read once (latent pages:
     D = latent + rotated part, K = 1). value_dim: given where v is None, and only there. Pages that no table names may hold anything, NaN
     too.
 
-    A pytree: `k` and `v` are its leaves. `check_pages` says whether they fit together; every op calls it.
+    A pytree: `k` and `v` are its leaves. Every op calls `check_pages`, which checks that they fit together.
     """
 
     k: Float[Array, "N K P D"]
@@ -90,7 +90,7 @@ class Pages:
 
     @property
     def values(self) -> Float[Array, "N K P Dv"]:
-        """V as an array. Where V is a view of K, using this outside tests may copy the pool: see `read`."""
+        """V as an array, for tests. Where V is a view of K, this may copy the pool; `read` does not."""
         return self.k[..., : self.value_dim] if self.v is None else self.v
 
     @property
@@ -143,7 +143,7 @@ def check(q: Array, pages: Pages, table: Array, **of_row: Array) -> None:
 
 
 def check_frames(table: Array, frames: Array | None) -> None:
-    """Raise ValueError unless a table of frames is None or lies beside a table of page ids, entry by entry."""
+    """Raise ValueError unless `frames` is None or has the shape of the table of page ids, in int32."""
     if frames is not None and (frames.shape != table.shape or frames.dtype != jnp.int32):
         arrays = dispatch.signature(table=table, frames=frames)
         raise ValueError(f"frames must be int32 of the page table's shape, or None where the frame of a page is its id; got {arrays}")
@@ -159,10 +159,10 @@ def missing(
     window: tuple[int, int] | None = None,
     num_queries: int = 1,
 ) -> Int[Array, "B"]:
-    """Listed blocks of each row that some query would attend to and whose page has no frame, all lists of the row together.
+    """Count the listed blocks of each row that some query would attend to and whose page has no frame, over all lists of the row.
 
-    Ops read nothing where a table says -1, so that more than 0 of these is an error, for the caller to raise. Blocks that a window leaves
-    out need no frame.
+    Ops read nothing where a table says -1. So any count above 0 is an error, which the caller has to raise. Blocks that a window leaves out
+    need no frame.
 
     Args:
         frames: int32, logical page -> frame, -1 where there is none.
@@ -177,7 +177,7 @@ def missing(
     batch, width = frames.shape
     if blocks is None:
         blocks = jnp.broadcast_to(jnp.arange(width * page_size // block_size, dtype=jnp.int32), (batch, 1, width * page_size // block_size))
-    if blocks.ndim == 4:  # each query's own
+    if blocks.ndim == 4:  # one list per query
         last = first = lengths[:, None] - blocks.shape[1] + jnp.arange(blocks.shape[1], dtype=jnp.int32)
     else:
         first, last = lengths - num_queries, lengths - 1
@@ -207,7 +207,7 @@ def check_window(window: tuple[int, int] | None) -> None:
 
 
 def unlike(pages: Pages) -> str | None:
-    """Why a kernel that reads V as it reads K, from an array of its own, cannot read these pages; None if it can."""
+    """Why a kernel that takes K and V as two arrays of one shape cannot read these pages; None if it can."""
     if pages.v is None:
         return f"it reads V from an array of its own, not from the first {pages.value_dim} columns of K"
     if pages.k.shape != pages.v.shape or pages.k_format != pages.v_format:
@@ -220,7 +220,8 @@ def as_rows(
 ) -> tuple[Float[Array, "R size H D"], Int[Array, "R M"], Int[Array, "R"]]:
     """The T queries of each sequence as T/size rows of `size` queries, which share its page table: queries, tables, lengths.
 
-    A row's length ends with the last of its queries, so each query stands where it stood; 0 where none of them is one of the sequence.
+    A row's length ends with the last of its queries, so each query keeps its position. It is 0 where none of its queries has a position in
+    the sequence.
     """
     batch, num_queries = q.shape[:2]
     if num_queries == size:
@@ -231,7 +232,7 @@ def as_rows(
 
 
 def physical(table: Int[Array, "B M"], logical: Int[Array, "B T"], valid: Bool[Array, "B T"], nowhere: int) -> Int[Array, "B T"]:
-    """What a table (of page ids, or of frames) says of each token's page, or `nowhere` (past them all, so that writes drop) for -1."""
+    """The table's entry (page id or frame) for each token's page, or `nowhere` for -1: an index past the pool, so that writes drop."""
     page = jnp.take_along_axis(table, jnp.clip(logical, 0, table.shape[1] - 1), axis=1)
     there = valid & (logical >= 0) & (logical < table.shape[1]) & (page >= 0)
     return jnp.where(there, page, nowhere)
@@ -246,12 +247,12 @@ def read(
 
 
 def read_tile(pool: Float[Array, "N K P D"], frames: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int) -> Float[Array, "R n*size D"]:
-    """For each row, `size` tokens of each of n frames, from the given token on; where a frame is -1, whatever frame 0 holds.
+    """For each row, `size` tokens of each of n frames, from the given token on. Where a frame is -1, the result is whatever frame 0 holds.
 
     R rows share the K heads evenly, in order: one row per KV head, or one per query head.
 
-    Frame, head and token are separate axes of one gather: no flat offset is formed, which could pass 2^31, and the pool is not
-    reshaped, which can make XLA copy it.
+    Frame, head and token are separate axes of one gather. So no flat offset is formed, which could pass 2^31, and the pool is not reshaped,
+    which can make XLA copy it.
     """
     rows, (_, kv_heads, _, head_dim) = frames.shape[0], pool.shape
 
@@ -264,7 +265,7 @@ def read_tile(pool: Float[Array, "N K P D"], frames: Int[Array, "R n"], tokens: 
 
 
 def visible(pos: Int[Array, "..."], query_pos: Int[Array, "..."], window: tuple[int, int] | None) -> Bool[Array, "..."]:
-    """Whether a query may attend to a key: the key exists (pos >= 0), lies at or before the query, and inside the window."""
+    """Whether a query may attend to a key: the key exists (pos >= 0), lies at or before the query, and lies in the window."""
     seen = (pos >= 0) & (pos <= query_pos)
     if window is not None:
         seen &= (pos < window[0]) | (pos > query_pos - window[1])

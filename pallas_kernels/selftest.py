@@ -33,16 +33,16 @@ from pallas_kernels.top_k import top_k
 from pallas_kernels.union_blocks import union_blocks
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 28, 4, 128, 128
-"""Of the examples: as in a layer of Qwen2.5-7B."""
+"""Sizes of the examples: those of a layer of Qwen2.5-7B."""
 
 LENGTHS = (2432, 1405)
-"""Tokens of the two sequences of an example; the first ends with a page."""
+"""Tokens of the two sequences of an example. The first one fills its last page."""
 
 CHUNK = 256
 """Tokens of a chunk of prefill in an example, the last of each sequence."""
 
 LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 4e-3}
-"""Of a row of a result, ||out - reference|| / ||reference||, by the dtype of the inputs."""
+"""Largest allowed error of a row of a result, ||out - reference|| / ||reference||, by the dtype of the inputs."""
 
 Run = Callable[[str], Any]
 """An op with its example: takes the name of an implementation and returns the op's results."""
@@ -50,10 +50,10 @@ Run = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """How one implementation did. error: the largest of a row, relative; 0 where results are whole numbers, which must be equal.
+    """Result of one implementation. error: the largest relative error of a row; whole numbers must be equal, and then it is 0.
 
-    failed: why it is not right, or what it raised; None where it is right. chosen: whether dispatch picks it for this example. refused: why
-    it does not take the example; None where it does.
+    failed: why the result is wrong, or what was raised; None where it is right. chosen: whether dispatch picks it for this example.
+    refused: why it does not take the example; None where it does.
     """
 
     op: str
@@ -65,12 +65,12 @@ class Check:
 
 
 def dtype_here() -> str:
-    """What the examples compute in: float32 on a CPU, else bfloat16."""
+    """The dtype of the examples: float32 on a CPU, else bfloat16."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def check_ops(dtype: str | None = None) -> Iterator[Check]:
-    """Run every op's example through the implementations that this backend has. Nothing is raised for one that fails.
+    """Run every op's example through the implementations that this backend has. A failing implementation is reported, not raised.
 
     dtype: of the inputs, a key of `LARGEST_ERROR`; None: `dtype_here()`. Memory: about 100 MB.
     """
@@ -101,7 +101,7 @@ def _checked(op: str, name: str, chosen: bool, run: Run, expected: list[Any], mo
 
 
 def _error(out: np.ndarray, ref: np.ndarray) -> float:
-    """The largest relative error of a row. Whole numbers must be equal, and infinities must stand in the same places: else infinite."""
+    """The largest relative error of a row. It is infinite where whole numbers differ, or where infinities stand in different places."""
     if out.shape != ref.shape or out.dtype != ref.dtype:
         return np.inf
     if not jnp.issubdtype(ref.dtype, jnp.floating):
@@ -115,7 +115,7 @@ def _error(out: np.ndarray, ref: np.ndarray) -> float:
 
 
 class Inputs:
-    """What the examples share: pages of two sequences in random order, and their tables."""
+    """The arrays that the examples share: pages of two sequences in random order, and their tables."""
 
     def __init__(self, dtype: jnp.dtype):
         self.random, self.dtype = np.random.default_rng(0), dtype
@@ -201,7 +201,7 @@ def _project(x: Inputs) -> Run:
 def _query_sparse(x: Inputs) -> Run:
     q, chunk = x.queries(CHUNK), (x.pages, x.table, x.starts, x.lengths)
     options = {"gamma": 16, "block_size": 64, "k_blocks": 8, "k_exact": 8, "sm_scale": SCALE}
-    # Lists are left out: of many, one may hold two blocks whose scores differ by rounding.
+    # Lists are not compared: two blocks may have scores that differ only by rounding, and so swap places.
     return lambda name: query_sparse_attention(q, *chunk, **options, implementation=name)[:2]
 
 
@@ -249,4 +249,4 @@ EXAMPLES: dict[str, Callable[[Inputs], Run]] = {
     "top_k": _top,
     "union_blocks": _union,
 }
-"""By op: makes its example."""
+"""op -> function that makes its example."""

@@ -1,4 +1,4 @@
-"""Append keys and values to their pages; build the indexes of a page that fills."""
+"""Append keys and values to their pages, and build the indexes of each page that fills."""
 
 from pallas_kernels.append_tokens.api import append_tokens
 

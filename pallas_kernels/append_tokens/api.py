@@ -42,27 +42,27 @@ def append_tokens(
     config: Any = None,
     implementation: str | None = None,
 ) -> tuple[Pages, Indexes]:
-    """Write the valid tokens at their positions, then seal each page whose last token is among them: build its indexes from its keys.
+    """Write the valid tokens at their positions. Then seal each page whose last token is among them: build its indexes from its keys.
 
     Args:
         pages: the pool.
-        indexes: rows of every page, by page id, in the dtype of the keys; those that `kinds` does not name stay as they are.
-        k, v: the new tokens, rounded to the pool's dtypes; v is None where V is a view of K.
+        indexes: rows of every page, by page id, in the dtype of the keys. Indexes that `kinds` does not name are returned unchanged.
+        k, v: the new tokens, rounded to the pool's dtypes. v is None where V is a view of K.
         positions: int32, tokens from the start of the sequence; those of one row are consecutive.
         valid: tokens to write.
-        table: int32, logical page -> page id, -1 where there is none: where a page's index rows are.
+        table: int32, logical page -> page id, -1 where there is none. The page id says where the page's index rows are.
         kinds: the indexes to build.
-        frames: int32, logical page -> frame below N, -1 where there is none: where a page's keys and values are. None: the frame of a
-            page is its id.
-        config: the implementation's own; "mosaic_tpu" takes `pallas_kernels.append_tokens.mosaic_tpu.Config`.
+        frames: int32, logical page -> frame below N, -1 where there is none. The frame says where the page's keys and values are. None: the
+            frame of a page is its id.
+        config: settings of the implementation; "mosaic_tpu" takes `pallas_kernels.append_tokens.mosaic_tpu.Config`.
         implementation: see `pallas_kernels.dispatch`.
 
-    A valid token whose page is in neither table is dropped, not written elsewhere. No two rows may write to the same page. Of drafted
-    tokens those that fill a page seal it too: queries of the same step that stand past its end find its index, and queries before its end
-    look at no index of it. Where such tokens are dropped the page is open again, and its index rows mean nothing until it fills again.
+    A valid token whose page is in neither table is dropped, not written elsewhere. No two rows may write to the same page. Drafted tokens
+    that fill a page seal it too: queries of the same step past the page's end read its index, and queries before its end read no index of
+    it. If such tokens are dropped later, the page is open again, and its index rows mean nothing until it fills again.
 
-    Returns the pool and the indexes as they are after. Under jit with both donated the update is in place: what is read and
-    written is the tokens, and the keys of the pages that fill, at most (T - 1) // P + 1 per row.
+    Returns the updated pool and indexes. Under jit with both donated, the update is in place. It reads and writes only the tokens and the
+    keys of the pages that fill, at most (T - 1) // P + 1 per row.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
     """
@@ -113,7 +113,7 @@ def _check(
         if name not in indexes:
             raise ValueError(f"there is no index {name!r}; there are {', '.join(sorted(indexes)) or 'none'}")
         found = indexes[name]
-        count = num_pages if frames is None or not found.ndim else len(found)  # page ids have their own number where they are no frames
+        count = num_pages if frames is None or not found.ndim else len(found)  # with `frames`, page ids have a number of their own
         shape = (count, num_kv_heads, page_size // block_size, INDEX_ROWS[kind], head_dim)
         if found.shape != shape or found.dtype != pages.k.dtype:
             raise ValueError(f"index {name!r} must be {pages.k.dtype}{list(shape)}, got {found.dtype}{list(found.shape)}")

@@ -38,19 +38,24 @@ def flash_attention(
 ) -> tuple[Float[Array, "B T H Dv"], Float[Array, "B T H"]]:
     """Causal attention of a chunk of queries per sequence over all of its keys, those of the chunk included.
 
-    q: T consecutive tokens of each sequence, float32, bfloat16 or float16, heads of one KV head adjacent. pages: the pool, the chunk
-    already written; pages that no table names, and tokens past `lengths`, may hold anything, NaN too. table: int32, logical page ->
-    frame below N, -1 where there is none (those tokens are not attended). starts: int32, position of the chunk's first token, any
-    token. lengths: int32, tokens written, the chunk's own included.
+    Query t of row b stands at position starts[b]+t. It attends to the written keys at or before that position.
 
-    Query t of row b stands at position starts[b]+t and attends to keys at or before it that are written. window: (sink_tokens,
-    window_tokens), of these only keys at positions < sink_tokens or > query position - window_tokens. sm_scale: multiplies the logits.
-    config: the implementation's own; "xla" and "mosaic_tpu" take the `Config` of `pallas_kernels.flash_attention.xla` and `.mosaic_tpu`.
-    implementation: see `pallas_kernels.dispatch`.
+    Args:
+        q: T consecutive tokens of each sequence, float32, bfloat16 or float16, heads of one KV head adjacent.
+        pages: the pool, with the chunk already written. Pages that no table names, and tokens past `lengths`, may hold anything, NaN too.
+        table: int32, logical page -> frame below N, -1 where there is none (those tokens are not attended).
+        starts: int32, position of the chunk's first token; it need not begin a page.
+        lengths: int32, tokens written, the chunk's own included.
+        window: (sink_tokens, window_tokens). Only keys at positions < sink_tokens or > query position - window_tokens are attended.
+        sm_scale: multiplies the logits.
+        config: settings of the implementation; "xla" and "mosaic_tpu" take the `Config` of `pallas_kernels.flash_attention.xla` and
+            `.mosaic_tpu`.
+        implementation: see `pallas_kernels.dispatch`.
 
     Returns out `[B, T, H, Dv]` in q's dtype and lse `[B, T, H]` float32 (log-sum-exp of the scaled logits, natural log). A query with
-    nothing to read gives 0 and -inf; queries at or past `lengths` (padding) give finite values that mean nothing. Memory: that of q and
-    out, and a tile; never T x S.
+    nothing to read gives 0 and -inf. Queries at or past `lengths` (padding) give finite values that mean nothing.
+
+    Memory: that of q and out, and a tile; never T x S.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
 

@@ -1,4 +1,4 @@
-"""Gated delta rule: linear attention whose state decays and is corrected by every token, and the short convolution before it."""
+"""Gated delta rule: linear attention whose state every token decays and corrects; and the short convolution before it."""
 
 from pallas_kernels.gated_delta.api import Call, delta_fold, delta_page, delta_step
 from pallas_kernels.gated_delta.convolution import causal_convolution

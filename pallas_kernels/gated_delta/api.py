@@ -1,11 +1,12 @@
 """gated_delta: signatures, validation, dispatch.
 
-A Gated DeltaNet layer has per value head a state S `[Dk, Dv]` in float32, and with the keys and queries of key head `h // (H / K)`:
+A Gated DeltaNet layer has one state S `[Dk, Dv]` in float32 per value head h. With the keys and queries of key head `h // (H / K)`:
 
     S = exp(g_t) S;   u_t = beta_t (v_t - S^T k_t);   S = S + k_t u_t^T;   out_t = scale * S^T q_t
 
-u_t is the token's correction. A sequence keeps S as it was before its open page, and key, decay and correction of each token of that page:
-S after any of them is `delta_fold` of that many rows. So tokens are dropped by forgetting their rows, and nothing is computed twice.
+u_t is the token's correction. A sequence keeps S as it was before its open page, and the key, decay and correction of each token of that
+page. S after any of these tokens is `delta_fold` of that many rows. So drafted tokens are dropped by dropping their rows, and nothing is
+computed twice.
 
 Source: "Gated Delta Networks" (arXiv 2412.06464), equation 10; chunks: "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length" (arXiv 2406.06484). The same as `torch_recurrent_gated_delta_rule` of `transformers`, where q and k are repeated.
@@ -28,7 +29,7 @@ FORMS = ("page", "step", "fold")
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static arguments of a form of the op. Raises ValueError for values that make no sense. chunk: of form "page" alone."""
+    """The static arguments of one form of the op. Raises ValueError for invalid values. chunk: only for form "page"."""
 
     form: str
     scale: float = 1.0
@@ -62,25 +63,28 @@ def delta_page(
     normalize: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B R H Dv"], Float32[Array, "B R H Dv"]]:
-    """Prefill: the next tokens of a page, whose rows are the tokens in order, by matrix products over inner chunks of the page.
+    """Prefill: compute the next tokens of a page by matrix products over inner chunks of the page. The page's rows are its tokens in order.
 
     Args:
         q, k: queries and keys, of v's dtype. K key heads; they are not repeated for the value heads.
         v: values. H is a multiple of K.
-        g: log of the decay, finite and at most 0. beta: how much of the correction is written, 0 to 1.
+        g: log of the decay, finite and at most 0.
+        beta: how much of the correction is written, 0 to 1.
         corrections: of the tokens that the page has already.
         start: the state before the page.
-        counts: tokens that the page has already. Of these q is not read, v and beta only in the inner chunk that is not full yet.
-        lengths: tokens that are new; they follow, and counts + lengths is at most R. Rows beyond may hold anything, NaN too.
-        scale: factor of the queries, Dk**-0.5 in the models. chunk: C, tokens of an inner chunk; divides R. Bits depend on it.
+        counts: tokens that the page has already. Their q is not read; their v and beta only in the inner chunk that is not full yet.
+        lengths: new tokens, which follow them; counts + lengths is at most R. Rows beyond may hold anything, NaN too.
+        scale: factor of the queries, Dk**-0.5 in the models.
+        chunk: C, tokens of an inner chunk; divides R. Bits depend on it.
         normalize: divide each query and key by its length first: x / sqrt(sum(x^2) + 1e-6), in float32.
         implementation: see `pallas_kernels.dispatch`.
 
-    Returns out in v's dtype, 0 in rows that are not new, and the corrections with those of the new rows put in. All arithmetic is float32.
+    Returns out in v's dtype, 0 in rows that are not new, and the corrections, with those of the new rows filled in. All arithmetic is
+    float32.
 
-    An inner chunk that is not full is computed again by the next call, as a whole and by the same arithmetic. So however a page is cut
-    into calls, a token's bits are the same; they do not depend on other rows of the batch either. A token that is NaN or infinite makes its
-    whole inner chunk NaN. Cost: up to C-1 tokens computed again per call, and S once per inner chunk from the page's rows.
+    The next call computes an inner chunk that is not full again, as a whole and by the same arithmetic. So a token's bits do not depend on
+    how a page is cut into calls, nor on other rows of the batch. A token that is NaN or infinite makes its whole inner chunk NaN. Cost: up
+    to C-1 tokens computed again per call, and S once per inner chunk from the page's rows.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
     """
@@ -112,15 +116,15 @@ def delta_step(
     normalize: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B T H Dv"]]:
-    """Decode: a token, or T drafted ones, after the `counts` tokens of a page.
+    """Decode: one token, or T drafted ones, after the `counts` tokens of a page.
 
-    page_k, page_g, corrections: of the page's tokens; rows from `counts` on may hold anything. lengths: how many of the T tokens there are.
+    page_k, page_g, corrections: of the page's tokens; rows from `counts` on may hold anything. lengths: how many of the T tokens are valid.
     The other arguments are those of `delta_page`.
 
-    Returns out in v's dtype and the tokens' corrections, 0 from `lengths` on. A token's results do not depend on those after it: drafts are
-    dropped by not keeping their rows. Bits differ from `delta_page`'s, and are promised for equal B and T.
+    Returns out in v's dtype and the tokens' corrections, 0 from `lengths` on. A token's results do not depend on those after it, so drafts
+    are dropped by not keeping their rows. Bits differ from those of `delta_page`. They are the same for equal B and T.
 
-    Bytes of a row: S is read once and not written, 4 H Dk Dv; R keys, and 4 R H Dv of corrections. Raises as `delta_page` does.
+    Bytes per row: S is read once and not written, 4 H Dk Dv; R keys, and 4 R H Dv of corrections. Raises as `delta_page` does.
     """
     call = Call("step", scale, normalize)
     _check_tokens(q, k, v, g, beta, lengths)
@@ -143,9 +147,9 @@ def delta_fold(
     normalize: bool = True,
     implementation: str | None = None,
 ) -> Float32[Array, "B H Dk Dv"]:
-    """The state after the first `counts` rows of a page, from that before it. Arguments and errors are those of `delta_page`.
+    """The state after the first `counts` rows of a page, from the state before the page. Arguments and errors are those of `delta_page`.
 
-    Bytes of a row: S read and written, R keys and corrections read. Bits are promised for equal B and R.
+    Bytes per row: S read and written, R keys and corrections read. Bits are the same for equal B and R.
     """
     call = Call("fold", normalize=normalize)
     if k.ndim != 4 or g.ndim != 3:
@@ -169,7 +173,7 @@ def _check_tokens(q, k, v, g, beta, lengths) -> None:
 
 
 def _check_rows(v, page_k, page_g, corrections, start, counts) -> None:
-    """That the rows of a page, and the state before it, are those of layers with values like v `[B, any, H, Dv]`."""
+    """Check that the rows of a page, and the state before it, belong to layers with values like v `[B, any, H, Dv]`."""
     (batch, _, heads, value_dim), (rows, _, key_dim) = v.shape, page_k.shape[1:]
     wanted = {
         "page's g": (page_g, (batch, rows, heads), jnp.float32),

@@ -1,4 +1,4 @@
-"""Lightning indexer: a score for every token of a sequence, by which token-sparse attention chooses what to read."""
+"""Lightning indexer: a score for every token of a sequence. Token-sparse attention uses it to choose what to read."""
 
 from pallas_kernels.indexer_scores.api import indexer_scores
 from pallas_kernels.indexer_scores.fp8 import quantize_keys

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 
 INDEX_ROWS = {"bounds": 2, "mean": 1}
-"""Rows an index holds per block: bounds are (max, min), mean is one row."""
+"""Rows of an index per block: bounds are (max, min), mean is one row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +30,15 @@ def page_index(
 ) -> Float[Array, "... P/block_size R D"]:
     """Build the index of full pages.
 
-    keys: keys of whole pages as stored (after norm and RoPE), any leading axes. kind: "bounds" gives two rows per block, the
-    elementwise max and min of its keys (Quest, ICML 2024), exact in the keys' dtype; "mean" gives one row, their mean, summed in
-    float32 and rounded once. block_size: tokens per block, divides P.
+    Args:
+        keys: keys of whole pages as stored (after norm and RoPE), any leading axes.
+        kind: "bounds" gives two rows per block, the elementwise max and min of its keys (Quest, ICML 2024), exact in the keys' dtype.
+            "mean" gives one row, their mean, summed in float32 and rounded once.
+        block_size: tokens per block, divides P.
+        implementation: see `pallas_kernels.dispatch`.
 
-    Returns `[..., P/block_size, R, D]` in the keys' dtype, R = `INDEX_ROWS[kind]`. A NaN among a block's keys shows in its index.
-    Memory: the result, R / block_size of the keys.
+    Returns `[..., P/block_size, R, D]` in the keys' dtype, R = `INDEX_ROWS[kind]`. A NaN among a block's keys shows in its index. Memory:
+    the result, R / block_size of the keys.
 
     Raises ValueError for an unknown kind, a block size that does not divide P, or keys that are not floating point.
     """

@@ -1,4 +1,4 @@
-"""Project a few tokens: norm, matrices, biases, gate, residual sum, in one go."""
+"""Project a few tokens: norm, matrices, biases, gate and residual sum in one op."""
 
 from pallas_kernels.project_tokens.api import project_tokens
 

@@ -41,25 +41,30 @@ def project_tokens(
     config: Any = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "R F"], ...]:
-    """Tokens times one or several matrices, with what stands around them in a transformer: `norm(x) @ w.T + bias`, for each w.
+    """Multiply tokens by matrices, `norm(x) @ w.T + bias` for each w, with the norm, rotation, gate and residual around the products.
 
-    x: R tokens of width E. weights: matrices stored [features, inputs], of x's dtype; each may have its own F. biases: one per matrix.
-    norm: weight of an RMSNorm before the products, `x / sqrt(mean(x^2) + norm_eps) * (norm_offset + norm)`.
-    rotation: cosine and sine, float32, of RoPE's
-    angles for each token; the results of the first `rotated` matrices are heads of D = 2 * D2 features and pair (i, i + D2) of each is
-    turned. gated: two matrices of one shape give one result, `activation(first) * second`; gelu_tanh is the tanh approximation of GELU.
-    residual: added to the only result, of x's dtype.
-    out_dtype: x's dtype (default) or float32. config: the implementation's own; there is none so far. implementation: see
-    `pallas_kernels.dispatch`.
+    Args:
+        x: R tokens of width E.
+        weights: matrices stored [features, inputs], of x's dtype; each may have its own F.
+        biases: one per matrix.
+        norm: weight of an RMSNorm before the products, `x / sqrt(mean(x^2) + norm_eps) * (norm_offset + norm)`.
+        norm_eps, norm_offset: of that norm.
+        rotation: cosine and sine, float32, of RoPE's angles for each token.
+        rotated: the results of the first `rotated` matrices are heads of D = 2 * D2 features; pair (i, i + D2) of each head is rotated.
+        gated: two matrices of one shape give one result, `activation(first) * second`; gelu_tanh is the tanh approximation of GELU.
+        residual: added to the only result, of x's dtype.
+        out_dtype: x's dtype (default) or float32.
+        config: settings of the implementation; no implementation takes any so far.
+        implementation: see `pallas_kernels.dispatch`.
 
     Only `xla` can be differentiated; name it where a gradient of a few tokens is wanted on a GPU.
 
-    On a Hopper GPU "mosaic_gpu" does calls of up to 8 tokens, which are bound by the bytes of the weights, and "xla" those of more, drafted
-    ones (T * B above 8) among them: its products read the weights once too, and at 8 tokens take 0.97 to 1.43 times as long.
+    On a Hopper GPU, "mosaic_gpu" runs calls of up to 8 tokens, which are bound by the bytes of the weights. "xla" runs calls of more
+    tokens, drafted ones (T * B above 8) included: its products read the weights once too, and at 8 tokens take 0.97 to 1.43 times as long.
 
-    Returns a tuple with one array per result. Sums are float32; what is rounded in between (normalised tokens, a product before its bias)
-    is the implementation's affair. A token's result does not depend on the other tokens of the call; but a call of more tokens than an
-    implementation is for goes to another one, which may round otherwise.
+    Returns a tuple with one array per result. Sums are float32. The implementation decides what is rounded in between (normalised tokens, a
+    product before its bias). A token's result does not depend on the other tokens of the call. But a call with more tokens than an
+    implementation takes goes to another one, which may round differently.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
 

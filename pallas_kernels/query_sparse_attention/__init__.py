@@ -1,4 +1,4 @@
-"""Prefill: every gamma-th query attends to all its keys, and lists the key blocks that matter to it on the way."""
+"""Prefill: every gamma-th query attends to all its keys, and in the same pass lists the key blocks that score best."""
 
 from pallas_kernels.query_sparse_attention.api import query_sparse_attention
 

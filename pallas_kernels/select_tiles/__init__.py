@@ -1,4 +1,4 @@
-"""Which blocks of keys each tile of queries should read: every query scored against the bounds of every earlier block."""
+"""List the key blocks that each tile of queries should read: every query is scored against the bounds of every earlier block."""
 
 from pallas_kernels.select_tiles.api import select_tiles
 

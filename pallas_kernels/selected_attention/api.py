@@ -49,16 +49,16 @@ def selected_attention(
     config: Any = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"], Int[Array, "B T K W"]]:
-    """Attention of a few queries per sequence, each over the blocks that suit it best.
+    """Attention of a few queries per sequence, each over the blocks that score best for it.
 
     The same as `blocks = select_blocks(q, index, table, lengths, kind=kind, k=budget, ...)` and
-    `gather_attention(q, pages, frames, lengths, blocks=blocks, ...)`, up to the order of additions; arguments as there. It saves a launch,
-    and a write and a read of the list. table: logical page -> page id, by which the index is found. frames: logical page -> frame, where
-    keys and values are; None: the frame of a page is its id. config: the implementation's own; "mosaic_tpu" takes
+    `gather_attention(q, pages, frames, lengths, blocks=blocks, ...)`, up to the order of additions. Arguments are as there. It saves a
+    launch, and a write and a read of the list. table: logical page -> page id, which finds the index rows. frames: logical page -> frame,
+    which finds keys and values; None: the frame of a page is its id. config: settings of the implementation; "mosaic_tpu" takes
     `pallas_kernels.selected_attention.mosaic_tpu.Config`.
 
-    Returns out, lse as `gather_attention` does, and the lists. Query t of T lists and sees what it would as the only one of a step at its
-    position; bits are the same for equal B and T.
+    Returns out and lse as `gather_attention` does, and the lists. Query t of T lists and sees what it would as the only query of a step at
+    its position. Bits are the same for equal B and T.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
 

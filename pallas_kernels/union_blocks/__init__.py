@@ -1,4 +1,4 @@
-"""One list of key blocks per tile of queries, from the lists of the rows measured in it."""
+"""One list of key blocks per tile of queries, from the lists of the measured rows in that tile."""
 
 from pallas_kernels.union_blocks.api import union_blocks
 

@@ -38,20 +38,25 @@ def union_blocks(
     num_blocks: int | None = None,
     implementation: str | None = None,
 ) -> Int[Array, "B U H W"]:
-    """Per tile of `rows` consecutive rows: the blocks that any of them chose, of these the k_trim best by mean score or by sum.
+    """Per tile of `rows` consecutive rows: of the blocks that any of them chose, the k_trim best by mean score or by sum.
 
-    ids: int32, the blocks each row chose, in any order, each at most once a row, -1 where there is none (`query_sparse_attention`
-    gives them so). scores: float32, of each of these; beside -1 they are not looked at. rows: rows a tile, chi / gamma in the paper; the
-    last tile may have fewer, U = ceil(R / rows). k_trim: W, blocks a tile may keep; rows * k keeps the whole union. num_blocks: a number
-    that no block reaches, which the kernel for GPUs needs to know; None: unknown.
+    Args:
+        ids: int32, the blocks that each row chose, in any order, each at most once a row, -1 where there is none, as
+            `query_sparse_attention` returns them.
+        scores: float32, one per entry of ids. Scores beside -1 are not read.
+        rows: rows per tile, chi / gamma in the paper. The last tile may have fewer, U = ceil(R / rows).
+        k_trim: W, blocks that a tile may keep; rows * k keeps the whole union.
+        rank: "mean" (Algorithm 2) or "sum", as below.
+        num_blocks: all blocks are below this number. The kernel for GPUs needs it; None: unknown.
+        implementation: see `pallas_kernels.dispatch`.
 
-    rank: "mean" (Algorithm 2) or "sum". A block's score, in float32, is summed over the rows that chose it in the order of the rows, and
-    under "mean" divided by their number. A mean of logarithms does not know how many rows want a block, nor how much; the sum of
-    exp(score - lse), the shares of attention that the rows pay it, does. Of equal ones the lower block is kept. NaN and -inf count as the
-    lowest finite float32: they rank last, but still before nothing.
+    A block's score, in float32, is summed over the rows that chose it in the order of the rows, and under "mean" divided by their number. A
+    mean of logarithms does not show how many rows want a block, nor how much. The sum of exp(score - lse), the shares of attention that the
+    rows pay it, does. Of equal scores the lower block is kept. NaN and -inf count as the lowest finite float32: they rank last, but before
+    an empty entry.
 
-    Returns blocks `[B, U, H, W]` int32: ascending, each once, -1 at the end. The same bits every time, whatever the order of a row's
-    list. Memory: a few times that of the arguments.
+    Returns blocks `[B, U, H, W]` int32: ascending, each once, -1 at the end. The bits are the same every time, whatever the order of a
+    row's list. Memory: a few times that of the arguments.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
 
