@@ -1,4 +1,4 @@
-"""append_tokens by definition: one token after the other is written, and its page sealed if it is the last of it."""
+"""append_tokens by definition: tokens are written one after the other, and a page is sealed after its last token."""
 
 from __future__ import annotations
 

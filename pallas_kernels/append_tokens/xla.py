@@ -1,4 +1,4 @@
-"""append_tokens for any backend: scatters. Reads each page that may have filled once, whether it did or not."""
+"""append_tokens for any backend, by scatters. Each page that may have filled is read once, whether it has filled or not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import physical
 
 NOWHERE = jnp.iinfo(jnp.int32).max
-"""A page id and a frame that no pool has: what is written there is dropped."""
+"""A page id and frame beyond every pool: writes to it are dropped."""
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -26,12 +26,12 @@ def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table, fra
     written = pages.replace(k=pages.k.at[frame, :, offset].set(k.astype(pages.k.dtype), mode="drop"))
     if v is not None:
         written = written.replace(v=pages.v.at[frame, :, offset].set(v.astype(pages.v.dtype), mode="drop"))
-    # XLA may fuse the write into readers, which then read the pool from before it and so need a copy of all of it.
+    # XLA may fuse the write into its readers. These then read the pool as it was before, which needs a copy of all of it.
     written = jax.lax.optimization_barrier(written)
     if not call.kinds:
         return written, indexes
     last = offset == page_size - 1
-    # At most this many pages of a row can fill in one call: keep the filled ones, one slot each, by their order in the row.
+    # At most `span` pages of a row can fill in one call. Each filled page gets a slot, in the order of the row.
     span = (positions.shape[1] - 1) // page_size + 1
     slot = jnp.where(last, logical - logical[:, :1], span)
     rows = jnp.arange(page.shape[0])[:, None]

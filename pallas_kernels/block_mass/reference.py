@@ -1,6 +1,6 @@
-"""block_mass by definition, in float32: each sequence laid out, every weight of every query, those that count added up.
+"""block_mass by definition, in float32: for each whole sequence, the weights of every query; those that count are added up.
 
-As wasteful as it reads (T x S per head): keep it to tests and debugging.
+Slow, and needs T x S per head: only for tests and debugging.
 """
 
 from __future__ import annotations

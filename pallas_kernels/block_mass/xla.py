@@ -1,8 +1,8 @@
-"""block_mass for any backend: tiles of keys, each of which walks over the tiles of queries that see it.
+"""block_mass for any backend: for each tile of keys, a walk over the tiles of queries that see it.
 
-A tile's keys are a fixed span of absolute positions, read from their pages once; the walk goes from the first tile of queries that both
-counts and lies behind the tile's first key to the last that counts, in order. A row's bits therefore depend neither on the width of the
-page table nor on the other rows. Memory traffic: queries once per tile of keys. Memory needed: a tile of keys and its weights,
+A tile's keys are a fixed span of absolute positions, read from their pages once. The walk goes in order over the tiles of queries, from the
+first that counts and lies behind the tile's first key to the last that counts. So a row's bits depend neither on the width of the page
+table nor on the other rows. Memory traffic: queries once per tile of keys. Memory needed: a tile of keys and its weights,
 `rows * H * query_tile * key_tile` float32.
 """
 
@@ -22,7 +22,7 @@ from pallas_kernels.pages import read_tile, visible
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """query_tile: tokens. key_tile: tokens, rounded down to whole pages, at least one. rows: rows of the batch that walk together."""
+    """query_tile: tokens. key_tile: tokens, rounded down to whole pages, at least one. rows: rows of the batch computed together."""
 
     query_tile: int = 256
     key_tile: int = 512
@@ -35,7 +35,7 @@ class Config:
 
 
 def default_config() -> Config:
-    """Tiles that stay in a CPU's caches; elsewhere several rows at once to occupy the device."""
+    """Tiles that fit a CPU's caches; on other devices, several rows at once to occupy the device."""
     return Config() if jax.default_backend() == "cpu" else Config(query_tile=512, key_tile=1024, rows=16)
 
 
@@ -55,11 +55,11 @@ def _sum_up(call: Call, q, k, table, starts, lengths, lse, first_query):
     pages_per_tile = min(max(1, config.key_tile // page_size), table.shape[1])
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages_per_tile)), constant_values=-1)
     behind = ((0, 0), (0, -num_queries % query_tile), (0, 0))
-    q, lse = jnp.pad(q, (*behind, (0, 0))), jnp.pad(lse, behind, constant_values=-jnp.inf)  # padded queries count nothing
+    q, lse = jnp.pad(q, (*behind, (0, 0))), jnp.pad(lse, behind, constant_values=-jnp.inf)  # padded queries add nothing
 
     def row(args):
         q, table, start, length, lse, first = args
-        # Per tile of queries, those of a KV head's group side by side: [C, K, G * query_tile, ...].
+        # Per tile, the queries of one KV head's group lie side by side: [C, K, G * query_tile, ...].
         q = q.reshape(-1, query_tile, num_kv_heads, num_heads // num_kv_heads, head_dim)
         q = q.transpose(0, 2, 3, 1, 4).reshape(-1, num_kv_heads, query_tile * num_heads // num_kv_heads, head_dim)
         lse = lse.reshape(-1, query_tile, num_heads).swapaxes(1, 2).reshape(*q.shape[:3])

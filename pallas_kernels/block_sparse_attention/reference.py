@@ -1,6 +1,6 @@
-"""block_sparse_attention by definition, in float32: every logit of every query, softmax over what its list, sinks and window name.
+"""block_sparse_attention by definition, in float32: every logit of every query, softmax over the keys of its list, sinks and window.
 
-As wasteful as it reads (T x S per head): keep it to tests and debugging.
+Slow, and needs T x S per head: only for tests and debugging.
 """
 
 from __future__ import annotations

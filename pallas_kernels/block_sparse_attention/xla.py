@@ -1,9 +1,9 @@
 """block_sparse_attention for any backend: one walk per tile of queries over the blocks it reads, with online softmax.
 
-A tile's walk is the blocks that sinks and window touch, then the listed ones. Of the former a query reads exactly its sinks and window, of
-the latter exactly the rest, so a block that is both is read twice and counted once; no list has to be sorted or cleaned. Each row walks
-its own tiles in order and stops after the last entry that any of its heads has: its bits depend neither on the width of lists and tables
-nor on the other rows. Memory traffic: each block once per tile and query head. Memory needed: keys and values of one step,
+A tile's walk takes the blocks that sinks and window touch, then the listed ones. In the first group a query reads exactly its sinks and
+window, in the second exactly the rest. So a block in both groups is read twice and counted once, and no list has to be sorted or cleaned.
+Each row walks its own tiles in order and stops after the last entry that any of its heads has. So its bits depend neither on the width of
+lists and tables nor on the other rows. Memory traffic: each block once per tile and query head. Memory needed: keys and values of one step,
 `rows * H * key_tile * D` each, and its logits, `rows * H * query_tile * key_tile` float32.
 
 Source: "Measure Once, Mask Once", Algorithm 1, step 3; FlashAttention-2 (arXiv 2307.08691) for the online softmax.
@@ -26,7 +26,7 @@ from pallas_kernels.pages import read, visible
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """key_tile: keys per step, in tokens, rounded down to whole blocks, at least one. rows: tiles of queries that walk together."""
+    """key_tile: keys per step, in tokens, rounded down to whole blocks, at least one. rows: tiles of queries computed together."""
 
     key_tile: int = 512
     rows: int = 1
@@ -38,7 +38,7 @@ class Config:
 
 
 def default_config() -> Config:
-    """Steps that stay in a CPU's caches; elsewhere several tiles at once to occupy the device."""
+    """Steps that fit a CPU's caches; on other devices, several tiles at once to occupy the device."""
     return Config() if jax.default_backend() == "cpu" else Config(key_tile=1024, rows=4)
 
 
@@ -73,7 +73,7 @@ def _attend(call: Call, q, pages, table, starts, lengths, blocks):
 
 
 def _always_read(first: Int[Array, ""], query_tile: int, block_size: int, window: tuple[int, int] | None) -> Int[Array, "A"]:
-    """The blocks that sinks or window of a tile's queries touch, each once; those beyond the last query are -1."""
+    """The blocks that the sinks or the window of a tile's queries touch, each once. Blocks beyond the last query are -1."""
     if window is None:
         return jnp.zeros(0, jnp.int32)
     sinks = -(-window[0] // block_size)
@@ -84,7 +84,7 @@ def _always_read(first: Int[Array, ""], query_tile: int, block_size: int, window
 
 
 def _walk(call: Call, q: Float[Array, "H R D"], first, always, listed: Int[Array, "H W"], table, length, pages) -> online_softmax.Partial:
-    """Fold what the R queries at positions first, first + 1, ... read: sinks and window of the blocks `always`, the rest of `listed`."""
+    """Fold the keys that the R queries at positions first, first + 1, ... read: sinks and window of `always`, the rest of `listed`."""
     num_heads, query_tile = q.shape[:2]
     block_size, window, page_size = call.block_size, call.window, pages.page_size
     per_step = max(1, call.config.key_tile // block_size)
@@ -108,6 +108,6 @@ def _walk(call: Call, q: Float[Array, "H R D"], first, always, listed: Int[Array
         near = visible(pos, query_pos, window) if window is not None else jnp.zeros((), bool)
         seen = visible(pos, query_pos, None) & (near != from_list)
         logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
-        return online_softmax.fold(partial, logits, jnp.where(written[..., None], values, 0))  # what was never written may be NaN
+        return online_softmax.fold(partial, logits, jnp.where(written[..., None], values, 0))  # unwritten values may be NaN
 
     return jax.lax.fori_loop(0, steps, step, online_softmax.empty(q.shape[:2], pages.v_head_dim))

@@ -1,6 +1,6 @@
-"""flash_attention by definition, in float32: each sequence laid out, every logit of every query, softmax over those it may see.
+"""flash_attention by definition, in float32: for each whole sequence, every logit of every query, softmax over those it may see.
 
-As wasteful as it reads (T x S per head): keep it to tests and debugging.
+Slow, and needs T x S per head: only for tests and debugging.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """flash_attention for any backend: tiles of queries against tiles of keys with online softmax (FlashAttention-2, arXiv 2307.08691).
 
-Key tiles are fixed spans of absolute positions, read from their pages; each tile of queries walks from the first to the last key that one
-of its rows may read, in order, and skips what a window leaves out. A row's bits therefore depend neither on the width of the page table nor
+Key tiles are fixed spans of absolute positions, read from their pages. Each tile of queries walks in order from the first to the last key
+that one of its rows may read, and skips tiles that a window leaves out. So a row's bits depend neither on the width of the page table, nor
 on how the history was written, nor on the other rows. Memory traffic: the keys and values of a sequence are read once per tile of queries.
 Memory needed: a tile of keys and values, and its logits, `H * query_tile * key_tile` float32.
 """
@@ -22,7 +22,7 @@ from pallas_kernels.pages import read, visible
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """query_tile: tokens. key_tile: tokens, rounded down to whole pages, at least one. rows: rows of the batch that walk together."""
+    """query_tile: tokens. key_tile: tokens, rounded down to whole pages, at least one. rows: rows of the batch computed together."""
 
     query_tile: int = 256
     key_tile: int = 512
@@ -35,7 +35,7 @@ class Config:
 
 
 def default_config() -> Config:
-    """Tiles that stay in a CPU's caches; elsewhere several rows at once to occupy the device."""
+    """Tiles that fit a CPU's caches; on other devices, several rows at once to occupy the device."""
     return Config() if jax.default_backend() == "cpu" else Config(query_tile=512, key_tile=1024, rows=16)
 
 
@@ -72,7 +72,7 @@ def _attend(call: Call, q, pages, table, starts, lengths):
 
 
 def _walk(call: Call, q, first, query_tile, table, length, pages, pages_per_tile):
-    """Fold every key tile that the queries at positions first, first + 1, ... may read; q is `[K, G * query_tile, D]`."""
+    """Fold every key tile that the queries at positions first, first + 1, ... may read. q is `[K, G * query_tile, D]`."""
     page_size, window = pages.page_size, call.window
     key_tile = pages_per_tile * page_size
     query_pos = jnp.tile(first + jnp.arange(query_tile, dtype=jnp.int32), q.shape[1] // query_tile)[:, None]
@@ -91,7 +91,7 @@ def _walk(call: Call, q, first, query_tile, table, length, pages, pages_per_tile
         keys, values = read(pages, page, jnp.zeros_like(page), page_size)
         seen = visible(pos, query_pos, window)
         logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
-        values = jnp.where((pos >= 0)[:, None], values, 0)  # what was never written may be NaN
+        values = jnp.where((pos >= 0)[:, None], values, 0)  # unwritten values may be NaN
         return online_softmax.fold(partial, logits, values)
 
     return jax.lax.fori_loop(0, sinks + end - resume, step, online_softmax.empty(q.shape[:2], pages.v_head_dim))

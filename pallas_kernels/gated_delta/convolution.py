@@ -1,4 +1,4 @@
-"""The short convolution over time before a recurrence, and what it keeps of a sequence."""
+"""The short convolution over time before a recurrence, and the tail that it keeps of a sequence."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def causal_convolution(
     """Each channel's weighted sum over its last W inputs, then SiLU: `silu(sum_w weight[e, w] x[t - (W-1) + w, e] + bias[e])`.
 
     Args:
-        x: inputs. weight: W at least 2, the last column belongs to the token itself (`Conv1d.weight[:, 0]`).
+        x: inputs.
+        weight: W at least 2. The last column belongs to the token itself (`Conv1d.weight[:, 0]`).
         tail: the last W-1 inputs before these, of x's dtype; zeros before the first token.
-        lengths: tokens of each row, 0 to T. What stands in x beyond may be anything. A row of length 0 keeps its tail.
+        lengths: tokens of each row, 0 to T. Entries of x beyond may hold anything. A row of length 0 keeps its tail.
         bias: one per channel, or None.
 
-    Returns out `[B, T, E]` in x's dtype, 0 beyond a row's length, and the tail after the tokens. Sums and SiLU are float32, rounded
-    once. A token's bits depend on its own inputs alone: not on where a call starts, on T, or on other rows.
+    Returns out `[B, T, E]` in x's dtype, 0 beyond a row's length, and the tail after the tokens. Sums and SiLU are float32, rounded once. A
+    token's bits depend only on its own inputs: not on where a call starts, on T, or on other rows.
 
     Bytes: x read W times at most, out written once; the tail is (W-1) E elements per row.
 

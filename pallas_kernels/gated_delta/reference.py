@@ -1,4 +1,4 @@
-"""gated_delta by definition: one row, one token after the other."""
+"""gated_delta by definition: row by row, token by token."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _fold(call, k, g, corrections, start, count):
 
 
 def _wide(call, x, heads):
-    """Keys or queries [K, Dk] of every value head, in float32, of length 1 where they are normalised."""
+    """Keys or queries [K, Dk] repeated for every value head, in float32, of length 1 if normalised."""
     x = x.astype(jnp.float32)
     x = x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6) if call.normalize else x
     return jnp.repeat(x, heads // len(x), axis=0)

@@ -1,18 +1,19 @@
-"""gated_delta for any backend: a page by inner chunks, one after the other, each by matrix products; a step by products with its rows.
+"""gated_delta for any backend: a page by inner chunks in order, each by matrix products; a step by products with the page's rows.
 
-Inside an inner chunk the corrections u_i = beta_i (v_i - S_i^T k_i), with S_i the decayed state that token i meets, solve a unit lower
-triangular system (the UT transform), since S_i is the chunk's first state and the corrections before i:
+Inside an inner chunk the corrections u_i = beta_i (v_i - S_i^T k_i), with S_i the decayed state before token i, solve a unit lower
+triangular system (the UT transform), since S_i consists of the chunk's first state and the corrections before i:
 
     u_i + sum_{j<i} beta_i exp(g_{j+1} + ... + g_i) (k_i . k_j) u_j = beta_i (v_i - exp(g_1 + ... + g_i) S_0^T k_i)
 
-A step solves the same for its own tokens, one after the other, with the page's corrections known; it needs no state but the page's first.
+A step solves the same for its own tokens, one after the other, with the page's corrections known. The page's first state is the only state
+it needs.
 
-What decides bits. All arithmetic of an inner chunk runs on arrays of the chunk's and the page's shapes, in the body of a loop whose number
-of rounds is not known to the compiler: no call can merge it with what stands around it. Row i of a chunk gets only zeros from later rows,
-because every product with them is masked, and is rounded alike whether they are there or not. Sums of g are taken per pair of
-tokens and not as differences of one running sum, which would lose a weak decay after a strong one.
+What decides bits. All arithmetic of an inner chunk runs on arrays of the chunk's and the page's shapes, in the body of a loop. The compiler
+does not know the number of rounds, so it cannot fuse the body with the code around it. Row i of a chunk gets only zeros from later rows,
+because every product with them is masked. So it is rounded alike whether they are there or not. Sums of g are taken per pair of tokens.
+Differences of one running sum would lose a weak decay after a strong one.
 
-Memory: the outputs and the corrections once more, a second state, and a chunk's arrays, about `16 B H C (C + Dk + Dv)` bytes. Traffic per
+Memory: the outputs, a copy of the corrections, a second state, and a chunk's arrays, about `16 B H C (C + Dk + Dv)` bytes. Traffic per
 chunk: these arrays several times, the page's rows and the state once. Source: arXiv 2412.06464, section 3.3 and appendix A.
 """
 
@@ -27,7 +28,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.gated_delta.api import Call
 
 EPSILON = 1e-6
-"""Added to the squared length of a query or key before the root."""
+"""Added to the squared length of a query or key before the square root."""
 
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -50,7 +51,7 @@ def _up_to(counts: Int32[Array, "B"], x: Float[Array, "B n ..."]) -> Float[Array
 
 
 def _since(g: Float32[Array, "B R H"]) -> tuple[Float32[Array, "B H"], Float32[Array, "B H R"]]:
-    """The decay of all rows together, and of the rows after each row; rows that are not there have g = 0."""
+    """The decay over all rows, and over the rows after each row. Rows that are not there have g = 0."""
     rows = jnp.arange(g.shape[1])
     after = (rows > jnp.arange(-1, g.shape[1])[:, None]).astype(jnp.float32)  # [j, l]: l after j, j = -1 being the start
     decays = jnp.exp(_einsum("jl,blh->bhj", after, g))
@@ -73,7 +74,7 @@ def _step(q, k, v, g, beta, page_k, page_g, corrections, start, counts, lengths,
     known = _unit(page_k, call)
 
     def held(x):
-        """Of each token x [B, T, K, Dk]: what the state before these tokens holds, not yet decayed by them. [B, T, H, Dv]"""
+        """For each token x [B, T, K, Dk]: what the state before these tokens holds for it, without their decay. [B, T, H, Dv]"""
         of_start = _einsum("bthd,bhde->bthe", jnp.repeat(x, group, axis=2), start) * whole[:, None, :, None]
         weights = jnp.repeat(_einsum("btkd,brkd->btkr", x, known), group, axis=2) * since[:, None]
         return of_start + _einsum("bthr,brhe->bthe", weights, corrections)
@@ -83,7 +84,7 @@ def _step(q, k, v, g, beta, page_k, page_g, corrections, start, counts, lengths,
 
     def token(at, carry):
         out, new, decay = carry
-        decay = decay * jnp.exp(g[:, at])[:, :, None]  # [B, H, 1 + T]: from before the tokens, and from each earlier one, to this
+        decay = decay * jnp.exp(g[:, at])[:, :, None]  # [B, H, 1 + T]: to this token, from the start and each earlier token
         reach, place = decay[..., :1], jnp.arange(num_tokens)
         found = reach * found_k[:, at] + _einsum("bhs,bshe->bhe", jnp.where(place < at, by_k[:, at] * decay[..., 1:], 0), new)
         new = new.at[:, at].set(beta[:, at, :, None] * (v[:, at].astype(jnp.float32) - found))
@@ -143,7 +144,7 @@ def _chunk(
 
 
 def _decays(g: Float32[Array, "B H C"]) -> tuple[Float32[Array, "B H C 1"], Float32[Array, "B H C C"]]:
-    """Of each token i: the decay from the chunk's start to it, and from each token j <= i (0 for later ones)."""
+    """For each token i: the decay from the chunk's start to i, and from each token j <= i to i (0 for later j)."""
     token = jnp.arange(g.shape[-1])
     summed = (token[:, None] >= token).astype(jnp.float32)  # [i, l]: l <= i
     after = token[:, None] > jnp.arange(-1, g.shape[-1])  # [l, j]: l > j, j = -1 being the start
@@ -152,11 +153,11 @@ def _decays(g: Float32[Array, "B H C"]) -> tuple[Float32[Array, "B H C 1"], Floa
 
 
 def _inverse(system: Float32[Array, "B H C C"]) -> Float32[Array, "B H C C"]:
-    """The inverse of 1 + the part of `system` below its diagonal; the rest of it is not looked at.
+    """The inverse of 1 + the part of `system` below its diagonal. The rest of `system` is not read.
 
     Diagonal blocks of 2, 4, 8, ... tokens are inverted, each from the two inverses in it: `[[1 + A, 0], [B, 1 + D]]` has the inverse
-    `[[a, 0], [-d B a, d]]`, where a and d are those of `1 + A` and `1 + D`. No power of `system` is formed: powers grow beyond float32's
-    digits where keys repeat.
+    `[[a, 0], [-d B a, d]]`, where a and d are the inverses of `1 + A` and `1 + D`. No power of `system` is formed: where keys repeat,
+    powers grow beyond float32's digits.
     """
     token, size = jnp.arange(system.shape[-1]), 1
     inverse = jnp.broadcast_to(jnp.eye(system.shape[-1], dtype=jnp.float32), system.shape)

@@ -1,6 +1,6 @@
-"""gather_attention by definition, in float32: every listed key of a head laid out, softmax over those that each query may see.
+"""gather_attention by definition, in float32: all listed keys of a head, softmax over those that each query may see.
 
-As wasteful as it reads: keep it to tests and debugging.
+Slow: only for tests and debugging.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """gather_attention for any backend: online softmax over tiles of the list, a few rows of the batch at a time.
 
-Dense attention is the list of all blocks. A tile is a fixed number of list entries, so for dense attention a fixed span of absolute
-positions; each row walks its own tiles in order and stops after its last readable one. Its bits therefore depend neither on the width of
-the page table nor on the other rows. Memory traffic: each listed block is read once and copied once, a tile at a time; that copy
-(`rows * K * tile_tokens * D` elements, for keys and, unless V is a view of K, for values) and its logits are the memory needed.
+Dense attention uses the list of all blocks. A tile is a fixed number of list entries, so for dense attention a fixed span of absolute
+positions. Each row walks its own tiles in order and stops after its last readable one. So its bits depend neither on the width of the page
+table nor on the other rows. Memory traffic: each listed block is read once and copied once, a tile at a time. Memory needed: that copy
+(`rows * K * tile_tokens * D` elements for keys, and as many for values unless V is a view of K) and its logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pallas_kernels.pages import read, visible
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """tile_tokens: keys per tile, rounded down to whole blocks, at least one. rows: rows of the batch that walk together."""
+    """tile_tokens: keys per tile, rounded down to whole blocks, at least one. rows: rows of the batch computed together."""
 
     tile_tokens: int = 512
     rows: int = 4
@@ -35,7 +35,7 @@ class Config:
 
 
 def default_config() -> Config:
-    """Tiles that stay in a CPU's caches; elsewhere tiles large enough to occupy the device."""
+    """Tiles that fit a CPU's caches; on other devices, tiles large enough to occupy the device."""
     return Config() if jax.default_backend() == "cpu" else Config(tile_tokens=2048, rows=64)
 
 
@@ -64,7 +64,7 @@ def _attend(call: Call, q, pages, table, lengths, blocks):
             keys, values = read(pages, frame, block * block_size % page_size, block_size)
             seen = visible(pos[:, None, :], query_pos[:, None], call.window)
             logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
-            values = jnp.where(((pos >= 0) & (pos < length))[..., None], values, 0)  # what was never written may be NaN
+            values = jnp.where(((pos >= 0) & (pos < length))[..., None], values, 0)  # unwritten values may be NaN
             if call.return_block_lse:
                 of_tile = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], per_tile, block_size), axis=-1)
                 block_lse = jax.lax.dynamic_update_slice_in_dim(block_lse, of_tile, i * per_tile, axis=2)
@@ -87,7 +87,7 @@ def _list(
 ) -> tuple[Array, Array, int]:
     """Block ids to walk through and the frames of their pages, `[K, tiles * per_tile]`, and blocks per tile.
 
-    Both are -1 where there is no such block, it has no page, or nothing of it is written.
+    Both are -1 where the block does not exist, has no page, or has no written token.
     """
     per_page, per_tile = page_size // block_size, max(1, tokens // block_size)
     if ids is None:

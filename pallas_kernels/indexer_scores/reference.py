@@ -1,4 +1,4 @@
-"""indexer_scores by definition, in float32: all keys of a sequence laid out, every head scored and weighted. Keep it to tests."""
+"""indexer_scores by definition, in float32: all keys of a sequence, every head scored and weighted. Only for tests."""
 
 from __future__ import annotations
 

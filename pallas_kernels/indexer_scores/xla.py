@@ -1,8 +1,8 @@
-"""indexer_scores for any backend: a tile of whole pages at a time, of all rows together.
+"""indexer_scores for any backend: one tile of whole pages at a time, for all rows together.
 
-Tiles are fixed spans of absolute positions, so a row's bits depend neither on the width of its page table nor on the lengths of other
-rows; tiles that no row reaches are not read. The scale of an 8-bit key is positive, so it multiplies the key's finished score instead of
-its D elements, which then are exact in bfloat16. Memory traffic: every key once, and its copy, a tile at a time. Memory: that copy and
+Tiles are fixed spans of absolute positions. So a row's bits depend neither on the width of its page table nor on the lengths of other rows.
+Tiles that no row reaches are not read. The scale of an 8-bit key is positive, so it multiplies the key's finished score instead of its D
+elements; the elements are then exact in bfloat16. Memory traffic: every key once, and its copy, a tile at a time. Memory: that copy and
 `B * T * H * tile_tokens` dot products in float32.
 """
 
@@ -29,7 +29,7 @@ class Config:
 
 
 def default_config() -> Config:
-    """Tiles that stay in a CPU's caches; elsewhere fewer, larger ones, each of which costs several launches."""
+    """Tiles that fit a CPU's caches; on other devices, fewer and larger tiles, because each costs several launches."""
     return Config() if jax.default_backend() == "cpu" else Config(tile_tokens=8192)
 
 
@@ -50,7 +50,7 @@ def _score(config: Config, q, weights, keys, table, lengths, scales):
     def read(number):
         page_ids = jax.lax.dynamic_slice_in_dim(table, number * per_tile, per_tile, axis=1)
         tile = keys[jnp.maximum(page_ids, 0)].reshape(batch, size, -1).astype(dtype)
-        # Accelerators multiply float32 with fewer bits unless told; products of shorter types are exact in float32 anyway.
+        # Accelerators multiply float32 with fewer bits by default; products of shorter types are exact in float32 anyway.
         precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         dots = jnp.einsum("bthd,bsd->bths", q.astype(dtype), tile, precision=precision, preferred_element_type=jnp.float32)
         scores = jnp.einsum("bths,bth->bts", jnp.maximum(dots, 0), weights, precision=jax.lax.Precision.HIGHEST)
@@ -58,7 +58,7 @@ def _score(config: Config, q, weights, keys, table, lengths, scales):
             scores = scores * scales[jnp.maximum(page_ids, 0)].reshape(batch, 1, size)
         position = number * size + jnp.arange(size, dtype=jnp.int32)
         seen = jnp.repeat(page_ids >= 0, page_size, axis=1)[:, None] & (position <= at[..., None])
-        return jnp.where(seen, scores, -jnp.inf)  # what was never written may score NaN
+        return jnp.where(seen, scores, -jnp.inf)  # unwritten keys may score NaN
 
     def step(number):
         nothing = jnp.full((batch, num_queries, size), -jnp.inf, jnp.float32)

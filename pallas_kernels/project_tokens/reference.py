@@ -9,7 +9,7 @@ from pallas_kernels.project_tokens.api import Call
 
 
 def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
-    """See `pallas_kernels.project_tokens.project_tokens`; takes no config. Rounds once, at the end; not to be traced."""
+    """See `pallas_kernels.project_tokens.project_tokens`; takes no config. Rounds once, at the end; cannot be traced."""
     x, *weights = (np.asarray(y, np.float64) for y in (x, *weights))
     if norm is not None:
         x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + call.norm_eps) * (call.norm_offset + np.asarray(norm, np.float64))
@@ -34,7 +34,7 @@ _ACTIVATIONS = {
 
 
 def _rotate(y, turns):
-    """Each pair (i, i + D/2) of a head is a complex number, turned."""
+    """Each pair (i, i + D/2) of a head is a complex number that is rotated."""
     rows, half = turns.shape
     pairs = y.reshape(rows, -1, 2, half)
     turned = (pairs[:, :, 0] + 1j * pairs[:, :, 1]) * turns[:, None]

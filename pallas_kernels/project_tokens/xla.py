@@ -32,8 +32,8 @@ def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
 
 
 def _two_rows(x):
-    """A single token gets one of zeros beside it. XLA for GPUs turns the product of one row and a narrow matrix into an elementwise product
-    and a sum, which writes what it should only add up; with two rows it joins the products of several matrices to one."""
+    """Add a row of zeros to a single token. XLA for GPUs turns the product of one row and a narrow matrix into an elementwise product,
+    which it writes to memory, and a sum. With two rows it joins the products of several matrices into one."""
     return x if x.shape[0] > 1 else jnp.concatenate([x, jnp.zeros_like(x)])
 
 
@@ -44,6 +44,6 @@ def _rotate(y, rotation):
 
 
 def _product(x, weight, out_dtype):
-    # Accelerators multiply float32 with fewer bits unless told; shorter types lose nothing by the default.
+    # Accelerators multiply float32 with fewer bits by default; shorter types lose nothing by that.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("re,fe->rf", x, weight, precision=precision, preferred_element_type=out_dtype)

@@ -1,6 +1,6 @@
 """query_sparse_attention by definition: every logit of every measured query, then plain-Python selectors over the scores of a row.
 
-As wasteful as it reads: keep it to tests and debugging. Scores and the mean are float32, the quantile is Python's.
+Slow: only for tests and debugging. Scores and the mean are float32; the quantile comes from Python's `statistics`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import numpy as np
 from pallas_kernels.query_sparse_attention.api import Call
 
 EMPTY = (-math.inf, -1)
-"""A slot that holds nothing; slots are (score, block)."""
+"""An empty slot; slots are (score, block)."""
 
 
 def worse(a: tuple[float, int], b: tuple[float, int]) -> bool:
-    """Whether slot a is replaced before slot b: lower score, of equal scores an empty one, else the higher block."""
+    """Whether slot a is replaced before slot b: it has the lower score, or of equal scores is empty, or else has the higher block."""
     if a[0] != b[0]:
         return a[0] < b[0]
     return b != EMPTY and (a == EMPTY or a[1] > b[1])
 
 
 class Replacement:
-    """The best k so far in k slots; the worst slot is looked for among all."""
+    """The best k so far in k slots; searches all slots for the worst one."""
 
     def __init__(self, k: int):
         self.slots = [EMPTY] * k
 
     def offer(self, score: float, block: int) -> tuple[float, int]:
-        """Take the block or not; returns what is left outside: the block, what it displaced, or EMPTY."""
+        """Take the block or not. Returns what is not kept: this block, the one that it displaced, or EMPTY."""
         worst = 0
         for i, slot in enumerate(self.slots):
             if worse(slot, self.slots[worst]):
@@ -45,11 +45,11 @@ class Replacement:
 
 
 class Tournament:
-    """The same in a winner tree (Knuth, volume 3): node 1 is the root, a node holds the number of the worse slot of its two."""
+    """The same in a winner tree (Knuth, volume 3): node 1 is the root, and a node holds the number of the worse of its two slots."""
 
     def __init__(self, k: int):
         self.leaves = 1 << (k - 1).bit_length()
-        self.slots = [EMPTY] * k + [(math.inf, -2)] * (self.leaves - k)  # what fills up to a power of two never wins
+        self.slots = [EMPTY] * k + [(math.inf, -2)] * (self.leaves - k)  # padding to a power of two never wins
         self.tree = [0] * self.leaves + list(range(self.leaves))
         for node in range(self.leaves - 1, 0, -1):
             self._play(node)
@@ -72,7 +72,7 @@ class Tournament:
 
 
 class Estimated:
-    """k slots filled in order by whatever exceeds the quantile that the slots and candidates left ask for."""
+    """k slots, filled in order by blocks that exceed a quantile, which follows from the slots and candidates left."""
 
     def __init__(self, k: int):
         self.k, self.slots, self.seen, self.mean, self.squares = k, [], 0, np.float32(0), 0.0
@@ -97,16 +97,16 @@ class Estimated:
 
 
 class Buckets:
-    """k slots that what comes is offered to in turn, each by itself."""
+    """k slots, offered blocks in turn; each slot keeps the best of its own."""
 
     def __init__(self, k: int):
         self.slots, self.offered = [EMPTY] * k, 0
 
     def count(self, score: float) -> None:
-        """Nothing is known about what was seen."""
+        """Does nothing: buckets use no statistics."""
 
     def offer(self, score: float, block: int, candidates_left: int) -> None:
-        """The slot whose turn it is takes the block if that scores more."""
+        """The slot whose turn it is takes the block if the block scores more than what it holds."""
         if self.slots:
             turn = self.offered % len(self.slots)
             self.offered += 1
@@ -133,7 +133,7 @@ def select(
 
 
 def candidates(position: int, block_size: int, window: tuple[int, int] | None) -> tuple[int, int]:
-    """First candidate of a row at this position, and the one after the last."""
+    """The first candidate of a row at this position, and the block after its last one."""
     blocks = range(position // block_size + 1)
     if window is not None:
         blocks = [j for j in blocks if (j + 1) * block_size > window[0] and j * block_size <= position - window[1]]
@@ -166,7 +166,7 @@ def query_sparse_attention(call: Call, q, pages, table, starts, lengths):
     shape = (*lse.shape, call.k_blocks)
 
     def select_rows(scores, positions, lengths):
-        scores, positions, lengths = (np.asarray(x) for x in (scores, positions, lengths))  # JAX's arrays are slow to index
+        scores, positions, lengths = (np.asarray(x) for x in (scores, positions, lengths))  # JAX arrays are slow to index
         ids, kept = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
         for b, r, h in np.ndindex(*lse.shape):
             if positions[b, r] < lengths[b]:

@@ -1,8 +1,8 @@
 """query_sparse_attention for any backend: tiles of measured queries against tiles of keys with online softmax and online selection.
 
-Key tiles are fixed spans of absolute positions, read from their pages; each tile of queries walks from the first key to the last that one
-of its rows may read, in order. A tile's logits give its block scores too, which the selectors take one block after another. A row's bits
-depend neither on the width of the page table nor on how the history was written, nor on the other rows. Memory traffic: the keys and
+Key tiles are fixed spans of absolute positions, read from their pages. Each tile of queries walks in order from the first key to the last
+that one of its rows may read. A tile's logits also give its block scores, which the selectors take one block after another. So a row's bits
+depend neither on the width of the page table, nor on how the history was written, nor on the other rows. Memory traffic: the keys and
 values of a sequence are read once per tile of queries. Memory needed: a tile of keys and values, its logits, `H * query_tile * key_tile`
 float32, and the lists of a tile of queries.
 """
@@ -25,7 +25,7 @@ from pallas_kernels.query_sparse_attention.api import Call
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """query_tile: measured queries. key_tile: tokens, rounded down to whole pages, at least one. rows: of the batch, that walk together."""
+    """query_tile: measured queries. key_tile: tokens, rounded down to whole pages, at least one. rows: batch rows computed together."""
 
     query_tile: int = 64
     key_tile: int = 512
@@ -38,7 +38,7 @@ class Config:
 
 
 def default_config() -> Config:
-    """Tiles that stay in a CPU's caches; elsewhere several rows at once to occupy the device."""
+    """Tiles that fit a CPU's caches; on other devices, several rows at once to occupy the device."""
     return Config() if jax.default_backend() == "cpu" else Config(query_tile=512, key_tile=1024, rows=16)
 
 
@@ -78,7 +78,7 @@ def _measure(call: Call, q, pages, table, starts, lengths):
 
 
 def _walk(call: Call, q, position, table, length, pages, pages_per_tile):
-    """Fold every key tile that the queries at these positions may read, and offer its blocks; q is `[K, G * query_tile, D]`."""
+    """Fold every key tile that the queries at these positions may read, and offer its blocks. q is `[K, G * query_tile, D]`."""
     page_size, block_size = pages.page_size, call.block_size
     key_tile = pages_per_tile * page_size
     query_pos = jnp.tile(position, q.shape[1] // position.size)
@@ -95,7 +95,7 @@ def _walk(call: Call, q, position, table, length, pages, pages_per_tile):
         keys, values = read(pages, page, jnp.zeros_like(page), page_size)
         seen = visible(pos, query_pos[:, None], None)
         logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
-        values = jnp.where((pos >= 0)[:, None], values, 0)  # what was never written may be NaN
+        values = jnp.where((pos >= 0)[:, None], values, 0)  # unwritten values may be NaN
         partial = online_softmax.fold(partial, logits, values)
         scores = _block_scores(logits, block_size)
         block = i * scores.shape[0]
@@ -111,7 +111,7 @@ def _walk(call: Call, q, position, table, length, pages, pages_per_tile):
 
 
 def _candidates(position: Array, block_size: int, window: tuple[int, int] | None) -> tuple[Array | int, Array]:
-    """First candidate of each row and the one after the last; none where the position is -1."""
+    """The first candidate of each row, and the block after its last one. No candidates where the position is -1."""
     if window is None:
         return 0, position // block_size + 1
     return window[0] // block_size, (position - window[1]) // block_size + 1

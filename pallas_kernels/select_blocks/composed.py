@@ -1,6 +1,7 @@
-"""select_blocks of two ops: scores as in `xla`, the best of them by `top_k`, where that has a kernel: XLA's takes several times as long.
+"""select_blocks made of two ops: scores as in `xla`, then `top_k` where that has a kernel. XLA's own top-k takes several times as long.
 
-For what the kernel of this op refuses: float32, other head dims, tables too long for it. Memory traffic: as `xla`, and the scores.
+It takes the calls that this op's kernel refuses: float32, other head dims, tables too long for it. Memory traffic: as `xla`, and the
+scores.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pallas_kernels.top_k import top_k
 
 
 def unsupported(call: Call, q, index, table, lengths) -> str | None:
-    """Why this is not the way to go, or None if it is."""
+    """Why this implementation should not be picked, or None if it should."""
     return None if "mosaic_gpu" in dispatch.candidates("top_k") else "top_k has no kernel here, and XLA's own is in xla"
 
 

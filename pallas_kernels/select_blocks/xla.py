@@ -1,7 +1,8 @@
 """select_blocks for any backend.
 
-Scores are one matrix product per KV head: sum_d max(q_d max_d, q_d min_d) = relu(q) . max - relu(-q) . min, so the two rows of the bounds
-lie side by side against the two halves of the query. Memory traffic: the index of the B * M pages that the tables name, read once.
+Scores are one matrix product per KV head. Since sum_d max(q_d max_d, q_d min_d) = relu(q) . max - relu(-q) . min, the two rows of the
+bounds side by side are multiplied by the two halves of the query. Memory traffic: the index of the B * M pages that the tables name, read
+once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""select_tiles by definition: one sequence, one head, one query after the other, in numpy."""
+"""select_tiles by definition, in numpy: one sequence, one head, one query at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def select_tiles(call: Call, q, bounds, table, starts, lengths):
 
     def of_all(q, bounds, table, starts, lengths):
         q, bounds = np.asarray(q, np.float32), np.asarray(bounds, np.float32)
-        table, starts, lengths = (np.asarray(x) for x in (table, starts, lengths))  # JAX's arrays are slow to index
+        table, starts, lengths = (np.asarray(x) for x in (table, starts, lengths))  # JAX arrays are slow to index
         found = np.full((batch, tiles, num_heads, width), -1, np.int32)
         for b, tile, head in np.ndindex(batch, tiles, num_heads):
             sealed = [page >= 0 and (i + 1) * block_size * per_page <= lengths[b] for i, page in enumerate(table[b])]

@@ -1,7 +1,7 @@
 """select_tiles for any backend: two walks over the sequence's bounds, a tile of blocks at a time, then the k best of each tile's scores.
 
-The first walk finds every query's log-sum-exp of its bounds, the second what each tile of queries pays each block. Memory traffic: the
-bounds of a sequence twice per span of queries. Memory needed: the bounds that the tables name, the bounds of `QUERY_SPAN` queries
+The first walk finds every query's log-sum-exp of its bounds; the second finds what each tile of queries pays each block. Memory traffic:
+the bounds of a sequence twice per span of queries. Memory needed: the bounds that the tables name, the bounds of `QUERY_SPAN` queries
 against `BLOCK_TILE` blocks in every head, float32, and the tiles' scores.
 """
 
@@ -52,8 +52,8 @@ def select_tiles(call: Call, q, bounds, table, starts, lengths):
 
 
 def table_bounds(bounds, table, there: Bool[Array, "B S"], more: int) -> Float[Array, "B K S+more 2*D"]:
-    """The bounds of each table's blocks, in order, maxima beside minima. Blocks that are not there, and `more` behind them, have a maximum
-    so low and a minimum so high that a query other than 0 can pay them nothing."""
+    """The bounds of each table's blocks, in order, maxima beside minima. Blocks that are not there, and `more` blocks after them, get a
+    maximum so low and a minimum so high that only a query of 0 can pay them anything."""
     batch, head_dim = table.shape[0], bounds.shape[4]
     rows = bounds[jnp.maximum(table, 0)].swapaxes(1, 2).reshape(batch, bounds.shape[1], -1, 2 * head_dim)
     far = jnp.asarray(jnp.finfo(bounds.dtype).max / 4, bounds.dtype)
@@ -70,7 +70,7 @@ def sealed_blocks(table, lengths, bounds, block_size: int):
 
 
 def candidates(starts, lengths, num_queries: int, block_size: int, query_tile: int, window: tuple[int, int]):
-    """The first candidate, and per tile `[B, C]` the one after the last."""
+    """The first candidate, and for each tile `[B, C]` the block after its last one."""
     begins = jnp.arange(0, num_queries, query_tile, dtype=jnp.int32)
     last = jnp.minimum(starts[:, None] + jnp.minimum(begins + query_tile, num_queries), lengths[:, None]) - 1
     there = starts[:, None] + begins < lengths[:, None]
@@ -80,15 +80,15 @@ def candidates(starts, lengths, num_queries: int, block_size: int, query_tile: i
 def best_candidates(
     scores: Float[Array, "B C H S"], there, first: int, end: Int[Array, "B C"], k: int, ranked: bool
 ) -> Int[Array, "B C H W"]:
-    """The k candidates that score highest, ascending or the best first, -1 at the end."""
+    """The k candidates that score highest, ascending or best first, -1 at the end."""
     block = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     candidate = there[:, None] & (block >= first) & (block < end[..., None])
-    best, ids = jax.lax.top_k(jnp.where(candidate[:, :, None], scores, -1.0), min(k, scores.shape[-1]))  # of equal ones the lower
+    best, ids = jax.lax.top_k(jnp.where(candidate[:, :, None], scores, -1.0), min(k, scores.shape[-1]))  # of equal scores the lower block
     return listed(best, ids, ranked)
 
 
 def listed(best: Float[Array, "*rows W"], ids: Int[Array, "*rows W"], ranked: bool) -> Int[Array, "*rows W"]:
-    """The ids whose score is not negative, ascending or, if they stand so and are to stay `ranked`, the best first; -1 at the end."""
+    """The ids whose score is not negative: ascending, or in the order given (best first) if `ranked`; -1 at the end."""
     if ranked:
         return jnp.where(best < 0, -1, ids).astype(jnp.int32)
     ids = jnp.sort(jnp.where(best < 0, _NONE, ids), axis=-1)

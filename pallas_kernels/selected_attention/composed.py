@@ -1,4 +1,4 @@
-"""selected_attention as two ops, each of the implementation that its own dispatch picks. Runs wherever they do."""
+"""selected_attention as two ops, each by the implementation that its own dispatch picks. Runs wherever they do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""selected_attention by definition: the references of the two ops it is made of."""
+"""selected_attention by definition: the references of its two ops."""
 
 from __future__ import annotations
 

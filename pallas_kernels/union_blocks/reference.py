@@ -1,4 +1,4 @@
-"""union_blocks by definition, in plain Python: per tile a dictionary from block to the scores of the rows that chose it."""
+"""union_blocks by definition, in plain Python: for each tile, a dictionary from block to the scores of the rows that chose it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """union_blocks for any backend: sort a tile's choices by block, add up runs of equal blocks, keep the best runs.
 
-A block comes at most once a row, so a run is at most `rows` long and is added up by that many shifted sums, in the order of the rows: no
-scatter, and no order that a device could choose. (On GPUs XLA's float32 division is off by a last bit at times, so means that differ by no
-more may change places.) Memory traffic: the lists are read, sorted and read again.
+A block comes at most once a row, so a run is at most `rows` long. That many shifted sums add it up, in the order of the rows. There is no
+scatter, so the device cannot change the order. (On GPUs, XLA's float32 division is sometimes off by a last bit, so means that differ by no
+more than that may change places.) Memory traffic: the lists are read, sorted and read again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def union_blocks(call: Call, ids, scores):
     worth = jnp.where(worth == 0, 0.0, worth)  # -0.0 and 0.0 are a tie
 
     kept = min(k_trim, ids.shape[-1])
-    best, place = jax.lax.top_k(jnp.where(begins & (ids < _NONE), worth, -jnp.inf), kept)  # of equal ones the first, the lower block
+    best, place = jax.lax.top_k(jnp.where(begins & (ids < _NONE), worth, -jnp.inf), kept)  # of equal scores the first: the lower block
     blocks = jnp.where(best == -jnp.inf, _NONE, jnp.take_along_axis(ids, place, axis=-1))
     blocks = jnp.sort(blocks, axis=-1)
     blocks = jnp.where(blocks == _NONE, -1, blocks)
