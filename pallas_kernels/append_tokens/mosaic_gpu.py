@@ -1,7 +1,7 @@
 """append_tokens in Pallas Mosaic GPU (Hopper), for decode: one launch, a CTA per sequence and KV head, pool and indexes in place.
 
-A CTA writes the head's new rows; if one of them is the last of its page, it reads the page's keys back and reduces them, piece by piece
-of 16 bytes, to the head's part of every index. Nothing else of the pool is touched.
+A CTA writes the head's new rows. If one of them is the last of its page, it reads the page's keys back and reduces them, 16 bytes at a
+time, to the head's part of every index. It touches nothing else of the pool.
 
 Memory traffic: the new rows, read and written once; for a page that fills, its keys once per index (all but the first time from the cache).
 """
@@ -23,18 +23,18 @@ from pallas_kernels.pages import unlike
 THREADS = 128
 MOST_TOKENS = 64
 UNROLLED = 8
-"""Loads of a page's keys that a thread has on their way."""
+"""Loads of a page's keys that a thread has in flight."""
 
 PARTIAL_WORDS = THREADS * 16
 """Words of shared memory: per thread, eight columns of two rows."""
 
 IDENTITY = {"bounds": (float("-inf"), float("inf")), "mean": (0.0,)}
-"""Per row of an index: what a reduction starts from."""
+"""Start value of the reduction for each row of an index."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the kernel's code depends on."""
+    """Everything that the kernel's code depends on."""
 
     num_kv_heads: int
     page_size: int
@@ -65,7 +65,7 @@ class Shape:
         return self.head_dim // self.pieces
 
     def strands(self, block_size: int) -> int:
-        """Threads that share a piece of a block's columns, each with as many tokens: a power of two."""
+        """Threads that share a piece of a block's columns, each with equally many tokens: a power of two."""
         strands, items = 1, self.page_size // block_size * self.pieces
         while block_size % (2 * strands) == 0 and 2 * strands * items <= THREADS:
             strands *= 2
@@ -99,7 +99,7 @@ def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table, fra
 @functools.partial(jax.jit, static_argnames="s")
 def _append(s: Shape, pages, indexes, k, v, positions, valid, tables):
     lanes.check_version()
-    # References are updated in place: the compiled call gives its operands back as its results.
+    # References are updated in place: the compiled call returns its operands as its results.
     k_pages, v_pages, *built = refs = [jax.new_ref(x) for x in (pages.k, pages.v, *(indexes[name] for name, _, _ in s.kinds))]
     k, v = k.astype(s.dtype), v.astype(s.dtype)
     places = jnp.where(valid, positions, -1)
@@ -129,7 +129,7 @@ def _append(s: Shape, pages, indexes, k, v, positions, valid, tables):
 
 def _page(s: Shape, row, place, table_refs):
     """Id and frame of a token's page, both -1 unless it has both. place: the token's position, -1 for none. table_refs: of ids and of
-    frames, or the one table that is both."""
+    frames, or one table that is both."""
     logical = place // s.page_size
     inside = (place >= 0) & (logical < s.table_width)
     entry = row * s.table_width + lanes.where(inside, logical, 0)
@@ -140,13 +140,13 @@ def _page(s: Shape, row, place, table_refs):
 
 
 def _write(s: Shape, row, head, places_ref, table_refs, tokens, pools) -> None:
-    """The head's new rows, to their pages: a thread moves 16 bytes of keys and of values at a time."""
+    """Write the head's new rows to their pages. A thread moves 16 bytes of keys and of values at a time."""
     count = s.num_tokens * s.pieces
 
     def move(i):
         t, piece = i // s.pieces, i % s.pieces
         source = ((row * s.num_tokens + t) * s.num_kv_heads + head) * s.row_bytes + piece * 16
-        moved = [lanes.load_global_16_bytes(ref, source) for ref in tokens]  # on their way while the page is looked up
+        moved = [lanes.load_global_16_bytes(ref, source) for ref in tokens]  # in flight while the page is looked up
         place = lanes.load_global(places_ref, row * s.num_tokens + t)
         _, frame = _page(s, row, place, table_refs)
         with lanes.when(frame >= 0):
@@ -181,7 +181,7 @@ def _seal(s: Shape, row, head, places_ref, table_refs, k_pages_ref, index_refs, 
 
 
 def _build(s: Shape, kind: str, block_size: int, at, at_frame, k_pages_ref, index_ref, partial_s) -> None:
-    """One index of one page and head, number `at` among all pages' heads, its keys number `at_frame` among all frames'."""
+    """Build one index of one page and head: number `at` among all pages' heads, its keys number `at_frame` among all frames' heads."""
     strands = s.strands(block_size)
     per_strand = block_size // strands
     outputs = s.page_size // block_size * s.pieces
@@ -217,7 +217,7 @@ def _build(s: Shape, kind: str, block_size: int, at, at_frame, k_pages_ref, inde
 
 
 def _combine(kind: str, a, b):
-    """Two partial results as one."""
+    """Combine two partial results."""
     if kind == "mean":
         return [x + y for x, y in zip(a, b, strict=True)]
     half = len(a) // 2
@@ -226,7 +226,7 @@ def _combine(kind: str, a, b):
 
 
 def _reduce_tokens(s: Shape, kind: str, count: int, at, first, k_pages_ref):
-    """Partial result of a piece of `count` consecutive tokens: float32, per row of the index the piece's columns."""
+    """Partial result of a piece of `count` consecutive tokens: float32, the piece's columns for each row of the index."""
 
     def numbers(offset):
         words = lanes.load_written_16_bytes(k_pages_ref, offset, block=at, block_bytes=s.page_bytes)

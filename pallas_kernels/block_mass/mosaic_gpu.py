@@ -1,13 +1,13 @@
 """block_mass in Pallas Mosaic GPU (Hopper): a CTA keeps a tile of keys in registers while the queries of one head stream past.
 
-Each of a CTA's folding warpgroups has 64 keys, the left operand of its `wgmma`; one more warpgroup brings tiles of queries and their LSE by
+Each folding warpgroup of a CTA has 64 keys, the left operand of its `wgmma`. One more warpgroup copies tiles of queries and their LSE by
 TMA into a ring in shared memory, which all of them read. Per tile of queries a warpgroup multiplies k.q, takes exp2(logit - LSE) and adds
-up each key's row. With head dim 128 products and exponentials take as long as each other, so a barrier makes the warpgroups take turns at
-the tensor cores, as in FlashAttention-3 (arXiv 2407.08608), and one's exponentials run under another's products. Nothing is rescaled: the
-LSE is there to begin with. Only tiles at the causal border and at the ends of what counts are masked. Sums run in the order of the tiles
-of queries, within a tile in that of the code, and are written once: the same call gives the same bits.
+up each key's row. With head dim 128, products and exponentials take equally long. So a barrier makes the warpgroups take turns at the
+tensor cores, as in FlashAttention-3 (arXiv 2407.08608), and the exponentials of one run during the products of another. Nothing is
+rescaled, because the LSE is known from the start. Only tiles at the causal border and at the first and last query that counts are masked.
+Sums run in the order of the tiles of queries, in a fixed order within a tile, and are written once: the same call gives the same bits.
 
-Memory traffic: keys once per query head; queries once per tile of keys and head, which L2 serves: tiles of one head run side by side.
+Memory traffic: keys once per query head; queries once per tile of keys and head, from L2, because tiles of one head run side by side.
 Source: H2O (arXiv 2306.14048); SnapKV (arXiv 2404.14469).
 """
 
@@ -35,12 +35,12 @@ QUERIES = 128
 """Queries of a tile."""
 
 BY_ROW, BY_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
-"""Where the sums of a warpgroup's keys, and the LSE of a tile's queries, stand in registers."""
+"""Register layouts of the sums of a warpgroup's keys, and of the LSE of a tile's queries."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the kernel's code depends on. num_pieces: of 64 keys, that a page table can name. unit: keys whose masses are added up."""
+    """Everything that the kernel's code depends on. num_pieces: of 64 keys, that a page table can name. unit: keys that are added up."""
 
     batch: int
     num_queries: int
@@ -56,12 +56,12 @@ class Shape:
 
     @property
     def folders(self) -> int:
-        """Warpgroups that fold; with head dim 256 a third one's keys would not fit into registers."""
+        """Warpgroups that fold. With head dim 256, a third one's keys would not fit into registers."""
         return 3 if self.head_dim <= 128 else 2
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Per thread of those that fold, and of the one that fetches: what 65536 of them allow."""
+        """Registers per thread of those that fold, and of the one that fetches: what 65536 of them allow."""
         return (160, 32) if self.folders == 3 else (232, 40)
 
     @property
@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def turns(self) -> bool:
-        """Whether warpgroups take turns at the tensor cores. With head dim 64 exponentials take twice as long as they do."""
+        """Whether warpgroups take turns at the tensor cores. With head dim 64, exponentials take twice as long as the products."""
         return self.head_dim > 64
 
     def scratch(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _sum_up(call: Call, q, k, table, starts, lengths, lse, first_query):
 
 
 def _lse_that_counts(starts, ends, lse, first_query):
-    """LSE in log2 units `[B, H, T padded to whole tiles]`, infinite where a query counts nothing: exp2(logit - inf) is 0."""
+    """LSE in log2 units `[B, H, T padded to whole tiles]`, infinite where a query does not count: exp2(logit - inf) is 0."""
     position = starts[:, None] + jnp.arange(lse.shape[1], dtype=jnp.int32)
     counts = ((position >= first_query[:, None]) & (position < ends[:, None]))[..., None] & (lse != -jnp.inf)
     lse = jnp.where(counts, lse * LOG2E, jnp.inf).swapaxes(1, 2)
@@ -130,10 +130,10 @@ def _lse_that_counts(starts, ends, lse, first_query):
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """What a CTA does, traced. begin: the first tile of queries. steps: how many.
+    """The work of a CTA, traced. begin: the first tile of queries. steps: how many tiles.
 
-    pages: per warpgroup, its keys' page, -1 if there is none. key: position of the first key. start: of the first query. first, end:
-    positions of the queries that count, first <= p < end.
+    pages: for each warpgroup, the page of its keys, -1 if there is none. key: position of the first key. start: of the first query. first,
+    end: positions of the queries that count, first <= p < end.
     """
 
     begin: Any
@@ -146,7 +146,7 @@ class Walk:
 
 
 def _walk(s: Shape, refs, row, tile) -> Walk:
-    """From the first tile of queries that counts and sees a key, to the last; nothing if no key has a page."""
+    """The tiles of queries from the first that counts and sees a key to the last. There are none if no key has a page."""
     table_ref, starts_ref, ends_ref, lengths_ref, first_ref = refs
     start, end, first, length = starts_ref[row], ends_ref[row], first_ref[row], lengths_ref[row]
     key, pages = tile * (s.folders * KEYS), []
@@ -162,8 +162,8 @@ def _walk(s: Shape, refs, row, tile) -> Walk:
 
 
 def _fetch(s: Shape, walk: Walk, row, head, q_ref, k_ref, lse_ref, scratch) -> None:
-    """By the last warpgroup: the keys, then every tile of queries as soon as there is room. Keys without a page come as zeros, from behind
-    the pool."""
+    """By the last warpgroup: copy the keys, then every tile of queries as soon as a slot is free. Keys without a page are read as zeros,
+    from past the end of the pool."""
     kv_head = lax.div(head, jnp.int32(s.num_heads // s.num_kv_heads))
     for w, page in enumerate(walk.pages):
         token = lax.rem(walk.key + w * KEYS, jnp.int32(s.page_size))
@@ -183,7 +183,7 @@ def _fetch(s: Shape, walk: Walk, row, head, q_ref, k_ref, lse_ref, scratch) -> N
         return ()
 
     lax.fori_loop(0, walk.steps, step, ())
-    for slot in range(s.stages):  # no barrier may be left with a phase that nobody saw
+    for slot in range(s.stages):  # every phase of a barrier must have been waited for at the end
 
         @pl.when(slot < walk.steps)
         def _(slot=slot):
@@ -217,12 +217,12 @@ def _fold(s: Shape, walk: Walk, warpgroup, scratch):
         x = lax.cond(_plain(walk, key, first), lambda x: x, functools.partial(_masked, walk, key, first), x)
         lse = plgpu.layout_cast(scratch["lse_s"][slot], BY_COLUMN)
         sums += jnp.exp2(x * (s.sm_scale * LOG2E) - lax.broadcast_in_dim(lse, x.shape, [1])).sum(axis=1)
-        plgpu.commit_smem()  # what was read here, TMA writes next
+        plgpu.commit_smem()  # TMA writes next where this read
         plgpu.barrier_arrive(scratch["q_free"].at[slot])
         return sums
 
     sums = lax.fori_loop(0, walk.steps, step, plgpu.layout_cast(jnp.zeros((KEYS,), jnp.float32), BY_ROW))
-    if s.turns:  # what the last one offered
+    if s.turns:  # the turn that the last warpgroup passed on
         pl.when((walk.steps > 0) & (warpgroup == 0))(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
     return sums
 
@@ -233,14 +233,14 @@ def _plain(walk: Walk, key, first):
 
 
 def _masked(walk: Walk, key, first, x):
-    """Logits of a tile with -inf where a query does not count or does not see the key, whatever stands there."""
+    """Logits of a tile, with -inf where a query does not count or does not see the key, whatever the key holds."""
     row, column = (plgpu.broadcasted_iota(jnp.int32, x.shape, axis, layout=LAYOUT) for axis in (0, 1))
     seen = (column >= jnp.maximum(row + key, walk.first) - first) & (column < walk.end - first)
     return jnp.where(seen, x, -jnp.inf)
 
 
 def _store(s: Shape, walk: Walk, sums, warpgroup, place, scratch, out_ref) -> None:
-    """By a folding warpgroup: the masses of its keys, added up in order by `unit`; 0 without a page."""
+    """By a folding warpgroup: write the masses of its keys, added up in order by `unit`; 0 where there is no page."""
     mass_s, (row, head, piece) = scratch["mass_s"].at[warpgroup], place
     page = functools.reduce(lambda found, w: jnp.where(warpgroup == w, walk.pages[w], found), range(1, s.folders), walk.pages[0])
     mass_s[...] = sums

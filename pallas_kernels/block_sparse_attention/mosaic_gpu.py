@@ -1,11 +1,11 @@
 """block_sparse_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.hopper.query_tiles` over sinks, window and a list of blocks.
 
-A tile's walk is the blocks that sinks and window touch, in ascending order, then the listed ones as they stand, two blocks of 64 keys to a
-tile of keys. Of the former a query reads exactly its sinks and window, of the latter exactly the rest, so a block that is both is read
-twice and counted once; no list has to be sorted or cleaned. A row's bits depend on its own list, keys and window alone.
+A tile's walk takes the blocks that sinks and window touch, in ascending order, then the listed ones in list order, two blocks of 64 keys to
+a tile of keys. In the first group a query reads exactly its sinks and window, in the second exactly the rest. So a block in both groups is
+read twice and counted once, and no list has to be sorted or cleaned. A row's bits depend only on its own list, keys and window.
 
-Memory traffic: q and out once; each listed block once per tile of 128 queries and query head.
-Source: "Measure Once, Mask Once", Algorithm 1, step 3; FlashAttention-3 (arXiv 2407.08608).
+Memory traffic: q and out once; each listed block once per tile of 128 queries and query head. Source: "Measure Once, Mask Once", Algorithm
+1, step 3; FlashAttention-3 (arXiv 2407.08608).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _attend(call: Call, q, pages, table, starts, lengths, blocks):
 
 
 def _walk(s: query_tiles.Shape, block_size: int, query_tile: int, window, refs, row, head, tile):
-    """The pieces of keys that sinks and window touch, up to a whole tile of keys, then those of the listed blocks."""
+    """The pieces of keys that sinks and window touch, padded to whole tiles of keys, then those of the listed blocks."""
     table_ref, starts_ref, lengths_ref, plain_ref, blocks_ref, counts_ref = refs
     first, length = starts_ref[row] + tile * TILE_ROWS, lengths_ref[row]
     of_list = lax.div(tile, jnp.int32(query_tile // TILE_ROWS))

@@ -1,10 +1,10 @@
 """flash_attention in Pallas Mosaic GPU (Hopper): `pallas_kernels.hopper.query_tiles` over every tile of keys, or those of sinks and window.
 
-Key tiles are fixed spans of absolute positions, walked in ascending order, so a row's bits depend neither on where its chunk starts nor on
-the width of the page table nor on the other rows.
+Key tiles are fixed spans of absolute positions, walked in ascending order. So a row's bits depend neither on where its chunk starts, nor on
+the width of the page table, nor on the other rows.
 
-Memory traffic: q and out once; keys and values of a sequence once per 128 queries and head, of which L2 serves those that neighbours
-share. Source: FlashAttention-3 (arXiv 2407.08608); StreamingLLM (arXiv 2309.17453) for sinks and window.
+Memory traffic: q and out once; keys and values of a sequence once per 128 queries and head, from L2 where neighbours share them. Source:
+FlashAttention-3 (arXiv 2407.08608); StreamingLLM (arXiv 2309.17453) for sinks and window.
 """
 
 from __future__ import annotations

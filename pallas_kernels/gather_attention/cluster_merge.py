@@ -1,7 +1,7 @@
 """Merging the partial attentions of a cluster's warpgroups through distributed shared memory, in order of their numbers.
 
-Each CTA owns some columns of the output. Every warpgroup sends each owner its columns, and its maximum and sum to all; after one
-barrier of the cluster each owner merges what it received. The formula is `pallas_kernels.merge`'s.
+Each CTA owns some columns of the output. Every warpgroup sends each owner its columns, and sends its maximum and sum to all. After one
+barrier of the cluster, each owner merges what it received. The formula is that of `pallas_kernels.merge`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ SCALAR, REF = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
 
 
 def columns(s: Shape) -> int:
-    """Columns of the output that a CTA owns, an even number (the last CTAs perhaps fewer)."""
+    """Columns of the output that a CTA owns: an even number (the last CTAs may own fewer)."""
     return -(-s.head_dim // (2 * s.splits)) * 2
 
 
 def words(s: Shape) -> dict[str, int]:
-    """Words of shared memory for what a CTA receives: its columns of all the cluster's partial outputs, and their maxima and sums."""
+    """Words of shared memory for what a CTA receives: its columns of all partial outputs of the cluster, and their maxima and sums."""
     received = s.splits * s.warpgroups * s.rows
     return {"parts_s": received * columns(s), "stats_s": received * 2}
 
 
 def merge_and_store(s: Shape, folded, place, parts_s, stats_s, out_ref, lse_ref) -> None:
-    """By all threads of all CTAs of a cluster: merge what `tiles.fold` gave, write out `[B, T, H, D]` and lse `[B, T, H]`.
+    """By all threads of all CTAs of a cluster: merge the results of `tiles.fold`, and write out `[B, T, H, D]` and lse `[B, T, H]`.
 
     place: (row, KV head, CTA in the cluster, warpgroup in the CTA).
     """

@@ -20,11 +20,11 @@ WARPGROUPS = 2
 TILE = 64
 MOST_STAGES = 2
 MOST_ROWS = 16
-"""T*G beyond which spans are used: the parts that warpgroups exchange would crowd out the tiles."""
+"""Largest T*G; above it spans are used. With more rows, the parts that warpgroups exchange leave too little memory for tiles."""
 
 
 def unsupported(q, pages, *, width: int, block_size: int, words: dict[str, int]) -> str | None:
-    """Why this form cannot do a call that `gather_attention.mosaic_gpu` supports, or None if it can. Arguments as in `shape_of`."""
+    """Why this form cannot do a call that `gather_attention.mosaic_gpu` supports, or None if it can. Arguments are as in `shape_of`."""
     if block_size not in (16, 32, 64, 128):
         return f"block_size must be 16, 32, 64 or 128, got {block_size}"
     rows = q.shape[1] * q.shape[2] // pages.kv_heads
@@ -36,7 +36,7 @@ def unsupported(q, pages, *, width: int, block_size: int, words: dict[str, int])
 
 
 def shape_of(q, pages, *, width: int, block_size: int, window, sm_scale: float, words: dict[str, int]) -> Shape:
-    """The sizes of a call; no stages where shared memory cannot hold one. words: of shared memory that other stages of the kernel take."""
+    """The sizes of a call. `stages` is 0 if shared memory cannot hold one. words: of shared memory that other stages of the kernel take."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, page_size = pages.kv_heads, pages.page_size
     ctas = clusters.ctas_per_unit(batch * num_kv_heads)
@@ -48,7 +48,7 @@ def shape_of(q, pages, *, width: int, block_size: int, window, sm_scale: float, 
 
 
 def list_words(s: Shape) -> dict[str, int]:
-    """Words of shared memory for the list and its length; for the pages in which its blocks lie and the length of the row."""
+    """Words of shared memory: for the list and its length, and for the pages of its blocks and the length of the row."""
     return {"ids_s": s.width + 1, "pages_s": s.width + 1}
 
 
@@ -60,9 +60,9 @@ def scratch(s: Shape, words: dict[str, int]) -> dict:
 
 
 def locate(s: Shape, length, table_ref, first_entry, scratch) -> None:
-    """By single threads: to `scratch["pages_s"]` the page of each listed block, -1 where there is none; behind them the row's length.
+    """By single threads: write to `scratch["pages_s"]` the page of each listed block, -1 where there is none; behind them the row's length.
 
-    first_entry: of the row in the page table. Every tile needs the pages, and gets them sooner from there than from global memory.
+    first_entry: of the row in the page table. Every tile needs the pages, and reads them faster from shared than from global memory.
     """
     threads = s.warpgroups * 128
     with lanes.when(lanes.thread() == 0):
@@ -80,7 +80,7 @@ def locate(s: Shape, length, table_ref, first_entry, scratch) -> None:
 def attend(s: Shape, unit, cta, number, inputs, outputs, scratch) -> None:
     """By all threads of all CTAs of a cluster: attention over the first `number` entries of the list that `locate` found.
 
-    inputs: q, k, v. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. Tiles are dealt out in turn, a CTA's second one when each has one.
+    inputs: q, k, v. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. Tiles are dealt out in turn: a CTA gets a second one when each has one.
     """
     q_ref, k_ref, v_ref = inputs
     row, head = lax.div(unit, jnp.int32(s.num_kv_heads)), lax.rem(unit, jnp.int32(s.num_kv_heads))

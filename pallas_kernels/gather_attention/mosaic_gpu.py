@@ -1,12 +1,12 @@
 """gather_attention in Pallas Mosaic GPU (Hopper).
 
-Two forms. A list and few query rows (T*G at most 16): one launch, a cluster of CTAs per (row, KV head), made for latency (`listed`). All
-else: the tiles of a (row, KV head) are cut into equal spans, by the row's own length (dense) or by place in the list; a CTA folds each
-(`tiles`), a second launch merges them in order (`split_merge`). Either way bits depend on the row alone and on static shapes, never on
-the other rows.
+There are two forms. For a list and few query rows (T*G at most 16): one launch with a cluster of CTAs per (row, KV head), made for low
+latency (`listed`). For all other calls, the tiles of a (row, KV head) are cut into equal spans, by the row's own length (dense) or by place
+in the list. One CTA folds each span (`tiles`), and a second launch merges the spans in order (`split_merge`). In both forms bits depend
+only on the row and on static shapes, never on the other rows.
 
-A tile of queries has at most 64 rows (T*G). More are cut into tiles of equally many queries, each a row of the launch: they run side by
-side, and a key that they share comes from memory once if they are close enough in time for the L2 cache, else once per tile.
+A tile of queries has at most 64 rows (T*G). More rows are cut into tiles of equally many queries, each a row of the launch. The tiles run
+side by side. A key that they share comes from memory once if they are close enough in time for the L2 cache, else once per tile.
 
 Memory traffic: each listed key and value once, the output; with several spans also T*G * (D + 1) float32 per span, written and read.
 Source: split decoding over a page list, "Attention Pays Its Bill" (BRL-2026-07).
@@ -31,16 +31,16 @@ from pallas_kernels.hopper import lanes
 from pallas_kernels.pages import as_rows, unlike
 
 SMS = 132
-"""Multiprocessors that the default splits fill. A constant, so that bits do not depend on where a program runs."""
+"""Multiprocessors that the default splits fill. It is constant, so that bits do not depend on the GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How the work is cut; None: chosen from the shapes.
 
-    tile_tokens: keys folded in at once, 64 or 128. stages: tiles in flight. splits: CTAs per (row, KV head). Naming any of them takes the
-    form with spans. array_code: do without stages for single threads (`hopper.lanes`): slower, and what the interpreter of Mosaic
-    GPU kernels can run.
+    tile_tokens: keys folded in at once, 64 or 128. stages: tiles in flight. splits: CTAs per (row, KV head). Naming any of them selects the
+    form with spans. array_code: use no stages for single threads (`hopper.lanes`). That is slower, but the interpreter of Mosaic GPU
+    kernels can run it.
     """
 
     tile_tokens: int | None = None
@@ -95,7 +95,7 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=
 
 
 def queries_per_tile(num_queries: int, group: int) -> int:
-    """Queries of a tile: the largest divisor of their number with which a tile's rows are at most `tiles.ROWS`."""
+    """Queries per tile: the largest divisor of their number for which a tile has at most `tiles.ROWS` rows."""
     return next(n for n in range(num_queries, 0, -1) if num_queries % n == 0 and n * group <= tiles.ROWS)
 
 
@@ -144,7 +144,7 @@ def _heads_last(s: tiles.Shape, x):
 
 
 def _launch(s: tiles.Shape, block_lse_width: int | None, array_code: bool, interpret):
-    """The kernel of the spans as a function of (queries, k, v, table, lengths, blocks?)."""
+    """The kernel of the spans, as a function of (queries, k, v, table, lengths, blocks?)."""
     scratch = s.scratch() | {"rows_s": plgpu.SMEM((tiles.ROWS,), jnp.float32)}
     if array_code:
         parts = (s.batch, s.num_kv_heads, s.splits, s.rows)
@@ -153,7 +153,7 @@ def _launch(s: tiles.Shape, block_lse_width: int | None, array_code: bool, inter
     else:
         lanes.check_version()
         outs = split_merge.outputs(s)
-    if block_lse_width is not None:  # whole tiles, so that a tile's pieces past the list have a place
+    if block_lse_width is not None:  # whole tiles, so that pieces of a tile past the list can be written
         width = -(-block_lse_width * s.block_size // s.tile) * s.tile // s.block_size
         outs.append(jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, width, s.rows), jnp.float32))
 

@@ -1,6 +1,6 @@
-"""Partial attentions of the spans of a (row, KV head) through global memory: what a span leaves, and the launch that merges them in order.
+"""Partial attentions of the spans of a (row, KV head) through global memory: what a span writes, and the launch that merges spans in order.
 
-A span's part is its normalised output and LSE, float32, only the T*G rows that mean something. With one span that is the result.
+A span writes its normalised output and LSE, float32, only for the T*G valid rows. With one span, that is the result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
 
 
 def store(s: Shape, folded, row, head, split, out_ref, lse_ref) -> None:
-    """By a span's warpgroup: write what `tiles.fold` gave."""
+    """By a span's warpgroup: write the result of `tiles.fold`."""
     types = ((LAYOUT, LAYOUT.reduce(1), LAYOUT.reduce(1)), SCALAR, SCALAR, SCALAR, REF, REF)
 
     @plgpu.inline_mgpu(arg_types=types)
@@ -63,8 +63,8 @@ def store(s: Shape, folded, row, head, split, out_ref, lse_ref) -> None:
 
 
 def merge(s: Shape, out, lse):
-    """The parts of all spans merged: out `[B, T, H, D]` in the storage type, lse `[B, T, H]`. A CTA per query row; the formula is
-    `pallas_kernels.merge`'s."""
+    """Merge the parts of all spans: out `[B, T, H, D]` in the storage type, lse `[B, T, H]`. A CTA per query row; the formula is that of
+    `pallas_kernels.merge`."""
     quads, rows = s.head_dim // 4, s.num_queries * s.group
     strands = THREADS // quads
 

@@ -1,8 +1,8 @@
 """Folding tiles of listed keys into an online softmax, by one warpgroup: the stage that all decode kernels for Mosaic GPU share.
 
-TMA brings a tile's K and V into a ring in shared memory; two `wgmma` and an online softmax fold it in. The T*G query rows of a KV head
-are the left operand, padded to 64 rows, which costs matrix work that would idle anyway: bytes decide. Rows do not mix, so what stands
-in the padding does not matter.
+TMA copies a tile's K and V into a ring in shared memory. Two `wgmma` and an online softmax fold it in. The T*G query rows of a KV head are
+the left operand, padded to 64 rows. The padding costs only matrix work, and memory bandwidth is the limit. Rows do not mix, so the content
+of padding rows does not matter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROWS = 64
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30
-"""Start of the running maximum: below every logit, and finite, so that a tile with nothing to see folds in as zeros."""
+"""Start of the running maximum: below every logit, and finite, so that a tile without visible keys folds in as zeros."""
 
 LAYOUT = plgpu.Layout.WGMMA
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -32,10 +32,10 @@ SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a kernel's code depends on: sizes, and which keys a query sees.
+    """Everything that a kernel's code depends on: sizes, and which keys a query sees.
 
-    width: entries of a list, None for dense. tile: keys folded in at once, 64 or 128. stages: tiles in flight per warpgroup.
-    warpgroups: of a CTA. splits: CTAs that share the work of a (row, KV head).
+    width: entries of a list, None for dense. tile: keys folded in at once, 64 or 128. stages: tiles in flight per warpgroup. warpgroups: of
+    a CTA. splits: CTAs that share the work of a (row, KV head).
     """
 
     batch: int
@@ -66,7 +66,7 @@ class Shape:
 
     @property
     def piece(self) -> int:
-        """Tokens that one copy brings: within a block and a tile."""
+        """Tokens of one copy, which stays within a block and a tile."""
         return min(self.block_size, self.tile)
 
     @property
@@ -87,7 +87,7 @@ class Shape:
 
 
 def load_queries(s: Shape, row, head, q_ref, q_s) -> None:
-    """By all threads of a CTA: the T*G query rows of a (row, KV head) of `[B, T, H, D]` to shared memory, swizzled for `wgmma`."""
+    """By all threads of a CTA: copy the T*G query rows of a (row, KV head) of `[B, T, H, D]` to shared memory, swizzled for `wgmma`."""
     scalar, ref = plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
 
     @plgpu.inline_mgpu(arg_types=(scalar, scalar, ref, plgpu.RefType(SWIZZLED)))
@@ -108,7 +108,7 @@ def load_queries(s: Shape, row, head, q_ref, q_s) -> None:
 
 
 def _swizzled(s: Shape, row, chunk):
-    """Where 16 bytes of a row stand in a tile of `SWIZZLED`, in units of 16 bytes: 8 rows of 128 bytes each, chunks exchanged by row."""
+    """Offset of 16 bytes of a row in a tile of `SWIZZLED`, in units of 16 bytes: 8 rows of 128 bytes each, chunks permuted by row."""
     return ((row // 8) * (s.head_dim // 64) + chunk // 8) * 64 + (row % 8) * 8 + ((chunk % 8) ^ (row % 8))
 
 
@@ -120,7 +120,7 @@ def padded_queries(s: Shape, q):
 
 
 def span(s: Shape, worker, tiles):
-    """First tile of a warpgroup and how many: `tiles` in equal parts, the last ones shorter or empty."""
+    """First tile of a warpgroup and the number of its tiles: `tiles` in equal parts, the last ones shorter or empty."""
     workers = s.splits * s.warpgroups
     per = lax.div(tiles + (workers - 1), jnp.int32(workers))
     first = jnp.minimum(worker * per, tiles)
@@ -135,7 +135,8 @@ def number_of_tiles(s: Shape, length):
 
 
 def places(s: Shape, block_of, page_of, length, tile):
-    """Where the pieces of a tile lie: per piece its page, its token there, the position of its first key, how many keys are written.
+    """Where the pieces of a tile lie: of each its page, its first token there, the position of its first key, and how many keys are
+    written.
 
     block_of: entry of the list -> block; None for dense. page_of: entry (None for dense), first token -> page, -1 where there is none.
     """
@@ -159,8 +160,8 @@ def places(s: Shape, block_of, page_of, length, tile):
 def fold(s: Shape, warpgroup, pools, scratch, head, length, first, count, place, queries, report=None):
     """Fold `count` tiles from `first` on, in order, into (acc [64, D], m [64] in log2 units, total [64]), all float32.
 
-    pools: K and V. scratch: `Shape.scratch`. place: tile -> `places`. queries: called once the first tiles are on their way; sees to it
-    that the queries are there. report: called with a tile and, per piece, the LSE of its keys.
+    pools: K and V. scratch: `Shape.scratch`. place: tile -> `places`. queries: makes the queries available; called once the copies of the
+    first tiles have started. report: called with a tile and, per piece, the LSE of its keys.
     """
     q_s = scratch["q_s"]
     kv_s, bars = scratch["kv_s"], (scratch["k_bar"], scratch["v_bar"])

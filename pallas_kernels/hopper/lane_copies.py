@@ -1,4 +1,4 @@
-"""Asynchronous copies ahead of their use, by the threads of `hopper.lanes`: a software pipeline, rows brought swizzled, bulk."""
+"""Asynchronous copies that run ahead of their use, by the threads of `hopper.lanes`: a software pipeline, swizzled rows, bulk copies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def copy_async_16_bytes(shared, offset, ref, offset_bytes, *, block: Scalar, blo
 
 
 def commit_copies() -> None:
-    """The copies this thread started since the last call are one group."""
+    """Make one group of the copies that this thread has started since the last call."""
     lanes.ptx("cp.async.commit_group;")
 
 
 def wait_for_copies(groups: int) -> None:
-    """Wait until of each lane of the warp at most the last `groups` groups are on their way; the warp may read the others."""
+    """Wait until at most the last `groups` groups of each lane of the warp are in flight. Then the whole warp may read the older ones."""
     lanes.ptx(f"cp.async.wait_group {groups};")
     lanes.ptx("bar.warp.sync 0xffffffff;", convergent=True)
 
@@ -39,9 +39,9 @@ def pipeline(
 ) -> list[Scalar]:
     """`for n in range(turns): carry = consume(n, place, *carry)`; returns the carry.
 
-    place = locate(n), a list; fetch(n, place) starts copies. Fetching runs `depth` turns ahead, and locating one more, so that neither
-    what a place is read from nor what it leads to is waited for. prepare: called before the first copies are started, while their
-    places are read. meanwhile: called once these copies are on their way; what it reads arrives after them.
+    place = locate(n), a list; fetch(n, place) starts copies. Fetching runs `depth` turns ahead, and locating one turn more, so that a turn
+    waits neither for the reads of `locate` nor for the copies. prepare: called before the first copies are started, while `locate` reads
+    their places. meanwhile: called after these copies are started; what it reads arrives after them.
     """
     places = [locate(lanes.i32(n)) for n in range(depth + 1)]
     prepare()
@@ -69,16 +69,16 @@ def pipeline(
 
 
 def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int) -> None:
-    """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte pieces exchanged by row.
+    """Start copying rows to `rows * row_bytes` bytes of shared memory from word `offset` on, by one warp, 16-byte pieces permuted by row.
 
-    place: number of a row, Scalar -> (array, block, bytes of a block, bytes from the block's start, whether it is there: else zeros). See
-    `swizzled` for where pieces land.
+    place: number of a row, Scalar -> (array, block, bytes of a block, bytes from the block's start, whether the row exists; else zeros).
+    `swizzled` says where pieces land.
     """
     pieces = row_bytes // 16
     for first in range(0, rows * pieces, 32):
         i = lanes.lane() + first
         row, piece = i // pieces, i % pieces
-        if pieces % 32 == 0:  # one row for all lanes, which the compiler does not see
+        if pieces % 32 == 0:  # all lanes have one row; the compiler does not see that
             row, piece = lanes.i32(first // pieces), lanes.lane() + first % pieces
         ref, block, block_bytes, start, there = place(row)
         target = offset + swizzled(row, piece, row_bytes)
@@ -87,18 +87,18 @@ def copy_rows_async(shared, offset: Scalar, place, *, rows: int, row_bytes: int)
 
 
 def swizzled(row: Scalar, piece: Scalar, row_bytes: int) -> Scalar:
-    """Word at which a 16-byte piece of a row stands: the pieces of 8 consecutive rows with the same number lie in different banks."""
+    """Word offset of a 16-byte piece of a row. Pieces with the same number in 8 consecutive rows lie in different banks."""
     return row * (row_bytes // 4) + (piece ^ (row & 7)) * 4
 
 
-# Bulk copies: one thread asks, the copy engine brings it, and an arrival in shared memory (two words) says that it is there. Threads that
-# copy 16 bytes each would stand in the way of their warps' other work where memory is slow.
+# Bulk copies: one thread starts a copy, the copy engine does it, and an arrival in shared memory (an mbarrier, two words) signals its end.
+# If all threads copied 16 bytes each, slow memory would hold up the other work of their warps.
 
 ARRIVAL_WORDS = 2
 
 
 def make_arrivals(arrivals, count: int, threads: int) -> None:
-    """Make the first `count` arrivals ready, by all threads of the CTA, before any copy."""
+    """Initialise the first `count` arrivals, by all threads of the CTA, before any copy."""
     for start in range(0, count, threads):
         with lanes.when(lanes.thread() + start < count):
             lanes.ptx("mbarrier.init.shared::cta.b64 [$0], 1;", _arrival(arrivals, lanes.thread() + start))
@@ -107,18 +107,18 @@ def make_arrivals(arrivals, count: int, threads: int) -> None:
 
 
 def forget_arrivals(arrivals, count: int, threads: int) -> None:
-    """Take them back, each by the thread that will make it again; after a barrier of the CTA, when nothing is on its way."""
+    """Invalidate them, each by the thread that will initialise it again; after a barrier of the CTA, with no copy in flight."""
     for start in range(0, count, threads):
         with lanes.when(lanes.thread() + start < count):
             lanes.ptx("mbarrier.inval.shared::cta.b64 [$0];", _arrival(arrivals, lanes.thread() + start))
-    lanes.publish_to_tensor_cores()  # what this thread wrote where the copy engine will write again
+    lanes.publish_to_tensor_cores()  # the copy engine will write where this thread wrote
 
 
 def copy_bulk(
     shared, offset: Scalar, ref, offset_bytes: Scalar, size_bytes: Scalar, arrivals, number: Scalar, *, block, block_bytes
 ) -> None:
-    """Start copying a multiple of 16 bytes of an array in global memory to word `offset` of shared memory, by one thread; arrival
-    `number` awaits it."""
+    """Start copying a multiple of 16 bytes of an array in global memory to word `offset` of shared memory, by one thread. Arrival `number`
+    signals its end."""
     arrival, source = _arrival(arrivals, number), lanes.address(ref, offset_bytes, block, block_bytes)
     lanes.ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", arrival, size_bytes)
     code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
@@ -126,7 +126,7 @@ def copy_bulk(
 
 
 def wait_for_arrival(arrivals, number: Scalar, turn: Scalar) -> None:
-    """Wait until the copy that is number `turn` (0, 1, ...) to be awaited there has come; by whole warps."""
+    """Wait until copy number `turn` (0, 1, ...) of this arrival has come; by whole warps."""
     wait = "mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
     code = f"{{.reg .pred p; WAIT: {wait} @p bra DONE; bra WAIT; DONE:}}"
     lanes.ptx(code, _arrival(arrivals, number), turn & 1, convergent=True)

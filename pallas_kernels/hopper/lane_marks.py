@@ -1,6 +1,6 @@
-"""A set of small numbers in shared memory, a bit for each, by the threads of `hopper.lanes`: marked together, numbered in order.
+"""A set of small numbers in shared memory, one bit each, by the threads of `hopper.lanes`: marked together, numbered in order.
 
-What a set costs to clear and to count is a 32nd of what an array with a place for every number would.
+Clearing and counting such a set costs 1/32 of an array with a word for every number.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from pallas_kernels.hopper.lanes import Scalar
 
 
 def words(size: int, threads: int) -> int:
-    """Words of a set of numbers below `size`: whole groups of four for every thread."""
+    """Words of a set of numbers below `size`: a multiple of four for every thread."""
     return -(-size // (128 * threads)) * 4 * threads
 
 
 def clear(set_s, size: int, threads: int) -> None:
-    """Make the set empty; another barrier has to come before it is used."""
+    """Make the set empty. A barrier must follow before it is used."""
     zero = [lanes.i32(0)] * 4
 
     def group(i):
@@ -26,15 +26,15 @@ def clear(set_s, size: int, threads: int) -> None:
 
 
 def mark(set_s, number: Scalar, condition: Scalar) -> None:
-    """Put a number into the set if the condition holds; it need not make sense otherwise. In any order and any number of times."""
+    """Put a number into the set if the condition holds; otherwise the number may be invalid. In any order and any number of times."""
     code = "{.reg .pred p; setp.ne.s32 p, $1, 0; @p red.shared.or.b32 [$0], $2;}"
     lanes.ptx(code, lanes.address(set_s, (number >> 5) * 4), lanes.where(condition, lanes.i32(1), 0), lanes.i32(1) << (number & 31))
 
 
 def count(set_s, before_s, exchange_s, size: int, threads: int) -> Scalar:
-    """How many numbers there are; and to `before_s`, for each word of the set, how many stand in the words before it.
+    """Return how many numbers the set has. Write to `before_s`, for each word of the set, how many numbers the words before it hold.
 
-    exchange_s: a word for each warp. All threads of the CTA call this after a barrier; a barrier comes last.
+    exchange_s: a word for each warp. All threads of the CTA call this after a barrier; it ends with a barrier.
     """
     each = words(size, threads) // threads  # consecutive words of a thread
     first = lanes.thread() * each
@@ -59,7 +59,7 @@ def count(set_s, before_s, exchange_s, size: int, threads: int) -> Scalar:
 
 
 def place(set_s, before_s, number: Scalar) -> Scalar:
-    """How many numbers of the set are smaller, once `count` has been called."""
+    """How many numbers of the set are smaller. `count` must have been called."""
     word = number >> 5
     smaller = lanes.load_shared(set_s, word)[0] & ((lanes.i32(1) << (number & 31)) - 1)
     return lanes.load_shared(before_s, word)[0] + lanes.popcount(smaller)

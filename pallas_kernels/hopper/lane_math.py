@@ -1,4 +1,4 @@
-"""Functions of a float32 for the threads of `hopper.lanes`: the hardware's approximations, and products and quotients rounded as said."""
+"""Functions of a float32 for the threads of `hopper.lanes`: the hardware's approximations, and rounded products and quotients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def exp2(x: Scalar) -> Scalar:
 
 
 def log2_approx(x: Scalar) -> Scalar:
-    """Binary logarithm to about 2^-22, -inf of 0."""
+    """Binary logarithm, error about 2^-22; -inf for 0."""
     return lanes.ptx("lg2.approx.ftz.f32 $0, $1;", x, result="f32")
 
 
@@ -32,12 +32,12 @@ def rsqrt(x: Scalar) -> Scalar:
 
 
 def multiply(a: Scalar, b: Scalar | float) -> Scalar:
-    """a * b, rounded by itself: compilers make one rounding of a product and a sum that they see both."""
+    """a * b, rounded by itself. Without this, compilers may fuse a product and a sum into one rounding."""
     return lanes.ptx("mul.rn.f32 $0, $1, $2;", a, b if isinstance(b, Scalar) else lanes.f32(b), result="f32")
 
 
 def divide(a: Scalar, b: Scalar) -> Scalar:
-    """a / b, correctly rounded where b is a whole number below 2^24 and neither overflow nor denormals come in (Markstein)."""
+    """a / b, correctly rounded if b is a whole number below 2^24 and there is no overflow and no denormal (Markstein)."""
     guess = reciprocal(b)
     inverse = lanes.fma(lanes.fma(lanes.f32(0.0) - b, guess, 1.0), guess, guess)
     quotient = multiply(a, inverse)

@@ -1,4 +1,4 @@
-"""Words of two 16-bit numbers, for the functions of `pallas_kernels.hopper.lanes`: packed, multiplied, and as a warp's small matrices."""
+"""Words of two 16-bit numbers, for the functions of `pallas_kernels.hopper.lanes`: packed, multiplied, and as small matrices of a warp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pallas_kernels.hopper import lanes
 def load_matrices(ref, offset: lanes.Scalar, *, transposed: bool = False) -> list[lanes.Scalar]:
     """`ldmatrix.x4`: four 8 x 8 matrices of 16-bit numbers from shared memory, a word of each per lane.
 
-    offset: words; lane 8m + r says where row r of matrix m stands, 16 bytes. Lane (g, t) gets columns 2t, 2t + 1 of row g; transposed:
+    offset: words. Lane 8m + r gives the address of row r of matrix m, 16 bytes. Lane (g, t) gets columns 2t, 2t + 1 of row g; transposed:
     rows 2t, 2t + 1 of column g.
     """
     code = f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16 {{$0, $1, $2, $3}}, [$4];"

@@ -1,4 +1,4 @@
-"""Sums over the threads before one, by the threads of `pallas_kernels.hopper.lanes`."""
+"""Prefix sums over threads, by the threads of `pallas_kernels.hopper.lanes`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pallas_kernels.hopper.lanes import Scalar
 
 
 def upto(x: Scalar) -> Scalar:
-    """The sum of an integer over the lanes of the warp up to this one, its own included."""
+    """The sum of an integer over the lanes of the warp up to and including this one."""
     for distance in (1, 2, 4, 8, 16):
         lower = lanes.shuffle(x, lanes.maximum(lanes.lane() - distance, 0))
         x = x + lanes.where(lanes.lane() >= distance, lower, 0)
@@ -17,8 +17,8 @@ def upto(x: Scalar) -> Scalar:
 def before(x: Scalar, exchange_s, threads: int) -> tuple[Scalar, Scalar]:
     """The sum of an integer over the threads of the CTA before this one, and over all of them.
 
-    exchange_s: a word for each warp, a multiple of four, which another barrier has to free for the next use. All threads of the CTA call
-    this; a barrier is in it.
+    exchange_s: a word for each warp, a multiple of four; a barrier must follow before its next use. All threads of the CTA call this. It
+    contains a barrier.
     """
     of_lanes = upto(x)
     with lanes.when(lanes.lane() == 31):

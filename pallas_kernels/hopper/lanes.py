@@ -1,8 +1,8 @@
-"""What one CUDA thread does, for Mosaic GPU kernels: ballots, asynchronous copies, stores inside a cluster.
+"""Code for single CUDA threads in Mosaic GPU kernels: ballots, asynchronous copies, stores inside a cluster.
 
-Pallas speaks of whole arrays; a few stages (scoring scattered index rows, selecting by counting, exchanging results inside a cluster) need
-single threads. They run inside `plgpu.inline_mgpu`, on `Scalar`s, and this file is the only one that touches JAX's private MLIR bindings.
-Tried with jax 0.11.2 to 0.12.0; `check_version` refuses older ones.
+Pallas works on whole arrays. A few stages (scoring scattered index rows, selecting by counting, exchanging results inside a cluster) need
+single threads. They run inside `plgpu.inline_mgpu`, on `Scalar`s. This is the only file that uses JAX's private MLIR bindings. Tried with
+jax 0.11.2 to 0.12.0; `check_version` refuses older ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OLDEST_JAX = (0, 11, 2)
 
 
 def check_version() -> None:
-    """Raise NotImplementedError for a JAX whose bindings this file was not written for."""
+    """Raise NotImplementedError for a JAX older than the bindings that this file was written for."""
     if jax.__version_info__ < OLDEST_JAX:
         raise NotImplementedError(f"Mosaic GPU kernels need jax >= {'.'.join(map(str, OLDEST_JAX))}, found {jax.__version__}; upgrade jax")
 
@@ -39,7 +39,7 @@ def _type(name: str):
 
 
 class Scalar:
-    """A 32-bit signed integer, a float32 or a truth value of one thread. Comparisons and arithmetic as in Python; `//`, `%` truncate."""
+    """A 32-bit signed integer, a float32 or a bool of one thread. Comparisons and arithmetic as in Python, but `//` and `%` truncate."""
 
     __hash__ = None
 
@@ -141,17 +141,17 @@ def f32(x: float) -> Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class Swizzled:
-    """A reference to shared memory with transforms, as an argument of a `stage`, which sees its plain words."""
+    """A reference to shared memory with transforms, as an argument of a `stage`. The stage sees its plain words."""
 
     ref: Any
     transforms: tuple
 
 
 def stage(**scalars: jax.Array) -> Callable:
-    """Decorator: a function of lanes as a stage of a Pallas kernel.
+    """Decorator: makes a function of lanes a stage of a Pallas kernel.
 
-    The function takes two pytrees of references (whole arrays; in it, what the memory functions below take) and, by name, the scalars;
-    what it becomes takes the two pytrees. All threads of the CTA run it.
+    The function takes two pytrees of references (whole arrays; inside it, what the memory functions below take) and the scalars by name.
+    The decorated function takes the two pytrees. All threads of the CTA run it.
     """
     names = tuple(scalars)
 
@@ -174,17 +174,17 @@ def stage(**scalars: jax.Array) -> Callable:
 
 
 def held(array) -> list[Scalar]:
-    """The numbers that this thread holds of an array with one number a register: `Layout.WGMMA.reduce(1)`, `per_thread`."""
+    """This thread's numbers of an array with one number per register: `Layout.WGMMA.reduce(1)`, `per_thread`."""
     return [elements(register, 1)[0] for register in array.registers.flat]
 
 
 def per_thread(count: int, dtype: Any) -> plgpu.ShapeDtypeStruct:
-    """Type of an array of which each thread of a warpgroup holds `count` numbers, for `inline_mgpu` to return; see `holding`."""
+    """Type of an array of which each thread of a warpgroup holds `count` numbers, for `inline_mgpu` to return. See `holding`."""
     return plgpu.ShapeDtypeStruct((128 * count,), dtype, plgpu.Layout.WG_STRIDED((128 * count,), 1))
 
 
 def holding(values: Sequence[Scalar]) -> mgpu.FragmentedArray:
-    """The array of which this thread holds these numbers."""
+    """An array of which this thread holds these numbers."""
     registers = [vector.broadcast(ir.VectorType.get((1,), x.value.type), x.value) for x in values]
     layout = mgpu.WGStridedFragLayout((128 * len(values),), 1)
     signed = None if values[0].is_float else True
@@ -192,17 +192,17 @@ def holding(values: Sequence[Scalar]) -> mgpu.FragmentedArray:
 
 
 def of_splat(array) -> Scalar:
-    """The scalar that `inline_mgpu` hands to its function for a scalar array."""
+    """The scalar for a scalar array, as `inline_mgpu` passes it to its function."""
     return Scalar(array.registers.item())
 
 
 def elements(register, count: int) -> list[Scalar]:
-    """The numbers in a register of an array's `registers`."""
+    """The numbers in one register of an array's `registers`."""
     return [Scalar(vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))) for i in range(count)]
 
 
 def where(condition: Scalar, a, b) -> Scalar:
-    """a if condition else b; one of them a Scalar, the other may be a number."""
+    """a if condition else b. At least one of them is a Scalar; the other may be a number."""
     ty = (a if isinstance(a, Scalar) else b).value.type
     a, b = (x.value if isinstance(x, Scalar) else _constant(x, ty) for x in (a, b))
     return Scalar(arith.select(condition.value, a, b))
@@ -214,7 +214,7 @@ def minimum(a: Scalar, b) -> Scalar:
 
 
 def maximum(a: Scalar, b) -> Scalar:
-    """The larger of two integers, or of two floats where a NaN loses to a number."""
+    """The larger of two integers, or of two floats. Of a NaN and a number it is the number."""
     return Scalar((arith.maxnumf if a.is_float else arith.maxsi)(a.value, a._other(b)))
 
 
@@ -244,12 +244,12 @@ def number(x: Scalar) -> Scalar:
 
 
 def shift_right(x: Scalar, places: Scalar) -> Scalar:
-    """An integer read as unsigned, shifted to the right; 0 from 32 places on."""
+    """An integer read as unsigned, shifted to the right. The result is 0 from 32 places on."""
     return ptx("shr.u32 $0, $1, $2;", x, places, result="i32")
 
 
 def leading_zeros(x: Scalar) -> Scalar:
-    """How many of the 32 bits stand before the first that is set."""
+    """How many of the 32 bits come before the first set bit."""
     return ptx("clz.b32 $0, $1;", x, result="i32")
 
 
@@ -259,7 +259,7 @@ def bits(x: Scalar) -> Scalar:
 
 
 def ptx(code: str, *args: Scalar, result: str | Sequence[str] | None = None, convergent: bool = False) -> Any:
-    """Inline PTX. result: a type name or several; None for instructions that return nothing. convergent: it concerns the whole warp."""
+    """Inline PTX. result: a type name or several; None for instructions that return nothing. convergent: whole warps must execute it."""
     names = [result] if isinstance(result, str) else list(result or ())
     types = [_type(name) for name in names]
     values = [x.value if isinstance(x, Scalar) else i32(x).value if isinstance(x, int) else x for x in args]
@@ -270,7 +270,7 @@ def ptx(code: str, *args: Scalar, result: str | Sequence[str] | None = None, con
     return Scalar(out[0]) if isinstance(result, str) else [Scalar(x) for x in out]
 
 
-# Who am I.
+# Thread numbers.
 
 
 def thread() -> Scalar:
@@ -288,11 +288,11 @@ def warp() -> Scalar:
     return thread() >> 5
 
 
-# Control.
+# Control flow.
 
 
 def when(condition: Scalar) -> contextlib.AbstractContextManager:
-    """The block runs in the threads for which `condition` holds."""
+    """Run the block in the threads for which `condition` holds."""
     return mgpu_utils.when(condition.value)
 
 
@@ -324,13 +324,13 @@ def while_loop(condition: Callable[..., Scalar], body: Callable[..., Sequence[Sc
 
 @dataclasses.dataclass(frozen=True)
 class _OneOf:
-    """An array that is known by its pointer alone."""
+    """An array of which only the pointer is known."""
 
     pointer: ir.Value
 
 
 def either(condition: Scalar, a, b) -> _OneOf:
-    """Array a if condition else array b, for the functions below that take an array."""
+    """Array a if condition else array b, as an array argument of the functions below."""
     return _OneOf(arith.select(condition.value, _pointer(a), _pointer(b)))
 
 
@@ -339,7 +339,7 @@ def _pointer(ref) -> ir.Value:
 
 
 def address(ref, bytes_offset: Scalar | int, block: Scalar | int = 0, block_bytes: int = 0) -> ir.Value:
-    """Pointer `block * block_bytes + bytes_offset` behind the start of an array; only the first product is formed in 64 bits."""
+    """Pointer to `block * block_bytes + bytes_offset` after the start of an array. Only the first product is formed in 64 bits."""
     pointer = _pointer(ref)
     byte, i64 = map(ir.IntegerType.get_signless, (8, 64))
     gep = functools.partial(llvm.getelementptr, pointer.type, elem_type=byte, no_wrap_flags=llvm.GEPNoWrapFlags.none)
@@ -364,37 +364,38 @@ def _load(pointer, names: Sequence[str], space: str, hint: str = "") -> list[Sca
 
 
 def load_global(ref, offset: Scalar | int, name: str = "i32") -> Scalar:
-    """One 32-bit word of an array in global memory that nobody writes meanwhile."""
+    """One 32-bit word of an array in global memory that nothing writes meanwhile."""
     return _load(address(ref, offset * 4), [name], "global", ".nc")[0]
 
 
 def load_global_now(ref, offset: Scalar | int) -> Scalar:
-    """The same integer, asked for at this place of the program; compilers move other loads to where their value is needed."""
+    """One integer word, loaded at this place of the program. Compilers move other loads to where their value is needed."""
     return _load(address(ref, offset * 4), ["i32"], "global")[0]
 
 
 def load_global_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar | None = None, block_bytes: int = 0) -> list[Scalar]:
-    """Four words of an array in global memory that nobody writes meanwhile; both offsets multiples of 16 bytes. Passes by the L1 cache."""
+    """Four words of an array in global memory that nothing writes meanwhile; both offsets multiples of 16 bytes. Bypasses the L1 cache."""
     pointer = address(ref, offset_bytes, block, block_bytes) if block is not None else address(ref, offset_bytes)
     return _load(pointer, ["i32"] * 4, "global", ".nc.L1::no_allocate")
 
 
 def store_global(ref, offset: Scalar | int, *values: Scalar) -> None:
-    """1, 2 or 4 consecutive words to an array in global memory."""
+    """Store 1, 2 or 4 consecutive words to an array in global memory."""
     _store(address(ref, offset * 4), values, "global")
 
 
 def store_global_if(condition: Scalar, ref, offset_bytes: Scalar | int, word: Scalar, *, block: Scalar, block_bytes: int) -> None:
-    """A word to an array in global memory if the condition holds, without a branch; the place need not make sense otherwise."""
+    """Store a word to an array in global memory if the condition holds, without a branch; otherwise the place may be invalid."""
     code = "{.reg .pred p; setp.ne.s32 p, $1, 0; @p st.global.b32 [$0], $2;}"
     word = bits(word) if word.is_float else word
     ptx(code, address(ref, offset_bytes, block, block_bytes), where(condition, i32(1), 0), word)
 
 
 def load_written(ref, offset_bytes: Scalar | int, name: str, *, block: Scalar, block_bytes: int, only: Scalar | None = None) -> Scalar:
-    """One word of an array in global memory, as this warp left it before its last barrier; asked for at this place of the program.
+    """One word of an array in global memory, as this warp left it before its last barrier; loaded at this place of the program.
 
-    only: by which threads; what the others get is undefined, and their places need not make sense."""
+    only: by which threads. The others get an undefined value, and their places may be invalid.
+    """
     if only is None:
         return _load(address(ref, offset_bytes, block, block_bytes), [name], "global")[0]
     code = f"{{.reg .pred p; setp.ne.s32 p, $2, 0; @p ld.global.{'f32' if name == 'f32' else 'u32'} $0, [$1];}}"
@@ -403,7 +404,7 @@ def load_written(ref, offset_bytes: Scalar | int, name: str, *, block: Scalar, b
 
 
 def warp_barrier() -> None:
-    """Wait for the other lanes of the warp; what they wrote before is seen after."""
+    """Wait for the other lanes of the warp. Their earlier writes are visible afterwards."""
     ptx("bar.warp.sync 0xffffffff;", convergent=True)
 
 
@@ -413,17 +414,17 @@ def load_written_16_bytes(ref, offset_bytes: Scalar | int, *, block: Scalar, blo
 
 
 def store_global_16_bytes(ref, offset_bytes: Scalar | int, *words: Scalar, block: Scalar, block_bytes: int) -> None:
-    """Four words to an array in global memory; both offsets multiples of 16 bytes."""
+    """Store four words to an array in global memory; both offsets multiples of 16 bytes."""
     _store(address(ref, offset_bytes, block, block_bytes), words, "global")
 
 
 def load_shared(ref, offset: Scalar | int, name: str = "i32", count: int = 1) -> list[Scalar]:
-    """1, 2 or 4 consecutive words of shared memory."""
+    """Load 1, 2 or 4 consecutive words of shared memory."""
     return _load(address(ref, offset * 4), [name] * count, "shared")
 
 
 def store_shared(ref, offset: Scalar | int, *values: Scalar) -> None:
-    """1, 2 or 4 consecutive words to shared memory."""
+    """Store 1, 2 or 4 consecutive words to shared memory."""
     _store(address(ref, offset * 4), values, "shared")
 
 
@@ -436,13 +437,13 @@ def _store(pointer, values: Sequence[Scalar], space: str) -> None:
 
 
 def count_shared(ref, offset: Scalar, condition: Scalar) -> None:
-    """Add 1 to an integer in shared memory, atomically, if the condition holds; the offset need not make sense otherwise."""
+    """Add 1 to an integer in shared memory, atomically, if the condition holds; otherwise the offset may be invalid."""
     code = "{.reg .pred p; setp.ne.s32 p, $1, 0; @p red.shared.add.u32 [$0], 1;}"
     mgpu_utils.inline_ptx(code, address(ref, offset * 4), where(condition, i32(1), 0).value, has_side_effects=True)
 
 
 def store_cluster(cta: Scalar | int, ref, offset: Scalar | int, *values: Scalar) -> None:
-    """1, 2 or 4 consecutive words to the shared memory of CTA number `cta` of this cluster (x varies fastest)."""
+    """Store 1, 2 or 4 consecutive words to the shared memory of CTA number `cta` of this cluster (x varies fastest)."""
     there = ptx("mapa.shared::cluster.u32 $0, $1, $2;", address(ref, offset * 4), cta, result="i32")
     _store(there.value, values, "shared::cluster")
 
@@ -483,23 +484,23 @@ def warp_reduce(x: Scalar, kind: str) -> Scalar:
 
 
 SHARED_WORDS = (222 << 10) // 4
-"""Words of shared memory that a CTA's stages may share out: what Hopper has, less what Mosaic keeps for itself."""
+"""Words of shared memory for a CTA's stages: what Hopper has, less what Mosaic keeps for itself."""
 
 CTA_BARRIER = 15
 """The hardware barrier that these functions use; Mosaic counts its own up from 0."""
 
 
 def cta_barrier(threads: int) -> None:
-    """Wait for all threads of the CTA; what they wrote to shared memory before is seen after."""
+    """Wait for all threads of the CTA. Their earlier writes to shared memory are visible afterwards."""
     ptx(f"barrier.cta.sync.aligned {CTA_BARRIER}, {threads};", convergent=True)
 
 
 def publish_to_tensor_cores() -> None:
-    """What this thread wrote to shared memory before, `wgmma` and TMA see after the next barrier."""
+    """Make this thread's earlier writes to shared memory visible to `wgmma` and TMA after the next barrier."""
     ptx("fence.proxy.async.shared::cta;")
 
 
 def cluster_barrier() -> None:
-    """Wait for all threads of the cluster; what they wrote to each other's shared memory before is seen after."""
+    """Wait for all threads of the cluster. Their earlier writes to each other's shared memory are visible afterwards."""
     ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
     ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)

@@ -1,12 +1,12 @@
 """Tiles of queries over tiles of paged keys, for Mosaic GPU (Hopper): the stage that all prefill kernels share.
 
-A CTA has 64 query rows for each of two warpgroups, and a third warpgroup that brings keys and values by TMA, straight from their pages,
-into a ring in shared memory. Per tile of keys each of the two multiplies q.k, folds it into an online softmax in registers (base 2), and
-multiplies p.v; a barrier makes them take turns, so that one's softmax runs under the other's matrix work (FlashAttention-3,
-arXiv 2407.08608). Which keys a tile of queries meets, and in which order, is the op's: a `Walk`.
+A CTA has two folding warpgroups with 64 query rows each. A third warpgroup copies keys and values by TMA, straight from their pages, into a
+ring in shared memory. Per tile of keys, each folding warpgroup multiplies q.k, folds it into an online softmax in registers (base 2), and
+multiplies p.v. A barrier makes the two take turns, so that the softmax of one runs during the matrix work of the other (FlashAttention-3,
+arXiv 2407.08608). The op decides which keys a tile of queries meets, and in which order: a `Walk`.
 
-Tiles are folded in the order of the walk, and a tile that a row may not see leaves that row's bits as they were. So a row's bits depend
-on its own keys and their order alone, whatever rows share its tile.
+Tiles are folded in the order of the walk. A tile that a row may not see leaves that row's bits unchanged. So a row's bits depend only on
+its own keys and their order, not on the other rows of its tile.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E, LOWEST, SWIZZLED, natural_lse
 
 ROWS = 64
-"""Query rows of a warpgroup: those of a `wgmma`."""
+"""Query rows of a warpgroup: the rows of a `wgmma`."""
 
 FOLDERS = 2
 """Warpgroups that fold tiles of keys; one more fetches them."""
 
 TILE_ROWS = FOLDERS * ROWS
-"""Query rows of a tile, one CTA's."""
+"""Query rows of a tile, which one CTA folds."""
 
 FOLDER_REGISTERS, FETCHER_REGISTERS = 232, 40
-"""Of 65536 registers, per thread: 2 x 128 x 232 + 128 x 40 is what they share out."""
+"""Registers per thread. 2 x 128 x 232 + 128 x 40 is within the 65536 of a multiprocessor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the shared stage's code depends on.
+    """Everything that the shared stage's code depends on.
 
     num_rows: query rows per sequence. row_stride: tokens between two of them. num_pages: of the pool. piece: consecutive tokens of a page
-    that one copy brings, divides tile. tile: keys folded in at once. stages: tiles in flight.
+    in one copy, divides tile. tile: keys folded in at once. stages: tiles in flight.
     """
 
     batch: int
@@ -73,7 +73,7 @@ class Shape:
 
     @property
     def turns(self) -> bool:
-        """Whether the folding warpgroups take turns at the tensor cores. With head dim 64 softmax takes longer than they do."""
+        """Whether the folding warpgroups take turns at the tensor cores. With head dim 64 softmax takes longer than the matrix work."""
         return self.head_dim > 64
 
     @property
@@ -124,7 +124,7 @@ def shape_of(q, k, *, sm_scale: float, row_stride: int = 1, block_size: int | No
 
 
 def plain_ends(table, lengths, page_size: int):
-    """Per row of the batch `[B]`, the position up to which every token is written and has a page."""
+    """For each row of the batch `[B]`, the position before which every token is written and has a page."""
     missing = jnp.where(table < 0, jnp.arange(table.shape[1], dtype=jnp.int32), table.shape[1])
     return jnp.minimum(missing.min(axis=1) * page_size, lengths)
 
@@ -133,10 +133,10 @@ def plain_ends(table, lengths, page_size: int):
 class Walk:
     """Which keys a tile of queries meets.
 
-    steps: tiles of keys, traced. starts: step -> position of the first key of each of a tile's pieces; negative: the piece has none.
+    steps: tiles of keys, traced. starts: step -> position of the first key of each piece of a tile; negative: the piece has no keys.
     page_of: position -> its page, -1 where there is none. plain_end: positions before it are written and have pages. length: tokens
-    written. unmasked: (step, starts, first position, last position) of 64 query rows -> whether each of them sees all keys of the tile that
-    are at or before it. seen: (step, key positions, query positions), arrays -> whether a query sees a key at or before it. Both None: all.
+    written. unmasked: (step, starts, first position, last position) of 64 query rows -> whether each row sees all keys of the tile at or
+    before it. seen: (step, key positions, query positions), arrays -> whether a query sees a key at or before it. Both None: all.
     """
 
     steps: Any
@@ -149,7 +149,7 @@ class Walk:
 
 
 def window_masks(s: Shape, window: tuple[int, int]) -> dict[str, Callable]:
-    """`unmasked` and `seen` of a walk whose rows see sinks and window only."""
+    """`unmasked` and `seen` of a walk whose rows see only sinks and window."""
     sink_tokens, window_tokens = window
 
     def unmasked(_, starts, first, last):
@@ -162,10 +162,10 @@ def window_masks(s: Shape, window: tuple[int, int]) -> dict[str, Callable]:
 
 
 def fetch(s: Shape, walk: Walk, pools, head, scratch) -> None:
-    """By the third warpgroup: every tile of the walk into the ring, K and V, as soon as there is room.
+    """By the third warpgroup: copy every tile of the walk, K and V, into the ring, as soon as a slot is free.
 
-    A piece without keys is read from behind the pool, which TMA answers with zeros, and values that were never written are zeroed: they
-    may be NaN, and 0 * NaN is NaN. Keys may be anything where they are masked.
+    A piece without keys is read from past the end of the pool, where TMA returns zeros. Unwritten values are set to zero: they may be NaN,
+    and 0 * NaN is NaN. Keys may be anything where they are masked.
     """
 
     def places(step):
@@ -185,7 +185,7 @@ def fetch(s: Shape, walk: Walk, pools, head, scratch) -> None:
     def step(n, here):
         slot = lax.rem(n, jnp.int32(s.stages))
         k_bar, v_bar, v_tile = scratch["k_bar"].at[slot], scratch["v_bar"].at[slot], scratch["v_s"].at[slot]
-        after = places(jnp.minimum(n + 1, walk.steps - 1))  # ahead of the waits below, which hide what it reads
+        after = places(jnp.minimum(n + 1, walk.steps - 1))  # before the waits below, which hide the latency of its reads
         written = [count for *_, count in here]
         partial = functools.reduce(jnp.logical_or, [count < s.piece for count in written])
 
@@ -216,7 +216,7 @@ def fetch(s: Shape, walk: Walk, pools, head, scratch) -> None:
     @pl.when(walk.steps > 0)
     def _():
         lax.fori_loop(0, walk.steps, step, places(jnp.int32(0)))
-        for slot in range(s.stages):  # no barrier may be left with a phase that nobody saw
+        for slot in range(s.stages):  # every phase of a barrier must have been waited for at the end
 
             @pl.when(slot < walk.steps)
             def _(slot=slot):
@@ -225,7 +225,7 @@ def fetch(s: Shape, walk: Walk, pools, head, scratch) -> None:
 
 
 def _forget_unwritten(s: Shape, v_tile, written) -> None:
-    """Zero the values of a tile that lie behind the `written` ones of each piece; a corner at a time, for want of registers."""
+    """Zero the values of a tile behind the `written` ones of each piece; 64 x 64 at a time, because registers are few."""
     for token, column in itertools.product(range(0, s.tile, 64), range(0, s.head_dim, 64)):
         corner = v_tile.at[pl.ds(token, 64), pl.ds(column, 64)]
         row = token + plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=LAYOUT)
@@ -238,8 +238,8 @@ def _forget_unwritten(s: Shape, v_tile, written) -> None:
 class Aside:
     """What an op does with a tile of keys besides folding it in.
 
-    weigh: in place of `weigh_plainly`. beside: (step, report of `weigh`, state) -> state, called for every tile in order, while the q.k of
-    the next is multiplied; first with step -1 and `report`. report, state: to begin with. finish: takes the last state.
+    weigh: used in place of `weigh_plainly`. beside: (step, report of `weigh`, state) -> state, called for every tile in order, while the
+    q.k of the next tile is multiplied; first with step -1 and `report`. report, state: initial values. finish: takes the last state.
     """
 
     weigh: Callable
@@ -250,9 +250,10 @@ class Aside:
 
 
 def fold(s: Shape, walk: Walk, warpgroup, first, scratch, aside: Aside | None = None):
-    """By a folding warpgroup: its 64 rows over every tile of the walk: (acc [64, D], m [64] in log2 units, total [64]), all float32.
+    """By a folding warpgroup: its 64 rows over every tile of the walk. Returns (acc [64, D], m [64] in log2 units, total [64]), all
+    float32.
 
-    first: position of its first row; the rows of `q_s` must have arrived.
+    first: position of its first row. The rows of `q_s` must have arrived.
     """
     weigh = aside.weigh if aside else functools.partial(weigh_plainly, s)
     q_s, k_s, v_s = scratch["q_s"].at[warpgroup], scratch["k_s"], scratch["v_s"]
@@ -353,7 +354,7 @@ def _of_piece(s: Shape, column, values):
 
 
 def _written(s: Shape, walk: Walk, starts):
-    """How many keys of each piece there are."""
+    """How many keys of each piece are written and have a page."""
     counts = []
     for start in starts:
         there = (start >= 0) & (start < walk.length)
@@ -376,7 +377,7 @@ def _masked(s: Shape, walk: Walk, step, starts, first, x):
 
 
 def store(s: Shape, folded, warpgroup, first_row, row, head, scratch, out_ref, lse_ref) -> None:
-    """By a folding warpgroup: its result to rows first_row, ... of `outputs`."""
+    """By a folding warpgroup: write its result to rows first_row, ... of `outputs`."""
     acc, m, total = folded
     q_s, lse_s = scratch["q_s"].at[warpgroup], scratch["lse_s"].at[warpgroup]
     share = 1.0 / jnp.where(total == 0, 1.0, total)
@@ -389,7 +390,7 @@ def store(s: Shape, folded, warpgroup, first_row, row, head, scratch, out_ref, l
 
 
 def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
-    """Out `[B, R padded to 8, H, D]` and lse `[B, H, R padded to whole tiles]`, as TMA wants them."""
+    """Out `[B, R padded to 8, H, D]` and lse `[B, H, R padded to whole tiles]`, because TMA needs the padding."""
     return [
         jax.ShapeDtypeStruct((s.batch, -(-s.num_rows // 8) * 8, s.num_heads, s.head_dim), s.dtype),
         jax.ShapeDtypeStruct((s.batch, s.num_heads, s.query_tiles * TILE_ROWS), jnp.float32),
@@ -397,7 +398,7 @@ def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
 
 
 def padded(q):
-    """Queries `[B, R, H, D]` with R padded to 8, as TMA wants them."""
+    """Queries `[B, R, H, D]` with R padded to 8, as TMA needs it."""
     return jnp.pad(q, ((0, 0), (0, -q.shape[1] % 8), (0, 0), (0, 0)))
 
 

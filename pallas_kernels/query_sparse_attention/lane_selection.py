@@ -1,9 +1,9 @@
 """The selectors of `query_sparse_attention` by the threads of a warpgroup, two to a row: state in, scores of a tile in, state out.
 
-Threads hold rows as the results of a `wgmma` lie: four neighbours share rows g and g + 8 of 16. Here the first two of them take row g,
-the other two row g + 8; both of a pair know the row's state, each holds half of its exact slots. All of it is selects and no branch, so
-that it can run while the tensor cores do, except `_InMemory`, for lists whose exact slots would not fit into registers: these lie in the
-results themselves, and the pair looks for the worst one again whenever it is replaced.
+Threads hold rows as the results of a `wgmma` lie: four neighbours share rows g and g + 8 of 16. Here the first two of them take row g and
+the other two row g + 8. Both threads of a pair know the row's state, and each holds half of its exact slots. The code has selects and no
+branches, so it can run while the tensor cores do. The exception is `_InMemory`, for lists whose exact slots do not fit into registers:
+these slots lie in the results themselves, and the pair searches for the worst one again after each replacement.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pallas_kernels.hopper import lane_math, lanes
 from pallas_kernels.hopper.decode_tiles import LAYOUT, LOG2E
 
 IN_REGISTERS = 16
-"""Exact slots a row up to which they stand in registers."""
+"""Most exact slots per row that are kept in registers."""
 
 _FIRST = 2**31 - 1
-"""Rank of empty slot 0; empty slot i ranks i less, a block ranks as its number. Of equal scores the greatest rank is replaced."""
+"""Rank of empty slot 0. Empty slot i has rank `_FIRST` - i, a block its number. Of equal scores the greatest rank is replaced."""
 _EMPTY = _FIRST - 2**20
-"""No block ranks as high."""
+"""Every block's rank is below this."""
 _ABSENT = -2
-"""Rank of what fills the halves up where k_exact is odd; its score is inf, so that it is never replaced."""
+"""Rank of the padding slot where k_exact is odd. Its score is inf, so that it is never replaced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Selector:
 
     @property
     def types(self) -> tuple[plgpu.ShapeDtypeStruct, plgpu.ShapeDtypeStruct]:
-        """Of the state: integers (end, row of the lists or -1, stage 2's slots filled or blocks offered, those of the slots), floats (what
-        stage 2 knows, those of the slots)."""
+        """Types of the state: integers (end, row of the lists or -1, stage 2's slots filled or blocks offered, those of the slots), and
+        floats (`known` numbers of stage 2, those of the slots)."""
         integers, floats = self.slots.counts if self.slots else (0, 0)
         return lanes.per_thread(3 + integers, jnp.int32), lanes.per_thread(self.known + floats, jnp.float32)
 
@@ -73,15 +73,15 @@ class Selector:
 
     @property
     def known(self) -> int:
-        """How many numbers stage 2 knows: seen, mean and squares of the scores; or the score in the slot whose turn it is."""
+        """How many numbers stage 2 keeps: seen, mean and squares of the scores; or the score in the slot whose turn it is."""
         return 0 if self.estimated == 0 else 3 if self.by_quantile else 1
 
     def nothing_known(self):
-        """These before the first block."""
+        """These numbers before the first block."""
         return [lanes.f32(0.0 if self.by_quantile else -math.inf)] * self.known
 
     def empty(self, refs, row, head, first_row, position, length):
-        """Nothing selected yet. first_row: of 64, in the lists of this row of the batch; position: its query's."""
+        """Nothing selected yet. first_row: of 64, in the lists of this row of the batch. position: of the first row's query."""
         splat = plgpu.Layout.WG_SPLAT(())
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *(splat,) * 5), return_type=self.types)
@@ -120,7 +120,7 @@ class Selector:
         return inline(*refs, block, *(x for pair in zip(tops, sums, strict=True) for x in pair), *state)
 
     def finish(self, refs, state) -> None:
-        """Write what stands in registers, and empty slots."""
+        """Write the slots that are in registers, and empty slots."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *(t.layout for t in self.types)))
         def inline(_, ids_ref, scores_ref, *arrays):
@@ -161,19 +161,19 @@ class Selector:
         return [end, at, turns, *slot_integers], [*known, *slot_floats]
 
     def _contend(self, refs, at, offered, score, block, turns, kept):
-        """Stage 2 in buckets: the slot whose turn it is, if the block scores more than `kept`. Returns the turns and what the slot keeps
-        whose turn is next, asked for before it is needed."""
+        """Stage 2 in buckets: the slot whose turn it is takes the block if the block scores more than `kept`. Returns the turns, and the
+        score in the slot whose turn is next, loaded before it is needed."""
         take = offered & (score > kept)
         self._put(refs, at, take, turns % self.estimated, score, block)
         turns = turns + lanes.where(offered, lanes.i32(1), 0)
         if self.estimated == 1:
             return turns, lanes.where(take, score, kept)
         kept = lanes.load_written(refs[1], (turns % self.estimated + self.k_exact) * 4, "f32", **self.row_at(at), only=at >= 0)
-        lanes.warp_barrier()  # both of the pair have read what one of them may overwrite, and see from here on what it wrote
+        lanes.warp_barrier()  # both threads have read what one may overwrite, and from here on both see what it wrote
         return turns, lanes.where(turns < self.estimated, lanes.f32(-math.inf), kept)
 
     def _fill(self, refs, at, offered, score, block, left, filled, seen, mean, squares):
-        """Stage 2 by the quantile: the next free slot, if the score reaches it. left: candidates, the present one included."""
+        """Stage 2 by the quantile: the next free slot, if the score reaches the threshold. left: candidates, the present one included."""
         slots = lanes.i32(self.estimated) - filled
         share = lanes.number(slots) * lane_math.reciprocal(lanes.number(left))
         sigma = lane_math.sqrt(squares * lane_math.reciprocal(seen))
@@ -182,14 +182,14 @@ class Selector:
         return filled + lanes.where(take, lanes.i32(1), 0)
 
     def _put(self, refs, at, take, slot, score, block) -> None:
-        """Into a slot of stage 2: the block by one of the pair, its score by the other."""
+        """Write a slot of stage 2: one thread of the pair writes the block, the other its score."""
         odd = (lanes.lane() & 1) == 1
         word = lanes.where(odd, lanes.bits(score), block)
         lanes.store_global_if(take, lanes.either(odd, refs[1], refs[0]), (slot + self.k_exact) * 4, word, **self.row_at(at))
 
 
 class _InRegisters:
-    """Stage 1 with its slots in registers: each of the pair has half of the ranks and scores, both the worst one's."""
+    """Stage 1 with its slots in registers: each thread of the pair has half of the ranks and scores, and both have the worst one's."""
 
     def __init__(self, selector: Selector):
         self.selector, self.half = selector, -(-selector.k_exact // 2)
@@ -226,7 +226,7 @@ class _InRegisters:
 
 
 class _InMemory:
-    """Stage 1 with its slots in the results. Both of the pair know the worst slot, its score and rank."""
+    """Stage 1 with its slots in the results. Both threads of the pair know the worst slot, its score and rank."""
 
     counts = 2, 1
 
@@ -266,7 +266,7 @@ class _InMemory:
         return lost, lost_block, [worst_rank, worst_slot], [worst]
 
     def _scan(self, refs, at):
-        """Score, rank and number of the worst slot: each of the pair looks at every other one."""
+        """Score, rank and number of the worst slot. Each thread of the pair looks at every second slot."""
         place, listed = self.selector.row_at(at), at >= 0
 
         def look(turn, worst, rank, slot):
@@ -287,17 +287,17 @@ class _InMemory:
         return [lanes.where(worse, a, b) for a, b in zip(theirs, mine, strict=True)]
 
     def finish(self, refs, at, integers, floats):
-        """They are there."""
+        """Nothing to do: the slots are in the results already."""
 
 
 def _row_of_pair():
-    """Of a warpgroup's 64 rows, the one of this thread."""
+    """This thread's row of the warpgroup's 64."""
     lane = lanes.lane()
     return (lanes.warp() & 3) * 16 + (lane >> 2) + ((lane >> 1) & 1) * 8
 
 
 def _floor_divide(a, b: int):
-    """For a >= -2^24, which `//` would round towards zero."""
+    """Division rounded down, for a >= -2^24. `//` would round towards zero."""
     shift = -(-(2**24) // b)
     return (a + shift * b) // b - shift
 
@@ -322,7 +322,7 @@ def _choose(condition, a, b):
 
 
 def _count(offered, score, seen, mean, squares):
-    """Welford's update; the mean rounds as the interface says."""
+    """Welford's update. The mean is rounded as the interface says."""
     counted = seen + 1.0
     before = score - mean
     new_mean = mean + lane_math.divide(before, counted)
@@ -355,7 +355,7 @@ _TAIL = (
 
 
 def upper_quantile(share):
-    """z with Pr(X > z) = share for a standard normal X, to about 1e-6 of it: sqrt(2) times the inverse error function of 1 - 2 share.
+    """z with Pr(X > z) = share for a standard normal X, relative error about 1e-6: sqrt(2) times the inverse error function of 1 - 2 share.
 
     Source: M. Giles, "Approximating the erfinv function", GPU Computing Gems Jade Edition, 2011 (single precision).
     """

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_FIRST = jnp.iinfo(jnp.int32).max  # as a block id: replaced before every other of equal score
+_FIRST = jnp.iinfo(jnp.int32).max  # as a block id: of equal scores it is replaced first
 
 
 class Tree(NamedTuple):
-    """Winner tree over the slots: node 1 is the root, nodes 2i and 2i + 1 play for node i, and each holds the number of the worse slot."""
+    """Winner tree over the slots: node 1 is the root, nodes 2i and 2i + 1 compete for node i; each holds the number of the worse slot."""
 
     nodes: Int[Array, "*rows 2*leaves"]
 
 
 class Selection(NamedTuple):
-    """What a row keeps: the list so far (ids -1 and scores -inf where empty), the tree or None, and of stage 2 how many slots are filled
+    """The state of a row: the list so far (ids -1 and scores -inf where empty), the tree or None, and for stage 2 how many slots are filled
     (quantile) or blocks were offered (buckets), and the statistics of the scores."""
 
     ids: Int[Array, "*rows k"]
@@ -47,7 +47,7 @@ def empty(rows: tuple[int, ...], *, k_blocks: int, k_exact: int, tournament: boo
 def offer(
     selection: Selection, scores: Float[Array, "*rows"], block: Int[Array, ""], first: Array, end: Array, *, k_exact: int, estimate: str
 ) -> Selection:
-    """Offer one block to every row; candidates of a row are first to end - 1. Blocks come in ascending order."""
+    """Offer one block to every row. Candidates of a row are first to end - 1. Blocks come in ascending order."""
     offered = (block >= first) & (block < end) & (scores > -jnp.inf)
     ids = jnp.broadcast_to(block, scores.shape)
     estimated = selection.ids.shape[-1] - k_exact
@@ -75,7 +75,7 @@ def offer(
 def _replace(
     selection: Selection, scores: Array, ids: Array, offered: Bool[Array, "*rows"], k_exact: int
 ) -> tuple[Selection, Array, Array]:
-    """Stage 1: the block takes the worst slot if it scores more. Returns with it (scores, ids) of what is outside now."""
+    """Stage 1: the block takes the worst slot if it scores more. Also returns (scores, ids) of the block that is not kept."""
     kept_scores, kept_ids = selection.scores[..., :k_exact], selection.ids[..., :k_exact]
     worst = _worst(kept_scores, kept_ids) if selection.tree is None else selection.tree.nodes[..., 1]
     worst_score, worst_id = _at(selection.scores, worst), _at(selection.ids, worst)
@@ -90,13 +90,13 @@ def _replace(
 
 
 def _worst(scores: Float[Array, "*rows k"], ids: Int[Array, "*rows k"]) -> Int[Array, "*rows"]:
-    """The slot to replace next: lowest score, then empty (the first), then the higher block."""
+    """The slot to replace next: of lowest score; of equal scores an empty one (the first), else the one with the higher block."""
     lowest = scores == scores.min(-1, keepdims=True)
     return jnp.argmax(jnp.where(lowest, _rank(ids), -2), axis=-1).astype(jnp.int32)
 
 
 def _replay(tree: Tree, leaf: Int[Array, "*rows"], selection: Selection, k_exact: int) -> Tree:
-    """Play the matches from a leaf to the root again; where its slot did not change they end as before."""
+    """Repeat the comparisons from a leaf to the root. Where its slot did not change, the result is as before."""
     nodes = tree.nodes
     leaves = nodes.shape[-1] // 2
     node = (leaves + leaf) // 2
@@ -106,7 +106,7 @@ def _replay(tree: Tree, leaf: Int[Array, "*rows"], selection: Selection, k_exact
         left_score, right_score = _at(selection.scores, left), _at(selection.scores, slot)
         left_id, right_id = _rank(_at(selection.ids, left)), _rank(_at(selection.ids, slot))
         right_wins = (right_score < left_score) | ((right_score == left_score) & (right_id > left_id))
-        winner = jnp.where(right_wins & (right < k_exact), right, left)  # the last leaves may be none
+        winner = jnp.where(right_wins & (right < k_exact), right, left)  # the last leaves may have no slot
         nodes = jnp.where(jnp.arange(2 * leaves) == node[..., None], winner[..., None], nodes)
         node = node // 2
     return Tree(nodes)
@@ -131,7 +131,7 @@ def _reaches_quantile(selection: Selection, scores: Array, slots: Array, left: A
 
 
 def _rank(ids: Int[Array, "..."]) -> Int[Array, "..."]:
-    """Of slots of equal score, the greatest rank is replaced first."""
+    """Of slots of equal score, the one with the greatest rank is replaced first."""
     return jnp.where(ids < 0, _FIRST, ids)
 
 

@@ -1,16 +1,16 @@
 """select_tiles in Pallas Mosaic GPU (Hopper): a CTA per tile of 128 queries and head walks twice over the bounds of all earlier blocks.
 
-A query's bound of a block is one product: its positive and its negative parts, side by side, with the block's maxima and minima, side by
-side. The first walk has queries as rows: each of two warpgroups folds the bounds of its 64 queries into their log-sum-exps. The second has
-blocks as rows: of each tile of 128 blocks a warpgroup takes 64, and what all 128 queries may pay them is a sum along its rows, written
-once and in a fixed order, -inf where a block is no candidate. A third warpgroup brings tiles of bounds into a ring by TMA. The k best of a
-tile are found by `top_k`, which reads the blocks before the tile's window and no others.
+A query's bound of a block is one product: its positive and its negative part, side by side, with the block's maxima and minima, side by
+side. The first walk has queries as rows: each of two warpgroups folds the bounds of its 64 queries into their log-sum-exps. The second walk
+has blocks as rows: a warpgroup takes 64 of each tile of 128 blocks, and the sum along a row is what all 128 queries may pay that block. It
+is written once and in a fixed order, -inf where a block is no candidate. A third warpgroup copies tiles of bounds into a ring by TMA.
+`top_k` finds the k best of a tile. It reads only the blocks before the tile's window.
 
-Before it, the bounds that a table names are brought together: 1/64 of the keys' bytes, and then a tile of 128 blocks is one copy. Blocks
-without a sealed page get bounds there that no query pays anything (`xla.table_bounds`).
+Before the kernel, the bounds that a table names are gathered: 1/64 of the keys' bytes. Then a tile of 128 blocks is one copy. Blocks
+without a sealed page get bounds there to which no query pays anything (`xla.table_bounds`).
 
-Memory traffic: bounds once in, once out; twice per tile of queries, mostly from L2; queries once; a tile's scores out and in.
-Source: bounds of Quest (Tang et al., ICML 2024); log-sum-exps and overlap as in FlashAttention-3 (arXiv 2407.08608).
+Memory traffic: bounds once in, once out; twice per tile of queries, mostly from L2; queries once; a tile's scores out and in. Source:
+bounds of Quest (Tang et al., ICML 2024); log-sum-exps and overlap as in FlashAttention-3 (arXiv 2407.08608).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from pallas_kernels.select_tiles.xla import candidates, listed, sealed_blocks, t
 from pallas_kernels.top_k import top_k
 
 ROWS = 64
-"""Rows of a warpgroup: those of a `wgmma`."""
+"""Rows of a warpgroup: the rows of a `wgmma`."""
 
 TILE = 128
-"""Queries of a tile, and blocks of a tile of bounds."""
+"""Queries per tile, and blocks per tile of bounds."""
 
 NEVER = 1e30
 """Log-sum-exp, in log2 units, of a query that pays nothing."""
@@ -45,7 +45,7 @@ BY_ROW, BY_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the kernel's code depends on. block_tiles: of 128 blocks, that a table can name."""
+    """Everything that the kernel's code depends on. block_tiles: tiles of 128 blocks that a table can name."""
 
     batch: int
     num_queries: int
@@ -60,7 +60,7 @@ class Shape:
 
     @property
     def query_tiles(self) -> int:
-        """Of a sequence."""
+        """Tiles of queries of a sequence."""
         return -(-self.num_queries // TILE)
 
     @property
@@ -69,7 +69,7 @@ class Shape:
         return 2 if self.head_dim == 128 else 4
 
     def scratch(self) -> dict[str, Any]:
-        """Shared memory and barriers: queries' positive and negative parts, and the ring of maxima, minima and what admits blocks."""
+        """Shared memory and barriers: queries' positive and negative parts, and the ring of maxima, minima and `admitted_blocks`."""
         queries = plgpu.SMEM((TILE, self.head_dim), self.dtype, transforms=SWIZZLED)
         bounds = plgpu.SMEM((self.stages, TILE, self.head_dim), self.dtype, transforms=SWIZZLED)
         return {
@@ -123,13 +123,13 @@ def _select(call: Call, q, bounds, table, starts, lengths):
 
 
 def admitted_blocks(there, first: int, columns: int):
-    """What is added to what tiles pay the blocks, `[B, columns]` float32: 0, or -inf for blocks that are missing or before `first`."""
+    """A term added to what tiles pay the blocks, `[B, columns]` float32: 0, or -inf for blocks that are missing or before `first`."""
     there = jnp.pad(there, ((0, 0), (0, columns - there.shape[1])))
     return jnp.where(there & (jnp.arange(columns, dtype=jnp.int32) >= first), 0.0, -jnp.inf)
 
 
 def _steps(s: Shape, refs, row, tile):
-    """Position of the tile's first query, and the tiles of bounds that its queries may see."""
+    """Position of the tile's first query, and how many tiles of bounds its queries may see."""
     starts_ref, lengths_ref, sealed_ref = refs
     first = starts_ref[row] + tile * TILE
     last = jnp.minimum(first + TILE, lengths_ref[row]) - 1
@@ -138,7 +138,7 @@ def _steps(s: Shape, refs, row, tile):
 
 
 def _fetch(s: Shape, steps, row, head, rows_ref, admitted_ref, scratch) -> None:
-    """By the third warpgroup: every tile of bounds, and what admits its blocks, twice over."""
+    """By the third warpgroup: copy every tile of bounds, and its part of `admitted_blocks`, twice over."""
     kv_head = lax.div(head, jnp.int32(s.num_heads // s.num_kv_heads))
 
     def step(n, _):
@@ -155,7 +155,7 @@ def _fetch(s: Shape, steps, row, head, rows_ref, admitted_ref, scratch) -> None:
         return ()
 
     lax.fori_loop(0, 2 * steps, step, ())
-    for slot in range(s.stages):  # no barrier may be left with a phase that nobody saw
+    for slot in range(s.stages):  # every phase of a barrier must have been waited for at the end
 
         @pl.when(slot < 2 * steps)
         def _(slot=slot):
@@ -163,7 +163,7 @@ def _fetch(s: Shape, steps, row, head, rows_ref, admitted_ref, scratch) -> None:
 
 
 def _split_queries(q_ref, warpgroup, first_row, row, head, scratch) -> None:
-    """By a folding warpgroup: its 64 queries, and of these their positive and their negative parts."""
+    """By a folding warpgroup: load its 64 queries, and split them into positive and negative parts."""
     own = pl.ds(pl.multiple_of(warpgroup * ROWS, ROWS), ROWS)
     positive, negative = scratch["positive_s"].at[own], scratch["negative_s"].at[own]
     plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(first_row, ROWS), head], positive, scratch["q_bar"].at[warpgroup])
@@ -176,14 +176,14 @@ def _split_queries(q_ref, warpgroup, first_row, row, head, scratch) -> None:
 
 
 def _meet(scratch) -> None:
-    """Both folding warpgroups have come here, and see what the other wrote to shared memory."""
+    """Wait until both folding warpgroups are here. Each then sees what the other wrote to shared memory."""
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch["both_bar"])
     plgpu.barrier_wait(scratch["both_bar"])
 
 
 def _products(slot, scratch, a, b):
-    """The bounds `[64, 128]` of rows a with rows b; each a pair of references: to multiply with one another, and then added."""
+    """The bounds `[64, 128]` of rows a with rows b. Each is a pair of references; the products of corresponding references are added."""
 
     def multiply(acc_ref):
         for left, right in zip(a, b, strict=True):
@@ -240,7 +240,7 @@ def _pay(s: Shape, steps, first, sealed, warpgroup, place, scratch, paid_ref) ->
         plain = ((block + (ROWS - 1)) * s.block_size <= first) & (block + ROWS <= sealed)
         x = lax.cond(plain, lambda x: x, lambda x: _seen(s, x, block, first, 0, sealed), x)
         p = jnp.exp2(x * factor - lax.broadcast_in_dim(lse, x.shape, [1]))
-        plgpu.wait_smem_to_gmem(0)  # what is written next, TMA has read
+        plgpu.wait_smem_to_gmem(0)  # TMA has read what is overwritten next
         paid_s[...] = (p.sum(axis=1) if s.pooling == "sum" else p.max(axis=1)) + admitted
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(paid_s, paid_ref.at[row, head, tile, pl.ds(pl.multiple_of(block, ROWS), ROWS)])
@@ -253,7 +253,8 @@ def _pay(s: Shape, steps, first, sealed, warpgroup, place, scratch, paid_ref) ->
 def launch(s: Shape, interpret=None):
     """The kernel, as a function of (padded queries, rows `[B, K, S, 2 * D]`, `admitted_blocks` `[B, S]`, starts, lengths, sealed blocks).
 
-    It returns what tiles pay admitted blocks, -inf for others, `[B, H, C, S]` float32; what no query of a tile sees is not written."""
+    It returns what tiles pay admitted blocks, -inf for others, `[B, H, C, S]` float32. Blocks that no query of a tile sees are not written.
+    """
 
     def select_tiles_kernel(q_ref, rows_ref, admitted_ref, *refs, **scratch):
         *refs, paid_ref = refs

@@ -1,12 +1,11 @@
 """selected_attention in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per query and KV head.
 
-The stages of `select_blocks` leave the same list in the shared memory of every CTA of the cluster; each warpgroup then folds its part of
-the list (`gather_attention.tiles`), and the cluster merges the parts (`gather_attention.cluster_merge`). Two barriers of the cluster stand
-where two launches would, and the list never passes through global memory.
+The stages of `select_blocks` write the same list to the shared memory of every CTA of the cluster. Then each warpgroup folds its part of
+the list (`gather_attention.tiles`), and the cluster merges the parts (`gather_attention.cluster_merge`). Two barriers of the cluster
+replace the boundaries between launches, and the list never passes through global memory.
 
-The T queries of a sequence are T rows that share its page table, each with a list and a cluster of its own: what a drafted step gives is
-by construction what steps of one token would. Blocks that several of them list are read by each, all but the first time mostly from the
-L2 cache.
+The T queries of a sequence are T rows that share its page table. Each has its own list and cluster, so a drafted step gives by construction
+what steps of one token would. Blocks that several queries list are read by each of them, after the first time mostly from the L2 cache.
 
 Memory traffic, per query: the candidates' index rows, the listed keys and values, the output and the list.
 """
@@ -53,7 +52,7 @@ def selected_attention(call: Call, q, pages, index, table, lengths, frames):
     words = chosen.scratch_words()
     sizes = {"width": chosen.width, "block_size": call.block_size, "window": None, "sm_scale": call.sm_scale}
     s = listed.shape_of(_rows(q), pages, **sizes, words=words)
-    depth = listed.ring_words(s) // (chosen.threads // 32 * chosen.slot_words)  # a tile for each warpgroup holds a turn of index rows
+    depth = listed.ring_words(s) // (chosen.threads // 32 * chosen.slot_words)  # a tile of each warpgroup has room for a turn of index rows
     tables = (table,) if frames is None else (table, frames)
     return _attend(dataclasses.replace(chosen, depth=min(3, depth)), s, q, pages, index, tables, lengths)
 
@@ -71,7 +70,7 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, leng
             (q_ref, index_ref, lengths_ref), table_refs, ids_ref = arrays
             select.select(chosen, unit, cta, (q_ref, index_ref, table_refs[0], lengths_ref), words)
             select.store_list(chosen, unit, cta, ids_ref, words["ids_s"])
-            lanes.publish_to_tensor_cores()  # the ring held index rows; TMA writes to it next
+            lanes.publish_to_tensor_cores()  # the ring held index rows; next, TMA writes to it
             row = unit // s.num_kv_heads
             length = select.tokens_seen(chosen.num_queries, lengths_ref, row)
             listed.locate(s, length, table_refs[-1], row // chosen.num_queries * chosen.table_width, words)

@@ -1,12 +1,12 @@
-"""union_blocks in Pallas Mosaic GPU (Hopper): a CTA per tile and head, which numbers the tile's blocks and adds their scores up by number.
+"""union_blocks in Pallas Mosaic GPU (Hopper): a CTA per tile and head numbers the tile's blocks and adds up their scores by number.
 
-The blocks of a tile are a set of bits in shared memory; a block's place in it is its number, so that what follows costs as much as the tile
-has entries, however long the sequence is. The rows go one after another: a row has a block at most once, so that its threads never meet
-in a sum, and the sums run in the order of the rows. The k_trim best means or sums are found by counting (`select_blocks.choose`), in
+The blocks of a tile are a set of bits in shared memory. A block's place in the set is its number, so the cost of the rest depends on the
+entries of the tile, however long the sequence is. Rows are added one after another. A row has a block at most once, so its threads never
+add to the same sum, and sums run in the order of the rows. The k_trim best means or sums are found by counting (`select_blocks.choose`), in
 order of number, which is the order of the blocks.
 
-(Measured before: an adder for every block of the sequence. At 1M tokens of 64 a block, clearing and searching them took nearly all the
-time.)
+(Measured before: one sum for every block of the sequence. At 1M tokens and blocks of 64 tokens, clearing and searching the sums took nearly
+all the time.)
 
 Memory traffic: the lists once. Source: "Measure Once, Mask Once", Algorithm 2.
 """
@@ -26,11 +26,11 @@ from pallas_kernels.select_blocks import choose
 from pallas_kernels.union_blocks.api import Call
 
 MOST_ENTRIES = 64
-"""Entries of a tile that a thread holds at most."""
+"""Most entries of a tile that one thread holds."""
 
 
 def _sizes(ids, rows: int, num_blocks: int) -> tuple[int, int, int]:
-    """Rows of a tile, threads, and the most blocks that a tile can have, in fours a thread."""
+    """Rows per tile, threads, and the most blocks that a tile can have, rounded up to four per thread."""
     rows, k = min(rows, ids.shape[1]), ids.shape[3]
     threads = 128 if rows * k <= 4096 else 256
     return rows, threads, -(-min(rows * k, num_blocks) // (4 * threads)) * 4 * threads
@@ -89,7 +89,7 @@ def _unite(call: Call, ids, scores):
             numbers = _numbers(entries[0], set_s, before_s)
             for of_row, following in zip(entries, [*entries[1:], []], strict=True):
                 _add(of_row, numbers, sums_s, hits_s, of_numbers_s)
-                numbers = _numbers(following, set_s, before_s)  # before the barrier, which no load passes
+                numbers = _numbers(following, set_s, before_s)  # before the barrier: no load can move across it
                 lanes.cta_barrier(threads)
             _order(rank, count, threads, sums_s, keys_s)
             place = {"block": unit, "block_bytes": 4 * k_trim}
@@ -151,7 +151,7 @@ def _numbers(entries, set_s, before_s):
 
 
 def _add(entries, numbers, sums_s, hits_s, of_numbers_s) -> None:
-    """Add one row: to the sums and hits of its blocks' numbers. hits_s: None where nobody asks."""
+    """Add one row to the sums and hits of its blocks' numbers. hits_s: None where hits are not needed."""
     for (block, score), number in zip(entries, numbers, strict=True):
         with lanes.when(block >= 0):
             lanes.store_shared(sums_s, number, lanes.load_shared(sums_s, number, "f32")[0] + score)
@@ -161,7 +161,7 @@ def _add(entries, numbers, sums_s, hits_s, of_numbers_s) -> None:
 
 
 def _order(rank: str, count, threads: int, sums_s, keys_s) -> None:
-    """To `keys_s`, a key per number that orders as the means or sums do; under "mean" it holds the hits before."""
+    """Write to `keys_s`, for each number, a key that orders as the means or sums do. Under "mean", `keys_s` holds the hits before."""
 
     def order(i):
         number = i + lanes.thread()
