@@ -1,6 +1,6 @@
-"""Auto: dense, or the fastest budget by the fitted bill among those on record as meeting the level.
+"""Policy `auto`: the policy whose step the bill predicts to be fastest, of those with evidence that they meet a fidelity level, or dense.
 
-The host chooses, from the lengths of the sequences that are decoded together. The step of the chosen policy is compiled and run.
+The host chooses from the lengths of the sequences that are decoded together. Then the chosen policy's step is compiled and run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from kvjax.policies.decode.naming import parse
 logger = logging.getLogger(__name__)
 
 _calibrated: dict[tuple[str, tuple[str, ...], int], Bill] = {}
-"""This process's bills, by fingerprint, policies and page size. All engines on this device share them."""
+"""Bills that this process has calibrated, by fingerprint, policies and page size. All engines on this device share them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """The evidence and the bill with which an `Auto` decides, for one model. If bill is None, everything is dense, and `lacking` says why
-    (empty: only dense is on record, so no bill was needed)."""
+    """The evidence and the bill by which an `Auto` decides, for one model. If `bill` is None, every step is dense, and `lacking` says why.
+    `lacking` is empty where no policy but dense meets the level, so that no bill was needed."""
 
     config: ModelConfig
     dtype: str
@@ -44,18 +44,18 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Auto(ChoosesDecode, Stateless):
-    """Choose by bill and evidence. level: how close to dense, by name or numbers (`kvjax.bill.evidence.parse_level`).
+    """Chooses a decode policy for each step. level: how close to dense, by name or numbers (`kvjax.bill.evidence.parse_level`).
 
-    An engine binds it to its model. `bound` may be given instead, to decide by another bill or other evidence. Without evidence for the
-    model or the length, every step is dense, and the choice says so. The choice depends on the lengths of all sequences that `choose` gets:
-    name a policy if bits must not depend on other sequences.
+    An engine binds it to its model. Pass `bound` to decide by another bill or other evidence. Without evidence for the model or the length,
+    every step is dense, and the choice says so. The choice depends on the lengths of all sequences that `choose` gets. If results must not
+    depend on other sequences bit for bit, name a policy instead.
     """
 
     level: str = "assured"
     bound: Bound | None = None
 
     def __post_init__(self):
-        self.fidelity  # noqa: B018  a wrong level must fail when it is named, not at the first step
+        self.fidelity  # noqa: B018  so that a wrong level raises here, not at the first step
 
     @property
     def fidelity(self) -> Fidelity:
@@ -63,8 +63,9 @@ class Auto(ChoosesDecode, Stateless):
         return parse_level(self.level)
 
     def bind(self, model: Model, *, page_size: int, dtype: str) -> Auto:
-        """This policy for a model. Evidence is found by the model's fingerprint. If there is any, the bill is the built-in one of this
-        model and device, or else a calibration, which runs steps for about 20 seconds, once in a process for a model and its candidates.
+        """This policy for a model. Evidence is looked up by the model's fingerprint. If some policy has evidence that it meets the level,
+        a bill is needed: the built-in bill of this model and device, or else a calibration. A calibration runs steps for about 20 seconds,
+        once in a process for a model, its candidates and a page size.
 
         A policy that is bound already is returned as it is.
         """
@@ -88,16 +89,16 @@ class Auto(ChoosesDecode, Stateless):
 
     @functools.cached_property
     def candidates(self) -> tuple[str, ...]:
-        """Policies on record as meeting the level at some length."""
+        """Policies whose evidence meets the level at some length."""
         rows = self._bound().evidence
         lengths = sorted({row.length for row in rows})
         return tuple(dict.fromkeys(name for length in lengths for name in qualified(rows, self.fidelity, length)))
 
     def choose(self, lengths: Sequence[int]) -> Choice:
-        """The choice for one step over sequences of these lengths in tokens, the current ones included."""
+        """The choice for one step over sequences of these lengths in tokens, the current token of each included."""
         size = self._bound().page_size
         mean = sum(lengths) / len(lengths)
-        # One decision per page of length is remembered, so that a step only looks it up.
+        # Lengths are rounded up to whole pages, so that most steps find their decision among the earlier ones.
         return self._decide(int(-(-mean // size)) * size, -(-max(lengths) // size) * size, len(lengths))
 
     def possible(self, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
@@ -123,7 +124,7 @@ class Auto(ChoosesDecode, Stateless):
         return "auto" if self.level == "assured" else f"auto:{self.level}"
 
     def describe(self) -> str:
-        """For reports."""
+        """The policy in words, for reports."""
         level = f"mean KL to dense at most {self.fidelity.kl:g} nats, at most {self.fidelity.loss:.0%} lost of what dense finds"
         if self.bound is None:
             return f"{self} ({level})"
@@ -134,7 +135,7 @@ class Auto(ChoosesDecode, Stateless):
 
     @functools.cached_property
     def _decide(self):
-        """`_choose` with a memory, because every step calls it."""
+        """`_choose`, which remembers its results, because every step calls it."""
         return functools.lru_cache(maxsize=4096)(functools.partial(_choose, self))
 
     def _bound(self) -> Bound:

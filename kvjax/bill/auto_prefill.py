@@ -1,7 +1,7 @@
-"""Auto: for each chunk of a prompt, dense, or the fastest prefill policy by measured times among those on record as meeting the level.
+"""Prefill policy `auto`: for each chunk of a prompt, the fastest measured policy of those with evidence that they meet a level, or dense.
 
-The host chooses, from the position at which the chunk ends. The choice does not depend on how a prompt is cut, or on other prompts. The
-step of the chosen policy is compiled and run.
+The host chooses from the positions at which the chunk starts and ends. The engine rounds them to whole chunks, so the choice does not
+depend on how a prompt is cut, nor on other prompts. Then the chosen policy's step is compiled and run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvjax.policies.prefill.naming import parse_prefill
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class PrefillBound:
-    """The data with which an `AutoPrefill` decides, for one model on one device.
+    """The data by which an `AutoPrefill` decides, for one model on one device.
 
     bills: those of this device. evidence: that about this model. unusable: policies that cannot use pages of this size, and why.
     """
@@ -38,26 +38,26 @@ class PrefillBound:
     unusable: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
-        """A short text for journals of jobs. It differs if another choice is possible."""
+        """A short text for the journals of jobs. It differs if the data differ by which a choice is made."""
         tables = hashlib.sha256(repr((self.bills, self.evidence, self.unusable)).encode()).hexdigest()[:16]
         return f"PrefillBound({self.sizes}; {self.fingerprint}; {self.device}; tables {tables})"
 
 
 @dataclasses.dataclass(frozen=True)
 class AutoPrefill(ChoosesPrefill):
-    """Choose by times and evidence. level: how close to dense, by name or numbers (`kvjax.bill.evidence.parse_level`).
+    """Chooses a prefill policy for each chunk. level: how close to dense, by name or numbers (`kvjax.bill.evidence.parse_level`).
 
-    An engine binds it to its model. `bound` may be given instead, to decide by other times or other evidence. A chunk is dense if nothing
-    is on record for its length or for this device, and the choice says so.
+    An engine binds it to its model. Pass `bound` to decide by other times or other evidence. A chunk is dense if there is no evidence for
+    its length or no time on this device, and the choice says so.
     """
 
-    queries_stand_alone = False  # the chosen policy's own value counts
+    queries_stand_alone = False  # the engine asks the chosen policy, not this one
 
     level: str = "assured"
     bound: PrefillBound | None = None
 
     def __post_init__(self):
-        self.fidelity  # noqa: B018  a wrong level must fail when it is named, not at the first chunk
+        self.fidelity  # noqa: B018  so that a wrong level raises here, not at the first chunk
 
     @property
     def fidelity(self) -> Fidelity:
@@ -81,7 +81,8 @@ class AutoPrefill(ChoosesPrefill):
 
     @functools.cached_property
     def candidates(self) -> tuple[str, ...]:
-        """Policies that may be chosen for some chunk: on record as meeting the level at some length, timed, and fit for these pages."""
+        """Policies that may be chosen for some chunk: their evidence meets the level at some length, they are timed, and can use these
+        pages."""
         bound = self._bound()
         timed = {name for bill in bound.bills for name, _ in bill.seconds}
         lengths = sorted({row.length for row in bound.evidence})
@@ -89,8 +90,8 @@ class AutoPrefill(ChoosesPrefill):
         return tuple(name for name in met if timed_as(name) in timed and name not in dict(bound.unusable))
 
     def choose(self, start: int, end: int) -> Choice:
-        """The choice for a chunk, positions [start, end) of its prompt, full or not. It uses evidence for prompts of `end` tokens, and
-        times at the chunk's middle. The seconds of the choice are those of attention, per layer and token."""
+        """The choice for the chunk at positions [start, end) of its prompt, whether the prompt fills it or not. It uses evidence for
+        prompts of `end` tokens, and times at the chunk's middle. Its seconds are those of attention, per layer and token."""
         return self._decide(start, end)
 
     def indexes(self):
@@ -109,7 +110,7 @@ class AutoPrefill(ChoosesPrefill):
         return "auto" if self.level == "assured" else f"auto:{self.level}"
 
     def describe(self) -> str:
-        """For reports."""
+        """The policy in words, for reports."""
         level = f"mean KL to dense at most {self.fidelity.kl:g} nats, at most {self.fidelity.loss:.0%} lost of what dense recalls"
         if self.bound is None:
             return f"{self} prefill ({level})"
@@ -119,7 +120,7 @@ class AutoPrefill(ChoosesPrefill):
 
     @functools.cached_property
     def _decide(self):
-        """`_choose` with a memory, because every chunk calls it."""
+        """`_choose`, which remembers its results, because every chunk calls it."""
         return functools.lru_cache(maxsize=4096)(functools.partial(_choose, self))
 
     def _bound(self) -> PrefillBound:
@@ -153,13 +154,13 @@ def _choose(auto: AutoPrefill, start: int, end: int) -> Choice:
         return _dense(f"no prefill policy is on record as {level} for {end:,} tokens; recorded lengths: {recorded}")
     if not bound.bills:
         advice = f"kvjax bench prefill --ops --policies {','.join(met)} --json FILE, then kvjax bill fit-prefill FILE --json TABLE"
-        return _dense(f"no prefill was timed on {bound.device}, where {', '.join(met)} would do; measure it: {advice}")
+        return _dense(f"no prefill was timed on {bound.device}; on record as {level} are {', '.join(met)}; measure it: {advice}")
     names = [name for name in met if name not in dict(bound.unusable)]
     quotes = {name: nearest_quote(bound.bills, bound.sizes, name, start, end) for name in names}
     priced = {name: quote for name, quote in quotes.items() if quote is not None}
     if not priced:
         why = "; ".join(dict(bound.unusable).get(name, f"{name} was not timed at {end:,} tokens on {bound.device}") for name in met)
-        return _dense(f"on record as {level}, but not to be chosen: {why}")
+        return _dense(f"no policy that is on record as {level} can be chosen: {why}")
     # Relative to dense of the same bill, because times of different sizes cannot be compared.
     share = {"dense": 1.0} | {name: quote.seconds / quote.dense_seconds for name, quote in priced.items()}
     projected, error = [name for name, quote in priced.items() if quote.projection], max(quote.error for quote in priced.values())

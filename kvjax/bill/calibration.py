@@ -1,4 +1,4 @@
-"""A bill for a device without one, from a few seconds of the engine's own steps."""
+"""Makes a bill for a device without a built-in one, from a few seconds of the engine's own steps."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def calibrate(
 ) -> Bill:
     """Time dense and `policies` on this device, over a cache of zeros, and fit a bill.
 
-    seconds: how long it may take, including compilation, divided among the batches. It takes longer only if one round of every policy at
-    every length does. A batch that would begin after its share is left out. Allocates pages for the longest sequences that fit in half of
-    the free memory. ValueError if fewer than two lengths fit, or if time does not grow with bytes.
+    seconds: how long it may take, including compilation, in equal shares for the batches. It takes longer only if compiling and one round
+    of every policy at every length take longer. A batch is left out if the batches before it took longer than their shares. Allocates pages
+    for the longest sequences that fit in half of the free memory. ValueError if fewer than two lengths fit, or if time does not grow with
+    bytes.
     """
     if any(isinstance(parse(name), ChoosesDecode) for name in policies):
         raise ValueError("a calibration times single policies, and auto chooses among several: name those")
     if not policies:
-        raise ValueError("a calibration needs at least one policy besides dense, as top:32")
+        raise ValueError("a calibration needs at least one policy besides dense, such as top:32")
     started = time.perf_counter()
     names = ["dense", *dict.fromkeys(name for policy in policies if (name := name_of(parse(policy))) != "dense")]
     cells: list[Cell] = []
@@ -54,8 +55,8 @@ def calibrate(
 
 
 def _cells(model: Model, names: Sequence[str], page_size: int, batch: int, until: float) -> list[Cell]:
-    """Every policy at every length, in rounds until the time `until`. All lengths have one width of page table, so each policy is compiled
-    once."""
+    """Times every policy at every length, in rounds, until the clock shows `until`. All lengths have page tables of one width, so each
+    policy is compiled once."""
     lengths = _lengths(model, page_size, batch, names)
     pages = batch * (lengths[-1] // page_size)
     engine = Engine(model, "dense", policies=names, pages=pages, page_size=page_size, prefill_chunk=page_size, batch_buckets=(batch,))
@@ -75,7 +76,7 @@ def _cells(model: Model, names: Sequence[str], page_size: int, batch: int, until
             sampled = engine.decode_and_sample(sequences, tokens, rows, name)
             tokens = sampled.tokens
         jax.block_until_ready(sampled)
-        if number:  # the first compiles
+        if number:  # the first round compiles
             found.setdefault((length, name), []).append((time.perf_counter() - started) / STEPS)
     sizes = {"dtype": engine.dtype.name, "page_size": page_size}
     return [
@@ -85,7 +86,8 @@ def _cells(model: Model, names: Sequence[str], page_size: int, batch: int, until
 
 
 def _lengths(model: Model, page_size: int, batch: int, names: Sequence[str]) -> list[int]:
-    """Lengths in whole pages, ascending: the longest that the model's positions and half of the free memory allow, and fractions of it."""
+    """Lengths in tokens, ascending, each a number of whole pages: the longest that the model's positions and half of the free memory
+    allow, and fractions of it."""
     from kvjax.memory import memory_plan
 
     indexes = tuple(dict.fromkeys(spec for name in names for spec in parse(name).indexes()))
@@ -94,7 +96,7 @@ def _lengths(model: Model, page_size: int, batch: int, names: Sequence[str]) -> 
     lengths = sorted({longest // part * page_size for part in FRACTIONS} - {0})
     if len(lengths) < 2 or lengths[0] <= STEPS:
         raise ValueError(
-            f"a calibration needs room for {batch} sequences of at least two pages of {page_size} tokens, and has it for {longest}: "
+            f"a calibration needs room for {batch} sequences of at least two pages of {page_size} tokens each, and has room for {longest}: "
             "free memory, or give a smaller page_size"
         )
     return lengths

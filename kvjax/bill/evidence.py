@@ -6,9 +6,9 @@ The table is `evidence.json` in this folder, written by `kvjax bill evidence` fr
                "task": "needle", "haystack": "codes", "valid": 200, "lost": 1, "source": "benchmarks/results/h200/fidelity-8192.json"}]}
 
 fingerprint: `kvjax.model.fingerprint`, so other weights or another dtype have no evidence. (The committed rows were measured with an
-earlier kind of fingerprint. Only that key was computed again; no measurement changed.) length: tokens. kl: upper end of the 95% interval,
-over windows of text, of the mean KL divergence of dense from the policy per forced step, in nats. valid: trials of the task that dense
-answered; lost: those of them that the policy did not answer. Both are null if dense itself fails at any depth. kl is null for a task
+earlier kind of fingerprint. Only the fingerprints were computed again; no measurement changed.) length: tokens. kl: upper end of the 95%
+interval, over windows of text, of the mean KL divergence of dense from the policy per forced step, in nats. valid: trials of the task that
+dense answered. lost: those of them that the policy did not answer. Both are null if dense itself fails at any depth. kl is null for a task
 without a KL measurement; such a task alone qualifies no policy.
 
 Evidence about prefill policies is `prefill_evidence.json`, in the same format, made by `kvjax bill evidence-prefill`
@@ -70,12 +70,12 @@ def parse_level(text: str) -> Fidelity:
             return Fidelity(float(match[1]), float(match[2]))
         except ValueError as error:
             raise ValueError(f"fidelity level {text!r}: {error}") from None
-    raise ValueError(f"fidelity level {text!r} is not understood; there are {', '.join(LEVELS)}, or numbers as kl=0.02,loss=0.05")
+    raise ValueError(f"fidelity level {text!r} is not understood; there are {', '.join(LEVELS)}, or numbers such as kl=0.02,loss=0.05")
 
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """One row of the table; see the module."""
+    """One row of the table. The top of this file describes the fields."""
 
     model: str
     fingerprint: str
@@ -108,7 +108,7 @@ class Evidence:
         return None if self.valid is None else _wilson_high(self.lost, self.valid)
 
     def meets(self, level: Fidelity) -> bool:
-        """Whether the measured values meet the level. If dense itself fails, there is no measurement."""
+        """Whether the measured values meet the level. If dense itself fails the task, there is no loss, and only loss=1 is met."""
         return (self.kl is None or self.kl <= level.kl) and (level.loss == 1 or (self.loss is not None and self.loss <= level.loss))
 
 
@@ -131,9 +131,9 @@ def _wilson_high(lost: int, valid: int) -> float:
 def qualified(rows: Iterable[Evidence], level: Fidelity, length: int) -> tuple[str, ...]:
     """Policies on record as meeting the level for sequences of `length` tokens.
 
-    They meet the level in every recorded task, at every recorded length up to the shortest one that is at least `length`, with a KL
-    measurement at each. Beyond the longest recorded length no policy qualifies, because a fixed budget keeps less of a larger context
-    (BRL-2026-07, section 8.4).
+    Such a policy meets the level in every recorded task, at every recorded length up to the shortest one that is at least `length`, and has
+    a KL measurement at each of these lengths. Beyond its longest recorded length no policy qualifies, because a fixed budget keeps less of
+    a larger context (BRL-2026-07, section 8.4).
     """
     by_policy: dict[str, dict[int, list[Evidence]]] = {}
     for row in rows:
@@ -183,8 +183,8 @@ def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, 
     """The table with a panel's measurements, which replace rows of the same fingerprint, policy and length.
 
     panel: the JSON of `kvjax fidelity` (kvjax.fidelity.report.summarize and its settings). source: the panel's file. fingerprint: that of
-    the model, if the panel's settings have none. A task that dense fails at any depth of a length is left out at that length, unless dense
-    fails all tasks. ValueError for a panel with too little forced text, or with a missing field, which it names.
+    the model, if the panel's settings have none. If dense fails a task at some depth, the task is left out at that length. If dense fails
+    every task so, their rows have no counts. ValueError for a panel with too little forced text, and for a missing field, which it names.
     """
     try:
         settings, added = panel["settings"], []
@@ -215,7 +215,7 @@ def with_panel(rows: Sequence[Evidence], panel: Mapping[str, Any], source: str, 
 
 
 def _name_to_record(name: str) -> str:
-    """A built-in policy's name; ValueError for other policies, which another process could not make."""
+    """The name of a built-in policy. ValueError for other policies, because another process could not make them from their names."""
     policy = parse(name)
     if not type(policy).__module__.startswith("kvjax.policies"):
         raise ValueError(f"policy {name!r} is not built in, and auto chooses among built-in policies: leave it out of the panel")
@@ -228,6 +228,6 @@ def _is_whole(dense: Mapping[str, Any]) -> bool:
 
 
 def write_evidence(rows: Iterable[Evidence], file: Path) -> None:
-    """Write a table for `read_evidence`. It is written beside the old one, then replaces it."""
+    """Write a table for `read_evidence`. It goes to a new file, which replaces the old one when it is complete."""
     with replacing(file) as partial:
         partial.write_text(json.dumps({"rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """Fits the bill to measured steps, and measures its error on held-out steps.
 
 Bandwidth and c0 are fitted to dense rows only, by least squares of the relative error. Then c1 of each policy is fitted to its own rows.
-None is negative.
+No fitted value is negative.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ FORMS = {
     "fixed": "c1 a constant per policy",
     "scan": "c1 a constant per policy, and seconds per byte of index scanned",
 }
-"""Forms of c1, which is fitted to sparse rows. "none" is the paper's pre-registered form, which it refuted; "fixed" is its amended form;
-"scan" is ours."""
+"""Forms of c1, which is fitted to sparse rows. "none" is the form that the paper registered before measuring, and then refuted; "fixed" is
+the form that replaced it there; "scan" is ours."""
 
 GROUPS: dict[str, Callable[[Cell], Any]] = {
     "cell": lambda cell: (cell.length, cell.batch),
@@ -33,12 +33,13 @@ GROUPS: dict[str, Callable[[Cell], Any]] = {
     "batch": lambda cell: cell.batch,
     "budget": lambda cell: None if cell.policy == "dense" else cell.policy,
 }
-"""Groups that are held out together: every policy of one (length, batch), all of a length, all of a batch, or all of one sparse policy."""
+"""Groups of cells that are held out together: all policies at one (length, batch), all cells of a length, of a batch, or of a sparse
+policy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A measured step: `batch` sequences of `length` tokens under a policy, by name; seconds per step, and the bytes it had to read."""
+    """A measured step of `batch` sequences of `length` tokens. policy: its name. seconds: per step. bytes: those the step had to read."""
 
     length: int
     batch: int
@@ -49,7 +50,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """bytes_per_s, c0 in seconds, and c1 by policy; that of dense is 0."""
+    """The fitted values. c0: seconds. c1: by policy; 0 for dense."""
 
     bytes_per_s: float
     c0: float
@@ -65,9 +66,10 @@ class Parameters:
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A cell, with the prediction of a fit that had not seen its group. Speed-ups are over dense at the same length and batch.
+    """A cell, with the prediction of a fit to other cells (or to all cells, in-sample). Speed-ups are over dense at the same length and
+    batch.
 
-    `seconds`, `speedup`: predicted. `measured_speedup`: that of the cell.
+    seconds, speedup: predicted. measured_speedup: that of the cell.
     """
 
     cell: Cell
@@ -83,7 +85,7 @@ class Forecast:
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Relative errors of speed-ups, and R^2 of the speed-ups, of `count` sparse cells."""
+    """Mean and worst relative error of the predicted speed-ups of `count` sparse cells, and their R^2."""
 
     count: int
     mean: float
@@ -92,9 +94,10 @@ class Errors:
 
 
 def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]) -> dict[tuple[str, str, int, str], list[Cell]]:
-    """The measured cells of a `kvjax bench decode` JSON, by (device, shape, layers, dtype); rows that were skipped or failed are left out.
+    """The measured cells of a `kvjax bench decode` JSON, by (device, shape, layers, dtype). Rows that were skipped or failed are left out.
 
-    config_of: the model of a shape's name and number of layers. ValueError if a row counts other bytes than `step_bytes` does.
+    config_of: gives the model's configuration for a shape's name and a number of layers. ValueError if the file is of another command, or
+    if a row's bytes differ from those of `step_bytes`.
     """
     if run.get("bench") != "decode":
         raise ValueError(f"this is not a result of kvjax bench decode: its field 'bench' is {run.get('bench')!r}")
@@ -151,7 +154,7 @@ def solve(cells: Sequence[Cell], form: str = "fixed") -> Parameters:
 
 
 def _relative_fit(columns: Sequence[np.ndarray], cells: Sequence[Cell], known: Any) -> list[float]:
-    """Coefficients, none negative, for which known + columns @ coefficients is closest to the times, by least squares of relative errors.
+    """Coefficients >= 0 for which known + columns @ coefficients is closest to the times, by least squares of relative errors.
 
     A negative coefficient would predict a gain where nothing is saved, especially at lengths shorter than the measured ones.
     """
@@ -160,11 +163,11 @@ def _relative_fit(columns: Sequence[np.ndarray], cells: Sequence[Cell], known: A
 
 
 def forecasts(cells: Sequence[Cell], by: str | None, form: str = "fixed") -> list[Forecast]:
-    """Predictions of every sparse cell. by None: from a fit to all cells (in-sample); else from a fit to all cells outside its group in
-    `GROUPS`.
+    """Predictions of every sparse cell. by: a name in `GROUPS`, for a fit to all cells outside the cell's group; None, for a fit to all
+    cells (in-sample).
 
-    A whole group is left out, including dense rows. Cells whose policy then has no c1 (the largest and the smallest budget, held out by
-    "budget") are missing. ValueError if the rest cannot be fitted, or no cell can be predicted.
+    A group is left out whole, including its dense rows. A cell is missing if its policy then has no c1: by "budget", these are the largest
+    and the smallest budget. ValueError if the other cells cannot be fitted, or no cell can be predicted.
     """
     cells = merged(cells)
     if by is not None and by not in GROUPS:
@@ -197,7 +200,7 @@ def errors(found: Sequence[Forecast]) -> Errors:
 
 
 def fit(cells: Sequence[Cell], config: ModelConfig, *, device: str, model: str, dtype: str, source: str, form: str = "fixed") -> Bill:
-    """The bill of one device and model. Its `error` is that of cells held out one (length, batch) at a time."""
+    """The bill of one device and model. Its `error` is the mean over cells held out one (length, batch) at a time."""
     cells = merged(cells)
     found = solve(cells, form)
     lengths: dict[int, list[int]] = {}

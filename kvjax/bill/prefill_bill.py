@@ -1,7 +1,7 @@
-"""Times of a prompt's attention by prefill policy and length, which `prefill="auto"` compares.
+"""Times of a prompt's attention by prefill policy and length. The prefill policy `auto` compares them.
 
 A bill holds measured seconds of one layer's attention over whole prompts, as `kvjax bench prefill --ops` writes them, for one device and
-one size of layer. The bills inside the package are `prefill_bill.json` in this folder, written by `kvjax bill fit-prefill`.
+one size of layer. The bills inside the package are in `prefill_bill.json` in this folder, which `kvjax bill fit-prefill` wrote.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvjax.policies.prefill.naming import built_in_name, parse_prefill
 
 
 class LayerSizes(NamedTuple):
-    """The sizes that one layer's attention time depends on, besides device, policy and length. page_size is in tokens."""
+    """The sizes on which one layer's attention time depends, besides device, policy and length. page_size: tokens."""
 
     heads: int
     kv_heads: int
@@ -34,7 +34,7 @@ class LayerSizes(NamedTuple):
 
 
 def layer_sizes(config: ModelConfig, dtype: str, page_size: int) -> LayerSizes:
-    """The sizes of the first layer that attends to all tokens, where prefill policies choose."""
+    """The sizes of the first layer that attends to all tokens, because prefill policies choose blocks in such layers only."""
     mixer = next((mixer for mixer in config.attention if mixer.window is None), config.attention[0])
     return LayerSizes(mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, dtype, page_size)
 
@@ -42,7 +42,7 @@ def layer_sizes(config: ModelConfig, dtype: str, page_size: int) -> LayerSizes:
 class Quote(NamedTuple):
     """Seconds of attention per layer and token of a chunk, for a policy and for dense of the same bill.
 
-    error: that of the bill. projection: the reasons why this is not interpolated between measurements; empty if it is.
+    error: the bill's. projection: the reasons why the time is not interpolated between measurements; empty if it is.
     """
 
     seconds: float
@@ -55,9 +55,9 @@ class Quote(NamedTuple):
 class PrefillBill:
     """Measured times. Static and hashable.
 
-    device: JAX's name for it. shape: the name of the measured shape; `sizes`: its sizes. seconds: by policy name, (tokens, seconds) of
-    whole prompts, ascending in both, including "dense". error: half of the widest spread (10th to 90th percentile) of any time here, as a
-    share of its median. source: where the measurements are.
+    device: JAX's name for it. shape, sizes: the name and the sizes of what was measured. seconds: for each policy name, (tokens, seconds)
+    of whole prompts, ascending in both; "dense" is among them. error: half of the widest spread (10th to 90th percentile) of any time here,
+    as a share of its median. source: the files of the measurements.
     """
 
     device: str
@@ -75,9 +75,10 @@ class PrefillBill:
                 raise ValueError(f"times of longer prompts must be longer; those of {policy} on {self.device}, {self.shape}, are {points}")
 
     def quote(self, policy: str, start: int, end: int) -> Quote | None:
-        """The time of the tokens at positions [start, end); None for a policy without a time, or with only one, of fewer tokens.
+        """The time of the tokens at positions [start, end). None if the policy has no time, or only one, of a prompt of fewer than `end`
+        tokens.
 
-        If `end` is within the policy's `dense_tokens`, they take the time of dense.
+        If `end` is within the policy's `dense_tokens`, the time is that of dense.
         """
         points = dict(self.seconds)
         timed = timed_as(policy)
@@ -97,8 +98,8 @@ class PrefillBill:
 
 
 def timed_as(policy: str) -> str:
-    """The name under which a built-in policy is timed: that of the same lists without `dense_below`, which does not change the time of
-    lists."""
+    """The name under which a built-in policy is timed: the policy's own name, without `dense_below`. That option does not change how long
+    the lists take."""
     found = parse_prefill(policy)
     if not hasattr(found, "dense_below"):
         return policy
@@ -108,15 +109,17 @@ def timed_as(policy: str) -> str:
 def per_token(points: Sequence[tuple[int, float]], position: float) -> float:
     """Seconds that a token at a position adds, from (tokens, seconds) of whole prompts.
 
-    The mean slope between two measured prompts is the slope at the position half-way, exactly if time is a quadratic function of length.
-    Other slopes are interpolated. Before the first such position and after the last, the slope there is used.
+    The mean slope between two measured prompts is taken as the slope at the position half-way between them; it is exact if time is a
+    quadratic function of length. Slopes at other positions are interpolated. Before the first of these positions and after the last, the
+    slope is constant.
     """
     tokens, seconds = (np.array([0, *column], float) for column in zip(*points, strict=True))
     return float(np.interp(position, (tokens[1:] + tokens[:-1]) / 2, np.diff(seconds) / np.diff(tokens)))
 
 
 def nearest_quote(bills: Iterable[PrefillBill], sizes: LayerSizes, policy: str, start: int, end: int) -> Quote | None:
-    """The quote for these sizes, if there is one, else a projection from the measured sizes that differ in the fewest fields."""
+    """The quote for these sizes if they were measured, else a projection from the measured sizes that differ in the fewest fields. None if
+    no bill can quote the policy."""
     for bill in sorted(bills, key=lambda bill: sum(a != b for a, b in zip(bill.sizes, sizes, strict=True))):
         found = bill.quote(policy, start, end)
         if found is not None:
@@ -126,10 +129,11 @@ def nearest_quote(bills: Iterable[PrefillBill], sizes: LayerSizes, policy: str, 
 
 
 def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[PrefillBill, ...]:
-    """Bills from results of `kvjax bench prefill --ops`, (source, JSON object) each. If a time was measured twice, the later one is used.
+    """Bills from results of `kvjax bench prefill --ops`. results: (source, JSON object) of each. If a time was measured twice, the later
+    one is used.
 
-    If a model's layers were timed together, all get the same time. Dense is what the engine runs: attention over pages. Policies that are
-    not built in are left out. ValueError for another file, and for rows without dense.
+    If a model's layers were timed together, each layer gets an equal part. Dense is what the engine runs: attention over pages. Policies
+    that are not built in are left out. ValueError for a file of another command, and for rows without dense.
     """
     points: dict[tuple[str, str, LayerSizes], dict[tuple[str, int], tuple[float, float, str]]] = {}
     source = ""
@@ -145,7 +149,7 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
                     measured = points.setdefault((run["provenance"]["device"], row["shape"], sizes), {})
                     measured[name, row["tokens"]] = (row["median_s"] / row.get("layers", 1), spread, source)
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
-        raise ValueError(f"{source or 'a file'} is no result of kvjax bench prefill --ops: {error} is missing or odd there") from None
+        raise ValueError(f"{source or 'a file'} is no result of kvjax bench prefill --ops: {error} is missing or wrong") from None
     if not points:
         raise ValueError("no row has a time of dense or of a built-in prefill policy: give results of kvjax bench prefill --ops")
     bills = []
@@ -159,25 +163,26 @@ def fit_prefill(results: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[Prefi
 
 
 def _name(row: Mapping[str, Any]) -> str | None:
-    """The policy that a row times. None for single steps, for ops that the engine does not run, and for policies that are not built in."""
+    """The policy that a row times. None for a single step of a policy, for an op that the engine does not run, and for a policy that is not
+    built in."""
     if row["op"] == "dense":
         return "dense" if row["policy"] == "paged" else None
     name = built_in_name(row["policy"]) if row["op"] in ("sparse", "layers") else None
     if name is None or name == "dense":
         return name
-    # A model's layers run the policy unchanged. If it attends to a prompt densely, the row has no time of its lists.
+    # Rows of a model's layers run the policy as it is. If it attends to a prompt of this length densely, the row has no time of its lists.
     was_dense = row["op"] == "layers" and row["tokens"] <= getattr(parse_prefill(name), "dense_tokens", 0)
     return None if was_dense else timed_as(name)
 
 
 def to_json(bill: PrefillBill) -> dict[str, Any]:
-    """A bill as JSON, for `read_prefill_bills`."""
+    """A bill as a JSON object, for `read_prefill_bills`."""
     fields = dataclasses.asdict(bill)
     return fields | {"sizes": bill.sizes._asdict(), "seconds": {name: dict(points) for name, points in bill.seconds}}
 
 
 def read_prefill_bills(text: str) -> tuple[PrefillBill, ...]:
-    """The bills of a file that `kvjax bill fit-prefill --json` wrote; ValueError for another."""
+    """The bills of a file that `kvjax bill fit-prefill --json` wrote. ValueError for another file."""
     try:
         return tuple(map(_from_json, json.loads(text)["bills"]))
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
@@ -191,5 +196,5 @@ def _from_json(fields: dict[str, Any]) -> PrefillBill:
 
 @functools.cache
 def known_prefill_bills() -> tuple[PrefillBill, ...]:
-    """The bills inside the package, made from committed measurements, which `source` names."""
+    """The bills inside the package, made from committed measurements, which each bill's `source` names."""
     return read_prefill_bills((importlib.resources.files(__package__) / "prefill_bill.json").read_text(encoding="utf-8"))

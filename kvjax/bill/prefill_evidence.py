@@ -1,7 +1,8 @@
-"""Rows of the evidence about prefill policies, from the JSON of `kvjax echo` and of `kvjax needle --prefill ...`.
+"""Makes rows of the evidence about prefill policies, from the JSON of `kvjax echo` and of `kvjax needle --prefill ...`.
 
-Echo measures what a prompt's own tokens recall: its facts and its KL can qualify a policy. Needles, which dense decoding looks for after
-the prefill, are found after nearly any prefill. So their rows have no KL: they can refuse a policy, but never qualify one.
+Echo measures what later tokens of a prompt recall of its earlier ones. Its facts and its KL can qualify a policy. Needles are looked for by
+dense decoding after the prefill, which finds them after nearly any prefill. So their rows have no KL: they can refuse a policy, but never
+qualify one.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from kvjax.bill.evidence import LEAST_WINDOWS, PrefillEvidence
 from kvjax.policies.prefill.naming import built_in_name
 
 VALID_SHARE = 0.9
-"""A cell counts only if dense prefill finds this share of the needles, as for the facts of an echo."""
+"""A needle result counts only if at least this share of the needles is found after dense prefill. Echo asks the same of its facts."""
 
 
 def with_results(
     rows: Iterable[PrefillEvidence], results: Iterable[tuple[str, Mapping[str, Any]]], model: tuple[str, str] | None = None
 ) -> tuple[PrefillEvidence, ...]:
-    """The table with what results say, (source, JSON object) each; of what was measured twice the later holds.
+    """The table with the rows of `results`, (source, JSON object) each. If something was measured twice, the later result is used.
 
-    A row replaces that of the same fingerprint, policy, length and task. Left out are what a report marks as invalid, and policies that
-    are not built in. model: fingerprint and dtype of what was run, for results that do not say. ValueError for those without it, for
-    another dtype, for too little text, and for the JSON of another command.
+    A row replaces that of the same fingerprint, policy, length and task. Left out are cells that a report marks as invalid, and policies
+    that are not built in. model: fingerprint and dtype of the model that was run, for results without a fingerprint. ValueError for such a
+    result if `model` is None, for another dtype, for too little text, and for the JSON of another command.
     """
     table = {(row.fingerprint, row.policy, row.length, row.task): row for row in rows}
     added: list[tuple[str, PrefillEvidence]] = []
@@ -53,7 +54,7 @@ def _of_echo(report: Mapping[str, Any], source: str, model: tuple[str, str] | No
         mine = {row["policy"]: row for row in report["rows"] if row["length"] == cell["length"]}
         for policy, row in mine.items():
             if (name := names.get(policy)) is not None:
-                # Facts of one prompt are not independent. Their number is divided as it is for the report's own intervals.
+                # Facts of one prompt are not independent. So counts are divided by the design effect, as for the report's own intervals.
                 effect = max(1.0, row["against_dense"]["design_effect"])
                 counts = int(mine["dense"]["hits"] / effect), math.ceil(row["against_dense"]["lost"] / effect)
                 same = settings["model"], mark, name, cell["length"], row["kl"]["high"], "facts", _texts(settings)

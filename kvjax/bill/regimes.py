@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RegimeMap:
-    """speedup: of a step over dense, by batch and length (tokens). projected: not interpolated between measurements. fits: in memory.
+    """The speed-up of a policy's step over dense, by batch and length (tokens).
 
-    model: whose steps these are; the bill may have been measured on another.
+    projected: whether a speed-up is not interpolated between measurements. fits: whether the cache fits in memory. model: the name of the
+    model whose steps these are; the bill may have been measured on another.
     """
 
     bill: Bill
@@ -39,7 +40,7 @@ class RegimeMap:
     fits: Bool[np.ndarray, "batches lengths"]
 
     def figures(self) -> dict[str, Any]:
-        """For JSON."""
+        """The map as a JSON object."""
         arrays = {name: getattr(self, name).tolist() for name in ("speedup", "projected", "fits")}
         return {
             "policy": self.policy,
@@ -64,7 +65,7 @@ def regime_map(
 ) -> RegimeMap:
     """The speed-up of a policy at every length (tokens, ascending) and batch.
 
-    memory_bytes: of the device (None: everything fits). model: what the model of `config` is called (None: as the bill's).
+    memory_bytes: of the device (None: everything fits). model: the name of the model of `config` (None: that of the bill's).
     """
     policy = parse(policy)
     dtype = bill.dtype if dtype is None else dtype
@@ -87,12 +88,12 @@ def regime_map(
 def crossover(
     bill: Bill, config: ModelConfig, policy: str | DecodePolicy, batch: int, *, longest: int = 2**24, **options: Any
 ) -> int | None:
-    """The length in tokens from which sparse is faster than dense at a batch; None if it is not up to `longest`."""
+    """The length in tokens from which a policy is faster than dense at a batch; None if it is not faster at `longest` tokens."""
 
     def gain(log_length: float) -> float:
         return np.log(bill.speedup(config, policy, round(2**log_length), batch, **options))
 
-    # Lists that hold the whole sequence read what dense does, so where the price is negative sparse pays from the first token on.
+    # `brentq` needs a gain that changes its sign between one token and `longest`.
     last = np.log2(longest)
     if gain(0.0) > 0:
         return 1
@@ -100,17 +101,17 @@ def crossover(
 
 
 MARKED = (1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24)
-"""Speed-ups at which a map has a line."""
+"""Speed-ups at which a map has a contour line."""
 
 
 def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ()) -> None:
-    """The map on a matplotlib axis: blue where sparse pays, red where it loses, a thick line at 1; dots at measured (length, batch), pale
-    beyond the dashed line where it is a projection, grey where the cache does not fit."""
+    """Draw the map on a matplotlib axis: blue where sparse is faster than dense, red where it is slower, a thick line at 1. Projections are
+    pale and beyond the dashed line. It is grey where the cache does not fit. measured: (length, batch) of dots."""
     from matplotlib.colors import LogNorm
 
     shown = np.ma.array(found.speedup, mask=~found.fits)
     low, high = (float(shown.min()), float(shown.max())) if shown.count() else (1.0, 1.0)
-    # White is 1. A loss of a few percent is as far from white as a gain of as much. The scale covers only the values in the map.
+    # White is 1, and a loss is as far from white as a gain of the same factor. The colour bar shows only the values of the map.
     reach = max(2.0, high, 1 / low)
     projected = found.projected & found.fits
     alpha = np.where(projected, 0.45, 1.0)
@@ -144,7 +145,7 @@ def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ())
 
 
 def save(maps: Sequence[RegimeMap], file: Path, measured: Sequence[tuple[int, int]] = ()) -> None:
-    """Maps two by two as one PNG."""
+    """Write the maps to one PNG, two in a row."""
     with picture(file, *grid_of(len(maps), 2), height=4.0) as (_, axes):
         for axis, found in zip(axes.flat, maps, strict=False):
             draw(found, axis, measured)

@@ -1,4 +1,4 @@
-"""What choosing by the bill loses against the best choice, on cells that the bill has not seen."""
+"""How much time a choice by the bill loses against the best choice, on cells that were left out of the fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvjax.bill.step_bill import worthwhile
 
 @dataclasses.dataclass(frozen=True)
 class Regret:
-    """One length and batch: what was chosen and what was fastest among the allowed, by name; their measured seconds and those of dense."""
+    """The choice at one length and batch. chosen, best: the policy that the bill chooses, and the fastest one, of dense and the allowed
+    policies. seconds, best_seconds, dense_seconds: measured times of a step."""
 
     length: int
     batch: int
@@ -23,21 +24,21 @@ class Regret:
 
     @property
     def share(self) -> float:
-        """Time lost, as a share of the best choice's; 0 where the choice was the best."""
+        """Time lost, as a share of the best policy's time; 0 where the choice was the best."""
         return self.seconds / self.best_seconds - 1
 
     @property
     def against_dense(self) -> float:
-        """Time lost against dense, as a share of it; negative where the choice was faster."""
+        """Time lost against dense, as a share of dense's time; negative where the choice was faster."""
         return self.seconds / self.dense_seconds - 1
 
 
 def regrets(cells: Sequence[Cell], allowed: Sequence[str], by: str = "cell", form: str = "fixed") -> list[Regret]:
     """The choice between dense and `allowed` policies at every measured length and batch, by a bill fitted without its group.
 
-    by: "cell", "length" or "batch", as for `forecasts`; the error that a gain has to exceed comes from the other groups as well. allowed is
-    what a fidelity level leaves: with one budget, the question is only whether it pays. Cells without a dense row or without an allowed
-    policy are left out; ValueError if none is left, or for another `by`.
+    by: "cell", "length" or "batch", as for `forecasts`. The error that a gain has to exceed comes from the other groups too. allowed: for
+    example the policies that meet a fidelity level; with one policy, the choice is whether to use it or dense. Places without a dense row
+    or without an allowed policy are left out. ValueError if none is left, or for another `by`.
     """
     if by not in ("cell", "length", "batch"):
         raise ValueError(f"choices can be held out by cell, length or batch, not by {by!r}")
@@ -64,7 +65,7 @@ def regrets(cells: Sequence[Cell], allowed: Sequence[str], by: str = "cell", for
 
 
 def summary(found: Sequence[Regret]) -> dict[str, float]:
-    """Mean and worst regret, the worst loss against dense, and what always choosing dense would lose on average, as shares; and how many
+    """Mean and worst regret, the worst loss against dense, and the mean loss if dense were always chosen, all as shares; and the number of
     cells."""
     shares = [each.share for each in found]
     worst = max(each.against_dense for each in found)

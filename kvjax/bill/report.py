@@ -1,7 +1,6 @@
 """How good a bill is, as figures for JSON, as tables for the terminal, and as the marked parts of a document.
 
-Between `<!-- bill:NAME -->` and `<!-- /bill -->` stands what `kvjax bill fit --into DOCUMENT` makes of the file it writes; NAME is one of
-`TABLES`.
+`kvjax bill fit --into DOCUMENT` writes each table of `TABLES` between the marks `<!-- bill:NAME -->` and `<!-- /bill -->` of a document.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ IN_SAMPLE = "nothing"
 def checks(cells: Sequence[Cell], form: str) -> dict[str, Any]:
     """Errors of predicted speed-ups in every form of `FORMS`, by what is held out, and regret of choosing by the bill in `form`.
 
-    errors: {"nothing" or group: {form: Errors}}. regret: {allowed policies: {group: summary}}. What the cells do not allow to hold out is
-    missing, and `impossible` says why by group.
+    errors: {"nothing" or group: {form: Errors}}. regret: {allowed policies: {group: summary}}. impossible: {group: why}, for groups that
+    cannot be held out with these cells; they are missing in the others.
     """
     found: dict[str, Any] = {"errors": {}, "regret": {}, "impossible": {}}
     for by in (None, *GROUPS):
@@ -48,7 +47,7 @@ Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def parameter_table(file: dict[str, Any]) -> Rows:
-    """Columns and rows: the bills of a file."""
+    """Columns and rows: the fitted values of a file's bills."""
     rows = []
     for bill in file["bills"]:
         first = bill["device"], bill["model"], f"{bill['bytes_per_s'] / 1e12:.3f}", f"{bill['c0'] * 1e3:.3f}"
@@ -71,7 +70,7 @@ def error_table(file: dict[str, Any]) -> Rows:
 
 
 def regret_table(file: dict[str, Any]) -> Rows:
-    """Columns and rows: what choosing by the bill loses on cells it has not seen."""
+    """Columns and rows: the regret of choosing by the bill, on cells that were held out."""
     rows = []
     for bill, checked in zip(file["bills"], file["held_out"], strict=True):
         for allowed, groups in checked["regret"].items():
@@ -82,7 +81,7 @@ def regret_table(file: dict[str, Any]) -> Rows:
 
 
 PROJECTED = (2**13, 2**15, 2**17, 2**19, 2**20)
-"""Tokens of the projections' rows."""
+"""Lengths, in tokens, of the rows of `projections`."""
 
 
 def projections(bill: Bill, config: ModelConfig, lengths: Sequence[int] = PROJECTED, batches: Sequence[int] = (1, 8)) -> list[dict]:
@@ -120,12 +119,12 @@ CROSSINGS = ("policy", "batch", "faster than dense", "from")
 
 
 def known_from(found: Prediction) -> str:
-    """What a prediction is based on, in one word."""
+    """Whether a prediction is based on measurements or is a projection, in one word."""
     return "projection" if found.projection else "measurements"
 
 
 def crossing(bill: Bill, config: ModelConfig, policy: str, batch: int) -> tuple[str, str, str, str]:
-    """Where a policy begins to be faster than dense at a batch, and whether that was measured: the cells of `CROSSINGS`."""
+    """The length from which a policy is faster than dense at a batch, and whether that was measured: the cells of `CROSSINGS`."""
     start = crossover(bill, config, policy, batch)
     if start is None:
         return policy, f"{batch}", "never", "-"
@@ -140,7 +139,7 @@ TABLES = {"parameters": parameter_table, "errors": error_table, "regret": regret
 
 
 def rendered(text: str, file: dict[str, Any]) -> str:
-    """A document with every marked part made anew. ValueError for a part that does not exist, or a mark that is not closed."""
+    """A document with every marked part written anew. ValueError for a name that is not in `TABLES`, and for a mark that is not closed."""
     marks = MARK.findall(text)
     if unknown := sorted({name for _, name, _ in marks} - set(TABLES)):
         raise ValueError(f"no part is called {unknown[0]!r}; there are {', '.join(TABLES)}")

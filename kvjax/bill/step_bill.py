@@ -1,8 +1,8 @@
 """The bill: what a step costs in seconds, t = bytes / bandwidth + c0 + c1(policy).
 
-Source: "Attention Pays Its Bill" (BRL-2026-07), section 9, equation 2. c0 is what every step of an engine costs besides its bytes, c1 the
-price of finding the blocks: both belong to the device, the model and the engine that were measured. The paper's c1 is a constant; here it
-may have a second part, by the byte of index scanned (`kvjax.bill.fitting`, which fits both forms).
+Source: "Attention Pays Its Bill" (BRL-2026-07), section 9, equation 2. c0 is the time of a step besides its bytes, for every policy. c1 is
+the time to select the blocks. Both belong to the device, the model and the engine that were measured. The paper's c1 is a constant. Here it
+may have a second part, per byte of index scanned; `kvjax.bill.fitting` fits both forms.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from kvjax.policies.decode.naming import name_of, parse
 from kvjax.policies.decode.top_blocks import TopBlocks
 
 SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "tie_embeddings")
-"""What decides what a step of a model of like layers costs."""
+"""The sizes on which a step's cost depends, for a model whose layers are all alike."""
 
 
 class Price(NamedTuple):
-    """c1 of a policy: seconds per step, and seconds per byte of index scanned on top of its transfer (0 in the paper's form)."""
+    """c1 of a policy: seconds per step, and seconds per byte of index scanned, besides the byte's transfer (0 in the paper's form)."""
 
     fixed: float
     per_byte: float = 0.0
@@ -36,7 +36,8 @@ class Price(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of one step and the bytes it reads. projection: why this is not interpolated between measurements; empty if it is."""
+    """Seconds of one step and the bytes it reads. projection: the reasons why the seconds are not interpolated between measurements; empty
+    if they are."""
 
     seconds: float
     bytes: StepBytes
@@ -47,11 +48,11 @@ class Prediction:
 class Bill:
     """A fitted bill. Static and hashable.
 
-    device: as JAX names it. model: the name of what was measured, and `sizes` its sizes (`sizes_of`). dtype: of weights and cache.
-    bytes_per_s: bandwidth. c0: seconds per step. c1: the `Price` of finding by policy name. measured: (batch, shortest, longest), lengths
-    in tokens, ascending. error: mean relative error of the speed-up of cells that were held out. source: where the measurements are.
-    links: bytes per second at which keys and values come from other tiers, by tier. assumed: what was put in by hand; every prediction is
-    then a projection.
+    device: as JAX names it. model, sizes: the name and the sizes (`sizes_of`) of the measured model. dtype: of weights and cache.
+    bytes_per_s: bandwidth. c0: seconds per step. c1: the `Price` of selecting, by policy name. measured: (batch, shortest, longest),
+    lengths in tokens, ascending. error: mean relative error of the speed-up of cells that were held out. source: files of the measurements.
+    links: bytes per second at which keys and values come from other tiers, by tier. assumed: fields that were set by hand; every prediction
+    is then a projection.
     """
 
     device: str
@@ -86,18 +87,18 @@ class Bill:
         page_size: int = 128,
         tier: str = "device",
     ) -> Prediction:
-        """What one step of `batch` sequences of `length` tokens costs; None for a dtype is the one that was measured.
+        """Time and bytes of one step of `batch` sequences of `length` tokens. dtype: None is the measured one.
 
-        For another model, bytes are its own and c0 and c1 grow with its layers; that, sizes outside the measured ones, another dtype and
-        another tier make it a projection. Raises ValueError for a policy that has no price here and for a tier without a link, and what
-        `step_bytes` raises.
+        For another model, the bytes are computed for it, and c0 and c1 are scaled by its number of layers. The result is a projection for
+        another model, for a length or batch outside the measured ones, for another dtype and for another tier. Raises ValueError for a
+        policy without a price here and for a tier without a link, and what `step_bytes` raises.
         """
         policy = parse(policy)
         dtype = self.dtype if dtype is None else str(dtype)
         moved = step_bytes(config, policy, length, batch, dtype=dtype, cache_dtype=cache_dtype, page_size=page_size, tier=tier)
         price, guessed = self.price(policy)
         layers = config.num_layers / self.sizes[0]
-        # Bytes of index grow with the layers already.
+        # The price per byte is not scaled, because the bytes of index already grow with the layers.
         seconds = moved.from_device / self.bytes_per_s + (self.c0 + price.fixed) * layers + price.per_byte * moved.index
         if moved.from_device < moved.total:
             seconds += moved.kv / self._link(tier)
@@ -111,12 +112,13 @@ class Bill:
         return Prediction(seconds, moved, (*reasons, *self._outside(length, batch)))
 
     def speedup(self, config: ModelConfig, policy: str | DecodePolicy, length: int, batch: int = 1, **options: Any) -> float:
-        """How many times faster than dense a step is predicted to be; options as for `predict`."""
+        """The predicted time of dense divided by that of the policy. options: as for `predict`."""
         dense, sparse = (self.predict(config, each, length, batch, **options).seconds for each in ("dense", policy))
         return dense / sparse
 
     def price(self, policy: str | DecodePolicy) -> tuple[Price, tuple[str, ...]]:
-        """c1 of a policy, and why it is not measured. It is interpolated between two measured budgets, never extrapolated."""
+        """c1 of a policy, and why it is a projection (empty if it was measured). It may be interpolated between two measured budgets, but
+        is never extrapolated. ValueError for a policy without a price."""
         policy = parse(policy)
         prices = {"dense": Price(0.0), **dict(self.c1)}
         if name_of(policy) in prices:
@@ -130,16 +132,18 @@ class Bill:
         return found, (f"c1 of {policy} is interpolated between measured budgets",)
 
     def has_price(self, policy: str | DecodePolicy) -> bool:
-        """Whether `price` knows it."""
+        """Whether `price` has a price for a policy."""
         policy, prices = parse(policy), {"dense": Price(0.0), **dict(self.c1)}
         return name_of(policy) in prices or interpolated(policy, prices) is not None
 
     def projected(self, why: str, **changes: Any) -> Bill:
-        """This bill with fields changed by hand (another chip's bytes_per_s, c0=0, links): every prediction of it says `why`."""
+        """This bill with fields set by hand (another chip's bytes_per_s, c0=0, links). Every prediction of it is a projection that says
+        `why`."""
         return dataclasses.replace(self, **changes, assumed=(*self.assumed, why))
 
     def without_overhead(self) -> Bill:
-        """The projection to a runtime that costs nothing besides bytes and finding: c0 = 0 (BRL-2026-07, section 9)."""
+        """The projection to a runtime without overhead, whose steps take time only for bytes and selecting: c0 = 0 (BRL-2026-07, section
+        9)."""
         return self.projected("c0 set to 0", c0=0.0)
 
     def __str__(self) -> str:
@@ -154,7 +158,7 @@ class Bill:
         )
 
     def _outside(self, length: int, batch: int) -> tuple[str, ...]:
-        """Why a length and a batch lie outside the measured ones; empty if they do not."""
+        """The reason why a length and a batch lie outside the measured ones; empty if they do not."""
         below = max((row for row in self.measured if row[0] <= batch), default=None)
         above = min((row for row in self.measured if row[0] >= batch), default=None)
         if below is None or above is None:
@@ -175,7 +179,8 @@ class Bill:
 
 
 def interpolated(policy: DecodePolicy, prices: Mapping[str, Price]) -> Price | None:
-    """c1 of a block budget between two others of the same kind of selection, linear in k; None if there are no two around it."""
+    """c1 of a block budget, interpolated in k between two measured budgets of the same kind of selection; None if it does not lie between
+    two."""
     if not isinstance(policy, TopBlocks):
         return None
     kind = dataclasses.replace(policy, k=0)
@@ -191,13 +196,13 @@ def interpolated(policy: DecodePolicy, prices: Mapping[str, Price]) -> Price | N
 
 
 PROJECTED_GAIN = 0.1
-"""The gain that a projection must exceed. Other predictions must exceed the bill's own error."""
+"""The gain over dense that a projection must at least exceed, as a share. Every prediction must exceed the bill's own error."""
 
 
 def worthwhile(seconds: Mapping[str, float], error: float, projected: Collection[str] = ()) -> str:
-    """The name of the fastest timed policy whose gain over dense exceeds the bill's error (a smaller gain may be none), else dense.
+    """The name of the fastest policy whose gain over dense exceeds the bill's error, or "dense". A smaller gain may be no gain at all.
 
-    projected: policies whose time is a projection; they must gain PROJECTED_GAIN.
+    seconds: by policy name, "dense" included. projected: policies whose time is a projection; their gain must exceed PROJECTED_GAIN too.
     """
     asked = {name: max(error, PROJECTED_GAIN) if name in projected else error for name in seconds}
     worth = [name for name in seconds if seconds["dense"] / seconds[name] > 1 + asked[name]]
@@ -205,7 +210,8 @@ def worthwhile(seconds: Mapping[str, float], error: float, projected: Collection
 
 
 def sizes_of(config: ModelConfig) -> tuple[int, ...]:
-    """What a step's cost depends on: the `SIZES` of a model of like layers; of another, its layers one by one."""
+    """The sizes on which a step's cost depends: the `SIZES` of a model whose layers are all alike, or the sizes of every layer of another
+    model."""
     fields = uniform_fields(config)
     if fields is not None and not fields["windows"]:
         return tuple(int(fields[name]) for name in SIZES)
@@ -214,7 +220,7 @@ def sizes_of(config: ModelConfig) -> tuple[int, ...]:
 
 
 def to_json(bill: Bill) -> dict[str, Any]:
-    """What `from_json` reads."""
+    """A bill as a JSON object, for `from_json`."""
     fields = dataclasses.asdict(bill)
     return fields | {
         "sizes": dict(zip(SIZES, bill.sizes, strict=True)) if len(bill.sizes) == len(SIZES) else list(bill.sizes),
@@ -224,7 +230,7 @@ def to_json(bill: Bill) -> dict[str, Any]:
 
 
 def from_json(fields: dict[str, Any]) -> Bill:
-    """A bill from its JSON object; ValueError that names what is missing."""
+    """A bill from its JSON object. ValueError for missing or unknown fields, which it names."""
     names = {field.name for field in dataclasses.fields(Bill)}
     if set(fields) != names:
         raise ValueError(f"a bill has the fields {', '.join(sorted(names))}; different here: {', '.join(sorted(names ^ set(fields)))}")
@@ -245,13 +251,13 @@ def load_bills(file: Path) -> tuple[Bill, ...]:
 
 @functools.cache
 def known_bills() -> tuple[Bill, ...]:
-    """The bills inside the package, fitted to committed measurements; each names them in `source`."""
+    """The bills inside the package, fitted to committed measurements, which each bill's `source` names."""
     folder = importlib.resources.files(__package__) / "bills"
     return tuple(bill for file in sorted(folder.iterdir(), key=str) if file.name.endswith(".json") for bill in load_bills(file))
 
 
 def known_bill(device: str, config: ModelConfig, dtype: str) -> Bill | None:
-    """The built-in bill of a device: that of the same model and dtype where there is one, else another model's, else None."""
+    """The built-in bill of a device for a model and dtype. If there is none, a bill of the device for another model or dtype, else None."""
     of_device = [bill for bill in known_bills() if bill.device == device]
     same = [bill for bill in of_device if bill.sizes == sizes_of(config) and bill.dtype == dtype]
     return next(iter(same + of_device), None)

@@ -1,8 +1,8 @@
-"""What a decode step has to move, in bytes, from the configuration alone.
+"""The bytes that a decode step has to read, computed from the configuration alone.
 
 Source: the memory-traffic model of "Attention Pays Its Bill" (BRL-2026-07, section 2). Counted are the weights, the keys and values that
-attention reads, the index rows that the selector scans, and the states of recurrent layers. Left out, because they stay below a
-thousandth of it: activations, logits, the new token's keys and values, page tables.
+attention reads, the index rows that the selector scans, and the states of recurrent layers. Activations, logits, the new token's keys and
+values, and page tables are left out, because they are less than a thousandth of the total.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.top_tokens import TopTokens
 
 TIERS = ("device", "host", "disk")
-"""Where keys and values may lie. Weights and indexes are on the device in every case (BRL-2026-07, section 10)."""
+"""Where keys and values may be stored. Weights and indexes are always on the device (BRL-2026-07, section 10)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes one step reads: `weights`, `index` and `states` of recurrent layers from device memory, `kv` from `tier`."""
+    """Bytes that one step reads: `weights`, `index` and `states` (of recurrent layers) from device memory, `kv` from `tier`."""
 
     weights: int
     kv: int
@@ -39,7 +39,7 @@ class StepBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All bytes of the step."""
         return self.weights + self.kv + self.index + self.states
 
     @property
@@ -59,12 +59,12 @@ def step_bytes(
     page_size: int = 128,
     tier: str = "device",
 ) -> StepBytes:
-    """Bytes of one step of `batch` sequences of `length` tokens each, the current one included.
+    """Bytes of one step of `batch` sequences of `length` tokens each, the current token included.
 
     dtype: of weights and index (None: the model's compute_dtype). cache_dtype: of keys and values (None: dtype); packed types count their
-    bits, without scales. page_size: tokens. tier: where keys and values lie ("device", "host", "disk"). Every weight is read once, whatever
-    the batch; of an embedding that is not the head too, one row per sequence. Index rows are those of whole pages, of layers in which the
-    policy selects; of layers of latents the indexer's key of every token, where the policy ranks by it.
+    bits, without scales. page_size: tokens. tier: where keys and values are stored ("device", "host", "disk"). Every weight is read once,
+    whatever the batch; but if the embedding is not also the head, only one row of it per sequence. Index rows are counted for whole pages,
+    in layers where the policy selects. In layers of latents, the indexer's key of every token is counted, if the policy ranks by it.
 
     Raises ValueError for sizes below 1 and unknown dtypes, and NotImplementedError for a policy that does not say what it reads.
     """

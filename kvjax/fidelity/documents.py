@@ -1,8 +1,8 @@
-"""The marked part of docs/fidelity.md, made from committed panels.
+"""Writes the marked part of docs/fidelity.md from committed panels.
 
     python -m kvjax.fidelity.documents benchmarks/results/h200/fidelity-*.json --into docs/fidelity.md --plots docs/fidelity
 
-replaces the part between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, and draws the pictures of the first panel.
+replaces the part between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, and draws the pictures of the first panel of `load`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MARK = re.compile(r"(<!-- fidelity:evidence -->\n).*?(<!-- /fidelity -->)", re.D
 
 
 def evidence(panels: Sequence[dict[str, Any]]) -> str:
-    """Of each panel, one after the other: its table, the remarks, and where it comes from."""
+    """The Markdown of all panels, one after the other: for each its tables, the remarks, and its source."""
     return "\n\n".join(map(_panel, panels))
 
 
@@ -38,14 +38,14 @@ def _panel(figures: dict[str, Any]) -> str:
 
 
 def rendered(text: str, panels: Sequence[dict[str, Any]]) -> str:
-    """A document with its marked part made anew. ValueError where it has none."""
+    """A document with its marked part written anew. ValueError if it has none."""
     if not MARK.search(text):
         raise ValueError("there is no part between <!-- fidelity:evidence --> and <!-- /fidelity -->")
     return MARK.sub(lambda found: f"{found[1]}{evidence(panels)}\n{found[2]}", text)
 
 
 def load(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """Panels, those with the most lengths first, then those with the fewest tasks and haystacks, then the longest forced runs."""
+    """The panels of `files`, sorted: most lengths first, then fewest tasks and haystacks, then most forced steps."""
     panels = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(files)]
     return sorted(panels, key=_place)
 

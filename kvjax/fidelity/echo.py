@@ -1,11 +1,10 @@
-"""Echo: what a prompt's own tokens recall of the prompt while it is prefilled.
+"""Echo: measures what the later tokens of a prompt recall of its earlier ones while it is prefilled.
 
-Facts stated in the first 30% of a prompt are asked for and answered in its last 35%. Passages of the early text are
-repeated there, word for word. What counts is how often the model predicts what is repeated, teacher-forced, from the
-logits of prefill: a value if all of its tokens are the most likely ones, a passage by the share of its tokens after a
-short run-in. A needle at the end of a prompt does not show this: it is asked for by decode, which reads the whole cache
-whatever prefill did. Every prefill policy runs beside dense on the same prompts, chunk by chunk, so that logits of one
-chunk, `[chunk, V]`, are all that is held of each.
+Facts are stated in the first 30% of a prompt, and asked for and answered in its last 35%. Passages of the early text are repeated there,
+word for word. The figure is how often the logits of prefill predict what is repeated, teacher-forced: a value counts if all of its tokens
+are the most likely ones, a passage by the share of its tokens, after a short run-in. A needle asked for at the end of a prompt does not
+show this, because decode answers it and reads the whole cache, whatever prefill did. Every prefill policy runs beside dense on the same
+prompts, chunk by chunk, so that only the logits of one chunk, `[chunk, V]`, are held for each policy.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from kvjax.policies.prefill.lists import TileLists, sorted_lists
 from kvjax.sequences import CachedSequence
 
 EARLY, LATE = 0.3, 0.65
-"""Shares of a prompt: originals are before EARLY, their repetitions after LATE."""
+"""Positions as shares of a prompt: originals are before EARLY, their repetitions after LATE."""
 
 CONTROL = "window:64+1024"
-"""The control: a prefill policy that cannot see the originals. A cell in which it does not fail is invalid."""
+"""The control: a prefill policy that cannot see the originals, so it must fail. A cell in which it does not is invalid."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ListedDense(TileLists):
     """Dense attention through the op of sparse policies, over lists that hold every block: the same keys, summed in another order.
 
-    It is the noise floor, and checks that losses come only from the choice of blocks.
+    It measures the noise floor, and shows that the op itself loses nothing, so that losses come only from the choice of blocks.
     """
 
     chi: int = 128
@@ -57,13 +56,13 @@ class ListedDense(TileLists):
         return jnp.broadcast_to(ids[:, :, None], (*ids.shape[:2], query.shape[2], ids.shape[2]))
 
     def describe(self) -> str:
-        """For reports."""
+        """The policy in words, for reports."""
         return "dense prefill over lists that hold every block"
 
 
 @dataclasses.dataclass(frozen=True)
 class Echo:
-    """Tokens [start, start + count) of a prompt, a repetition of those from `source` on."""
+    """A repetition: tokens [start, start + count) of a prompt are the same as the `count` tokens from `source` on."""
 
     source: int
     start: int
@@ -77,7 +76,7 @@ class Echo:
 
 @dataclasses.dataclass(frozen=True)
 class EchoPrompt:
-    """One prompt: its token ids, the values and the passages that are repeated in it, each in the order of the repetitions."""
+    """One prompt: its token ids, and the repeated values and passages in it, each in the order of the repetitions."""
 
     ids: list[int]
     facts: tuple[Echo, ...]
@@ -93,8 +92,8 @@ class EchoPrompt:
 class EchoTask:
     """Makes prompts from one tokenizer and one text.
 
-    tokenizer, text_ids, words, prefix_ids: as of `kvjax.fidelity.needle.NeedleTask`. facts, passages: of each prompt. passage_tokens: of
-    each passage; those after the first `run_in` count.
+    tokenizer, text_ids, words, prefix_ids: as in `kvjax.fidelity.needle.NeedleTask`. facts, passages: how many in each prompt.
+    passage_tokens: tokens of each passage. run_in: tokens at its beginning that do not count.
     """
 
     tokenizer: Any
@@ -112,12 +111,13 @@ class EchoTask:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
     def prompts(self, length: int, count: int, *, seed: int = 0) -> list[EchoPrompt]:
-        """`count` prompts of `length` tokens, their texts evenly spread over the whole text; ValueError where either is too short."""
+        """`count` prompts of `length` tokens, their texts evenly spread over the whole text. ValueError if `length` or the text is too
+        short."""
         starts = np.linspace(0, max(0, len(self.text_ids) - length), count).astype(int).tolist()
         return [self.prompt(length, start, np.random.default_rng((seed, length, number))) for number, start in enumerate(starts)]
 
     def prompt(self, length: int, text_start: int, rng: np.random.Generator) -> EchoPrompt:
-        """One prompt of exactly `length` tokens, its text from `text_start` on; keys, values and orders drawn by `rng`."""
+        """One prompt of exactly `length` tokens, with the text from `text_start` on. `rng` draws keys, values and orders."""
         needles = NeedleTask(self.tokenizer, self.text_ids, self.words, distractors=self.facts - 1)
         forms = [needles.templates[i % len(needles.templates)] for i in range(self.facts)]
         keys, values = needles.keys(rng), needles.values(rng)
@@ -148,9 +148,7 @@ class EchoTask:
         late += [(source, [], passage, []) for source, passage in passages]
         gap = (length - len(ids) - sum(len(before) + len(again) + len(after) for _, before, again, after in late)) // len(late)
         if gap < 1:
-            raise ValueError(
-                f"a length of {length:,} tokens does not hold what is to be repeated: use longer prompts, or fewer facts in each"
-            )
+            raise ValueError(f"a length of {length:,} tokens has no room for all repetitions: use longer prompts, or fewer facts in each")
         found: dict[bool, list[Echo]] = {True: [], False: []}
         for number in rng.permutation(len(late)).tolist():
             source, before, again, after = late[number]
@@ -165,7 +163,7 @@ class EchoTask:
 
 
 def _take(text: Iterator[int], count: int) -> list[int]:
-    """The next `count` tokens."""
+    """The next `count` tokens of the text. ValueError if it ends before."""
     taken = [token for token, _ in zip(text, range(count), strict=False)]
     if len(taken) < count:
         raise ValueError("the text is shorter than one prompt: pass a longer text")
@@ -184,8 +182,8 @@ def _place(statement: Sequence[int], answer: Sequence[int]) -> int:
 class EchoPlan:
     """What to measure.
 
-    prefills: prefill policies, by name; dense, dense again and the control always run. lengths: tokens of whole prompts. facts: for each
-    length, a multiple of `facts_per_prompt`. control: the policy that must fail. seed: for keys, values and orders.
+    prefills: prefill policies, by name; dense, dense again and the control always run. lengths: tokens of whole prompts. facts: in all
+    prompts of a length, a multiple of `facts_per_prompt`. control: the policy that must fail. seed: for keys, values and orders.
     """
 
     prefills: tuple[str, ...]
@@ -220,7 +218,7 @@ class EchoPlan:
 
     @property
     def prompts(self) -> int:
-        """Prompts of each length."""
+        """Number of prompts of each length."""
         return self.facts // self.facts_per_prompt
 
     @property
@@ -231,9 +229,9 @@ class EchoPlan:
 
 
 class EchoRun:
-    """Runs a plan, prompt by prompt. One engine for each policy, with room for one sequence of the longest length.
+    """Runs a plan, prompt by prompt. Each policy has an engine with room for one sequence of the longest length.
 
-    `records` yields plain JSON. failed: by policy, why it could not be run; its other prompts are left out, the others' go on.
+    `records` yields plain JSON. failed: the error of each policy that failed. Such a policy is not run again; the others go on.
     """
 
     def __init__(self, model: Model, text: str, plan: EchoPlan):
@@ -261,7 +259,7 @@ class EchoRun:
 
     @property
     def work(self) -> int:
-        """Tokens to prefill, by all policies together."""
+        """Tokens that all policies together prefill."""
         return len(self._engines) * self.plan.prompts * sum(self.plan.lengths)
 
     def records(self, advance: Callable[[int], None] = lambda tokens: None) -> Iterator[dict[str, Any]]:
@@ -271,7 +269,7 @@ class EchoRun:
                 yield {"length": length, "prompt": number} | self._measure(prompt, advance)
 
     def _measure(self, prompt: EchoPrompt, advance: Callable[[int], None]) -> dict[str, Any]:
-        """Every policy on one prompt: values and shares of passages predicted, mean KL to dense over the last part."""
+        """Runs every policy on one prompt: values predicted, shares of passages predicted, and mean KL to dense over the last part."""
         chunk, running, found = self.plan.prefill_chunk, {}, {}
         head = prompt.late // chunk * chunk
         try:
@@ -281,7 +279,7 @@ class EchoRun:
                 advance(head)
             for start in range(head, len(prompt.ids), chunk):
                 given = prompt.ids[start : start + chunk]
-                true = np.array([*prompt.ids[start + 1 : start + chunk + 1], 0][: len(given)], np.int32)  # after the last token: none
+                true = np.array([*prompt.ids[start + 1 : start + chunk + 1], 0][: len(given)], np.int32)  # 0: no token follows
                 dense = None
                 for name in [name for name in running if name not in self.failed]:
                     with self._noting(name):
@@ -297,12 +295,13 @@ class EchoRun:
         return self._figures(prompt, head, rows)
 
     def _begin(self, name: str, ids: list[int]) -> CachedSequence:
-        """The head of a prompt, in a sequence whose page table is as wide as every length needs: one program serves all of them."""
+        """A new sequence with the head of a prompt. Its page table is wide enough for the longest length, so one program serves all."""
         (sequence,) = self._engines[name].prefill([ids], reserve=max(self.plan.lengths) - len(ids))
         return sequence
 
     def _figures(self, prompt: EchoPrompt, head: int, rows: dict[str, np.ndarray]) -> dict[str, Any]:
-        """rows: of each policy `[2, n]`: whether the token after position head + i was the most likely one, and the KL to dense there."""
+        """The record of a prompt. rows: `[2, n]` for each policy: whether the token after position head + i was the most likely one (1.0
+        or 0.0), and the KL to dense there."""
         late = slice(prompt.late - head, len(prompt.ids) - 1 - head)
         repeated = np.zeros(len(prompt.ids) - head, bool)
         for echo in (*prompt.facts, *prompt.passages):
@@ -324,7 +323,7 @@ class EchoRun:
 
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """An error of a tested policy is recorded, and the others continue. An error of dense is raised."""
+        """Record an error of a tested policy, so that the others go on. An error of dense, or of dense again, is raised."""
         try:
             yield
         except Exception as error:

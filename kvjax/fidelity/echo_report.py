@@ -1,4 +1,4 @@
-"""The figures of an echo run, one JSON value, from its records (`pallas_kernels.bench.prefill.echo` makes tables of it)."""
+"""Makes the figures of an echo run, one JSON value, from its records. `pallas_kernels.bench.prefill.echo` makes tables of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALID_SHARE = 0.9
 """Share of the repeated values, and of the tokens of passages, that dense must predict for a cell to be valid."""
 
 CONTROL_LOSS = 0.5
-"""Share of what dense predicts that the control must lose, in facts and in passages, for a cell to be valid."""
+"""Share of what dense predicts that the control must lose, in facts and in passages alike, for a cell to be valid."""
 
 DISTANCE_BINS = 3
 
@@ -39,9 +39,9 @@ RULES = {
 
 
 def summarize(plan: EchoPlan, records: Iterable[dict[str, Any]], failed: Mapping[str, str]) -> dict[str, Any]:
-    """All figures, ready for JSON, from the records so far: a length with fewer than two prompts is left out.
+    """All figures, ready for JSON, from the records so far. A length with fewer than two prompts is left out.
 
-    Keys: rules, policies (name, describe), cells (per length: prompts done and why it is invalid), rows (per length and policy), failed.
+    Keys: rules, policies (name, describe), cells (per length: prompts done, and why it is invalid), rows (per length and policy), failed.
     """
     records, named = list(records), plan.policies
     cells, rows = [], []
@@ -74,7 +74,7 @@ def _row(length: int, records: Sequence[dict], name: str) -> dict[str, Any]:
 
 
 def _by_distance(hits: np.ndarray, distances: np.ndarray) -> list[dict[str, int]]:
-    """Facts predicted in equal ranges of the distance between statement and repetition, in tokens."""
+    """Facts predicted, by the distance in tokens between statement and repetition, in ranges of equal width."""
     edges = np.linspace(distances.min(), distances.max() + 1, DISTANCE_BINS + 1).round().astype(int)
     within = [(distances >= low) & (distances < high) for low, high in itertools.pairwise(edges)]
     ends = zip(itertools.pairwise(edges.tolist()), within, strict=True)
@@ -82,7 +82,7 @@ def _by_distance(hits: np.ndarray, distances: np.ndarray) -> list[dict[str, int]
 
 
 def _validity(rows: Sequence[dict], control: str) -> dict[str, list[str]]:
-    """Why the facts and why the passages of a length are invalid; empty where they are valid."""
+    """The reasons why the facts and why the passages of a length are invalid; empty if they are valid."""
     by_name = {row["policy"]: row for row in rows}
     dense, window = by_name["dense"], by_name.get(control)
     if window is None:

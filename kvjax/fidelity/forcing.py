@@ -1,7 +1,7 @@
-"""Teacher forcing: after one prefill, dense and every policy get the same true text through the engine.
+"""Teacher forcing: after one prefill, the same true text is fed through the engine under dense and under every policy.
 
-All policies take each step together, so that a step's logits are compared on the device and dropped: of `[windows, V]` logits per policy
-only five figures per window are kept (after "Attention Pays Its Bill", sections 4 and 8.2).
+All policies take each step together. So a step's logits are compared on the device and then dropped: of the `[windows, V]` logits of a
+policy, four figures per window are kept (after "Attention Pays Its Bill", sections 4 and 8.2).
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from kvjax.sampling import NotFinite
 from kvjax.sequences import CachedSequence
 
 SYNC_STEPS = 16
-"""Steps that the host may run ahead of the device. Each holds logits of every policy until it is done."""
+"""Steps that the host may run ahead of the device. Each of these steps holds the logits of every policy until it is done."""
 
 ALONE = "dense again"
-"""The noise floor: dense again, with each row decoded alone and in reverse order, compared with dense in the batch."""
+"""Name of the noise floor: dense again, each row decoded alone and in reverse order, compared with dense in the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """One policy compared with dense at every step; float arrays `[windows, steps]`, in nats.
+    """One policy compared with dense at every step; float arrays `[windows, steps]`.
 
-    agrees: 1.0 where both have the same most likely token. kl: KL(dense || policy). tv: total variation. nll: that of the true next token.
+    agrees: 1.0 where both have the same most likely token, else 0.0. kl: KL(dense || policy), in nats. tv: total variation distance. nll:
+    the policy's negative log-likelihood of the true next token, in nats.
     """
 
     agrees: np.ndarray
@@ -43,9 +44,10 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Forced:
-    """One forced run. margin: dense's most likely logit minus its second, nll: dense's of the true next token; float32 `[windows, steps]`.
+    """One forced run. margin: dense's largest logit minus its second largest. nll: dense's negative log-likelihood of the true next token,
+    in nats. Both are float32 `[windows, steps]`.
 
-    beside: by the policy's name, ALONE last. keys: what one KV head of one layer read per step, on average, by name; "dense" among them.
+    beside: by the policy's name, ALONE last. keys: keys that one KV head of one layer read per step, on average, by name, with "dense".
     """
 
     margin: np.ndarray
@@ -55,7 +57,7 @@ class Forced:
 
 
 def text_windows(text_ids: Int[np.ndarray, " n"], length: int, count: int, prefix_ids: Sequence[int] = ()) -> list[list[int]]:
-    """`count` disjoint pieces of a text, evenly spread over it, each of `length` tokens with `prefix_ids` before it.
+    """`count` disjoint pieces of a text, evenly spread over it. Each has `length` tokens in all and begins with `prefix_ids`.
 
     ValueError if the text is too short for that.
     """
@@ -80,10 +82,10 @@ def force(
 ) -> Forced:
     """Feed each sequence's continuation under dense, under every policy, and under dense with each row alone.
 
-    sequences: prefilled, all freed by the caller; what is decoded goes to forks of them. continuations: one per sequence, all of one
-    length n + 1: tokens 0 to n-1 are fed, and 1 to n are what the n steps should have said. policies: by the name that results carry.
-    Device memory beside the cache: logits of SYNC_STEPS steps. ValueError for continuations that do not fit together; OutOfPages where the
-    pool does not hold (policies + 2) forks of each sequence; NotFinite where the model gives NaN.
+    sequences: prefilled; the caller frees them, and forks of them are decoded. continuations: one per sequence, all of one length n + 1.
+    Tokens 0 to n-1 are fed, and tokens 1 to n are the true next tokens of the n steps. policies: by their names in the result. on_step:
+    called after every step. Device memory besides the cache: logits of SYNC_STEPS steps. ValueError for continuations of different lengths,
+    or not one per sequence; OutOfPages if the pool does not hold (policies + 2) forks of each sequence; NotFinite if the model gives NaN.
     """
     text = np.asarray(continuations, np.int32) if len({len(each) for each in continuations}) == 1 else np.empty((0, 0), np.int32)
     if text.shape[0] != len(sequences) or text.shape[1] < 2:
@@ -127,8 +129,8 @@ def exact_prefixes(
 ) -> dict[str, list[int]]:
     """How many greedy tokens of each policy equal dense's before the first that differs, at most `count`; one number per sequence.
 
-    tokens: what is fed first. ALONE is dense again, each row alone. One flip of a near-tie ends the prefix: report it,
-    but do not judge a policy by it.
+    tokens: the token that is fed first, of each sequence. ALONE is dense again, each row alone. Rounding may flip two tokens that are
+    nearly equally likely, and one flip ends the prefix. So report it, but do not judge a policy by it.
     """
     scripts = [(([token], count),) for token in tokens]
 
@@ -146,7 +148,7 @@ def exact_prefixes(
 
 @jax.jit
 def _alone(logits: Float[Array, "n V"], true: Int[Array, " n"]) -> Float[Array, "2 n"]:
-    """Margin of the two most likely tokens, and the true token's negative log-likelihood."""
+    """The margin between the logits of the two most likely tokens, and the true token's negative log-likelihood."""
     best, _ = jax.lax.top_k(logits, 2)
     return jnp.stack([best[:, 0] - best[:, 1], _nll(jax.nn.log_softmax(logits), true)])
 
@@ -163,7 +165,7 @@ def _beside(reference: Float[Array, "n V"], logits: Float[Array, "n V"], true: I
 def divergence(log_p: Float[Array, "n V"], log_q: Float[Array, "n V"]) -> Float[Array, " n"]:
     """KL(p || q) of each row, in nats, from log-probabilities."""
     p, q, difference = jnp.exp(log_p), jnp.exp(log_q), log_q - log_p
-    # Each term is p times a number >= 0. The plain sum of p log(p/q) is lost in rounding where p and q nearly agree.
+    # Each term is p times a number >= 0. The plain sum of p log(p/q) would be lost in rounding where p and q nearly agree.
     terms = jnp.where(jnp.abs(difference) < 0.5, p * (jnp.expm1(difference) - difference), q - p - p * difference)
     return terms.sum(-1)
 

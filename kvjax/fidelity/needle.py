@@ -1,8 +1,8 @@
 """Needles in a haystack: facts hidden in running text, and a question about one of them at the end.
 
-A trial hides one target needle at a chosen depth and `distractors` more of the same template under other keys. The haystack and the
-question are kept apart: a haystack is prefilled densely, once, and the question is fed through the decode policy under test, so that
-"sparse decode from the question on" is measured. Works with any tokenizer and any text; numpy and strings only.
+A trial hides one target needle at a chosen depth, and `distractors` more needles of the same template with other keys. Haystack and
+question are separate: a haystack is prefilled once, and the question is fed through the decode policy under test. So what is measured is
+sparse decoding from the question on. Works with any tokenizer and any text. Uses only numpy and strings.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ MIN_WORDS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """How a fact is written and asked for. Both contain ` {key}`; the needle also contains ` {value}`, which is the answer after the
-    question."""
+    """How a fact is written and asked for. Both contain ` {key}`. The needle also contains ` {value}`, the answer to the question."""
 
     needle: str
     question: str
@@ -40,9 +39,9 @@ TEMPLATES = (
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One haystack and its question: haystack_ids + question_ids is the whole prompt, answer_ids the tokens of " " + answer.
+    """One haystack and its question. haystack_ids + question_ids is the whole prompt. answer_ids: the tokens of " " + answer.
 
-    depth: the target's place in the haystack's text, 0 first, 1 last. template: its number in the task.
+    depth: the target's place in the haystack's text, from 0 (first) to 1 (last). template: its number in the task.
     """
 
     haystack_ids: list[int]
@@ -59,8 +58,8 @@ class Trial:
 
     @property
     def turns(self) -> tuple[tuple[list[int], int], ...]:
-        """Tokens to feed, and how many to decode after them: one question, and one token more than the answer, which must not be a
-        digit."""
+        """Tokens to feed, and how many to decode after them: the question, and one token more than the answer. The additional token must
+        not begin with a digit."""
         return ((self.question_ids, len(self.answer_ids) + 1),)
 
     def judge(self, texts: Sequence[str]) -> float:
@@ -77,10 +76,11 @@ class Trial:
 class NeedleTask:
     """Makes trials from one tokenizer and one text.
 
-    tokenizer: a `transformers` tokenizer or a `tokenizers.Tokenizer`. text_ids: int[...], the text the needles hide in, already tokens
-    (`encode_text`). words: what keys are made of, two to a key (`vocabulary_words`). held_out: draw keys from the eighth of all keys
-    that training never uses. digits, distractors: of every trial. prefix_ids: tokens that every prompt starts with (a BOS token).
-    near_miss: the distractors' keys share a word with the target's, and their values differ from its value in one digit.
+    tokenizer: a `transformers` tokenizer or a `tokenizers.Tokenizer`. text_ids: int[...], tokens of the text in which needles are hidden
+    (`encode_text`). words: words of which keys are made, two for each key (`vocabulary_words`). held_out: draw keys from the eighth of all
+    keys that training never uses; if False, from the others. digits: of each value. distractors: in each trial. prefix_ids: tokens that
+    every prompt starts with (a BOS token). near_miss: the distractors' keys share a word with the target's key, and their values differ
+    from its value in one digit.
     """
 
     tokenizer: Any
@@ -100,7 +100,7 @@ class NeedleTask:
             raise ValueError(f"digits must be at least 1 and distractors at least 0, got {self.digits} and {self.distractors}")
 
     def trial(self, length: int, rng: np.random.Generator, *, depth: float | None = None, template: int | None = None) -> Trial:
-        """One trial of exactly `length` tokens, question included; depth (in [0, 1]) and template are drawn when not given.
+        """One trial of exactly `length` tokens, question included. Depth (in [0, 1]) and template are drawn if they are not given.
 
         ValueError if needles and question alone are longer than `length`, or the text is too short.
         """
@@ -119,12 +119,13 @@ class NeedleTask:
         return Trial(haystack, question, self._ids(" " + values[0]), values[0], depth, number)
 
     def trials(self, length: int, count: int, *, seed: int = 0) -> list[Trial]:
-        """`count` trials of `length` tokens; depths evenly spread over [0, 1], templates in turn, everything else drawn from `seed`."""
+        """`count` trials of `length` tokens. Depths are evenly spread over [0, 1], templates take turns, the rest is drawn from `seed`."""
         rng = np.random.default_rng((seed, length))
         return [self.trial(length, rng, depth=(i + 0.5) / count, template=i % len(self.templates)) for i in range(count)]
 
     def start_of_text(self, fill: int, length: int, rng: np.random.Generator, rest: str) -> int:
-        """Where to begin `fill` tokens of the text; ValueError if `rest` leaves no room, or the text is too short."""
+        """A random position at which `fill` tokens of the text begin. ValueError if `rest`, a description of the other tokens, leaves no
+        room for text, or if the text is too short."""
         if fill < 0:
             raise ValueError(
                 f"{rest} take {length - fill} tokens, and a length of {length} is left for them: use a greater length or fewer distractors"
@@ -134,7 +135,7 @@ class NeedleTask:
         return int(rng.integers(0, len(self.text_ids) - fill + 1))
 
     def keys(self, rng: np.random.Generator) -> list[str]:
-        """Different keys, the target's first."""
+        """Different keys for the target and the distractors, the target's first."""
         found: dict[str, None] = {}
         for _ in range(1000 * (1 + self.distractors)):
             first, second = (self.words[i] for i in rng.integers(0, len(self.words), 2))
@@ -147,7 +148,7 @@ class NeedleTask:
         raise ValueError(f"{len(self.words)} words do not give {1 + self.distractors} different keys: pass more `words`")
 
     def values(self, rng: np.random.Generator) -> list[str]:
-        """A number for each key, the target's first."""
+        """A number for each key, as a string of digits, the target's first."""
         if not self.near_miss:
             return ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in range(1 + self.distractors)]
         digits = rng.integers(0, 10, self.digits)
@@ -162,7 +163,7 @@ class NeedleTask:
         return found
 
     def _near_keys(self, key: str, rng: np.random.Generator) -> list[str]:
-        """The key, and others on the same side of the split that share its first or its second word."""
+        """The key, and other keys that share its first or its second word. All are held out, or all are training keys."""
         first, second = key.split()
         pairs = {(first, word) for word in self.words} | {(word, second) for word in self.words}
         near = sorted(" ".join(pair) for pair in pairs - {(first, second)} if is_held_out(*pair) == self.held_out)
@@ -175,7 +176,7 @@ class NeedleTask:
 
 
 def insert(text_ids: np.ndarray, places: Sequence[int], pieces: Sequence[Sequence[int]]) -> list[int]:
-    """text_ids with pieces[i] inserted before its token places[i]; pieces at one place keep their order."""
+    """text_ids with pieces[i] inserted before its token number places[i]. Pieces at one place keep their order."""
     out: list[int] = []
     done = 0
     for i in np.argsort(places, kind="stable"):
@@ -185,7 +186,7 @@ def insert(text_ids: np.ndarray, places: Sequence[int], pieces: Sequence[Sequenc
 
 
 def word_hash(word: str) -> int:
-    """A word's number, the same with every tokenizer: it splits keys into training and held-out ones."""
+    """A word's number (CRC-32). It is the same with every tokenizer, and decides which keys are held out."""
     return zlib.crc32(word.encode())
 
 
@@ -195,12 +196,12 @@ def is_held_out(first: str, second: str) -> bool:
 
 
 def hashes_held_out(first: Any, second: Any) -> Any:
-    """`is_held_out` by the words' hashes: of two numbers, or of each pair in two arrays."""
+    """`is_held_out` by the words' hashes, for two numbers, or for each pair of numbers in two arrays."""
     return (first + 3 * second) % 8 == 0
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of a string, no special ones; the tokenizer is of `transformers` or of `tokenizers`."""
+    """Tokens of a string, without special tokens. tokenizer: of `transformers` or of `tokenizers`."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return list(getattr(ids, "ids", ids))
 
@@ -221,7 +222,8 @@ def encode_text(tokenizer: Any, text: str, *, span: int = 20_000) -> np.ndarray:
 def vocabulary_words(tokenizer: Any, *, letters: int = 5, limit: int = 4096) -> tuple[str, ...]:
     """Lower-case ASCII words of at least `letters` letters that are one token after a space.
 
-    They are sorted, and evenly thinned to at most `limit`. ValueError if there are fewer than MIN_WORDS: then pass your own word list.
+    They are sorted. If there are more than `limit`, evenly spaced ones are taken. ValueError if there are fewer than MIN_WORDS: then pass
+    your own word list.
     """
     marks = ("\u0120", "\u2581")  # how byte-level and SentencePiece vocabularies write a leading space
     found = {t[1:] for t in tokenizer.get_vocab() if t.startswith(marks)}
@@ -241,7 +243,7 @@ def documentation_text() -> str:
 
 
 def exact_match_by_depth(hits: Sequence[bool], depths: Sequence[float], bins: int = 3) -> list[float]:
-    """Share of hits among the trials of each of `bins` equal ranges of depth; NaN without a trial."""
+    """Share of hits among the trials in each of `bins` equal ranges of depth; NaN for a range without a trial."""
     where = np.minimum((np.asarray(depths) * bins).astype(int), bins - 1)
     hits = np.asarray(hits, float)
     return [float(hits[where == b].mean()) if (where == b).any() else float("nan") for b in range(bins)]

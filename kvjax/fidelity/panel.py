@@ -1,11 +1,11 @@
-"""The panel: every policy inside one engine, on the same prefilled texts, in units of work. Finished units are kept and not repeated.
+"""The panel: measures every policy in one engine, on the same prefilled texts, in units of work. Keep the records of finished units.
 
     panel = Panel(model, text, Plan(policies=("dense", "top:8"), lengths=(8192,)))
     records = [panel.measure(unit) for unit in panel.units()]
     figures = kvjax.fidelity.report.summarize(panel.plan, records)
 
-A record is plain JSON. Timings apart, it depends on its unit, the plan, the text and the model alone, so a run that was killed goes on
-with the units it lacks.
+A record is plain JSON. Apart from timings, it depends only on its unit, the plan, the text and the model. So a run that was killed can go
+on with the units that it lacks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Advance = Callable[[int], None]
 class Plan:
     """What a panel measures.
 
-    policies: names of `policies.decode.parse`, or policies, which are replaced by their names (`name_of`); dense always runs. lengths:
+    policies: names (`kvjax.policies.decode.parse`), or policies, which are replaced by their names (`name_of`); dense always runs. lengths:
     tokens of whole contexts, answers and forced text included. tasks, haystacks: of `kvjax.fidelity.tasks`. trials: of each task in each
-    haystack at each length. distractors: further facts in the haystacks that have them. windows: disjoint pieces of text for teacher
-    forcing. steps: forced tokens of each. free_steps: tokens written freely, for the exact prefix. batch: contexts held and decoded
-    together.
+    haystack at each length. distractors: additional facts, in the haystacks that have them. windows: disjoint pieces of text for teacher
+    forcing. steps: forced tokens of each window. free_steps: tokens that are generated greedily, for the exact prefix. batch: contexts that
+    are held and decoded together.
     """
 
     policies: tuple[str | DecodePolicy, ...]
@@ -95,7 +95,7 @@ class Plan:
 class Unit:
     """A piece of work. kind: "retrieval" (a batch of trials) or "forced" (a batch of windows). rows: the trials or windows [first, last).
 
-    work: about how much work it is, in tokens of prefill.
+    work: an estimate of the unit's work, in tokens of prefill.
     """
 
     kind: str
@@ -107,14 +107,15 @@ class Unit:
 
     @property
     def key(self) -> str:
-        """Its name in a file of records."""
+        """The unit's name in a file of records."""
         return "/".join(map(str, (self.kind, self.length, self.task, self.haystack, *self.rows)))
 
 
 class Panel:
     """Runs the units of a plan, with one engine at a time. A unit of a new length makes a new engine.
 
-    model: with a tokenizer. text: the text from which haystacks and windows are cut, long enough for `plan.windows` disjoint windows.
+    model: with a tokenizer. text: haystacks and windows are cut from it; it must be long enough for `plan.windows` disjoint windows.
+    ValueError for a text that is too short, and for lengths beyond the model's positions.
     """
 
     def __init__(self, model: Model, text: str, plan: Plan):
@@ -129,7 +130,7 @@ class Panel:
         text_windows(self.text_ids, longest, plan.windows, self._prefix)
 
     def units(self) -> list[Unit]:
-        """All units, in order: length by length, forced text first."""
+        """All units, in order: length by length, and forced text before retrieval."""
         plan, found = self.plan, []
         call = plan.prefill_chunk // 2  # a decode step takes about as long as half a chunk of prefill
         arms = 1 + len(plan.others)
@@ -147,9 +148,9 @@ class Panel:
         return found
 
     def measure(self, unit: Unit, advance: Advance | None = None) -> dict[str, Any]:
-        """Run a unit and return its record. advance: called with work done, in tokens of prefill.
+        """Run a unit and return its record. advance: called with the work just done, in tokens of prefill.
 
-        `took` in the record is the wall-clock time of the unit in seconds, compilation and the making of an engine included.
+        `took` in the record is the wall-clock time of the unit in seconds, which includes compiling and making an engine.
         """
         advance, start = advance or (lambda tokens: None), time.perf_counter()
         engine = self._engine_for(unit.length)
@@ -197,7 +198,7 @@ class Panel:
                 with forked(engine, [haystack]) as forks:
                     alone = [*ask(engine, forks, [trial], tokenizer, policy="dense")[0], *alone]
             answers[ALONE] = alone
-            twice = {name: name for name in names} | {ALONE: "dense"}  # how far two timings of one thing lie apart
+            twice = {name: name for name in names} | {ALONE: "dense"}  # dense is timed twice, to show how much timings vary
             seconds = step_seconds(engine, haystacks, twice, steps=TIMED_STEPS, rounds=TIMED_ROUNDS) if self._is_timed(unit) else None
         return {
             "kind": "retrieval",
@@ -213,12 +214,12 @@ class Panel:
         }
 
     def _is_timed(self, unit: Unit) -> bool:
-        """The first batch of trials of each length is also timed."""
+        """Whether a unit is also timed: the first batch of trials of each length is."""
         return (unit.task, unit.haystack, unit.rows[0]) == (self.plan.tasks[0], self.plan.haystacks[0], 0)
 
     def _engine_for(self, length: int) -> Engine:
         if self._engine is None or self._engine[0] != length:
-            self._engine = None  # before the new pool is made
+            self._engine = None  # frees the old pool before the new one is made
             self._engine = (length, self._new_engine(length))
         return self._engine[1]
 
@@ -238,7 +239,7 @@ class Panel:
         return Engine(self.model, pages=pages, **options)
 
     def _pages(self, length: int) -> int:
-        """Pages for the largest unit of a length: its contexts once, and all forks that live at the same time."""
+        """Pages for the largest unit of a length: its contexts, and all forks that exist at the same time."""
         plan, whole = self.plan, -(-length // self.plan.page_size)
 
         def own(kept: int) -> int:
@@ -277,12 +278,12 @@ class Panel:
 
 
 def _batches(count: int, most: int) -> Iterator[tuple[int, int]]:
-    """`count` rows in as few batches of at most `most` as possible, of nearly equal size: so no batch has a single row,
-    if most is above 2."""
+    """`count` rows in as few batches as possible, of at most `most` rows and nearly equal size. So no batch has a single row, if `most` is
+    above 2 and `count` above 1."""
     ends = np.linspace(0, count, -(-count // most) + 1).round().astype(int).tolist()
     yield from itertools.pairwise(ends)
 
 
 def _listed(figures: np.ndarray) -> list[list[float]]:
-    """Rounded for JSON to six digits, about the precision of float32."""
+    """The figures as lists, rounded to six digits, about the precision of float32."""
     return [[float(f"{figure:.6g}") for figure in row] for row in np.asarray(figures, float).tolist()]

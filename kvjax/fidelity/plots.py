@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MARKS = ("o", "s", "D", "v", "^", "P", "X", "*")
-"""Marks of tasks and haystacks, in the order of the figures."""
+"""Plot markers of tasks and haystacks, in the order in which the figures list them."""
 
 
 def draw(figures: dict[str, Any], folder: Path) -> list[Path]:
-    """Write recall.png, kl.png and disagreements.png from the figures of `report.summarize` to a folder; returns their paths."""
+    """Write recall.png, kl.png and disagreements.png from the figures of `report.summarize` to a folder. Returns their paths."""
     lengths = list(dict.fromkeys(row["length"] for row in figures["forced"]))
     paths = [folder / f"{name}.png" for name in ("recall", "kl", "disagreements")]
     for path, plot, stacked in zip(paths, (recall, divergence, disagreements), (False, False, True), strict=True):
-        # Margins have eight names each, which take the whole width.
+        # A plot of margins has eight labels on its axis, which need the whole width.
         rows, columns, height = (len(lengths), 1, 2.3) if stacked else (1, len(lengths), 3.4)
         with picture(path, rows, columns, height=height, sharey=True) as (figure, axes):
             for axis, length in zip(axes.flat, lengths, strict=True):
@@ -39,7 +39,7 @@ def draw(figures: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def recall(figures: dict[str, Any], length: int, axis: Axes) -> None:
-    """Share of valid trials found against keys read per step; a colour per policy, a mark per task and haystack."""
+    """Plot the share of valid trials found over keys read per step. Each policy has a colour, each task and haystack a marker."""
     rows = [row for row in figures["retrieval"] if row["length"] == length and row["exact_match"]]
     kinds = list(dict.fromkeys((row["task"], row["haystack"]) for row in figures["retrieval"]))
     for number, kind in enumerate(kinds):
@@ -49,7 +49,7 @@ def recall(figures: dict[str, Any], length: int, axis: Axes) -> None:
 
 
 def divergence(figures: dict[str, Any], length: int, axis: Axes) -> None:
-    """Mean KL to dense against keys read per step, and the noise floor."""
+    """Plot the mean KL to dense over keys read per step, and the noise floor."""
     rows = [row for row in figures["forced"] if row["length"] == length and row["policy"] != "dense"]
     _by_budget(axis, [row for row in rows if row["policy"] != ALONE and row["kl"]["value"] > 0], "kl", "o", "")
     floor = next(row["kl"]["value"] for row in rows if row["policy"] == ALONE)
@@ -60,7 +60,7 @@ def divergence(figures: dict[str, Any], length: int, axis: Axes) -> None:
 
 
 def disagreements(figures: dict[str, Any], length: int, axis: Axes) -> None:
-    """Share of forced steps on which a policy and dense disagree, by the margin that dense had."""
+    """Plot the share of forced steps at which a policy and dense disagree, by dense's margin at the step."""
     rows = [row for row in figures["forced"] if row["length"] == length and row["policy"] != "dense"]
     cells = rows[0]["by_margin"]
     ranges = [span(cell["from"], cell["to"], "g") if cell["to"] else f"over {cell['from']:g}" for cell in cells]
@@ -74,7 +74,7 @@ def disagreements(figures: dict[str, Any], length: int, axis: Axes) -> None:
 
 
 def _by_budget(axis: Axes, rows: Iterable[dict], field: str, mark: str, kind: str) -> None:
-    """`field` with its interval over keys read, log scale, a point for each policy; dense, which reads everything, is a dotted line."""
+    """Plot `field` with its interval over keys read (log scale): a point for each policy, and a dotted line for dense."""
     for row in rows:
         name, found = row["policy"], row[field]
         style = {"color": color_of(name), "label": f"{name}{kind}"}

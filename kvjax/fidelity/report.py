@@ -1,4 +1,4 @@
-"""The figures of a panel, from its records: one JSON value, rows for a CSV file, and a table for the terminal."""
+"""Makes the figures of a panel from its records: one JSON value, rows for a CSV file, and tables for the terminal and documents."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ CONFIDENT_MARGIN = 1.0
 """Nats between dense's two most likely tokens above which a step counts as confident."""
 
 FEW_BLOCKS = 20
-"""A bootstrap over fewer blocks of steps gives too narrow intervals; a remark then says so."""
+"""A bootstrap over fewer blocks of steps gives intervals that are too narrow. Then a remark says so."""
 
 VALID_SHARE = 0.9
 """Share of a cell's trials that dense must answer for the cell to be valid."""
 
 EQUAL_BUDGET = 0.1
-"""Two policies have an equal budget if the keys they keep differ by at most this share of the larger (quest:64 and top:8: 7%)."""
+"""Two policies have equal budgets if their numbers of keys differ by at most this share of the larger (quest:64 and top:8: 7%)."""
 
 KEPT_KL = 0.02
-"""Nats of mean KL to dense up to which a policy is said to hold (the level `assured` of policy `auto` asks it of the interval's end)."""
+"""A policy holds if its mean KL to dense is at most this, in nats. (The level `assured` of policy `auto` asks it of the interval's upper
+end.)"""
 
 FEW_TRIALS = 50
-"""With fewer that count, nothing is said about holding: the interval of a difference is too wide to show a loss."""
+"""With fewer valid trials, no policy is said to hold: the interval of a difference is too wide to show a loss."""
 
 CONTROL_LOSS = 0.5
-"""Share of what dense finds that the narrowest window must lose for a cell to tell policies apart."""
+"""Share of what dense finds that the narrowest window must lose. Otherwise a cell does not tell policies apart."""
 
 DEPTH_BINS = 5
 MARGIN_EDGES = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, float("inf"))
 PARTS = 4
-"""A forced run is cut into so many parts to show whether the policies drift apart as generated text leaves the local window."""
+"""A forced run is cut into this many parts, to show whether the KL grows as the fed text becomes longer than the local window."""
 
 RULES = {
     "valid cells": f"A cell (length, task, haystack, fifth of depth) counts where dense answers at least {VALID_SHARE:.0%} of its trials; "
@@ -75,8 +76,8 @@ def summarize(plan: Plan, records: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """All figures of a panel, ready for JSON, from records of all its units in any order.
 
     Keys: rules, policies (name, describe), retrieval (per length, task, haystack and policy), forced and speed (per length and policy),
-    equal_budget (per length and pair of policies), pooled (per policy) and took (wall-clock seconds per length). ValueError where records
-    lack trials or windows of the plan.
+    equal_budget (per length and pair of policies), pooled (per policy) and took (wall-clock seconds per length). ValueError if records lack
+    trials or windows of the plan.
     """
     records = list(records)
     names = ("dense", *plan.others)
@@ -111,20 +112,20 @@ def _check_whole(what: str, wanted: int, records: Sequence[dict]) -> None:
 
 
 def _valid(dense: np.ndarray, bins: np.ndarray) -> np.ndarray:
-    """Which trials belong to valid cells."""
+    """Which trials belong to valid cells. dense: whether dense answered each trial. bins: each trial's fifth of depth."""
     share = np.array([dense[bins == number].mean() if (bins == number).any() else 0.0 for number in range(DEPTH_BINS)])
     return (share >= VALID_SHARE)[bins]
 
 
 def _trials(records: Sequence[dict], names: Sequence[str]) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Of a (length, task, haystack): the share of answers found in each trial by policy, its fifth of depth, and whether it counts."""
+    """For the trials of one (length, task, haystack): the share found by each policy, the fifth of depth, and whether the trial counts."""
     bins = np.minimum((np.concatenate([r["depths"] for r in records]) * DEPTH_BINS).astype(int), DEPTH_BINS - 1)
     shares = {name: np.concatenate([r["shares"][name] for r in records]) for name in names}
     return shares, bins, _valid(shares["dense"] == 1.0, bins)
 
 
 def _retrieval_rows(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]:
-    """One row per policy of a (length, task, haystack)."""
+    """One row per policy, for one (length, task, haystack)."""
     _check_whole("trials", plan.trials, records)
     shares, bins, valid = _trials(records, ("dense", *plan.others, ALONE))
     dense, cells = shares["dense"] == 1.0, [number for number in range(DEPTH_BINS) if (bins == number).any()]
@@ -151,7 +152,7 @@ def _retrieval_rows(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]
 
 
 def _forced_rows(plan: Plan, length: int, records: Sequence[dict]) -> list[dict[str, Any]]:
-    """One row per policy of a length."""
+    """One row per policy, for one length."""
     _check_whole("windows", plan.windows, records)
     margin, nll = (np.concatenate([r[field] for r in records]) for field in ("margin", "nll"))
     confident = margin > CONFIDENT_MARGIN
@@ -197,7 +198,7 @@ def _forced_rows(plan: Plan, length: int, records: Sequence[dict]) -> list[dict[
 
 
 def _contrasts(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]:
-    """Policies of equal budget against each other: trials found, KL to dense, perplexity."""
+    """Compares policies of equal budget with each other: trials found, KL to dense, perplexity."""
     keys = {name: keys for name in plan.others if (keys := _nominal_keys(name)) is not None}
     pairs = [
         (first, second)
@@ -225,7 +226,7 @@ def _contrasts(plan: Plan, records: Sequence[dict]) -> list[dict[str, Any]]:
 
 
 def _speed_rows(record: dict) -> list[dict[str, Any]]:
-    """Milliseconds per step: median of the rounds, and the rounds' ends; speed against dense, of the medians."""
+    """Milliseconds per step: the median of the rounds, the fastest and the slowest round. speed: dense's median over the policy's."""
     dense = np.median(record["seconds"]["dense"])
     return [
         {
@@ -241,7 +242,7 @@ def _speed_rows(record: dict) -> list[dict[str, Any]]:
 
 
 def _pool(name: str, forced: Sequence[dict]) -> dict[str, Any]:
-    """Agreement on confident steps over every window of every length."""
+    """A policy's agreement with dense on confident steps, over every window of every length."""
     members = [member for row in forced if row["policy"] == name for member in row["confident"]]
     hits, steps = (sum(member[field] for member in members) for field in ("hits", "steps"))
     rates = sorted(member["hits"] / member["steps"] for member in members if member["steps"])
@@ -256,7 +257,7 @@ def _pool(name: str, forced: Sequence[dict]) -> dict[str, Any]:
 
 
 def csv_rows(figures: dict[str, Any]) -> list[dict[str, Any]]:
-    """One flat row per length, task, haystack and policy, what has no task and haystack repeated; None where there is nothing."""
+    """One flat row per length, task, haystack and policy. Figures that have no task and haystack are repeated; missing ones are None."""
     described = {entry["policy"]: entry["describe"] for entry in figures["policies"]}
     rows = []
     for row in figures["retrieval"]:
@@ -283,14 +284,14 @@ COLUMNS += ("perplexity", "ratio, 95%", "prefix", "ms/step")
 
 
 def panel_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[int, list[str]]]]:
-    """Columns, and for every length and policy of the first task and haystack the length and the cells."""
+    """Columns, and rows for the first task and haystack: (length, cells) of every length and policy."""
     first = figures["retrieval"][0]
     rows = [row for row in figures["retrieval"] if (row["task"], row["haystack"]) == (first["task"], first["haystack"])]
     return COLUMNS, [(row["length"], _cells(figures, row)) for row in rows]
 
 
 def tables(figures: dict[str, Any]) -> list[Table]:
-    """A table per length: every policy beside the noise floor; and, where there are several, one of all tasks and haystacks."""
+    """One table per length, with every policy and the noise floor, and one more of all tasks and haystacks if there are several."""
     first = figures["retrieval"][0]
     columns, rows = panel_rows(figures)
     made = []
@@ -298,13 +299,13 @@ def tables(figures: dict[str, Any]) -> list[Table]:
         here = [cells for at, cells in rows if at == length]
         title = f"{length:,} tokens: {first['task']} in {first['haystack']}, forced text, speed"
         made.append(terminal_table(columns, here, title=title))
-        made[-1].rows[0].end_section = True  # dense stands first
+        made[-1].rows[0].end_section = True  # a line after dense, the first row
     columns, rows = kinds_rows(figures)
     return [*made, terminal_table(columns, rows, title="found, of valid trials (lost/gained)")] if rows else made
 
 
 def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Columns, and a row per length and policy with what was found in every task and haystack; no rows where there is but one."""
+    """Columns, and a row per length and policy with what was found in every task and haystack. No rows if there is only one of these."""
     kinds = list(dict.fromkeys((row["task"], row["haystack"]) for row in figures["retrieval"]))
     columns, rows = ("policy", "tokens", *(f"{task} in {haystack}" for task, haystack in kinds)), []
     if len(kinds) > 1:
@@ -316,8 +317,8 @@ def kinds_rows(figures: dict[str, Any]) -> tuple[tuple[str, ...], list[list[str]
 
 
 def remarks(figures: dict[str, Any]) -> list[str]:
-    """Remarks below the tables: which policies hold, whether the control fails, invalid cells, bootstraps over too few
-    blocks, equal budgets, pools of confident steps, and the time taken."""
+    """Remarks below the tables: which policies hold, whether the control fails, invalid cells, bootstraps over too few blocks, policies of
+    equal budget, agreement on confident steps, and the time taken."""
     lines = [*verdicts(figures), *controls(figures)]
     for row in figures["retrieval"]:
         bad = [cell for cell in row["by_depth"] if not cell["valid"]]
@@ -350,9 +351,9 @@ def remarks(figures: dict[str, Any]) -> list[str]:
 
 
 def verdicts(figures: dict[str, Any]) -> list[str]:
-    """Per length, task and haystack: which policies hold and which fail, by keys read.
+    """For each length, task and haystack: which policies hold and which fail, in the order of keys read.
 
-    A policy holds if the interval of its paired difference from dense includes 0 or lies above, and its mean KL is at most `KEPT_KL`.
+    A policy holds if the interval of its paired difference from dense includes 0 or lies above 0, and its mean KL is at most `KEPT_KL`.
     """
     lines = []
     kinds = dict.fromkeys((row["length"], row["task"], row["haystack"]) for row in figures["retrieval"])
@@ -373,9 +374,8 @@ def verdicts(figures: dict[str, Any]) -> list[str]:
 
 
 def controls(figures: dict[str, Any]) -> list[str]:
-    """Whether the narrowest window, which must fail, does fail: it loses at least `CONTROL_LOSS` of what dense finds,
-    and has a KL above `KEPT_KL`. Where no window was run, the remark says that nothing shows whether a policy that
-    reads too little would fail.
+    """Whether the control, the narrowest window, fails as it must: it loses at least `CONTROL_LOSS` of what dense finds, and has a KL above
+    `KEPT_KL`. If no window was run, the remark says that nothing shows whether a policy that reads too little would fail.
     """
     names = dict.fromkeys(row["policy"] for row in figures["retrieval"])
     windows = {name: keys for name in names if name != ALONE and isinstance(parse(name), Window) and (keys := _nominal_keys(name))}
@@ -397,7 +397,7 @@ def controls(figures: dict[str, Any]) -> list[str]:
 
 
 def _cells(figures: dict[str, Any], row: dict[str, Any]) -> list[str]:
-    """A table's row: retrieval, forced text and speed of one policy at one length."""
+    """A row of a table: retrieval, forced text and speed of one policy at one length."""
     name = row["policy"]
     forced, speed = _find(figures["forced"], row), _find(figures["speed"], row)
     matched = row["exact_match"]
@@ -426,7 +426,7 @@ def policy_and_keys(name: str) -> str:
 
 
 def _nominal_keys(name: str) -> int | None:
-    """Keys that a policy keeps whatever the sequence; None where that is no fixed number."""
+    """The number of keys that a policy reads of any long sequence; None if it is not fixed."""
     keys = getattr(parse(name), "keys", None)
     return keys if isinstance(keys, int) else None
 

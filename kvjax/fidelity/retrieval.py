@@ -1,4 +1,4 @@
-"""Retrieval through the engine: every policy reads the same haystacks, which are prefilled once."""
+"""Retrieval through the engine: haystacks are prefilled once, and every policy answers questions about them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from kvjax.sampling import NotFinite, all_finite
 from kvjax.sequences import CachedSequence
 
 ANSWER_ROOM = 32
-"""Tokens at the end of a context kept for each answer, and for questions of different lengths in one batch."""
+"""Tokens reserved at the end of a context for each answer, and for the different lengths of a batch's questions."""
 
 Turn = tuple[Sequence[int], int]
-"""Tokens to feed, and how many the model then generates."""
+"""Tokens to feed, and how many tokens the model then generates."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A model's answer to one trial: its text, whether all expected strings are in it, the trial's depth, and the share found."""
+    """A model's answer to one trial. hit: whether all that is expected is in its text. depth: the trial's. share: of what is expected, the
+    part that was found."""
 
     text: str
     hit: bool
@@ -40,8 +41,8 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class NeedleResult:
-    """All answers of one policy; the seconds of questions and answers (without prefill); blocks and keys that one KV head of one layer read
-    per decoded token, on average."""
+    """All answers of one policy. seconds: of questions and answers, without prefill. blocks_per_step, keys_per_step: what one KV head of
+    one layer read per decode step, on average."""
 
     policy: str
     answers: list[Answer]
@@ -51,15 +52,15 @@ class NeedleResult:
 
     @property
     def exact_match(self) -> float:
-        """Share of trials answered with every digit right."""
+        """Share of trials whose answer has every digit right."""
         return sum(a.hit for a in self.answers) / len(self.answers)
 
     def by_depth(self, bins: int = 3) -> list[float]:
-        """Exact match in `bins` equal ranges of depth; NaN where there was no trial."""
+        """Exact match in each of `bins` equal ranges of depth; NaN for a range without a trial."""
         return exact_match_by_depth([a.hit for a in self.answers], [a.depth for a in self.answers], bins)
 
     def figures(self) -> dict:
-        """The figures for a results file; None for a depth without a trial."""
+        """The figures for a results file; None for a range of depth without a trial."""
         return {
             "policy": self.policy,
             "describe": parse(self.policy).describe(),
@@ -89,10 +90,10 @@ def needle_panel(
 ) -> list[NeedleResult]:
     """Needles found by a model in pieces of `text` under each policy (names of `kvjax.policies.decode.parse`).
 
-    prefill: the prefill policy that haystacks are written with (`kvjax.policies.prefill.parse_prefill`); the same trials whatever it is.
-    length: tokens of a whole context, of which ANSWER_ROOM are kept for the answer. trials: needles, depths evenly spread. batch: contexts
-    held and decoded together. on_tokens: called with the number of haystack tokens done. Raises ValueError if a context does not fit the
-    model or the text is too short, OutOfPages if memory does not hold `batch` contexts.
+    prefill: the policy by which haystacks are prefilled (`kvjax.policies.prefill.parse_prefill`). The trials do not depend on it. length:
+    tokens of a whole context, of which ANSWER_ROOM are reserved for the answer. trials: number of needles; their depths are evenly spread.
+    batch: contexts that are held and decoded together. on_tokens: called with the number of haystack tokens just prefilled. Raises
+    ValueError if a context does not fit the model or the text is too short, OutOfPages if memory does not hold `batch` contexts.
     """
     if length <= ANSWER_ROOM:
         raise ValueError(f"length {length} must be more than the {ANSWER_ROOM} tokens that are kept for the answer")
@@ -101,7 +102,7 @@ def needle_panel(
     words = vocabulary_words(tokenizer)
     task = NeedleTask(tokenizer, encode_text(tokenizer, text), words, distractors=distractors, prefix_ids=prompt_start(tokenizer))
     drawn = task.trials(length - ANSWER_ROOM, trials, seed=seed)
-    # Every context once; for the one policy that runs, a copied open page and one more for question and answer; and `_compile`'s copy.
+    # The pages of each context, and three more: forks need a copy of the open page, and pages for question and answer.
     pages = batch * (-(-length // page_size) + 3)
     sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk, "batch_buckets": (batch,)}
     engine = Engine(model, policies=policies, prefill=prefill, **sizes)
@@ -122,9 +123,9 @@ def needle_exact_match(
     batch: int = 8,
     on_tokens: Callable[[int], None] | None = None,
 ) -> list[NeedleResult]:
-    """Every trial under every policy: haystacks are prefilled once, `batch` at a time, and forked for each policy.
+    """Every trial under every policy. Haystacks are prefilled once, `batch` at a time, and forked for each policy.
 
-    on_tokens: called with the number of haystack tokens done.
+    on_tokens: called with the number of haystack tokens just prefilled.
     """
     policies = [policy if isinstance(policy, str) else name_of(policy) for policy in policies]
     answers: dict[str, list[Answer]] = {policy: [] for policy in policies}
@@ -134,7 +135,7 @@ def needle_exact_match(
         with prefilled(engine, [t.haystack_ids for t in some], on_tokens) as haystacks:
             for policy in policies:
                 with forked(engine, haystacks) as throwaway:
-                    # A step is compiled per batch. Compiled here, so that the timed steps contain no compilation.
+                    # Compiles the step for this batch, so that the timed steps compile nothing.
                     engine.decode(throwaway, [0] * len(throwaway), policy)
                 with forked(engine, haystacks) as forks:
                     start = time.perf_counter()
@@ -149,11 +150,11 @@ def needle_exact_match(
 def ask(
     engine: Engine, sequences: Sequence[CachedSequence], trials: Sequence[Any], tokenizer: Any, *, policy: str | DecodePolicy
 ) -> tuple[list[Answer], np.ndarray, np.ndarray]:
-    """Feed each trial's questions, token by token, and greedily decode answers as long as the right ones, all under `policy`.
+    """Feed each trial's questions token by token, and decode each trial's number of answer tokens greedily, all under `policy`.
 
-    sequences: one per trial, holding its haystack; they grow by questions and answers (and, where those differ in length, by a few
-    tokens more, so that the batch keeps its shape). Returns the answers, and for every step the blocks and the keys that one KV head of one
-    layer read on average.
+    sequences: one per trial, holding its haystack. They grow by questions and answers; where these differ in length, shorter rows grow by a
+    few tokens more, so that the batch keeps its shape. Returns the answers, and for every step the blocks and the keys that one KV head of
+    one layer read on average.
     """
     said, blocks, keys = speak(engine, sequences, [trial.turns for trial in trials], policy=policy)
     answers = []
@@ -167,13 +168,13 @@ def ask(
 def speak(
     engine: Engine, sequences: Sequence[CachedSequence], scripts: Sequence[Sequence[Turn]], *, policy: str | DecodePolicy
 ) -> tuple[list[list[list[int]]], np.ndarray, np.ndarray]:
-    """Decode every sequence along its script, greedily where the model speaks: token ids of each turn of each sequence.
+    """Feed every sequence the given tokens of its script, and generate the others greedily. Returns the generated ids of each turn of each
+    sequence, and for every step the blocks and the keys that one KV head of one layer read on average.
 
-    A row that finishes before the others continues with its own tokens. Also returns, for every step, the blocks and the keys that one KV
-    head of one layer read on average. The host waits for the device only if the model chooses the next token. NotFinite if the model gives
-    NaN.
+    A row that finishes before the others goes on with its own tokens. The host waits for the device only at steps where a row's next token
+    is generated. NotFinite if the model gives NaN.
     """
-    # One entry per token of a row's script: the token given, or None where it is the model's own.
+    # One entry per token of a row's script: the given token, or None for a generated one.
     plans = [[token for ids, count in turns for token in (*ids, *[None] * count)] for turns in scripts]
     reads, finite, said = [], [], [[] for _ in plans]
     tokens = [plan[0] for plan in plans]
@@ -199,10 +200,10 @@ def speak(
 def step_seconds(
     engine: Engine, sequences: Sequence[CachedSequence], policies: Mapping[str, str], *, steps: int, rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds per decode step under each policy, one figure per round; policies take turns, and the host waits only at the end of a round.
+    """Seconds per decode step under each policy, one figure per round. Policies take turns, and the host waits only at the end of a round.
 
-    policies: by the name that the result gives them. The steps are those of forcing, including returned logits and the host's work. A round
-    before the first compiles.
+    policies: by their names in the result. Steps are timed as forcing runs them, with returned logits and the host's work. One more round
+    before these compiles.
     """
     found: dict[str, list[float]] = {name: [] for name in policies}
     for number in range(rounds + 1):
@@ -222,7 +223,7 @@ def step_seconds(
 def prefilled(
     engine: Engine, prompts: Sequence[Sequence[int]], on_tokens: Callable[[int], None] | None = None
 ) -> Iterator[list[CachedSequence]]:
-    """New sequences of these prompts, freed at the end of the block."""
+    """New sequences of these prompts, freed at the end of the `with` block."""
     sequences = engine.prefill(prompts, on_tokens=on_tokens)
     try:
         yield sequences
@@ -233,7 +234,7 @@ def prefilled(
 
 @contextlib.contextmanager
 def forked(engine: Engine, sequences: Sequence[CachedSequence]) -> Iterator[list[CachedSequence]]:
-    """A fork of each sequence, freed at the end of the block."""
+    """A fork of each sequence, freed at the end of the `with` block."""
     forks: list[CachedSequence] = []
     try:
         for sequence in sequences:
@@ -246,5 +247,5 @@ def forked(engine: Engine, sequences: Sequence[CachedSequence]) -> Iterator[list
 
 @jax.jit
 def _greedy(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The most likely token of every row, and whether the row is finite."""
+    """The most likely token of every row, and whether the row's logits are finite."""
     return jnp.argmax(logits, axis=-1), all_finite(logits)

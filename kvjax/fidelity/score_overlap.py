@@ -1,8 +1,9 @@
-"""How many of its highest-scoring keys a query shares with the previous query, layer by layer, while a model decodes.
+"""Measures how many of its highest-scoring keys a query shares with earlier queries, layer by layer, while a model decodes.
 
-Scores as a lightning indexer gives them, but from the model's own attention: of one query token, `sum_h relu(q_h . k)` over the query
-heads, q_h and k as attention multiplies them (after norms and RoPE), k of head h's KV head, no weights, scaled by `sm_scale`. With
-`kind="logits"` `sum_h q_h . k`. ("Guess-Verify-Refine", section 3.1, measures the indexer of a model that has one.)
+Scores have the form of a lightning indexer's, but come from the model's own attention. The score of a key for one query token is
+`sum_h relu(q_h . k)` over the query heads, without weights, scaled by `sm_scale`. q_h and k are those of attention, after norms and RoPE,
+and k is that of head h's KV head. With `kind="logits"` it is `sum_h q_h . k`. ("Guess-Verify-Refine", section 3.1, measures the indexer of
+a model that has one.)
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def attention_scores(
     kind: str,
     sm_scale: float,
 ) -> Float[Array, "B S"]:
-    """Scores of every key of the pages by the query, float32, S = M * P; -inf from `lengths` on. See the top of this file."""
+    """Scores of all keys of the pages for one query token, float32, S = M * P; -inf from position `lengths` on. The top of this file
+    defines them."""
     batch, heads, head_dim = q.shape[0], q.shape[2], q.shape[3]
     kv_heads, page_size = k.shape[1], k.shape[2]
     queries = q.reshape(batch, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32)
@@ -48,13 +50,13 @@ def attention_scores(
 
 @dataclasses.dataclass(frozen=True)
 class _Listening(Stateless):
-    """Decodes densely, and passes each layer's scores to `hear`."""
+    """A policy that decodes densely, and passes each layer's scores to `hear`."""
 
     hear: Callable
     kind: str
 
     def select(self, query, layer, ctx, state):
-        """No list: every block."""
+        """None: every block is read."""
         return None, state
 
     def attend(self, query, layer, ctx, state):
@@ -68,7 +70,7 @@ class _Listening(Stateless):
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """Scores of consecutive decode steps. In step t, the first `lengths[t]` entries of a row are keys, the others -inf."""
+    """Scores of consecutive decode steps. In step t, the first `lengths[t]` entries of a row are scores of keys, the others are -inf."""
 
     scores: Float[np.ndarray, "L steps N"]
     lengths: Int[np.ndarray, " steps"]
@@ -94,10 +96,10 @@ def capture_scores(
     prefill_chunk: int = 1024,
     on_tokens: Callable[[int], None] | None = None,
 ) -> Captured:
-    """The scores of the last `steps` tokens of a text, each fed through a decode step after the tokens before it.
+    """The scores for the last `steps` tokens of a text, each fed through a decode step after the tokens before it.
 
-    Memory: the cache, and 4 bytes per layer, step and token on the host. on_tokens: called with the number of tokens done. ValueError for
-    an unknown kind, and for fewer than 1 step or no token before the first.
+    Memory: the cache, and 4 bytes per layer, step and token on the host. on_tokens: called with the number of tokens just done. ValueError
+    for an unknown kind, for fewer than 1 step, and if no token is left before the steps.
     """
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is unknown; there are {', '.join(KINDS)}")
@@ -126,11 +128,11 @@ def capture_scores(
 
 
 def overlap_rows(captured: Captured, ks: Sequence[int], ages: Sequence[int] = AGES) -> list[dict[str, Any]]:
-    """Rows, one for each layer, k and age of the hint in steps, over all pairs of captured steps that are so far apart.
+    """Rows, one for each layer, k and age: over all pairs of captured steps that are `age` steps apart.
 
-    raw: mean share of a step's top k that the top k of `age` steps earlier have too, p10 and p90 beside it; shifted: the same with the
-    earlier indices moved by `age`, as positions relative to the query; chance: k / keys. ValueError for a k that not every step has, and
-    where no two steps are so far apart.
+    raw: mean share of a step's top k keys that are also in the top k of `age` steps earlier, with its p10 and p90. shifted: the same after
+    the earlier indices are moved by `age`, which compares positions relative to the query. chance: k / keys. ValueError if k is larger than
+    the keys of some step, or if no two steps are `age` apart.
     """
     layers, steps, _ = captured.scores.shape
     if not ks or max(ks) > captured.lengths[0] or min(ks) < 1:

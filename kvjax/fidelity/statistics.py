@@ -1,10 +1,10 @@
 """Tests whether a difference between two policies is significant: intervals, paired tests and bootstraps, by scipy and statsmodels.
 
-Rates get Wilson intervals. Two policies that answered the same trials are compared pair by pair: only trials that one answered and the
-other did not tell them apart (McNemar). Teacher-forced steps are compared step by step; neighbouring steps are alike, and so are all
-steps of one window of text. What is said about text in general therefore rests on the windows, one figure each (`over_windows`); a
-bootstrap over blocks of BLOCK_STEPS steps says how well the figure of these very windows is known, and no more. Where several trials
-share a prompt, counts are divided by the design effect of the prompts before an interval is made (Rao and Scott 1992, Biometrics 48:577).
+Rates get Wilson intervals. Two policies that answered the same trials are compared pair by pair: only trials that one policy answered and
+the other did not tell them apart (McNemar). Teacher-forced steps are compared step by step. Steps of one window of text are not
+independent, so an interval for other texts uses one figure per window (`over_windows`). A bootstrap over blocks of BLOCK_STEPS steps says
+only how exactly the figure of these windows is known. If several trials share a prompt, counts are divided by the design effect of the
+prompts before an interval is computed (Rao and Scott 1992, Biometrics 48:577).
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Interval:
 class Paired:
     """One policy against the reference on the same trials.
 
-    both, lost, gained, neither: trials that both answered, only the reference, only the policy, none. difference: policy's share minus the
-    reference's. p_value: exact McNemar, two-sided. p_loss: one-sided exact binomial test that the policy is no worse.
+    both, lost, gained, neither: number of trials answered by both, by the reference only, by the policy only, by none. difference: the
+    policy's share minus the reference's. p_value: exact McNemar, two-sided. p_loss: exact binomial, one-sided; its null hypothesis is that
+    the policy is no worse.
     """
 
     both: int
@@ -57,7 +58,7 @@ class Paired:
 
 
 def proportion(hits: float, trials: float) -> Interval:
-    """A share of successes and its Wilson 95% interval; counts need not be whole. ValueError where there were no trials."""
+    """A share of successes and its Wilson 95% interval. Counts need not be whole numbers. ValueError for no trials."""
     needs_extras("an interval of a share", "eval")
     from statsmodels.stats.proportion import proportion_confint
 
@@ -72,7 +73,7 @@ def lower_bound(hits: int, trials: int, confidence: float = 0.975) -> float:
 
 
 def paired(reference: Sequence[bool], policy: Sequence[bool]) -> Paired:
-    """Two policies' successes on the same trials, in the same order."""
+    """Compares two policies' successes on the same trials, in the same order. ValueError for rows of different lengths or no trial."""
     needs_extras("a paired test", "eval")
     from statsmodels.stats.contingency_tables import mcnemar
 
@@ -90,9 +91,9 @@ def paired(reference: Sequence[bool], policy: Sequence[bool]) -> Paired:
 class Clustered:
     """One policy against the reference on trials that come in clusters of one size, several to a prompt.
 
-    both, lost, gained, neither: as in `Paired`. difference: of the shares, policy minus reference. share: the policy's own. Their intervals
-    are Newcombe's and Wilson's of counts divided by the design effect: how many times as far the clusters' means scatter (variance) as
-    those of independent trials would, at least 1. design_effect: the difference's.
+    both, lost, gained, neither: as in `Paired`. difference: of the shares, policy minus reference, with Newcombe's interval. share: the
+    policy's own, with Wilson's interval. Both intervals use counts divided by a design effect: the variance of the clusters' means over
+    that of independent trials, at least 1. design_effect: that of the difference.
     """
 
     both: int
@@ -105,7 +106,8 @@ class Clustered:
 
 
 def clustered(reference: Bool[np.ndarray, "clusters trials"], policy: Bool[np.ndarray, "clusters trials"]) -> Clustered:
-    """Two policies' successes on the same trials, one row per cluster. ValueError for fewer than two clusters."""
+    """Compares two policies' successes on the same trials, one row per cluster. ValueError for tables of different shapes, and for fewer
+    than two clusters."""
     first, second = np.asarray(reference, bool), np.asarray(policy, bool)
     if first.shape != second.shape or first.ndim != 2 or len(first) < 2 or not first.size:
         raise ValueError(f"clustered trials are two tables of one shape, at least two clusters, got {first.shape} and {second.shape}")
@@ -116,7 +118,7 @@ def clustered(reference: Bool[np.ndarray, "clusters trials"], policy: Bool[np.nd
 
 
 def over_windows(figures: Float[np.ndarray, " n"], transform: Callable = float) -> Interval:
-    """The mean of one figure per window and its t interval, both through `transform`: what holds for other windows of such text.
+    """The mean of one figure per window and its t interval, both through `transform`. The interval holds for other windows of such text.
 
     ValueError for fewer than two windows.
     """
@@ -129,20 +131,20 @@ def over_windows(figures: Float[np.ndarray, " n"], transform: Callable = float) 
 
 
 def mean_over_blocks(blocks: Float[np.ndarray, " n"]) -> Interval:
-    """A mean over blocks of steps and its bootstrap interval, within the windows they come from."""
+    """A mean over blocks of steps and its bootstrap interval, which holds only for the windows that the blocks come from."""
     return _bootstrapped(blocks, lambda values, axis=-1: np.mean(values, axis=axis))
 
 
 def ratio_of_perplexities(reference: Float[np.ndarray, " n"], policy: Float[np.ndarray, " n"]) -> Interval:
-    """exp(mean NLL of the policy - mean NLL of the reference) and its bootstrap interval, blocks resampled in pairs. 1 is no difference."""
+    """exp(mean NLL of the policy - mean NLL of the reference) and its bootstrap interval. Blocks are resampled in pairs. 1: equal."""
     if np.shape(reference) != np.shape(policy):
         raise ValueError(f"paired blocks are two rows of one length, got {np.shape(reference)} and {np.shape(policy)}")
-    # The ratio depends on a pair's difference alone.
+    # The ratio depends only on the differences of the pairs.
     return _bootstrapped(np.subtract(policy, reference), lambda values, axis=-1: np.exp(np.mean(values, axis=axis)))
 
 
 def block_means(steps: Float[np.ndarray, "windows steps"], size: int = BLOCK_STEPS) -> Float[np.ndarray, " n"]:
-    """Means over runs of `size` steps of each window, one after the other; steps that do not fill a run join the window's last one."""
+    """Means over runs of `size` consecutive steps of each window, one window after the other. Steps left over join the last run."""
     windows, count = steps.shape
     runs = max(1, count // size)
     ends = [*range(size, runs * size, size), count]
@@ -151,8 +153,8 @@ def block_means(steps: Float[np.ndarray, "windows steps"], size: int = BLOCK_STE
 
 
 def _bootstrapped(sample: Float[np.ndarray, " n"], statistic: Callable) -> Interval:
-    """BCa interval of a statistic. A single block, or blocks that are equal to rounding, cannot be resampled: the
-    interval then has no width."""
+    """BCa bootstrap interval of a statistic. For a single block, and for blocks that are equal up to rounding, its width is 0, because
+    resampling changes nothing."""
     sample = np.asarray(sample, np.float64)
     if sample.ndim != 1 or not sample.size:
         raise ValueError(f"a bootstrap needs a row of at least one block, got shape {sample.shape}")
@@ -164,7 +166,7 @@ def _bootstrapped(sample: Float[np.ndarray, " n"], statistic: Callable) -> Inter
 
 
 def _design_effect(values: Float[np.ndarray, "clusters trials"]) -> float:
-    """Variance of the clusters' means over what it would be if trials of a cluster were independent; at least 1."""
+    """Variance of the clusters' means, divided by what it would be if trials of a cluster were independent; at least 1."""
     independent = float(values.var()) / values.shape[1]
     return max(1.0, float(values.mean(axis=1).var(ddof=1)) / independent) if independent else 1.0
 
@@ -172,8 +174,8 @@ def _design_effect(values: Float[np.ndarray, "clusters trials"]) -> float:
 def _newcombe(both: float, lost: float, gained: float, neither: float) -> Interval:
     """Difference of paired proportions by squaring and adding Wilson limits (Newcombe 1998, Statistics in Medicine 17:2635, method 10).
 
-    Neither library has an interval for this difference that has a width without discordant pairs. A bootstrap interval would have none
-    either.
+    Computed here, because without discordant pairs the intervals of scipy and statsmodels for this difference have no width. Nor would a
+    bootstrap interval.
     """
     total = both + lost + gained + neither
     reference, policy = proportion(both + lost, total), proportion(both + gained, total)

@@ -3,11 +3,11 @@
     needle         one fact, one question (`kvjax.fidelity.needle`)
     multi-needle   one key with several values: all of them are asked for at once (RULER: multi-value)
     multi-query    several keys with a value each, asked for one after the other (RULER: multi-query)
-    tracking       a chain of assignments `VAR b = VAR a`: every name that holds the value (RULER: variable tracking)
+    tracking       a chain of assignments `VAR b = VAR a`: every name that holds the value is asked for (RULER: variable tracking)
 
-A haystack is more or less competitive: `loop` is one paragraph over and over, `prose` a running text, `codes` that text with facts of
-the same form under other keys, `near-miss` the same where each such key shares a word with the target's and each value differs from
-its value in one digit. Works with any tokenizer; numpy and strings only.
+Haystacks, from easy to hard: `loop` is one paragraph repeated. `prose` is a running text. `codes` is that text with facts of the same form
+under other keys. `near-miss` is the same, but each of these keys shares a word with the target's key, and each value differs from its value
+in one digit. Works with any tokenizer. Uses only numpy and strings.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ManyTrial:
     """One haystack with several things to find.
 
     turns: for each turn, token ids to feed, and how many to decode after them. expected: for each turn, the strings that its text must
-    contain, in any order. depth: the place of the first fact, 0 first, 1 last.
+    contain, in any order. depth: the place of the first fact, from 0 (first) to 1 (last).
     """
 
     haystack_ids: list[int]
@@ -75,9 +75,9 @@ def make_trials(
     distractors: int = 16,
     prefix_ids: tuple[int, ...] = (),
 ) -> list[Trial] | list[ManyTrial]:
-    """`count` trials of `length` tokens, answers not counted; depths evenly spread over [0, 1], the rest drawn from `seed`.
+    """`count` trials of `length` tokens, the last answer not counted. Depths are evenly spread over [0, 1], the rest is drawn from `seed`.
 
-    text_ids: int[...], the running text. words: those for keys and names. distractors: additional facts, in the haystacks `codes` and
+    text_ids: int[...], the running text. words: for keys and names. distractors: additional facts, in the haystacks `codes` and
     `near-miss`. ValueError for a task or haystack that is not in TASKS or HAYSTACKS, and as in `NeedleTask`.
     """
     for kind, value, known in (("task", task, TASKS), ("haystack", haystack, HAYSTACKS)):
@@ -101,7 +101,7 @@ def make_trials(
 
 
 def answers_of(task: str) -> int:
-    """Turns of a task's trials: each keeps its own room for an answer at the end of the context."""
+    """How many values or names a task's trial asks for. Room for an answer is reserved for each at the end of the context."""
     return PIECES if task in ("multi-query", "multi-needle", "tracking") else 1
 
 
@@ -116,7 +116,7 @@ def _multi_needle(task: NeedleTask, length: int, rng: np.random.Generator, depth
 
 
 def _multi_query(task: NeedleTask, length: int, rng: np.random.Generator, depth: float) -> ManyTrial:
-    """PIECES keys of one template, asked for in the order in which they are drawn; the model's own answers stay in the context."""
+    """PIECES keys of one template, asked for in the order in which they are drawn. The model's answers stay in the context."""
     form = task.templates[int(rng.integers(len(task.templates)))]
     wider = _more(task, PIECES - 1)
     keys, values = wider.keys(rng), wider.values(rng)
@@ -126,7 +126,7 @@ def _multi_query(task: NeedleTask, length: int, rng: np.random.Generator, depth:
 
 
 def _tracking(task: NeedleTask, length: int, rng: np.random.Generator, depth: float) -> ManyTrial:
-    """A chain of PIECES names, each assigned from the one before; distractors are further chains, the last cut short."""
+    """A chain of PIECES names, each assigned from the one before. Distractors are other chains; the last of these may be cut short."""
     count = PIECES * (1 + -(-task.distractors // PIECES))
     names = [word.upper() for word in rng.permutation(task.words)[:count]]
     if len(names) < count:
@@ -143,7 +143,7 @@ def _tracking(task: NeedleTask, length: int, rng: np.random.Generator, depth: fl
 
 
 def _more(task: NeedleTask, facts: int) -> NeedleTask:
-    """The task with that many more facts to name and number."""
+    """The task with `facts` more distractors, so that it draws as many more keys and values."""
     return dataclasses.replace(task, distractors=task.distractors + facts)
 
 
@@ -159,10 +159,10 @@ def _planted(
     *,
     in_order: bool = False,
 ) -> ManyTrial:
-    """A trial whose first `targets` facts are spread evenly from `depth` on (round the end, or to the end if they must stay in order);
-    the others stand anywhere. turns: question, and an answer that is as long as the right one."""
+    """A trial whose first `targets` facts are spread evenly from `depth` on. Past the end they go on at the beginning; if they must stay in
+    order, they are spread up to the end. The other facts have random places. turns: question, and an answer as long as the right one."""
     pieces = [encode(task.tokenizer, fact) for fact in facts]
-    # A model lists things in its own words, so answers get half as many tokens again as the shortest right one.
+    # A model may list things in other words, so a single answer may have half as many tokens more than the shortest right one.
     room = [len(encode(task.tokenizer, answer)) for _, answer in turns]
     scripted = tuple(
         (encode(task.tokenizer, question), size if len(turns) > 1 else size * 3 // 2)
