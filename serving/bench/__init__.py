@@ -1,1 +1,1 @@
-"""What `kvjax bench` measures: steps of decoding, prefill, one layer of it, its ops."""
+"""What `kvjax bench` measures: decode steps, prefill and its attention, requests through the scheduler, the host's time, compilation."""

@@ -1,4 +1,4 @@
-"""`kvjax bench cold` and `kvjax bench programs`: what is compiled, and how long that takes, without a compilation cache."""
+"""`kvjax bench cold` and `kvjax bench programs`: which programs are compiled, and how long that takes without a compilation cache."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PARTS = {
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
     "/jax/core/compile/backend_compile_duration": "compile",
 }
-"""JAX's events, by what they are called here."""
+"""JAX's events, and their names in our rows."""
 
 
 class Compiled:
-    """What was compiled while `listening`. seconds: of each part in `PARTS`. programs: how many of each function. compile_s: seconds that
-    the compiler took for them."""
+    """What was compiled while `listening`. seconds: of each part in `PARTS`. programs: number of programs of each function. compile_s:
+    seconds that the compiler took for each function."""
 
     def __init__(self):
         self.seconds = dict.fromkeys(PARTS.values(), 0.0)
@@ -37,7 +37,7 @@ class Compiled:
         self._on = True
 
     def hear(self, event: str, duration: float, **named: Any) -> None:
-        """A listener of `jax.monitoring`."""
+        """Count one event; a listener of `jax.monitoring`."""
         part = PARTS.get(event)
         if part is None or not self._on:
             return
@@ -48,7 +48,7 @@ class Compiled:
             self.compile_s[name] += duration
 
     def figures(self) -> dict[str, Any]:
-        """As a row has them."""
+        """The figures as fields of a row."""
         return {
             "programs": sum(self.programs.values()),
             "by_name": dict(self.programs.most_common()),
@@ -60,7 +60,7 @@ class Compiled:
 
 @contextlib.contextmanager
 def listening() -> Iterator[Compiled]:
-    """Count what is compiled in the block. The compilation cache is off in it, and what was compiled before is forgotten."""
+    """Count what is compiled in the `with` block. Programs compiled before are dropped, and the compilation cache is off in the block."""
     heard, cached = Compiled(), jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     jax.clear_caches()
@@ -75,14 +75,14 @@ def listening() -> Iterator[Compiled]:
 def cold_row(
     shape: str, config: ModelConfig, *, prompt: int, computed: int, chunk: int, prefill: str, policy: str, answer: int = 2
 ) -> dict[str, Any]:
-    """A first prompt of `prompt` tokens, and `answer` tokens after it: seconds that are spent on tracing, lowering and compiling.
+    """A row of a process's first request, `prompt` tokens and `answer` tokens after it: seconds of tracing, lowering and compiling.
 
-    computed: tokens at the end of the prompt that are computed. The others run the same programs, so they are passed over.
-    ValueError where the part that is passed over is no multiple of the chunk.
+    computed: tokens at the end of the prompt that are computed. The tokens before are skipped, because they would run the same programs.
+    ValueError if the number of skipped tokens is negative or no multiple of the chunk.
     """
     hollow = prompt - computed
     if hollow < 0 or hollow % chunk:
-        raise ValueError(f"{prompt:,} - {computed:,} tokens of the prompt are passed over, which must be a multiple of {chunk:,}")
+        raise ValueError(f"{prompt:,} - {computed:,} tokens of the prompt are skipped, which must be a multiple of {chunk:,}")
     model = random_model(config)
     sizes = {"pages": pages_of(prompt + answer) + 1, "page_size": PAGE_SIZE, "prefill_chunk": chunk, "prefill": prefill}
     engine = HollowEngine(model, policy, hollow=hollow, batch_buckets=(1,), **sizes)
@@ -98,7 +98,7 @@ def cold_row(
 def programs_row(
     shape: str, config: ModelConfig, *, lengths: Sequence[int], policies: Sequence[str], chunk: int, prefill: str, slots: int = 4
 ) -> dict[str, Any]:
-    """A mixed job through one scheduler: a prompt of every length, with every policy, greedy and sampled; what was compiled for it."""
+    """A row of what is compiled for a mixed job through one scheduler: a prompt of every length, with every policy, greedy and sampled."""
     answer = 4
     pages = (slots + 1) * (pages_of(max(lengths) + answer) + 1)
     sizes = {"pages": pages, "page_size": PAGE_SIZE, "prefill_chunk": chunk, "prefill": prefill}

@@ -1,9 +1,9 @@
 """`kvjax bench decode`: how long a whole decode step takes, embedding to sampled token, with random weights and a random cache.
 
-There is no prefill: keys, values and their indexes are made on the device, pages in random order. The steps are the engine's own
-(`kvjax.steps.decode_and_sample`, cache donated), each fed the tokens that the one before sampled; the host waits at the end of a round.
-Policies take turns on one cache, round by round, always over the same positions. Steps with drafts do too: no draft is ever accepted, so
-that each step goes on by one token, whatever the number that it writes.
+There is no prefill: keys, values and their indexes are made on the device, and pages have a random order. The steps are the engine's own
+(`kvjax.steps.decode_and_sample`, cache donated). Each step is fed the tokens that the one before sampled, and the host waits only at the
+end of a round. Policies take turns on one cache, round by round, always over the same positions. Steps with drafts keep to these positions
+too, because no draft is ever accepted: a step adds one token, however many it writes.
 """
 
 from __future__ import annotations
@@ -85,14 +85,15 @@ SHAPES = {
         max_positions=2**21,
     ),
 }
-"""The sizes of known models. RoPE is left unscaled, so that every length is a valid position; it costs the same."""
+"""The sizes of known models. RoPE is not scaled, so that every length is valid; scaling would not change the time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to run. steps: tokens per round, the last of which is token `lengths[i]` of its sequence. rounds: timed ones, after one more.
+    """What to run. steps: steps in a round; the last one writes token number `lengths[i]` of its sequence. rounds: timed rounds, after one
+    round that warms up.
 
-    drafts: tokens of a sequence that a step writes, one certain and the others drafts; every policy is timed with each of these numbers.
+    drafts: how many tokens of a sequence a step writes: one given token, and drafts. Every policy is timed with each of these numbers.
     """
 
     shape: str
@@ -117,23 +118,23 @@ class Plan:
 
     @functools.cached_property
     def indexes(self) -> tuple[IndexSpec, ...]:
-        """Of all policies, as an engine for all of them builds."""
+        """The indexes of all policies, as an engine builds them that declares all policies."""
         return tuple(dict.fromkeys(spec for policy in self.policies for spec in policy.indexes()))
 
     def pages(self, length: int) -> int:
-        """Of each sequence, with room for the drafts behind its last token."""
+        """Pages of each sequence, with room for the drafts after its last token."""
         return pages_of(length + max(self.drafts) - 1)
 
 
 def config_of(shape: str, layers: int | None = None, dtype: str | None = None) -> ModelConfig:
-    """A known shape, or that of a model's folder or hub id. ValueError that lists the shapes for neither.
+    """The configuration of a known shape, or of a model's folder or hub id. ValueError for anything else; it lists the shapes.
 
-    layers: with so many, the model's own in turn. dtype: computing in it, not in what the model says.
+    layers: number of layers; the model's own layers are taken in turn. None: as the model. dtype: compute_dtype. None: the model's.
     """
     try:
         config = SHAPES[shape] if shape in SHAPES else read_config(shape)
     except (ValueError, OSError) as error:
-        if "/" in shape or Path(shape).exists():  # a folder or a hub id was meant
+        if "/" in shape or Path(shape).exists():  # the user means a folder or a hub id
             raise
         raise ValueError(f"shape {shape!r} is not known; there are {', '.join(SHAPES)}, or give a model folder or hub id") from error
     if layers is not None:
@@ -142,17 +143,17 @@ def config_of(shape: str, layers: int | None = None, dtype: str | None = None) -
 
 
 def policies_of(text: str) -> tuple[DecodePolicy, ...]:
-    """Policies by name, with commas between them."""
+    """The policies of a text of names with commas between them, each once."""
     return tuple(dict.fromkeys(parse(name) for name in text.split(",")))
 
 
 def random_params(config: ModelConfig) -> Params:
-    """Weights as a model's are at the start of training, made on the device; biases zero."""
+    """Random weights, as at the start of training, made on the device. Biases are zero."""
     return jax.block_until_ready(init_params(config, jax.random.key(0)))
 
 
 def random_cache(plan: Plan, length: int) -> Cache:
-    """`batch` sequences with `length - steps` tokens written and room for the rest, in a pool of just that size."""
+    """A cache of `batch` sequences with `length - steps` tokens written and room for the rest. The pool has no other pages."""
     spec, pages = plan.config.cache_spec(PAGE_SIZE), plan.pages(length)
     total = pool_pages(plan.batch * pages)
     table = np.full((plan.batch, table_width(pages)), -1, np.int32)
@@ -172,8 +173,8 @@ def random_cache(plan: Plan, length: int) -> Cache:
 
 
 def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
-    """Rows, one for each length, policy and number of drafts: `skipped` where the length does not fit in memory, `failed` where it
-    breaks."""
+    """Rows, one for each length, policy and number of drafts. `skipped` is set if the length does not fit in memory, `failed` if an error
+    was raised."""
     on_progress("weights")
     params = random_params(plan.config)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -186,21 +187,21 @@ def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], N
             continue
         try:
             yield from _run_length(plan, length, params, copy_bytes_per_s, on_progress)
-        except Exception as error:  # no reason to lose the other lengths
+        except Exception as error:  # the other lengths are still measured
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
             yield from (_fields(plan, length, *each) | {"failed": text} for each in _each(plan))
 
 
 def cache_bytes(plan: Plan, length: int) -> int:
-    """Bytes of pool and indexes."""
+    """Bytes of the pool and its indexes."""
     spec = plan.config.cache_spec(PAGE_SIZE)
     per_page = sum(spec.bytes_per_page(group.name, plan.indexes) for group in spec.groups)
     return pool_pages(plan.batch * plan.pages(length)) * per_page
 
 
 def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params: Params, drafted: int = 1) -> dict[str, int]:
-    """Bytes that one step has to move: every weight but the embedding, of which one row per token (all of it where it is the head
-    too); K and V of `keys` tokens (summed over layers, KV heads and rows); the indexes of whole sequences that the policy scans."""
+    """Bytes that one step has to read: all weights, but of the embedding one row per token (all of it if it is also the head); K and V of
+    `keys` tokens, a sum over layers, KV heads and rows; and the policy's indexes of whole sequences."""
     config, item = plan.config, jnp.dtype(plan.config.compute_dtype).itemsize
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     if not config.tie_embeddings:
@@ -215,7 +216,7 @@ def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params:
 
 @dataclasses.dataclass
 class _Runner:
-    """A policy's compiled step of so many tokens, and what was seen of it."""
+    """A policy's compiled step that writes `drafted` tokens of each sequence, and what was measured of it."""
 
     policy: DecodePolicy
     drafted: int
@@ -242,7 +243,7 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
         for runner in runners:
             on_progress(f"{length:,} tokens: round {number} of {plan.rounds}, {runner.policy}")
             seconds, cache = _round(plan, length, runner, params, cache, rows)
-            if number:  # the first warms up
+            if number:  # the first round warms up
                 runner.seconds.append(seconds / plan.steps)
     if jax.default_backend() == "gpu":
         for runner in runners:
@@ -266,7 +267,7 @@ def _compiled(plan: Plan, policy: DecodePolicy, params: Params, cache: Cache, ro
 
 
 def _round(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cache, rows: SamplingRows) -> tuple[float, Cache]:
-    """Seconds of `steps` steps from the start of the round, waited for once. DONATES cache."""
+    """Run a round of `steps` steps, waiting once at its end. Returns its seconds and the cache. DONATES cache."""
     cache, tokens, active = _ready(plan, length, cache, runner.drafted)
     started = time.perf_counter()
     finite, cache = _steps(runner, params, cache, tokens, active, rows, plan.steps)
@@ -279,7 +280,7 @@ def _round(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cach
 
 
 def _profile(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cache, rows: SamplingRows) -> Cache:
-    """The kernels of a few steps. DONATES cache."""
+    """Record the kernels of a few steps in `runner`. Returns the cache. DONATES cache."""
     cache, tokens, active = _ready(plan, length, cache, runner.drafted)
     kept = [cache]
     del cache
@@ -294,14 +295,15 @@ def _profile(plan: Plan, length: int, runner: _Runner, params: Params, cache: Ca
 
 
 def _ready(plan: Plan, length: int, cache: Cache, drafted: int) -> tuple[Cache, Array, Array]:
-    """The cache at the start of a round, and the first tokens: nothing but steps is left for the device to do."""
+    """The cache at the start of a round, the first tokens and the active rows, all ready on the device. So a round times only steps."""
     return jax.block_until_ready((cache.replace(lengths=_start(plan, length)), *_first(plan, drafted)))
 
 
 def _steps(
     runner: _Runner, params: Params, cache: Cache, tokens: Array, active: Array, rows: SamplingRows, steps: int
 ) -> tuple[Array, Cache]:
-    """Run steps, each on the tokens of the one before, and wait for the last. Returns whether its logits were finite. DONATES cache."""
+    """Run steps, each on the tokens that the one before sampled, and wait for the last. Returns whether the last logits of each row were
+    finite, and the cache. DONATES cache."""
     states = runner.states
     for _ in range(steps):
         sampled, _, cache, states, runner.reads = runner.step(params, cache, tokens, active, states, rows)
@@ -311,8 +313,8 @@ def _steps(
 
 
 def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) -> dict[str, Any]:
-    """Figures of one policy at one length. `keys_read` and `blocks_read` are one KV head's in one layer, on average, at the last step; of
-    all its lists, where each drafted token has one."""
+    """The row of one policy at one length. `keys_read` and `blocks_read` are what one KV head of one layer read at the last step, on
+    average, over all of its lists if each drafted token has its own."""
     lists = plan.batch * plan.config.cache_spec(PAGE_SIZE).kv_heads
     keys, blocks = (int(np.sum(np.asarray(x), dtype=np.int64)) for x in (runner.reads.keys, runner.reads.blocks))
     middle, low, high = (float(np.quantile(runner.seconds, q)) for q in (0.5, 0.1, 0.9))
@@ -338,7 +340,7 @@ def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) 
 
 
 def _each(plan: Plan) -> list[tuple[DecodePolicy, int]]:
-    """What is timed at a length: policies, and tokens of a step."""
+    """What is timed at a length: pairs of a policy and the number of tokens that a step writes."""
     return [(policy, drafted) for policy in plan.policies for drafted in plan.drafts]
 
 
@@ -353,14 +355,14 @@ def _fields(plan: Plan, length: int, policy: DecodePolicy, drafted: int) -> dict
 
 
 def _first(plan: Plan, drafted: int) -> tuple[Int[Array, "B *T"], Bool[Array, "B"]]:
-    """Tokens to begin with, and which rows are there: all."""
+    """The first tokens of a round, and which rows are active: all of them."""
     tokens = jnp.zeros(plan.batch, jnp.int32)
     return tokens if drafted == 1 else _without_drafts(jnp.zeros((plan.batch, drafted), jnp.int32)), jnp.ones(plan.batch, bool)
 
 
 @jax.jit
 def _without_drafts(tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The first token of each row, and in the drafts' places what is written and never accepted."""
+    """The first token of each row, and -1 in place of its drafts. A step writes these drafts too, and never accepts them."""
     return tokens.at[:, 1:].set(-1)
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks of the engine and the scheduler run on: prompts that are not computed, and a decoder that computes nothing."""
+"""An engine that skips the computation of prompts, and a decoder whose layers compute nothing. Benchmarks of the host's work use them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from pallas_kernels.pages import Pages
 
 
 class HollowEngine(Engine):
-    """An engine that does not compute the beginning of a prompt: its tokens take pages, and the pages keep what they hold.
+    """An engine that does not compute the beginning of a prompt. The tokens there get pages, but nothing is written to these pages.
 
-    hollow: tokens at the beginning of a prompt that are not computed, a multiple of the chunk; None: no prompt is computed. It may be set
-    between prompts. Times do not depend on what pages hold, as long as it is spread (`fill_pages`). dispatch_s: seconds that each jitted
-    decode step took to be called; release_s: those in which JAX let go of the arrays that it consumed. chunk_clock: `time.perf_counter()`
+    hollow: tokens at the beginning of a prompt that are not computed, a multiple of the chunk. None: no prompt is computed. It may be set
+    between prompts. Times do not depend on what pages hold, as long as the values vary (`fill_pages`). dispatch_s: seconds of each call of
+    a jitted decode step. release_s: seconds in which JAX released the arrays that each step consumed. chunk_clock: `time.perf_counter()`
     when the last slice of each computed chunk was launched.
     """
 
@@ -40,14 +40,14 @@ class HollowEngine(Engine):
         self.chunk_clock: list[float] = []
 
     def fill_pages(self, seed: int = 0) -> None:
-        """Put random keys and values into all pages, with the indexes of them."""
+        """Put random keys and values into all pages, and their indexes."""
         for number in self.spec.holding:
             before, after = self._layers[:number], self._layers[number + 1 :]
             key = jax.random.fold_in(jax.random.key(seed), number)
             self._pool.run(_filled, self._layers[number], key, layers=functools.partial(_between, before, after))
 
     def step(self, plan: StepPlan) -> StepResult:
-        """As `Engine.step`, but for chunks at the hollow beginning of a prompt, of which nothing but the length is kept."""
+        """As `Engine.step`, but chunks at the hollow beginning of a prompt only add to the sequence's tokens and length."""
         if not any(self.hollow is None or chunk.sequence.length < self.hollow for chunk in plan.chunks):
             result = super().step(plan)
             self.chunk_clock += [time.perf_counter() for logits in result.chunk_logits if logits is not None]
@@ -81,17 +81,17 @@ class HollowEngine(Engine):
 
 
 class PassingDecoder(TransformerDecoder):
-    """A decoder whose layers do nothing: a step of it has all arrays of a real one, and takes the device no time."""
+    """A decoder whose layers do nothing. Its step takes as many arrays as a real one, but almost no time on the device."""
 
     def hidden(self, params: Any, tokens: jax.Array, positions: jax.Array, mix: Any, state: Any) -> tuple[jax.Array, Any]:
-        """The embeddings. The state is what it was, with no list for any layer."""
+        """The embeddings, and an unchanged state with no list for any layer."""
         layers, states, *_ = state
         return self.embed(params, tokens), (layers, states, (None,) * len(layers))
 
 
 @functools.lru_cache(maxsize=1)
 def passing_model(layers: int) -> CausalLM:
-    """A model with a `PassingDecoder`: as many arrays as one of so many layers has, all of them small."""
+    """A model with a `PassingDecoder`. It has as many arrays as a real model with this number of layers, all of them small."""
     config = uniform_config(
         family="qwen2",
         vocab_size=512,
@@ -117,7 +117,7 @@ def random_model(config: ModelConfig) -> CausalLM:
 
 
 def random_prompt(config: ModelConfig, tokens: int, seed: int) -> list[int]:
-    """Token ids."""
+    """Random token ids."""
     return np.random.default_rng(seed).integers(0, config.vocab_size, tokens).tolist()
 
 
@@ -132,7 +132,7 @@ def _between(before: tuple, after: tuple, made: PagedKV) -> tuple:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _filled(layer: PagedKV, key: jax.Array) -> PagedKV:
-    """A layer with random pages, and the indexes that it has of them. DONATES layer."""
+    """A layer with random pages and indexes made of them, of the same kinds as before. DONATES layer."""
     shape, dtype = layer.pages.k.shape, layer.pages.k.dtype
     k, v = (jax.random.normal(each, shape, dtype) for each in jax.random.split(key))
     index = {}

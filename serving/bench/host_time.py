@@ -1,7 +1,7 @@
-"""`kvjax bench host`: what a decode step costs the host, what JAX takes aside.
+"""`kvjax bench host`: the host's time for a decode step, with JAX's part listed apart.
 
-The model's layers do nothing (`PassingDecoder`), with as many arrays as a real one has, and prompts are not computed: lengths and pages
-are there, so that everything the host does in a step is done. The device is waited for between steps, outside of what is timed.
+The model's layers do nothing (`PassingDecoder`), but have as many arrays as a real model's. Prompts are not computed, but their lengths and
+pages are set, so the host does all of its work in a step. Between steps, outside of the timed part, the host waits for the device.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.bench.hollow import HollowEngine, passing_model
 
 CASES = ((64, 1024), (8, 8192))
-"""Rows, and pages of each."""
+"""Rows of a batch, and pages of each row."""
 
 WARM = 8
-"""Steps before those that are timed."""
+"""Steps that run before the timed ones."""
 
 
 def host_rows(
     cases: Sequence[tuple[int, int]], *, steps: int, layers: int, policy: str, say: Callable[[str], None] = lambda what: None
 ) -> Iterator[dict[str, Any]]:
-    """Rows, four for each case: of `Engine.decode_and_sample` alone, of `Scheduler.step`, and of a step of which somebody hears every token
-    ("listening"), or asks for log-probabilities ("logprobs").
+    """Four rows for each case: `Engine.decode_and_sample` alone, `Scheduler.step`, the same with a listener for every token ("listening"),
+    and with log-probabilities ("logprobs").
 
-    median_s: of a step. own_s: of it less what JAX takes: the call of the jitted step, dispatch_s, and the release of the arrays of pages
-    that it consumed, release_s. Medians; own_p95_s the 95th percentile.
+    All are medians. median_s: of a whole step. dispatch_s: JAX's call of the jitted step. release_s: JAX's release of the arrays of pages
+    that the step consumed. own_s: the rest of the step; own_mean_s and own_p95_s are its mean and 95th percentile.
     """
     for rows, pages in cases:
         say(f"{rows} rows of {pages:,} pages")
@@ -48,7 +48,7 @@ def host_rows(
         engine = HollowEngine(model, policy, pages=pool, batch_buckets=(rows,), prefill_chunk=64 * PAGE_SIZE)
         for what, prepare in STEPS.items():
             say(f"{rows} rows of {pages:,} pages: {what}")
-            # Rows come to a new page at different steps, as those of a real batch do.
+            # Rows begin a new page at different steps, as in a real batch.
             run, close = prepare(engine, [length - row % PAGE_SIZE for row in range(rows)], steps + WARM)
             for _ in range(WARM):
                 run()
@@ -81,7 +81,7 @@ def host_rows(
 
 
 Steps = tuple[Callable[[], object], Callable[[], object]]
-"""Runs a step; ends everything."""
+"""Two functions: one runs a step, the other frees everything."""
 
 
 def _engine_steps(engine: HollowEngine, lengths: Sequence[int], steps: int) -> Steps:
@@ -120,4 +120,4 @@ STEPS: dict[str, Callable[[HollowEngine, Sequence[int], int], Steps]] = {
     "listening": functools.partial(_scheduler_steps, listening=True),
     "logprobs": functools.partial(_scheduler_steps, logprobs=True),
 }
-"""By what is timed: what prepares it."""
+"""What is timed, by name: the function that prepares its steps."""

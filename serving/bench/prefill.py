@@ -1,8 +1,8 @@
 """`kvjax bench prefill`: time to first token of a whole prompt, with random weights, in chunks as the engine prefills.
 
-The steps compute what the engine's do, in one program (`kvjax.steps.prefill_step`, cache donated, nothing waited for between chunks).
-Random keys and queries are the worst case of a sparse policy: every candidate is as good as any other, so every list fills up and no time
-depends on luck.
+A step computes the same as the engine's, in one program (`kvjax.steps.prefill_step`, cache donated). The host does not wait between chunks.
+Random keys and queries are the worst case for a sparse policy: no candidate is better than another, so every list is full, and times do not
+depend on the random numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pallas_kernels.bench.inputs import memory_bytes, pool_pages
 from pallas_kernels.bench.timing import Kernel, plain_name, record
 
 PROFILED_CHUNKS = 4
-"""Chunks, evenly spaced, that are run once more under the profiler."""
+"""Number of chunks, evenly spaced, that are run once more under the profiler."""
 
 PARTS = (
     ("dense attention", re.compile(r"^flash_attention_kernel|cudnn|fmha", re.IGNORECASE)),
@@ -45,7 +45,7 @@ PARTS = (
     ("projections", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|dot", re.IGNORECASE)),
     ("overhead", re.compile("")),
 )
-"""What a kernel does, by its name: the first that matches. The last takes norms, RoPE, corrections and whatever else XLA fuses."""
+"""What a kernel does, by its name: the first part that matches. The last part has norms, RoPE, corrections and other fusions of XLA."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PrefillPlan:
 
 
 def dense_at(policies: Iterable[str | PrefillPolicy], lengths: Iterable[int]) -> list[str]:
-    """A line for each policy that attends densely to whole prompts of some of these lengths, in tokens: its figures are those of dense."""
+    """A line for each policy that attends densely to whole prompts of some of these lengths (tokens), and so has the times of dense."""
     lines = []
     for policy in map(parse_prefill, policies):
         most = getattr(policy, "dense_tokens", 0)
@@ -79,7 +79,7 @@ def dense_at(policies: Iterable[str | PrefillPolicy], lengths: Iterable[int]) ->
 
 
 def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
-    """Prefill policies by name, with commas between them. ValueError for `auto`, which only chooses among them."""
+    """The prefill policies of a text of names with commas between them, each once. ValueError for `auto`, which only chooses others."""
     found = tuple(dict.fromkeys(parse_prefill(name) for name in text.split(",")))
     if auto := [policy for policy in found if isinstance(policy, ChoosesPrefill)]:
         raise ValueError(f"prefill policy {auto[0]} chooses among others and is not timed itself: name those")
@@ -87,7 +87,7 @@ def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
 
 
 def empty_cache(plan: PrefillPlan, length: int, policy: PrefillPolicy) -> Cache:
-    """Room for one sequence of `length` tokens, its pages in random order, and what the policy scans instead of them."""
+    """An empty cache for one sequence of `length` tokens, with pages in random order and the policy's indexes."""
     spec, pages = plan.config.cache_spec(PAGE_SIZE), pages_of(length)
     table = np.full((1, table_width(pages_of(length))), -1, np.int32)
     table[0, :pages] = np.random.default_rng(length).permutation(np.arange(1, pages + 1, dtype=np.int32))
@@ -104,7 +104,7 @@ def held_bytes(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Pa
 
 
 def run_prefill_plan(plan: PrefillPlan, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
-    """Rows, one for each length and policy: `skipped` where the length does not fit in memory, `failed` where it breaks."""
+    """Rows, one for each length and policy. `skipped` is set if the length does not fit in memory, `failed` if an error was raised."""
     on_progress("weights")
     params = random_params(plan.config)
     for length in plan.lengths:
@@ -120,7 +120,7 @@ def run_prefill_plan(plan: PrefillPlan, on_progress: Callable[[str], None] = lam
             try:
                 on_progress(f"{length:,} tokens, {policy}")
                 yield fields | {"held_bytes": needed} | _measure(plan, length, policy, params)
-            except Exception as error:  # no reason to lose the others
+            except Exception as error:  # the other policies and lengths are still measured
                 yield fields | {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
 
 
@@ -139,7 +139,7 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
             kept.append(cache)
         return jax.block_until_ready(logits)
 
-    run(chunks[:1])  # loads what is compiled
+    run(chunks[:1])  # the first run loads the program
     seconds = []
     for _ in range(plan.rounds):
         started = time.perf_counter()
@@ -169,7 +169,8 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
 
 
 def split(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Seconds of each of `PARTS` in a chunk, and `idle`: of the time from its first kernel's start to its last one's end."""
+    """Seconds of each of `PARTS` in a chunk, and `idle`: the time between its first kernel's start and its last one's end that no kernel
+    takes."""
     seconds = dict.fromkeys((name for name, _ in PARTS), 0.0)
     for kernel in kernels:
         part = next(name for name, pattern in PARTS if pattern.search(plain_name(kernel.name)))
@@ -179,7 +180,7 @@ def split(kernels: Sequence[Kernel]) -> dict[str, float]:
 
 
 def longest(of_chunks: Sequence[Sequence[Kernel]], most: int = 16) -> dict[str, float]:
-    """Seconds a chunk of the kernels that take most of it, by name, so that what `PARTS` takes them for can be looked up."""
+    """Seconds per chunk of the kernels that take most time, by name. It shows which kernels `PARTS` may assign wrongly."""
     seconds = collections.Counter()
     for kernel in itertools.chain(*of_chunks):
         seconds[plain_name(kernel.name)] += (kernel.end - kernel.start) * 1e-9 / len(of_chunks)
@@ -187,7 +188,7 @@ def longest(of_chunks: Sequence[Sequence[Kernel]], most: int = 16) -> dict[str, 
 
 
 def dense_flops(config: ModelConfig, length: int) -> dict[str, float]:
-    """Floating-point operations of a dense prefill: of every matrix but embedding and head, and of causal attention."""
+    """Floating-point operations of a dense prefill: of all matrices except embedding and head, and of causal attention."""
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     attention = 0.0
     for mixer in config.attention:
@@ -197,7 +198,7 @@ def dense_flops(config: ModelConfig, length: int) -> dict[str, float]:
 
 
 def _chunks(plan: PrefillPlan, length: int) -> list[tuple]:
-    """Per chunk: tokens written at its end, and what `prefill_step` takes after the cache."""
+    """For each chunk: the number of tokens written at its end, and the arguments of `prefill_step` after the cache."""
     tokens = np.random.default_rng(0).integers(0, plan.config.vocab_size, length, np.int32)
     chunks = []
     for start in range(0, length, plan.chunk):

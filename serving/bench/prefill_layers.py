@@ -1,8 +1,8 @@
-"""`kvjax bench prefill --ops --shape MODEL`: attention of a real model's layers over a text, by its own queries and keys.
+"""`kvjax bench prefill --ops --shape MODEL`: times attention of a real model's layers over a text, with its own queries and keys.
 
-Random keys, as the shapes without a model have them, say nothing of policies whose lists are as long as attention asks for. Here the prompt
-is prefilled densely once, and every policy then attends to the whole of it in one call, layer after layer. A row is `layers/model/tokens/
-b1/policy`: its time is that of all layers together, `layers` of them.
+Some policies make lists as long as the attention needs. Random keys, which shapes without a model have, show nothing about these. Here the
+prompt is prefilled densely once. Then every policy attends to the whole prompt in one call, layer after layer. The name of a row is
+`layers/model/tokens/b1/policy`. Its time is that of all layers together; its field `layers` says how many.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ CALLS = 5
 
 
 def layer_rows(name: str, model: Model, tokens: Sequence[int], policies: Sequence[PrefillPolicy]) -> Iterator[dict[str, Any]]:
-    """Rows of one prompt, a multiple of the page size: dense attention, then each policy, with its speed-up over dense.
+    """Rows of one prompt: dense attention, then each policy, with its speed-up over dense. tokens: a multiple of the page size.
 
-    keys_read: keys that a query reads in the mean, None where lists are only a part of the policy. error: ||out - dense|| / ||dense||, the
-    mean over queries, heads and layers, the policy's and the kernels' together. A policy that breaks has a row that says so.
+    keys_read: mean number of keys that a query reads; None for a policy that does more than attend to lists. error: ||out - dense|| /
+    ||dense||, the mean over queries, heads and layers; it includes the error of the kernels. A policy that fails has a row with `failed`.
     """
     if not tokens or len(tokens) % PAGE_SIZE:
         raise ValueError(f"a prompt must be a positive multiple of {PAGE_SIZE} tokens here, got {len(tokens):,}")
@@ -50,7 +50,7 @@ def layer_rows(name: str, model: Model, tokens: Sequence[int], policies: Sequenc
         row = {"case": f"layers/{name}/{len(tokens) // 1024}k/b1/{policy}"} | place | sizes
         try:
             found, out = _measured(policy, q, pages, ctx)
-        except Exception as error:  # no reason to lose the other policies
+        except Exception as error:  # the other policies are still measured
             if dense is None:
                 raise
             yield row | {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"}
@@ -61,7 +61,7 @@ def layer_rows(name: str, model: Model, tokens: Sequence[int], policies: Sequenc
 
 
 def _measured(policy: PrefillPolicy, q, pages: Pages, ctx: PrefillContext) -> tuple[dict[str, Any], Float[Array, "L B T H D"]]:
-    """Time, kernels chosen and keys read of a policy, and its output. q, pages: those of all layers, stacked."""
+    """The time, the chosen kernels and the keys read of a policy, and its output. q, pages: of all layers, stacked."""
     length, sparse = q.shape[2], getattr(policy, "dense_tokens", q.shape[2]) < q.shape[2]
     attend = policy.attend_sparse if sparse else DensePrefill().attend
     layers = PagedKV(pages, {each.name: _indexes(pages.k, each.kind, each.block_size) for each in indexes_of(policy)})

@@ -1,18 +1,18 @@
-"""`kvjax bench prefill --ops`: the attention of one layer over a whole prompt, dense and sparse, and the steps of the sparse ones.
+"""`kvjax bench prefill --ops`: times attention of one layer over a whole prompt, dense and sparse, and the steps of the sparse policies.
 
-A name is `op/shape/tokens/b1/policy`:
+The name of a row is `op/shape/tokens/b1/policy`:
 
-baseline      dense attention over contiguous keys by somebody else's kernel; the policy is its name
+baseline      dense attention over contiguous keys by another library's kernel; the policy is the kernel's name
 dense         flash_attention, over pages in random order ("paged") or in order ("contiguous")
-query-sparse  query_sparse_attention: selection included (momo)
-union         its scores turned into what lists are ranked by, and union_blocks (momo)
+query-sparse  query_sparse_attention, selection included (momo)
+union         its scores made into the numbers by which lists are ranked, and union_blocks (momo)
 select        select_tiles (bounds)
-block-sparse  block_sparse_attention over what that gave
+block-sparse  block_sparse_attention over the lists of the steps above
 delta         the correction, damping included (momo)
-sparse        all of that as one program: what the policy does to a layer; of policies not named here this alone
+sparse        all steps of a policy in one program, as an engine runs a layer; policies other than momo and bounds have only this row
 
-Errors are against float32 attention of a few queries, worked out apart; of `select`, the greatest share of what a tile may pay its best
-list that its own list lacks. Times are device times where there is a GPU (see `pallas_kernels.bench.timing`).
+Errors are against float32 attention of a few queries, computed separately. The error of `select` is the largest share of attention, by the
+bound, that a tile's best list has and its own list lacks. Times are device times on a GPU (see `pallas_kernels.bench.timing`).
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from pallas_kernels.pages import Pages
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 
 SAMPLES = 8
-"""Queries whose attention is worked out in float32."""
+"""Number of queries whose attention is computed in float32."""
 SHORT_SECONDS, TIMED_SECONDS, MOST_CALLS = 1.0, 0.5, 20
-"""What takes less than the first is timed again, for about the second, at most so many times."""
+"""A call shorter than SHORT_SECONDS is timed again, for about TIMED_SECONDS and at most MOST_CALLS calls."""
 PEAK_SIZES = {"gpu": 8192, "cpu": 512}
 BASELINES = {"gpu": ("cudnn",), "cpu": ("xla",)}
 """Implementations of `jax.nn.dot_product_attention`."""
 TORCH = {"gpu": ("flash", "cudnn")}
 """Backends of PyTorch's attention."""
 TORCH_TOKENS = 2**17
-"""PyTorch runs an op five times before it is timed, which takes minutes beyond this."""
+"""The longest prompt for PyTorch. It runs an op five times before timing it, which takes minutes for longer prompts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Inputs of one layer: q `[1, T, H, D]`, pools with pages in random order, and the same keys and values in order."""
+    """Inputs of one layer: q `[1, T, H, D]`, pools with pages in random order, and pools with the same pages in order."""
 
     shape: str
     q: Float[Array, "1 T H D"]
@@ -73,11 +73,11 @@ class Prompt:
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Tokens of the prompt."""
         return self.q.shape[1]
 
     def indexed(self, policy: PrefillPolicy) -> PagedKV:
-        """The pools with the indexes that a policy scans."""
+        """The pools together with the indexes that a policy scans."""
         kinds = {spec.name: (spec.kind, spec.block_size) for spec in indexes_of(policy)}
         index = {name: page_index(self.layer.pages.k, kind=kind, block_size=size) for name, (kind, size) in kinds.items()}
         return jax.block_until_ready(self.layer.replace(index=index))
@@ -99,7 +99,7 @@ def make_prompt(shape: str, tokens: int, dtype: str = "bfloat16") -> Prompt:
 
 
 def peak_flops(dtype: str = "bfloat16") -> dict[str, Any]:
-    """What a large matrix product reaches here, in floating-point operations per second."""
+    """Floating-point operations per second that a large matrix product reaches on this device."""
     size = PEAK_SIZES.get(jax.default_backend(), 4096)
     a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.dtype(dtype)) for i in (0, 1))
     timing = device_time(jax.jit(jnp.matmul), [(a, b)], calls=10)
@@ -116,9 +116,9 @@ def op_rows(
     baselines: bool = True,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one prompt: baselines, dense, and of each policy the steps and the whole; with the speed-up over the fastest dense one.
+    """Rows of one prompt: baselines, dense, then the steps and the whole of each policy, with speed-ups over the fastest dense row so far.
 
-    baselines: without, dense attention over pages in random order is the only dense one. A policy that breaks has a row that says so."""
+    baselines: if False, the only dense row is attention over pages in random order. A policy that fails has a row with `failed`."""
     prompt = make_prompt(shape, tokens, dtype)
     rows: list[dict[str, Any]] = []
     dense_ones = (_baselines, _torch_baselines, _dense) if baselines else (functools.partial(_dense, layouts=("paged",)),)
@@ -190,13 +190,13 @@ def _dense(prompt: Prompt, on_progress: Callable, layouts: Sequence[str] = ("pag
 def _unless_it_breaks(policy: PrefillPolicy, prompt: Prompt, on_progress: Callable) -> Iterator[dict[str, Any]]:
     try:
         yield from _sparse(policy, prompt, on_progress)
-    except Exception as error:  # no reason to lose the other policies
+    except Exception as error:  # the other policies are still measured
         failed = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
         yield _fields(prompt, "sparse", str(policy)) | {"failed": failed}
 
 
 def _sparse(p: PrefillPolicy, prompt: Prompt, on_progress: Callable) -> Iterator[dict[str, Any]]:
-    """The steps of a policy that `LISTINGS` has, and the whole of any."""
+    """Rows of one policy: its steps if it is in `LISTINGS`, then the whole policy."""
     name, layer, listing = str(p), prompt.indexed(p), LISTINGS.get(type(p))
     attend = p.attend if listing is None else p.attend_sparse
     if listing is not None:
@@ -213,12 +213,12 @@ def _sparse(p: PrefillPolicy, prompt: Prompt, on_progress: Callable) -> Iterator
 
 
 Listing = Generator[dict[str, Any], None, tuple[Array, Callable[[Array], dict[str, float]], Callable[[Array], Iterator[dict[str, Any]]]]]
-"""Yields the rows of the steps that make lists; returns the lists, what checks the output of the whole policy, and the rows of what is done
-to the output of attention over the lists."""
+"""Yields the rows of the steps that make lists. Returns the lists, a function that checks the output of the whole policy, and a function
+that yields rows of the steps after attention over the lists."""
 
 
 def _measured_lists(p: MeasureOnceMaskOnce, prompt: Prompt, layer: PagedKV) -> Listing:
-    """Lists of every gamma-th query, united."""
+    """Times how momo makes lists: those of every gamma-th query, united for each tile."""
     name, ctx, samples = str(p), prompt.ctx, _samples(prompt, p.gamma)
     pages = (layer.pages, ctx.page_table, ctx.starts, ctx.lengths)
     measure = functools.partial(query_sparse_attention, **p.listing, sm_scale=ctx.sm_scale)
@@ -238,7 +238,7 @@ def _measured_lists(p: MeasureOnceMaskOnce, prompt: Prompt, layer: PagedKV) -> L
             yield row | {"bytes": 2 * sparse.nbytes + exact.nbytes}
 
     def checked(out: Array) -> dict[str, float]:
-        """Where the correction makes queries exact, these are compared with dense attention."""
+        """The error of the queries that the correction makes exact, against dense attention."""
         right = {} if p.delta == "off" else {"error": _dense_error(prompt, out, samples)}
         return right | {"sparsity": p.sparsity(prompt.tokens)}
 
@@ -246,7 +246,7 @@ def _measured_lists(p: MeasureOnceMaskOnce, prompt: Prompt, layer: PagedKV) -> L
 
 
 def _selected_lists(p: BoundsBlocks, prompt: Prompt, layer: PagedKV) -> Listing:
-    """Lists of every query's bounds. Two walks over the blocks that begin at or before a query, two products each."""
+    """Times how the bounds policy makes lists. It scans the blocks that begin at or before a query twice, with two products each time."""
     row, blocks = _timed(prompt, "select", str(p), p.lists, prompt.q, layer, prompt.ctx)
     seen = float((np.arange(prompt.tokens) // p.key_block + 1).sum())
     found = {"flops": 2 * _flops_per_key(prompt) * seen, "lists_full": float((blocks[:, -1] >= 0).mean())}
@@ -255,11 +255,11 @@ def _selected_lists(p: BoundsBlocks, prompt: Prompt, layer: PagedKV) -> Listing:
 
 
 LISTINGS: dict[type, Callable[[Any, Prompt, PagedKV], Listing]] = {MeasureOnceMaskOnce: _measured_lists, BoundsBlocks: _selected_lists}
-"""How the policies make their lists whose steps are timed."""
+"""The policies whose steps are timed: how each makes its lists."""
 
 
 def _read(prompt: Prompt, p: TileLists, blocks: Array) -> dict[str, float]:
-    """Keys that attention over the lists reads, and how full these are at the end of the prompt."""
+    """Operations and keys of attention over the lists, and the share of the last tile's list entries that are filled."""
     listed = float((blocks >= 0).sum(dtype=jnp.float32)) * p.key_block * p.chi / prompt.sizes.num_heads
     near = float(np.minimum(np.arange(prompt.tokens) + 1, p.sink_tokens + p.window_tokens).sum())
     full = float((blocks[:, -1] >= 0).mean())
@@ -267,7 +267,7 @@ def _read(prompt: Prompt, p: TileLists, blocks: Array) -> dict[str, float]:
 
 
 def _timed(prompt: Prompt, op: str, policy: str, function: Callable, *arrays: Any, **named: Any) -> tuple[dict[str, Any], Any]:
-    """The row of a call, and its result: run once, and again for time and bits if that is short."""
+    """The row of a call, and its result. The call runs once; if it is short, it runs again to compare bits and to time several calls."""
     with dispatch.listening() as path:
         call = jax.jit(function).lower(*arrays, **named).compile()
     kept: list[Any] = []
@@ -320,7 +320,7 @@ def _fields(prompt: Prompt, op: str, policy: str) -> dict[str, Any]:
 
 
 def _flops_per_key(prompt: Prompt) -> int:
-    """Of two products of one query, in every head, with one key."""
+    """Floating-point operations of one query and one key: two products in every head."""
     return 4 * prompt.sizes.num_heads * prompt.sizes.head_dim
 
 
@@ -332,13 +332,14 @@ def _dense_flops(prompt: Prompt) -> float:
 
 
 def _samples(prompt: Prompt, step: int) -> np.ndarray:
-    """Positions of queries, multiples of `step`, from the first to the last."""
+    """Positions of a few queries, evenly spaced from the first to the last, all multiples of `step`."""
     return np.unique(np.linspace(0, (prompt.tokens - 1) // step, SAMPLES).astype(np.int64)) * step
 
 
 @functools.partial(jax.jit, static_argnames="head")
 def _sampled(q: Array, positions: Array, layer: PagedKV, head: int, seen: Bool[Array, "n G S"] | None, sm_scale: Array):
-    """Out `[n, G, D]` and logits `[n, G, S]` of the queries of one KV head over its keys in order."""
+    """Attention output `[n, G, D]` and logits `[n, G, S]` of a KV head's queries at `positions`, over its keys in order. seen: which keys
+    each query reads; None: all up to its own position."""
     group = q.shape[1] // layer.pages.kv_heads
     keys, values = (x[:, head].reshape(-1, x.shape[3]).astype(jnp.float32) for x in (layer.pages.k, layer.pages.v))
     q = q[:, head * group : (head + 1) * group].astype(jnp.float32)
@@ -349,7 +350,7 @@ def _sampled(q: Array, positions: Array, layer: PagedKV, head: int, seen: Bool[A
 
 
 def _heads(prompt: Prompt, samples: np.ndarray, seen: Callable[[int], Array | None] = lambda head: None):
-    """Per KV head, `_sampled` of these queries."""
+    """`_sampled` of these queries for each KV head. seen: the mask of a KV head."""
     q = prompt.q[0, samples]
     for head in range(prompt.sizes.num_kv_heads):
         yield _sampled(q, jnp.asarray(samples, jnp.int32), prompt.in_order, head, seen(head), prompt.ctx.sm_scale)
@@ -361,7 +362,7 @@ def _dense_error(prompt: Prompt, out: Array, samples: np.ndarray, gamma: int = 1
 
 
 def _list_errors(prompt: Prompt, p: MeasureOnceMaskOnce, ids: Array, scores: Array, samples: np.ndarray) -> dict[str, float]:
-    """Largest error of a listed score; share of the exact slots that hold one of the k_exact best candidates."""
+    """score_error: the largest error of a listed score. exact_slots_right: share of the k_exact best blocks in the first k_exact slots."""
     of_heads = [logits.reshape(*logits.shape[:2], -1, p.key_block) for _, logits in _heads(prompt, samples)]
     expected = np.concatenate([np.asarray(jax.nn.logsumexp(x, axis=-1)) for x in of_heads], axis=1)
     ids, scores = (np.asarray(x[0, samples // p.gamma]) for x in (ids, scores))
@@ -378,7 +379,7 @@ def _list_errors(prompt: Prompt, p: MeasureOnceMaskOnce, ids: Array, scores: Arr
 
 
 def _union_is_right(p: MeasureOnceMaskOnce, unite: Callable, measured: tuple[Array, ...], blocks: Array) -> bool:
-    """The last two whole tiles against the plain-Python definition."""
+    """Whether the lists of the last two whole tiles equal those of the reference implementation."""
     rows = p.chi // p.gamma
     last = measured[0].shape[1] // rows * rows
     some = slice(max(0, last - 2 * rows), last)
@@ -388,7 +389,8 @@ def _union_is_right(p: MeasureOnceMaskOnce, unite: Callable, measured: tuple[Arr
 
 @functools.partial(jax.jit, static_argnames=("p", "sm_scale"))
 def _may_pay(p: BoundsBlocks, q: Array, position: Array, rows: Array, sm_scale: float):
-    """What the tile of q `[chi, G, D]`, its first query at `position`, may pay the blocks of rows `[S, 2, D]`, `[G, S]`: by definition."""
+    """The attention `[G, S]` that the queries of a tile may pay to each block, by the bounds policy's definition. q: `[chi, G, D]`, its
+    first query at `position`. rows: bounds `[S, 2, D]`."""
     q, rows = q.astype(jnp.float32), rows.astype(jnp.float32)
     sides = jnp.stack([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=2)
     logits = jnp.einsum("tgxd,sxd->tgs", sides, rows, precision="highest") * sm_scale
@@ -398,7 +400,8 @@ def _may_pay(p: BoundsBlocks, q: Array, position: Array, rows: Array, sm_scale: 
 
 
 def _selection_errors(prompt: Prompt, p: BoundsBlocks, blocks: Array, layer: PagedKV) -> dict[str, float]:
-    """Of a few whole tiles: the greatest share of what they may pay their best lists that their lists lack; best blocks that these hold."""
+    """For a few tiles. error: the largest share of a best list's attention, by the bound, that the list lacks. slots_right: the share of
+    the best blocks that the lists hold."""
     rows = layer.index[p.indexes()[0].name][prompt.ctx.page_table[0]].swapaxes(0, 1)
     rows = rows.reshape(rows.shape[0], -1, *rows.shape[3:])  # K S 2 D
     group, worst, right, slots = prompt.sizes.num_heads // prompt.sizes.num_kv_heads, 0.0, 0, 0
@@ -419,7 +422,7 @@ def _selection_errors(prompt: Prompt, p: BoundsBlocks, blocks: Array, layer: Pag
 
 
 def _sparse_error(prompt: Prompt, p: TileLists, out: Array, blocks: Array) -> float:
-    """Against attention of a few queries over the same lists."""
+    """The error against float32 attention of a few queries over the same lists."""
     samples = _samples(prompt, 1)
     group, count = prompt.sizes.num_heads // prompt.sizes.num_kv_heads, prompt.tokens // p.key_block
     of_tiles = np.asarray(blocks[0, samples // p.chi])  # n H W
@@ -427,7 +430,7 @@ def _sparse_error(prompt: Prompt, p: TileLists, out: Array, blocks: Array) -> fl
     def seen(head: int) -> Array:
         lists = of_tiles[:, head * group : (head + 1) * group]
         listed = np.zeros((*lists.shape[:2], count + 1), bool)
-        np.put_along_axis(listed, lists, True, axis=-1)  # -1 lands in the last
+        np.put_along_axis(listed, lists, True, axis=-1)  # -1 is written to the last column
         keys, here = np.arange(prompt.tokens), samples[:, None]
         near = (keys < p.sink_tokens) | (keys > here - p.window_tokens)
         return jnp.asarray(np.repeat(listed[..., :-1], p.key_block, axis=-1) | near[:, None])

@@ -21,12 +21,12 @@ from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
 from kvjax.serving.bench.hollow import HollowEngine, random_model, random_prompt
 
 Say = Callable[[str], None]
-"""Told what is being done."""
+"""A function that is called with a text about what is running."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Requests of `prompt` + `answer` tokens, all submitted at once, a slot for each. chunk: tokens of a chunk of prefill."""
+    """Requests of `prompt` + `answer` tokens, all submitted at once, each with its own slot. chunk: tokens of a chunk of prefill."""
 
     shape: str
     config: ModelConfig
@@ -43,9 +43,9 @@ class Traffic:
 
 
 def throughput_row(plan: Traffic, policy: str, say: Say = lambda what: None) -> dict[str, Any]:
-    """Seconds from the first submit to the last completion; one request of the same lengths has run before, so nothing is compiled.
+    """Seconds from the first submit to the last completion. One request of the same lengths runs before, so nothing is compiled then.
 
-    prefill_s: until every request has its first token. decode_s: the rest, in which all slots decode. Rates are of these parts.
+    prefill_s: seconds until every request has its first token. decode_s: the rest, in which all slots decode. Rates are of these parts.
     """
     say(f"{policy}: weights and pages")
     pages = plan.requests * pages_of(plan.prompt + plan.answer)
@@ -58,7 +58,7 @@ def throughput_row(plan: Traffic, policy: str, say: Say = lambda what: None) -> 
         scheduler = Scheduler(engine, slots=plan.requests)
         started = time.perf_counter()
         handles = [scheduler.submit(Request(ids, sampling)) for ids in prompts]
-        scheduler.step()  # all prompts, and the first step
+        scheduler.step()  # prefills all prompts, and decodes the first step
         prefilled = time.perf_counter()
         while not scheduler.idle:
             scheduler.step()
@@ -81,15 +81,15 @@ def throughput_row(plan: Traffic, policy: str, say: Say = lambda what: None) -> 
 
 
 LEARNING = 3
-"""Computed chunks whose gaps are not counted."""
+"""Number of computed chunks whose gaps are not counted, because the scheduler is still learning how long a slice takes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gaps:
-    """A prompt that is prefilled beside sequences that decode. max_gap_ms: what the scheduler is given.
+    """A prompt that is prefilled while other sequences, the neighbours, decode. max_gap_ms: the scheduler's option.
 
-    computed: tokens at the end of the prompt that are computed; they take longest. neighbours of `history` tokens decode with `policy`.
-    seconds: after which a part of the measurement ends, wherever it is.
+    computed: tokens at the end of the prompt that are computed; these take longest. neighbours: their number. history: tokens of a
+    neighbour's prompt. policy: of their decode steps. seconds: time limit for each part of the measurement.
     """
 
     shape: str
@@ -105,7 +105,7 @@ class Gaps:
     seconds: float = 60.0
 
     MOST_TOKENS = 2**14
-    """Of a neighbour's answer, so that pages for it are there."""
+    """The longest answer of a neighbour, for which pages are allocated."""
 
     def __post_init__(self):
         for name in ("prompt", "computed"):
@@ -119,12 +119,12 @@ class Gaps:
 
 
 def gaps_row(plan: Gaps, say: Say = lambda what: None) -> dict[str, Any]:
-    """Gaps between tokens of the neighbours while the prompt is prefilled; its speed with them, and alone without a bound.
+    """Gaps between tokens of the neighbours while the prompt is prefilled; the prompt's speed beside them, and alone without max_gap_ms.
 
-    A gap is the time between steps that returned a token of the first neighbour; all of them are in every step. The first LEARNING computed
-    chunks do not count: what was passed over before took no time, so the scheduler learns only then how long a slice takes. quiet_s: the
-    median gap when nothing is prefilled. Pages of tokens that are not computed hold random numbers. RuntimeError if `seconds` are too few
-    for two more chunks.
+    A gap is the time between two steps that returned a token of the first neighbour; every step has all neighbours. Gaps of the first
+    LEARNING computed chunks do not count: skipped chunks take no time, so the scheduler learns the time of a slice only in these. quiet_s:
+    the median gap while nothing is prefilled. Pages of tokens that are not computed hold random numbers. RuntimeError if fewer than two
+    chunks more were computed within `seconds`.
     """
     say("weights and pages")
     slots = plan.neighbours + 1
@@ -152,7 +152,7 @@ def gaps_row(plan: Gaps, say: Say = lambda what: None) -> dict[str, Any]:
 
 
 def _alone(engine: HollowEngine, plan: Gaps, prompt: list[int], say: Say) -> float:
-    """Tokens per second of the prompt's computed chunks but the first, which compiles; the device is always a chunk behind the host."""
+    """Tokens per second of the prompt's computed chunks, except the first, which compiles. The host launches one chunk ahead."""
     engine.hollow = plan.prompt - plan.computed
     sequence = engine.new_sequence()
     engine.reserve([sequence], plan.prompt)
@@ -160,7 +160,7 @@ def _alone(engine: HollowEngine, plan: Gaps, prompt: list[int], say: Say) -> flo
     while sequence.length < plan.prompt:
         at = sequence.length
         (logits,) = engine.step(StepPlan(chunks=(Chunk(sequence, prompt[at : at + plan.chunk]),))).chunk_logits
-        if logits is None:  # what is not computed
+        if logits is None:  # the hollow beginning
             continue
         if before is None:
             jax.block_until_ready(logits)
@@ -179,7 +179,7 @@ def _alone(engine: HollowEngine, plan: Gaps, prompt: list[int], say: Say) -> flo
 
 
 def _beside(engine: HollowEngine, plan: Gaps, prompt: list[int], say: Say) -> tuple[list[float], list[float], float]:
-    """Gaps while the prompt is prefilled, gaps when nothing is, and the prompt's tokens per second."""
+    """Gaps while the prompt is prefilled, gaps while nothing is prefilled, and the prompt's tokens per second."""
     clock: list[float] = []
     scheduler = Scheduler(
         engine,
@@ -210,7 +210,7 @@ def _beside(engine: HollowEngine, plan: Gaps, prompt: list[int], say: Say) -> tu
     chunks = engine.chunk_clock
     if len(chunks) < LEARNING + 2:
         raise RuntimeError(
-            f"{plan.seconds:g} s were enough for {len(chunks)} chunks of {plan.chunk:,} tokens: give more, or smaller chunks"
+            f"only {len(chunks)} chunks of {plan.chunk:,} tokens were computed in {plan.seconds:g} s: give more time, or smaller chunks"
         )
     chunks = chunks[LEARNING - 1 :]
     counted = [each for each in clock if chunks[0] <= each <= chunks[-1]]
