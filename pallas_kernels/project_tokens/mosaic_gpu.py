@@ -1,9 +1,9 @@
-"""project_tokens in Pallas Mosaic GPU (Hopper), for decode: one launch that streams the weights once, whatever is done before and after.
+"""project_tokens in Pallas Mosaic GPU (Hopper), for decode: one launch that streams the weights once, with all steps before and after them.
 
-Each CTA owns consecutive features and walks them in tiles. The inputs of a tile are dealt to the warps in chunks of 64; each warp copies
-its chunks of the weights' rows, of the tokens and of the norm's weight ahead into a ring of its own (`cp.async`), and multiplies them
+Each CTA owns consecutive features and walks them in tiles. The inputs of a tile are dealt to the warps in chunks of 64. Each warp copies
+its chunks of the weights' rows, of the tokens and of the norm's weight ahead into its own ring (`cp.async`), and multiplies them
 (`mma.m16n8k16`: weights are the 16 rows, tokens the 8 columns). At the end of a tile the warps' sums are added in shared memory, in order.
-RMSNorm is split: its weight multiplies the tokens on their way into the product, its scale multiplies the finished sums.
+RMSNorm is split: its weight multiplies the tokens before the product, its scale multiplies the finished sums.
 
 Memory traffic: the weights once; tokens, norm, biases, residual and results are small and come from the cache.
 """
@@ -25,21 +25,21 @@ CHUNK = 64
 """Inputs that a warp multiplies at a time: rows of 128 bytes."""
 
 MOST_ROWS = 48
-"""Weights' rows of a tile."""
+"""Most rows of weights in a tile."""
 
 CHUNK_WORDS = CHUNK // 2
 
 MOST_DEPTH = 8
-"""Chunks on their way per warp; more bring nothing."""
+"""Most chunks in flight per warp; more are not faster."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the kernel's code depends on. features: of each matrix. half: half of the head dim where results are rotated, else 0. depth:
-    chunks that a warp has on their way.
+    """Everything that the kernel's code depends on. features: of each matrix. half: half of the head dim where results are rotated, else 0.
+    depth: chunks that a warp has in flight.
 
-    What a CTA counts are units: a feature, or two features that make up results together: those of the two matrices of a gated product,
-    or a pair that RoPE turns. `parts` is how many rows of weights a unit has.
+    A CTA's work is counted in units. A unit is one feature, or two features that are combined into results: those of the two matrices of a
+    gated product, or a pair that RoPE rotates. `parts` is how many rows of weights a unit has.
     """
 
     tokens: int
@@ -65,12 +65,12 @@ class Shape:
 
     @property
     def units(self) -> int:
-        """Of all results together."""
+        """Units of all results together."""
         return sum(self.features) // self.parts
 
     @property
     def per_cta(self) -> int:
-        """Units of a CTA at most: even, because results are written two at a time."""
+        """Most units of a CTA: even, because results are written two at a time."""
         return _round_up(-(-self.units // self.ctas), 2)
 
     @property
@@ -80,12 +80,12 @@ class Shape:
 
     @property
     def per_tile(self) -> int:
-        """Units of a tile at most."""
+        """Most units of a tile."""
         return _round_up(-(-self.per_cta // self.tiles), 2)
 
     @property
     def stride(self) -> int:
-        """Rows of a tile from the units' first parts to their second."""
+        """Rows of a tile between the units' first parts and their second."""
         return _round_up(self.per_tile, 16 // self.parts)
 
     @property
@@ -252,7 +252,7 @@ class _Tiles:
         return unit, (row < s.per_tile) & (mine < s.per_cta) & (unit < s.units)
 
     def _row(self, refs, unit, part):
-        """Which of several arrays, one per matrix, holds a part of a unit; in which row; and how many rows that array has."""
+        """The array (one per matrix) that holds a part of a unit, the row in it, and how many rows that array has."""
         s = self.s
         if s.gated:
             return refs[part], unit, lanes.i32(s.features[part])
@@ -282,7 +282,7 @@ class _Tiles:
         return [lanes.where(last, 0.0, x) for x in acc]
 
     def _tokens(self, ring_s, start, lane):
-        """The tokens of a chunk as the other operand: 8 words, each of two inputs of token g; empty columns repeat the last token."""
+        """The tokens of a chunk as the other operand: 8 words, each with two inputs of token g. Empty columns repeat the last token."""
         s = self.s
         words, norm = [], []
         for half in range(2):
@@ -298,7 +298,7 @@ class _Tiles:
         return [lane_pairs.multiply_pairs(a, b, s.dtype) for a, b in zip(words, norm, strict=True)]
 
     def _add_squares(self) -> None:
-        """Sums of squares of the tokens, each warp over its share; `_scale` adds them up."""
+        """Sums of squares of the tokens, by each warp over its part; `_scale` adds them up."""
         s = self.s
         for token in range(s.tokens):
             total = lanes.f32(0.0)
@@ -320,10 +320,10 @@ class _Tiles:
         return lane_math.rsqrt(functools.reduce(lambda a, b: a + b, squares) * (1.0 / s.width) + s.norm_eps)
 
     def _finish(self, tile, acc) -> None:
-        """Add up the warps' sums of a tile, and write its features. All threads come here together."""
+        """Add up the warps' sums of a tile, and write its features. All threads call this together."""
         s, lane = self.s, lanes.lane()
         g, t = lane >> 2, lane & 3
-        # Two tiles' sums alternate: a warp that writes the next finds everyone through with the one before.
+        # Two buffers alternate. When a warp writes to one, all threads have finished the tile that used it before.
         buffer = tile % 2 * s.sums_words
         sums_s = self.scratch["sums_s"]
         with lanes.when(t * 2 < s.tokens):
@@ -341,7 +341,7 @@ class _Tiles:
                 self._write(buffer, token, row, unit)
 
     def _write(self, buffer, token, row, unit) -> None:
-        """The results of a token's units number `unit` and the next."""
+        """Write the results of a token's units `unit` and `unit + 1`."""
         s = self.s
 
         def total(row):
@@ -392,6 +392,6 @@ def _add(a, b):
 
 
 def _activated(x, activation: str):
-    """silu is x * sigmoid(x); gelu_tanh is x * sigmoid(2 u), u being what the tanh is of."""
+    """silu is x * sigmoid(x); gelu_tanh is x * sigmoid(2 u), where u is the argument of its tanh."""
     inner = x if activation == "silu" else (x * x * 0.044715 + 1.0) * x * 1.5957691216057308
     return x / (lane_math.exp2(inner * -1.4426950408889634) + 1.0)

@@ -1,10 +1,11 @@
 """The k best of many integer keys in shared memory, exactly, of equal keys the lower place: selection by counting, by one CTA.
 
-The threads share the keys out. They count them by intervals of their range; the interval in which the k-th best lies is the next range,
-until exactly k keys reach its start. If equal keys prevent that, the place up to which they are taken is found likewise. Ballots number
-the chosen, in order of place.
-(Tried on an H200: bisecting a threshold by counting takes about as long with two keys a thread; every warp holding all keys and trying a
-threshold of its own takes longer; so do 512 intervals a round.)
+The threads divide the keys among themselves and count them by intervals of their range. The interval that holds the k-th best is the next
+range, until exactly k keys reach its start. If equal keys prevent that, the place up to which they are taken is found in the same way.
+Ballots number the chosen keys, in order of place.
+
+(Tried on an H200: bisecting a threshold by counting takes about as long with two keys per thread. These take longer: every warp holds all
+keys and tries its own threshold; 512 intervals a round.)
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import numpy as np
 from pallas_kernels.hopper import lane_sums, lanes
 
 NO_KEY = -(2**31)
-"""Key of what is no candidate."""
+"""Key of a non-candidate."""
 
 LOWEST = float(np.finfo(np.float32).min)
 
 BINS = 256
-"""Intervals of a round. Three sets of counters take turns: one counts, one is read by slow warps, one becomes zeros."""
+"""Intervals of a round. Three sets of counters take turns: one counts, slow warps still read one, and one is set to 0."""
 
 SCRATCH_WORDS = 3 * BINS + 64
 MOST_PER_THREAD = 96
 
 
 def key_of(score):
-    """An integer that orders as scores do: NaN and -inf as the lowest finite number, -0 as 0."""
+    """An integer that orders as scores do: NaN and -inf are the lowest finite number, -0 is 0."""
     b = lanes.bits(lanes.maximum(score + 0.0, LOWEST))
     return b ^ ((b >> 31) & 0x7FFFFFFF)
 
@@ -39,9 +40,9 @@ def key_of(score):
 def best(k: int, threads: int, keys_s, counts_s, *, count, most: int, stride: int, keep: Callable, even: bool = False):
     """Call `keep(place, key, slot)`, in the thread that holds it, for each of the k best of the first `count` keys (at most `most`).
 
-    slot: 0, 1, ... in order of place. keys_s: one key every `stride` words. even: deal out `count` keys evenly, where that is mostly
-    far less than `most`. Returns how many are kept, fewer than k only if there are no more candidates, and
-    the rounds of counting. All threads of the CTA call this; counts_s: SCRATCH_WORDS words.
+    slot: 0, 1, ... in order of place. keys_s: one key every `stride` words. even: deal out `count` keys evenly; for calls where `count` is
+    mostly far less than `most`. Returns how many are kept (fewer than k only if there are no more candidates) and the rounds of counting.
+    All threads of the CTA call this. counts_s: SCRATCH_WORDS words.
     """
     m = -(-most // threads)
     each = (count + (threads - 1)) // threads if even else lanes.i32(m)
@@ -68,8 +69,8 @@ def best(k: int, threads: int, keys_s, counts_s, *, count, most: int, stride: in
 
 
 def quantile(need, slack, threads: int, keys, counts_s):
-    """A key that at least `need` and at most `need + slack` of all threads' keys reach, if equal keys leave one; the lowest if there are
-    fewer. Returns it, the lowest and the highest key. counts_s: SCRATCH_WORDS words, which a barrier has to free for another use."""
+    """A key that at least `need` and at most `need + slack` of all threads' keys reach, if equal keys allow it; the lowest key if there are
+    fewer. Returns it, the lowest and the highest key. counts_s: SCRATCH_WORDS words; a barrier must follow before another use."""
     low, bits, high = key_range(threads, keys, counts_s)
     nothing = lanes.i32(0)
     found, *_ = _descend(threads, counts_s, keys, low, bits, need, nothing, (nothing, nothing), slack)
@@ -77,7 +78,7 @@ def quantile(need, slack, threads: int, keys, counts_s):
 
 
 def key_range(threads: int, keys, counts_s):
-    """The smallest candidate, how many bits the difference to the largest has, and the largest. Counters become zeros, too."""
+    """The smallest candidate, how many bits its difference to the largest has, and the largest. Also sets counters to 0."""
     warps = threads // 32
     smallest = functools.reduce(lanes.minimum, [lanes.where(key == NO_KEY, 2**31 - 1, key) for key in keys])
     extremes = lanes.warp_reduce(smallest, "min"), lanes.warp_reduce(functools.reduce(lanes.maximum, keys), "max")
@@ -121,9 +122,9 @@ def _descend(threads: int, counts_s, keys, low, bits, need, done, turns, slack=0
 
 
 def find_bin(counts_s, turn, need):
-    """Of the counters: whether they add up to `need`; the last one such that it and those after it do; its count; the sum of those after.
+    """Whether the counters add up to `need`; the last counter for which it and those after it do; its count; the sum of those after it.
 
-    By every warp alike; a lane adds up a few of them, the first lane the last ones.
+    Every warp does the same. A lane adds up a few counters; the first lane has the last ones.
     """
     per_lane = BINS // 32
     first = (31 - lanes.lane()) * per_lane
@@ -148,7 +149,7 @@ def _clear(threads: int, counts_s, turn) -> None:
 
 
 def _exchange(threads: int, counts_s, value):
-    """The values of all warps."""
+    """The values of all warps, one from each."""
     with lanes.when(lanes.lane() == 0):
         lanes.store_shared(counts_s, lanes.warp() + (3 * BINS + 2 * (threads // 32)), value)
     lanes.cta_barrier(threads)

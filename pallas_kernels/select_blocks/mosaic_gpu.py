@@ -1,12 +1,13 @@
 """select_blocks in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per query and KV head.
 
-1. Score: each warp takes 16 blocks at a time, whose index rows it copies ahead into a ring of its own. They are one operand of
-   `mma.m16n8k16`; the query, split in its positive and negative part, is the other, its heads the 8 columns.
-2. Choose the k best, exactly (`choose`). Of few candidates (`AT_ONCE`), dealt out in turn, every score goes to all CTAs (distributed shared
-   memory), and all choose alike. Of many, each CTA takes a span, chooses its best, and sends these to all others, which choose again.
+1. Score: each warp takes 16 blocks at a time and copies their index rows ahead into its own ring. They are one operand of `mma.m16n8k16`.
+   The query, split into its positive and negative part, is the other; its heads are the 8 columns.
+2. Choose the k best, exactly (`choose`). Up to `AT_ONCE` candidates are dealt out in turn, every score goes to all CTAs (distributed shared
+   memory), and all make the same choice. With more candidates, each CTA takes a span, chooses its best, and sends these to all others,
+   which choose again.
 
 Memory traffic: each candidate's index rows once (R * D elements), 4 bytes of page table per page, the list. Sources: bounds scoring, Quest
-(ICML 2024); selection by counting needs no sort and is exact and deterministic.
+(ICML 2024). Selection by counting needs no sort and is exact and deterministic.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from pallas_kernels.select_blocks import choose
 from pallas_kernels.select_blocks.api import Call, selection_width
 
 AT_ONCE = 2048
-"""Candidates up to which all CTAs choose among all, once: which spares the choice among their shares. (Faster at 64 and 1024.)"""
+"""Up to this many candidates, all CTAs choose once, among all. This saves the choice within their shares. (Faster at 64 and 1024.)"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the kernel's code depends on. ctas: of the cluster that serves a (sequence, KV head). depth: turns of 16 index
-    rows that a warp has on their way. threads: of a CTA."""
+    """Everything that the kernel's code depends on. ctas: of the cluster that serves a (sequence, KV head). depth: turns of 16 index rows
+    that a warp has in flight. threads: of a CTA."""
 
     batch: int
     num_queries: int
@@ -77,32 +78,32 @@ class Shape:
 
     @property
     def column_tiles(self) -> int:
-        """Matrix products of 8 columns: a column per query head (bounds), or four for their mean (a float32 in three parts)."""
+        """Matrix products of 8 columns. Bounds have a column per query head, means four columns (a float32 in three parts)."""
         return -(-self.group // 8) if self.kind == "bounds" else 1
 
     @property
     def blocks(self) -> int:
-        """Blocks that a page table has room for."""
+        """Blocks that a page table can name."""
         return self.table_width * self.per_page
 
     @property
     def at_once(self) -> bool:
-        """Whether all CTAs choose among all candidates, once."""
+        """Whether all CTAs choose once, among all candidates."""
         return self.blocks <= AT_ONCE
 
     @property
     def span(self) -> int:
-        """Keys that a CTA chooses among first, at most."""
+        """Most keys among which a CTA chooses first."""
         return self.blocks if self.at_once else -(-self.blocks // self.ctas)
 
     @property
     def kept(self) -> int:
-        """Survivors a CTA sends at most."""
+        """Most survivors that a CTA sends."""
         return 0 if self.at_once else min(self.k, self.span)
 
     @property
     def slot_words(self) -> int:
-        """Words of a warp's 16 index rows on their way."""
+        """Words of a warp's 16 index rows in flight."""
         return 16 * self.row_words
 
     def scratch_words(self) -> dict[str, int]:
@@ -130,12 +131,12 @@ def unsupported(call: Call, q, index, table, lengths) -> str | None:
             f"{shape.ctas} CTAs give {shape.span}, and the survivors of all are {shape.ctas * shape.kept}"
         )
     if shape.depth == 0:
-        return f"{sum(shape.scratch_words().values())} words of keys, lists leave no shared memory for index rows of head dim {head_dim}"
+        return f"{sum(shape.scratch_words().values())} words of keys and lists leave no shared memory for index rows of head dim {head_dim}"
     return None
 
 
 def shape_of(call: Call, q, index, table) -> Shape:
-    """The sizes of a call; as many turns on their way as shared memory holds, up to 3, none if it cannot hold one."""
+    """The sizes of a call. `depth` is as many turns as shared memory holds, up to 3, and 0 if it cannot hold one."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads = index.shape[1]
     ctas = clusters.ctas_per_unit(batch * num_queries * num_kv_heads)
@@ -186,7 +187,7 @@ def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
 
 
 def select(s: Shape, unit, cta, inputs, scratch) -> None:
-    """All stages, by all threads of all CTAs of a cluster: the list lands in `scratch["ids_s"]` of each of them, its length behind it.
+    """All stages, by all threads of all CTAs of a cluster. The list is written to `scratch["ids_s"]` of each of them, its length after it.
 
     unit: row * num_kv_heads + KV head, where a row is a query, sequence * num_queries + its number. cta: number in the cluster. inputs: q,
     index, page table, lengths.
@@ -215,7 +216,7 @@ def select(s: Shape, unit, cta, inputs, scratch) -> None:
 
 
 def tokens_seen(num_queries: int, lengths_ref, row):
-    """Tokens up to the one of query `row` = sequence * num_queries + its number, itself included; 0 where it stands before the sequence."""
+    """Tokens up to and including that of query `row` = sequence * num_queries + its number; 0 where it stands before the sequence."""
     length = lanes.load_global_now(lengths_ref, row // num_queries)
     return lanes.maximum(length - (num_queries - 1) + row % num_queries, 0)
 
@@ -243,14 +244,13 @@ def _operand(s: Shape, q_ref, row, head, queries_s) -> None:
 
 
 def _query_words(s: Shape, q_ref, row, head, member, d):
-    """Elements d, d + 1 and those 8, 16, 24 further of head `member` of the group."""
+    """Elements d, d + 1 and the pairs 8, 16 and 24 further, of head `member` of the group."""
     element = (row * s.num_heads + head * s.group + member) * s.head_dim + d
     return [lanes.load_global(q_ref, element // 2 + 4 * n) for n in range(4)]
 
 
 def _bounds_column(s: Shape, q_ref, row, head, column, d):
-    """max(q, 0) against the maxima, min(q, 0) against the minima: their products add up to the bound. Columns past the group's repeat
-    its last."""
+    """max(q, 0) for the maxima, min(q, 0) for the minima: their products add up to the bound. Columns past the group repeat its last."""
     minima = d >= s.head_dim
     words = _query_words(s, q_ref, row, head, lanes.minimum(column, s.group - 1), lanes.where(minima, d - s.head_dim, d))
     kind = "bf16x2" if s.dtype == "bfloat16" else "f16x2"
@@ -260,8 +260,8 @@ def _bounds_column(s: Shape, q_ref, row, head, column, d):
 
 
 def _mean_column(s: Shape, q_ref, row, head, column, d):
-    """The group's mean query in float32, as three numbers of the storage type whose sum it is; one column each, the fourth is 0, and all
-    of it twice."""
+    """The group's mean query in float32, as the sum of three numbers of the storage type. Each has its own column, the fourth column is 0,
+    and the four are repeated once."""
     part = column % 4
 
     def add(member, *total):
@@ -282,10 +282,10 @@ def _mean_column(s: Shape, q_ref, row, head, column, d):
 
 
 def _score(s: Shape, index_ref, table_ref, row, head, queries_s, ring_s, operand, first, stride, end, put) -> None:
-    """Scores of candidates: in turn n a warp takes 16 blocks from `first + n * stride` on, those below `end`.
+    """Scores of candidates. In turn n a warp takes 16 blocks from `first + n * stride` on, those below `end`.
 
-    operand: fills `queries_s`, by all threads. put: called with a block and its key, an order-preserving integer of its score or NO_KEY
-    where its page does not exist, in four lanes with different `lane % 4`.
+    operand: fills `queries_s`, by all threads. put: called with a block and its key, in four lanes with different `lane % 4`. The key is an
+    order-preserving integer of the score, or NO_KEY where the block's page does not exist.
     """
     lane = lanes.lane()
     g = lane >> 2
@@ -319,7 +319,7 @@ def _score(s: Shape, index_ref, table_ref, row, head, queries_s, ring_s, operand
         return []
 
     turns = lanes.maximum((end - first + (stride - 1)) // stride, 0)
-    # The operand first: queries asked for after the index rows arrive after them, and all turns wait.
+    # The operand comes first: queries loaded after the index rows would arrive after them, and all turns would wait.
     lane_copies.pipeline(turns, s.depth, locate, fetch, consume, [], prepare=operand)
 
 
@@ -331,7 +331,9 @@ def _products(s: Shape, ring_s, slot, queries_s, lane):
     ]
     best = [lanes.f32(float("-inf"))] * 2
     for tile in range(s.column_tiles):
-        sums = [[lanes.f32(0.0)] * 4 for _ in range(4)]  # four chains, because a product waits for the one before it
+        sums = [
+            [lanes.f32(0.0)] * 4 for _ in range(4)
+        ]  # four independent chains, because a product waits for the one before it in its chain
         for j in range(s.chunks):
             b = lanes.load_shared(queries_s, (lane + (tile * s.chunks + j) * 32) * 4, count=4)
             for step in range(2):
@@ -340,7 +342,7 @@ def _products(s: Shape, ring_s, slot, queries_s, lane):
         acc = [(a + b) + (c + d) for a, b, c, d in zip(*sums, strict=True)]
         for n in range(2):
             values = acc[2 * n : 2 * n + 2]
-            if s.kind == "mean":  # four columns are parts of one number
+            if s.kind == "mean":  # the four columns are parts of one number
                 total = values[0] + values[1]
                 values = [total + lanes.shuffle_xor(total, 1)]
             for value in values:
@@ -354,12 +356,12 @@ def _products(s: Shape, ring_s, slot, queries_s, lane):
 
 
 def _meet(s: Shape) -> None:
-    """Wait for the other CTAs of the cluster; what they sent is there."""
+    """Wait for the other CTAs of the cluster. What they sent has then arrived."""
     lanes.cluster_barrier() if s.ctas > 1 else lanes.cta_barrier(s.threads)
 
 
 def _choose_at_once(s: Shape, cta, candidates, score, scratch):
-    """The k best blocks, ascending, to `scratch["distant_s"]`; returns how many there are. Every CTA gets the keys of all candidates."""
+    """Write the k best blocks, ascending, to `scratch["distant_s"]`; return their number. Every CTA gets the keys of all candidates."""
     keys_s, distant_s = scratch["keys_s"], scratch["distant_s"]
 
     def send(block, key):
@@ -379,7 +381,7 @@ def _choose_at_once(s: Shape, cta, candidates, score, scratch):
 
 
 def _choose_twice(s: Shape, cta, candidates, score, scratch):
-    """The same, by choosing the k best of a span, and again among those of all spans."""
+    """The same in two steps: choose the k best of a span, then the k best of all spans' choices."""
     keys_s, survivors_s, distant_s, counts_s = (scratch[f"{name}_s"] for name in ("keys", "survivors", "distant", "counts"))
     per_cta = (candidates + (s.ctas - 1)) // s.ctas
     first = cta * per_cta + s.sink
@@ -403,7 +405,7 @@ def _choose_twice(s: Shape, cta, candidates, score, scratch):
 
 
 def _send_survivors(s: Shape, mine, first, count, keys_s, survivors_s, counts_s) -> None:
-    """The best of this CTA's span, as (key, block), to every CTA of the cluster; NO_KEY where there are fewer than `s.kept`."""
+    """Send the best of this CTA's span, as (key, block), to every CTA of the cluster; NO_KEY where there are fewer than `s.kept`."""
 
     def send(slot, key, block):
         for cta in range(s.ctas):
@@ -423,7 +425,7 @@ def _send_survivors(s: Shape, mine, first, count, keys_s, survivors_s, counts_s)
 
 
 def _assemble(s: Shape, length, current, local_start, found, distant_s, ids_s) -> None:
-    """Sink, distant, local, then -1."""
+    """Write the list: sink, distant, local, then -1."""
     there = length > 0
     sinks = lanes.where(there, lanes.minimum(current + 1, s.sink), 0)
     locals_ = lanes.where(there, lanes.maximum(current + 1 - local_start, 0), 0)

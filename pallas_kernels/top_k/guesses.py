@@ -1,6 +1,5 @@
-"""Guesses of the Mosaic GPU kernel of `top_k`: the threshold that `search.mark_candidates` tries first, by a sample of the row or by hinted
-places. Source: "Guess-Verify-Refine", section 4.2.1.
-"""
+"""Guesses of the Mosaic GPU kernel of `top_k`: the threshold that `search.mark_candidates` tries first, from a sample of the row or from
+hinted places. Source: "Guess-Verify-Refine", section 4.2.1."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from pallas_kernels.top_k.search import Guess, Share
 
 
 def sample(share: Share) -> tuple[Scalar, list[tuple[Scalar, list[Scalar]]]]:
-    """Ask for scores from all over the row. Returns how many, and of this thread whether they are there, with the words, by place.
+    """Start loads of scores from all over the row. Returns how many, and for this thread whether each exists, with the words, by place.
 
-    The row is cut into as many cells as places are sampled, and `TOGETHER` scores are taken from a scattered place of each.
+    The row is cut into as many cells as places are sampled. From each cell, `TOGETHER` scores are taken at a scattered place.
     """
     s = share.s
     units = share.length // TOGETHER
@@ -35,12 +34,12 @@ def sample(share: Share) -> tuple[Scalar, list[tuple[Scalar, list[Scalar]]]]:
 
 
 def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, list[Scalar]]]) -> Guess:
-    """A threshold that about as many scores reach as make k unlikely to be missed.
+    """A threshold that enough scores reach for it to be unlikely that one of the k best is missed.
 
-    If c samples lie among the k best on average, the one of rank r = c + 4 sqrt(c) + 4 is wanted, or one up to an eighth further. Of
-    large samples only each thread's best is looked at, unless they are crowded with good ones: of T threads, about T r / (T + r / 2) hold
-    the r best samples, if neighbours do not resemble each other. If many more samples than r reach what is found, they do, and it is looked
-    for again, as many times higher up.
+    If c samples lie among the k best on average, the sample of rank r = c + 4 sqrt(c) + 4 is wanted, or one up to an eighth further. Of
+    large samples only each thread's best is used, unless the samples are crowded with good ones: of T threads, about T r / (T + r / 2) hold
+    the r best samples if neighbours are not alike. If many more samples than r reach the threshold, neighbours are alike, and the search is
+    repeated at a rank smaller by that factor.
     """
     s, counts_s = share.s, share.scratch["counts_s"]
     yet = lanes.minimum(share.length, s.k) * size // lanes.maximum(share.length, 1)
@@ -51,7 +50,7 @@ def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, li
     def look(_, __, ___, ____, need, tries):
         found, low, high = choose.quantile(need, need >> 3, s.threads, looked_at, counts_s)
         count = lanes.warp_reduce(search.sum_of([lanes.where(key >= found, lanes.i32(1), 0) for key in keys]), "add")
-        lanes.cta_barrier(s.threads)  # all have read the counters
+        lanes.cta_barrier(s.threads)  # until all have read the counters
         with lanes.when(lanes.lane() == 0):
             lanes.store_shared(counts_s, lanes.warp(), count)
         lanes.cta_barrier(s.threads)
@@ -75,7 +74,7 @@ def guess_from_sample(share: Share, size: Scalar, sampled: list[tuple[Scalar, li
 
 
 def _square_root(n: Scalar) -> Scalar:
-    """Of an integer below 2^15, not below it by more than the fraction, and at most a little above."""
+    """Square root of an integer below 2^15: rounded down at most by the fraction, and at most a little too large."""
     root = lanes.i32(1) << ((33 - lanes.leading_zeros(n)) >> 1)
     for _ in range(3):
         root = lanes.maximum((root + n // root) >> 1, 1)
@@ -83,7 +82,7 @@ def _square_root(n: Scalar) -> Scalar:
 
 
 def guess_from_hint(share: Share, hint_ref) -> Guess:
-    """The mean key of the scores at the hinted places that exist, between the lowest and the highest (0 if none exists)."""
+    """The mean key of the scores at those hinted places that exist, between the lowest and the highest (0 if none exists)."""
     s, counts_s = share.s, share.scratch["counts_s"]
     keys, theres = [], []
     for start in range(0, s.k, s.threads):

@@ -1,4 +1,4 @@
-"""Scores as integers in the same order, and scores by index: by their bits alone, for as floats some backends make denormals 0."""
+"""Scores as integers in the same order, and scores by index. Both use only bits, because as floats some backends make denormals 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 NO_KEY = -(2**31)
-"""Key of what is no entry."""
+"""Key of a missing entry."""
 
 NAN_KEY = NO_KEY + 1
 """Key of every NaN."""
@@ -25,7 +25,7 @@ def key_of(scores: Float[Array, "*s"]) -> Int[Array, "*s"]:
 
 
 def values_at(scores: Float[Array, "B N"], indices: Int[Array, "B k"]) -> Float[Array, "B k"]:
-    """The scores at these indices of each row, bit by bit; -inf at -1."""
+    """The scores at these indices of each row, with the same bits; -inf at -1."""
     words = f"uint{8 * scores.dtype.itemsize}"
     bits, missing = (jax.lax.bitcast_convert_type(x, words) for x in (scores, jnp.array(-jnp.inf, scores.dtype)))
     found = jnp.take_along_axis(bits, jnp.maximum(indices, 0), axis=1)

@@ -2,12 +2,13 @@
 
 1. Guess a threshold and verify it (`search`): mark the scores that reach it, at least k and at most `capacity`; mostly in one pass.
 2. Collect the marked scores in the shared memory of the cluster's first CTA, in order of place.
-3. Refine: the k best of them by counting (`select_blocks.choose`), exactly, of equal scores the first; written in order of place.
+3. Refine: find the k best of them by counting (`select_blocks.choose`), exactly, of equal scores the first; write them in order of place.
 
-A row of at most `capacity` scores is all candidates: one CTA, step 3 alone.
+In a row of at most `capacity` scores, all are candidates: one CTA, and only step 3.
 
-Memory traffic: the row once (4 N bytes) per pass, nearly always one, the sample, the k results; three times that where 4 does not divide N,
-since such rows are copied first. Source: "Guess-Verify-Refine", section 4; the cluster, the sample and the bound on passes are ours.
+Memory traffic: the row once (4 N bytes) per pass, nearly always one pass; the sample; the k results. It is three times that where 4 does
+not divide N, because such rows are copied first. Source: "Guess-Verify-Refine", section 4; the cluster, the sample and the bound on passes
+are ours.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pallas_kernels.top_k.keys import key_of
 from pallas_kernels.top_k.plan import MOST_K, UNROLLED, Config, Shape, shape_of
 
 COUNTS = ("passes", "candidates", "refinement rounds", "guess cycles", "verify cycles", "collect cycles", "refine cycles")
-"""What `return_counts` adds, of the cluster's first CTA: a column each."""
+"""Columns of the counts that `return_counts` adds, measured by the cluster's first CTA."""
 
 
 def unsupported(call: Call, scores, hint, lengths) -> str | None:
@@ -66,7 +67,7 @@ def _shape(call: Call, scores, hint, lengths) -> Shape:
 def _top_k(s: Shape, scores, hint, lengths, *, sort):
     lanes.check_version()
     num = scores.shape[1]
-    if s.row > num:  # bulk copies come by 16 bytes: such rows are copied to longer ones
+    if s.row > num:  # bulk copies need multiples of 16 bytes: such rows are copied to longer ones
         lengths = jnp.full(s.batch, num, jnp.int32) if lengths is None else jnp.minimum(lengths, num)
         scores = jnp.pad(scores, ((0, 0), (0, s.row - num)))
     inputs = [x for x in (scores, hint, lengths) if x is not None]
@@ -97,25 +98,25 @@ def _top_k(s: Shape, scores, hint, lengths, *, sort):
 
 
 def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
-    """Values, places, and what is counted."""
+    """Values, places, and counts."""
     results = [jax.ShapeDtypeStruct((s.batch, s.k), dtype) for dtype in (jnp.float32, jnp.int32)]
     return results + [jax.ShapeDtypeStruct((s.batch, len(COUNTS)), jnp.int32)] * s.counted
 
 
 def _best_first(values, indices):
-    """The k results of each row again, by score; those that are equal stay in order of place."""
+    """The k results of each row, sorted by score; equal scores stay in order of place."""
     keys = jnp.where(indices < 0, -(2**31), key_of(values))
     _, _, values, indices = lax.sort((~keys, jnp.broadcast_to(jnp.arange(keys.shape[1]), keys.shape), values, indices), num_keys=2)
     return values, indices
 
 
 def rank(s: Shape, row, cta, arrays, scratch) -> None:
-    """All of it, by all threads of all CTAs of a row's cluster. arrays: scores, hint and lengths as far as there are any, outputs."""
+    """The whole kernel, by all threads of all CTAs of a row's cluster. arrays: scores, hint and lengths if there are any, outputs."""
     scores_ref, *others = arrays
     hint_ref = others.pop(0) if s.start == "hint" else None
-    length = lanes.ptx("mov.u32 $0, $1;", lanes.i32(s.row), result="i32")  # compilers would unroll the loops that they know the ends of
+    length = lanes.ptx("mov.u32 $0, $1;", lanes.i32(s.row), result="i32")  # compilers would unroll loops whose end they know
     if s.has_lengths:
-        length = lanes.maximum(lanes.minimum(lanes.load_global(others.pop(0), row), s.row), 0)  # strays must not read elsewhere
+        length = lanes.maximum(lanes.minimum(lanes.load_global(others.pop(0), row), s.row), 0)  # wrong lengths must not read out of bounds
     share = search.share_of(s, scores_ref, scratch, row, cta, length)
     stamps = [_clock(s)]
     if s.whole:
@@ -139,12 +140,12 @@ def rank(s: Shape, row, cta, arrays, scratch) -> None:
 
 
 def _clock(s: Shape):
-    """The multiprocessor's clock, if it is asked for."""
+    """The multiprocessor's clock, if cycles are counted."""
     return lanes.ptx("mov.u32 $0, %clock;", result="i32", convergent=True) if s.counted else None
 
 
 def _count(s: Shape, row, numbers, stamps, counts_ref) -> None:
-    """The columns of `COUNTS`."""
+    """Write the columns of `COUNTS`."""
     cycles = [after - before for before, after in itertools.pairwise(stamps)]
     with lanes.when(lanes.thread() == 0):
         for n, number in enumerate((*numbers, *cycles)):
@@ -152,19 +153,19 @@ def _count(s: Shape, row, numbers, stamps, counts_ref) -> None:
 
 
 def _guess(share: search.Share, hint_ref):
-    """The first threshold and the keys it lies between, while the row is on its way."""
+    """The first threshold and the keys that it lies between, while the row is being copied."""
     if share.s.start == "hint":
         search.fetch(share)
         guess = guesses.guess_from_hint(share, hint_ref)
     else:
-        sampled = guesses.sample(share)  # first: what is asked for after the row arrives after it
+        sampled = guesses.sample(share)  # before the row: loads that start after the row arrive after it
         search.fetch(share)
         guess = guesses.guess_from_sample(share, *sampled)
     return guess
 
 
 def _take_all(share: search.Share) -> None:
-    """The whole row as candidates."""
+    """Make the whole row candidates."""
     s = share.s
     for start in range(0, s.row, s.threads * UNROLLED):
         places = [lanes.thread() + i for i in range(start, min(start + s.threads * UNROLLED, s.row), s.threads)]
@@ -176,7 +177,7 @@ def _take_all(share: search.Share) -> None:
 
 
 def _refine(share: search.Share, total, most: int, outs):
-    """The k best of at most `most` candidates to global memory, then -inf and -1; returns the rounds it took."""
+    """Write the k best of at most `most` candidates to global memory, then -inf and -1. Returns the rounds of counting."""
     s, pool_s = share.s, share.scratch["pool_s"]
     values_ref, indices_ref = outs[:2]
     place = {"block": share.row, "block_bytes": 4 * s.k}

@@ -1,4 +1,4 @@
-"""How the Mosaic GPU kernel of `top_k` shares out a row, and what it keeps in shared memory: sizes, used by the kernel and its replay."""
+"""How the Mosaic GPU kernel of `top_k` divides a row, and what it keeps in shared memory. The kernel and its replay use these sizes."""
 
 from __future__ import annotations
 
@@ -8,48 +8,47 @@ from pallas_kernels.hopper import clusters, lane_copies, lanes
 from pallas_kernels.select_blocks import choose
 
 GROUP = 128
-"""Scores that a warp looks at in one go, and whose answers are four words of a mask."""
+"""Scores that a warp compares at once. The results are four words of a mask."""
 
 UNROLLED = 8
-"""Loads that a thread has on their way at once."""
+"""Loads that a thread has in flight at once."""
 
 CHUNK = 4
-"""Groups that a warp takes at a time, if it has as many."""
+"""Groups that a warp takes at a time, if it has that many."""
 
 MOST_COPIES = 4
-"""Chunks of a warp that are on their way at once, and of a share that stays in shared memory."""
+"""Most chunks of a warp in flight at once, and most chunks of a warp in a share that stays in shared memory."""
 
 TOGETHER = 4
-"""Neighbouring scores of a sample that are read at once: 16 bytes, because memory is slow with scattered words."""
+"""Neighbouring scores of a sample that are read at once: 16 bytes, because memory is slow for scattered words."""
 
 MOST_K = 4096
 MOST_CAPACITY = 12288
 MOST_CTAS = 16
 
 WHOLE = 8192
-"""A row of up to so many scores is all candidates, whatever k is: to look for a threshold first takes longer."""
+"""In a row of up to this many scores, all are candidates, whatever k is: finding a threshold first would take longer."""
 
 LEAST_SHARE = 4096
-"""Scores that a CTA of a cluster gets at least: fewer CTAs agree sooner."""
+"""Fewest scores per CTA of a cluster: fewer CTAs synchronise faster."""
 
 SHORT_ROW = 32768
-"""Up to so many scores half the usual sample will do."""
+"""Up to this many scores, half the usual sample is enough."""
 
 MOST_SECANTS = 5
-"""Passes that look for a threshold by interpolation before digits do."""
+"""Most passes that search for a threshold by interpolation. After them, digits are counted."""
 
 STARTS = ("sample", "hint")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Choices that change the time, never the answer.
+    """Choices that change the time, never the result. Raises ValueError for other values.
 
     start: where the first threshold comes from, "sample" (scores from all over the row) or "hint" (the mean of the hinted scores).
-    capacity: candidates that are refined at most, a multiple of 512; None: by k, and what a short row has. sample: scores looked at, a
-    multiple of 2,048; None: by the length of a row. ctas: of the cluster that serves a row, at most 16; None: by the batch and the length
-    of a row. A row of at most `capacity` scores is all candidates: there is no threshold, and one CTA.
-    Raises ValueError for other values.
+    capacity: most candidates that are refined, a multiple of 512; None: from k and, for a short row, its length. In a row of at most
+    `capacity` scores, all are candidates: there is no threshold, and one CTA. sample: scores in the sample, a multiple of 2,048; None: from
+    the length of a row. ctas: of the cluster that serves a row, at most 16; None: from the batch and the length of a row.
     """
 
     start: str = "sample"
@@ -70,7 +69,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the kernel's code depends on. row: scores of a row, a multiple of 4. ctas: of the cluster that serves a row."""
+    """Everything that the kernel's code depends on. row: scores of a row, a multiple of 4. ctas: of the cluster that serves a row."""
 
     batch: int
     row: int
@@ -95,23 +94,23 @@ class Shape:
 
     @property
     def most_candidates(self) -> tuple[int, ...]:
-        """Numbers of candidates that there is code for: what a thread does for one that is not there takes time, too."""
-        steps = {max(1024, -(-(self.k * quarters) // 2048) * 512) for quarters in (7, 9)}  # 1.75 k is usual, 2.25 k is rare
+        """Numbers of candidates for which there is code. Threads spend time on missing candidates too, so there are several."""
+        steps = {max(1024, -(-(self.k * quarters) // 2048) * 512) for quarters in (7, 9)}  # usually 1.75 k, rarely 2.25 k
         return (*sorted(step for step in steps if step < self.capacity), self.capacity)
 
     @property
     def crowded(self) -> bool:
-        """Whether so many samples belong to the k best that most threads have one or more of them."""
+        """Whether so many samples are among the k best that most threads have one or more of them."""
         return 4 * self.k * self.sample > self.row * self.threads
 
     @property
     def groups(self) -> int:
-        """Groups of `GROUP` scores of a CTA, at most."""
+        """Most groups of `GROUP` scores of a CTA."""
         return -(-self.row // (GROUP * self.ctas))
 
     @property
     def groups_per_thread(self) -> int:
-        """Consecutive groups whose masks a thread adds up."""
+        """Consecutive groups whose masks a thread counts."""
         return -(-self.groups // self.threads)
 
     @property
@@ -121,7 +120,7 @@ class Shape:
 
     @property
     def chunks(self) -> int:
-        """Chunks of a warp, at most: one in `warps`."""
+        """Most chunks of a warp: it has one in `warps`."""
         return -(-self.groups // (self.warps * self.chunk))
 
     @property
@@ -131,8 +130,8 @@ class Shape:
 
     @property
     def small_words(self) -> dict[str, int]:
-        """Words of shared memory beside `pool_s`. arrivals_s: of each warp's chunks on their way. masks_s: a bit per score
-        of the share. before_s: candidates before each group. totals_s: of every CTA, for two passes in turn."""
+        """Words of shared memory beside `pool_s`. arrivals_s: for each warp's chunks in flight. masks_s: a bit per score of the share.
+        before_s: candidates before each group. totals_s: of every CTA, alternating between two passes."""
         words = {"counts_s": choose.SCRATCH_WORDS, "notes_s": 64}
         if not self.whole:
             words |= {"arrivals_s": lane_copies.ARRIVAL_WORDS * self.warps * MOST_COPIES}
@@ -141,24 +140,24 @@ class Shape:
 
     @property
     def list_at(self) -> int:
-        """Word of `pool_s` from which on places in the share are listed, behind (key, place) of the candidates or, before there are any,
-        the digits' counts of every CTA."""
+        """The word of `pool_s` at which the list of places in the share starts. It is after (key, place) of the candidates or, before there
+        are any, the counts of digits of every CTA."""
         return max(2 * self.capacity, choose.BINS * self.ctas)
 
     @property
     def stays(self) -> bool:
-        """Whether the share stays in shared memory, behind the list. If not it passes through, where candidates and list will be."""
+        """Whether the share stays in shared memory, after the list. If not, it streams through the words of candidates and list."""
         room = lanes.SHARED_WORDS - sum(self.small_words.values()) - self.list_at - self.capacity
         return not self.whole and self.chunks <= MOST_COPIES and room >= self.turn_words * self.chunks
 
     @property
     def data_at(self) -> int:
-        """Word of `pool_s` from which on the share's scores are."""
+        """The word of `pool_s` at which the share's scores start."""
         return self.list_at + self.capacity if self.stays else choose.BINS * self.ctas
 
     @property
     def slots(self) -> int:
-        """Chunks of a warp that `pool_s` has room for."""
+        """Chunks of a warp for which `pool_s` has room."""
         if self.stays:
             return self.chunks
         room = lanes.SHARED_WORDS - sum(self.small_words.values()) - self.data_at
@@ -166,11 +165,11 @@ class Shape:
 
     @property
     def fits(self) -> bool:
-        """Whether there is shared memory for it."""
+        """Whether shared memory is large enough."""
         return sum(self.scratch_words().values()) <= lanes.SHARED_WORDS and (self.whole or self.slots > 0)
 
     def scratch_words(self) -> dict[str, int]:
-        """All of shared memory."""
+        """Words of all shared memory, by name."""
         if self.whole:
             return {"pool_s": self.list_at} | self.small_words
         data_end = self.data_at + self.turn_words * self.slots
@@ -178,7 +177,7 @@ class Shape:
 
 
 def shape_of(batch: int, row: int, k: int, config: Config, *, has_lengths: bool, counted: bool) -> Shape:
-    """The sizes of a call. Raises ValueError for a config whose capacity does not hold k."""
+    """The sizes of a call. Raises ValueError for a config whose capacity is less than k."""
     capacity = config.capacity or _capacity(k, row)
     if capacity < min(k, row):
         raise ValueError(f"capacity {capacity} of the config is less than k {k}; leave it None or take at least k")
@@ -200,7 +199,7 @@ def _capacity(k: int, row: int) -> int:
 
 
 def _sample(row: int) -> int:
-    """2,048 scores of a short row, of others 4,096 or, rounded up to a power of two, every 128th, at most 16,384."""
+    """2,048 scores of a short row. Of others every 128th, rounded up to a power of two, at least 4,096 and at most 16,384."""
     return 2048 if row <= SHORT_ROW else min(max(4096, _power_of_two(row // 128)), 16384)
 
 

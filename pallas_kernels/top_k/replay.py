@@ -1,7 +1,7 @@
-"""The decisions of the Mosaic GPU kernel of `top_k`, once more in plain Python: which thresholds it tries, and what it counts.
+"""The decisions of the Mosaic GPU kernel of `top_k`, repeated in plain Python: which thresholds it tries, and what it counts.
 
-`replay_row` takes one row and gives the first three counts of `return_counts`, and the thresholds. It shares the sizes (`plan`) with the
-kernel and nothing else, so that the two can be held against each other; and it tells how many passes a row takes without a GPU.
+`replay_row` takes one row and returns the first three counts of `return_counts`, and the thresholds. It shares only the sizes (`plan`) with
+the kernel, so tests can compare the two. It also shows without a GPU how many passes a row takes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Replay:
 
 
 def replay_row(s: Shape, row: np.ndarray, hint: np.ndarray | None = None) -> Replay:
-    """What the kernel does with a row (float32 `[length]`, without what lies past its length), as `s` shares it out."""
+    """The kernel's decisions for a row (float32 `[length]`, without entries past its length), with the sizes `s`."""
     keys = keys_of(row)
     if s.whole:
         return Replay(1, row.size, refinement_rounds(s, keys), ())
@@ -64,7 +64,7 @@ def _target(s: Shape) -> int:
 
 def keys_of(row: np.ndarray) -> np.ndarray:
     """Integers (int64) that order as the scores do, NaN lowest."""
-    with np.errstate(invalid="ignore"):  # NaNs that signal
+    with np.errstate(invalid="ignore"):  # signalling NaNs
         bits = (row.astype(np.float32) + np.float32(0)).view(np.int32).astype(np.int64)
     return np.where(np.isnan(row), NAN_KEY, np.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
 
@@ -101,7 +101,7 @@ def _guess(s: Shape, keys: np.ndarray, hint: np.ndarray | None) -> tuple[int, in
 
 
 def sample_places(length: int, sample: int) -> list[int]:
-    """Where `TOGETHER` neighbours are sampled: a scattered place in each cell of a row, of which the first ones may be longer."""
+    """Places at which `TOGETHER` neighbours are sampled: a scattered place in each cell of a row. The first cells may be longer."""
     units = length // TOGETHER
     size = min(units, sample // TOGETHER)
     width, rest = divmod(units, size) if size else (0, 0)
@@ -120,8 +120,8 @@ def _square_root(n: int) -> int:
 
 
 def _narrow(keys: np.ndarray, low: int, bits: int, need: int) -> tuple[int, int, int, int]:
-    """One round of counting the keys in [low, low + 2^bits) by 256 intervals: of the one in which the `need`-th from above lies, the start,
-    the bits, how many lie in it, and how many above."""
+    """One round of counting the keys in [low, low + 2^bits) by 256 intervals. For the interval that holds the `need`-th key from above: its
+    start, its bits, how many keys lie in it, and how many above."""
     shift = max(bits - 8, 0)
     offset = keys[(keys >= low) & (keys - low < 1 << bits)] - low
     counts = np.bincount(offset >> shift, minlength=BINS)
@@ -150,7 +150,7 @@ def _descend(keys: np.ndarray, low: int, bits: int, need: int, slack: int = 0) -
 
 
 def refinement_rounds(s: Shape, keys: np.ndarray) -> int:
-    """Rounds of counting that find the k best of some candidates, of equal ones the first."""
+    """Rounds of counting that find the k best of some candidates, of equal keys the first."""
     if not keys.size:
         return 1
     threshold, rounds, above, exact = _descend(keys, int(keys.min()), _bits(keys), s.k)
@@ -162,7 +162,7 @@ def refinement_rounds(s: Shape, keys: np.ndarray) -> int:
 
 
 def _by_digits(s: Shape, keys: np.ndarray, tried: list[int]) -> Replay:
-    """The way that always ends."""
+    """The search by digits, which always ends."""
     low, bits, above, reach, passes = NO_KEY, 32, 0, math.inf, len(tried)
     while bits and reach > s.capacity:
         low, bits, inside, beyond = _narrow(keys, low, bits, s.k - above)
@@ -177,7 +177,7 @@ def _by_digits(s: Shape, keys: np.ndarray, tried: list[int]) -> Replay:
 
 
 def _quotient(a: int, b: int) -> int:
-    """As processors divide: toward zero."""
+    """Integer division as processors do it: toward zero."""
     return abs(a) // b * (1 if a >= 0 else -1)
 
 

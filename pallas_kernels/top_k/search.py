@@ -1,13 +1,13 @@
-"""Stages of the Mosaic GPU kernel of `top_k`: a threshold that a few more than k scores of a row reach, and which these are.
+"""Stages of the Mosaic GPU kernel of `top_k`: find a threshold that a few more than k scores of a row reach, and list these scores.
 
-Guess (`guesses`): a threshold from the scores at the hinted places, or from a sample of the row. Verify: all CTAs of the row's cluster
-mark the scores that reach it, a bit each, and count them; while they are fewer than k or more than fit, the next threshold comes from the
-sample again, by how far off the count was, then from the secant through the counts. If that does not end, digits are counted, which always
-does: at last the k-th best score itself is known, and of those that equal it the first ones are marked. Marks never overflow, however the
-best scores are clustered, and keep the row's order.
+Guess (`guesses`): a threshold from the scores at the hinted places, or from a sample of the row. Verify: all CTAs of the row's cluster mark
+the scores that reach it, one bit each, and count them. While they are fewer than k or more than fit, the next threshold comes from the
+sample again, by how far off the count was, and then from the secant through the counts. If that does not end, digits are counted, which
+always ends: at last the k-th best score itself is known, and of the scores that equal it the first ones are marked. Marks never overflow,
+however the best scores are clustered, and they keep the row's order.
 
-Scores are compared as order-preserving integers ("keys"), thresholds too; the secant runs in them, so that every number here is an integer
-and `replay` comes to the same. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; the marks and the digits are ours.
+Scores and thresholds are compared as order-preserving integers ("keys"). The secant uses them too, so every number here is an integer, and
+`replay` gets the same numbers. Source: "Guess-Verify-Refine", sections 4.2.1 to 4.2.3; the marks and the digits are ours.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ GO_ON, FOUND, GIVE_UP = 0, 1, 2
 
 
 def key_of(word: Scalar) -> Scalar:
-    """The key of a score's bits: a NaN below -inf, -0 as 0."""
+    """The key of a score's bits: a NaN is below -inf, -0 is 0."""
     score = lanes.bits(word)
     b = lanes.bits(score + 0.0)
     return lanes.where(score != score, NAN_KEY, b ^ ((b >> 31) & 0x7FFFFFFF))
 
 
 def score_of(key: Scalar) -> Scalar:
-    """The score with this key; -inf for lower ones."""
+    """The score with this key; -inf for lower keys."""
     key = lanes.maximum(key, MINUS_INFINITY_KEY)
     return lanes.bits(key ^ ((key >> 31) & 0x7FFFFFFF))
 
 
 @dataclasses.dataclass(frozen=True)
 class Guess:
-    """threshold: the key to try first. low, high: keys that it lies between. another: (scores that reached it) -> another one, None if
-    there is nothing to find it by."""
+    """threshold: the key to try first. low, high: keys that it lies between. another: (scores that reached it) -> another key, None if
+    nothing can give one."""
 
     threshold: Scalar
     low: Scalar
@@ -52,7 +52,7 @@ class Guess:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What a CTA has of a row: `groups` groups of `GROUP` scores from group `first` on. scores_ref: all rows. length: of this one."""
+    """A CTA's part of a row: `groups` groups of `GROUP` scores from group `first` on. scores_ref: all rows. length: of this row."""
 
     s: Shape
     scores_ref: object
@@ -65,23 +65,23 @@ class Share:
 
     @property
     def place(self) -> dict:
-        """Of the row, for functions that read global memory."""
+        """The row's place, as arguments of functions that read global memory."""
         return {"block": self.row, "block_bytes": 4 * self.s.row}
 
 
 def share_of(s: Shape, scores_ref, scratch: dict, row: Scalar, cta: Scalar, length: Scalar) -> Share:
-    """The row's groups, dealt out evenly: to the last CTAs fewer, or none."""
+    """The row's groups, dealt out evenly; the last CTAs get fewer, or none."""
     groups = (length + (GROUP - 1)) // GROUP
     each = (groups + (s.ctas - 1)) // s.ctas
     first = cta * each
     return Share(s, scores_ref, scratch, row, cta, length, lanes.maximum(lanes.minimum(groups - first, each), 0), first)
 
 
-# The share on its way: a warp has one chunk of groups in `warps`, which its first lane sends for.
+# Copies of the share: a warp has one chunk of groups in `warps`. Its first lane starts their copies.
 
 
 def fetch(share: Share) -> None:
-    """Start fetching as much of the share as fits, while the threshold is being found."""
+    """Start copying as much of the share as fits, while the threshold is being found."""
     s = share.s
     lane_copies.make_arrivals(share.scratch["arrivals_s"], s.warps * s.slots, s.threads)
 
@@ -93,28 +93,28 @@ def fetch(share: Share) -> None:
 
 
 def _first_group(share: Share, n: Scalar) -> Scalar:
-    """The first group, in the share, of the warp's chunk number n."""
+    """The first group, in the share, of the warp's chunk `n`."""
     return (n * share.s.warps + lanes.warp()) * share.s.chunk
 
 
 def _words_left(share: Share, n: Scalar) -> Scalar:
-    """How many scores the share has from the warp's chunk number n on."""
+    """How many scores the share has from the warp's chunk `n` on."""
     return lanes.minimum(share.groups * GROUP, share.s.row - share.first * GROUP) - _first_group(share, n) * GROUP
 
 
 def _slot(share: Share, n: Scalar) -> Scalar:
-    """The word of `pool_s` where the warp's chunk number n starts."""
+    """The word of `pool_s` at which the warp's chunk `n` starts."""
     s = share.s
     return (n % s.slots) * s.turn_words + lanes.warp() * (GROUP * s.chunk) + s.data_at
 
 
 def _arrival(share: Share, n: Scalar) -> Scalar:
-    """The arrival of the warp's chunk number n."""
+    """The arrival of the warp's chunk `n`."""
     return (n % share.s.slots) * share.s.warps + lanes.warp()
 
 
 def _fetch_chunk(share: Share, n: Scalar) -> None:
-    """Start copying the warp's chunk number n, if it has one, to its slot."""
+    """Start copying the warp's chunk `n` to its slot, if the warp has that chunk."""
     s, left = share.s, _words_left(share, n)
     with lanes.when((lanes.lane() == 0) & (left > 0)):
         start = (share.first + _first_group(share, n)) * GROUP * 4
@@ -124,8 +124,8 @@ def _fetch_chunk(share: Share, n: Scalar) -> None:
 
 
 def _each_chunk(share: Share, use: Callable, again: Scalar) -> None:
-    """Call `use(first, words)` for a warp's chunks: the first group, and a function that gives this lane's four consecutive words of group
-    `first + i`. Past the row's length they may be anything, past the share 0.
+    """Call `use(first, words)` for each chunk of a warp: the first group, and a function that returns this lane's four consecutive words of
+    group `first + i`. Words past the row's length may be anything; past the share they are 0.
 
     again: 1 if this is not the first pass.
     """
@@ -151,7 +151,7 @@ def _each_chunk(share: Share, use: Callable, again: Scalar) -> None:
 
 
 def _clear_words(share: Share, slot: Scalar, left: Scalar) -> None:
-    """The lane's words of a chunk past what is left."""
+    """Set the lane's words of a chunk to 0 past what is left."""
     zero = [lanes.i32(0)] * 4
     for i in range(share.s.chunk):
         at = lanes.lane() * 4 + i * GROUP
@@ -160,7 +160,7 @@ def _clear_words(share: Share, slot: Scalar, left: Scalar) -> None:
 
 
 def sum_of(values: Iterable[Scalar]) -> Scalar:
-    """Of this thread's numbers."""
+    """Sum of this thread's numbers."""
     return functools.reduce(lambda a, b: a + b, values)
 
 
@@ -168,7 +168,7 @@ def sum_of(values: Iterable[Scalar]) -> Scalar:
 
 
 def _mark(share: Share, reaches: Callable, again: Scalar, more: bool = False) -> None:
-    """Set the bit of each score whose word `reaches`, clear the others; more: leave these as they are. again: see `_each_chunk`."""
+    """Set the bit of each score whose word `reaches`; clear the other bits, or keep them if `more`. again: see `_each_chunk`."""
     s, masks_s = share.s, share.scratch["masks_s"]
 
     def use(first, words):
@@ -179,7 +179,7 @@ def _mark(share: Share, reaches: Callable, again: Scalar, more: bool = False) ->
                 if more:
                     of_group = [a | b for a, b in zip(of_group, lanes.load_shared(masks_s, (first + i) * 4, count=4), strict=True)]
                 lanes.store_shared(masks_s, (first + i) * 4, *of_group)
-            with lanes.when(left < GROUP * s.chunk):  # the row ends here, or ended
+            with lanes.when(left < GROUP * s.chunk):  # the row ends in or before this chunk
                 for i in range(s.chunk):
                     _clear_past(masks_s, first + i, left - i * GROUP)
 
@@ -188,7 +188,7 @@ def _mark(share: Share, reaches: Callable, again: Scalar, more: bool = False) ->
 
 
 def _clear_past(masks_s, group: Scalar, left: Scalar) -> None:
-    """Clear the marks of a group but for its first `left` scores: bit l of word j is that of score 4 l + j."""
+    """Clear the marks of a group past its first `left` scores. Bit l of word j belongs to score 4 l + j."""
     counts = [lanes.maximum(lanes.minimum((left - j + 3) >> 2, 32), 0) for j in range(4)]
     there = [lanes.shift_right(lanes.i32(-1), 32 - count) for count in counts]
     masks = lanes.load_shared(masks_s, group * 4, count=4)
@@ -196,10 +196,10 @@ def _clear_past(masks_s, group: Scalar, left: Scalar) -> None:
 
 
 def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
-    """Count the marks: to `before_s`, how many this CTA has before each of its groups. Returns how many the CTAs before it have, how many
-    it has, and all.
+    """Count the marks. Write to `before_s` how many this CTA has before each of its groups. Returns how many the CTAs before it have, how
+    many it has, and all.
 
-    turn: a number that differs from the one before by an odd number.
+    turn: a number that differs from that of the call before by an odd number.
     """
     s, scratch = share.s, share.scratch
     groups = [lanes.thread() * s.groups_per_thread + i for i in range(s.groups_per_thread)]
@@ -223,12 +223,12 @@ def _tally(share: Share, turn: Scalar) -> tuple[Scalar, Scalar, Scalar]:
 
 
 def put(s: Shape, cta: Scalar | int, ref, offset: Scalar, *words: Scalar) -> None:
-    """1 or 2 words to shared memory of a CTA of the cluster, which runs: Mosaic starts a kernel with a barrier of the cluster."""
+    """Store 1 or 2 words to shared memory of a CTA of the cluster. That CTA runs: Mosaic starts a kernel with a barrier of the cluster."""
     lanes.store_cluster(cta, ref, offset, *words) if s.ctas > 1 else lanes.store_shared(ref, offset, *words)
 
 
 def meet(s: Shape) -> None:
-    """Wait for the cluster; what its CTAs sent is there."""
+    """Wait for the cluster. What its CTAs sent has then arrived."""
     lanes.cluster_barrier() if s.ctas > 1 else lanes.cta_barrier(s.threads)
 
 
@@ -246,7 +246,7 @@ def mark_candidates(share: Share, guess: Guess) -> list[Scalar]:
         low, at_low = lanes.where(many, t, low), lanes.where(many, total, at_low)
         high, at_high = lanes.where(few, t, high), lanes.where(few, total, at_high)
         last, (t, stuck) = t, _secant(s, low, at_low, high, at_high)
-        if guess.another:  # the sample is a better guide than the secant to its lowest or highest score
+        if guess.another:  # the sample predicts better than the secant through its lowest or highest score
             again = lanes.where((few | many) & (passes == 0), lanes.i32(1), 0)
             other, _ = lanes.while_loop(lambda _, again: again == 1, lambda *_: (guess.another(total), lanes.i32(0)), [t, again])
             t = lanes.where((few & (other < last)) | (many & (other > last)), other, t)
@@ -258,7 +258,7 @@ def mark_candidates(share: Share, guess: Guess) -> list[Scalar]:
     carry = [guess.threshold, guess.low, share.length, guess.high, *[nothing] * 5, lanes.i32(GO_ON)]
     found = lanes.while_loop(lambda *carry: carry[-1] == GO_ON, verify, carry)[5:]
 
-    # As an `if` with results: a loop that runs once or not at all.
+    # A loop that runs once or never serves as an `if` with results.
     def by_digits(_, __, ___, passes, ____):
         return *_search_digits(share, passes), lanes.i32(FOUND)
 
@@ -275,15 +275,15 @@ def _secant(s: Shape, low, at_low, high, at_high) -> tuple[Scalar, Scalar]:
 
 
 def target_of(s: Shape) -> int:
-    """Candidates that a further threshold aims at."""
+    """Number of candidates that later thresholds aim at."""
     return s.k + (s.capacity - s.k) // 4
 
 
-# The way that always ends.
+# The search by digits, which always ends.
 
 
 def _search_digits(share: Share, passes: Scalar) -> tuple[Scalar, ...]:
-    """Narrow the keys among which the k-th best is, 8 bits a pass, until few enough reach the lowest of them. Returns as
+    """Narrow the keys that may be the k-th best, 8 bits a pass, until few enough scores reach the lowest of them. Returns as
     `mark_candidates`."""
     s = share.s
     nothing, again = lanes.i32(0), lanes.i32(1)
@@ -296,7 +296,7 @@ def _search_digits(share: Share, passes: Scalar) -> tuple[Scalar, ...]:
 
     carry = [lanes.i32(choose.NO_KEY), lanes.i32(32), nothing, lanes.i32(2**31 - 1), passes]
     low, _, above, reach, passes = lanes.while_loop(lambda low, bits, _, reach, __: (bits > 0) & (reach > s.capacity), narrow, carry)
-    equal = reach > s.capacity  # more scores equal the k-th best than fit
+    equal = reach > s.capacity  # more scores than fit equal the k-th best
     with lanes.when(~equal):
         _mark(share, lambda word: key_of(word) >= low, again)
     with lanes.when(equal):
@@ -309,7 +309,7 @@ def _search_digits(share: Share, passes: Scalar) -> tuple[Scalar, ...]:
 
 
 def _count_digits(share: Share, low, bits, shift, need) -> tuple[Scalar, Scalar, Scalar]:
-    """Of the row's keys in [low, low + 2^bits), by their digit from bit `shift` on: `choose.find_bin` for `need`."""
+    """Count the row's keys in [low, low + 2^bits) by their digit from bit `shift` on. Returns `choose.find_bin` for `need`."""
     s, counts_s, of_ctas = share.s, share.scratch["counts_s"], share.scratch["pool_s"]
     counters = lanes.thread() < choose.BINS
     with lanes.when(counters):
@@ -340,12 +340,12 @@ def _count_digits(share: Share, low, bits, shift, need) -> tuple[Scalar, Scalar,
         lanes.store_shared(counts_s, lanes.thread(), sum_of(counts))
     meet(s)
     _, found, inside, beyond = choose.find_bin(counts_s, lanes.i32(0), need)
-    lanes.cta_barrier(s.threads)  # all have read the counters
+    lanes.cta_barrier(s.threads)  # until all have read the counters
     return found, inside, beyond
 
 
 def _keep_first(share: Share, left: Scalar) -> None:
-    """Clear this CTA's marks but for the first `left` ones."""
+    """Clear all of this CTA's marks except the first `left`."""
     masks_s, before_s = share.scratch["masks_s"], share.scratch["before_s"]
 
     def of_group(n):
@@ -395,7 +395,7 @@ def collect(share: Share, start: Scalar, mine: Scalar) -> None:
 
 
 def _list_marks(share: Share) -> None:
-    """The places of this CTA's marked scores in its share, in order, to `pool_s` from `list_at` on."""
+    """Write the places of this CTA's marked scores in its share, in order, to `pool_s` from `list_at` on."""
     s, scratch = share.s, share.scratch
 
     def of_word(n):
