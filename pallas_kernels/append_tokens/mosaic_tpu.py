@@ -1,13 +1,13 @@
-"""append_tokens for TPU: one kernel, pool and indexes in place; a page that fills is sealed in the launch that fills it.
+"""append_tokens for TPU: one kernel, pool and indexes in place; a page that fills is sealed in the same launch.
 
-Algorithm. A copy moves whole groups of 8 rows of a page, so new tokens are brought to the groups in which they will lie first (in XLA; of
-one token a broadcast). The grid is (B, tiles of `Config.tile_tokens` rows, at most a page). A grid cell copies the groups that it touches
+Algorithm. A copy moves whole groups of 8 rows of a page. So XLA first brings new tokens into the groups in which they will lie (for one
+token, by a broadcast). The grid is (B, tiles of `Config.tile_tokens` rows, at most a page). A grid cell copies the groups that it changes
 from the pool, all KV heads at once, puts the valid tokens into them, and copies them back. If one of its tokens is the last of a page, it
-copies the page's keys, builds every index from them in float32, head by head, and copies the rows out. A page gets its tokens from one
-sequence, whose tiles are walked in order, so that a cell reads what those before it wrote.
+copies the page's keys, builds every index from them in float32, head by head, and copies the index rows out. A page gets its tokens from
+one sequence, whose tiles are walked in order, so a cell reads what earlier cells wrote.
 
-Memory traffic: per group of 8 tokens that holds a new one `2 * 8 * K * D * itemsize` bytes of K and V in, as many out; the new tokens,
-padded to groups, once; for a page that fills its keys, `K * P * D * itemsize` bytes, once, and its index rows out.
+Memory traffic: for each group of 8 tokens that holds a new one, `2 * 8 * K * D * itemsize` bytes of K and V in, and as many out; the new
+tokens, padded to groups, once; for a page that fills, its keys, `K * P * D * itemsize` bytes, once, and its index rows out.
 
 Source: bounds of Quest (Tang et al., ICML 2024).
 """
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.lax import rem  # on traced values: `%` minds signs, which needs the chip's generation when lowering
+from jax.lax import rem  # `%` of traced values also handles signs, and lowering that needs the chip's generation
 
 from pallas_kernels import dispatch
 from pallas_kernels.append_tokens.api import Call, Kinds
@@ -36,7 +36,7 @@ GROUP = SUBLANES
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """tile_tokens: rows of new tokens that a grid cell writes, a multiple of 8; at most those of a page are taken."""
+    """tile_tokens: rows of new tokens that a grid cell writes, a multiple of 8. A tile has at most the tokens of a page."""
 
     tile_tokens: int = 128
 
@@ -47,7 +47,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What is known when compiling. groups: of a tile. tiles: of a row of the batch."""
+    """Values known at compile time. groups: of a tile. tiles: of a row of the batch."""
 
     kv_heads: int
     page_size: int
@@ -63,7 +63,7 @@ def _sizes(call: Call, pages, k) -> _Sizes:
 
 
 def unsupported(call: Call, pages, indexes, k, v, positions, valid, table, frames) -> str | None:
-    """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
+    """Why this kernel cannot take this valid input, with the values, or None if it can. Uses only shapes and dtypes."""
     arrays = dispatch.signature(k_pages=pages.k, v_pages=pages.v, k=k)
     if reason := unlike(pages):
         return reason
@@ -79,15 +79,15 @@ def unsupported(call: Call, pages, indexes, k, v, positions, valid, table, frame
     sizes = _sizes(call, pages, k)
     scalars = 4 * k.shape[0] * (1 + sizes.tiles * (2 * sizes.groups + 2))
     if scalars > SMEM_BYTES:
-        return f"where tokens go takes {scalars} bytes of scalar memory, at most {SMEM_BYTES} are there; {arrays}"
+        return f"the places of tokens take {scalars} bytes of scalar memory, at most {SMEM_BYTES} are available; {arrays}"
     vectors = _vmem_bytes(sizes, pages)
     if vectors > VMEM_BYTES:
-        return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; {arrays}"
+        return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are available; {arrays}"
     return None
 
 
 def _vmem_bytes(sizes: _Sizes, pages) -> int:
-    """Tokens, double-buffered, and the groups that they go to; a page of keys and its rows; a head of it in float32, and what it gives."""
+    """Tokens, double-buffered, and the groups that they go to; a page of keys and its index rows; a head in float32, and its results."""
     row = sizes.kv_heads * pages.head_dim * pages.k.dtype.itemsize
     moved = (2 * 2 + 2) * sizes.groups * GROUP * row
     if not sizes.kinds:
@@ -101,7 +101,7 @@ def append_tokens(call: Call, pages, indexes, k, v, positions, valid, table, fra
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
-    Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do.
+    Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take.
     """
     reason = unsupported(call, pages, indexes, k, v, positions, valid, table, frames)
     if reason is not None:
@@ -118,7 +118,7 @@ def _append(pages, indexes, k, v, positions, valid, table, frames, *, sizes: _Si
     scalars, tokens = _places(sizes, positions, valid, table, frames)
     new = [_in_groups(sizes, x.astype(pages.k.dtype), tokens) for x in (k, v)]
     rows = [_without_ones(indexes[name]) for name in names]
-    # of a pool XLA knows that it does not fit into vector memory, where it would bring a small index and fetch it back
+    # pools do not fit into vector memory, and stay in HBM; XLA would copy a small index to vector memory and back
     pools = [pages.k, pages.v, *(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in rows)]
     of_cell = pl.BlockSpec((1, 1, sizes.groups, sizes.kv_heads, GROUP, head_dim), lambda row, tile, *_: (row, tile, 0, 0, 0, 0))
     in_hbm, slot = pl.BlockSpec(memory_space=pltpu.HBM), pltpu.VMEM((sizes.groups, sizes.kv_heads, GROUP, head_dim), pages.k.dtype)
@@ -144,15 +144,15 @@ def _append(pages, indexes, k, v, positions, valid, table, frames, *, sizes: _Si
 
 
 def _without_ones(index):
-    """An index as XLA keeps it, else it would be copied: rows of 16 bits lie in pairs, and an axis of size 1 among the last three moves."""
+    """An index as XLA keeps it, else it would be copied: rows of 16 bits lie in pairs, and axes of size 1 among the last three move."""
     if index.dtype.itemsize == 4:
         return index
     return index.reshape(*index.shape[:2], *(n for n in index.shape[2:4] if n > 1), index.shape[4])
 
 
 def _places(sizes: _Sizes, positions, valid, table, frames):
-    """Where tokens go, as scalars in 1D (first row of each sequence's groups; per group its frame, -1 for none, and a bit for each row that
-    is new; per tile the page id and the frame of the page that it fills, or -1), and the token of each row `[B, rows]`."""
+    """Where tokens go, as scalars in 1D (first row of each sequence's groups; per group its frame, -1 for none, and a bit for each new row;
+    per tile the page id and the frame of the page that it fills, or -1), and the token of each row `[B, rows]`."""
     (batch, num_tokens), page_size, per_tile = positions.shape, sizes.page_size, sizes.groups * GROUP
     first = positions[:, :1]
     base = first // GROUP * GROUP
@@ -179,15 +179,15 @@ def _in_groups(sizes: _Sizes, x, token):
 
 
 def _kernel(sizes: _Sizes, base, group_frames, bits, sealed_pages, sealed_frames, k_new, v_new, *rest):
-    """One tile of one sequence. Pools come as operands and as results, which are the same memory; then scratch: groups of K and of V, a
-    page of keys and its index rows, a semaphore."""
+    """One tile of one sequence. Pools are operands and results in the same memory. Scratch follows: groups of K and of V, a page of keys
+    and its index rows, a semaphore."""
     count = 2 + len(sizes.kinds)
     (k_pool, v_pool, *indexes), (k_slots, v_slots, *sealing, arrived) = rest[count : 2 * count], rest[2 * count :]
     row, tile = pl.program_id(0), pl.program_id(0) * sizes.tiles + pl.program_id(1)
     first = base[row] + pl.program_id(1) * (sizes.groups * GROUP)
 
     def each_group(do):
-        """Call `do` on every group that gets a token: its number in the tile and, of K and of V, its place in the pool."""
+        """Call `do` on every group that gets a token, with its number in the tile and its places in the pools of K and V."""
 
         def one(i, _):
             frame = group_frames[tile * sizes.groups + i]
@@ -223,7 +223,7 @@ def _kernel(sizes: _Sizes, base, group_frames, bits, sealed_pages, sealed_frames
         for copy in copies(*group, out=True):
             copy.wait()
 
-    # one semaphore does not tell copies apart: all are in before the first is used
+    # one semaphore counts all copies, so all must arrive before the first is used
     for stage in (start_in, wait_in, put, wait_out):
         each_group(stage)
     if sizes.kinds:

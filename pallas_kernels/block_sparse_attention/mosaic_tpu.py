@@ -1,11 +1,11 @@
 """block_sparse_attention for TPU: `pallas_kernels.tpu.query_tiles` over sinks, window and a list of blocks, a query head at a time.
 
-A tile's walk is the blocks that sinks and window touch, in ascending order, then the listed ones as they stand, as many to a tile of keys
-as fit. Of the former a query reads exactly its sinks and window, of the latter exactly the rest, so a block that is both is read
-twice and counted once; no list has to be sorted or cleaned. A row's bits depend on its own list, keys and window alone.
+A tile's walk takes the blocks that sinks and window touch, in ascending order, then the listed ones in list order, as many to a tile of
+keys as fit. In the first group a query reads exactly its sinks and window, in the second exactly the rest. So a block in both groups is
+read twice and counted once, and no list has to be sorted or cleaned. A row's bits depend only on its own list, keys and window.
 
 Memory traffic: q and out once; each listed block once per tile of `query_tile` queries and query head, `2 * block_size * D * itemsize`
-bytes, and so each block that sinks and window touch; lists once.
+bytes, and likewise each block that sinks and window touch; lists once.
 
 Source: "Measure Once, Mask Once", Algorithm 1, step 3; FlashAttention-2 (arXiv 2307.08691).
 """
@@ -28,13 +28,13 @@ __all__ = ["Config", "block_sparse_attention", "unsupported"]
 
 
 def _shape(call: Call, q, pages, table) -> query_tiles.Shape:
-    """A list is for `query_tile` queries of one head: that is the tile, whatever the config says of rows."""
+    """The tile has `query_tile` queries of one head, because a list is for these, whatever `rows` of the config is."""
     sizes = {"group": 1, "piece": call.block_size, "sm_scale": call.sm_scale, "tokens": call.query_tile}
     return query_tiles.shape_of(q, pages, table, **sizes, config=call.config or Config())
 
 
 def unsupported(call: Call, q, pages, table, starts, lengths, blocks) -> str | None:
-    """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
+    """Why this kernel cannot take this valid input, with the values, or None if it can. Uses only shapes and dtypes."""
     if call.query_tile % QUERY_TILE:
         return f"query_tile {call.query_tile} is not a multiple of {QUERY_TILE}, the rows of a tile of the matrix unit"
     lists = 2 * 4 * (blocks.shape[3] + 1)
@@ -47,7 +47,7 @@ def block_sparse_attention(call: Call, q, pages, table, starts, lengths, blocks,
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
-    Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do.
+    Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take.
     """
     reason = unsupported(call, q, pages, table, starts, lengths, blocks)
     if reason is not None:
@@ -59,13 +59,13 @@ def block_sparse_attention(call: Call, q, pages, table, starts, lengths, blocks,
 def _attend(call: Call, q, pages, table, starts, lengths, blocks, *, interpret):
     s = _shape(call, q, pages, table)
     count = jnp.max(jnp.where(blocks >= 0, jnp.arange(1, blocks.shape[3] + 1, dtype=jnp.int32), 0), axis=3, keepdims=True)
-    lists = jnp.concatenate([count, blocks], axis=3).swapaxes(1, 2)  # how many places count, then these
+    lists = jnp.concatenate([count, blocks], axis=3).swapaxes(1, 2)  # how many entries count, then the entries
     walk = functools.partial(_walk, s, call.window, blocks.shape[3])
     return query_tiles.launch(s, "block_sparse_attention", walk, q, pages, table, starts, lengths, lists, interpret=interpret)
 
 
 def _walk(s: query_tiles.Shape, window, width: int, tile: query_tiles.Tile, listed) -> query_tiles.Walk:
-    """The blocks that sinks and window touch, up to a whole tile of keys, then the listed ones."""
+    """The blocks that sinks and window touch, padded to whole tiles of keys, then the listed ones."""
     num_blocks = s.width * s.page_size // s.piece
     sinks, resume, near = 0, 0, 0
     if window is not None:

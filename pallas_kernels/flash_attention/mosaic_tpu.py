@@ -1,7 +1,7 @@
 """flash_attention for TPU: `pallas_kernels.tpu.query_tiles` over every tile of keys, or those that sinks and window touch.
 
 A tile of queries has all heads of a KV head, `Config.rows` rows. Key tiles are fixed spans of absolute positions, walked in ascending
-order, so a row's bits depend neither on where its chunk starts nor on the width of the page table nor on the other rows.
+order. So a row's bits depend neither on where its chunk starts, nor on the width of the page table, nor on the other rows.
 
 Memory traffic: q and out once; keys and values of a sequence once per tile of queries and KV head, `2 * P * D * itemsize` bytes a page, up
 to the tile's last query, without pages that lie between sinks and window.
@@ -31,7 +31,7 @@ def _shape(call: Call, q, pages, table) -> query_tiles.Shape:
 
 
 def unsupported(call: Call, q, pages, table, starts, lengths) -> str | None:
-    """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
+    """Why this kernel cannot take this valid input, with the values, or None if it can. Uses only shapes and dtypes."""
     return query_tiles.unsupported(_shape(call, q, pages, table), q, pages, table)
 
 
@@ -40,7 +40,7 @@ def flash_attention(call: Call, q, pages, table, starts, lengths, *, interpret=F
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
-    Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do.
+    Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take.
     """
     reason = unsupported(call, q, pages, table, starts, lengths)
     if reason is not None:

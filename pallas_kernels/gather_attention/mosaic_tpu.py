@@ -1,15 +1,15 @@
-"""gather_attention for TPU: one pass over the list of each (sequence, KV head), the next tile of keys in flight while one is multiplied.
+"""gather_attention for TPU: one pass over the list of each (sequence, KV head); the next tile of keys is copied while one is multiplied.
 
 Algorithm. The page table, the lengths and the list are scalar-prefetched; K and V stay in HBM. The grid is (B, K). A grid cell walks its
-list in tiles of `Config.tile_tokens`, each block one copy of `[block_size, D]` from K and one from V into one of two slots in VMEM; while a
-tile is used, the next one, or the first one of the next KV head, is on its way. Tiles are folded in list order, by online softmax in
-float32. A row stops after the last tile that its length reaches (dense) or that its list has. Heads of one KV head and the T queries are
-the rows of one matrix, padded to whole tiles. Weights multiply bfloat16 values as a sum of two bfloat16 terms: they keep 16 bits.
+list in tiles of `Config.tile_tokens`. Each block is one copy of `[block_size, D]` from K and one from V into one of two slots in VMEM.
+While a tile is used, the next one is being copied, or the first one of the next KV head. Tiles are folded in list order, by online softmax
+in float32. A row stops after the last tile that its length reaches (dense) or that its list has. The rows of one matrix are the heads of
+one KV head times the T queries, padded to whole tiles. Weights multiply bfloat16 values as a sum of two bfloat16 terms: they keep 16 bits.
 
-What a copy did not fill is never used: logits there are -inf, and values there are 0, in the slot, before the product.
+Slots or parts of slots that no copy filled are never used: logits there are -inf, and values are set to 0 in the slot before the product.
 
-Memory traffic: each listed block once, `2 * block_size * D * itemsize` bytes, plus q and the results. Dense attention reads every page
-up to the length once per KV head. A tile is a fixed number of list entries, hence a fixed span of positions when dense, so the bits of a
+Memory traffic: each listed block once, `2 * block_size * D * itemsize` bytes, plus q and the results. Dense attention reads every page up
+to the length once per KV head. A tile is a fixed number of list entries, so for dense attention a fixed span of positions. So the bits of a
 row depend neither on the other rows nor on the width of the page table.
 
 Source: "Attention Pays Its Bill" (BRL-2026-07) for gather-decode; online softmax from FlashAttention (arXiv 2205.14135).
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.lax import div, rem  # on traced values: `//` and `%` mind signs, which needs the chip's generation when lowering
+from jax.lax import div, rem  # `//` and `%` of traced values also handle signs, and lowering that needs the chip's generation
 
 from pallas_kernels import dispatch
 from pallas_kernels.gather_attention.api import Call
@@ -47,7 +47,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What is known when compiling. entries: of a list, or blocks of the table when dense. rows: T * G padded to whole tiles."""
+    """Values known at compile time. entries: of a list, or blocks of the table when dense. rows: T * G padded to whole tiles."""
 
     kv_heads: int
     group: int
@@ -72,7 +72,7 @@ class _Sizes:
 
     @property
     def lse_groups(self) -> int:
-        """Block LSE stand in groups of one lane per block."""
+        """Groups of 128 lanes for the block LSE, one lane per block."""
         return -(-self.entries // LANES)
 
 
@@ -104,7 +104,7 @@ def sizes_of(call: Call, q, pages, table, blocks) -> _Sizes:
 
 
 def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
-    """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only.
+    """Why this kernel cannot take this valid input, with the values, or None if it can. Uses only shapes and dtypes.
 
     Raises ValueError for a config that is not a `Config`.
     """
@@ -120,10 +120,12 @@ def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
         return f"block_size {call.block_size} is not a multiple of {SUBLANES}, the rows that one copy can start at; got {arrays}"
     scalars = _smem_bytes(sizes, q.shape[0])
     if scalars > SMEM_BYTES:
-        return f"page table and list take {scalars} bytes of scalar memory, at most {SMEM_BYTES} are there; {arrays}"
+        return f"page table and list take {scalars} bytes of scalar memory, at most {SMEM_BYTES} are available; {arrays}"
     vectors = vmem_bytes_of_tiles(sizes, q, pages.k) + vmem_bytes_of_rows(sizes, q, call.return_block_lse)
     if vectors > VMEM_BYTES:
-        return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; tile_tokens {sizes.tile_tokens}, {arrays}"
+        return (
+            f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are available; tile_tokens {sizes.tile_tokens}, {arrays}"
+        )
     return None
 
 
@@ -133,7 +135,7 @@ def _smem_bytes(sizes: _Sizes, batch: int) -> int:
 
 
 def vmem_bytes_of_tiles(sizes: _Sizes, q, k) -> int:
-    """Both slots of K and V, a tile once more in float32, the logits and what is made from them."""
+    """Both slots of K and V, a float32 copy of a tile, the logits and the arrays computed from them."""
     head_dim, tile, wide = q.shape[3], sizes.tile_tokens, 4
     computed = wide * (2 * tile * head_dim + sizes.rows * (4 * padded(tile, LANES) + 4 * head_dim))
     return 4 * tile * head_dim * k.dtype.itemsize + computed
@@ -150,7 +152,7 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
-    Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do, ValueError for another config.
+    Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take; ValueError for another config.
     """
     reason = unsupported(call, q, pages, table, lengths, blocks)
     if reason is not None:
@@ -187,7 +189,7 @@ def _attend(q, pages, table, lengths, blocks, *, sizes: _Sizes, return_block_lse
             scratch_shapes=[slots, slots, pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((1,), jnp.int32)],
         ),
         out_shape=[jax.ShapeDtypeStruct((batch, kv_heads, *shape), dtype) for shape, dtype in results],
-        # the heads of a sequence hand each other the slot that is in flight; sequences may go to different cores
+        # each head of a sequence starts the first copy of the next head; sequences may go to different cores
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="gather_attention",
@@ -217,10 +219,10 @@ def _kernel(sizes: _Sizes, table, lengths, ids, q, k, v, out, lse, *rest):
 
 
 def attend_head(sizes: _Sizes, copies, head, q, length, first_slot, block_lse=None):
-    """Attention of one KV head's rows over its list: out in q's dtype and LSE `[rows, 1]`. Heads of a sequence come in order, from 0 on:
-    each starts the first copies of the next.
+    """Attention of one KV head's rows over its list: out in q's dtype and LSE `[rows, 1]`. Heads of a sequence must come in order from 0,
+    because each starts the first copies of the next.
 
-    copies: (head, tile, slot) -> `TileCopies`. first_slot: in scalar memory, which slot the first tile of this head is in.
+    copies: (head, tile, slot) -> `TileCopies`. first_slot: in scalar memory, the slot of this head's first tile.
     """
     tiles = sizes.list_tiles
     if sizes.dense:
@@ -288,7 +290,7 @@ def _store_block_lse(sizes: _Sizes, block_lse, logits, tile):
     for i in range(sizes.per_tile):
         start, end = i * sizes.block_size, (i + 1) * sizes.block_size
         aligned = start // LANES * LANES
-        near = logits[:, aligned : padded(end, LANES)]  # whole lane tiles: slicing inside one would move data
+        near = logits[:, aligned : padded(end, LANES)]  # whole tiles of lanes, because slicing inside one would move data
         at = aligned + jax.lax.broadcasted_iota(jnp.int32, (1, near.shape[1]), 1)
         near = jnp.where((at >= start) & (at < end), near, -jnp.inf)
         top = near.max(1, keepdims=True)

@@ -128,14 +128,14 @@ def unsupported(call: Call, x, weights, biases, norm, rotation, residual) -> str
     if norm is not None and call.norm_offset not in (0.0, 1.0):
         return f"it adds 0 or 1 to the norm's weight, got {call.norm_offset}"
     if rotation is not None and residual is not None:
-        return "it either turns results or adds to them"
+        return "it cannot both rotate results and add a residual"
     if x.shape[1] % CHUNK:
         return f"the width must be a multiple of {CHUNK}, got {x.shape[1]}"
     features = [w.shape[0] for w in weights]
     if any(f % 2 for f in features):
         return f"features must be even, got {features}"
     if rotation is not None and (rotation[0].shape[1] % 2 or any(f % (2 * rotation[0].shape[1]) for f in features)):
-        return f"beside rotated results all must be heads of {2 * rotation[0].shape[1]}, a multiple of 4; got {features}"
+        return f"if results are rotated, all must be heads of {2 * rotation[0].shape[1]}, a multiple of 4; got {features}"
     return None
 
 

@@ -1,9 +1,9 @@
 """query_sparse_attention for TPU: `pallas_kernels.tpu.query_tiles` over all keys, the selectors beside it.
 
 A tile of measured queries has all heads of a KV head. The logits of a tile of keys give its block scores; each is offered to the slots of
-all rows at once. Slots are lanes: a row's list is one row of 128 lanes (or more), the worst slot is found by reductions over them, and what
-takes its place is put there by a mask. The tournament's slots are those of the linear search. What is written of the scores is what the
-lists hold: neither R x S logits nor R x S / block_size scores.
+all rows at once. Slots are lanes: a row's list is one row of 128 lanes (or more). Reductions over the lanes find the worst slot, and a mask
+replaces it. The tournament's slots are those of the linear search. Of the scores, only the lists' are written: neither R x S logits nor R x
+S / block_size scores.
 
 Memory traffic: the measured rows of q, out and the lists once; keys and values of a sequence once per tile of queries and KV head,
 `2 * P * D * itemsize` bytes a page, up to the tile's last measured query.
@@ -26,7 +26,7 @@ from pallas_kernels.tpu.memory import LANES, padded
 from pallas_kernels.tpu.query_tiles import Config
 
 __all__ = ["Config", "query_sparse_attention", "unsupported"]
-_EMPTY = jnp.iinfo(jnp.int32).max  # as a block id: replaced before every other of equal score
+_EMPTY = jnp.iinfo(jnp.int32).max  # as a block id: of equal scores it is replaced first
 
 
 def _shape(call: Call, q, pages, table) -> query_tiles.Shape:
@@ -36,12 +36,12 @@ def _shape(call: Call, q, pages, table) -> query_tiles.Shape:
 
 
 def unsupported(call: Call, q, pages, table, starts, lengths) -> str | None:
-    """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
+    """Why this kernel cannot take this valid input, with the values, or None if it can. Uses only shapes and dtypes."""
     if call.estimate == "quantile" and call.k_exact < call.k_blocks:
         return f"it estimates by buckets, not by the quantile, which {call.k_blocks - call.k_exact} of {call.k_blocks} slots ask for"
     measured = jax.ShapeDtypeStruct((q.shape[0], -(-q.shape[1] // call.gamma), *q.shape[2:]), q.dtype)
     s = _shape(call, measured, pages, table)
-    slots = 2 * 4 * s.rows * padded(call.k_blocks, LANES)  # ids and scores: as carried, twice as results, and what is made of them
+    slots = 2 * 4 * s.rows * padded(call.k_blocks, LANES)  # ids and scores: as carried, twice as results, and as temporaries
     return query_tiles.unsupported(s, measured, pages, table, more_vmem=4 * slots)
 
 
@@ -50,7 +50,7 @@ def query_sparse_attention(call: Call, q, pages, table, starts, lengths, *, inte
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
-    Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do.
+    Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take.
     """
     reason = unsupported(call, q, pages, table, starts, lengths)
     if reason is not None:
@@ -73,7 +73,7 @@ def _measure(call: Call, q, pages, table, starts, lengths, *, interpret):
 
 
 def _walk(s: query_tiles.Shape, tile: query_tiles.Tile, _) -> query_tiles.Walk:
-    """Every tile of keys up to the last measured query; rows in the padding see nothing."""
+    """Every tile of keys up to the last measured query. Rows in the padding see nothing."""
 
     def first(step, piece):
         return step * s.key_tile + piece * s.piece
@@ -85,7 +85,7 @@ def _walk(s: query_tiles.Shape, tile: query_tiles.Tile, _) -> query_tiles.Walk:
 
 
 class _Slots(NamedTuple):
-    """What rows keep: ids and scores by lane, `[rows, lanes]` (lanes that are no slot hold nothing and are never taken), and which bucket's
+    """The state of rows: ids and scores by lane, `[rows, lanes]` (lanes that are no slot are empty and never taken), and which bucket's
     turn it is, `[rows, 1]`. Empty slots: `_EMPTY` and -inf."""
 
     ids: jax.Array
@@ -117,7 +117,9 @@ def _offer_tile(s: query_tiles.Shape, call: Call, step, logits, query_pos, slots
 def _block_score(logits, start: int, size: int):
     """Log-sum-exp of the columns from start on, `[rows, 1]`."""
     aligned = start // LANES * LANES
-    near = logits[:, aligned : min(padded(start + size, LANES), logits.shape[1])]  # slicing inside a tile of lanes would move data
+    near = logits[
+        :, aligned : min(padded(start + size, LANES), logits.shape[1])
+    ]  # whole tiles of lanes, because slicing inside one would move data
     if near.shape[1] != size:
         at = aligned + jax.lax.broadcasted_iota(jnp.int32, (1, near.shape[1]), 1)
         near = jnp.where((at >= start) & (at < start + size), near, -jnp.inf)

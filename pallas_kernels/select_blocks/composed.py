@@ -14,7 +14,7 @@ from pallas_kernels.top_k import top_k
 
 def unsupported(call: Call, q, index, table, lengths) -> str | None:
     """Why this implementation should not be picked, or None if it should."""
-    return None if "mosaic_gpu" in dispatch.candidates("top_k") else "top_k has no kernel here, and XLA's own is in xla"
+    return None if "mosaic_gpu" in dispatch.candidates("top_k") else "top_k has no kernel here, and xla uses the same top-k of XLA"
 
 
 def select_blocks(call: Call, q, index, table, lengths):

@@ -1,13 +1,13 @@
 """select_blocks for TPU: one kernel scores the index and lists the best blocks, a query at a time.
 
-Scores. The page table is scalar-prefetched and the index stays in HBM. A grid cell walks the pages before the first local block in tiles
-of `Config.tile_rows` index rows, one copy of `[K, P/bs, R, D]` per page into one of two slots in VMEM; while a tile is scored, the next is
-on its way. As in `xla.py`, bounds are scored by one matrix product: sum_d max(q_d max_d, q_d min_d) = relu(q) . max + min(q, 0) . min. The
-rows of an index page are the columns of the product as they lie; a block's score stands in the column of its first row.
+Scores. The page table is scalar-prefetched and the index stays in HBM. A grid cell walks the pages before the first local block in tiles of
+`Config.tile_rows` index rows, with one copy of `[K, P/bs, R, D]` per page into one of two slots in VMEM. While a tile is scored, the next
+is being copied. As in `xla.py`, bounds are scored by one matrix product: sum_d max(q_d max_d, q_d min_d) = relu(q) . max + min(q, 0) . min.
+The rows of an index page, as they lie, are the columns of the product; a block's score stands in the column of its first row.
 
-Exact top-k. A score becomes an int32 in the same order, the least int32 where the block is no candidate. The k-th best is found bit
-by bit by counting, 32 passes over the scores in VMEM. The list is written in the kernel, ascending: k times the lowest block that is above
-the last one found and above the k-th best, or equal to it while ties may still be kept. There is no sort.
+Exact top-k. A score becomes an int32 in the same order, or the least int32 where the block is no candidate. The k-th best is found bit by
+bit by counting, in 32 passes over the scores in VMEM. The kernel writes the list in ascending order. Each of k times it takes the lowest
+block that is after the last one found and scores above the k-th best, or equal to it while ties may still be kept. There is no sort.
 
 Memory traffic, per query: the index of the pages before the first local block that the table names, once, `K * P/bs * R * D * itemsize`
 bytes each. Vector memory: 4 bytes per index row of the table and KV head, plus two tiles. All heads and queries are independent.
@@ -25,20 +25,20 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.lax import div, rem  # on traced values: `//` and `%` mind signs, which needs the chip's generation when lowering
+from jax.lax import div, rem  # `//` and `%` of traced values also handle signs, and lowering that needs the chip's generation
 
 from pallas_kernels import dispatch
 from pallas_kernels.select_blocks.api import Call
 from pallas_kernels.tpu.memory import LANES, QUERY_TILE, SMEM_BYTES, SUBLANES, VMEM_BYTES, padded
 
 _NO = jnp.iinfo(jnp.int32).min  # below every score
-_NONE = jnp.iinfo(jnp.int32).max  # behind every block
+_NONE = jnp.iinfo(jnp.int32).max  # sorts behind every block
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """tile_rows: index rows per KV head that are copied and scored together, rounded down to whole pages and a multiple of 128 (or up to
-    the least such number)."""
+    """tile_rows: index rows per KV head that are copied and scored together, rounded down to whole pages and a multiple of 128, but at
+    least the smallest such number."""
 
     tile_rows: int = 512
 
@@ -49,8 +49,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """What is known when compiling. query_rows: rows of q per query (G, or 1 for the mean); rows: these, padded to whole tiles.
-    index_rows: of a block; page_rows: of a page. per_page: blocks of a page. width: of the page table."""
+    """Values known at compile time. query_rows: rows of q per query (G, or 1 for the mean). rows: these, padded to whole tiles. index_rows:
+    of a block. page_rows: of a page. per_page: blocks of a page. width: of the page table."""
 
     kind: str
     kv_heads: int
@@ -104,7 +104,7 @@ def sizes_of(call: Call, q, index, table, config) -> _Sizes:
 
 
 def unsupported(call: Call, q, index, table, lengths, *, config=None) -> str | None:
-    """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
+    """Why this kernel cannot take this valid input, with the values, or None if it can. Uses only shapes and dtypes."""
     sizes = sizes_of(call, q, index, table, config)
     arrays = dispatch.signature(q=q, index=index, table=table)
     if not {q.dtype.name, index.dtype.name} <= {"float32", "bfloat16"}:
@@ -113,15 +113,15 @@ def unsupported(call: Call, q, index, table, lengths, *, config=None) -> str | N
         return f"head dim {q.shape[3]} is not a multiple of {LANES}, and XLA would copy the whole index to pad it; got {arrays}"
     scalars = 4 * q.shape[0] * (sizes.width + 1)
     if scalars > SMEM_BYTES:
-        return f"the page table takes {scalars} bytes of scalar memory, at most {SMEM_BYTES} are there; {arrays}"
+        return f"the page table takes {scalars} bytes of scalar memory, at most {SMEM_BYTES} are available; {arrays}"
     vectors = vmem_bytes(sizes, q, index)
     if vectors > VMEM_BYTES:
-        return f"scores and buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; {arrays}"
+        return f"scores and buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are available; {arrays}"
     return None
 
 
 def vmem_bytes(sizes: _Sizes, q, index) -> int:
-    """The scores; both slots, a row pair padded to a tile; q and the list, double-buffered; a head's rows in float32 and their products."""
+    """The scores; both slots, row pairs padded to tiles; q and the list, double-buffered; a head's rows in float32 and their products."""
     head_dim, heads, wide = q.shape[3], padded(sizes.kv_heads, SUBLANES), 4
     scores = wide * sizes.tiles * heads * padded(sizes.tile_rows, LANES)
     slots = 2 * sizes.kv_heads * sizes.tile_rows * head_dim * index.dtype.itemsize
@@ -135,7 +135,7 @@ def select_blocks(call: Call, q, index, table, lengths, *, config: Config | None
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
-    Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do.
+    Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take.
     """
     reason = unsupported(call, q, index, table, lengths, config=config)
     if reason is not None:
@@ -174,7 +174,7 @@ def prepared(sizes: _Sizes, q, index):
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, sizes.rows - rows.shape[2]), (0, 0)))
     if sizes.kind == "bounds":
         rows = jnp.concatenate([jnp.maximum(rows, 0), jnp.minimum(rows, 0)], axis=2)
-    # without axes of size 1, which the layout that Mosaic asks for would pad: XLA would copy the whole index
+    # without axes of size 1: Mosaic's layout would pad them, and XLA would copy the whole index
     return rows, index.reshape(*index.shape[:2], *(n for n in index.shape[2:4] if n > 1), head_dim)
 
 
@@ -219,7 +219,7 @@ def list_blocks(sizes: _Sizes, table, lengths, q, index, out, slots, keys, arriv
                 candidate &= row & 1 == 0
             keys[tile, pl.ds(head, 1)] = jnp.where(candidate, _ordered(score), _NO)
 
-        # where a page has one row, heads are the sublanes of a slot, and Mosaic has to know which one is read
+        # where a page has one row, heads are the sublanes of a slot, and Mosaic needs a constant sublane
         jax.lax.fori_loop(0, sizes.kv_heads, of_head, None, unroll=sizes.page_rows == 1)
         pages.strike(tile, keys)
 
@@ -234,7 +234,7 @@ def _lanes(n: int):
 
 @dataclasses.dataclass
 class _Pages:
-    """The copies of index pages into slots: those that the table names, up to the last one searched."""
+    """The copies of index pages into slots: pages that the table names, up to the last one searched."""
 
     sizes: _Sizes
     table: jax.Ref
@@ -245,7 +245,7 @@ class _Pages:
     arrived: jax.Ref
 
     def page(self, tile, i):
-        """Of the i-th page of a tile: whether it is searched, and its page id or -1."""
+        """For the i-th page of a tile: whether it is searched, and its page id or -1."""
         page = tile * self.sizes.tile_pages + i
         inside = page * self.sizes.per_page < self.searched
         return inside, self.table[self.sequence * self.sizes.width + jnp.where(inside, page, 0)]
@@ -267,11 +267,11 @@ class _Pages:
         self._each(tile, lambda i, page: self.copy(slot, i, page).start(), when_there=True)
 
     def wait(self, tile, slot):
-        """Wait for everything that `start` started: a slot has one semaphore, which does not tell its copies apart."""
+        """Wait for all copies that `start` started. A slot has one semaphore for all its copies, so single copies cannot be waited for."""
         self._each(tile, lambda i, page: self.copy(slot, i, page).wait(), when_there=True)
 
     def strike(self, tile, keys):
-        """Take blocks without a page off the candidates."""
+        """Make blocks without a page non-candidates."""
         lane, rows = _lanes(self.sizes.tile_rows), self.sizes.page_rows
 
         def missing(i, _):
@@ -290,7 +290,7 @@ def _scores(sizes: _Sizes, q, rows):
     products = jax.lax.dot_general(
         q.astype(dtype), rows.astype(dtype), (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
-    if sizes.kind == "bounds":  # the product with the minimum stands one column behind that with the maximum
+    if sizes.kind == "bounds":  # the product with the minimum is in the column after that with the maximum
         products = products[: sizes.rows] + pltpu.roll(products[sizes.rows :], sizes.tile_rows - 1, 1)
     looked_at = jax.lax.broadcasted_iota(jnp.int32, (sizes.rows, 1), 0) < sizes.query_rows
     nan = products != products
@@ -317,7 +317,7 @@ def _threshold(sizes: _Sizes, keys, tiles):
 
     kept = jnp.minimum(count(lambda key: key > _NO), sizes.k)
 
-    def bit(i, kth):  # the greatest number that at least `kept` scores reach, from the top bit down; adding the first one wraps
+    def bit(i, kth):  # the greatest number that at least `kept` scores reach, from the top bit down; the first addition wraps
         trial = kth + jnp.left_shift(jnp.int32(1), 31 - i)
         return jnp.where(count(lambda key: key >= trial) >= kept, trial, kth)
 
@@ -326,7 +326,7 @@ def _threshold(sizes: _Sizes, keys, tiles):
 
 
 def _list(sizes: _Sizes, keys, tiles, kth, ties, kept, first_local, last):
-    """`[K, W]`, W padded to lanes: sink, then the next kept block k times over, then local."""
+    """`[K, W]`, W padded to lanes: sink, then k times the next kept block, then local."""
     lane = _lanes(padded(sizes.listed, LANES))
     sinks = jnp.minimum(sizes.sink, first_local)
     none = jnp.full((sizes.kv_heads, 1), _NONE, jnp.int32)

@@ -40,7 +40,7 @@ class Call:
         if not isinstance(self.ranked, bool):
             raise ValueError(f"ranked must be True or False, got {self.ranked!r}")
         if not isinstance(self.sm_scale, numbers.Real) or not self.sm_scale > 0:
-            raise ValueError(f"sm_scale must be a positive number known when compiling, else bounds are none; got {self.sm_scale!r}")
+            raise ValueError(f"sm_scale must be a positive number known when compiling, because bounds need one; got {self.sm_scale!r}")
 
 
 def select_tiles(

@@ -1,13 +1,14 @@
-"""select_tiles for TPU: a tile of queries and head walks twice over the bounds of all earlier blocks, then the k best of its scores.
+"""select_tiles for TPU: each tile of queries and head walks twice over the bounds of all earlier blocks. Then the k best of its scores are
+taken.
 
-The bounds that a table names are brought together first, as in `xla.py`. The grid is (B, H, C, 2, steps): of each tile of queries first
-all steps of the first walk, which folds `BLOCK_TILE` bounds at a time into the queries' log-sum-exps, then those of the second, each of
-which writes what the tile pays `BLOCK_TILE` blocks. While a tile of bounds is scored, the next is on its way. Steps behind the tile's last
-query, or behind the last sealed page, name the tile of bounds that is there already: nothing is copied, multiplied or written.
+The bounds that a table names are gathered first, as in `xla.py`. The grid is (B, H, C, 2, steps). For each tile of queries, the first walk
+folds `BLOCK_TILE` bounds per step into the queries' log-sum-exps. Each step of the second walk writes what the tile pays `BLOCK_TILE`
+blocks. While a tile of bounds is scored, the next is being copied. Steps past the tile's last query, or past the last sealed page, name the
+tile of bounds that is already there, so that nothing is copied, multiplied or written.
 
 Memory traffic: bounds once in, once out, then twice per tile of queries and head, up to the tile's last query; queries once; a tile's
-scores out and in. Memory needed: the bounds that the tables name, and the tiles' scores `[B, H, C, S]` float32.
-Source: bounds of Quest (Tang et al., ICML 2024); online log-sum-exps as in FlashAttention (arXiv 2205.14135).
+scores out and in. Memory needed: the bounds that the tables name, and the tiles' scores `[B, H, C, S]` float32. Source: bounds of Quest
+(Tang et al., ICML 2024); online log-sum-exps as in FlashAttention (arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.lax import div  # on traced values: `//` minds signs, which needs the chip's generation when lowering
+from jax.lax import div  # `//` of traced values also handles signs, and lowering that needs the chip's generation
 
 from pallas_kernels import dispatch, online_softmax
 from pallas_kernels.select_tiles.api import Call
@@ -26,11 +27,11 @@ from pallas_kernels.select_tiles.xla import best_candidates, candidates, sealed_
 from pallas_kernels.tpu.memory import LANES, QUERY_TILE, SUBLANES, VMEM_BYTES
 
 BLOCK_TILE = 256
-"""Blocks whose bounds are copied and scored together, whatever the table's width, so that a row's bits do not depend on it."""
+"""Blocks whose bounds are copied and scored together. It does not depend on the table's width, so a row's bits do not either."""
 
 
 def unsupported(call: Call, q, bounds, table, starts, lengths) -> str | None:
-    """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
+    """Why this kernel cannot take this valid input, with the values, or None if it can. Uses only shapes and dtypes."""
     arrays, query_tile = dispatch.signature(q=q, bounds=bounds), call.query_tile
     if not {q.dtype.name, bounds.dtype.name} <= {"float32", "bfloat16"}:
         return f"TPUs compute in bfloat16 and float32 only; got {arrays}"
@@ -40,12 +41,12 @@ def unsupported(call: Call, q, bounds, table, starts, lengths) -> str | None:
         return f"query_tile {query_tile} is not a multiple of {QUERY_TILE}, the rows that a tile of the matrix unit has"
     vectors = _vmem_bytes(q, bounds, query_tile)
     if vectors > VMEM_BYTES:
-        return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; query_tile {query_tile}, {arrays}"
+        return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are available; query_tile {query_tile}, {arrays}"
     return None
 
 
 def _vmem_bytes(q, bounds, query_tile: int) -> int:
-    """Queries, bounds and scores, double-buffered; the log-sum-exps; queries and bounds once more in float32, and what is made of them."""
+    """Queries, bounds and scores, double-buffered; the log-sum-exps; queries and bounds in float32, and the arrays computed from them."""
     head_dim, wide = q.shape[3], 4
     moved = 2 * (query_tile * head_dim * q.dtype.itemsize + BLOCK_TILE * (2 * head_dim * bounds.dtype.itemsize + SUBLANES * wide))
     computed = wide * (3 * query_tile * head_dim + 2 * BLOCK_TILE * head_dim + 4 * query_tile * BLOCK_TILE)
@@ -55,7 +56,7 @@ def _vmem_bytes(q, bounds, query_tile: int) -> int:
 def select_tiles(call: Call, q, bounds, table, starts, lengths, *, interpret=False):
     """See `pallas_kernels.select_tiles.select_tiles`. interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
-    Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do.
+    Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take.
     """
     reason = unsupported(call, q, bounds, table, starts, lengths)
     if reason is not None:
@@ -83,7 +84,7 @@ def _select(call: Call, q, bounds, table, starts, lengths, *, interpret):
     def bounds_of(row, head, tile, walk, step, *scalars):
         return row, div(head, group), here(row, tile, step, scalars), 0
 
-    def scores_of(row, head, tile, walk, step, *scalars):  # during the first walk those that the second begins with
+    def scores_of(row, head, tile, walk, step, *scalars):  # during the first walk, the first scores of the second
         return row, head, tile, 0, walk * here(row, tile, step, scalars)
 
     scores = pl.pallas_call(
@@ -108,7 +109,7 @@ def _select(call: Call, q, bounds, table, starts, lengths, *, interpret):
 
 
 def _reach(query_tile: int, block_size: int, row, tile, starts, lengths, sealed):
-    """The position of a tile's first query, the blocks that its queries may see, and the tiles of bounds that these are."""
+    """The position of a tile's first query, how many blocks its queries may see, and how many tiles of bounds these fill."""
     first = starts[row] + tile * query_tile
     last = jnp.minimum(first + query_tile, lengths[row]) - 1
     blocks = jnp.where(last < first, 0, jnp.minimum(div(last, block_size) + 1, sealed[row]))
@@ -116,7 +117,7 @@ def _reach(query_tile: int, block_size: int, row, tile, starts, lengths, sealed)
 
 
 def _kernel(reach, block_size: int, pooling: str, sm_scale: float, starts, lengths, sealed, q, rows, paid, top, total):
-    """One step of a walk. Scratch: the queries' greatest bound, in the second walk their log-sum-exp, and their sum of exponentials.
+    """One step of a walk. Scratch: the queries' greatest bound (in the second walk their log-sum-exp) and their sum of exponentials.
 
     Scores of blocks that no query of the tile sees are not written, or 0.
     """

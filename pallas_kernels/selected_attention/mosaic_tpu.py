@@ -1,13 +1,13 @@
 """selected_attention for TPU: one kernel scans the index, lists the best blocks, and attends to them, a query at a time.
 
-Algorithm. A grid cell has one query with all its heads: the kernel of `select_blocks` leaves the lists of all KV heads in vector memory, a
-copy inside the core brings them to scalar memory, from which copies are addressed, and then each KV head walks over its list as in
-`gather_attention`. The T queries of a sequence are rows of their own, each with a list of its own, so that what a drafted step gives is
-by construction what steps of one token would.
+Algorithm. A grid cell has one query with all its heads. The kernel of `select_blocks` writes the lists of all KV heads to vector memory. A
+copy inside the core brings them to scalar memory, which holds the addresses of copies. Then each KV head walks over its list as in
+`gather_attention`. The T queries of a sequence are rows with a list each, so a drafted step gives by construction what steps of one token
+would.
 
 Memory traffic, per query: the index of the pages before the first local block, `K * P/bs * R * D * itemsize` bytes each; each listed block
-once per KV head, `2 * block_size * D * itemsize` bytes; q twice, the output and the list. Against the two ops one after the other it saves
-a launch, and a write and a read of the list.
+once per KV head, `2 * block_size * D * itemsize` bytes; q twice, the output and the list. Compared with the two ops one after the other it
+saves a launch, and a write and a read of the list.
 
 Source: "Attention Pays Its Bill" (BRL-2026-07) for gather-decode and its keep-set; bounds scoring, Quest (ICML 2024).
 """
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.lax import div, rem  # on traced values: `//` and `%` mind signs, which needs the chip's generation when lowering
+from jax.lax import div, rem  # `//` and `%` of traced values also handle signs, and lowering that needs the chip's generation
 
 from pallas_kernels import dispatch
 from pallas_kernels.gather_attention import mosaic_tpu as gather
@@ -32,7 +32,7 @@ from pallas_kernels.tpu.memory import LANES, SMEM_BYTES, VMEM_BYTES, padded
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """tile_rows: of the index, as `select_blocks` takes it. tile_tokens: of keys, as `gather_attention` takes it."""
+    """tile_rows: rows of the index, as `select_blocks` takes it. tile_tokens: keys, as `gather_attention` takes it."""
 
     tile_rows: int = 512
     tile_tokens: int = 512
@@ -50,7 +50,7 @@ def _calls(call: Call, page_size: int) -> tuple:
 
 
 def _sizes(call: Call, q, pages, index, table) -> tuple:
-    """What the two parts are compiled for, every query a row of its own."""
+    """Compile-time values of the two parts, with every query as a row of its own."""
     chosen_by, attended, config = _calls(call, pages.page_size)
     row = jax.ShapeDtypeStruct((q.shape[0] * q.shape[1], 1, *q.shape[2:]), q.dtype)
     blocks = jax.ShapeDtypeStruct((row.shape[0], pages.kv_heads, chosen_by.width), jnp.int32)
@@ -58,7 +58,7 @@ def _sizes(call: Call, q, pages, index, table) -> tuple:
 
 
 def unsupported(call: Call, q, pages, index, table, lengths, frames) -> str | None:
-    """Why this kernel cannot do a valid input, with the values, or None where it can. Looks at shapes and dtypes only."""
+    """Why this kernel cannot take this valid input, with the values, or None if it can. Uses only shapes and dtypes."""
     chosen_by, attended, config = _calls(call, pages.page_size)
     row = jax.ShapeDtypeStruct((1, 1, *q.shape[2:]), q.dtype)
     listed = jax.ShapeDtypeStruct((1, pages.kv_heads, chosen_by.width), jnp.int32)
@@ -70,11 +70,11 @@ def unsupported(call: Call, q, pages, index, table, lengths, frames) -> str | No
     arrays = dispatch.signature(q=q, **pages.arrays, index=index, table=table)
     scalars = 4 * (q.shape[0] * (2 * table.shape[1] + 1) + pages.kv_heads * padded(chosen.listed, LANES))
     if scalars > SMEM_BYTES:
-        return f"page tables and lists take {scalars} bytes of scalar memory, at most {SMEM_BYTES} are there; {arrays}"
+        return f"page tables and lists take {scalars} bytes of scalar memory, at most {SMEM_BYTES} are available; {arrays}"
     all_heads = pages.kv_heads * gather.vmem_bytes_of_rows(walked, q, return_block_lse=False)
     vectors = select.vmem_bytes(chosen, q, index) + gather.vmem_bytes_of_tiles(walked, q, pages.k) + all_heads
     if vectors > VMEM_BYTES:
-        return f"scores and buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; {arrays}"
+        return f"scores and buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are available; {arrays}"
     return None
 
 
@@ -83,7 +83,7 @@ def selected_attention(call: Call, q, pages, index, table, lengths, frames, *, i
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
-    Raises NotImplementedError with the sentence of `unsupported` for what this kernel cannot do.
+    Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take.
     """
     reason = unsupported(call, q, pages, index, table, lengths, frames)
     if reason is not None:
@@ -131,7 +131,7 @@ def _attend(q, pages, index, tables, lengths, *, chosen, walked, interpret):
 
 
 def _kernel(chosen, walked, num_tables: int, lengths, *refs):
-    """One query. Scratch: that of both parts, the lists in scalar memory, and a semaphore."""
+    """One query. Scratch: the scratch of both parts, the lists in scalar memory, and a semaphore."""
     tables, (asking, rows, index, k, v, out, lse, ids, *scratch) = refs[:num_tables], refs[num_tables:]
     found, told = scratch[-2:]
     *of_selection, k_slots, v_slots, arrived, first_slot = scratch[:-2]

@@ -1,1 +1,1 @@
-"""What the Pallas Mosaic TPU kernels share."""
+"""Code that the Pallas Mosaic TPU kernels share."""

@@ -1,11 +1,11 @@
-"""The memories of a TPU core: what kernels may take of them, and the tiles in which they lie."""
+"""The memories of a TPU core: how much of them kernels may use, and the tiles in which their arrays lie."""
 
 from __future__ import annotations
 
 SMEM_BYTES = 768 * 1024
-"""Of the scalar memory (1 MiB), what page tables, lengths and lists may take."""
+"""Most bytes of scalar memory (1 MiB) for page tables, lengths and lists."""
 VMEM_BYTES = 12 * 1024 * 1024
-"""Of the vector memory that a kernel gets by default (16 MiB), what buffers may take; the rest is the compiler's."""
+"""Most bytes of vector memory (16 MiB per kernel by default) for buffers; the compiler uses the rest."""
 LANES, SUBLANES = 128, 8
 """Columns and rows (of 32 bits) of a tile of vector memory."""
 QUERY_TILE = 16

@@ -1,13 +1,15 @@
-"""Tiles of queries against tiles of keys from pages, on a TPU: what the prefill kernels share; each says which keys a tile walks over.
+"""Tiles of queries against tiles of keys from pages, on a TPU: code that the prefill kernels share. Each op says which keys a tile walks
+over.
 
-The page table, starts and lengths are scalar-prefetched; K and V stay in HBM. The grid is (B, units, tiles of queries); a unit is what
-shares a list of keys: a KV head with its query heads, or one query head. Of a tile the tokens, times the heads of the unit, are the rows of
-one matrix. A grid cell walks over its tiles of keys, each made of pieces of consecutive tokens of one page, one copy of `[piece, D]` from K
-and one from V into one of two slots in VMEM; while a tile is used, the next is on its way. Tiles are folded in order by online softmax in
-float32; one that a row may not read leaves its bits as they were. Of bfloat16 values the weights are rounded to bfloat16 for bfloat16
-queries, and the sum of two such terms for float32 ones.
+The page table, starts and lengths are scalar-prefetched; K and V stay in HBM. The grid is (B, units, tiles of queries). A unit shares a
+list of keys: it is a KV head with its query heads, or one query head. A tile's matrix has a row for each token and head of the unit. A grid
+cell walks over its tiles of keys. A tile of keys consists of pieces, which are consecutive tokens of one page. For each piece, `[piece, D]`
+of K and of V are copied into one of two slots in VMEM. While one tile is used, the next is being copied. Tiles are folded in order by
+online softmax in float32. A tile that a row may not read leaves the row's bits unchanged. Where values are bfloat16, weights are rounded to
+bfloat16 for bfloat16 queries, and to the sum of two bfloat16 terms for float32 queries.
 
-A piece without a page, or after the tile's last query, is not copied; logits there are -inf, and values 0, in the slot, before the product.
+A piece without a page, or after the tile's last query, is not copied. Its logits are -inf, and its values in the slot are set to 0 before
+the product.
 
 Source: FlashAttention-2 (arXiv 2307.08691).
 """
@@ -23,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.lax import div, rem  # on traced values: `//` and `%` mind signs, which needs the chip's generation when lowering
+from jax.lax import div, rem  # `//` and `%` of traced values also handle signs, and lowering that needs the chip's generation
 
 from pallas_kernels import dispatch
 from pallas_kernels.pages import unlike
@@ -48,8 +50,8 @@ class Config:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for. group: heads of a unit. tokens: of a tile of queries, `stride` positions apart. piece: tokens that one
-    copy brings; pieces: of a tile of keys. width: of the page table. terms: of bfloat16 weights."""
+    """Everything that a kernel is compiled for. group: heads of a unit. tokens: of a tile of queries, `stride` positions apart. piece:
+    tokens of one copy. pieces: of a tile of keys. width: of the page table. terms: bfloat16 terms per weight of bfloat16 values."""
 
     kv_heads: int
     units: int
@@ -66,7 +68,7 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Of the matrix of queries."""
+        """Rows of the matrix of queries."""
         return self.tokens * self.group
 
     @property
@@ -76,7 +78,7 @@ class Shape:
 
 
 class Tile(NamedTuple):
-    """Which tile of queries a grid cell has: scalars. position: of its first query. end: the first one that none of its queries sees."""
+    """A grid cell's tile of queries: scalars. position: of its first query. end: the first position that none of its queries sees."""
 
     row: jax.Array
     unit: jax.Array
@@ -88,7 +90,7 @@ class Tile(NamedTuple):
 
 class Walk(NamedTuple):
     """Which keys a tile of queries reads. steps: tiles of keys. first: (step, piece) -> position of a piece's first token, negative for
-    none. seen: (step, positions of keys `[1, S]`, negative where there is none, of queries `[rows, 1]`) -> what may be read."""
+    none. seen: (step, positions of keys `[1, S]`, negative where there is none, of queries `[rows, 1]`) -> which keys may be read."""
 
     steps: jax.Array
     first: Callable
@@ -96,8 +98,8 @@ class Walk(NamedTuple):
 
 
 class Aside(NamedTuple):
-    """What a kernel makes of the logits beside attention. widths: of its results, one row each to a row of queries. empty: () -> state.
-    fold: (step, logits `[rows, S]`, positions of queries `[rows, 1]`, state) -> state. results: state -> arrays `[rows, width]`."""
+    """What a kernel computes from the logits besides attention. widths: of its results, one row of each per row of queries. empty: () ->
+    state. fold: (step, logits `[rows, S]`, positions of queries `[rows, 1]`, state) -> state. results: state -> arrays `[rows, width]`."""
 
     widths: tuple[tuple[int, str], ...]
     empty: Callable
@@ -111,8 +113,8 @@ NOTHING = Aside((), tuple, lambda step, logits, query_pos, state: state, lambda 
 def shape_of(
     q, pages, table, *, group: int, piece: int, config: Config, sm_scale: float, stride: int = 1, tokens: int | None = None
 ) -> Shape:
-    """group: query heads of a unit. piece: tokens; it divides the page. stride: of q's rows, in positions. tokens: of a tile of queries,
-    else as `config` says."""
+    """group: query heads of a unit. piece: tokens; it divides the page. stride: of q's rows, in positions. tokens: of a tile of queries;
+    None: as `config` says."""
     tokens = tokens or max(QUERY_TILE, config.rows // group // QUERY_TILE * QUERY_TILE)
     return Shape(
         kv_heads=pages.kv_heads,
@@ -131,7 +133,7 @@ def shape_of(
 
 
 def unsupported(s: Shape, q, pages, table, *, more_smem: int = 0, more_vmem: int = 0) -> str | None:
-    """Why a kernel of this shape cannot do a valid input, with the values, or None. more_smem, more_vmem: bytes that it takes beside."""
+    """Why a kernel of this shape cannot take this valid input, with the values, or None. more_smem, more_vmem: bytes it takes beside."""
     arrays = dispatch.signature(q=q, **pages.arrays, table=table)
     if reason := unlike(pages):
         return reason
@@ -143,15 +145,17 @@ def unsupported(s: Shape, q, pages, table, *, more_smem: int = 0, more_vmem: int
         return f"blocks of {s.piece} tokens are not a multiple of {SUBLANES}, the rows that one copy can start at; got {arrays}"
     scalars = 4 * q.shape[0] * (s.width + 2) + more_smem
     if scalars > SMEM_BYTES:
-        return f"page table and lists take {scalars} bytes of scalar memory, at most {SMEM_BYTES} are there; {arrays}"
+        return f"page table and lists take {scalars} bytes of scalar memory, at most {SMEM_BYTES} are available; {arrays}"
     vectors = _vmem_bytes(s, q, pages.k) + more_vmem
     if vectors > VMEM_BYTES:
-        return f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are there; {s.rows} rows, {s.key_tile} keys, {arrays}"
+        return (
+            f"buffers take {vectors} bytes of vector memory, at most {VMEM_BYTES} are available; {s.rows} rows, {s.key_tile} keys, {arrays}"
+        )
     return None
 
 
 def _vmem_bytes(s: Shape, q, k) -> int:
-    """Both slots of K and V; q and results, double-buffered; what is folded so far and a tile's part of it; logits and weights."""
+    """Both slots of K and V; q and results, double-buffered; the folded part and a tile's part of it; logits and weights."""
     head_dim, wide = q.shape[3], 4
     slots = 4 * s.key_tile * head_dim * k.dtype.itemsize
     moved = 2 * s.rows * 2 * head_dim * q.dtype.itemsize + 2 * SUBLANES * padded(s.rows, LANES) * wide
@@ -176,7 +180,7 @@ def launch(
     """Attention of q `[B, T, H, D]`, T rows `s.stride` positions apart from `starts` on: out and lse as `flash_attention` returns them,
     then the results of `aside`, `[B, T, H, width]`.
 
-    walk_of: (tile, reference to its list) -> Walk. lists: int32 `[B, units, tiles, W]`, what a grid cell finds in scalar memory.
+    walk_of: (tile, reference to its list) -> Walk. lists: int32 `[B, units, tiles, W]`; a grid cell has its list in scalar memory.
     """
     batch, _, num_heads, head_dim = q.shape
     num_rows = q.shape[1]
@@ -206,7 +210,7 @@ def launch(
         ),
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            # rows along the lanes: one number to a row of 128 lanes would be 128 times the memory
+            # rows along the lanes: one number per row of 128 lanes would take 128 times the memory
             jax.ShapeDtypeStruct((batch, s.units, s.tiles, 1, s.rows), jnp.float32),
             *(jax.ShapeDtypeStruct((*q.shape[:3], width), dtype) for width, dtype in aside.widths),
         ],
@@ -253,7 +257,7 @@ def _kernel(s: Shape, walk_of, aside: Aside, has_list: bool, table, starts, leng
         current = copies(i, slot)
         current.wait()
         pos = current.clean()
-        pos = jnp.where(pos < length, pos, -1)  # padding queries stand past the length
+        pos = jnp.where(pos < length, pos, -1)  # positions of padding queries lie past the length
         keys, values = (x[slot].reshape(s.key_tile, -1) for x in (k_slots, v_slots))
         dtype = jnp.promote_types(q.dtype, keys.dtype)
         logits = product(q[0, 0].astype(dtype), keys.astype(dtype), contract=1) * s.sm_scale
@@ -269,7 +273,7 @@ def _kernel(s: Shape, walk_of, aside: Aside, has_list: bool, table, starts, leng
 
 
 def _piece(s: Shape, tile: Tile, walk: Walk, table, step, i):
-    """Of the i-th piece of a tile of keys: whether it can be read, its first position, its frame, and where in the page it begins."""
+    """For the i-th piece of a tile of keys: whether it can be read, its first position, its frame, and its first token in the page."""
     first = walk.first(step, i)
     inside = (first >= 0) & (first < tile.end)
     first = jnp.where(inside, first, 0)
@@ -284,8 +288,8 @@ def empty(rows: int, head_dim: int):
 
 
 def fold(partial, logits, values, terms: int):
-    """Add a tile. One that a row may not read leaves its bits as they were. terms: of bfloat16 that weights of bfloat16 values are summed
-    from."""
+    """Add a tile. A tile that a row may not read leaves the row's bits unchanged. terms: bfloat16 terms per weight, where values are
+    bfloat16."""
     top, total, weighted = partial
     new_top = jnp.maximum(top, logits.max(1, keepdims=True))
     shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)  # -inf minus -inf would be NaN
@@ -306,13 +310,13 @@ def weighted_sum(weights, values, terms: int):
 
 
 def product(a, b, contract: int):
-    """a's columns against axis `contract` of b, in float32. Unless told, the matrix unit would take float32 as bfloat16."""
+    """a's columns against axis `contract` of b, in float32. By default the matrix unit would round float32 to bfloat16."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jax.lax.dot_general(a, b, (((1,), (contract,)), ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def _along_lanes(column):
-    """`[rows, 1]` as `[1, rows]`, 128 at a time: the numbers of a square that stand on its diagonal."""
+    """`[rows, 1]` as `[1, rows]`, 128 at a time: the diagonal of a square that repeats the column."""
     parts = []
     for start in range(0, column.shape[0], LANES):
         part = column[start : start + LANES]

@@ -1,4 +1,4 @@
-"""Keys and values of one KV head from pages in HBM to vector memory, a tile at a time, into one of two slots."""
+"""Copies of keys and values of one KV head from pages in HBM to vector memory, a tile at a time, into one of two slots."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-_NOWHERE = -(2**30)  # a position before every sequence: plus any offset in a tile it stays negative
+_NOWHERE = -(2**30)  # a position before every sequence; with any offset in a tile added, it stays negative
 
 
 @dataclasses.dataclass
 class TileCopies:
     """The copies that fill one slot with one tile, piece by piece. A piece that cannot be read is not copied.
 
-    piece: number of a piece in the tile -> whether it can be read, its first position, its frame, and where in the page it begins. length:
+    piece: number of a piece in the tile -> whether it can be read, its first position, its frame, and its first token in the page. length:
     tokens written. k, v: the pool, and its slots `[2, pieces, tokens of a piece, D]`. arrived: a semaphore per slot.
     """
 
@@ -48,11 +48,11 @@ class TileCopies:
         self.each(lambda copy: copy.start())
 
     def wait(self):
-        """Wait for everything that `start` started: a slot has one semaphore, which does not tell its copies apart."""
+        """Wait for all copies that `start` started. A slot has one semaphore for all its copies, so single copies cannot be waited for."""
         self.each(lambda copy: copy.wait())
 
     def clean(self):
-        """Put 0 where values were not written: whatever is there, times weight 0, must be 0.
+        """Set unwritten values to 0: whatever is there, its product with weight 0 must be 0.
 
         Returns the position of each key of the tile, `[1, keys]`, negative where its piece cannot be read.
         """

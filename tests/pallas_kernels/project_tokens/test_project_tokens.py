@@ -398,7 +398,7 @@ def test_gpu_form_compiles_without_spilling(cuda, tmp_path, capsys):
         (production(9, 64, (8,)), "at most 8 tokens, got 9"),
         (production(1, 64, (8,), "float32"), "bfloat16 or float16, got float32"),
         (production(1, 64, (8,), "float16", normed=True), "more than float16 holds"),
-        (production(1, 64, (8,), half=4, rotated=1, summed=True), "either turns results or adds to them"),
+        (production(1, 64, (8,), half=4, rotated=1, summed=True), "cannot both rotate results and add a residual"),
         (production(1, 96, (8,)), "multiple of 64, got 96"),
         (production(1, 64, (8,), normed=True, norm_offset=0.5), "adds 0 or 1 to the norm's weight, got 0.5"),
         (production(1, 64, (8, 7)), r"features must be even, got \[8, 7\]"),

@@ -135,7 +135,7 @@ UNSUPPORTED = {
     "float16": ({"dtype": jnp.float16}, {}, "TPUs compute in bfloat16 and float32 only; got q float16"),
     "head dim": ({"head_dim": 64}, {}, "head dim 64 is not a multiple of 128"),
     "tiles of 24": ({}, {"query_tile": 24}, "query_tile 24 is not a multiple of 16"),
-    "long tiles": ({}, {"query_tile": 2048}, "bytes of vector memory, at most 12582912 are there; query_tile 2048"),
+    "long tiles": ({}, {"query_tile": 2048}, "bytes of vector memory, at most 12582912 are available; query_tile 2048"),
 }
 
 
