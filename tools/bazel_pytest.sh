@@ -1,7 +1,7 @@
 #!/bin/sh
-# Runs pytest for one Bazel test: the project's files are those that the target depends on, everything else comes from .venv.
-# Bazel lays the files out as in the repository; here they are linked under the names they are imported by. `python -S` leaves out
-# the editable install, so a layer that the target does not depend on cannot be imported.
+# Runs pytest for one Bazel test. The project's files are those that the target depends on; all other packages come from .venv.
+# Bazel places the files as in the repository. This script links them under the names by which they are imported. `python -S` leaves
+# out the editable install, so that a layer cannot be imported if the target does not depend on it.
 set -eu
 
 venv=$(dirname "$(readlink -f pyproject.toml)")/.venv
@@ -11,7 +11,7 @@ if ! [ -x "$venv/bin/python" ]; then
 fi
 
 imports=$TEST_TMPDIR/imports
-place() { # folder, imported as
+place() { # arguments: a source folder, and the path of the name by which it is imported
     [ -d "$1" ] || return 0
     mkdir -p "$imports/$2"
     ln -s "$PWD/$1"/* "$imports/$2"

@@ -1,24 +1,24 @@
 #!/bin/sh
-# Prints the path of a Python to make .venv with: 3.12 or newer, with venv and pip. Exits 1, with one line, when there is none.
-# Every candidate is run before it is believed: pyenv leaves shims on PATH for versions that are not switched on.
+# Prints the path of a Python that can make .venv: 3.12 or newer, with venv and pip. If there is none, prints one line and exits with 1.
+# Every candidate is run first, because pyenv leaves programs on PATH for versions that are not active, and these fail.
 # The versions that the lock is tested with come first. With arguments, only those versions are looked for: find_python.sh 3.12
 
 versions="${*:-3.13 3.12 3.14 3.15 3.16 3.17 3.18 3.19}"
 pyenv="${PYENV_ROOT:-$HOME/.pyenv}/versions"
 without_venv=""
 
-try() { # candidate: prints its path and ends the search if it will do
+try() { # argument: a candidate; if it works, prints its path and ends the search
     [ -x "$1" ] || return 0
     "$1" -c 'import sys, sysconfig; sys.exit(sys.version_info < (3, 12) or bool(sysconfig.get_config_var("Py_GIL_DISABLED")))' >/dev/null 2>&1 || return 0
     if "$1" -c 'import ensurepip, ssl, venv' >/dev/null 2>&1; then
-        # The base of a virtual environment, so that an activated .venv can be made anew.
+        # In a virtual environment, prints the Python that made it, so that .venv can be made anew while it is active.
         "$1" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)'
         exit 0
     fi
     without_venv=" ($1 lacks venv, pip or ssl; on Debian and Ubuntu install its -venv package)"
 }
 
-on_path() { # name: every place on PATH, since a broken shim may hide a good one
+on_path() { # argument: a name; tries it in every folder of PATH, because one that fails may come before one that works
     old_ifs=$IFS
     IFS=:
     for folder in $PATH; do

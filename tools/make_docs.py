@@ -1,4 +1,4 @@
-"""Write the API reference of kvjax to a folder, as HTML: each public name with its docstring, and its example from docs/examples.md.
+"""Writes the API reference of kvjax to a folder, as HTML: each public name with its docstring, and its example from docs/examples.md.
 
 `make docs` runs this. It needs the extra `docs`.
 """
@@ -24,9 +24,9 @@ def main(folder: Path) -> None:
         found = getattr(kvjax, name)
         if name in examples:
             found.__doc__ = f"{inspect.getdoc(found)}\n\n**Example**\n\n{examples[name]}"
-        setattr(kvjax, name, found)  # names are resolved on first use, and pdoc documents those that have been
+        setattr(kvjax, name, found)  # pdoc documents only names that are set, and ours are set on first use
     pdoc.render.configure(docformat="google", footer_text=f"kvjax {kvjax.__version__}")
-    warnings.filterwarnings("ignore", message="'kvjax' may refer to either")  # run in the clone: the installed one, as pdoc does
+    warnings.filterwarnings("ignore", message="'kvjax' may refer to either")  # the folder here; pdoc takes the installed package
     pdoc.pdoc("kvjax", r"!kvjax\..*", output_directory=folder)
     print(f"kvjax: the API reference is in {folder / 'kvjax.html'}")
 

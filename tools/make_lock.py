@@ -1,6 +1,6 @@
-"""Write requirements.lock: exact versions of what kvjax and its tests need, resolved from pyproject.toml for each Python given.
+"""Writes requirements.lock: exact versions of what kvjax and its tests need, resolved from pyproject.toml for each Python given.
 
-`make lock` runs this. It installs nothing: pip resolves and reports. All versions move to the newest allowed except those in HELD.
+`make lock` runs this. It installs nothing: pip only resolves the versions. All become the newest that are allowed, except those in HELD.
 """
 
 import json
@@ -11,14 +11,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Held back from the newest, and why.
+# Packages that are held back from their newest version, and why.
 HELD = {
-    "jax": "0.11.2",  # the oldest release that kvjax supports, so the tests run on the floor
+    "jax": "0.11.2",  # the oldest release that kvjax supports, so that tests run on it
     "jaxlib": "0.11.2",
-    "transformers": "5.17.0",  # made the golden files of the parity tests
+    "transformers": "5.17.0",  # the version that made the golden files of the parity tests
     "huggingface-hub": "1.33.0",  # the major version that kvjax is developed with
 }
-EXTRAS = "eval,plots,docs,test"  # of pyproject.toml: what the commands of the Makefile need
+EXTRAS = "eval,plots,docs,test"  # the extras of pyproject.toml that the Makefile's commands need
 UNWANTED = re.compile(r"torch|nvidia|cuda|tensorflow$")
 HEADER = """\
 # Exact versions of everything `make demo` and `make test` install: kvjax with the extras {extras}; CPU only, no PyTorch.
@@ -29,7 +29,7 @@ HEADER = """\
 
 
 def resolve(python: str) -> tuple[str, dict[str, str]]:
-    """The version of this Python, as 3.12, and {package: version} of a fresh install of kvjax with EXTRAS."""
+    """The version of this Python (such as 3.12), and {package: version} of a fresh install of kvjax with EXTRAS."""
     version = subprocess.check_output([python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], text=True).strip()
     with tempfile.TemporaryDirectory() as folder:
         constraints, report = Path(folder, "held.txt"), Path(folder, "report.json")

@@ -1,7 +1,8 @@
-"""Make `.venv` hold exactly what requirements.lock says, with kvjax installed in place. Does nothing when that is so already.
+"""Makes `.venv` with exactly the packages of requirements.lock, and kvjax installed in place. Does nothing if `.venv` is up to date.
 
-The Makefile runs this with the Python that find_python.sh found; only the standard library is used. What was installed is noted in
-`.venv/installed.json`, written last: an environment without a matching note was interrupted or is out of date, and is made anew.
+The Makefile runs this with the Python that find_python.sh found. It uses only the standard library. What was installed is written to
+`.venv/installed.json` at the end. An environment without this file was interrupted, and is made anew. So is one of another lock or folder.
+If only pyproject.toml has changed, kvjax is installed again.
 """
 
 import fcntl
@@ -24,7 +25,7 @@ PIP = (str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 def main() -> None:
     with LOCK.open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)  # two makes at once take turns
+        fcntl.flock(held, fcntl.LOCK_EX)  # so that two runs of make take turns
         wanted = {"lock": digest(LOCK), "project": digest(ROOT / "pyproject.toml"), "root": str(ROOT)}
         noted = read_note()
         if noted == wanted:
@@ -45,7 +46,7 @@ def digest(path: Path) -> str:
 
 
 def read_note() -> dict[str, str]:
-    """What the environment holds; {} when it is missing, unfinished, or its Python no longer runs."""
+    """What the environment holds; {} if it is missing or unfinished, or if its Python does not run."""
     try:
         note = json.loads(NOTE.read_text())
         subprocess.run([PYTHON, "-c", "import pip"], check=True, capture_output=True)
@@ -62,7 +63,7 @@ def install_locked() -> None:
     say(f"Python {sys.version.split()[0]} ({sys.executable})")
     subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     count = sum("==" in line for line in LOCK.read_text().splitlines() if not line.startswith("#"))
-    # No dependency is looked up beyond the lock, and nothing is compiled: a platform without wheels fails at once.
+    # Nothing but the lock's packages is installed, and nothing is compiled: on a platform without wheels, pip fails at once.
     run_pip(f"installing {count} locked packages", "install", "--no-deps", "--only-binary=:all:", "--requirement", str(LOCK), count=count)
 
 

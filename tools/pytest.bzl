@@ -1,4 +1,4 @@
-"""pytest_test: runs pytest over one folder. Written here because py_test and sh_test make older Bazels download rules_cc."""
+"""pytest_test: a rule that runs pytest. It is defined here because py_test and sh_test make older versions of Bazel download rules_cc."""
 
 def _pytest_test_impl(ctx):
     script = ctx.actions.declare_file(ctx.label.name)
@@ -16,8 +16,8 @@ pytest_test = rule(
     implementation = _pytest_test_impl,
     test = True,
     attrs = {
-        "data": attr.label_list(allow_files = True, doc = "the tests, what they read, and the libraries they import"),
-        "paths": attr.string_list(doc = "what pytest is given"),
+        "data": attr.label_list(allow_files = True, doc = "the tests, the files they read, and the libraries they import"),
+        "paths": attr.string_list(doc = "the paths that pytest gets"),
         "_runner": attr.label(default = "//:tools/bazel_pytest.sh", allow_single_file = True),
     },
 )

@@ -1,6 +1,6 @@
-"""How fast `kvjax.model.fingerprint` is: `python tools/time_fingerprint.py --gigabytes 15`.
+"""Times `kvjax.model.fingerprint`: `python tools/time_fingerprint.py --gigabytes 15`.
 
-Makes matrices of the shapes of a 7B model on the default device, in bfloat16, until they fill the size that was asked for.
+Makes bfloat16 matrices of a size found in 7B models on the default device, as many as the given number of gigabytes holds.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ WIDTH, INNER = 3584, 18_944
 
 
 def main() -> None:
-    """Print seconds, GB/s and what the host held beside the weights."""
+    """Print seconds, GB/s and how much the peak of the host's memory grew."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=15.0, help="of weights, 10**9 bytes each")
+    parser.add_argument("--gigabytes", type=float, default=15.0, help="size of the weights, in units of 10**9 bytes")
     count = max(1, round(parser.parse_args().gigabytes * 1e9 / (2 * WIDTH * INNER)))
     made = jax.jit(lambda key: jax.random.bits(key, (INNER, WIDTH), "uint16").view(jnp.bfloat16))
     params = jax.block_until_ready([made(key) for key in jax.random.split(jax.random.key(0), count)])

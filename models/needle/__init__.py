@@ -1,4 +1,4 @@
-"""The embedded checkpoint, and the recipe that makes it (`training.train`)."""
+"""The embedded needle model, and the code that trains it (`training.train`)."""
 
 from __future__ import annotations
 

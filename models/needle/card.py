@@ -1,9 +1,9 @@
-"""The model card's figures: the marked parts of README.md, rendered from the JSON files that hold them.
+"""Writes the figures of the model card: the marked parts of README.md, from the JSON files that hold them.
 
     python -m kvjax.models.needle.card benchmarks/results/h200/needle-*.json
 
-rewrites the card in place. The files named are the engine's own measurements, written by `kvjax needle`; what training measured lies
-beside the card.
+rewrites the card in place. The files are the engine's measurements, written by `kvjax needle`. The training run's measurements are in this
+folder.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvjax.models.needle.recipe import NEEDLE
 
 
 def rendered(card: str, engine_files: Iterable[Path]) -> str:
-    """The card's text with every part between `<!-- figures: NAME -->` and `<!-- end -->` made anew.
+    """The card's text with every part between `<!-- figures: NAME -->` and `<!-- end -->` written anew.
 
-    Raises ValueError for a part whose name is unknown, or one that the card lacks.
+    Raises ValueError if the card has a part with an unknown name, or not every part exactly once.
     """
     parts = {"model": _model(), "data": _data(), "training": _training(), "evaluation": _evaluation(), "engine": _engine(engine_files)}
     mark = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -111,7 +111,7 @@ def _evaluation() -> str:
 
 
 def _engine(files: Iterable[Path]) -> str:
-    """One row per length and policy; below, where the figures come from."""
+    """A table with one row per length and policy, and below it the source of the figures."""
     runs = sorted((json.loads(file.read_text(encoding="utf-8")) for file in files), key=lambda run: run["length"])
     if not runs:
         return "*Not measured yet.*"

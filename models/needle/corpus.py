@@ -1,4 +1,4 @@
-"""Training text: files found, made into tokens once and kept beside the run as uint16 arrays."""
+"""Training text: finds files, and encodes them once. The tokens are kept in the run's folder as uint16 arrays."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 SUFFIXES = (".txt", ".py")
-# pydoc_data holds the documentation that needle questions are asked in: it must stay unseen. The rest is data or tests, not prose or code.
+# pydoc_data holds the documentation in which needles are hidden by default, so it must stay unseen. The others are data, tests or packages.
 STDLIB_SKIPPED = {"pydoc_data", "test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "encodings"}
 
 
 def text_files(paths: Iterable[str | Path]) -> list[Path]:
-    """All .txt and .py files named or inside the folders named, absolute, sorted within each. Raises ValueError for a path with none."""
+    """The .txt and .py files in `paths`, and in folders of `paths` (sorted), as absolute paths. ValueError for a path with none."""
     found: list[Path] = []
     for path in (Path(p).resolve() for p in paths):
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
@@ -27,14 +27,14 @@ def text_files(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def python_sources() -> list[Path]:
-    """The standard library's own .py files, without its tests and without the documentation (`pydoc_data`)."""
+    """The .py files of the standard library, sorted, without the folders in STDLIB_SKIPPED."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = (p for p in root.rglob("*.py") if not STDLIB_SKIPPED & set(p.relative_to(root).parts))
     return sorted(files)
 
 
 def read_texts(files: Sequence[Path]) -> Iterator[str]:
-    """The files' texts one after the other, in pieces of whole lines of about 100,000 characters."""
+    """The texts of the files one after the other, in pieces of about 100,000 characters that end at a line's end."""
     for file in files:
         with open(file, encoding="utf-8", errors="replace") as text:
             while piece := text.readlines(100_000):
@@ -42,12 +42,12 @@ def read_texts(files: Sequence[Path]) -> Iterator[str]:
 
 
 def fingerprint(files: Sequence[Path]) -> dict[str, int]:
-    """Names and sizes (bytes): what a resumed run compares, to be sure that it goes on with the same text."""
+    """Names and sizes (bytes) of files. A resumed run compares them, to go on only with the same text."""
     return {str(f): os.path.getsize(f) for f in files}
 
 
 def token_file(path: Path, files: Sequence[Path], tokenizer: Any) -> np.ndarray:
-    """uint16[...] tokens of all files, each ended by <|endoftext|> (0); written to `path` on the first call, mapped from it later."""
+    """uint16[...] tokens of all files, with <|endoftext|> (0) after each. The first call writes them to `path`; all calls map that file."""
     if not path.exists():
         ids: list[np.ndarray] = []
         for file in files:

@@ -1,4 +1,4 @@
-"""The loss curve of a run: one JSON line per record, and a picture of it."""
+"""The loss curve of a training run: a file with one JSON line per record, and a picture."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pallas_kernels.bench.formats import tokens_text
 class Curve:
     """Collects losses (device scalars, fetched only when a record is written) and appends records to curve.jsonl.
 
-    done: steps already made; records of a resumed run's folder past them are dropped, they will be made again.
+    done: steps that are already done. Later records in the folder of a resumed run are dropped, because those steps are repeated.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, done: int, on_record: Callable[[dict], None] | None):
@@ -27,11 +27,11 @@ class Curve:
         self.start = time.perf_counter() - (self.records[-1]["seconds"] if self.records else 0.0)
 
     def add(self, loss: Any) -> None:
-        """One step's loss."""
+        """Note the loss of one step."""
         self.losses.append(loss)
 
     def write(self, step: int, extra: dict) -> None:
-        """A record of the steps since the last one: mean loss, with whatever was evaluated."""
+        """Write a record of the steps since the last record: their mean loss, and `extra`, the figures of an evaluation."""
         record = {
             "step": step,
             "length": self.recipe.stage(step - 1).length,
@@ -49,7 +49,7 @@ class Curve:
             self.on_record(record)
 
     def summary(self) -> str:
-        """The newest figures in a few words."""
+        """The latest figures, for the progress bar."""
         last = self.records[-1]
         found = next((r["exact_match"] for r in reversed(self.records) if "exact_match" in r), 0.0)
         return f"{last['length']} tokens  loss {last['loss']:.3f}  needles {found:.0%}"
@@ -60,13 +60,13 @@ class Curve:
 
 
 def read_records(path: Path) -> list[dict]:
-    """The records of a curve file. A last line that a killed run tore is left out."""
+    """The records of a curve file. An incomplete line, which a killed run may leave at the end, is left out."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def plot(records: Sequence[dict], recipe: Recipe, picture: Path) -> None:
-    """Draw loss, held-out text loss, and needles found, over steps, as a PNG; lines carry their names, stages their length in tokens."""
+    """Draw loss, held-out text loss and needles found over steps, as a PNG. Each stage is marked with its length in tokens."""
     with pictures.picture(picture, height=4.0) as (figure, grid):
         axes = grid[0, 0]
         found = axes.twinx()

@@ -1,4 +1,4 @@
-"""Needle answers by one forward pass: what training watches. The engine's own figures come from `kvjax.fidelity.needle`."""
+"""Checks needle answers by one forward pass, for the training run. The engine's figures come from `kvjax.fidelity.retrieval`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def greedy_tail(decoder: Decoder, mix: Mix, params: Params, tokens: jax.Array, t
 
 
 def answer_hits(decoder: Decoder, mix: Mix, params: Params, trials: Sequence[Trial], *, batch: int) -> np.ndarray:
-    """bool[trials, answer tokens]: whether greedy decoding is right at each token of the answer, given the right ones before it.
+    """bool[trials, answer tokens]: whether each token of the answer is the greedy one, given the right ones before it.
 
-    All true is the same as the free-running greedy answer being right. All trials must have one length, answers included.
+    If all are true, free-running greedy decoding gives the right answer too. All trials must have one length, answers included.
     """
     hits = []
     for some in itertools.batched(trials, batch):
@@ -40,7 +40,8 @@ def answer_hits(decoder: Decoder, mix: Mix, params: Params, trials: Sequence[Tri
 def needle_report(
     decoder: Decoder, mix: Mix, params: Params, task: NeedleTask, length: int, count: int, *, batch: int, bins: int = 3, seed: int = 0
 ) -> dict:
-    """Exact match, exact match by depth, by template, and share of right digits, for `count` trials of `length` tokens in all."""
+    """Exact match (in all, by depth, by template) and the share of right digits, for `count` trials of `length` tokens, answers
+    included. ValueError if the tokenizer does not write each digit, and the space before them, as one token."""
     size = 1 + task.digits
     trials = task.trials(length + 1 - size, count, seed=seed)
     if any(len(t.answer_ids) != size for t in trials):

@@ -1,7 +1,7 @@
-"""The training mixture: samples in which something said earlier has to be said again, between plain text.
+"""The training mixture: samples in which earlier tokens have to be repeated later, and plain text.
 
-Every batch is a function of (seed, step) alone, so a resumed run sees the very same batches. Pure numpy: worker processes import
-this module, and must not touch an accelerator.
+Every batch depends only on (seed, step), so a resumed run sees the same batches. Uses only numpy, because worker processes import this
+module, and they must not use an accelerator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RECORD = needle.Template("\n {key} = {value}", "\n {key} =")
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """One needle or question with room for its key (two tokens) and value: what precedes the key, stands between, and follows the value."""
+    """The tokens of a needle or question around its key (two tokens) and its value: before the key, between them, after the value."""
 
     before: np.ndarray
     between: np.ndarray
@@ -30,7 +30,8 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that samples are made of. Arrays of int32; `hashes` are the words' (`needle.word_hash`)."""
+    """The tokens that samples are made of. words, digits: int32 token ids. hashes: int64, of the words (`needle.word_hash`). needles,
+    questions: forms, one per template and one more for records."""
 
     words: np.ndarray
     hashes: np.ndarray
@@ -41,7 +42,8 @@ class Vocabulary:
 
     @classmethod
     def build(cls, tokenizer: Any, *, letters: int) -> Vocabulary:
-        """From a tokenizer whose digits, and space before a number, are single tokens. The last form is that of bare records."""
+        """From a tokenizer in which each digit, and the space before a number, is one token; ValueError for others. The last form is that
+        of records."""
         words = needle.vocabulary_words(tokenizer, letters=letters)
         templates = (*needle.TEMPLATES, RECORD)
         after = [t.needle.split(" {value}")[1] for t in templates]
@@ -51,7 +53,7 @@ class Vocabulary:
             digits=np.array([_single(tokenizer, str(i)) for i in range(10)], np.int32),
             space=_single(tokenizer, " "),
             needles=tuple(_form(tokenizer, t.needle, words) for t in templates),
-            # What follows a number follows it in the answer too, so that an answer ends where its needle did.
+            # The text after a needle's value follows the answer too, so that an answer ends as its needle does.
             questions=tuple(_form(tokenizer, f"{t.question} {{value}}{a}", words) for t, a in zip(templates, after, strict=True)),
         )
 
@@ -64,7 +66,7 @@ def _single(tokenizer: Any, text: str) -> int:
 
 
 def _form(tokenizer: Any, text: str, words: tuple[str, ...]) -> Form:
-    """The three pieces around " {key}" and " {value}", checked to be what the tokenizer makes of the whole string."""
+    """The three pieces around " {key}" and " {value}". ValueError if the tokenizer encodes the whole string differently."""
     pieces = [np.array(needle.encode(tokenizer, p) if p else [], np.int32) for p in re.split(r" \{key\}| \{value\}", text)]
     first, second = words[0], words[-1]
     whole = needle.encode(tokenizer, text.format(key=f"{first} {second}", value="70"))
@@ -76,7 +78,7 @@ def _form(tokenizer: Any, text: str, words: tuple[str, ...]) -> Form:
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """A form for values of one size as arrays: tokens [n] with room at `key` and `value`, loss weights [n] of those tokens."""
+    """A form for values of one number of digits: tokens [n], with places for a key and a value, and the loss weights [n] of the tokens."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -85,7 +87,7 @@ class Slots:
 
     @classmethod
     def build(cls, form: Form, space: int, digits: int, text_weight: float, value_weight: float) -> Slots:
-        """Weights: text_weight on the form, 0 on the key (nobody can foresee it), value_weight on the value."""
+        """Weights: text_weight for the form, 0 for the key (it cannot be predicted), value_weight for the value."""
         key = slice(len(form.before), len(form.before) + 2)
         start = key.stop + len(form.between) + 1
         value = slice(start, start + digits)
@@ -103,10 +105,10 @@ class Slots:
 
 
 class Mixture:
-    """Samples (tokens int32[length + 1], weights float32[length]): weights[i] is the loss weight of predicting tokens[i + 1].
+    """Makes samples (tokens int32[length + 1], weights float32[length]). weights[i] is the loss weight of predicting tokens[i + 1].
 
-    kinds: "needles" in running text and questions about them; "records", key = value lines of one form, then questions about them only;
-    "text"; "recall", pairs of random tokens asked for again; "repeats", a run of random tokens over and over.
+    kinds: "needles", in running text, with questions about them; "records", lines of one form, then only questions about them; "text",
+    running text; "recall", pairs of random tokens, then some of these pairs again; "repeats", a run of random tokens over and over.
     """
 
     def __init__(self, vocabulary: Vocabulary, text: np.ndarray, *, seed: int, text_weight: float, answer_weight: float):
@@ -116,7 +118,7 @@ class Mixture:
         self.kinds = {"needles": self.needles, "records": self.records, "text": self.plain, "recall": self.recall, "repeats": self.repeats}
         self._needles = self._slots(vocabulary.needles, text_weight, 0.0)
         self._questions = self._slots(vocabulary.questions, text_weight, answer_weight)
-        # A page of records is nearly all form: kept light, so that the model does not spend itself on it.
+        # Most tokens of records belong to the form. A small weight keeps them from dominating the loss.
         self._lines = self._slots(vocabulary.needles, 0.2 * text_weight, 0.0)
         self._asked_lines = self._slots(vocabulary.questions, 0.2 * text_weight, answer_weight)
 
@@ -135,7 +137,7 @@ class Mixture:
         return np.stack(tokens), np.stack(weights)
 
     def keys(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """int32[count, 2]: different training keys as word tokens; fewer when the vocabulary is too small for `count`."""
+        """int32[count, 2]: different training keys as word tokens. Fewer if the vocabulary is too small for `count`."""
         size = len(self.vocabulary.words)
         pairs = rng.integers(0, size, (2 * count + 16, 2))
         hashes = self.vocabulary.hashes
@@ -148,7 +150,7 @@ class Mixture:
         return self.vocabulary.digits[rng.integers(0, 10, (count, digits))]
 
     def span(self, rng: np.random.Generator, length: int) -> np.ndarray:
-        """int32[length]: running text from anywhere."""
+        """int32[length]: running text from a random position."""
         start = int(rng.integers(0, len(self.text) - length))
         return self.text[start : start + length].astype(np.int32)
 
@@ -157,10 +159,11 @@ class Mixture:
         return self.span(rng, length + 1), np.full(length, self.text_weight, np.float32)
 
     def needles(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Needles and questions in running text, the first a needle, the last a question.
+        """Needles and questions in running text. The first of them is a needle, the last a question.
 
-        Half of the samples mix them freely; the other half, like a trial, keep the needles all over the text and ask in the last tenth.
-        Values have 1 to 5 digits, templates are mixed or one for all: then every other needle is a distractor.
+        In half of the samples they are mixed in random order. In the other half, as in a trial, all needles come first; then half of these
+        samples ask at the end, the others in the last tenth. Values have 1 to 5 digits. A sample has mixed templates, or one template for
+        all; then all other needles are distractors of a question.
         """
         most = max(2, min(length // 48, 48), length // 128)
         count = int(np.exp(rng.uniform(0, np.log(most + 1))))
@@ -180,7 +183,7 @@ class Mixture:
             count, asked = max(1, count // 2), max(1, asked // 2)
 
     def _order(self, rng: np.random.Generator, count: int, asked: int, asks_last: bool) -> list[tuple[bool, int]]:
-        """(is a question, needle number) in order of appearance; a question is about any needle seen before it."""
+        """(is a question, needle number) in order of appearance. A question is about a random needle before it."""
         between = [False] * (count - 1) + [True] * (asked - 1)
         if not asks_last:
             between = [between[i] for i in rng.permutation(len(between))]
@@ -198,7 +201,7 @@ class Mixture:
         return slots.fill(keys[number : number + 1], values[number : number + 1])[0], slots.weights
 
     def _places(self, rng: np.random.Generator, order: list[tuple[bool, int]], free: int, asks_last: bool) -> np.ndarray:
-        """Where in `free` tokens of text each event stands, ascending."""
+        """The position of each event in `free` tokens of text, ascending."""
         count = sum(not is_question for is_question, _ in order)
         if asks_last:
             tail = free - int(rng.uniform(0, 0.1) * free) if rng.random() < 0.5 else free
@@ -221,7 +224,7 @@ class Mixture:
         return np.concatenate([*tokens, text[done:]]), np.concatenate([*weights, plain[done:]])[1:]
 
     def records(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Up to 64 records of one form, then questions about any of them to the end: answers close together, needles far away."""
+        """Up to 64 records of one form, then questions about random ones of them to the end. So a sample has many answers."""
         form = len(needle.TEMPLATES) if rng.random() < 0.6 else int(rng.integers(len(needle.TEMPLATES)))
         digits = int(rng.integers(1, MAX_DIGITS + 1))
         line, asked = self._lines[form][digits - 1], self._asked_lines[form][digits - 1]
@@ -235,7 +238,7 @@ class Mixture:
         return tokens[: length + 1], weights[1 : length + 1]
 
     def recall(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Associative recall: pairs of random tokens, then every further pair is one of them again."""
+        """Associative recall: pairs of random tokens, then random ones of these pairs again."""
         count = min(int(rng.integers(2, max(3, min(length // 8, 96)))), len(self.pool))
         keys = rng.permutation(self.pool)[:count]
         values = self.pool[rng.integers(0, len(self.pool), count)]
@@ -246,7 +249,7 @@ class Mixture:
         return tokens, weights[1:]
 
     def repeats(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Induction: a short run of random tokens over and over."""
+        """Induction: a short run of random tokens, repeated over and over."""
         size = int(rng.integers(4, max(5, min(length // 3, 64))))
         tokens = np.resize(self.pool[rng.integers(0, len(self.pool), size)], length + 1)
         weights = np.ones(length + 1, np.float32)

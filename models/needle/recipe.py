@@ -1,4 +1,4 @@
-"""What is trained, on what, for how long: every number of a training run in one frozen dataclass."""
+"""All numbers of a training run in one frozen dataclass: the model's sizes, the data, the stages, the learning rates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvjax.model import ModelConfig, uniform_config
 
 WARM_UP = {"repeats": 0.6, "recall": 0.4}
 MIXTURE = {"needles": 0.45, "records": 0.25, "text": 0.20, "recall": 0.05, "repeats": 0.05}
-# One sequence of records holds thousands of answers at these lengths and would drown the few needles of the others.
+# At these lengths one sequence of records has thousands of answers, and would outweigh the few needles of the other sequences.
 LONG_MIXTURE = {"needles": 0.60, "records": 0.12, "text": 0.20, "recall": 0.04, "repeats": 0.04}
 
 
@@ -32,11 +32,11 @@ class Stage:
 class Recipe:
     """A Qwen2-style decoder and its length curriculum.
 
-    matrix_rate, other_rate: peak learning rates of Muon (matrices) and Adam (embedding, norms, biases); both warm up over the first
-    fortieth of all steps and fall linearly to a twentieth over the last `decay`. text_weight, answer_weight: loss weights of running
-    text and of tokens that repeat something said before. key_letters: shortest word in a key. evaluate_every, checkpoint_every: steps;
-    both also happen at the end of each stage. distractors: needles beside the target in an evaluated haystack (fewer while short
-    lengths are trained). final_lengths, final_trials: of the evaluation after the last step.
+    matrix_rate, other_rate: peak learning rates of Muon (matrices) and Adam (embedding, norms, biases). Both warm up over the first
+    fortieth of all steps, and fall linearly to a twentieth of the peak over the last `decay` (a share of the steps). text_weight,
+    answer_weight: loss weights of running text and of tokens that repeat earlier ones. key_letters: letters of the shortest word in a key.
+    evaluate_every, checkpoint_every: steps; both also happen at the end of each stage. distractors: needles besides the target in an
+    evaluated haystack (fewer while short lengths are trained). final_lengths, final_trials: of the evaluation after the last step.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Steps of all stages."""
+        """Number of steps of all stages together."""
         return sum(s.steps for s in self.stages)
 
     def stage(self, step: int) -> Stage:
@@ -79,7 +79,7 @@ class Recipe:
         raise ValueError(f"the recipe ends {step} steps before the step asked for")
 
     def stage_ends(self) -> set[int]:
-        """How many steps are done when each stage ends."""
+        """The number of steps done at the end of each stage."""
         done, ends = 0, set()
         for stage in self.stages:
             done += stage.steps
@@ -95,7 +95,7 @@ class Recipe:
         return seen
 
     def model_config(self) -> ModelConfig:
-        """The decoder to train: Qwen2 style (QKV bias), tied embeddings, <|endoftext|> ends a text."""
+        """The configuration of the decoder: Qwen2 style (QKV bias), tied embeddings, <|endoftext|> ends a text."""
         return uniform_config(
             family="qwen2",
             vocab_size=self.vocab_size,

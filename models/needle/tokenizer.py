@@ -1,4 +1,4 @@
-"""The needle model's tokenizer: byte-level BPE in which every digit is a token of its own."""
+"""The needle model's tokenizer: byte-level BPE in which every digit is one token."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PAD = "<|pad|>"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A `tokenizers.Tokenizer` of `vocab_size` tokens; <|endoftext|> is 0 and <|pad|> 1.
+    """A `tokenizers.Tokenizer` of `vocab_size` tokens. <|endoftext|> is 0 and <|pad|> is 1. ValueError if the text gives fewer tokens.
 
-    Digits are split off before the words, so " is 48213" reads " is", " ", "4", "8", ...: a string encodes to the same tokens whole
-    or cut before a number's space.
+    Digits are split off before words, so " is 48213" becomes " is", " ", "4", "8", ... So a text that is cut before the space of a number
+    has the same tokens as the whole.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -38,7 +38,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def transformers_tokenizer(path: str | Path, max_positions: int) -> Any:
-    """The tokenizer file as `transformers` sees it, with its special tokens named: what is exported with the model."""
+    """The tokenizer file as a `transformers` tokenizer with named special tokens. It is exported with the model."""
     return import_transformers().PreTrainedTokenizerFast(
         tokenizer_file=str(path),
         eos_token=END_OF_TEXT,

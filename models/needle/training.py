@@ -1,4 +1,4 @@
-"""Train the needle model: `train(recipe, text, held_out, folder)` makes or resumes a run and exports the model in Hugging Face format."""
+"""Trains the needle model: `train(recipe, text, held_out, folder)` begins or resumes a run and exports the model in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOG_EVERY = 20
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What a run reads: the tokens its samples are made of, training text (a file: workers map it) and held-out text, both as tokens."""
+    """The data of a run: the tokens that samples are made of, the file of training tokens (workers map it), and held-out tokens."""
 
     vocabulary: Vocabulary
     train_path: Path
@@ -54,16 +54,15 @@ def train(
     stop_at: int | None = None,
     on_record: Callable[[dict], None] | None = None,
 ) -> Path | None:
-    """Train by the recipe, or go on where an earlier call for the same folder stopped; returns the folder of the exported model.
+    """Train by the recipe, or go on where an earlier call for the same folder stopped. Returns the folder of the exported model.
 
-    text, held_out: files or folders of .txt and .py; needles are evaluated in held_out, whose files training never sees, even where
-    they lie in a folder of text.
-    with_python_sources: also train on the standard library's sources. folder: gets tokenizer.json, the texts as tokens, checkpoints,
-    curve.jsonl, curve.png, evaluation.json and model/. workers: processes that make batches. stop_at: stop after this many steps, with
-    a checkpoint, and return None. on_record: called with every record of the curve as it is written.
+    text, held_out: files, or folders of .txt and .py files. Needles are evaluated in held_out. Training leaves out its files, even if they
+    are in a folder of text. with_python_sources: also train on the standard library's sources. folder: gets tokenizer.json, the texts as
+    tokens, checkpoints, curve.jsonl, curve.png, evaluation.json and model/. workers: processes that make batches. stop_at: stop after this
+    many steps, with a checkpoint, and return None. on_record: called with every record of the curve as it is written.
 
-    A resumed run sees the same batches as an uninterrupted one, and on the CPU ends with the same bits. Raises ValueError when the
-    folder holds a run of another recipe or other text.
+    A resumed run sees the same batches as an uninterrupted one, and on the CPU ends with the same bits. Raises ValueError if the folder
+    holds a run of another recipe or other text.
     """
     folder = Path(folder)
     data = prepare(recipe, text, held_out, folder, with_python_sources=with_python_sources)
@@ -78,7 +77,10 @@ def train(
 
 
 def prepare(recipe: Recipe, text: Sequence[str | Path], held_out: Sequence[str | Path], folder: Path, *, with_python_sources: bool) -> Data:
-    """Find the text, train the tokenizer and encode, once; a later call for the same folder finds all of it there."""
+    """Find the text, train the tokenizer and encode the text. A later call for the same folder reads tokenizer and tokens from there.
+
+    ValueError if every file of `text` is held out, and as `train` if the folder holds another run.
+    """
     unseen = corpus.text_files(held_out)
     files = [f for f in corpus.text_files(text) if f not in unseen]
     if not files:
@@ -103,7 +105,7 @@ def prepare(recipe: Recipe, text: Sequence[str | Path], held_out: Sequence[str |
 
 
 def _same_run(path: Path, run: dict) -> None:
-    """Note what a folder's run is, or check that it is this one."""
+    """Write `run` to a new folder's file, or raise ValueError if the file there describes another run."""
     run = json.loads(json.dumps(run))
     if not path.exists():
         path.write_text(json.dumps(run, indent=1))
@@ -115,13 +117,13 @@ def _same_run(path: Path, run: dict) -> None:
 
 
 def training_mix(recipe: Recipe) -> Mix:
-    """Causal attention: cuDNN's on a GPU (memory linear in the length), XLA's elsewhere (toy lengths only)."""
+    """Causal attention: cuDNN's for bfloat16 on a GPU (memory linear in the length), else XLA's (for short lengths only)."""
     implementation = "cudnn" if jax.default_backend() == "gpu" and recipe.compute_dtype == "bfloat16" else None
     return causal_mix(implementation)
 
 
 def schedule(peak: float, recipe: Recipe) -> optax.Schedule:
-    """Warm-up, flat, linear decay ("WSD"), by the recipe's whole length."""
+    """The learning rate by step: warm-up, constant, linear decay ("WSD"), with lengths from the recipe's number of steps."""
     warm, decay = max(10, recipe.steps // 40), int(recipe.steps * recipe.decay)
     parts = [optax.linear_schedule(0, peak, warm), optax.constant_schedule(peak), optax.linear_schedule(peak, peak * 0.05, decay)]
     return optax.join_schedules(parts, [warm, recipe.steps - decay])
@@ -143,10 +145,10 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 def weighted_loss(
     decoder: TransformerDecoder, mix: Mix, params: Params, tokens: Int[Array, "B T+1"], weights: Float[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Weighted mean cross-entropy of each next token, in nats. params: float32; computed in compute_dtype."""
+    """Weighted mean cross-entropy of each next token, in nats. params: float32. Computed in the model's compute_dtype."""
     given, wanted, dtype = tokens[:, :-1], tokens[:, 1:], decoder.config.compute_dtype
-    # Each token's embedding is looked up here, in float32, and handed over as a table with one row per token: the gradient of the
-    # lookup adds up thousands of rows for a frequent token, which bfloat16 would round away.
+    # Embeddings are looked up here, and passed on as a table with one row per token. So the gradient of the lookup is summed in float32:
+    # it adds up thousands of rows for a frequent token, and bfloat16 would round most of them away.
     rows = params["embed"][given].astype(dtype).reshape(given.size, -1)
     cast = jax.tree.map(lambda x: x.astype(dtype), params)
     positions = jnp.broadcast_to(jnp.arange(given.shape[1]), given.shape)
@@ -169,7 +171,7 @@ def make_update(decoder: TransformerDecoder, mix: Mix, recipe: Recipe, optimiser
 
 
 def _fit(recipe: Recipe, data: Data, decoder, mix, folder: Path, last: int, workers: int | None, on_record) -> Params:
-    """Run the steps that are left up to `last`; returns the float32 weights."""
+    """Run the remaining steps up to `last`. Returns the float32 weights."""
     import orbax.checkpoint as ocp
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -214,7 +216,7 @@ def text_loss(decoder: TransformerDecoder, mix: Mix, params: Params, tokens: Int
 
 
 def quick_evaluation(recipe: Recipe, data: Data, decoder, mix, params: Params, stage) -> dict:
-    """Needles and running text, both held out, at the length being trained."""
+    """The figures of held-out needles and held-out text, at the length of the stage (at least 128 tokens)."""
     seconds = time.perf_counter()
     length = max(stage.length, 128)
     count = min(recipe.evaluate_trials, 8 * stage.batch)
@@ -228,7 +230,7 @@ def quick_evaluation(recipe: Recipe, data: Data, decoder, mix, params: Params, s
 
 
 def evaluate(recipe: Recipe, data: Data, decoder, mix, params: Params, folder: Path, on_record) -> dict:
-    """The final figures: held-out needles in held-out text at each of the recipe's final lengths, written to evaluation.json."""
+    """Write the final figures to evaluation.json and return them: held-out needles in held-out text, at each final length of the recipe."""
     cast = jax.tree.map(lambda x: x.astype(recipe.compute_dtype), params)
     biggest = max(s.length * s.batch for s in recipe.stages)
     figures = {"recipe": recipe.name, "steps": recipe.steps, "tokens": recipe.tokens(recipe.steps), "trials": recipe.final_trials}

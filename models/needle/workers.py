@@ -1,4 +1,4 @@
-"""Batches made ahead by worker processes: one core cannot keep up with an accelerator."""
+"""Worker processes that make batches in advance, because one core is too slow for an accelerator."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvjax.models.needle.mixture import Mixture, Vocabulary
 from kvjax.models.needle.recipe import Recipe
 
 _mixture: Mixture
-"""Of a worker process; set once when it starts."""
+"""The mixture of a worker process, set once when it starts."""
 
 
 def make_mixture(recipe: Recipe, vocabulary: Vocabulary, tokens_path: Path) -> Mixture:
-    """The recipe's mixture over a token file, which is mapped, not read: workers share its memory."""
+    """The recipe's mixture over a token file. The file is mapped, so that workers share its memory. ValueError if it is too short."""
     text = np.load(tokens_path, mmap_mode="r")
     longest = max(s.length for s in recipe.stages) + 1
     if len(text) <= longest:
@@ -40,7 +40,7 @@ def _make_batch(step: int, length: int, batch: int, shares: dict[str, float]) ->
 
 
 def default_workers() -> int:
-    """One process per available core but the first, which drives the accelerator."""
+    """One process per available core, except one core that serves the accelerator; at least one process."""
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
@@ -48,9 +48,9 @@ def default_workers() -> int:
 def batches(
     recipe: Recipe, vocabulary: Vocabulary, tokens_path: Path, *, first: int, last: int, workers: int | None = None
 ) -> Iterator[Iterator[tuple[np.ndarray, np.ndarray]]]:
-    """Within the context, an iterator over the batches of steps first..last-1, in order; workers are gone when it is left.
+    """A context with an iterator over the batches of steps first..last-1, in order. Workers end with the context.
 
-    workers: processes (0: none, make batches here; None: `default_workers()`). Started by spawning: forking is unsafe once an
+    workers: processes (0: none, batches are made here; None: `default_workers()`). They are spawned, because forking is unsafe once an
     accelerator is in use.
     """
     workers = default_workers() if workers is None else workers
