@@ -40,7 +40,7 @@ def bench(
         chosen = matching(cases or ())
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="CASES") from None
-    # JAX would take most of the memory at its start, and PyTorch's process has to find room.
+    # By default JAX allocates most of the memory at its start, and PyTorch's process needs some.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
     from rich.console import Console

@@ -5,12 +5,12 @@ A name is `op/shape/tokens/batch/policy`, as in `sparse/qwen2.5-7b/128k/b1/top:8
 dense      gather_attention over every page (dense, paged)
 sparse     selected_attention: selection and attention over the list as one op
 pair       the same as two ops, select_blocks and gather_attention
-gather     gather_attention over a list that is there already
+gather     gather_attention over a list that is already made
 select     select_blocks alone
 index      page_index of `tokens` tokens
-append     append_tokens of one token per row, in place; its policy is the index of a page that every op fills, or "open": no page fills
-project    project_tokens of one token per row: qkv, o, gate-up, down or logits, which its policy names; its tokens are 0
-baseline   dense attention over contiguous keys by somebody else's kernel: the policy is its name
+append     append_tokens of one token per row, in place; policy: the index of a page that every op fills, or "open" (no page fills)
+project    project_tokens of one token per row; policy: qkv, o, gate-up, down or logits; its tokens are 0
+baseline   dense attention over contiguous keys by another project's kernel; policy: its name
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Budget:
 
     @property
     def keys(self) -> int:
-        """Tokens a KV head reads where the open page lies within the local blocks."""
+        """Tokens that a KV head reads if the open page lies within the local blocks."""
         return (self.sink + self.k + self.local) * self.block_size
 
 
@@ -62,14 +62,14 @@ BUDGETS = {
     "quest:64": Budget(16, 64, 1, 32),
     "quest:256": Budget(16, 256, 1, 32),
 }
-"""Names as in `kvjax.policies`. The last two have about the key budgets of the first two, at block 16."""
+"""Names as in `kvjax.policies`. The last two have about the same key budgets as the first two, at block size 16."""
 
 PROJECTIONS = ("qkv", "o", "gate-up", "down", "logits")
-"""What project_tokens does in a step: norm, queries, keys, values and RoPE; attention's output and residual; norm, gate and up; down and
-residual; logits."""
+"""The projections of a step: norm, queries, keys, values and RoPE; attention's output and residual; norm, gate and up; down and residual;
+logits."""
 
 ATTENDING = ("dense", "sparse", "pair", "gather")
-"""Ops that return what attention over all keys would, or their approximation."""
+"""Ops that return attention over all keys, or an approximation of it."""
 
 BASELINES = {"gpu": ("cudnn", "torch-flash", "torch-cudnn", "torch-efficient"), "cpu": ("xla",)}
 """By JAX backend: `jax.nn.dot_product_attention`'s implementations, and PyTorch's SDPA backends."""
@@ -88,7 +88,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique, and what `--list` prints."""
+        """A unique name, as `--list` prints it."""
         return f"{self.op}/{self.shape}/{self.tokens // 1024}k/b{self.batch}/{self.policy}"
 
     @property
@@ -98,7 +98,7 @@ class Case:
 
     @property
     def budget(self) -> Budget | None:
-        """What is selected; None where everything is read."""
+        """The budget of the selection; None where everything is read."""
         return BUDGETS.get(self.policy)
 
     @property
@@ -128,7 +128,7 @@ class Case:
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """What a case shares with the baselines it is compared with."""
+        """Shape, tokens and batch, by which a case is compared with baselines."""
         return self.shape, self.tokens, self.batch
 
 
@@ -136,7 +136,7 @@ LENGTHS = tuple(n * 1024 for n in (8, 32, 128, 512, 1024))
 
 
 def all_cases() -> list[Case]:
-    """Every case but the baselines, in the order in which they run: those of one shape, length and batch together."""
+    """Every case except the baselines, in the order in which they run. Cases of one shape, length and batch come together."""
     return list(dict.fromkeys(_cases()))
 
 
@@ -147,7 +147,7 @@ def baselines(cases: Iterable[Case], names: Sequence[str]) -> list[Case]:
 
 
 def matching(patterns: Sequence[str]) -> list[Case]:
-    """The cases whose name matches any of the globs; without patterns all but the tiny ones. ValueError for a pattern without a case."""
+    """The cases whose name matches any of the globs; without patterns, all but the tiny ones. ValueError for a pattern without a case."""
     cases = all_cases()
     if not patterns:
         return [case for case in cases if case.shape != "tiny"]
@@ -169,7 +169,7 @@ def _cases() -> Iterator[Case]:
     for tokens in (8192, 131072):
         for block_size in (128, 16):
             yield Case("index", "qwen2.5-7b", tokens, 1, f"bounds{block_size}")
-    for tokens, batch in ((131072, 1), (16384, 8)):  # different pages for many calls, more than a cache holds
+    for tokens, batch in ((131072, 1), (16384, 8)):  # enough different pages for many calls to exceed a cache
         for policy in ("open", "bounds128", "bounds16"):
             yield Case("append", "qwen2.5-7b", tokens, batch, policy)
     for shape in ("qwen2.5-7b", "llama-3.1-8b"):
@@ -181,7 +181,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _place(shape: str, tokens: int, batch: int, policies: Sequence[str], *, parts: bool) -> Iterator[Case]:
-    """Dense and sparse; parts: what sparse is made of too."""
+    """Dense and sparse cases; parts: also the parts of the sparse ones."""
     yield Case("dense", shape, tokens, batch, "dense")
     for policy in policies:
         for op in ("sparse", "pair", "gather", "select") if parts else ("sparse",):

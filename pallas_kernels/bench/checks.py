@@ -1,4 +1,4 @@
-"""Is what was timed right? Errors against float32 references that stream over spans, so that a million tokens fit."""
+"""Checks of timed results: errors against float32 references that stream over spans, so that a million tokens fit in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.pages import Pages
 
 SPAN = 4096
-"""Tokens of every row and KV head that are upcast at a time."""
+"""Tokens of every row and KV head that are converted to float32 at a time."""
 
 
 @functools.partial(jax.jit, static_argnames=("block_size", "sm_scale"))
@@ -29,7 +29,7 @@ def streamed_attention(
 ) -> tuple[Float[Array, "B 1 H D"], Float[Array, "B 1 H"]]:
     """Attention of one query per row over listed blocks and its LSE, in float32 throughout: two passes over spans of the list.
 
-    The first pass finds each row's largest logit, the second sums. Written apart from the ops it checks. Lists hold -1 for nothing.
+    The first pass finds each row's largest logit, the second sums. Written independently of the ops that it checks. -1 lists no block.
     """
     batch, _, heads, head_dim = q.shape
     kv_heads, page_size, width = pages.kv_heads, pages.page_size, blocks.shape[2]

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 TEXT_WIDTH = 220
-"""Columns of a table that goes to a file or a pipe."""
+"""Width in characters of a table that goes to a file or a pipe."""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: int = 1) -> Table:
-    """A table for the terminal, the first `left` columns to the left, the others to the right. ValueError for a column without a name."""
+    """A table for the terminal; the first `left` columns align left, the others right. ValueError for a column without a name."""
     if not all(columns):
         raise ValueError(f"every column of a table needs a name, got {list(columns)}")
     made = Table(title=title, title_justify="left")
@@ -24,14 +24,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
 
 
 def show(*tables: Table) -> None:
-    """Print tables: as wide as the terminal, and as `TEXT_WIDTH` elsewhere."""
+    """Print tables as wide as the terminal; to a file or a pipe, `TEXT_WIDTH` wide."""
     console = Console(width=None if Console().is_terminal else TEXT_WIDTH)
     for each in tables:
         console.print(each)
 
 
 def span(low: float, high: float, form: str = ".3f") -> str:
-    """Two ends of an interval. Not with a dash, which reads as a minus: -0.031 to 0.110."""
+    """The two ends of an interval, without a dash, which looks like a minus sign: -0.031 to 0.110."""
     return f"{low:{form}} to {high:{form}}"
 
 
@@ -41,7 +41,7 @@ def estimate(figure: Mapping[str, float], form: str = "+.3f") -> str:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, the first column to the left and the others to the right."""
+    """A Markdown table. The first column is aligned to the left, the others to the right."""
     lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

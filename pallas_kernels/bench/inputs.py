@@ -22,7 +22,7 @@ UNKNOWN_L2_BYTES = 128 * 2**20
 """Assumed for every other device."""
 
 MIN_OPS, MAX_OPS = 8, 48
-"""Ops in one timed program: enough for XLA to capture them as a CUDA graph, few enough to compile."""
+"""Ops in one timed program: enough for XLA to capture them as a CUDA graph, but few enough to compile in reasonable time."""
 
 QUERY_SCALE = 4.0
 """Standard deviation of the queries' elements, and of the logits: softmax is far from flat."""
@@ -40,12 +40,12 @@ class Pool(NamedTuple):
 
 
 def cache_bytes() -> int:
-    """Bytes of the device's last-level cache, or more."""
+    """Bytes of the device's last-level cache; for unknown devices, a larger number."""
     return L2_BYTES.get(jax.local_devices()[0].device_kind, UNKNOWN_L2_BYTES) if jax.default_backend() != "cpu" else 0
 
 
 def memory_bytes() -> int:
-    """Bytes that arrays may take: what the device's allocator may hold, or half of a host's memory."""
+    """Bytes available for arrays: the limit of the device's allocator, or half of a host's memory."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
@@ -53,10 +53,10 @@ def memory_bytes() -> int:
 
 
 def bytes_read(case: Case, keys: int) -> dict[str, int]:
-    """Bytes that one op has to move: K and V of `keys` tokens (summed over rows and KV heads), the index it scans or builds;
+    """Bytes that one op has to move: K and V of `keys` tokens (summed over rows and KV heads), and the index that it scans or builds.
     `append` reads and writes new tokens, and reads the keys of pages that fill.
 
-    Queries, outputs, lists and page tables are left out: they are under a thousandth.
+    Queries, outputs, lists and page tables are left out, because they are less than a thousandth.
     """
     kv_heads, head_dim = case.sizes.num_kv_heads, case.sizes.head_dim
     index = case.batch * kv_heads * (case.tokens // case.block_size) * INDEX_ROWS["bounds"] * head_dim * ITEM
@@ -69,21 +69,21 @@ def bytes_read(case: Case, keys: int) -> dict[str, int]:
 
 
 def bytes_held(case: Case, copies: int) -> int:
-    """Bytes of the arrays of a case: keys and values of `copies` batches and, where one is read, the index."""
+    """Bytes of the arrays of a case: keys and values of `copies` batches and, if an index is read, the index."""
     tokens = copies * case.batch * case.tokens * case.sizes.num_kv_heads
     scanned = tokens // case.block_size * INDEX_ROWS["bounds"] * (case.op != "baseline" and case.indexed)
     return (2 * tokens + scanned) * case.sizes.head_dim * ITEM
 
 
 def copies_needed(moved: int) -> int:
-    """Different inputs to go round so that what is read between two uses of one exceeds the cache twice. moved: bytes one op moves."""
+    """Different inputs to cycle through, so that reads between two uses of one exceed twice the cache. moved: bytes one op moves."""
     return min(MAX_OPS, max(1, -(-2 * cache_bytes() // moved)))
 
 
 def make_pool(case: Case, copies: int, seed: int) -> tuple[Pool, Int[np.ndarray, "copies B M"]]:
     """Random keys and values for `copies` batches of the case, the index that it scans or builds, and each batch's page table, on the host.
 
-    Pages lie in random order; page 0 is NaN, and no table names it.
+    Pages lie in random order. Page 0 is NaN, and no table names it.
     """
     kv_heads, head_dim = case.sizes.num_kv_heads, case.sizes.head_dim
     used = copies * case.batch * case.pages
@@ -102,7 +102,7 @@ def pool_pages(used: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def random_pages(key: Array, shape: tuple[int, ...], dtype: DTypeLike = DTYPE) -> Float[Array, "N K P D"]:
-    """Normally distributed pages, page 0 NaN. Made a chunk at a time: beside the result there is little else in memory.
+    """Normally distributed pages; page 0 is NaN. They are made a chunk at a time, so that little memory is needed besides the result.
 
     The number of pages, N, is below `CHUNK_PAGES` or a multiple of it; see `pool_pages`.
     """
@@ -124,8 +124,8 @@ def queries(case: Case, count: int, seed: int) -> list[Float[Array, "B 1 H D"]]:
 
 
 def new_tokens(case: Case, count: int, seed: int) -> list[tuple[Array, ...]]:
-    """k, v `[B, 1, K, D]` and positions `[B, 1]` of `count` appends, each to another page while there are any; the last of its page, unless
-    the page is to stay open."""
+    """k, v `[B, 1, K, D]` and positions `[B, 1]` of `count` appends. Each goes to another page while there are any, at the page's last
+    position unless the page is to stay open."""
     shape = (case.batch, 1, case.sizes.num_kv_heads, case.sizes.head_dim)
     last = PAGE_SIZE - 1 if case.builds else PAGE_SIZE // 2
     keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 2), 2 * count)

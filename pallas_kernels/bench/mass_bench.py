@@ -1,8 +1,8 @@
 """`python -m pallas_kernels.bench.mass_bench`: block_mass beside flash_attention, the last chunk of a prompt over all its tokens.
 
-A name is `shape/queries-of-tokens/counted`, as in `qwen2.5-7b/8k-of-128k/all`: how many queries the chunk has, how many tokens the
-sequence, and which of the queries count: all (H2O), or so many last ones (SnapKV). A row has both ops on the same inputs. block_mass does
-half of what flash_attention multiplies, so that at the same rate it takes half the time.
+A name is `shape/queries-of-tokens/counted`, as in `qwen2.5-7b/8k-of-128k/all`: the number of queries of the chunk, the number of tokens of
+the sequence, and which of the queries count: all (H2O), or a number of the last ones (SnapKV). A row has both ops on the same inputs.
+block_mass does half of the multiplications of flash_attention, so at the same rate it takes half the time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pallas_kernels.pages import Pages
 
 BLOCK_SIZE = 64
 SPAN = 2048
-"""Keys whose weights the check holds at a time."""
+"""Keys whose weights the check computes at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique, and what `--list` prints."""
+        """A unique name, as `--list` prints it."""
         sizes = f"{self.queries // 1024}k-of-{self.tokens // 1024}k"
         return f"{self.shape}/{sizes}/{'all' if self.last is None else f'last{self.last}'}"
 
@@ -80,7 +80,7 @@ def all_cases() -> list[Case]:
 
 
 def matching(patterns: Sequence[str]) -> list[Case]:
-    """The cases whose name matches any of the globs; without patterns all but the tiny ones. ValueError for a pattern without a case."""
+    """The cases whose name matches any of the globs; without patterns, all but the tiny ones. ValueError for a pattern without a case."""
     cases = all_cases()
     for pattern in patterns:
         if not fnmatch.filter([case.name for case in cases], pattern):
@@ -105,9 +105,9 @@ def make_inputs(case: Case) -> tuple[Array, ...]:
 def streamed_mass(
     q: Float[Array, "T D"], keys: Float[Array, "S D"], start: Array, first_query: Array, *, block_size: int, sm_scale: float
 ) -> Float[Array, "nb"]:
-    """Mass of one head's blocks in float32, its LSE worked out here too: two passes over spans of the keys, which lie in order.
+    """Mass of one head's blocks in float32, with an LSE computed here: two passes over spans of the keys, which lie in order.
 
-    Written apart from the ops it checks. S is a multiple of the span.
+    Written independently of the ops that it checks. S is a multiple of the span.
     """
     spans = keys.reshape(-1, min(SPAN, keys.shape[0]), keys.shape[1])
     query_pos = start + jnp.arange(q.shape[0])[:, None]
@@ -152,7 +152,7 @@ def row_of(case: Case, implementation: str | None, calls: int) -> dict[str, Any]
 
 
 def _errors(case: Case, found: Array, arrays: tuple[Array, ...], sm_scale: float) -> dict[str, float]:
-    """The worst row's ||mass - ref|| / ||ref||, and the worst block's difference as a part of its own mass."""
+    """The worst row's ||mass - ref|| / ||ref||, and the worst block's difference relative to its own mass."""
     q, k, table, starts, first = arrays
     rows, refs = [], []
     for head in (0, case.sizes.num_heads - 1):
@@ -167,7 +167,7 @@ def _errors(case: Case, found: Array, arrays: tuple[Array, ...], sm_scale: float
 def run(
     cases: Sequence[Case], implementation: str | None, *, calls: int, json_out: Path | None, say: Callable[[str], Any]
 ) -> list[dict[str, Any]]:
-    """Measure all cases; rows are written as they come. One that broke says `failed`."""
+    """Measure all cases, and write rows as they come. A case that raised has `failed`."""
     rows: list[dict[str, Any]] = []
     for case in cases:
         say(case.name)
@@ -198,7 +198,7 @@ COLUMNS = (
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """What was measured, a line per case."""
+    """The measured rows, a line per case."""
     lines = []
     for row in rows:
         if "failed" in row:
@@ -225,7 +225,7 @@ def bench(
     calls: Annotated[int, typer.Option(help="Timed calls of each op.", min=1)] = 10,
 ) -> None:
     """See HELP."""
-    # JAX would take most of the memory at its start.
+    # By default JAX allocates most of the memory at its start.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     try:
         chosen = matching(cases or ())

@@ -1,4 +1,4 @@
-"""One case in, one row out: inputs made, checked, timed, and freed."""
+"""Measures one case: makes inputs, checks, times, and frees them. Returns its row."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import select_blocks
 
 MEMORY_SHARE = 0.8
-"""Part of the memory that the arrays of a case may take."""
+"""Share of the memory that the arrays of a case may use."""
 
 COPY_BYTES = (2**33, 2**27)
 """Bytes of the array that is copied: on a device, on a CPU."""
 
 TIMED_SECONDS, MOST_CALLS, LEAST_CALLS = 0.5, 40, 5
-"""Calls are repeated for about this long, within these bounds."""
+"""Calls are repeated for about this long; their number stays within these bounds."""
 
 
 class Skipped(Exception):
@@ -56,7 +56,7 @@ def row_of(case: Case, implementation: str | None, copy_bytes_per_s: float) -> d
 
 
 def torch_rows(cases: Sequence[Case], copy_bytes_per_s: float) -> list[dict[str, Any]]:
-    """Rows of PyTorch's baselines, from a process of its own, which needs the device's memory: hold none."""
+    """Rows of PyTorch's baselines, from a separate process. It needs the device's memory, so the caller must hold none."""
     requests = [_torch_request(case) for case in cases]
     try:
         answers = torch_sdpa.ask(requests) if requests and torch_sdpa.installed() else {}
@@ -87,7 +87,7 @@ def _torch_figures(case: Case, request: dict[str, Any], answer: dict[str, Any], 
 
 
 def add_speedups(rows: list[dict[str, Any]]) -> None:
-    """To each row that attends: the fastest baseline of the same shape, tokens and batch, and how many times as long that one takes."""
+    """Add to each row that attends the fastest baseline of the same shape, tokens and batch, and how many times as long it takes."""
     place = ("shape", "tokens", "batch")
     for row in rows:
         same = [r for r in rows if r["op"] == "baseline" and "median_s" in r and all(r[key] == row[key] for key in place)]
@@ -123,7 +123,7 @@ def _paged(case: Case, implementation: str | None) -> dict[str, Any]:
     _check_memory(case, copies)
     chain = max(copies, inputs.MIN_OPS)
     pool, tables = inputs.make_pool(case, copies, seed=chain)
-    # Arrays of its own for every op, equal ones too: nothing an op works out may serve the next.
+    # Every op gets its own arrays, even if they are equal, so that no op can reuse results of another.
     asked = enumerate(inputs.queries(case, chain, seed=case.batch))
     own = [(q, jnp.array(tables[i % copies]), jnp.full((case.batch,), case.tokens, jnp.int32)) for i, q in asked]
     lists = [_list(case, pool, each, implementation) for each in own] if case.op == "gather" else None
@@ -135,7 +135,7 @@ def _paged(case: Case, implementation: str | None) -> dict[str, Any]:
 
 
 def _run_twice(op: Callable, pool: Any, own: tuple) -> tuple[dict[str, Any], Any]:
-    """What dispatch chose for the op, whether it gave the same bits again, and its result."""
+    """The implementation that dispatch chose for the op, whether a second run gave the same bits, and its result."""
     run = jax.jit(op)
     with dispatch.listening() as path:
         first = run(pool, *own)
@@ -195,10 +195,10 @@ def _index(case: Case, implementation: str | None) -> dict[str, Any]:
 
 
 def _append(case: Case, implementation: str | None) -> dict[str, Any]:
-    """append_tokens in place: each op goes to a page of its own, and so does each call until all pages are used."""
+    """append_tokens in place. Each op writes to its own page, and so does each call until all pages are used."""
     keys = case.builds * case.batch * case.sizes.num_kv_heads * PAGE_SIZE
     moved = inputs.bytes_read(case, keys)
-    _check_memory(case, copies=4)  # the pool, and what two runs and the reference make of it
+    _check_memory(case, copies=4)  # the pool, and the results of two runs and of the reference
     chain = inputs.MIN_OPS
     pool, (table,) = inputs.make_pool(case, 1, seed=chain)
     table = jnp.asarray(table)
@@ -220,7 +220,7 @@ def _append(case: Case, implementation: str | None) -> dict[str, Any]:
 
 
 def _project(case: Case, implementation: str | None) -> dict[str, Any]:
-    """project_tokens, every op with matrices that are not in the cache; and the same by XLA, in whose times the speed-up is given."""
+    """project_tokens, every op with matrices that are not in the cache; and the same by XLA, with which the speed-up is computed."""
     moved = projections.weight_bytes(case)
     copies = inputs.copies_needed(moved)
     _check_memory(case, copies, held=copies * moved)
@@ -259,7 +259,7 @@ def _torch_request(case: Case) -> dict[str, Any]:
 
 
 def _timed(program: Callable, pool: Any, own: tuple, chain: int) -> Timing:
-    """A first look says how often to repeat."""
+    """Time the program. A first measurement decides how often to repeat."""
     once = device_time(program, [(pool, own)], calls=2, chain=chain)
     calls = int(np.clip(math.ceil(TIMED_SECONDS / (once.period_s * chain)), LEAST_CALLS, MOST_CALLS))
     return device_time(program, [(pool, own)], calls=calls, chain=chain, warmup=0)

@@ -1,4 +1,4 @@
-"""How a case calls its op: through the public functions, so that whatever implementation there is can be named."""
+"""How a case calls its op: through the public functions, so that any implementation can be named."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pallas_kernels.select_blocks import select_blocks
 from pallas_kernels.selected_attention import selected_attention
 
 Own = tuple[Any, ...]
-"""What differs between two ops of one program: q, page table, lengths and, for `gather`, the list; for `append` the tokens, their
-positions and the page table."""
+"""The arguments that differ between two ops of one program: q, page table, lengths and, for `gather`, the list; for `append` the tokens,
+their positions and the page table."""
 
 
 def op_of(case: Case, implementation: str | None) -> Callable[[Pool, Own], Any]:
-    """The op of a case as a function of the pool and one op's own arguments. Ops that attend return out and lse first, `sparse` and `pair`
-    the list after them; `append` the pool."""
+    """The op of a case as a function of the pool and one op's own arguments. Ops that attend return out and lse first; `sparse` and `pair`
+    then the list. `append` returns the pool."""
     sm_scale = case.sizes.head_dim**-0.5
 
     def select(pool: Pool, q, table, lengths):
@@ -70,10 +70,10 @@ def contiguous_attention(case: Case, implementation: str) -> Callable[[None, Own
 
 
 def chained(op: Callable[[Any, Own], Any]) -> Callable[[Any, Sequence[Own]], list]:
-    """A compiled program that runs the op once for each of `owns`, each after the one before, and returns every result.
+    """A compiled program that runs the op once for each of `owns`, one after the other, and returns every result.
 
-    As in a decode step, the launches of such a program can be captured as one CUDA graph. The order is kept by a barrier on the first of an
-    op's own arguments.
+    As in a decode step, the launches of such a program can be captured as one CUDA graph. A barrier on the first of an op's own arguments
+    keeps the order.
     """
     inner = jax.jit(op)
 
@@ -91,7 +91,7 @@ def chained(op: Callable[[Any, Own], Any]) -> Callable[[Any, Sequence[Own]], lis
 
 
 def in_place(op: Callable[[Pool, Own], Pool]) -> Callable[[Pool, Sequence[Own]], Pool]:
-    """A compiled program that runs the op once for each of `owns` on the pool that the one before left. DONATES pool."""
+    """A compiled program that runs the op once for each of `owns`, each on the pool that the op before returned. DONATES pool."""
     inner = jax.jit(op)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -104,6 +104,6 @@ def in_place(op: Callable[[Pool, Own], Pool]) -> Callable[[Pool, Sequence[Own]],
 
 
 def poison(results: Any) -> None:
-    """Fill freed memory of the size of `results` with NaN, so that an element that is not written is likely to show."""
+    """Fill freed memory of the size of `results` with NaN, so that unwritten elements are likely to show."""
     filled = [jnp.full(x.shape, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else -2, x.dtype) for x in jax.tree.leaves(results)]
     jax.block_until_ready(filled)

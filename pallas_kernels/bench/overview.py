@@ -1,4 +1,4 @@
-"""The picture of the README: what a decode step takes as the context grows, dense and sparse, beside the dense kernels that others use."""
+"""The picture of the README: the time of a decode step as the context grows, dense and sparse, beside other projects' dense kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINES = {
     "top:32": "kvjax, top:32",
     "top:8": "kvjax, top:8",
 }
-"""What is drawn, and its name in the legend."""
+"""The lines that are drawn, and their names in the legend."""
 
 
 def plot(op_rows: Sequence[dict[str, Any]], step_rows: Sequence[dict[str, Any]], file: Path) -> None:

@@ -1,4 +1,4 @@
-"""How every picture of the project is drawn: as wide as a page, in text that can be read there, and each policy in its own colour."""
+"""How every picture of the project is drawn: as wide as a page, with readable text, and with one colour for each policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PAGE_INCHES = 7.0
-"""Width of every picture. A page shows it about 700 pixels wide, so that text keeps about the size it has here."""
+"""Width of every picture. A page shows it about 700 pixels wide, so text keeps about its size."""
 
 DPI = 150
 LEAST_POINTS = 8.0
@@ -74,20 +74,20 @@ COLORS = {
     "torch-flash": "#8c564b",
     "torch-efficient": "#bcbd22",
 }
-"""Of policies, and of other people's dense kernels beside them, by name."""
+"""Colours by name: of policies, and of other projects' dense kernels."""
 
 OTHER_COLORS = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#a6761d", "#3182bd", "#636363")
-"""For names that `COLORS` does not have."""
+"""Colours for names that are not in `COLORS`."""
 
 
 def color_of(name: str) -> str:
-    """The colour of a policy in every picture, with +sparse or without; one without an entry in `COLORS` gets one by its name alone."""
+    """The colour of a policy in every picture, with +sparse or without. Without an entry in `COLORS`, it depends only on the name."""
     return COLORS.get(name.removesuffix("+sparse")) or OTHER_COLORS[zlib.crc32(name.encode()) % len(OTHER_COLORS)]
 
 
 @contextlib.contextmanager
 def picture(file: Path, rows: int = 1, columns: int = 1, *, height: float, **options: Any) -> Iterator[tuple[Figure, np.ndarray]]:
-    """A figure of `PAGE_INCHES` and its axes `[rows, columns]` to draw on in the block, written to `file` as PNG at its end.
+    """A figure of `PAGE_INCHES` and its axes `[rows, columns]` to draw on in the block. At the block's end it is written to `file` as PNG.
 
     height: inches of a row. options: of `Figure.subplots`.
     """
@@ -104,13 +104,13 @@ def picture(file: Path, rows: int = 1, columns: int = 1, *, height: float, **opt
 
 
 def grid_of(panels: int, widest: int = 3) -> tuple[int, int]:
-    """Rows and columns for so many panels, in two rows or more as soon as they are too many for one."""
+    """Rows and columns for this many panels: two rows or more if one row is too narrow for them."""
     columns = min(widest, panels)
     return -(-panels // columns), columns
 
 
 def legend_below(figure: Figure, axes: Sequence[Axes], columns: int = 4) -> None:
-    """One legend for all panels, under them: of every name the first line."""
+    """One legend for all panels, below them. For each name it shows the first line."""
     found: dict[str, Any] = {}
     for axis in axes:
         for handle, name in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -119,7 +119,7 @@ def legend_below(figure: Figure, axes: Sequence[Axes], columns: int = 4) -> None
 
 
 def log_ticks(axis: Axis, least: int = 3, most: int = 6) -> None:
-    """A logarithmic scale with at least `least` ticks, in plain numbers, within what is shown; call it when everything is drawn."""
+    """A logarithmic scale with at least `least` ticks, in plain numbers, within the visible range. Call it after everything is drawn."""
     from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
     _log(axis)
@@ -140,12 +140,12 @@ def log_ticks(axis: Axis, least: int = 3, most: int = 6) -> None:
 
 
 def token_ticks(axis: Axis, values: Sequence[int], most: int = 5) -> None:
-    """A logarithmic scale of counts from the least to the greatest of `values`, ticks at powers of two, three at least: 8K, 32K, 128K."""
+    """A logarithmic scale of counts from the least to the greatest of `values`, three ticks or more at powers of two: 8K, 32K, 128K."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     _log(axis)
     powers = [power for power in range(63) if min(values) <= 2**power <= max(values)]
-    # Every second, third, ... power: the first step that leaves few enough.
+    # Every second, third, ... power: the first step with few enough ticks.
     kept = next(kept for step in range(1, 63) if len(kept := powers[::step]) <= most)
     ticks = [2**power for power in kept] or sorted(set(values))
     axis.set_major_locator(FixedLocator(ticks))

@@ -1,4 +1,4 @@
-"""The rows of `project_tokens`: what a decode step multiplies its tokens with."""
+"""The rows of `project_tokens`: the projections of tokens in a decode step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def features(case: Case) -> tuple[int, tuple[int, ...]]:
 
 
 def weight_bytes(case: Case) -> int:
-    """Bytes of the matrices, which one op reads; everything else is under a hundredth."""
+    """Bytes of the matrices, which one op reads. Everything else is less than a hundredth."""
     width, counts = features(case)
     return width * sum(counts) * inputs.ITEM
 
@@ -53,7 +53,7 @@ def make_arrays(case: Case, seed: int) -> dict[str, Any]:
 
 
 def op_of(case: Case, implementation: str | None):
-    """The op as a function of nothing and its own arguments, x first."""
+    """The op as a function of None and its own arguments, x first."""
     options = {
         "qkv": {"norm_eps": NORM_EPS, "rotated": 2},
         "gate-up": {"norm_eps": NORM_EPS, "gated": "silu"},
@@ -67,6 +67,6 @@ def op_of(case: Case, implementation: str | None):
 
 
 def own_arguments(case: Case, seed: int) -> tuple:
-    """What `op_of`'s function takes behind nothing."""
+    """The arguments of `op_of`'s function after the first."""
     arrays = make_arrays(case, seed)
     return arrays.pop("x"), arrays

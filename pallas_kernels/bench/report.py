@@ -2,7 +2,7 @@
 
     python -m pallas_kernels.bench.report benchmarks/results/h200/ops.json --into docs/benchmarks.md --plots docs
 
-replaces what stands between `<!-- bench:NAME -->` and `<!-- /bench -->` for every NAME in `PARTS`.
+replaces the text between `<!-- bench:NAME -->` and `<!-- /bench -->` for every NAME in `PARTS`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COLUMNS = ("case", "path", "blocks", "keys", "us", "p10 to p90", "idle us", "MB"
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The cells of `COLUMNS`; a row without a time says why in the second."""
+    """The cells of `COLUMNS`. The second cell of a row without a time gives the reason."""
     if "median_s" not in row:
         return row["case"], row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(COLUMNS) - 2)
     path = ", ".join(sorted(set(row["path"].values())))
@@ -58,7 +58,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def source(run: dict[str, Any]) -> str:
-    """A line on where the figures come from; of a run that went on with earlier ones, a line each."""
+    """A line on where the figures come from; for a run that continued earlier runs, a line each."""
     all_made = [*(before["provenance"] for before in run.get("continues", ())), run["provenance"]]
     lines = [f"{made['device']}, jax {made['versions']['jax']}, {made['date'][:10]}; `{made['command']}`." for made in all_made]
     return "\n".join(dict.fromkeys(lines))
@@ -88,7 +88,7 @@ def row_table(rows: Sequence[Row]) -> str:
 
 
 def kernel_table(rows: Sequence[Row]) -> str:
-    """Where the time of each row goes."""
+    """The time of each kernel in each row."""
     lines = []
     for row in rows:
         profile = row.get("profile") or row
@@ -193,7 +193,7 @@ def step_short(rows: Sequence[Row]) -> str:
 
 
 def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
-    """What can stand between marks. A part without a run says so."""
+    """The parts of documents that marks can name. A part without a run says so."""
     kinds = ("ops", "decode", "prefill-ops", "prefill", "prefill-measures", "prefill-layers")
     ops, steps, prefill_ops, prefills, measures, layers = ([run for run in runs if run["bench"] == kind] for kind in kinds)
 
@@ -246,14 +246,14 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
 
 
 def merged(runs: Sequence[dict[str, Any]]) -> list[Row]:
-    """The rows of several runs; of rows for the same thing the last."""
+    """The rows of several runs. Of rows for the same case the last is kept."""
     key = ("op", "shape", "tokens", "batch", "policy", "layer")
     rows = (row for run in runs for row in run["rows"])
     return list({(*(row.get(name) for name in key), row.get("drafted", 1)): row for row in rows}.values())
 
 
 def rendered(text: str, runs: Sequence[dict[str, Any]]) -> str:
-    """A document with every marked part made anew. ValueError for a part that does not exist, or a mark that is not closed."""
+    """A document with every marked part made again. ValueError for a part that does not exist, or a mark that is not closed."""
     known = parts(runs)
     if unknown := sorted({name for _, name, _ in MARK.findall(text)} - set(known)):
         raise ValueError(f"no part is called {unknown[0]!r}; there are {', '.join(known)}")
@@ -263,7 +263,7 @@ def rendered(text: str, runs: Sequence[dict[str, Any]]) -> str:
 
 
 def load(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Runs by file, the oldest first. What names no bench is called as its file."""
+    """Runs by file, the oldest first. A run without a bench is named after its file."""
     runs = [{"bench": file.stem, **json.loads(file.read_text(encoding="utf-8"))} for file in files]
     return sorted(runs, key=lambda run: run["provenance"]["date"])
 
@@ -296,7 +296,7 @@ TIMELINE_PLACE = (2**17, 1)
 """Tokens and batch of the rows whose timeline is drawn."""
 
 TIMELINE_SECONDS = 300e-6
-"""What is drawn of a step: two layers of a large model."""
+"""The part of a step that is drawn: two layers of a large model."""
 
 KERNEL_COLORS = {
     "span": "#222222",
@@ -306,14 +306,14 @@ KERNEL_COLORS = {
     "project": "#9fc8a0",
     "XLA": "#bdbdbd",
 }
-"""Of a timeline's bars. The names are what is before `_kernel` in ours; everything else is XLA's."""
+"""Colours of a timeline's bars. Names are the part before `_kernel` of our kernels; all others are XLA's."""
 
 NAMED_SECONDS = 9e-6
-"""Bars at least so long have their name on them."""
+"""Bars that are at least this long show their name."""
 
 
 def plot_timeline(rows: Sequence[Row], file: Path) -> None:
-    """The first kernels of a step as bars with their names on them, one line per row; every row has a timeline."""
+    """The first kernels of a step as bars with their names, one line per row. Every row must have a timeline."""
     with pictures.picture(file, height=1.1 + 0.62 * len(rows)) as (figure, axes):
         axis = axes[0, 0]
         for line, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Where a result comes from: what every committed JSON file carries beside its figures."""
+"""The provenance of results: what every committed JSON file has beside its figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("kvjax", "jax", "jaxlib", "numpy", "transformers")
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages that decide what a figure is."""
+    """Versions of Python and of the packages that affect figures."""
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
@@ -39,7 +39,7 @@ def provenance() -> dict:
 
 
 def _command() -> str:
-    """What was typed, more or less: absolute paths by their last part."""
+    """The command line, about as typed: absolute paths are replaced by their last part."""
     words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv]
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None:  # python -m
@@ -48,7 +48,7 @@ def _command() -> str:
 
 
 def finite(figures: dict[str, Any]) -> dict[str, Any]:
-    """The figures as JSON can hold them: null for NaN and infinity, which it does not have, and an `error` that names their places."""
+    """The figures as JSON can hold them. NaN and infinity, which JSON does not have, become null, and `error` names their places."""
     places: list[str] = []
 
     def clean(value: Any, place: str) -> Any:
@@ -70,9 +70,9 @@ def finite(figures: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(path: Path, suffix: str = ".partial") -> Iterator[Path]:
-    """A file beside `path`, called as it is with a suffix, to write in the block.
+    """A file beside `path`, with a suffix added to its name, to write to in the block.
 
-    It becomes `path` at the end. Where the block fails, on a full disk say, it is removed.
+    At the end of the block it is renamed to `path`. If the block fails, for example on a full disk, it is removed.
     """
     partial = path.with_name(path.name + suffix)
     try:
@@ -80,13 +80,13 @@ def replacing(path: Path, suffix: str = ".partial") -> Iterator[Path]:
         os.replace(partial, path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno and error.filename is None:  # those of open files do not say which
+        if isinstance(error, OSError) and error.errno and error.filename is None:  # errors of open files do not name the file
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
 def write_result(path: Path, figures: dict) -> None:
-    """Write figures and their provenance as JSON, beside `path` and renamed; figures that are not finite as `finite` says."""
+    """Write figures and provenance as JSON, to a file beside `path` that is then renamed. See `finite` for figures that are not finite."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as partial:
         partial.write_text(json.dumps(finite({"provenance": provenance(), **figures}), indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ Row = dict[str, Any]
 
 
 def host_cells(row: Row) -> tuple[str, ...]:
-    """Microseconds of a step."""
+    """Cells with microseconds of a step."""
     keys = "own_s", "own_p95_s", "dispatch_s", "release_s", "median_s"
     micro = (f"{row[key] * 1e6:,.0f}" if key in row else "in own" for key in keys)  # earlier files have no release_s
     what = {
@@ -24,7 +24,7 @@ def host_cells(row: Row) -> tuple[str, ...]:
 
 
 def throughput_cells(row: Row) -> tuple[str, ...]:
-    """Seconds, and tokens per second."""
+    """Cells with seconds and tokens per second."""
     shape = f"{row['shape']}, {row['layers']} layers"
     job = f"{row['requests']} of {row['prompt']:,} + {row['answer']}"
     rates = (f"{row[key]:,.0f}" for key in ("prefill_tokens_per_s", "decode_tokens_per_s"))
@@ -32,7 +32,7 @@ def throughput_cells(row: Row) -> tuple[str, ...]:
 
 
 def gaps_cells(row: Row) -> tuple[str, ...]:
-    """Milliseconds between tokens, and tokens per second of the prompt."""
+    """Cells with milliseconds between tokens and tokens per second of the prompt."""
     prompt = f"last {tokens_text(row['computed'])} of {tokens_text(row['prompt'])}"
     milli = (f"{row[key] * 1e3:,.1f}" for key in ("quiet_s", "p50_s", "p95_s", "p99_s", "largest_s"))
     rates = (f"{row[key]:,.0f}" for key in ("prefill_tokens_per_s", "alone_tokens_per_s"))
@@ -41,13 +41,13 @@ def gaps_cells(row: Row) -> tuple[str, ...]:
 
 
 def cold_cells(row: Row) -> tuple[str, ...]:
-    """Programs, and seconds."""
+    """Cells with programs and seconds."""
     spent = (f"{row['seconds'][part]:.2f}" for part in ("trace", "lower", "compile"))
     return f"{row['shape']}, {row['layers']} layers", f"`{row['prefill']}`", tokens_text(row["prompt"]), f"{row['programs']}", *spent
 
 
 def programs_cells(row: Row) -> tuple[str, ...]:
-    """Programs, and the functions with most of them."""
+    """Cells with programs and the functions that have most of them."""
     names = ", ".join(f"{name} {count}" for name, count in list(row["by_name"].items())[:4])
     job = f"{row['requests']} requests of {', '.join(map(tokens_text, row['lengths']))}"
     return f"{row['shape']}, {row['layers']} layers", job, f"{row['programs']}", names
@@ -63,11 +63,11 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
     "cold": (("shape", "prefill", "prompt", "programs", "tracing s", "lowering s", "compiling s"), cold_cells),
     "programs": (("shape", "job", "programs", "most of them"), programs_cells),
 }
-"""By the `bench` of a result: columns, and the cells of a row."""
+"""`bench` of a result -> columns, and the function that makes the cells of a row."""
 
 
 def made(kind: str, rows: list[Row]) -> str:
-    """The table of a kind, for a document; of rows for the same thing the last."""
+    """The table of a kind, for a document. Of rows for the same case the last is kept."""
     columns, cells = TABLES[kind]
     told = ("what", "rows", "pages", "shape", "layers", "policy", "prefill", "prompt", "requests", "chunk", "max_gap_ms")
     latest = {tuple(row.get(name) for name in told): row for row in rows}

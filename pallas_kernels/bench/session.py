@@ -1,4 +1,4 @@
-"""A run: the copy's bandwidth, baselines, then every case; rows are written as they come."""
+"""A run: the bandwidth of a copy, baselines, then every case. Rows are written as they come."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(
     console: Console,
     baseline_names: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure every case and return its rows, those of baselines first. A case that cannot run here has `skipped`, one that broke `failed`.
+    """Measure every case and return the rows, baselines first. A case that cannot run here has `skipped`, one that raised has `failed`.
 
     baseline_names: which baselines; None takes this backend's.
     """
@@ -62,7 +62,7 @@ def run(
 
 
 def _guarded(case: Case, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The row, or one that says why there is none: what one case cannot do is no reason to lose the others."""
+    """The row, or a row with the reason why there is none. So one failing case does not end the run."""
     nothing = {"case": case.name, "op": case.op, "shape": case.shape, "tokens": case.tokens, "batch": case.batch, "policy": case.policy}
     try:
         return make()
@@ -73,7 +73,7 @@ def _guarded(case: Case, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """For logs."""
+    """One line about a row, for logs."""
     if "median_s" not in row:
         return f"{row['case']}: {'skipped: ' + row['skipped'] if 'skipped' in row else 'FAILED: ' + row['failed']}"
     return f"{row['case']}: {row['median_s'] * 1e6:.2f} us, {row['fraction_of_copy']:.0%} of copy, error {row.get('error', 0):.1e}"

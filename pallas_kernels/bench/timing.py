@@ -1,10 +1,10 @@
 """How long a compiled function keeps the device busy.
 
-On a GPU the clock is the profiler's trace: start and end of every kernel, those inside CUDA graphs too, so that gaps between the kernels
+On a GPU the clock is the profiler's trace: start and end of every kernel, also those inside CUDA graphs, so that gaps between the kernels
 of an op count. On a CPU it is the wall clock. Only JAX's public profiler is used (`jax.profiler.trace`, `jax.profiler.ProfileData`).
 
-A program that is timed holds `chain` ops one after the other. The calls of a session are separated by a pause that is much longer than
-any gap inside a call; the ops of a call have the same kernels, so they are separated by counting.
+A timed program holds `chain` ops, one after the other. The calls of a session are separated by a pause that is much longer than any gap
+inside a call. The ops of a call have the same kernels, so counting kernels separates them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAUSE = 3e-3
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One kernel, copy or memset that ran on the device; times in nanoseconds of the trace. graph: number of the CUDA graph that launched
-    it, None for one that was launched by itself."""
+    it, None if it was launched by itself."""
 
     name: str
     start: float
@@ -39,7 +39,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class KernelTime:
-    """The kernels of one name in an op: seconds of one run (the median), runs per op, and seconds of all of an op's runs (on average)."""
+    """The kernels of one name in an op: seconds of one run (the median), runs per op, and seconds of all runs in an op (the average)."""
 
     name: str
     median_s: float
@@ -51,10 +51,10 @@ class KernelTime:
 class Timing:
     """Seconds of one op. clock: "trace" (device) or "wall".
 
-    median_s, p10_s, p90_s: from the start of an op's first kernel to the end of its last, over `ops` of them. period_s: from an op's
-    first start to the next op's, the pause between two ops included; less than `median_s` only where ops overlap. idle_s: the part of
-    the median op in which no kernel ran. split: whether the ops of a call could be told apart; if not, every figure is a call's divided by
-    the ops in it. in_graphs: share of the kernels that CUDA graphs launched.
+    median_s, p10_s, p90_s: from the start of an op's first kernel to the end of its last, over `ops` ops. period_s: from the start of an op
+    to the start of the next, the pause between them included; less than `median_s` only where ops overlap. idle_s: the part of the median
+    op in which no kernel ran. split: whether the ops of a call could be separated; if not, every figure is a call's figure divided by its
+    ops. in_graphs: share of the kernels that CUDA graphs launched.
     """
 
     clock: str
@@ -74,9 +74,9 @@ class Timing:
 
 
 def device_time(call: Callable, arguments: Sequence[tuple], *, calls: int, chain: int = 1, warmup: int = 2) -> Timing:
-    """Time `calls` calls of a compiled function, its arguments taken in turn from `arguments`, after `warmup` untimed ones.
+    """Time `calls` calls of a compiled function, after `warmup` untimed ones. Calls take their arguments in turn from `arguments`.
 
-    chain: how many ops one call runs. Each call is waited for before the next. The device must have nothing else to do.
+    chain: how many ops one call runs. Each call ends before the next starts. The device must have nothing else to do.
     """
     for i in range(warmup):
         jax.block_until_ready(call(*arguments[i % len(arguments)]))
@@ -92,7 +92,7 @@ def device_time(call: Callable, arguments: Sequence[tuple], *, calls: int, chain
 
 
 def record(run: Callable[[], Any]) -> list[Kernel]:
-    """What the first GPU did while `run()` ran, which must wait for what it launches; by start."""
+    """What the first GPU did while `run()` ran, by start. `run` must wait for everything that it launches."""
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 0
     options.python_tracer_level = 0
@@ -135,7 +135,7 @@ def kernel_timing(kernels: Sequence[Kernel], calls: int, chain: int) -> Timing:
 
 def timeline(kernels: Sequence[Kernel], chain: int) -> list[tuple[str, int, int]]:
     """Name, start and duration of each kernel of the last of `chain` ops, in nanoseconds from that op's start; empty where ops cannot be
-    told apart."""
+    separated."""
     op = (split_ops(list(kernels), chain) or [[]])[-1]
     return [(plain_name(kernel.name), round(kernel.start - op[0].start), round(kernel.end - kernel.start)) for kernel in op]
 
@@ -148,7 +148,7 @@ def wall_timing(seconds: Sequence[float], chain: int) -> Timing:
 
 
 def ops_timing(ops: Sequence[list[Kernel]]) -> Timing:
-    """The timing of ops that stand apart, from the kernels of each: what ran between them is left out."""
+    """The timing of separate ops, from the kernels of each. What ran between them is left out."""
     spans = np.array([_span(op) for op in ops]) * 1e-9
     idle = float(np.median([_span(op) - _busy(op) for op in ops])) * 1e-9
     middle, low, high = (float(np.quantile(spans, q)) for q in (0.5, 0.1, 0.9))
@@ -157,7 +157,8 @@ def ops_timing(ops: Sequence[list[Kernel]]) -> Timing:
 
 
 def split_calls(kernels: Sequence[Kernel], calls: int, *, alike: bool = True) -> list[list[Kernel]]:
-    """Cut at the `calls` - 1 longest pauses. RuntimeError unless these stand out and, if calls are alike, every one ran as many kernels."""
+    """Cut at the `calls` - 1 longest pauses. RuntimeError unless these are clearly longer than others and, if calls are alike, all ran
+    equally many kernels."""
     ends = np.maximum.accumulate(np.array([kernel.end for kernel in kernels], np.float64))
     pauses = np.array([kernel.start for kernel in kernels[1:]], np.float64) - ends[:-1]
     cuts = np.sort(np.argsort(-pauses, kind="stable")[: calls - 1])
@@ -202,7 +203,7 @@ def _span(kernels: Sequence[Kernel]) -> float:
 
 
 def _busy(kernels: Sequence[Kernel]) -> float:
-    """Nanoseconds in which at least one of the kernels ran; they are sorted by start."""
+    """Nanoseconds in which at least one of the kernels ran. They must be sorted by start."""
     total, until = 0.0, -np.inf
     for kernel in kernels:
         total += max(0.0, kernel.end - max(kernel.start, until))

@@ -1,11 +1,11 @@
-"""PyTorch's scaled_dot_product_attention as a dense baseline, in a process of its own: two profilers do not share a device.
+"""PyTorch's scaled_dot_product_attention as a dense baseline, in a separate process, because two profilers cannot share a device.
 
     python -m pallas_kernels.bench.torch_sdpa < requests.json > answers.json
 
 A request is {"name", "backend", "batch", "queries", "tokens", "heads", "kv_heads", "head_dim", "copies", "chain", "calls"}: 1 query that
-sees all tokens, or as many queries as tokens, causal; an answer has the name and the kernels that ran (name, start, end in nanoseconds), or
-why there are none. `chain` calls are captured as one CUDA graph, each on
-the next of `copies` key and value tensors `[B, K, S, D]`, bfloat16.
+sees all tokens, or as many queries as tokens, causal. An answer has the name and the kernels that ran (name, start, end in nanoseconds), or
+why there are none. `chain` calls are captured as one CUDA graph, each on the next of `copies` key and value tensors `[B, K, S, D]`,
+bfloat16.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WARMUP = 3
 
 
 def installed() -> bool:
-    """Whether there is a PyTorch to ask; it may still find no GPU."""
+    """Whether PyTorch is installed; it may still find no GPU."""
     return importlib.util.find_spec("torch") is not None
 
 
 def ask(requests: Sequence[dict[str, Any]], *, module: str = __name__) -> dict[str, dict[str, Any]]:
-    """Answers by name, from one process for all, which runs `module`. RuntimeError with the end of its output where it fails."""
+    """Answers by name, from one process for all requests, which runs `module`. RuntimeError with the end of its output if it fails."""
     done = subprocess.run([sys.executable, "-m", module], input=json.dumps(list(requests)), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"PyTorch's process ended with status {done.returncode}: {done.stderr[-800:]}")
@@ -46,7 +46,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             return {"name": request["name"], "skipped": "PyTorch finds no GPU"}
         kernels, difference = _run(request)
         return {"name": request["name"], "kernels": kernels, "replay_difference": difference, "torch": torch.__version__}
-    except RuntimeError as problem:  # a backend that cannot do it, or no memory
+    except RuntimeError as problem:  # an unsupported backend, or not enough memory
         return {"name": request["name"], "skipped": " ".join(str(problem).split())[:300]}
     finally:
         if torch.cuda.is_available():
@@ -80,7 +80,7 @@ def _run(request: dict[str, Any]) -> tuple[list[tuple[str, float, float]], float
         side.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            results = [attend(i) for i in range(len(queries))]  # kept, so that no output reuses another's memory
+            results = [attend(i) for i in range(len(queries))]  # kept alive, so that no output reuses another's memory
     for _ in range(WARMUP):
         graph.replay()
     torch.cuda.synchronize()
@@ -90,11 +90,11 @@ def _run(request: dict[str, Any]) -> tuple[list[tuple[str, float, float]], float
 
 
 def trace(graphs: Sequence[Any], calls: int) -> list[tuple[str, float, float]]:
-    """The kernels (name, start, end in nanoseconds) of so many replays of CUDA graphs, one after another, a pause after each replay."""
+    """The kernels (name, start, end in nanoseconds) of so many replays of CUDA graphs, one after another, with a pause after each."""
     import torch
 
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities):  # the first one of a process may miss what runs while it starts
+    with torch.profiler.profile(activities=activities):  # a process's first profile may miss what runs while it starts
         graphs[0].replay()
         torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:

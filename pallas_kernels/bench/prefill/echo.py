@@ -16,7 +16,7 @@ COLUMNS += ("passages, difference, 95%", "KL, text", "KL, text, 95%", "KL, all")
 
 
 def echo_rows(figures: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The cells of `COLUMNS`, a row per length and policy; what stands in an invalid cell is marked."""
+    """The cells of `COLUMNS`, a row per length and policy. Invalid cells are marked."""
     return [_cells(row, next(cell for cell in figures["cells"] if cell["length"] == row["length"])) for row in figures["rows"]]
 
 
@@ -35,7 +35,7 @@ def _cells(row: dict[str, Any], cell: dict[str, Any]) -> tuple[str, ...]:
 
 
 def remarks(figures: dict[str, Any]) -> list[str]:
-    """What must be read with the table: cells that say nothing, lengths that are not finished, policies that failed."""
+    """Remarks below the table: invalid cells, lengths that are not finished, policies that failed."""
     lines = []
     for cell in figures["cells"]:
         for which in ("facts", "passages"):
@@ -46,7 +46,7 @@ def remarks(figures: dict[str, Any]) -> list[str]:
 
 
 def echo_table(runs: Sequence[dict[str, Any]]) -> str:
-    """Every run's rows and remarks, by length. What several runs say alike (dense, the control) stands once."""
+    """Every run's rows and remarks, by length. Rows that several runs share (dense, the control) appear once."""
     found = sorted(dict.fromkeys(cells for run in runs for cells in echo_rows(run)), key=lambda cells: int(cells[0].replace(",", "")))
     lines = dict.fromkeys(f"* {line}" for run in runs for line in remarks(run))
     return "\n\n".join(filter(None, (markdown(COLUMNS, found), "\n".join(lines))))
@@ -78,7 +78,7 @@ def plot(runs: Sequence[dict[str, Any]], file: Path) -> None:
                 [max(0.0, each["value"] - each["low"]) for each in shares],
                 [max(0.0, each["high"] - each["value"]) for each in shares],
             ]
-            # A length is no policy: greys, the longest the darkest.
+            # Colours are for policies, so lengths are grey, the longest the darkest.
             style = {"width": 0.24, "color": f"{0.8 - 0.55 * number / max(len(lengths) - 1, 1):.2f}", "ecolor": "C1", "label": label}
             above.bar(places, [each["value"] for each in shares], yerr=errors, capsize=2, **style)
             apart = [(place, row["kl_text"]["value"]) for place, (_, row) in zip(places, here, strict=True) if row["policy"] != "dense"]
@@ -98,7 +98,7 @@ def layer_times(timed: Sequence[dict[str, Any]], length: int) -> dict[str, float
 
 
 def timed_points(runs: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]) -> dict[tuple[int, str], float]:
-    """Seconds by length and policy, of what was measured in both ways, at the lengths where dense attention is not the only one."""
+    """Seconds by length and policy, for policies that were measured in both ways, at lengths where not only dense attention was."""
     places = [(row["length"], row["policy"]) for run in runs for row in run["rows"]]
     times = {length: layer_times(timed, length) for length, _ in places}
     points = {(length, name): times[length][name] for length, name in places if name in times[length]}
@@ -108,7 +108,7 @@ def timed_points(runs: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]]
 
 def plot_against_time(runs: Sequence[dict[str, Any]], timed: Sequence[dict[str, Any]], file: Path) -> None:
     """Facts predicted, with Wilson intervals, over the time of one layer's attention over as many tokens: a panel per length, a point per
-    policy. Policies that were timed at no length stand in the legend alone. ValueError where nothing has both."""
+    policy. Policies that were timed at no length appear only in the legend. ValueError where nothing has both."""
     rows = {(row["length"], row["policy"]): row for run in runs for row in run["rows"] if row["policy"] != NOISE}
     points = timed_points(runs, timed)
     shown = sorted({length for length, _ in points})

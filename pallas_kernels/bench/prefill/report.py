@@ -15,19 +15,19 @@ OP_COLUMNS += ("error", "same bits", "lists full", "x best dense")
 TIME_COLUMNS = ("shape", "tokens", "policy", "chunk", "path", "s", "tokens/s", "x dense", "temp GB", "peak GB beyond weights and cache")
 MEASURES = (("captured", min), ("of_oracle", min), ("error", max), ("error_with_delta", max))
 MEASURES += (("error_between", max), ("error_between_with_delta", max))
-"""Figures of `measures_table`, and which layer is the worst."""
+"""Figures of `measures_table`, and the function that picks the worst layer."""
 MEASURES_COLUMNS = ("model", "tokens", "policy", "blocks", "captured", "of the oracle's", "error", "with delta")
 MEASURES_COLUMNS += ("between: error", "with delta", "sparsity")
 BY_ROWS = "rows: of their oracle's"
-"""One more column where any run has measured it."""
+"""A further column, if any run has measured it."""
 MISSED = "missed, sampled"
-"""Another: beside each figure what was sampled, with the interval of the worst layer."""
+"""Another column, beside the captured share: what was sampled, with the interval of the worst layer."""
 STEPS = ("query-sparse", "union", "select", "block-sparse", "delta", "sparse")
 
 
 def merged_ops(runs: Sequence[dict[str, Any]]) -> list[Row]:
-    """The rows of several runs of `--ops`; of rows for the same thing the last. Dense attention of a prompt comes from one run, the last
-    with other people's kernels beside it, since it is compared with these, and so does every policy that this run has."""
+    """The rows of several runs of `--ops`; of rows for the same case the last is kept. All rows of dense attention of a prompt come from
+    one run, the last that has other projects' kernels too, because they are compared with these. So do all policies that this run has."""
     rows, compared = {}, set()
     for run in runs:
         others = {(row["shape"], row["tokens"]) for row in run["rows"] if row["op"] == "baseline" and "median_s" in row}
@@ -67,8 +67,8 @@ def op_table(rows: Sequence[Row]) -> str:
 
 
 def steps_table(rows: Sequence[Row]) -> str:
-    """Milliseconds of the fastest dense attention of the same run, of each step and of the whole sparse attention, of the policies that
-    were timed at their shape's longest prompt."""
+    """Milliseconds of the fastest dense attention of the same run, of each step, and of the whole sparse attention, for policies that were
+    timed at their shape's longest prompt."""
     lines = []
     timed = [row for row in rows if "median_s" in row]
     wholes = sorted((row for row in timed if row["op"] == "sparse"), key=itemgetter("tokens"))
@@ -86,7 +86,7 @@ def steps_table(rows: Sequence[Row]) -> str:
 
 
 def time_cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    """The cells of `TIME_COLUMNS`; rows: for the dense one of the same prompt."""
+    """The cells of `TIME_COLUMNS`. rows: all rows, to find the dense one of the same prompt."""
     first = row["shape"], tokens_text(row["tokens"]), row["policy"], f"{row['chunk']:,}"
     if "median_s" not in row:
         return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(TIME_COLUMNS) - 5)
@@ -137,7 +137,7 @@ def layers_table(rows: Sequence[Row]) -> str:
 
 
 def layer_seconds(row: Row) -> float:
-    """Seconds of one layer's attention, in the mean."""
+    """Seconds of one layer's attention, on average."""
     return row["median_s"] / row["layers"]
 
 
@@ -173,7 +173,7 @@ def _missed(layers: Sequence[dict[str, float]]) -> str:
 
 
 def _short_names(policies: Iterable[str]) -> dict[str, str]:
-    """Of policies written out as `Name(field=value, ...)`, only the fields in which they differ from each other; others as they are."""
+    """Short names of policies: of `Name(field=value, ...)` only the fields in which they differ from each other; others as they are."""
     fields = {policy: dict(re.findall(r"(\w+)=([^,)]+)", policy)) for policy in policies}
     written_out = [found for found in fields.values() if found]
     differ = {name for found in written_out for name in found if len({other.get(name) for other in written_out}) > 1}

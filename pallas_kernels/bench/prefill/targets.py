@@ -1,4 +1,4 @@
-"""What prefill was meant to reach, beside what was measured: figures that are short, and what was not run, stand in the same table."""
+"""Targets of prefill beside measured figures. Missed targets and targets that were not measured are in the same table."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Row = dict[str, Any]
 Line = tuple[str, str, str]
 COLUMNS = ("asked for", "measured", "holds")
 CUDNN = {"qwen2.5-7b": (2**15, 2**17), "llama-3.1-8b": (2**15, 2**17)}
-"""Lengths at which dense attention is to be at least as fast as cuDNN."""
+"""Lengths at which dense attention should be at least as fast as cuDNN."""
 PAGED_WITHIN = 0.05
 SPARSE_TIMES = {2**15: 1.0, 2**17: 3.0, 2**19: 5.5, 2**20: 7.5}
-"""Times as fast as the fastest dense attention of one layer that the sparse one is to be, of either shape."""
+"""Target speed-up of sparse attention of one layer over the fastest dense attention, for either shape."""
 BY_MEASUREMENT, BY_BOUNDS = "momo:128/8", "bounds:32"
-"""The policies that were to reach the figures before this line, and those after it."""
+"""The policies that should reach the figures above this line, and those below it."""
 BOUNDS_LAYER_S = {2**15: 0.0045, 2**17: 0.025, 2**19: 0.125, 2**20: 0.330}
 """Seconds of one layer's attention over a prompt, 28/4 heads."""
 BOUNDS_FIRST_TOKEN_S = {2**17: 3.6, 2**19: 14.5, 2**20: 33.0}
@@ -37,8 +37,8 @@ def targets_table(
     designs: Sequence[dict[str, Any]],
     echoes: Sequence[dict[str, Any]],
 ) -> str:
-    """One line for each target. ops, times, measures: rows of the three forms of `kvjax bench prefill`; needles: whole runs of `kvjax
-    needle` with a sparse prefill; designs: what was measured while kernels were written; echoes: whole runs of `kvjax echo`."""
+    """One line for each target. ops, times, measures: rows of the three forms of `kvjax bench prefill`; needles: whole runs of
+    `kvjax needle` with a sparse prefill; designs: figures measured while kernels were written; echoes: whole runs of `kvjax echo`."""
     lines = (
         *_dense(ops),
         *_dense_elsewhere(designs),
@@ -160,7 +160,7 @@ def _echo(runs: Sequence[dict[str, Any]]) -> Iterator[Line]:
 def _needles(runs: Iterable[dict[str, Any]]) -> Iterator[Line]:
     for run in sorted(runs, key=lambda run: run["length"]):
         for pair in run["pairs"]:
-            if not pair["prefill"].startswith("momo"):  # asked of nothing else: the window is there to show what needles cannot
+            if not pair["prefill"].startswith("momo"):  # a target only of momo; window is in the runs to show what needles cannot
                 continue
             what = f"needles after {pair['prefill']}, {tokens_text(run['length'])}: 95% interval of the loss above -3 points"
             spread = estimate(pair["difference"])

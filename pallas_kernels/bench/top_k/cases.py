@@ -28,25 +28,25 @@ STALE = (20, 40, 80)
 HINTS = ("none", "random", *(f"stale-{share}" for share in STALE))
 YARN_HINTS = ("random", "static", "step")
 RADIX = {"radix": None, "radix-one-cta": 1}
-"""The radix selection's CTAs a row, by implementation; None: as many as let all rows run at once."""
+"""CTAs per row of the radix selection, by implementation; None: as many as let all rows run at once."""
 
 BASELINES = (*RADIX, "lax.top_k", "torch")
 LIBRARY_LENGTHS = tuple(n * 1024 for n in (8, 64, 128, 1024))
-"""Where selections of libraries are measured; they take long to compile and to run."""
+"""Lengths at which selections of libraries are measured, because they take long to compile and to run."""
 
 COUNTED_LENGTHS = (131072, 1048576)
-"""Where the op is counted, with the largest k; captured rows are everywhere."""
+"""Lengths at which the op's passes are counted, with the largest k. Captured rows are always counted."""
 
 FROM_HINT = "top_k:start=hint"
-"""The op, started from the mean of the hinted scores. Its default looks at no hint, so that only this form tells hints apart."""
+"""The op, started from the mean of the hinted scores. Its default reads no hint, so only this form distinguishes hints."""
 
 FEWER_SCORES, FEWEST_SCORES = 2**22, 2**24
-"""Scores of an input above which a place has two of them, and one."""
+"""Above these numbers of scores per input, a place has two inputs, and one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Rows to rank: what is compared."""
+    """The rows to rank. Cases of one place are compared."""
 
     rows: str
     n: int
@@ -55,7 +55,7 @@ class Place:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A readable name."""
         return f"{self.rows}/{self.n // 1024}k/b{self.batch}/k{self.k}"
 
     @property
@@ -74,12 +74,12 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique, and what `--list` prints."""
+        """A unique name, as `--list` prints it."""
         return f"{self.place.name}/{self.hint}/{self.implementation}"
 
     @property
     def ours(self) -> bool:
-        """Whether it is the op."""
+        """Whether it is our op."""
         return self.implementation.partition(":")[0] == "top_k"
 
     @property
@@ -90,7 +90,7 @@ class Case:
 
     @property
     def counted(self) -> bool:
-        """Whether passes and cycles are asked for beside the time, by a program of its own."""
+        """Whether a separate program counts passes and cycles, beside the timed one."""
         place = self.place
         return self.ours and (place.captured or (place.k == KS[-1] and place.n in COUNTED_LENGTHS))
 
@@ -101,7 +101,7 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """Every case but those of captured rows, those of one place together."""
+    """Every case except those of captured rows. Cases of one place come together."""
     return list(dict.fromkeys(_cases()))
 
 
@@ -129,8 +129,8 @@ def _cases() -> Iterator[Case]:
 
 
 def _of_kind(place: Place, hints: Sequence[str]) -> Iterator[Case]:
-    """What is measured of rows that are not normal: the op without a hint and with the last of `hints`; started from each, where it has to
-    look for a threshold at all; the radix selections."""
+    """The cases of rows that are not normal: the op without a hint and with the last of `hints`; the op started from each hint, if it has
+    to search for a threshold; the radix selections."""
     yield from (Case(place, hint, "top_k") for hint in ("none", hints[-1]))
     if place.n > 8192:
         yield from (Case(place, hint, FROM_HINT) for hint in hints)
@@ -138,8 +138,8 @@ def _of_kind(place: Place, hints: Sequence[str]) -> Iterator[Case]:
 
 
 def in_order(cases: Sequence[Case]) -> list[Case]:
-    """As they are measured, what matters most first: a run may be cut. Normal rows with the largest k, captured ones, YaRN, other
-    distributions, other k; those of one place stay together."""
+    """The cases in the order in which they are measured, the most important first, because a run may be cut: normal rows with the largest
+    k, captured ones, YaRN, other distributions, other k. Cases of one place stay together."""
 
     def rank(case: Case) -> int:
         place = case.place
@@ -156,7 +156,7 @@ def share_of(hint: str) -> float:
 
 
 def captured_cases(files: dict[str, Captured]) -> list[Case]:
-    """The cases of captured rows, by the names of their files: without a hint, with the step before's, started from it, the radix ones."""
+    """The cases of captured rows, by the names of their files: without a hint, with that of the step before, started from it, and radix."""
     places = [
         Place(f"{name}.{i}", rows.scores.shape[1], 1, k) for name, rows in files.items() for i in range(len(rows.scores)) for k in KS[1:]
     ]
@@ -164,7 +164,7 @@ def captured_cases(files: dict[str, Captured]) -> list[Case]:
 
 
 def matching(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
-    """The cases whose name matches any of the globs; without patterns all but the tiny ones. ValueError for a pattern without a case."""
+    """The cases whose name matches any of the globs; without patterns, all but the tiny ones. ValueError for a pattern without a case."""
     if not patterns:
         return [case for case in cases if case.place.n > 2048]
     for pattern in patterns:
@@ -196,13 +196,13 @@ def load_captured(file: Path) -> Captured:
 
 
 def copies_of(place: Place) -> int:
-    """How many inputs a place has: of large ones fewer, of captured rows the one there is."""
+    """How many inputs a place has: fewer if they are large, and only one if its rows are captured."""
     scores = place.batch * place.n
     return 1 if place.captured or scores > FEWEST_SCORES else 2 if scores > FEWER_SCORES else 4
 
 
 def make_inputs(place: Place, hints: Sequence[str], files: dict[str, Captured]) -> list[tuple[np.ndarray, dict[str, np.ndarray | None]]]:
-    """Per input: scores `[B, N]` float32, and `[B, k]` int32 of each hint, None for "none"."""
+    """For each input: scores `[B, N]` float32, and `[B, k]` int32 of each hint, None for "none"."""
     made = []
     for copy in range(copies_of(place)):
         scores, hint = _scores(place, copy, files)

@@ -1,4 +1,4 @@
-"""Going on with a run of the benchmark of `top_k` that was cut: which cases it lacks, and where the rows of one file come from."""
+"""Continuing a run of the benchmark of `top_k` that was cut: which cases are missing, and which runs the rows of one file come from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pallas_kernels.bench.top_k.cases import Case
 
 
 def load_run(file: Path) -> dict[str, Any]:
-    """What a file of results holds. ValueError for a file of something else."""
+    """The run in a file of results. ValueError for another file."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as problem:
@@ -22,7 +22,7 @@ def load_run(file: Path) -> dict[str, Any]:
 
 
 def continued(earlier: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Of the runs that one goes on with, the first one first: their provenance, copy and the names of their cases."""
+    """The runs that this run continues, the first one first: their provenance, copy and the names of their cases."""
     if earlier is None:
         return []
     before = earlier.get("continues", [])
@@ -32,8 +32,8 @@ def continued(earlier: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def missing(cases: Sequence[Case], earlier: dict[str, Any], device: str, implementation: str | None) -> list[Case]:
-    """The cases that a run lacks, or that failed in it; those are taken out of it. ValueError for a run of another bench, another device,
-    or of the op by another implementation."""
+    """The cases that a run lacks, or that failed in it; failed ones are removed from the run. ValueError for a run of another bench,
+    another device, or another implementation of the op."""
     if earlier.get("bench") != "top-k":
         raise ValueError(f"--only-missing takes a JSON of this benchmark, got one of {earlier.get('bench')!r}")
     if (earlier["provenance"]["device"], earlier["implementation"]) != (device, implementation):

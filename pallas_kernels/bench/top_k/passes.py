@@ -1,7 +1,7 @@
 """`python -m pallas_kernels.bench.top_k.passes`: how many passes over a row `top_k` takes, by kind of row, without a GPU.
 
-The kernel's decisions are replayed (`pallas_kernels.top_k.replay`): they depend on scores, hint and sizes alone, so that what is counted
-here is what the kernel counts, on any machine. Rows are those of `top_k_bench`, more of them, one row at a time.
+The kernel's decisions are replayed (`pallas_kernels.top_k.replay`). They depend only on scores, hint and sizes, so the counts are the
+kernel's, on any machine. Rows are those of `top_k_bench`, but more of them, one row at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pallas_kernels.top_k import plan, replay
 
 LENGTH, K = 131072, 2048
 SHARE = 0.4
-"""Of the answer that the hint of drawn rows has, as in the benchmark's `stale-40`."""
+"""Share of the answer that the hint of drawn rows has, as in the benchmark's `stale-40`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ def drawn(distribution: str, count: int, *, n: int = LENGTH, k: int = K) -> Rows
 
 
 def yarn(count: int, *, n: int = LENGTH, k: int = K) -> Rows:
-    """The last of two steps of RoPE scores, each row of another query over other keys."""
+    """The last of two steps of RoPE scores. Each row has its own query and keys."""
     steps = [score_rows.yarn_rows(n, 2, seed=2000 + row) for row in range(count)]
     return Rows("yarn", k, np.stack([last for _, last in steps]), np.stack([score_rows.top_indices(before, k) for before, _ in steps]))
 
@@ -55,7 +55,7 @@ def captured(name: str, rows: Captured, k: int) -> Rows:
 
 
 def counted(rows: Rows, start: str) -> dict[str, Any]:
-    """What the replay says of each row, as the op starts with `start` (of `plan.STARTS`): passes, candidates, and the hint's share."""
+    """The replay's figures for each row, with the op started from `start` (of `plan.STARTS`): passes, candidates, and the hint's share."""
     count, n = rows.scores.shape
     shape = plan.shape_of(1, n, rows.k, plan.Config(start=start), has_lengths=False, counted=True)
 
@@ -80,7 +80,7 @@ def counted(rows: Rows, start: str) -> dict[str, Any]:
 
 
 def kinds(files: dict[str, Captured], count: int) -> Iterator[Callable[[], Rows]]:
-    """What makes each kind of rows."""
+    """Functions that make each kind of rows."""
     for distribution in score_rows.DISTRIBUTIONS:
         yield lambda distribution=distribution: drawn(distribution, count)
     yield lambda: yarn(count)
@@ -91,7 +91,7 @@ def kinds(files: dict[str, Captured], count: int) -> Iterator[Callable[[], Rows]
 
 
 def count_all(files: dict[str, Captured], count: int) -> list[dict[str, Any]]:
-    """A row of figures per kind of rows, and per start."""
+    """A row of figures per kind of rows and per start."""
     made: Sequence[Rows] = [make() for make in kinds(files, count)]
     return [counted(rows, start) for rows in made for start in plan.STARTS]
 

@@ -1,4 +1,4 @@
-"""Compiled programs of the top-k benchmark: an op on each of a place's inputs, with a cold L2 before each of them."""
+"""Compiled programs of the top-k benchmark: an op on each of a place's inputs, with a cold L2 before each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pallas_kernels.hopper import lanes
 from pallas_kernels.top_k import top_k
 
 LEAST_OPS = 4
-"""Ops of a program, at least."""
+"""Fewest ops of a program."""
 
 FLUSH_GRID, FLUSH_THREADS = 264, 512
 
@@ -50,7 +50,7 @@ def _config(case: Case) -> Any:
 
 
 def counting_op_of(case: Case, implementation: str | None) -> Callable | None:
-    """(scores, hint) -> counts `[B, 3 or more]` of the op; None for cases that are not counted and implementations without counts."""
+    """(scores, hint) -> counts `[B, 3 or more]` of the op; None for cases that are not counted and for implementations without counts."""
     if not case.counted or (implementation or dispatch.available("top_k")[0]) != "mosaic_gpu":
         return None
     options = {"config": _config(case), "return_counts": True, "implementation": "mosaic_gpu"}
@@ -58,8 +58,8 @@ def counting_op_of(case: Case, implementation: str | None) -> Callable | None:
 
 
 def program_of(op: Callable, *, flushed: bool) -> Callable:
-    """(words, inputs) -> per input (values, indices), one op after the other, and what reads of `words` give, one before each op if
-    flushed."""
+    """(words, inputs) -> per input (values, indices), one op after the other, and the sums that reads of `words` return, one read before
+    each op if flushed."""
     inner, read = jax.jit(op), jax.jit(flush)
 
     @jax.jit
@@ -71,7 +71,7 @@ def program_of(op: Callable, *, flushed: bool) -> Callable:
             if flushed:
                 words, scores = lax.optimization_barrier((words, scores))
                 scores, mark = lax.optimization_barrier((scores, read(words)))
-                marks.append(mark)  # returned, so that none is left out
+                marks.append(mark)  # returned, so that XLA removes none
             results.append(inner(scores, hint))
         return results, marks
 
@@ -79,7 +79,7 @@ def program_of(op: Callable, *, flushed: bool) -> Callable:
 
 
 def flush(words: jax.Array) -> jax.Array:
-    """Read int32 words, a multiple of 4, so that the L2 holds nothing else; a sum per warp."""
+    """Read int32 words, a multiple of 4, so that the L2 holds nothing else. Returns a sum per warp."""
     warps = FLUSH_THREADS // 32
     each = 4 * FLUSH_THREADS * FLUSH_GRID
 
@@ -111,12 +111,12 @@ def flush(words: jax.Array) -> jax.Array:
 
 
 def flush_words() -> jax.Array:
-    """What is read between two ops: twice the L2, or nothing to speak of where there is none to empty."""
+    """The words that are read between two ops: twice the L2, or almost nothing where there is no L2 to flush."""
     return jnp.ones(max(4, 2 * inputs.cache_bytes() // 4), jnp.int32)
 
 
 def compiled(cases: Sequence[Case], words: jax.Array, implementation: str | None, jobs: int) -> dict[tuple, Any]:
-    """By `_key`: the program to time and the one that counts, None where nothing does; where they cannot be had, what was raised."""
+    """By `key_of`: the program to time and the program that counts, None where nothing counts; or the exception that compiling raised."""
     by_key = {key_of(case, implementation): case for case in cases}
 
     def compile_one(key: tuple) -> Any:
@@ -128,7 +128,7 @@ def compiled(cases: Sequence[Case], words: jax.Array, implementation: str | None
             program = program_of(op_of(case, implementation), flushed=on_gpu()).lower(words, own).compile()
             counting = counting_op_of(case, implementation)
             return program, counting and jax.jit(counting).lower(scores, hint).compile()
-        except Exception as problem:  # no reason to lose the others
+        except Exception as problem:  # so that the other programs are still compiled
             return problem
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -136,12 +136,12 @@ def compiled(cases: Sequence[Case], words: jax.Array, implementation: str | None
 
 
 def _shapes(place: Place) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Of scores and a hint."""
+    """Shapes of scores and a hint."""
     return jax.ShapeDtypeStruct((place.batch, place.n), jnp.float32), jax.ShapeDtypeStruct((place.batch, place.k), jnp.int32)
 
 
 def key_of(case: Case, implementation: str | None) -> tuple:
-    """What a program depends on: sizes, the op, and whether it reads a hint; not what rows and hints hold."""
+    """Everything that a program depends on: sizes, the op, and whether it reads a hint, but not the values of rows and hints."""
     place = case.place
     return place.n, place.batch, place.k, ops_of(place), case.implementation, hinted(case, implementation), case.counted
 
@@ -152,12 +152,12 @@ def hinted(case: Case, implementation: str | None) -> bool:
         return False
     try:
         return reads_hint(op_of(case, implementation), case.place)
-    except Exception:  # raised again, and noted, where the program is made
+    except Exception:  # raised again, and recorded, where the program is compiled
         return True
 
 
 def reads_hint(op: Callable, place: Place) -> bool:
-    """Whether anything in the op's program has the hint as an operand; if not, it is the program of no hint."""
+    """Whether the op's program uses the hint; if not, it is the same as the program without a hint."""
     program = jax.make_jaxpr(op)(*_shapes(place)).jaxpr
     operands = [*program.outvars, *(operand for equation in program.eqns for operand in equation.invars)]
     return any(operand is program.invars[1] for operand in operands)

@@ -1,20 +1,21 @@
-"""The k largest of each row by radix selection, in Pallas Mosaic GPU (Hopper): a baseline for `top_k`, used by benchmarks alone.
+"""The k largest of each row by radix selection, in Pallas Mosaic GPU (Hopper): a baseline for `top_k`, used only by benchmarks.
 
-What exact selections that know nothing of their input do ("Guess-Verify-Refine", section 2.2): per digit of the scores' bits (11, 11, 10
-of them) one pass over the row counts those that agree in all digits before (a histogram in shared memory) and narrows to the digit in
-which the k-th largest lies; one more pass collects. Every pass reads the row from global memory (the L2, from the second on).
+This is how exact selections work that know nothing about their input ("Guess-Verify-Refine", section 2.2). For each digit of the scores'
+bits (11, 11 and 10 bits), one pass over the row counts the scores that agree in all digits before (a histogram in shared memory) and finds
+the digit in which the k-th largest lies. One more pass collects. Every pass reads the row from global memory (from the L2 after the first
+pass).
 
-Two forms. By default a cluster of CTAs shares a row, as many as let all rows run at once, and histograms are summed through distributed
-shared memory: what this chip can do with that algorithm. With `ctas=1` one CTA of 512 threads has a row to itself, as the production kernel
-that the paper compares with (section 6.1: "single-row (one CTA), with 512 threads per block"; its own kernel has one CTA a row, too,
-section 5.1).
+There are two forms. By default a cluster of CTAs shares a row, as many as let all rows run at once, and histograms are summed through
+distributed shared memory: the best that this chip can do with the algorithm. With `ctas=1` one CTA of 512 threads has a row to itself, like
+the production kernel that the paper compares with (section 6.1: "single-row (one CTA), with 512 threads per block"; its own kernel also has
+one CTA a row, section 5.1).
 
-The paper's baseline differs in its scans: a coarse pass of 16 bits comes before digits of 11, 11 and 10, each pass scans the row twice
-(count, then filter), and it stops early and sorts once fewer than 2,048 scores are left (section 2); very long rows go over 10
-CTAs. This one scans a row four times, whatever is in it and however long it is.
+The paper's baseline differs in its scans: a coarse pass of 16 bits comes before digits of 11, 11 and 10, and each pass scans the row twice
+(count, then filter). It stops early and sorts once fewer than 2,048 scores are left (section 2). Very long rows are divided among 10 CTAs.
+The kernel here scans every row four times, whatever its content and length.
 
-The set is exact; of scores equal to the k-th any are taken, the same each time. Scores: no NaN; -inf counts as the lowest finite number.
-Memory traffic: 4 times the row, 8 k bytes of result.
+The set is exact. Of scores equal to the k-th, any are taken, but the same ones each time. Scores: no NaN; -inf counts as the lowest finite
+number. Memory traffic: 4 times the row, 8 k bytes of result.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ BINS = 2048
 MOST_K = 4096
 
 LOADS, LONE_LOADS = 4, 8
-"""Loads of 16 bytes that a thread has on their way at once: of several CTAs that share a row, and of one alone."""
+"""Loads of 16 bytes that a thread has in flight: if several CTAs share a row, and if one CTA has it alone."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the kernel's code depends on. ctas: of the cluster that serves a row. loads: of 16 bytes that a thread has on their way."""
+    """Everything that the code depends on. ctas: of the cluster that serves a row. loads: of 16 bytes that a thread has in flight."""
 
     batch: int
     length: int
@@ -64,7 +65,7 @@ class Shape:
 
     @property
     def span(self) -> int:
-        """Scores of a CTA, at most."""
+        """Most scores of a CTA."""
         return -(-self.length // (4 * self.ctas)) * 4
 
     @property
@@ -73,8 +74,8 @@ class Shape:
         return -(-BINS // (4 * self.ctas)) * 4
 
     def scratch_words(self) -> dict[str, int]:
-        """Words of shared memory: own counters; those that other CTAs send; the cluster's; of warps; scores and places above the
-        threshold, and at it; how many of both each CTA has."""
+        """Words of shared memory: own counters; those that other CTAs send; the cluster's; of warps; scores and places above the threshold,
+        and at it; how many of both each CTA has."""
         bins, found = self.ctas * self.owned, 2 * self.k
         sizes = (bins, bins, bins, 2 * self.warps, found, found, 4 * self.ctas)
         return dict(zip(("counts_s", "sent_s", "totals_s", "warps_s", "above_s", "equal_s", "found_s"), sizes, strict=True))
@@ -96,7 +97,7 @@ def radix_top_k(scores: Float[Array, "B N"], k: int, ctas: int | None = None) ->
 
 
 def shape_of(batch: int, length: int, k: int, ctas: int | None) -> Shape:
-    """The sizes of a call. A CTA that has a multiprocessor's bandwidth to itself has twice as many loads on their way: 64 KiB."""
+    """The sizes of a call. A CTA that has a multiprocessor's bandwidth to itself has twice as many loads in flight: 64 KiB."""
     ctas = ctas or clusters.ctas_per_unit(batch)
     return Shape(batch, length, k, ctas, loads=LONE_LOADS if ctas == 1 else LOADS)
 
@@ -167,7 +168,7 @@ def _clear(s: Shape, counts_s) -> None:
 
 
 def _count(s: Shape, read, first, stop, counts_s, prefix, left: int, bits: int) -> None:
-    """Count this CTA's scores by their next digit. prefix: of the digits before; left: bits that these leave, of which `bits` are next."""
+    """Count this CTA's scores by their next digit. prefix: of the digits before; left: bits after the prefix, of which `bits` are next."""
 
     def turn(start):
         for _, there, _, key in read(start):
@@ -181,7 +182,7 @@ def _count(s: Shape, read, first, stop, counts_s, prefix, left: int, bits: int) 
 
 
 def _add_up(s: Shape, cta, scratch) -> None:
-    """The counters of all CTAs to `totals_s` of each. Each adds up a part: all send it theirs, and it sends the sums to all."""
+    """Write the counters of all CTAs to `totals_s` of each. Each CTA adds up a part: all send it theirs, and it sends the sums to all."""
     counts_s, sent_s, totals_s = scratch["counts_s"], scratch["sent_s"], scratch["totals_s"]
     words = s.ctas * s.owned
     for start in range(0, words, 4 * s.threads):
@@ -190,7 +191,7 @@ def _add_up(s: Shape, cta, scratch) -> None:
             counts = lanes.load_shared(counts_s, i, count=4)
             lanes.store_cluster(i // s.owned, sent_s, cta * s.owned + i % s.owned, *counts)
     _meet(s)
-    for start in range(0, words // 4, s.threads):  # threads add up alike for each CTA that they send to
+    for start in range(0, words // 4, s.threads):  # threads repeat the sums for each CTA that they send to
         i = lanes.thread() + start
         with lanes.when(i < words // 4):
             to, part = i // (s.owned // 4), i % (s.owned // 4) * 4
@@ -203,7 +204,7 @@ def _add_up(s: Shape, cta, scratch) -> None:
 
 
 def _meet(s: Shape) -> None:
-    """Wait for the other CTAs of the cluster; what they sent is there."""
+    """Wait for the other CTAs of the cluster. What they sent has then arrived."""
     lanes.cluster_barrier() if s.ctas > 1 else lanes.cta_barrier(s.threads)
 
 
@@ -222,7 +223,7 @@ def _find(s: Shape, totals_s, warps_s, need):
         here = (beyond < need) & (beyond + word >= need)
         group, base = lanes.where(here, number, group), lanes.where(here, beyond, base)
         beyond = beyond + word
-    # Every warp looks through that group alike; the first lane has its last counters.
+    # Every warp searches that group in the same way; the first lane has its last counters.
     first = group * per_warp + (31 - lanes.lane()) * per_lane
     counts = lanes.load_shared(totals_s, first, count=per_lane)[::-1]
     own = functools.reduce(lambda a, b: a + b, counts)
@@ -249,14 +250,15 @@ def _sum_of_lanes_below(x):
 
 
 def _collect(s: Shape, read, first, stop, threshold, scratch):
-    """This CTA's scores above the threshold, and those that equal it (k at most), as (bits, place); returns how many there are of both.
+    """Collect this CTA's scores above the threshold, and (k at most) those that equal it, as (bits, place); return how many there are of
+    both.
 
-    A turn at a time: threads count, sums over lanes and warps give each a place, threads write.
+    One turn at a time: threads count, sums over lanes and warps give each score a place, threads write.
     """
 
     def turn(start, above, equal, phase):
         mine = [(place, word, there & (key > threshold), there & (key == threshold)) for place, there, word, key in read(start)]
-        # Both counts of a thread in one word: a turn has less than 2^16 scores.
+        # Both counts of a thread fit in one word: a turn has less than 2^16 scores.
         counts = functools.reduce(
             lambda a, b: a + b,
             [lanes.where(more, lanes.i32(1), lanes.where(same, lanes.i32(2**16), 0)) for _, _, more, same in mine],
@@ -284,7 +286,7 @@ def _collect(s: Shape, read, first, stop, threshold, scratch):
 
 
 def _store(s: Shape, row, cta, need, above, equal, values_ref, indices_ref, scratch) -> None:
-    """Write what this CTA found behind what the CTAs before it did: first all scores above the threshold, then `need` that equal it."""
+    """Write this CTA's scores after those of the CTAs before it: first all scores above the threshold, then `need` that equal it."""
     with lanes.when(lanes.thread() < s.ctas):
         lanes.store_cluster(lanes.thread(), scratch["found_s"], cta * 2, above, equal)
     _meet(s)

@@ -11,16 +11,16 @@ from pallas_kernels.bench.formats import markdown, span, tokens_text
 
 Row = dict[str, Any]
 HINT = "stale-40"
-"""The hint that tables and reach call a step old."""
+"""The hint that tables and targets call a step old."""
 
 FROM_HINT = "top_k:start=hint"
 HINTS = ("none", "random", "static", "stale-20", "stale-40", "stale-80", "step")
 RADIX = {"radix-one-cta": "radix, 1 CTA a row", "radix": "radix, as many CTAs"}
-"""What tables and plots call the two forms of the radix selection."""
+"""Names of the two forms of the radix selection in tables and plots."""
 
 OTHERS = {**RADIX, "lax.top_k": "lax.top_k", "torch": "torch"}
 WIDE = 64
-"""Rows from which on tables show the 90th percentile, too: as many take as long as the slowest of them."""
+"""From this many rows on, tables also show the 90th percentile: the slowest row decides the time."""
 
 ROW_COLUMNS = (
     "case",
@@ -40,12 +40,12 @@ ROW_COLUMNS = (
 
 
 def merged(runs: Sequence[dict[str, Any]]) -> list[Row]:
-    """The rows of several runs; of rows of one case the last."""
+    """The rows of several runs. Of rows of one case the last is kept."""
     return list({row["case"]: row for run in runs for row in run["rows"]}.values())
 
 
 def timed(rows: Iterable[Row]) -> list[Row]:
-    """Those that have a time."""
+    """The rows that have a time."""
     return [row for row in rows if "median_s" in row]
 
 
@@ -55,13 +55,13 @@ def best_torch(rows: Sequence[Row]) -> Row | None:
 
 
 def at(rows: Iterable[Row], hint: str, implementation: str) -> Row | None:
-    """The row of a hint and an implementation; of torch the faster form."""
+    """The row of a hint and an implementation; of torch, the faster form."""
     here = [row for row in timed(rows) if row["hint"] == hint]
     return best_torch(here) if implementation == "torch" else next((row for row in here if row["implementation"] == implementation), None)
 
 
 def compared(rows: Iterable[Row]) -> list[Row]:
-    """Those of places where the op was also started from a hint."""
+    """The rows of places at which the op was also started from a hint."""
     return [row for here in _places(rows).values() if any(row["implementation"] == FROM_HINT for row in here) for row in here]
 
 
@@ -78,7 +78,7 @@ def _micro(row: Row | None) -> str:
 
 
 def _with_p90(row: Row | None) -> str:
-    """Of many rows with the 90th percentile."""
+    """Microseconds, with the 90th percentile if there are many rows."""
     return _micro(row) + (f" ({row['p90_s'] * 1e6:,.1f})" if row and row["batch"] >= WIDE and "p90_s" in row else "")
 
 
@@ -100,7 +100,7 @@ def main_table(rows: Sequence[Row]) -> str:
 
 
 def hint_table(rows: Sequence[Row], kind: Callable[[str], bool]) -> str:
-    """Microseconds (passes over the row, on average) by hint, of the kinds of rows that are asked for; the op's variants under it."""
+    """Microseconds (passes over the row, on average) by hint, for the kinds of rows in `kind`; the op's variants below."""
     kept = [row for row in timed(rows) if kind(row["rows"])]
     ours = [row for row in kept if row["implementation"].partition(":")[0] == "top_k"]
     hints = [hint for hint in HINTS if any(row["hint"] == hint for row in ours)]
@@ -134,7 +134,7 @@ def passes_table(rows: Sequence[Row]) -> str:
 
 
 def row_cells(row: Row) -> tuple[str, ...]:
-    """The cells of `ROW_COLUMNS`; a row without a time says why in the second."""
+    """The cells of `ROW_COLUMNS`. The second cell of a row without a time gives the reason."""
     if "median_s" not in row:
         return row["case"], row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(ROW_COLUMNS) - 2)
     counts = row.get("counts") or {}
@@ -177,8 +177,8 @@ def phase_table(rows: Sequence[Row]) -> str:
 
 
 def targets(rows: Sequence[Row]) -> list[tuple[str, str, float, bool]]:
-    """What was asked for, as (what, bound, figure, whether it holds): of targets over several places the worst of them. Only those
-    that the rows have."""
+    """The targets, as (what, bound, figure, whether it holds). A target over several places has the worst figure. Only targets whose rows
+    exist."""
     places = {(n, batch): here for (kind, k, batch, n), here in _places(rows).items() if (kind, k) == ("normal", 2048)}
     found: list[tuple[str, str, float, bool]] = []
 
@@ -221,7 +221,7 @@ def _ratio(slow: Row, fast: Row) -> float:
 
 
 def _against(rows: Sequence[Row], among: Sequence[Row], other: str) -> list[tuple[float, str]]:
-    """(how many times as long the other takes at the same place, the case) of each row that it stands beside."""
+    """(how many times as long the other takes at the same place, the case) of each row that has such another."""
     key = ("rows", "n", "batch", "k")
     others = {tuple(row[name] for name in key): row for row in timed(among) if row["implementation"] == other}
     pairs = [(row, others.get(tuple(row[name] for name in key))) for row in rows]
@@ -229,7 +229,7 @@ def _against(rows: Sequence[Row], among: Sequence[Row], other: str) -> list[tupl
 
 
 def target_table(rows: Sequence[Row]) -> str:
-    """What was asked for, what was measured, and whether it holds."""
+    """The targets, the measured figures, and whether each target holds."""
     lines = [
         (what, bound, f"{figure:,.2f}" if bound != "always" else f"{figure:,.0f} of its cells", "yes" if ok else "**no**")
         for what, bound, figure, ok in targets(rows)
@@ -238,13 +238,13 @@ def target_table(rows: Sequence[Row]) -> str:
 
 
 def picture(rows: Sequence[Row]) -> str:
-    """What shows `plot`'s file in a document that lies beside it."""
+    """The Markdown that shows `plot`'s file, for a document in the same folder."""
     return "![Time over the scores of a row, by hint, beside other selections](top-k.png)"
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Microseconds over the scores of a row, k 2,048: a panel per batch, a line per form of the op and, dotted, per other selection; and a
-    panel by hint, of the op started from it."""
+    """Microseconds over the scores of a row, k 2,048: a panel per batch, a line per form of the op and a dotted line per other selection;
+    and a panel by hint, for the op started from it."""
     kept = [row for row in timed(rows) if (row["rows"], row["k"]) == ("normal", 2048)]
     batches = sorted({row["batch"] for row in kept})
     if not batches:
@@ -272,12 +272,12 @@ def plot(rows: Sequence[Row], file: Path) -> None:
 
 
 def _draw_hints(axis, rows: Sequence[Row]) -> None:
-    """A line over hints per length, of the op started from the hint; dotted, its default without one."""
+    """A line over hints per length, for the op started from the hint; dotted: its default without a hint."""
     hints = [hint for hint in HINTS if any(row["hint"] == hint and row["implementation"] == FROM_HINT for row in rows)]
     for number, n in enumerate(sorted({row["n"] for row in rows})):
         here = [row for row in rows if row["n"] == n]
         line = [(hint, found["median_s"] * 1e6) for hint in hints if (found := at(here, hint, FROM_HINT))]
-        style = {"color": ("#555555", "#000000", "#999999")[number % 3]}  # a length is no implementation: greys
+        style = {"color": ("#555555", "#000000", "#999999")[number % 3]}  # colours are for implementations, so lengths are grey
         axis.plot(*zip(*line, strict=True), "-", marker="o", label=f"{tokens_text(n)}, from the hint", **style)
         if default := at(here, "none", "top_k"):
             axis.axhline(default["median_s"] * 1e6, linestyle=":", label=f"{tokens_text(n)}, default", **style)
@@ -291,7 +291,7 @@ def _draw_hints(axis, rows: Sequence[Row]) -> None:
 
 
 def parts(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[Sequence[dict[str, Any]], Callable[[], str]]]:
-    """What can stand between marks: by name the runs that it is made from, and what makes it."""
+    """The parts of documents that marks can name: for each the runs that it is made from, and the function that makes it."""
     times, shares, passes = ([run for run in runs if run["bench"] == kind] for kind in ("top-k", "overlap", "top-k-passes"))
     rows = merged(times)
 
@@ -318,7 +318,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, tuple[Sequence[dict[str, 
 
 
 def overlap_table(rows: Sequence[Row]) -> str:
-    """Share of a step's top k that an earlier step's have too, by layer: raw by age, and shifted one step apart."""
+    """Share of a step's top k that is also in an earlier step's, by layer: raw by age, and shifted for steps one apart."""
     ages = sorted({row["age"] for row in rows})
     lines = []
     for k, layer in dict.fromkeys((row["k"], row["layer"]) for row in sorted(rows, key=lambda row: (row["k"], row["layer"]))):

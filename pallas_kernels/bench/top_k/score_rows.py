@@ -1,8 +1,8 @@
 """Rows of scores to rank, and hints for them: synthetic, seeded, numpy.
 
-Two families. *Drawn* rows are independent numbers of one distribution; the row of a step earlier is correlated with them so that its top k
-have a chosen overlap with theirs. *YaRN* rows are what RoPE makes of a query and keys ("Guess-Verify-Refine", sections 3.2, 3.3 and 6.1): a
-sum of cosines of the distance, with content on top, from step to step as a query advances.
+There are two families. *Drawn* rows are independent numbers of one distribution; the row of a step earlier is correlated with them so that
+the two top k have a chosen overlap. *YaRN* rows are what RoPE makes of a query and keys ("Guess-Verify-Refine", sections 3.2, 3.3 and 6.1):
+a sum of cosines of the distance, with content added, for a query that advances from step to step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scipy import integrate, optimize, special
 
 
 def overlap(found: Int[np.ndarray, " k"], earlier: Int[np.ndarray, " k"], *, shift: int = 0) -> float:
-    """Share of the entries of `found` that are also in `earlier`, moved by `shift`; entries below 0 are none. 0 where there are none."""
+    """Share of the entries of `found` that are also in `earlier`, moved by `shift`. Entries below 0 are none; 0 if there are none."""
     found, earlier = np.asarray(found), np.asarray(earlier)
     found, earlier = found[found >= 0], earlier[earlier >= 0] + shift
     return float(np.isin(found, earlier).mean()) if found.size else 0.0
@@ -35,7 +35,7 @@ def top_indices(scores: Float[np.ndarray, " N"], k: int) -> Int[np.ndarray, " k"
 
 
 def by_row(make: Callable[[int], np.ndarray], batch: int) -> np.ndarray:
-    """`make(row)` of every row, stacked; several at a time, for numpy lets go of the interpreter where it works long."""
+    """`make(row)` of every row, stacked. Several rows run at a time, because numpy releases the interpreter lock in long operations."""
     with ThreadPoolExecutor() as pool:
         return np.stack(list(pool.map(make, range(batch))))
 
@@ -50,20 +50,20 @@ DISTRIBUTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "logistic": lambda z: special.log_ndtr(z) - special.log_ndtr(-z),
     "lognormal": np.exp,
 }
-"""What makes a standard normal number one of beta(2, 5), weibull_min(1.5), logistic or lognormal(1); all monotone. The distributions that
-fit a real indexer's scores best by layer (appendix F of the paper; its parameters are not given)."""
+"""Monotone functions that turn a standard normal number into one of beta(2, 5), weibull_min(1.5), logistic or lognormal(1). These
+distributions fit a real indexer's scores best by layer (appendix F of the paper, which does not give their parameters)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """Rows of one distribution. latent: the standard normal numbers they were made of, which order as they do."""
+    """Rows of one distribution. latent: the standard normal numbers that they were made of, which have the same order."""
 
     scores: Float[np.ndarray, "B N"]
     latent: Float[np.ndarray, "B N"]
 
 
 def drawn_rows(distribution: str, batch: int, n: int, *, seed: int) -> Drawn:
-    """`batch` rows of `n` float32 scores; row b depends on (seed, b) alone. ValueError for a distribution that there is not."""
+    """`batch` rows of `n` float32 scores. Row b depends only on (seed, b). ValueError for an unknown distribution."""
     if distribution not in DISTRIBUTIONS:
         raise ValueError(f"distribution {distribution!r} is unknown; there are {', '.join(DISTRIBUTIONS)}")
     latent = by_row(lambda row: np.random.default_rng((seed, row)).standard_normal(n, np.float32), batch)
@@ -74,10 +74,10 @@ def drawn_rows(distribution: str, batch: int, n: int, *, seed: int) -> Drawn:
 
 
 def drift(n: int, k: int, share: float) -> float:
-    """The correlation of two rows of normal scores at which their top k of n have, in expectation, a share `share` in common.
+    """The correlation of two rows of normal scores for which their top k of n have, in expectation, a share `share` in common.
 
-    The share is P(both above t) / (k / n), t the k/n upper quantile of a bivariate normal distribution. ValueError for a share below that
-    of unrelated rows, k / n, or of 1 and more.
+    The share is P(both above t) / (k / n), where t is the k/n upper quantile, for a bivariate normal distribution. ValueError for a share
+    below that of unrelated rows, k / n, or of 1 and more.
     """
     if not k / n <= share < 1:
         raise ValueError(f"rows can share from k / n = {k / n:.3g} of their top k to less than 1, got {share}")
@@ -104,8 +104,9 @@ def step_before(rows: Drawn, k: int, share: float, *, seed: int) -> Float[np.nda
 def stale_hint(rows: Drawn, k: int, share: float, *, seed: int) -> Int[np.ndarray, "B k"]:
     """The top k of the step before, `round(share * k)` of which are among the rows' own top k; ascending.
 
-    By chance the earlier rows share a few more or fewer; of those inside and those outside the true set, the best of the step before
-    are taken each by itself, so that the share is met exactly and what is stale is what a drift makes stale: scores near the threshold.
+    By chance the earlier rows share a few more or fewer. So the best of the step before are taken separately among those inside and those
+    outside the true set. Then the share is met exactly, and the stale entries are those that a drift makes stale: scores near the
+    threshold.
     """
     earlier = step_before(rows, k, share, seed=seed)
     kept = round(share * k)
@@ -120,7 +121,7 @@ def stale_hint(rows: Drawn, k: int, share: float, *, seed: int) -> Int[np.ndarra
 
 
 def random_hint(batch: int, n: int, k: int, *, seed: int) -> Int[np.ndarray, "B k"]:
-    """k different indices of each row, ascending; they share k / n of any set with it."""
+    """k different indices of each row, ascending. A share k / n of them is in any set."""
 
     def hint(row: int) -> np.ndarray:
         return np.sort(np.random.default_rng((seed, row, 2)).choice(n, k, replace=False, shuffle=False))
@@ -163,10 +164,10 @@ class Yarn:
 def yarn_rows(
     n: int, steps: int, *, seed: int, shape: Yarn | None = None, content: float = 0.5, memory: float = 0.6
 ) -> Float[np.ndarray, "steps N"]:
-    """Scores of `steps` consecutive queries, the last at position n - 1, over the keys up to their own position; -inf behind it. float32.
+    """Scores of `steps` consecutive queries, the last at position n - 1, over the keys up to their own position; -inf after it. float32.
 
-    Queries and keys are vectors of ones with normal content of standard deviation `content`, each rotated by its position. Keys stay; of
-    the query's content a share `memory` (its correlation from step to step) is kept.
+    Queries and keys are vectors of ones plus normal content of standard deviation `content`, each rotated by its position. Keys stay the
+    same. From step to step a share `memory` of the query's content (its correlation) is kept.
     """
     shape = shape or Yarn()
     keys_rng, query_rng = np.random.default_rng((seed, 3)), np.random.default_rng((seed, 4))
@@ -182,7 +183,7 @@ def yarn_rows(
         rotated = _rotated(1 + content * drawn, start + np.arange(len(drawn)), frequencies)
         scores[:, start : start + len(drawn)] = queries @ rotated.astype(np.float32).T
 
-    with ThreadPoolExecutor() as pool:  # keys of a million tokens take no more memory than the parts that are worked at
+    with ThreadPoolExecutor() as pool:  # in parts, so that keys of a million tokens need little memory
         for some in itertools.batched(range(0, n, 2**14), 16):
             parts = [(start, keys_rng.standard_normal((min(2**14, n - start), 2 * half))) for start in some]
             list(pool.map(fill, *zip(*parts, strict=True)))
@@ -199,6 +200,6 @@ def _rotated(vectors: np.ndarray, positions: np.ndarray, frequencies: np.ndarray
 
 
 def static_hint(n: int, k: int, *, position: int, shape: Yarn | None = None) -> Int[np.ndarray, " k"]:
-    """The k distances below n with the highest idealized score, as places before `position`, ascending; -1 for those before the first."""
+    """The k distances below n with the highest idealized score, as places before `position`, ascending; -1 for places before the first."""
     distances = top_indices((shape or Yarn()).prior(n), k)
     return np.sort(np.maximum(position - distances, -1)).astype(np.int32)

@@ -1,8 +1,8 @@
 """`python -m pallas_kernels.bench.top_k`: time `top_k` and other selections on the same rows.
 
-What implementations need is compiled first, several at a time, while rows are made: a program for all rows and hints of the same sizes.
-Then places are measured one after another, a few under each trace of the profiler. A program runs an op on each of a place's inputs, and
-reads twice the L2 before each of them, which is not counted: what an op reads lies in memory, whatever ran before it.
+All programs are compiled first, several at a time, while rows are made: one program for all rows and hints of the same sizes. Then places
+are measured one after another, a few under each trace of the profiler. A program runs an op on each of a place's inputs, and reads twice
+the L2 before each of them, which is not counted. So each op reads its input from memory, whatever ran before it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ CALLS = 10
 """Timed calls of a program, each with an op per input."""
 
 TRACED_CASES, TRACED_SCORES = 40, 2**23
-"""Cases and, of one input each, scores that one trace has at most, unless a single place has more."""
+"""Most cases, and most scores (of one input per case), in one trace, unless a single place has more."""
 
 COUNTS = ("passes", "candidates", "steps")
 PHASES = ("guess", "verify", "collect", "refine")
-"""What lies between the stamps that a kernel may add to its counts behind `COUNTS`, in nanoseconds since the one before."""
+"""Phases between the time stamps that a kernel may add to its counts after `COUNTS`, in nanoseconds since the stamp before."""
 
 
 # Measuring
@@ -52,14 +52,14 @@ PHASES = ("guess", "verify", "collect", "refine")
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """The inputs of a place, (scores, hints by name) each, and of each the sets that a stable sort finds, `[B, k]`."""
+    """The inputs of a place, each (scores, hints by name), and for each the sets that a stable sort finds, `[B, k]`."""
 
     inputs: list[tuple[np.ndarray, dict[str, np.ndarray | None]]]
     answers: list[np.ndarray]
 
 
 def made_for(place: Place, cases: Sequence[Case], files: dict[str, Captured]) -> Made:
-    """What the cases of a place rank."""
+    """The inputs of a place's cases."""
     made = top_k_cases.make_inputs(place, list(dict.fromkeys(case.hint for case in cases)), files)
 
     def answer(scores: np.ndarray) -> np.ndarray:
@@ -97,8 +97,7 @@ def measure_places(
 
 
 def together(places: Iterable[tuple[Place, list[Case]]]) -> list[list[tuple[Place, list[Case]]]]:
-    """Places in turn, those next to each other together until a trace has enough cases or scores of its own: a trace takes a second to
-    start and to read."""
+    """Places in order, neighbours together until they fill a trace with cases or scores: a trace takes a second to start and to read."""
     found: list[list[tuple[Place, list[Case]]]] = []
     for place, cases in places:
         there = found[-1] if found else []
@@ -132,7 +131,7 @@ def _timings(runs: dict[Case, tuple[Callable, tuple]], words: jax.Array) -> dict
 
 
 def _figures(calls: Sequence[list[Kernel]], ops: int) -> dict[str, Any]:
-    """From the kernels of a case's calls: the timing of the ops, each of which is what ran between two reads of the cache's size."""
+    """Figures from the kernels of a case's calls: the timing of the ops, each of which ran between two reads of the cache's size."""
     found: list[list[Kernel]] = []
     for call in calls:
         starts = [i for i, kernel in enumerate(call) if kernel.name.startswith("flush")]
@@ -145,7 +144,7 @@ def _figures(calls: Sequence[list[Kernel]], ops: int) -> dict[str, Any]:
 
 
 def _checked(results: Sequence, answers: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Whether the indices of every op are the set of a stable sort, and for those that are not the share that is."""
+    """Whether the indices of every op are the set of a stable sort; if not, the share of them that is."""
     shares = []
     for i, result in enumerate(results):
         for found, answer in zip(np.asarray(result[1]), answers[i % len(answers)], strict=True):
@@ -164,7 +163,7 @@ def _hint_overlap(case: Case, made: Made) -> float | None:
 
 
 def _path(case: Case, implementation: str | None, own: tuple) -> str:
-    """Which implementation of the op runs; the name of any other."""
+    """The implementation of the op that runs; for other selections, their name."""
     if not case.ours:
         return case.implementation
     with dispatch.listening() as path:
@@ -173,7 +172,7 @@ def _path(case: Case, implementation: str | None, own: tuple) -> str:
 
 
 def _counted(counting: Callable | None, own: Sequence[tuple]) -> dict[str, Any]:
-    """Means and maxima of the op's counts over all inputs and rows, and of its stamps, if there are."""
+    """Means and maxima of the op's counts over all inputs and rows, and of its stamps, if there are any."""
     if counting is None:
         return {}
     found = np.concatenate([np.asarray(counting(scores, hint)) for scores, hint in own]).astype(np.float64)
@@ -182,13 +181,13 @@ def _counted(counting: Callable | None, own: Sequence[tuple]) -> dict[str, Any]:
 
 
 def phases_of(counts: np.ndarray) -> dict[str, Any]:
-    """Clock cycles of each phase, on average over rows, from counts `[rows, 3 + phases]`; nothing where there are none."""
+    """Clock cycles of each phase, averaged over rows, from counts `[rows, 3 + phases]`; nothing if there are no phases."""
     cycles = counts[:, len(COUNTS) :]
     return {"phases": dict(zip(PHASES, cycles.mean(0).tolist(), strict=True))} if cycles.shape[1] else {}
 
 
 def measure_torch(cases: Sequence[Case], made: dict[Place, Made]) -> dict[Case, dict[str, Any]]:
-    """Figures of torch.topk at every place, from one process; what it answers is checked like any other."""
+    """Figures of torch.topk at every place, from one process. Its answers are checked like any others."""
     with tempfile.TemporaryDirectory() as folder:
         files = {place: f"{folder}/rows{number}.npy" for number, place in enumerate(dict.fromkeys(case.place for case in cases))}
         for place, file in files.items():
@@ -216,7 +215,7 @@ def _torch_figures(answer: dict[str, Any], request: dict[str, Any], made: Made) 
 
 
 def _row(case: Case, made: Made, figures: dict[str, Any], bytes_per_s: float) -> dict[str, Any]:
-    """A row, with the bytes that have to move at least: scores once, the hint if it is read, values and indices."""
+    """A row, with the bytes that must move: scores once, the hint if it is read, values and indices."""
     place = case.place
     row = case.fields() | {"overlap": _hint_overlap(case, made), "copies": len(made.inputs)}
     if "median_s" not in figures:
@@ -228,7 +227,7 @@ def _row(case: Case, made: Made, figures: dict[str, Any], bytes_per_s: float) ->
 
 
 def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
-    """To each row of the op: how many times as long every other selection takes at the same place."""
+    """Add to each row of the op how many times as long every other selection takes at the same place."""
     key = ("rows", "n", "batch", "k")
     timed: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for row in rows:
@@ -255,9 +254,9 @@ def run(
     jobs: int,
     earlier: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure all cases, place by place; returns their rows, and writes them as they come.
+    """Measure all cases, place by place. Returns their rows, and writes them as they come.
 
-    earlier: a run to go on with, whose rows come first and are not measured again.
+    earlier: a run to continue. Its rows come first and are not measured again.
     """
     say("copy bandwidth")
     copy, rows, earlier_runs = copy_rate(), list((earlier or {}).get("rows", ())), top_k_earlier.continued(earlier)
@@ -322,7 +321,7 @@ def bench(
     ] = None,
 ) -> None:
     """See HELP."""
-    # JAX would take most of the memory at its start, and PyTorch's process has to find room.
+    # By default JAX allocates most of the memory at its start, and PyTorch's process needs some.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     try:
         files = {file.stem: top_k_cases.load_captured(file) for file in rows or ()}

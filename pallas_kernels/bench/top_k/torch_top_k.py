@@ -1,11 +1,11 @@
-"""torch.topk as a baseline, in a process of its own: two profilers do not share a device.
+"""torch.topk as a baseline, in a separate process, because two profilers cannot share a device.
 
     python -m pallas_kernels.bench.top_k.torch_top_k < asked.json > answers.json
 
 Asked is a list of {"name", "rows": an .npy file of scores `[copies, B, N]` float32, "k", "sorted", "flush_bytes", "calls", "answers": the
-.npy file that the indices `[copies, B, k]` go to}, flush_bytes and calls the same in all; an answer has the name and, per call and copy,
-the kernels that ran (name, start, end in nanoseconds), or why there are none. The calls of all copies are captured as one CUDA graph, a
-read of `flush_bytes` before each; all graphs run under one trace.
+.npy file that the indices `[copies, B, k]` are written to}, with flush_bytes and calls the same in all. An answer has the name and, per
+call and copy, the kernels that ran (name, start, end in nanoseconds), or why there are none. The calls of all copies are captured as one
+CUDA graph, with a read of `flush_bytes` before each. All graphs run under one trace.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WARMUP = 3
 
 
 def ask(requests: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Answers by name, from one process for all; every one "skipped" where there is no PyTorch. RuntimeError where it fails."""
+    """Answers by name, from one process for all; all "skipped" if PyTorch is not installed. RuntimeError if the process fails."""
     if not requests or not torch_sdpa.installed():
         return {request["name"]: {"skipped": "PyTorch is not installed"} for request in requests}
     return torch_sdpa.ask(requests, module=__name__)
 
 
 def answers(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each request the kernels, or {"skipped": why}."""
+    """For each request the kernels, or {"skipped": why}."""
     import torch
 
     if not torch.cuda.is_available():
@@ -43,19 +43,19 @@ def answers(requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for request in requests:
         try:
             graphs[request["name"]] = _prepared(torch, request, words)
-        except RuntimeError as problem:  # what it cannot do, or no memory
+        except RuntimeError as problem:  # unsupported, or not enough memory
             found[request["name"]] = {"skipped": " ".join(str(problem).split())[:300]}
     calls = requests[0]["calls"]
     kernels = [Kernel(*kernel) for kernel in torch_sdpa.trace([flushed, *(graph for graph, _ in graphs.values())], calls)]
     groups = split_calls(kernels, calls * (1 + len(graphs)), alike=False)
-    between = len(groups[0])  # kernels of a read alone
+    between = len(groups[0])  # kernels of the read before each op
     for number, (name, (_, (rows, _))) in enumerate(graphs.items(), 1):
         found[name] = _ops(groups[number * calls :][:calls], len(rows), between) | {"torch": torch.__version__}
     return [{"name": request["name"]} | found[request["name"]] for request in requests]
 
 
 def _prepared(torch: Any, request: dict[str, Any], words: Any) -> tuple[Any, tuple[list, list]]:
-    """A request's graph, and the rows that a replay reads and what it writes, to be kept as long; its indices are in their file."""
+    """A request's graph, and the arrays that its replays read and write, which must be kept as long. Its indices are in their file."""
     rows = [torch.from_numpy(each).cuda() for each in np.load(request["rows"])]
 
     def rank(row):
@@ -75,7 +75,7 @@ def _captured(torch: Any, steps: Sequence) -> tuple[Any, list]:
     side.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = [step() for step in steps]  # kept, so that no result reuses another's memory
+        results = [step() for step in steps]  # kept alive, so that no result reuses another's memory
     for _ in range(WARMUP):
         graph.replay()
     torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def _captured(torch: Any, steps: Sequence) -> tuple[Any, list]:
 
 
 def _ops(calls: Sequence[list[Kernel]], copies: int, between: int) -> dict[str, Any]:
-    """The kernels of each op, without the `between` of the read before it."""
+    """The kernels of each op, without the `between` kernels of the read before it."""
     split = [split_ops(call, copies) for call in calls]
     if None in split:
         return {"skipped": "the calls' kernels cannot be told apart"}
