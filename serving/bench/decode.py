@@ -109,7 +109,7 @@ class Plan:
         if not self.drafts or len(set(self.drafts)) < len(self.drafts) or not set(self.drafts) <= set(DRAFTS):
             raise ValueError(f"drafts must be among {', '.join(map(str, DRAFTS))}, each once, got {self.drafts}")
         if auto := [policy for policy in self.policies if isinstance(policy, ChoosesDecode)]:
-            raise ValueError(f"policy {auto[0]} chooses among others and is not timed itself: name those")
+            raise ValueError(f"policy {auto[0]} chooses another policy for each step and is not timed itself: name those policies")
         for name, values in (("batch", (self.batch,)), ("steps", (self.steps,)), ("rounds", (self.rounds,)), ("lengths", self.lengths)):
             if not values or min(values) < 1:
                 raise ValueError(f"{name} must be at least 1, got {values}")
@@ -273,7 +273,7 @@ def _round(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cach
     finite, cache = _steps(runner, params, cache, tokens, active, rows, plan.steps)
     seconds = time.perf_counter() - started
     if not np.asarray(finite).all():
-        raise RuntimeError(f"{runner.policy} at {length:,} tokens: logits are not finite, so something reads what it must not")
+        raise RuntimeError(f"{runner.policy} at {length:,} tokens: logits are not finite, so a step read memory that it must not read")
     if (np.asarray(cache.lengths) != length).any():
         raise RuntimeError(f"{runner.policy} at {length:,} tokens, {runner.drafted} at a time: a draft was accepted")
     return seconds, cache

@@ -82,7 +82,7 @@ def policies_of(text: str) -> tuple[PrefillPolicy, ...]:
     """The prefill policies of a text of names with commas between them, each once. ValueError for `auto`, which only chooses others."""
     found = tuple(dict.fromkeys(parse_prefill(name) for name in text.split(",")))
     if auto := [policy for policy in found if isinstance(policy, ChoosesPrefill)]:
-        raise ValueError(f"prefill policy {auto[0]} chooses among others and is not timed itself: name those")
+        raise ValueError(f"prefill policy {auto[0]} chooses another policy for each chunk and is not timed itself: name those policies")
     return found
 
 
@@ -146,7 +146,7 @@ def _measure(plan: PrefillPlan, length: int, policy: PrefillPolicy, params: Para
         logits = run(chunks)
         seconds.append(time.perf_counter() - started)
     if not np.isfinite(logits).all():
-        raise RuntimeError("logits are not finite, so something reads what it must not")
+        raise RuntimeError("logits are not finite, so a step read memory that it must not read")
     count = min(PROFILED_CHUNKS, len(chunks))
     profiled = [chunks[(2 * i + 1) * len(chunks) // (2 * count)] for i in range(count)]
     profile = None

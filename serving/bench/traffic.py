@@ -115,7 +115,7 @@ class Gaps:
             few = f"got {self.computed:,} with a prompt of {self.prompt:,} and chunks of {self.chunk:,}"
             raise ValueError(f"computed must be at least {LEARNING + 2} chunks, and no more than the prompt, {few}")
         if min(self.neighbours, self.history) < 1:
-            raise ValueError(f"gaps are those of at least 1 neighbour of 1 token, got {self.neighbours} of {self.history}")
+            raise ValueError(f"gaps need at least 1 neighbour with a history of 1 token, got {self.neighbours} of {self.history}")
 
 
 def gaps_row(plan: Gaps, say: Say = lambda what: None) -> dict[str, Any]:
