@@ -1,4 +1,4 @@
-"""Tables of `kvjax bench host`, `throughput`, `gaps`, `cold` and `programs`, from the rows of their JSON."""
+"""Tables of `kvjax bench host`, `throughput`, `gaps`, `cold`, `programs` and `transformers`, from the rows of their JSON."""
 
 from __future__ import annotations
 
@@ -53,6 +53,14 @@ def programs_cells(row: Row) -> tuple[str, ...]:
     return f"{row['shape']}, {row['layers']} layers", job, f"{row['programs']}", names
 
 
+def transformers_cells(row: Row) -> tuple[str, ...]:
+    """Milliseconds of a prompt or a step."""
+    side = f"`{row['policy']}`" if row["implementation"] == "kvjax" else f"transformers {row['transformers']}, {row['attention']}"
+    what = f"prompt of {row['tokens']:,}" if row["op"] == "prompt" else f"step after {row['tokens']:,}"
+    same = f"{row['same_tokens']} of {row['tokens_after']}"
+    return row["model"], row["dtype"], what, side, f"{row['median_s'] * 1e3:,.1f}", f"{row['error']:.1e}", same
+
+
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
     "host": (("what", "rows", "pages", "own us", "own us, p95", "JAX's call us", "JAX's release us", "all us"), host_cells),
     "throughput": (("shape", "requests", "chunk", "policy", "seconds", "prefill tokens/s", "decode tokens/s"), throughput_cells),
@@ -61,6 +69,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
         gaps_cells,
     ),
     "cold": (("shape", "prefill", "prompt", "programs", "tracing s", "lowering s", "compiling s"), cold_cells),
+    "transformers": (("model", "dtype", "what", "by", "ms", "error of logits", "equal tokens"), transformers_cells),
     "programs": (("shape", "job", "programs", "most of them"), programs_cells),
 }
 """`bench` of a result -> columns, and the function that makes the cells of a row."""
@@ -70,5 +79,6 @@ def made(kind: str, rows: list[Row]) -> str:
     """The table of a kind, for a document. Of rows for the same case the last is kept."""
     columns, cells = TABLES[kind]
     told = ("what", "rows", "pages", "shape", "layers", "policy", "prefill", "prompt", "requests", "chunk", "max_gap_ms")
+    told += ("op", "model", "dtype", "tokens", "implementation")
     latest = {tuple(row.get(name) for name in told): row for row in rows}
     return markdown(columns, map(cells, latest.values()))

@@ -16,7 +16,7 @@ def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
     """See `pallas_kernels.project_tokens.project_tokens`; takes no config."""
     if norm is not None:
         x = elementwise.rms_norm(x, norm, call.norm_eps, call.norm_offset)
-    several = len(weights) > 1 and not call.gated
+    several = len(weights) > 1 and not call.gated and jax.default_backend() != "cpu"
     results = [_product(_two_rows(x) if several else x, w, call.out_dtype)[: x.shape[0]] for w in weights]
     if biases is not None:
         results = [y + b.astype(y.dtype) for y, b in zip(results, biases, strict=True)]
@@ -43,7 +43,18 @@ def _rotate(y, rotation):
     return elementwise.rotate(heads, cos[:, None], sin[:, None]).reshape(y.shape)
 
 
+FEW_ROWS = 32
+"""As many rows of bfloat16, or fewer, are faster on a CPU as products and sums."""
+
+
 def _product(x, weight, out_dtype):
     # Accelerators multiply float32 with fewer bits by default; shorter types lose nothing by that.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    return jnp.einsum("re,fe->rf", x, weight, precision=precision, preferred_element_type=out_dtype)
+    options = {"precision": precision, "preferred_element_type": out_dtype}
+    if jax.default_backend() == "cpu":
+        # A matrix product of few rows writes a float32 copy of 16-bit weights first; a sum converts them while it reads them.
+        if x.shape[0] <= FEW_ROWS and x.dtype == weight.dtype == jnp.bfloat16:
+            return (x.astype(jnp.float32)[:, None] * weight.astype(jnp.float32)).sum(-1).astype(out_dtype)
+        if x.shape[0] == 1:  # only with the matrix first it is a matrix-vector product
+            return jnp.einsum("fe,re->fr", weight, x, **options).T
+    return jnp.einsum("re,fe->rf", x, weight, **options)

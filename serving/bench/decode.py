@@ -72,6 +72,18 @@ SHAPES = {
         rope_theta=5e5,
         max_positions=2**21,
     ),
+    "qwen2.5-0.5b": uniform_config(
+        **_QWEN | {"tie_embeddings": True},
+        vocab_size=151_936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_layers=24,
+        num_heads=14,
+        num_kv_heads=2,
+        head_dim=64,
+        rope_theta=1e6,
+        max_positions=2**21,
+    ),
     "tiny": uniform_config(
         **_QWEN,
         vocab_size=512,

@@ -16,6 +16,7 @@ from kvjax.serving.cli.options import (
     forced_to,
     named_run,
     parse_lengths,
+    token_count,
     whole,
 )
 from pallas_kernels.extras import needs_extras
@@ -33,7 +34,8 @@ def benchmarks() -> None:
 @bench_app.command("decode")
 def decode_command(
     shape: Annotated[
-        str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id, of which only config.json is read.")
+        str,
+        typer.Option(help="qwen2.5-7b, llama-3.1-8b, qwen2.5-0.5b, tiny, or a model folder or hub id, of which only config.json is read."),
     ] = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
     policies: Annotated[str, typer.Option(help="Decode policies, separated by commas; they take turns.")] = "dense,top:8,top:32",
@@ -59,8 +61,7 @@ def decode_command(
     """
     from kvjax.serving.bench.decode import Plan, config_of, policies_of
 
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise typer.BadParameter(f"{dtype!r} is none of bfloat16, float16, float32", param_hint="--dtype")
+    scheduling.check_dtype(dtype)
     sizes = parse_lengths(lengths), policies_of(policies), batch, steps, rounds, parse_lengths(drafts, "drafts")
     plan = Plan(shape, config_of(shape, layers, dtype), *sizes)
 
@@ -78,7 +79,7 @@ def decode_command(
 
 @bench_app.command("prefill")
 def prefill_command(
-    shape: Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id.")] = "qwen2.5-7b",
+    shape: Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, qwen2.5-0.5b, tiny, or a model folder or hub id.")] = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "32k,128k,512k,1m",
     policies: Annotated[str, typer.Option(help="Prefill policies, separated by commas.")] = "dense,momo:128/8",
     chunk: Annotated[
@@ -192,6 +193,34 @@ def overlap_command(
         measure_overlap(model, length, steps, ks, kind=kind, files=text or (), json_out=json_out, plot=plot, save=save)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+@bench_app.command("transformers")
+def transformers_command(
+    model: Annotated[
+        str, typer.Option("--model", "-m", help="Model folder, hub id or 'needle'; or a shape with random weights, such as qwen2.5-0.5b.")
+    ] = "needle",
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt; they are random.", **token_count())] = 8128,
+    policies: Annotated[str, typer.Option(help="Decode policies of kvjax, separated by commas.")] = "dense,top:8",
+    steps: Annotated[int, typer.Option(help="Timed steps after the prompt.", **whole())] = 32,
+    rounds: Annotated[int, typer.Option(help="Timed rounds; in a round every side runs the prompt and the steps.", **whole())] = 3,
+    chunk: Annotated[int, typer.Option(help="Tokens that kvjax prefills at a time, a multiple of 128.", **token_count())] = 512,
+    dtype: scheduling.BenchDtypeOption = "bfloat16",
+    python: Annotated[str, typer.Option(help="A Python that has torch and transformers. [default: this one]", show_default=False)] = "",
+    json_out: JsonOption = None,
+) -> None:
+    """Time a prompt and the steps after it on the CPU, by kvjax and by transformers, with the same weights and in turns.
+
+    transformers runs in a process of its own: PyTorch is not installed with kvjax.
+    """
+    import sys
+
+    from kvjax.serving.bench.against_transformers import Comparison, comparison_rows
+
+    scheduling.check_dtype(dtype)
+    sizes = {"tokens": tokens, "steps": steps, "rounds": rounds, "chunk": chunk}
+    plan = Comparison(model, dtype, policies=tuple(policies.split(",")), python=python or sys.executable, **sizes)
+    scheduling.run(json_out, "transformers", lambda say: comparison_rows(plan, say))
 
 
 def _measured(plan: Any, json_out: Path | None, console: Any, implementation: str | None) -> list[dict[str, Any]]:

@@ -34,7 +34,7 @@ bill_app = typer.Typer(
 
 RunsArgument = Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Results of kvjax bench decode.")]
 ShapeOption = Annotated[
-    str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id, of which only config.json is read.")
+    str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, qwen2.5-0.5b, tiny, or a model folder or hub id, of which only config.json is read.")
 ]
 FormOption = Annotated[
     str, typer.Option(help="Form of c1: none, fixed (a constant per policy) or scan (a constant, and seconds per byte of index).")

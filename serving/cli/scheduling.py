@@ -13,7 +13,9 @@ from kvjax.serving.cli.options import JsonOption, number, parse_lengths, token_c
 if TYPE_CHECKING:
     from kvjax.model import ModelConfig
 
-ShapeOption = Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, tiny, or a model folder or hub id; its weights are not read.")]
+ShapeOption = Annotated[
+    str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, qwen2.5-0.5b, tiny, or a model folder or hub id; its weights are not read.")
+]
 LayersOption = Annotated[
     int | None, typer.Option(help="Run only so many layers, for a quick look. [default: all of the shape]", show_default=False, **whole())
 ]
@@ -42,7 +44,7 @@ def host_command(
     cases = tuple(zip(parse_lengths(rows, "rows"), parse_lengths(pages, "pages"), strict=False))
     if len(cases) != rows.count(",") + 1 or len(cases) != pages.count(",") + 1:
         raise typer.BadParameter(f"{rows!r} and {pages!r} must have equally many entries", param_hint="--pages")
-    _run(json_out, "host", lambda say: host_rows(cases, steps=steps, layers=layers, policy=policy, say=say))
+    run(json_out, "host", lambda say: host_rows(cases, steps=steps, layers=layers, policy=policy, say=say))
 
 
 def throughput_command(
@@ -62,7 +64,7 @@ def throughput_command(
 
     config = _config(shape, layers, dtype)
     plan = _plan(Traffic, shape, config, requests=requests, prompt=prompt, answer=answer, prefill=prefill, chunk=chunk)
-    _run(json_out, "throughput", lambda say: (throughput_row(plan, policy, say) for policy in policies.split(",")))
+    run(json_out, "throughput", lambda say: (throughput_row(plan, policy, say) for policy in policies.split(",")))
 
 
 def gaps_command(
@@ -91,7 +93,7 @@ def gaps_command(
     config = _config(shape, layers, dtype)
     sizes = {"prompt": prompt, "computed": computed, "neighbours": neighbours, "history": history, "chunk": chunk, "seconds": seconds}
     plan = _plan(Gaps, shape, config, max_gap_ms=max_gap_ms, prefill=prefill, policy=policy, **sizes)
-    _run(json_out, "gaps", lambda say: [gaps_row(plan, say)])
+    run(json_out, "gaps", lambda say: [gaps_row(plan, say)])
 
 
 def cold_command(
@@ -114,7 +116,7 @@ def cold_command(
 
     config = _config(shape, layers, dtype)
     sizes = {"prompt": prompt, "computed": computed, "chunk": chunk, "prefill": prefill, "policy": policy}
-    _run(json_out, "cold", lambda say: [cold_row(shape, config, **sizes)])
+    run(json_out, "cold", lambda say: [cold_row(shape, config, **sizes)])
 
 
 def programs_command(
@@ -132,15 +134,20 @@ def programs_command(
 
     config, known = _config(shape, layers, dtype), parse_lengths(lengths)
     sizes = {"lengths": known, "policies": tuple(policies.split(",")), "chunk": chunk, "prefill": prefill}
-    _run(json_out, "programs", lambda say: [programs_row(shape, config, **sizes)])
+    run(json_out, "programs", lambda say: [programs_row(shape, config, **sizes)])
 
 
 def _config(shape: str, layers: int | None, dtype: str) -> ModelConfig:
     from kvjax.serving.bench.decode import config_of
 
+    check_dtype(dtype)
+    return config_of(shape, layers, dtype)
+
+
+def check_dtype(dtype: str) -> None:
+    """BadParameter for a `--dtype` that models do not have."""
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{dtype!r} is none of bfloat16, float16, float32", param_hint="--dtype")
-    return config_of(shape, layers, dtype)
 
 
 def _plan(kind: type, *args: Any, **fields: Any) -> Any:
@@ -150,7 +157,7 @@ def _plan(kind: type, *args: Any, **fields: Any) -> Any:
         raise typer.BadParameter(str(error)) from None
 
 
-def _run(json_out: Path | None, kind: str, rows_of: Callable[[Callable[[str], None]], Iterable[dict[str, Any]]]) -> None:
+def run(json_out: Path | None, kind: str, rows_of: Callable[[Callable[[str], None]], Iterable[dict[str, Any]]]) -> None:
     """Show progress, write rows as they arrive, and print their table."""
     from rich.console import Console
 

@@ -1,0 +1,151 @@
+"""`kvjax bench transformers`: a prompt and the steps after it, by this engine and by `transformers`, in one run and with the same weights.
+
+Both take turns, so that neither has a quieter machine, with a pause before each turn. `transformers` runs in a Python of its own
+(`transformers_process.py`), with as many threads as this process may use processors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.engine import Engine
+from kvjax.model import Model
+from kvjax.models.loading import load
+from kvjax.models.saving import save
+from kvjax.policies.decode import parse
+from kvjax.sampling import Sampling, SamplingRows
+from kvjax.serving.bench.decode import PAGE_SIZE, SHAPES, config_of, pages_of
+from kvjax.serving.bench.hollow import random_model, random_prompt
+
+PAUSE = 1.0
+"""Seconds before a turn. OpenMP's threads use a processor for 0.2 s after their last work."""
+
+WARM = 2
+"""Steps of a round before those that count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What both run: a prompt of `tokens`, then `steps` greedy steps, `rounds` times after one that does not count.
+
+    model: 'needle', a model folder or hub id, or a shape of `SHAPES`, which gets random weights. dtype: of weights and cache. policies:
+    decode policies of ours; dense among them is what `transformers` does. python: the interpreter that has torch and transformers.
+    """
+
+    model: str
+    dtype: str
+    tokens: int
+    policies: tuple[str, ...]
+    steps: int
+    rounds: int
+    chunk: int
+    python: str
+
+
+def comparison_rows(plan: Comparison, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
+    """A row for the prompt and a row for a step, of `transformers` and of this engine, by policy. Medians in seconds.
+
+    error: L2 distance of the logits after the prompt from those of `transformers`, relative to their norm. same_tokens: how many of the
+    tokens after the prompt are equal up to the first that differs; of `steps + 1`. Raises RuntimeError if `transformers` cannot run.
+    """
+    say("weights")
+    model = random_model(config_of(plan.model, None, plan.dtype)) if plan.model in SHAPES else load(plan.model, dtype=plan.dtype)
+    prompt, threads = random_prompt(model.config, plan.tokens, 0), len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as folder:
+        save(model, Path(folder) / "model")
+        with _other(plan.python, Path(folder) / "model", plan.dtype, threads) as ask:
+            theirs, ours = [], {policy: [] for policy in plan.policies}
+            engine = _engine(model, plan)
+            for number in range(plan.rounds + 1):
+                say(f"round {number} of {plan.rounds}: transformers")
+                time.sleep(PAUSE)
+                theirs.append(ask({"prompt": prompt, "steps": plan.steps + WARM}))
+                for policy, done in ours.items():
+                    say(f"round {number} of {plan.rounds}: {policy}")
+                    time.sleep(PAUSE)
+                    done.append(_round(engine, policy, prompt, plan.steps + WARM))
+            versions = ask.versions
+    named = {"model": plan.model, "dtype": plan.dtype, "tokens": plan.tokens, "threads": threads, "chunk": plan.chunk}
+    of_theirs = {"implementation": "transformers", "policy": "dense", **versions}
+    yield from _rows(named | of_theirs, theirs, theirs[0])
+    for policy, done in ours.items():
+        yield from _rows(named | {"implementation": "kvjax", "policy": policy}, done, theirs[0])
+
+
+def _rows(named: dict[str, Any], rounds: list[dict[str, Any]], truth: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The first round does not count."""
+    right, logits = (np.asarray(each["logits"], np.float64) for each in (truth, rounds[-1]))
+    equal = np.cumprod(np.equal(truth["tokens"], rounds[-1]["tokens"]))
+    checked = {"error": float(np.linalg.norm(logits - right) / np.linalg.norm(right)), "same_tokens": int(equal.sum())}
+    steps = [seconds for each in rounds[1:] for seconds in each["step_s"][WARM:]]
+    for op, seconds in (("prompt", [each["prefill_s"] for each in rounds[1:]]), ("step", steps)):
+        yield {"op": op} | named | {"median_s": statistics.median(seconds), "samples": len(seconds), "tokens_after": len(equal)} | checked
+
+
+def _engine(model: Model, plan: Comparison) -> Engine:
+    pages = pages_of(plan.tokens + plan.steps + WARM + 1) + 1
+    return Engine(model, policies=plan.policies, pages=pages, page_size=PAGE_SIZE, prefill_chunk=plan.chunk, batch_buckets=(1,))
+
+
+def _round(engine: Engine, policy: str, prompt: list[int], steps: int) -> dict[str, Any]:
+    """As `transformers_process.run`."""
+    started = time.perf_counter()
+    (sequence,) = engine.prefill([prompt], reserve=steps + 1)
+    token = int(sequence.logits.argmax())
+    prefill_s, logits = time.perf_counter() - started, np.asarray(sequence.logits)
+    rows, tokens, seconds = jax.tree.map(jnp.asarray, SamplingRows.of([Sampling()])), [token], []
+    given = jnp.asarray([token], jnp.int32)
+    for _ in range(steps):
+        started = time.perf_counter()
+        given = engine.decode_and_sample([sequence], given, rows, parse(policy)).tokens
+        tokens.append(int(given[0]))
+        seconds.append(time.perf_counter() - started)
+    engine.free(sequence)
+    return {"prefill_s": prefill_s, "step_s": seconds, "tokens": tokens, "logits": logits}
+
+
+class _Asked:
+    """A process of `transformers`: called with a request, returns its answer."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self._process = process
+        self.versions = self._answer()
+
+    def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of transformers ended with status {self._process.wait()}; see above for what it printed")
+        answer = json.loads(line)
+        if "failed" in answer:
+            raise RuntimeError(f"transformers could not run: {answer['failed']}")
+        return answer
+
+
+@contextlib.contextmanager
+def _other(python: str, folder: Path, dtype: str, threads: int) -> Iterator[_Asked]:
+    script = Path(__file__).with_name("transformers_process.py")
+    command = [python, str(script), str(folder), dtype, str(threads)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield _Asked(process)
+        finally:
+            process.kill()
