@@ -56,7 +56,8 @@ def _of_echo(report: Mapping[str, Any], source: str, model: tuple[str, str] | No
             if (name := names.get(policy)) is not None:
                 # Facts of one prompt are not independent. So counts are divided by the design effect, as for the report's own intervals.
                 effect = max(1.0, row["against_dense"]["design_effect"])
-                counts = int(mine["dense"]["hits"] / effect), math.ceil(row["against_dense"]["lost"] / effect)
+                valid = int(mine["dense"]["hits"] / effect)
+                counts = valid, min(valid, math.ceil(row["against_dense"]["lost"] / effect))
                 same = settings["model"], mark, name, cell["length"], row["kl"]["high"], "facts", _texts(settings)
                 yield PrefillEvidence(*same, *counts, source)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Bool, Float
-from scipy.optimize import brentq
 
 from kvjax.bill.step_bill import Bill
 from kvjax.memory import memory_plan
@@ -90,14 +90,11 @@ def crossover(
 ) -> int | None:
     """The length in tokens from which a policy is faster than dense at a batch; None if it is not faster at `longest` tokens."""
 
-    def gain(log_length: float) -> float:
-        return np.log(bill.speedup(config, policy, round(2**log_length), batch, **options))
+    def faster(length: int) -> bool:
+        return bill.speedup(config, policy, length, batch, **options) > 1
 
-    # `brentq` needs a gain that changes its sign between one token and `longest`.
-    last = np.log2(longest)
-    if gain(0.0) > 0:
-        return 1
-    return None if gain(last) <= 0 else round(2 ** brentq(gain, 0.0, last, xtol=1e-4))
+    first = bisect.bisect_left(range(1, longest + 1), True, key=faster) + 1  # once faster, it stays so
+    return first if first <= longest else None
 
 
 MARKED = (1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24)

@@ -57,9 +57,9 @@ def append_tokens(
         config: settings of the implementation; "mosaic_tpu" takes `pallas_kernels.append_tokens.mosaic_tpu.Config`.
         implementation: see `pallas_kernels.dispatch`.
 
-    A valid token whose page is in neither table is dropped, not written elsewhere. No two rows may write to the same page. Drafted tokens
-    that fill a page seal it too: queries of the same step past the page's end read its index, and queries before its end read no index of
-    it. If such tokens are dropped later, the page is open again, and its index rows mean nothing until it fills again.
+    A valid token whose page is missing in one of the tables is dropped, not written elsewhere. No two rows may write to the same page.
+    Drafted tokens that fill a page seal it too: queries of the same step past the page's end read its index, and queries before its end
+    read no index of it. If such tokens are dropped later, the page is open again, and its index rows mean nothing until it fills again.
 
     Returns the updated pool and indexes. Under jit with both donated, the update is in place. It reads and writes only the tokens and the
     keys of the pages that fill, at most (T - 1) // P + 1 per row.

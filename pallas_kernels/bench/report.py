@@ -2,7 +2,7 @@
 
     python -m pallas_kernels.bench.report benchmarks/results/h200/ops.json --into docs/benchmarks.md --plots docs
 
-replaces the text between `<!-- bench:NAME -->` and `<!-- /bench -->` for every NAME in `PARTS`.
+replaces the text between `<!-- bench:NAME -->` and `<!-- /bench -->` for every NAME that `parts` returns.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A Gated DeltaNet layer has one state S `[Dk, Dv]` in float32 per value head h. W
     S = exp(g_t) S;   u_t = beta_t (v_t - S^T k_t);   S = S + k_t u_t^T;   out_t = scale * S^T q_t
 
 u_t is the token's correction. A sequence keeps S as it was before its open page, and the key, decay and correction of each token of that
-page. S after any of these tokens is `delta_fold` of that many rows. So drafted tokens are dropped by dropping their rows, and nothing is
-computed twice.
+page. S after any of these tokens is `delta_fold` of that many rows. So drafted tokens are dropped by dropping their rows; the state
+is not computed again.
 
 Source: "Gated Delta Networks" (arXiv 2412.06464), equation 10; chunks: "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length" (arXiv 2406.06484). The same as `torch_recurrent_gated_delta_rule` of `transformers`, where q and k are repeated.

@@ -60,7 +60,7 @@ def gather_attention(
             are attended.
         sm_scale: multiplies the logits.
         return_block_lse: return the third result.
-        config: settings of the implementation; "xla" takes `pallas_kernels.gather_attention.xla.Config`.
+        config: settings of the implementation, a `Config` of its module; give `implementation` with it.
         implementation: see `pallas_kernels.dispatch`.
 
     Returns out `[B, T, H, Dv]` in q's dtype, lse `[B, T, H]` float32 (log-sum-exp of the scaled logits, natural log) and, if asked for, the

@@ -1,4 +1,4 @@
-"""select_blocks in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per query and KV head.
+"""select_blocks in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per sequence and KV head.
 
 1. Score: each warp takes 16 blocks at a time and copies their index rows ahead into its own ring. They are one operand of `mma.m16n8k16`.
    The query, split into its positive and negative part, is the other; its heads are the 8 columns.

@@ -1,7 +1,7 @@
 """selected_attention in Pallas Mosaic GPU (Hopper): one launch, a cluster of CTAs per query and KV head.
 
 The stages of `select_blocks` write the same list to the shared memory of every CTA of the cluster. Then each warpgroup folds its part of
-the list (`gather_attention.tiles`), and the cluster merges the parts (`gather_attention.cluster_merge`). Two barriers of the cluster
+the list (`hopper.decode_tiles`), and the cluster merges the parts (`gather_attention.cluster_merge`). Two barriers of the cluster
 replace the boundaries between launches, and the list never passes through global memory.
 
 The T queries of a sequence are T rows that share its page table. Each has its own list and cluster, so a drafted step gives by construction

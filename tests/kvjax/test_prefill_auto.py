@@ -191,6 +191,13 @@ def test_a_table_is_filled_from_echo_and_needles(tmp_path):
     assert read_evidence((tmp_path / "evidence.json").read_text(), PrefillEvidence) == rows
 
 
+def test_a_policy_that_loses_every_fact_is_on_record():
+    report = echo()
+    for each in report["rows"]:
+        each.get("against_dense", {}).update(lost=390, design_effect=1.4)
+    assert {(each.valid, each.lost) for each in with_results((), [("e.json", report)])} == {(278, 278)}
+
+
 def test_of_what_was_measured_twice_the_later_holds():
     again = echo() | {"provenance": {"date": "2026-03-01"}}
     for order in ([("e.json", echo()), ("again.json", again)], [("again.json", again), ("e.json", echo())]):

@@ -1,7 +1,7 @@
 """`python -m pallas_kernels.bench.top_k.passes`: how many passes over a row `top_k` takes, by kind of row, without a GPU.
 
 The kernel's decisions are replayed (`pallas_kernels.top_k.replay`). They depend only on scores, hint and sizes, so the counts are the
-kernel's, on any machine. Rows are those of `top_k_bench`, but more of them, one row at a time.
+kernel's, on any machine. Rows are those of `pallas_kernels.bench.top_k`, but more of them, one row at a time.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ TRACED_CASES, TRACED_SCORES = 40, 2**23
 
 COUNTS = ("passes", "candidates", "steps")
 PHASES = ("guess", "verify", "collect", "refine")
-"""Phases between the time stamps that a kernel may add to its counts after `COUNTS`, in nanoseconds since the stamp before."""
+"""Phases between the time stamps that a kernel may add to its counts after `COUNTS`, in clock cycles since the stamp before."""
 
 
 # Measuring
