@@ -38,6 +38,21 @@ def test_what_the_readme_says_of_steps_is_what_was_measured():
     assert (ROOT / "docs" / "step-time.png").exists()
 
 
+def test_the_table_of_transformers_is_what_the_results_make():
+    """After new measurements: the report's command with these files and docs/platforms.md."""
+    runs = report.load(RESULTS.parent.glob("cpu/transformers-*.json"))
+    text = (ROOT / "docs" / "platforms.md").read_text(encoding="utf-8")
+    assert "<!-- bench:transformers -->" in text
+    assert report.rendered(text, runs) == text
+    slower = []
+    for run in runs:
+        times = {(row["op"], row["implementation"]): row["median_s"] for row in run["rows"] if row["policy"] == "dense"}
+        name = run["rows"][0]["model"], run["rows"][0]["dtype"]
+        slower += [(*name, op) for op in ("prompt", "step") if times[op, "kvjax"] > times[op, "transformers"]]
+    assert slower == [("qwen2.5-0.5b", "bfloat16", "prompt")]
+    assert "kvjax is slower in one row: the prompt of the 0.5B model in bfloat16" in " ".join(text.split())
+
+
 def test_tables_of_prefill_are_what_the_results_make():
     """After new measurements: the command at the top of docs/prefill.md."""
     runs = report.load(file for pattern in ("*/*prefill*.json", "*/block-mass.json") for file in RESULTS.parent.glob(pattern))

@@ -1,6 +1,7 @@
 """Every op and both steps lower for the platforms that have no kernels of ours, on their own path through dispatch."""
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -69,3 +70,18 @@ def test_both_steps_lower(as_on, platform, family):
     for policy in policies:
         states = tuple(policy.init(None, 1) for _ in spec.paged)
         assert lowered(platform, decode_step, decoder, policy, indexes, params, cache, token, np.ones(1, bool), states)
+
+
+def _cell(op: str, kernel: str | None, kernel_text: str, plain_text: str) -> str:
+    names = [name for name in dispatch.IMPLEMENTATIONS[op] if name == kernel or dispatch.BACKENDS[name] is None]
+    return f"`{names[0]}`, {kernel_text if names[0] == kernel else plain_text}"
+
+
+def test_the_document_names_what_every_op_takes():
+    lines = ["| op | Hopper GPU | TPU | other GPU | CPU |", "| --- | --- | --- | --- | --- |"]
+    for op in dispatch.IMPLEMENTATIONS:
+        gpu, tpu = _cell(op, "mosaic_gpu", "run", "run"), _cell(op, "mosaic_tpu", "interpreted, compiled", "lowered")
+        lines.append(f"| `{op}` | {gpu} | {tpu} | {_cell(op, None, '', 'lowered')} | {_cell(op, None, '', 'run')} |")
+    text = (Path(__file__).parents[2] / "docs" / "platforms.md").read_text(encoding="utf-8")
+    table = text[text.index("<!-- platforms -->") : text.index("<!-- /platforms -->")]
+    assert table.splitlines()[1:] == lines
