@@ -1,7 +1,7 @@
 """`kvjax bench transformers`: a prompt and the steps after it, by this engine and by `transformers`, in one run and with the same weights.
 
 Both take turns, so that neither has a quieter machine, with a pause before each turn. `transformers` runs in a Python of its own
-(`transformers_process.py`), with as many threads as this process may use processors.
+(`transformers_process.py`), with as many threads as the machine has processors.
 """
 
 from __future__ import annotations
@@ -60,11 +60,14 @@ def comparison_rows(plan: Comparison, say: Callable[[str], None] = lambda what: 
     """A row for the prompt and a row for a step, of `transformers` and of this engine, by policy. Medians in seconds.
 
     error: L2 distance of the logits after the prompt from those of `transformers`, relative to their norm. same_tokens: how many of the
-    tokens after the prompt are equal up to the first that differs; of `steps + 1`. Raises RuntimeError if `transformers` cannot run.
+    tokens after the prompt are equal up to the first that differs; of `steps + WARM + 1`. Raises RuntimeError if
+    `transformers` cannot run, and ValueError if JAX does not run on the CPU.
     """
+    if jax.default_backend() != "cpu":
+        raise ValueError(f"transformers runs on the CPU here, and JAX uses {jax.default_backend()}: set JAX_PLATFORMS=cpu to compare them")
     say("weights")
     model = random_model(config_of(plan.model, None, plan.dtype)) if plan.model in SHAPES else load(plan.model, dtype=plan.dtype)
-    prompt, threads = random_prompt(model.config, plan.tokens, 0), len(os.sched_getaffinity(0))
+    prompt, threads = random_prompt(model.config, plan.tokens, 0), os.cpu_count()
     with tempfile.TemporaryDirectory() as folder:
         save(model, Path(folder) / "model")
         with _other(plan.python, Path(folder) / "model", plan.dtype, threads) as ask:

@@ -65,6 +65,12 @@ def test_another_model_shows_as_an_error(asked, monkeypatch):
     assert all(row["error"] > 0.5 for row in bench.comparison_rows(PLAN) if row["implementation"] == "kvjax")
 
 
+def test_only_cpus_are_compared(monkeypatch):
+    monkeypatch.setattr(bench.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match="JAX uses gpu: set JAX_PLATFORMS=cpu"):
+        next(bench.comparison_rows(PLAN))
+
+
 def test_a_python_without_torch_is_named(tmp_path):
     with (
         pytest.raises(RuntimeError, match="has no torch; install torch and transformers there"),

@@ -141,6 +141,24 @@ def test_matches_reference(name, case):
     check(implementation(name, case), case)
 
 
+@pytest.mark.parametrize("case", ["a product", "heads of 128", "a norm", "a gate of GELU in float32"])
+def test_the_form_of_accelerators_matches_reference(monkeypatch, case):
+    """Run on the CPU, where another form is faster."""
+    expected(case)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    check(functools.partial(project_tokens, implementation="xla"), case)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, "float32"), (32, "bfloat16"), (33, "bfloat16")])
+def test_forms_of_a_cpu_match_reference(tokens, dtype):
+    """One row of float32, and as many rows of bfloat16 as are summed, and one more."""
+    x, weight = (jax.random.normal(jax.random.key(n), shape, dtype) for n, shape in enumerate(((tokens, 256), (96, 256))))
+    ours, theirs = (project_tokens(x, (weight,), implementation=name)[0].astype(jnp.float32) for name in ("xla", "reference"))
+    assert (jnp.linalg.norm(ours - theirs, axis=1) <= TOLERANCE[dtype] * jnp.linalg.norm(theirs, axis=1)).all()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_reference_against_flax(case):
     """RMSNorm and the products with flax, the rotation with the function that the models are held to transformers by."""
