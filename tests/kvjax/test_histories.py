@@ -189,7 +189,7 @@ class History:
         if self.held:
             sequence = self.pick().sequence
             calls += [lambda: self.engine.extend(sequence, [-1]), lambda: self.engine.decode([sequence, sequence], [1, 2])]
-            calls += [lambda: self.engine.decode([sequence], [1], "top:3"), lambda: self.engine.truncate(sequence, sequence.length + 1)]
+            calls += [lambda: self.engine.decode([sequence], [1], "mean:3"), lambda: self.engine.truncate(sequence, sequence.length + 1)]
             calls += [lambda: self.engine.decode([sequence], [[1, 2, 3]]), lambda: self.engine.resume(sequence)]
         with pytest.raises((ValueError, OutOfPages)):
             calls[self.random.integers(len(calls))]()
