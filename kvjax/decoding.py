@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +11,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
+from kvjax.ahead import CompileAhead
 from kvjax.cache import Cache
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
+from kvjax.cache.tables import table_width
 from kvjax.checks import token_ids
 from kvjax.declared import DeclaredPolicies
 from kvjax.model import Model
@@ -20,9 +23,10 @@ from kvjax.outcomes import Reads
 from kvjax.plans import DecodeGroup
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy
-from kvjax.sampling import SamplingRows, check_rows
+from kvjax.sampling import Sampling, SamplingRows, check_rows
 from kvjax.sequences import CachedSequence
 from kvjax.slots import Slots, in_bucket
+from kvjax.steps import decode_and_sample, sample_first
 
 DRAFTS = (1, 4, 8, 16)
 """How many tokens of a sequence a step may write. There are few sizes, so that few programs are compiled."""
@@ -82,6 +86,7 @@ class DecodeRunner:
         self._pool, self._groups, self._declared = pool, groups, declared
         self._slots: dict[tuple[int, DecodePolicy], Slots] = {}
         self._rows: tuple[SamplingRows | None, int] = None, 0  # the latest, and the slots that they are known to fit
+        self._ahead = CompileAhead()
         self.last_reads: Reads | None = None
 
     def checked(self, group: DecodeGroup, buckets: Sequence[int]) -> DecodeGroup:
@@ -103,6 +108,35 @@ class DecodeRunner:
             self._rows = rows, slots
         return group if tokens is group.tokens else dataclasses.replace(group, tokens=tokens)
 
+    def compile_ahead(self, policy: DecodePolicy, tokens: int, samplings: Sequence[Sampling | None]) -> None:
+        """Compile, in another thread, what follows the prefill of a sequence: the choice of its first token, and the decode step of slots
+        with these samplings, the sequence's first. tokens: of the longest sequence. Done once for each policy and number of slots."""
+        size, vocab_size = len(samplings), self.model.config.vocab_size
+        if (policy, size) in self._ahead:
+            return
+        spec, states = self._groups.spec, self._declared.states
+        shape_of = jax.ShapeDtypeStruct
+        one, rows = SamplingRows.of(samplings[:1]), SamplingRows.of(samplings)
+        counts = shape_of((vocab_size,), np.int32) if one.penalises else None
+        first = functools.partial(sample_first, shape_of((vocab_size,), np.float32), one, shape_of((1,), np.int32), counts)
+        tables = {each.name: shape_of((size, table_width(-(-tokens // each.page_size))), np.int32) for each in spec.groups}
+        ids = shape_of((size,), np.int32)
+        step = functools.partial(
+            decode_and_sample,
+            self.model.decoder,
+            policy,
+            self._declared.indexes,
+            self.model.params,
+            Cache(self._pool.layers, tables, ids, spec),
+            ids,
+            shape_of((size,), bool),
+            jax.eval_shape(lambda: tuple(policy.init(each, size) for each in states.specs)),
+            rows,
+            shape_of((size, vocab_size), np.int32) if rows.penalises else None,
+            following={name: shape_of((size, 2), np.int32) for name in tables},
+        )
+        self._ahead.begin((policy, size), first, step)
+
     def slots(self, policy: DecodePolicy, size: int) -> Slots:
         """The slots of a policy's batches of this size."""
         slots = self._slots.get((size, policy))
@@ -115,6 +149,7 @@ class DecodeRunner:
         change."""
         if isinstance(policy, ChoosesDecode):
             policy = self._declared.choose(policy, [length + num_tokens for length in slots.lengths])
+        self._ahead.wait((policy, slots.size))
         cache, following = slots.cache(self._pool.layers, num_tokens)
         states = self._declared.states.of_batch(policy, slots.sequences)
         args = (self.model.decoder, policy, self._declared.indexes, self.model.params, cache, tokens, slots.active, states, *rest)
@@ -136,7 +171,9 @@ class DecodeRunner:
         slots.advance(launched.cache, written)
         for sequence, length in zip(slots.live, slots.lengths, strict=True):
             sequence.length = length
-            sequence.logits = sequence.open_chunk = None
+        if any([each.logits is not None or each.open_chunk is not None for each in slots.live]):  # noqa: C419 - a list is faster
+            for sequence in slots.live:
+                sequence.logits = sequence.open_chunk = None
         if self._groups.has_windows:
             for sequence in slots.live:
                 self._groups.give_back(sequence)

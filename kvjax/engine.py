@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import LayerCache, OutOfPages, PageAllocator, copy_page
+from kvjax.cache import OutOfPages, PageAllocator, copy_page
 from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
@@ -33,7 +33,7 @@ from kvjax.plans import Chunk, Decoded, DecodeGroup, StepPlan, StepResult
 from kvjax.policies.choice import Choice, possible_prefills
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
-from kvjax.sampling import Sampled, SamplingRows
+from kvjax.sampling import Sampled, Sampling, SamplingRows
 from kvjax.sequences import CachedSequence, check_usable
 from kvjax.slots import Slots, in_bucket
 from kvjax.steps import decode_and_sample, decode_step, sample_first
@@ -165,8 +165,6 @@ class Engine:
         with self._advice():
             self._groups.check_free({name: count + spare for name, count in self._groups.needed(tokens).items()})
 
-    # Sequences
-
     @guarded
     def new_sequence(self) -> CachedSequence:
         """A sequence without tokens. `extend` or chunks of `step` write to it."""
@@ -244,7 +242,7 @@ class Engine:
         """
         self._check_live(sequences)
         padded, given = padded_rows(sequences, [[token] for token in tokens], self.batch_buckets, self.config.vocab_size)
-        kept, pages = (self.last_reads, self.last_choice), [self._counts(sequence) for sequence in sequences]
+        kept, pages = (self.last_reads, self.last_choice), [sequence.page_counts() for sequence in sequences]
         try:
             launched = self._launch(inspect_step, padded, given, policy)
             launched.slots.forget()  # the step's result is dropped
@@ -256,7 +254,8 @@ class Engine:
 
     @guarded
     def step(self, plan: StepPlan) -> StepResult:
-        """Run a plan: its decode steps, then slices of its chunks of prefill, each as a separate call. Does not wait for the device.
+        """Run a plan: its decode steps, then slices of its chunks of prefill, each as a separate call. Does not wait for the device. The
+        steps' packed results are on their way to the host.
 
         Raises what `decode_and_sample` and `extend` raise. The whole plan is checked, and its pages are taken, first: after ValueError or
         OutOfPages nothing has run, and no page was taken. The caller appends decoded tokens to `.tokens` when it knows them.
@@ -264,7 +263,13 @@ class Engine:
         groups = [self._runner.checked(each, self.batch_buckets) for each in plan.decodes]
         if len(groups) > 1 or plan.chunks:  # one step alone takes its own before it runs
             self._take_pages(groups, plan.chunks)
-        return StepResult(tuple([self._decode(each) for each in groups]), tuple([self._advance(chunk) for chunk in plan.chunks]))
+        decodes = tuple([self._sent(self._decode(each)) for each in groups])
+        return StepResult(decodes, tuple([self._advance(chunk) for chunk in plan.chunks]))
+
+    def _sent(self, decoded: Decoded) -> Decoded:
+        if not self._pool.on_cpu:  # there the host reads the array in place
+            decoded.packed.copy_to_host_async()
+        return decoded
 
     @guarded
     def decode_and_sample(
@@ -299,6 +304,10 @@ class Engine:
         self._runner.keep(launched, np.asarray(sampled.accepted) if drafted else 1)
         return Decoded(sampled, self.last_reads, packed)
 
+    def compile_ahead(self, policy: DecodePolicy, tokens: int, samplings: Sequence[Sampling | None]) -> None:
+        """Compile in another thread what follows a prefill. Arguments as of `DecodeRunner.compile_ahead`."""
+        self._runner.compile_ahead(policy, tokens, samplings)
+
     @guarded
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same history: sealed pages are shared, the open one is copied. Raises OutOfPages."""
@@ -311,7 +320,7 @@ class Engine:
             opened = self._groups.fork(sequence, child)
             if opened is not None:
                 sources, targets = (tuple(np.int32(ids[layer.group]) for layer in self.spec.layers) for ids in opened)
-                self._pool.run(copy_page, self._layers, sources, targets)
+                self._pool.run(copy_page, self._pool.layers, sources, targets)
             self.guard.interrupt_point()
         return child
 
@@ -435,10 +444,6 @@ class Engine:
 
     # Inside
 
-    @property
-    def _layers(self) -> tuple[LayerCache | None, ...]:
-        return self._pool.layers
-
     @contextlib.contextmanager
     def _kept(self, *sequences: CachedSequence) -> Iterator[None]:
         """New sequences, live from here on. They are freed again if the block that fills them fails."""
@@ -453,7 +458,7 @@ class Engine:
     @contextlib.contextmanager
     def _reserved(self, sequences: Sequence[CachedSequence], tokens: int) -> Iterator[None]:
         """Take pages for `tokens` more tokens of every sequence. If the block fails, pages that hold nothing are given back."""
-        before = [self._counts(sequence) for sequence in sequences]
+        before = [sequence.page_counts() for sequence in sequences]
         with self._advice():
             self._groups.reserve(sequences, tokens)
         try:
@@ -462,10 +467,6 @@ class Engine:
             for sequence, counts in zip(sequences, before, strict=True):
                 self._groups.keep_written(sequence, sequence.length, counts)
             raise
-
-    def _counts(self, sequence: CachedSequence) -> dict[str, int]:
-        """Pages in the sequence's page table, by layer group. Pages that are reserved or were given back are included."""
-        return {name: len(pages) for name, pages in sequence.pages.items()}
 
     def _write(
         self,
@@ -537,7 +538,7 @@ class Engine:
             return
         self._check_live([sequence])
         self.check_length(sequence.length + len(tokens))
-        before = self._counts(sequence)
+        before = sequence.page_counts()
         self._runs[sequence] = self._begin(sequence, tokens)
         try:
             yield

@@ -153,8 +153,10 @@ class Roster:
         if not self._alike:
             return False
         rows = packed if len(packed) == len(self._slots) else packed[self._slots]
-        least = rows.min(axis=0)  # blocks are negative where pages were missing
-        if not least[FINITE] or least[BLOCKS] < 0 or not self._stop_ids.isdisjoint(rows[:, TOKENS].tolist()):
+        least = np.minimum.reduce(rows).tolist()  # blocks are negative where pages were missing
+        if not least[FINITE] or least[BLOCKS] < 0:
+            return False
+        if self._stop_ids and not self._stop_ids.isdisjoint(rows[:, TOKENS].tolist()):
             return False
         self._aside.append(rows)
         return True

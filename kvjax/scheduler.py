@@ -288,9 +288,21 @@ class Scheduler:
                 self._start_sample(handle)
             else:  # each sample takes pages, and waits for them like a request
                 self._wait(handle)
+        elif handle._sequence.length <= self.engine.prefill_chunk:
+            self._compile_ahead(handle)
         if self.on_prefill is not None:  # last, since it may raise, or cancel the request
             jax.block_until_ready(logits[0])
             self.on_prefill(len(chunks[0].tokens))
+
+    def _compile_ahead(self, handle: Handle) -> None:
+        """While the device prefills the rest of a prompt, compile what comes after it."""
+        batch, sampling = self._batches.get(handle._policy), handle.request.sampling
+        if sampling.max_new_tokens == 1:
+            return
+        others = [] if batch is None else [each for each in batch.samples if each is not None]
+        samplings = [sampling, *(each.sampling for each in others)]
+        longest = max([handle.prompt_tokens, *(each.sequence.length for each in others)])
+        self.engine.compile_ahead(handle._policy, longest + 1, samplings + [None] * (self._bucket - len(samplings)))
 
     # Samples
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvjax.policies.decode import DecodePolicy
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class CachedSequence:
     """A sequence whose keys and values lie in an engine's pages.
 
@@ -34,6 +34,10 @@ class CachedSequence:
 
     def __repr__(self) -> str:
         return f"CachedSequence(length={self.length}, pages={max(map(len, self.pages.values()), default=0)})"
+
+    def page_counts(self) -> dict[str, int]:
+        """Pages in its page tables, by layer group. Pages that are reserved or were given back are included."""
+        return {name: len(pages) for name, pages in self.pages.items()}
 
 
 def check_usable(sequences: Sequence[CachedSequence], live: Set[CachedSequence], in_chunks: Set[CachedSequence] | None) -> None:

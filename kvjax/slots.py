@@ -19,6 +19,8 @@ from kvjax.cache.groups import PageIds
 from kvjax.cache.tables import narrower, page_table, table_width
 from kvjax.sequences import CachedSequence
 
+_LENGTH, _PAGES = operator.attrgetter("length"), operator.attrgetter("pages")
+
 NextPages = dict[str, Int[Array, "B 2"]]
 """By layer group: the page of each row's next token, and the page after it; -1 where there is none."""
 
@@ -58,10 +60,8 @@ class Slots:
         # The same tuple has the same entries. A list may have changed.
         if not (sequences is self.sequences or all(map(operator.is_, sequences, self.sequences))):
             return False
-        for each, length, pages in zip(self.live, self.lengths, self._pages, strict=True):
-            if each.length != length or each.pages is not pages:
-                return False
-        return True
+        # In every step, so without a loop in Python.
+        return list(map(_LENGTH, self.live)) == self.lengths and all(map(operator.is_, map(_PAGES, self.live), self._pages))
 
     def fill(self, sequences: Sequence[CachedSequence | None]) -> None:
         """Put these sequences into the slots (None: an empty slot). Rows that have not changed since the last step stay on the device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,11 @@ class Pool:
         self.layers = layers
         self._latest: jax.Array | None = None  # an output of the latest call, which shows whether it failed
         self._failure: Exception | None = None
+
+    @functools.cached_property
+    def on_cpu(self) -> bool:
+        """Whether the pages are in the memory of a CPU."""
+        return any(device.platform == "cpu" for device in _first_array(self.layers).devices())
 
     def run(self, step: Callable, *args: Any, layers: Callable[[Any], Layers] = lambda result: result, **kwargs: Any) -> Any:
         """Call a jitted function that consumes the pages, and keep the pages that it returns (`layers` finds them in the result). An error

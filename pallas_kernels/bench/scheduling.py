@@ -12,8 +12,7 @@ Row = dict[str, Any]
 
 def host_cells(row: Row) -> tuple[str, ...]:
     """Cells with microseconds of a step."""
-    keys = "own_s", "own_p95_s", "dispatch_s", "release_s", "median_s"
-    micro = (f"{row[key] * 1e6:,.0f}" if key in row else "in own" for key in keys)  # earlier files have no release_s
+    micro = (f"{row[key] * 1e6:,.0f}" for key in ("own_s", "own_p95_s", "dispatch_s", "release_s", "median_s", "copy_s"))
     what = {
         "engine": "`Engine.decode_and_sample`",
         "scheduler": "`Scheduler.step`",
@@ -43,7 +42,15 @@ def gaps_cells(row: Row) -> tuple[str, ...]:
 def cold_cells(row: Row) -> tuple[str, ...]:
     """Cells with programs and seconds."""
     spent = (f"{row['seconds'][part]:.2f}" for part in ("trace", "lower", "compile"))
-    return f"{row['shape']}, {row['layers']} layers", f"`{row['prefill']}`", tokens_text(row["prompt"]), f"{row['programs']}", *spent
+    waited = f"{row['wall_s'] - row['warm_s']:.2f}"
+    return (
+        f"{row['shape']}, {row['layers']} layers",
+        f"`{row['prefill']}`",
+        tokens_text(row["prompt"]),
+        f"{row['programs']}",
+        *spent,
+        waited,
+    )
 
 
 def programs_cells(row: Row) -> tuple[str, ...]:
@@ -62,13 +69,16 @@ def transformers_cells(row: Row) -> tuple[str, ...]:
 
 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
-    "host": (("what", "rows", "pages", "own us", "own us, p95", "JAX's call us", "JAX's release us", "all us"), host_cells),
+    "host": (
+        ("what", "rows", "pages", "own us", "own us, p95", "JAX's call us", "JAX's release us", "all us", "JAX's copy us"),
+        host_cells,
+    ),
     "throughput": (("shape", "requests", "chunk", "policy", "seconds", "prefill tokens/s", "decode tokens/s"), throughput_cells),
     "gaps": (
         ("shape", "prefill", "prompt", "bound ms", "gaps", "quiet ms", "p50", "p95", "p99", "most", "tokens/s", "alone tokens/s"),
         gaps_cells,
     ),
-    "cold": (("shape", "prefill", "prompt", "programs", "tracing s", "lowering s", "compiling s"), cold_cells),
+    "cold": (("shape", "prefill", "prompt", "programs", "tracing s", "lowering s", "compiling s", "waiting s"), cold_cells),
     "transformers": (("model", "dtype", "what", "by", "ms", "error of logits", "equal tokens"), transformers_cells),
     "programs": (("shape", "job", "programs", "most of them"), programs_cells),
 }

@@ -77,8 +77,10 @@ def cold_row(
 ) -> dict[str, Any]:
     """A row of a process's first request, `prompt` tokens and `answer` tokens after it: seconds of tracing, lowering and compiling.
 
-    computed: tokens at the end of the prompt that are computed. The tokens before are skipped, because they would run the same programs.
-    ValueError if the number of skipped tokens is negative or no multiple of the chunk.
+    wall_s, warm_s: seconds of the request, and of the same request again. The difference is how long the request waited for programs; some
+    are compiled in another thread, while the device computes. computed: tokens at the end of the prompt that are computed. The tokens
+    before are skipped, because they would run the same programs. ValueError if the number of skipped tokens is negative or no multiple of
+    the chunk.
     """
     hollow = prompt - computed
     if hollow < 0 or hollow % chunk:
@@ -88,11 +90,16 @@ def cold_row(
     engine = HollowEngine(model, policy, hollow=hollow, batch_buckets=(1,), **sizes)
     named = {"op": "cold", "shape": shape, "layers": config.num_layers, "policy": policy, "prefill": prefill, "prompt": prompt}
     ids = random_prompt(config, prompt, 0)
-    with listening() as heard:
+
+    def timed() -> float:
         started = time.perf_counter()
         _run(engine, [Request(ids, Sampling(max_new_tokens=answer, ignore_eos=True))], slots=1)
-        seconds = time.perf_counter() - started
-    return named | {"computed": computed, "chunk": chunk, "answer": answer, "wall_s": seconds} | heard.figures()
+        return time.perf_counter() - started
+
+    with listening() as heard:
+        wall = timed()
+    walls = {"wall_s": wall, "warm_s": timed()}
+    return named | {"computed": computed, "chunk": chunk, "answer": answer} | walls | heard.figures()
 
 
 def programs_row(

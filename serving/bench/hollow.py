@@ -17,7 +17,7 @@ from kvjax.engine import Engine
 from kvjax.model import ModelConfig, uniform_config
 from kvjax.models import CausalLM
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.plans import Chunk, StepPlan, StepResult
+from kvjax.plans import Chunk, Decoded, StepPlan, StepResult
 from kvjax.serving.bench.decode import random_params
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
@@ -28,8 +28,9 @@ class HollowEngine(Engine):
 
     hollow: tokens at the beginning of a prompt that are not computed, a multiple of the chunk. None: no prompt is computed. It may be set
     between prompts. Times do not depend on what pages hold, as long as the values vary (`fill_pages`). dispatch_s: seconds of each call of
-    a jitted decode step. release_s: seconds in which JAX released the arrays that each step consumed. chunk_clock: `time.perf_counter()`
-    when the last slice of each computed chunk was launched.
+    a jitted decode step, and of the call that starts the copy of its results. release_s: seconds in which JAX released the arrays that each
+    step consumed. packed: the latest step's results for the host (`kvjax.outcomes.pack`). chunk_clock: `time.perf_counter()` when the last
+    slice of each computed chunk was launched.
     """
 
     def __init__(self, *args: Any, hollow: int | None = None, **kwargs: Any):
@@ -37,14 +38,15 @@ class HollowEngine(Engine):
         self.hollow = hollow
         self.dispatch_s: list[float] = []
         self.release_s: list[float] = []
+        self.packed: jax.Array | None = None
         self.chunk_clock: list[float] = []
 
     def fill_pages(self, seed: int = 0) -> None:
         """Put random keys and values into all pages, and their indexes."""
         for number in self.spec.holding:
-            before, after = self._layers[:number], self._layers[number + 1 :]
+            before, after = self._pool.layers[:number], self._pool.layers[number + 1 :]
             key = jax.random.fold_in(jax.random.key(seed), number)
-            self._pool.run(_filled, self._layers[number], key, layers=functools.partial(_between, before, after))
+            self._pool.run(_filled, self._pool.layers[number], key, layers=functools.partial(_between, before, after))
 
     def step(self, plan: StepPlan) -> StepResult:
         """As `Engine.step`, but chunks at the hollow beginning of a prompt only add to the sequence's tokens and length."""
@@ -72,12 +74,19 @@ class HollowEngine(Engine):
             self.dispatch_s.append(time.perf_counter() - started)
             return result
 
-        consumed = [self._layers]
+        consumed = [self._pool.layers]
         launched = super()._launch(timed, *args, **named)
         started = time.perf_counter()
         consumed.clear()
         self.release_s.append(time.perf_counter() - started)
+        self.packed = launched.results[1]
         return launched
+
+    def _sent(self, decoded: Decoded) -> Decoded:
+        started = time.perf_counter()
+        super()._sent(decoded)
+        self.dispatch_s[-1] += time.perf_counter() - started
+        return decoded
 
 
 class PassingDecoder(TransformerDecoder):

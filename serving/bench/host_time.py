@@ -1,7 +1,8 @@
 """`kvjax bench host`: the host's time for a decode step, with JAX's part listed apart.
 
 The model's layers do nothing (`PassingDecoder`), but have as many arrays as a real model's. Prompts are not computed, but their lengths and
-pages are set, so the host does all of its work in a step. Between steps, outside of the timed part, the host waits for the device.
+pages are set, so the host does all of its work in a step. Between steps, outside of the timed part, the host waits for the device, and then
+for the copy of the step's results. In a real job both take place while the device computes the next step.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ def host_rows(
     """Four rows for each case: `Engine.decode_and_sample` alone, `Scheduler.step`, the same with a listener for every token ("listening"),
     and with log-probabilities ("logprobs").
 
-    All are medians. median_s: of a whole step. dispatch_s: JAX's call of the jitted step. release_s: JAX's release of the arrays of pages
-    that the step consumed. own_s: the rest of the step; own_mean_s and own_p95_s are its mean and 95th percentile.
+    All are medians. median_s: of a whole step. dispatch_s: JAX's call of the jitted step, and the scheduler's that starts the copy of its
+    results. release_s: JAX's release of the arrays of pages that the step consumed. own_s: the rest of the step; own_mean_s and own_p95_s
+    are its mean and 95th percentile. copy_s: between two steps, from the end of the device's work to the arrival of its results on the
+    host, which is no part of the others.
     """
     for rows, pages in cases:
         say(f"{rows} rows of {pages:,} pages")
@@ -52,14 +55,17 @@ def host_rows(
             run, close = prepare(engine, [length - row % PAGE_SIZE for row in range(rows)], steps + WARM)
             for _ in range(WARM):
                 run()
-            own, whole = [], []
+            own, whole, copied = [], [], []
             engine.dispatch_s.clear()
             engine.release_s.clear()
             for _ in range(steps):
                 jax.block_until_ready(engine.last_reads)
+                done = time.perf_counter()
+                np.asarray(engine.packed)
                 started = time.perf_counter()
                 run()
                 whole.append(time.perf_counter() - started)
+                copied.append(started - done)
                 own.append(whole[-1] - engine.dispatch_s[-1] - engine.release_s[-1])
             dispatched, released = list(engine.dispatch_s), list(engine.release_s)
             close()
@@ -77,6 +83,7 @@ def host_rows(
                 "own_mean_s": statistics.fmean(own),
                 "dispatch_s": statistics.median(dispatched),
                 "release_s": statistics.median(released),
+                "copy_s": statistics.median(copied),
             }
 
 

@@ -96,11 +96,11 @@ def test_bytes_are_those_of_a_real_cache(model, page_size):
     engine = Engine(model, "dense", policies=policies, pages=5, page_size=page_size, prefill_chunk=page_size)
     options = {"dtype": "float32", "page_size": page_size}
     assert (
-        sum(layer.pages.k.nbytes + layer.pages.v.nbytes for layer in engine._layers)
+        sum(layer.pages.k.nbytes + layer.pages.v.nbytes for layer in engine._pool.layers)
         == step_bytes(model.config, Dense(), length, **options).kv
     )
     for policy in policies:
-        held = sum(layer.index[spec.name].nbytes for layer in engine._layers for spec in policy.indexes())
+        held = sum(layer.index[spec.name].nbytes for layer in engine._pool.layers for spec in policy.indexes())
         assert held == step_bytes(model.config, policy, length, **options).index
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     assert weights == step_bytes(model.config, Dense(), length, **options).weights, "this model's embedding is its head"

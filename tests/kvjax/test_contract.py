@@ -149,7 +149,7 @@ def test_drafted_tokens_decode_together_as_one_by_one(model, text):
     (sequence,) = engine.prefill([text[:30]])
     engine.reserve([sequence], 4)
     table = np.asarray([sequence.pages["full"]], np.int32)
-    cache = Cache(engine._layers, {"full": table}, np.array([30], np.int32), engine.spec)
+    cache = Cache(engine._pool.layers, {"full": table}, np.array([30], np.int32), engine.spec)
     tokens = np.asarray([text[30:34]], np.int32)
     logits, cache, _, reads = decode_step(
         model.decoder, parse("dense"), (), model.params, cache, tokens, np.array([True]), ((),) * model.config.num_layers
@@ -209,6 +209,6 @@ def test_readers_of_other_layers_pages_hold_no_copy_of_them():
 
 
 def empty_cache(engine, batch):
-    layers = engine._layers
+    layers = engine._pool.layers
     size = sum(layer.pages.k.nbytes + layer.pages.v.nbytes for layer in layers)
     return Cache(layers, {"full": jnp.full((batch, 512), -1, jnp.int32)}, jnp.zeros(batch, jnp.int32), engine.spec), size

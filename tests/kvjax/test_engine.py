@@ -33,7 +33,7 @@ def engine(model):
 
 
 def pages_of(engine, sequence, layer=0):
-    return np.asarray(engine._layers[layer].pages.k)[sequence.pages["full"]]
+    return np.asarray(engine._pool.layers[layer].pages.k)[sequence.pages["full"]]
 
 
 def test_sealed_pages_have_their_index_and_it_is_that_of_their_keys(model, text):
@@ -44,7 +44,7 @@ def test_sealed_pages_have_their_index_and_it_is_that_of_their_keys(model, text)
     for token in text[100:135]:
         engine.decode([sequence], [token])
     sealed = np.asarray(sequence.pages["full"][: 135 // 32])
-    for layer in engine._layers:
+    for layer in engine._pool.layers:
         expected = page_index(layer.pages.k[sealed], kind="bounds", block_size=16)
         np.testing.assert_array_equal(np.asarray(layer.index["bounds16"])[sealed], np.asarray(expected))
 
@@ -208,13 +208,13 @@ def test_an_interrupt_in_the_middle_of_a_step_does_not_lose_the_cache(model_fact
             while timer.is_alive():
                 engine.truncate(fork, 100)
                 engine.decode([fork], [7])
-        assert not engine._layers[0].pages.k.is_deleted()
+        assert not engine._pool.layers[0].pages.k.is_deleted()
     np.testing.assert_array_equal(np.asarray(engine.decode([sequence], [5])), expected)
 
 
 def test_a_lost_cache_is_called_that(engine, text):
     (sequence,) = engine.prefill([text[:20]])
-    jax.tree.map(lambda leaf: leaf.delete(), engine._layers)
+    jax.tree.map(lambda leaf: leaf.delete(), engine._pool.layers)
     with pytest.raises(RuntimeError, match="make a new engine"):
         engine.decode([sequence], [1])
 
@@ -421,7 +421,7 @@ def test_a_fork_has_its_own_books(model, text):
 def test_the_memory_plan_adds_up(model, monkeypatch):
     engine = Engine(model, "quest:2", pages=24, page_size=PAGE, prefill_chunk=32)
     plan = engine.memory_plan()
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._layers))
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._pool.layers))
     assert plan.page_bytes * 24 == held
     assert plan.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)) == 4 * model.config.num_params
     assert plan.bytes_per_1k_tokens == plan.page_bytes * 64
@@ -494,7 +494,7 @@ def test_a_sequence_that_grew_again_in_other_pages_is_read_there(model, text):
 
 def test_fork_and_restore_hold_no_second_copy_of_the_cache(model):
     engine = Engine(model, "quest:2", pages=2048, page_size=128)
-    layers, size = engine._layers, sum(layer.pages.k.nbytes + layer.pages.v.nbytes for layer in engine._layers)
+    layers, size = engine._pool.layers, sum(layer.pages.k.nbytes + layer.pages.v.nbytes for layer in engine._pool.layers)
     page, pages = jnp.int32(0), (jnp.zeros(PIECE, jnp.int32),) * len(layers)
     stored = [{"k": layer.pages.k[:PIECE], "v": layer.pages.v[:PIECE]} for layer in layers]
     copied = copy_page.lower(layers, (page,) * len(layers), (page,) * len(layers)).compile()

@@ -41,7 +41,7 @@ class Counting(Stateless):
 
 def page_bits(engine, sequence):
     pages = np.array(sequence.pages["full"][: engine.pages_for(sequence.length)])
-    return [np.asarray(layer.pages.k[pages, :, :]) for layer in engine._layers]
+    return [np.asarray(layer.pages.k[pages, :, :]) for layer in engine._pool.layers]
 
 
 @pytest.mark.parametrize("policy", ["dense", "window:3+20", SMALL])
@@ -137,4 +137,4 @@ def test_it_raises_as_decode_does(model, text):
     engine.free(sequence)
     with pytest.raises(ValueError, match="was freed"):
         engine.inspect([sequence], [5])
-    assert jax.tree.leaves(engine._layers)[0].is_deleted() is False
+    assert jax.tree.leaves(engine._pool.layers)[0].is_deleted() is False

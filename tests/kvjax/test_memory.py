@@ -65,7 +65,7 @@ def test_a_pool_is_what_the_plan_says():
     engine = Engine(model, pages=50, batch_buckets=(2,), **SIZES)
     plan = engine.memory_plan()
     assert {name: each.total for name, each in engine.allocators.items()} == plan.pool_pages(50)
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(engine._layers)) == plan.pool_bytes(50)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(engine._pool.layers)) == plan.pool_bytes(50)
     small = memory_plan(MIXED, **SIZES, weights_bytes=0, available_bytes=plan.pool_bytes(77) + 5, sequences=2)
     assert default_pages(small, MIXED) == 77
     assert default_pages(dataclasses.replace(small, available_bytes=10**12), MIXED) == 8 * 256

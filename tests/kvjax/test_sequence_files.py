@@ -35,10 +35,10 @@ def saved(engine, text, tmp_path_factory):
 @pytest.fixture
 def unchanged(engine):
     """No page, sequence or bit of the pool changes in the test."""
-    before = jax.tree.map(np.array, engine._layers)
+    before = jax.tree.map(np.array, engine._pool.layers)
     yield
     assert (engine.allocators["full"].free, engine.sequences) == (PAGES, set())
-    jax.tree.map(np.testing.assert_array_equal, before, engine._layers)
+    jax.tree.map(np.testing.assert_array_equal, before, engine._pool.layers)
 
 
 def flip(engine, content, path, places, random):

@@ -260,7 +260,7 @@ def test_the_pool_does_not_grow_with_readers(model, engine, tokens):
     for each in (engine, other):
         each.prefill([tokens[:150]])
     assert engine.used_bytes == other.used_bytes
-    assert [layer is None for layer in engine._layers] == [False, False, False, True, True]
+    assert [layer is None for layer in engine._pool.layers] == [False, False, False, True, True]
     assert (
         model.config.num_params
         < owners.config.num_params + sum(np.prod(shape) for shape in owners.config.layers[0].shapes(64).values()) * 2

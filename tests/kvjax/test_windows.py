@@ -83,7 +83,7 @@ def test_memory_of_window_layers_stays_flat(engine, tokens):
 
 def test_the_pool_of_a_window_group_is_as_small_as_batches_allow(engine):
     assert {name: each.total for name, each in engine.allocators.items()} == {NEAR: 2 * MOST, "full": 64}
-    shapes = [layer.pages.num_pages for layer in engine._layers]
+    shapes = [layer.pages.num_pages for layer in engine._pool.layers]
     assert shapes == [2 * MOST, 64, 2 * MOST]
 
 

@@ -27,14 +27,14 @@ def hollow():
 
 
 def test_a_hollow_beginning_is_not_computed_and_the_rest_is(hollow):
-    before = np.asarray(hollow._layers[0].pages.k)
+    before = np.asarray(hollow._pool.layers[0].pages.k)
     hollow.hollow = 256
     sequence = hollow.new_sequence()
     hollow.reserve([sequence], 384)
     passed, computed = (hollow.step(StepPlan(chunks=(Chunk(sequence, list(range(128))),))).chunk_logits[0] for _ in range(2))
     assert (passed, sequence.length, len(sequence.tokens), len(hollow.chunk_clock)) == (None, 384, 384, 1)
     assert np.isfinite(computed).all()
-    after = np.asarray(hollow._layers[0].pages.k)
+    after = np.asarray(hollow._pool.layers[0].pages.k)
     first, second, third = sequence.pages["full"]
     np.testing.assert_array_equal(after[[first, second]], before[[first, second]])
     assert not np.array_equal(after[third], before[third])
@@ -42,7 +42,7 @@ def test_a_hollow_beginning_is_not_computed_and_the_rest_is(hollow):
 
 
 def test_pages_are_filled_and_their_index_is_theirs(hollow):
-    layer = hollow._layers[0]
+    layer = hollow._pool.layers[0]
     assert np.std(layer.pages.k) == pytest.approx(1, abs=0.1)
     np.testing.assert_array_equal(layer.index["bounds128"][5, :, 0, 0], layer.pages.k[5].max(1))
 

@@ -1,0 +1,58 @@
+"""Programs that are compiled in another thread, while the device prefills a prompt."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from pallas_kernels.dispatch import forced, forced_to
+
+
+class CompileAhead:
+    """Compiles jitted functions before they are called, in one thread. `key in` says whether a key's programs were begun.
+
+    A later call with arguments of the same shapes and types finds the program and compiles nothing. A call that differs compiles its own,
+    so a wrong guess costs time and nothing else.
+    """
+
+    def __init__(self):
+        self._thread: ThreadPoolExecutor | None = None
+        self._begun: set[Hashable] = set()
+        self._running: dict[Hashable, Future] = {}
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._begun
+
+    def begin(self, key: Hashable, *calls: functools.partial) -> None:
+        """Compile what these calls of jitted functions run, in order. Arguments: arrays, or `jax.ShapeDtypeStruct` in their place."""
+        self._begun.add(key)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvjax compiles")
+        # Shapes, because steps that run meanwhile consume the arrays.
+        shapes = [functools.partial(call.func, *_shapes(call.args), **_shapes(call.keywords)) for call in calls]
+        self._running[key] = self._thread.submit(_compile, forced_to(), shapes)
+
+    def wait(self, key: Hashable) -> None:
+        """Wait until programs that were begun are compiled. If that failed, the call will say why."""
+        if self._running and (future := self._running.pop(key, None)) is not None:
+            future.exception()
+
+
+def _compile(implementation: str | None, calls: list[functools.partial]) -> None:
+    with contextlib.nullcontext() if implementation is None else forced(implementation):
+        for call in calls:
+            call.func.lower(*call.args, **call.keywords).compile()
+
+
+def _shapes(given: Any) -> Any:
+    def shape_of(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and leaf.committed:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else leaf
+
+    return jax.tree.map(shape_of, given)
