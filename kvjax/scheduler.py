@@ -288,7 +288,7 @@ class Scheduler:
                 self._start_sample(handle)
             else:  # each sample takes pages, and waits for them like a request
                 self._wait(handle)
-        elif handle._sequence.length <= self.engine.prefill_chunk:
+        else:
             self._compile_ahead(handle)
         if self.on_prefill is not None:  # last, since it may raise, or cancel the request
             jax.block_until_ready(logits[0])
