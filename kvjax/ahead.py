@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,9 +28,14 @@ class CompileAhead:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._begun
 
-    def begin(self, key: Hashable, *calls: functools.partial) -> None:
-        """Compile what these calls of jitted functions run, in order. Arguments: arrays, or `jax.ShapeDtypeStruct` in their place."""
+    def begin(self, key: Hashable, make: Callable[[], Iterable[functools.partial]]) -> None:
+        """Compile what some calls of jitted functions run, in order. make: returns the calls; their arguments are arrays, or
+        `jax.ShapeDtypeStruct` in their place. If it raises, nothing is compiled, and the later call will say why."""
         self._begun.add(key)
+        try:
+            calls = tuple(make())
+        except Exception:
+            return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvjax compiles")
         # Shapes, because steps that run meanwhile consume the arrays.

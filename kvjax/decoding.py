@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -111,31 +111,24 @@ class DecodeRunner:
     def compile_ahead(self, policy: DecodePolicy, tokens: int, samplings: Sequence[Sampling | None]) -> None:
         """Compile, in another thread, what follows the prefill of a sequence: the choice of its first token, and the decode step of slots
         with these samplings, the sequence's first. tokens: of the longest sequence. Done once for each policy and number of slots."""
-        size, vocab_size = len(samplings), self.model.config.vocab_size
-        if (policy, size) in self._ahead:
-            return
-        spec, states = self._groups.spec, self._declared.states
-        shape_of = jax.ShapeDtypeStruct
+        if (key := (policy, len(samplings))) not in self._ahead:
+            self._ahead.begin(key, functools.partial(self._after_prefill, policy, tokens, samplings))
+
+    def _after_prefill(self, policy: DecodePolicy, tokens: int, samplings: Sequence[Sampling | None]) -> Iterator[functools.partial]:
+        """Calls of `sample_first` and `decode_and_sample`, with shapes for arguments."""
+        model, spec, shape_of = self.model, self._groups.spec, jax.ShapeDtypeStruct
+        size, vocab_size = len(samplings), model.config.vocab_size
         one, rows = SamplingRows.of(samplings[:1]), SamplingRows.of(samplings)
         counts = shape_of((vocab_size,), np.int32) if one.penalises else None
-        first = functools.partial(sample_first, shape_of((vocab_size,), np.float32), one, shape_of((1,), np.int32), counts)
+        yield functools.partial(sample_first, shape_of((vocab_size,), np.float32), one, shape_of((1,), np.int32), counts)
         tables = {each.name: shape_of((size, table_width(-(-tokens // each.page_size))), np.int32) for each in spec.groups}
         ids = shape_of((size,), np.int32)
-        step = functools.partial(
-            decode_and_sample,
-            self.model.decoder,
-            policy,
-            self._declared.indexes,
-            self.model.params,
-            Cache(self._pool.layers, tables, ids, spec),
-            ids,
-            shape_of((size,), bool),
-            jax.eval_shape(lambda: tuple(policy.init(each, size) for each in states.specs)),
-            rows,
-            shape_of((size, vocab_size), np.int32) if rows.penalises else None,
-            following={name: shape_of((size, 2), np.int32) for name in tables},
-        )
-        self._ahead.begin((policy, size), first, step)
+        cache = Cache(self._pool.layers, tables, ids, spec)
+        states = jax.eval_shape(lambda: tuple(policy.init(each, size) for each in self._declared.states.specs))
+        counts = shape_of((size, vocab_size), np.int32) if rows.penalises else None
+        arrays = (model.params, cache, ids, shape_of((size,), bool), states, rows, counts)
+        following = {name: shape_of((size, 2), np.int32) for name in tables}
+        yield functools.partial(decode_and_sample, model.decoder, policy, self._declared.indexes, *arrays, following=following)
 
     def slots(self, policy: DecodePolicy, size: int) -> Slots:
         """The slots of a policy's batches of this size."""

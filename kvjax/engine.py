@@ -442,8 +442,6 @@ class Engine:
             for sequence in sequences:
                 self.free(sequence)
 
-    # Inside
-
     @contextlib.contextmanager
     def _kept(self, *sequences: CachedSequence) -> Iterator[None]:
         """New sequences, live from here on. They are freed again if the block that fills them fails."""
@@ -559,7 +557,9 @@ class Engine:
         policy = self.declared(policy)
         slots = self._filled(policy, padded, num_tokens)
         lacking = slots.lacking(num_tokens)
-        with self._reserved(lacking, num_tokens) if lacking else contextlib.nullcontext():
+        if not lacking:
+            return self._runner.launch(step, slots, tokens, policy, *rest, num_tokens=num_tokens)
+        with self._reserved(lacking, num_tokens):
             return self._runner.launch(step, slots, tokens, policy, *rest, num_tokens=num_tokens)
 
     def _filled(self, policy: DecodePolicy, padded: Sequence[CachedSequence | None], num_tokens: int) -> Slots:

@@ -46,7 +46,7 @@ class CallGuard:
             return self
         held: list[FrameType | None] = []
         handler = None
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not None:
+        if me == threading.main_thread().ident and signal.getsignal(signal.SIGINT) is not None:
             handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(frame))
         if not self._lock.acquire(blocking=wait):
             _give_back(handler, held)

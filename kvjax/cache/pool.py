@@ -42,10 +42,10 @@ class Pool:
         """RuntimeError if a call failed after it had begun (out of device memory, say): the pages are lost, or their content is invalid.
 
         error: what the latest call raised. Without it this does not wait for the device: a call that is still running passes, and only the
-        first layer is checked, because a call that fails after it has begun raises, or its outputs do.
+        first array is checked, because a call that fails after it has begun raises, or its outputs do.
         """
-        looked_at = self.layers[:1] if error is None else self.layers
-        if self._failure is None and any(leaf.is_deleted() for leaf in jax.tree.leaves(looked_at)):
+        looked_at = [_first_array(self.layers)] if error is None else jax.tree.leaves(self.layers)
+        if self._failure is None and any([leaf.is_deleted() for leaf in looked_at]):  # noqa: C419 - a list is faster
             self._failure = error or RuntimeError("the pages were deleted")
         latest = self._latest
         if self._failure is None and latest is not None and not latest.is_deleted() and (error is not None or latest.is_ready()):

@@ -1,0 +1,104 @@
+"""What follows a prefill is compiled in another thread, and the calls that come later find it."""
+
+import collections
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny_models import make_family
+
+import kvjax
+from kvjax import Engine, Request, Sampling, Scheduler
+from kvjax.ahead import CompileAhead
+from pallas_kernels.dispatch import forced_to
+
+PAGE, CHUNK, BUCKET = 16, 32, 3  # no other test has this bucket, so nothing is compiled yet
+PROMPT = list(range(1, 2 * CHUNK + 3))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Functions by name -> the kinds of threads that compiled them, in order."""
+    found, on = collections.defaultdict(list), [True]
+
+    def hear(event, duration, **named):
+        if on[0] and event.endswith("backend_compile_duration"):
+            ahead = threading.current_thread().name.startswith("kvjax compiles")
+            found[str(named.get("fun_name")).removeprefix("jit(").removesuffix(")")].append("ahead" if ahead else "call")
+
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(hear)
+    yield found
+    on[0] = False
+
+
+def complete(engine, *requests):
+    scheduler = Scheduler(engine, slots=BUCKET)
+    handles = [scheduler.submit(request) for request in requests]
+    while not scheduler.idle:
+        scheduler.step()
+    return [handle.completion for handle in handles]
+
+
+CASES = {
+    "llama": ("llama", "dense", Sampling(max_new_tokens=3)),
+    "an index": ("qwen3", "quest:1", Sampling(max_new_tokens=3, temperature=0.7)),
+    "windows": ("gemma3_text", "dense", Sampling(max_new_tokens=3, repetition_penalty=1.2)),
+    "recurrence": ("qwen3_5_text", "dense", Sampling(max_new_tokens=3)),
+    "latents": ("deepseek_v32", None, Sampling(max_new_tokens=3, logprobs=True, top_logprobs=2)),
+    "shared pages": ("shared", "window:8+24", Sampling(max_new_tokens=3)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_follows_a_prefill_is_compiled_once_and_ahead(case, compiled):
+    family, policy, sampling = CASES[case]
+    engine = Engine(make_family(family), policy, pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    (done,) = complete(engine, Request(PROMPT, sampling))
+    assert done.error is None
+    assert len(done.token_ids) == 3
+    assert compiled["decode_and_sample"] == compiled["sample_first"] == ["ahead"]
+
+
+def test_a_prompt_of_one_chunk_compiles_in_its_calls(compiled):
+    """Nothing runs on the device meanwhile."""
+    engine = Engine(make_family("llama"), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    complete(engine, Request(PROMPT[:CHUNK], Sampling(max_new_tokens=2)))
+    assert compiled["decode_and_sample"] == ["call"]
+
+
+def test_other_samplings_compile_their_own(compiled):
+    """The second request draws, which nobody could know when the first was prefilled."""
+    engine = Engine(make_family("llama"), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    first = Request(PROMPT, Sampling(max_new_tokens=6))
+    both = complete(engine, first, Request(PROMPT, Sampling(max_new_tokens=3, temperature=1.0)))
+    assert all(done.error is None for done in both)
+    assert sorted(compiled["decode_and_sample"]) == ["ahead", "call"]
+    assert complete(engine, first)[0].token_ids == both[0].token_ids
+
+
+def test_a_forced_path_is_forced_in_the_other_thread(compiled):
+    seen = []
+    step = jax.jit(lambda x: seen.append(forced_to()) or x + 1)
+    ahead = CompileAhead()
+    with kvjax.dispatch("xla"):
+        ahead.begin("key", lambda: [functools.partial(step, jnp.zeros(3))])
+        ahead.wait("key")
+        step(jnp.ones(3))
+    assert seen == ["xla"]
+    assert "key" in ahead
+
+
+def test_what_cannot_be_compiled_ahead_is_reported_by_the_call():
+    def fails(x):
+        raise NotImplementedError("not for this shape")
+
+    ahead = CompileAhead()
+    ahead.begin("key", lambda: [functools.partial(jax.jit(fails), jnp.zeros(3))])
+    ahead.wait("key")
+    ahead.begin("none", lambda: fails(3))
+    ahead.wait("none")
+    with pytest.raises(NotImplementedError, match="this shape"):
+        jax.jit(fails)(jnp.zeros(3))
