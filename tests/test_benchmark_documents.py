@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pallas_kernels.bench import report
@@ -36,6 +37,33 @@ def test_what_the_readme_says_of_steps_is_what_was_measured():
     assert ms[2**13, 1, "top:32"] >= ms[2**13, 1, "dense"]
     assert "](docs/step-time.png)" in text
     assert (ROOT / "docs" / "step-time.png").exists()
+
+
+def test_what_is_said_of_versions_before_and_after_the_spine_was_measured():
+    text = " ".join((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").split())
+
+    def figures(name, key, what="median_s"):
+        rows = json.loads((RESULTS / f"spine-{name}.json").read_text(encoding="utf-8"))["rows"]
+        return {row[key]: row[what] for row in rows if what in row}
+
+    before, after = figures("prompts-before", "policy"), figures("prompts-after", "policy")
+    assert set(before) == set(after) == {"dense", "momo:128/8", "bounds:32"}
+    changes = [abs(after[each] / before[each] - 1) for each in before]
+    assert f"by at most {max(changes) + 5e-4:.1%} (`spine-prompts-*.json`)" in text
+    changes = []
+    for number in "12":
+        before, after = figures(f"top-k-before-{number}", "case"), figures(f"top-k-after-{number}", "case")
+        assert set(before) == set(after)
+        changes += [abs(after[each] / before[each] - 1) for each in before]
+    assert f"`top_k` by at most {max(changes):.1%} (`spine-top-k-*.json`)" in text
+    rows = json.loads((RESULTS / "spine-traffic.json").read_text(encoding="utf-8"))["rows"]
+    gains = []
+    for rate in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+        after, before = (np.mean([row[rate] for row in rows if row["tree"] == tree]) for tree in ("after", "before"))
+        gains.append(f"{after / before - 1:.1%}")
+    assert "are prefilled {} and decoded {} faster than before".format(*gains) in text
+    engine = [row for row in json.loads((RESULTS / "spine-host.json").read_text(encoding="utf-8"))["rows"] if row["what"] == "engine"]
+    assert "took {:.0f} and {:.0f} us in `Engine".format(*(row["own_s"] * 1e6 for row in engine)) in text
 
 
 def test_the_table_of_transformers_is_what_the_results_make():
