@@ -31,6 +31,16 @@ def check_model(model: object, caller: str) -> None:
         raise ValueError(f"kvjax.{caller} needs a model as kvjax.load(folder or Hub id) returns it, got {type(model).__name__}")
 
 
+PROMPTS_REMEDY = "prefill([ids]) for one prompt, and of what a tokenizer returned give its ['input_ids']"
+
+
+def listed(given: object, what: str, remedy: str) -> list:
+    """The items of a list or other iterable. ValueError for anything else, and for text and mappings. what: of what it is a list."""
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise ValueError(f"a list of {what} is needed, got {given!r:.60}: {remedy}")
+    return list(given)
+
+
 def token_ids(tokens: Sequence[int], vocab_size: int) -> list[int]:
     """Token ids as Python ints; ValueError for anything that is not a row of ids in the vocabulary. True and False are not ids."""
     if isinstance(tokens, str):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from kvjax.cache.tables import table_width
+from kvjax.checks import listed
 from kvjax.learning import PolicyStates
 from kvjax.model import Model, ModelConfig
 from kvjax.policies.choice import Choice, ChoosesDecode, ChoosesPrefill
@@ -52,7 +53,7 @@ class DeclaredPolicies:
         self.last_choice: Choice | None = None
         self.last_prefill_choice: Choice | None = None
         self.policy = self._bound(own_policies(model.config)[0] if policy is None else policy)
-        others = (others,) if isinstance(others, str) or hasattr(others, "select") else others
+        others = (others,) if isinstance(others, str) or hasattr(others, "select") else listed(others, "policies", "a name, or several")
         self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, others))))
         self.states = PolicyStates(self.policies, model.config, page_size=page_size, prefill_chunk=prefill_chunk)
         self.prefill = own_policies(model.config)[1] if prefill is None else parse_prefill(prefill)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -20,7 +20,7 @@ from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
 from kvjax.cache.tables import table_widths
 from kvjax.cache.transfer import Stored, read_pages, write_pages
-from kvjax.checks import check_model, engine_sizes, token_ids, whole_number
+from kvjax.checks import PROMPTS_REMEDY, check_model, engine_sizes, listed, token_ids, whole_number
 from kvjax.chunks import ChunkRun, Prefiller
 from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DecodeRunner, Launched, padded_rows
@@ -29,7 +29,7 @@ from kvjax.inspection import StepRead, inspect_step, read_of
 from kvjax.memory import MemoryPlan, check_pool, default_pages, memory_plan
 from kvjax.model import Model, fingerprint
 from kvjax.outcomes import Reads
-from kvjax.plans import Chunk, Decoded, DecodeGroup, StepPlan, StepResult
+from kvjax.plans import Chunk, Decoded, DecodeGroup, StepPlan, StepResult, check_plan
 from kvjax.policies.choice import Choice, possible_prefills
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
@@ -184,9 +184,7 @@ class Engine:
         kept.
         """
         reserve = whole_number("reserve", reserve)
-        if isinstance(prompts, Mapping):
-            raise ValueError("prefill takes a list of prompts, got what a tokenizer returned: give its ['input_ids'], [ids] for one text")
-        prompts = [self.check_tokens(prompt) for prompt in prompts]
+        prompts = [self.check_tokens(prompt) for prompt in listed(prompts, "prompts", PROMPTS_REMEDY)]
         for prompt in prompts:
             self.check_length(len(prompt) + reserve)
         needed = [self._groups.needed(len(prompt) + reserve) for prompt in prompts]
@@ -241,7 +239,8 @@ class Engine:
         `last_reads` and `last_choice` do not change. Waits for the device. Raises as `decode` does.
         """
         self._check_live(sequences)
-        padded, given = padded_rows(sequences, [[token] for token in tokens], self.batch_buckets, self.config.vocab_size)
+        ones = [[token] for token in listed(tokens, "tokens", "give one of every sequence")]
+        padded, given = padded_rows(sequences, ones, self.batch_buckets, self.config.vocab_size)
         kept, pages = (self.last_reads, self.last_choice), [sequence.page_counts() for sequence in sequences]
         try:
             launched = self._launch(inspect_step, padded, given, policy)
@@ -260,7 +259,7 @@ class Engine:
         Raises what `decode_and_sample` and `extend` raise. The whole plan is checked, and its pages are taken, first: after ValueError or
         OutOfPages nothing has run, and no page was taken. The caller appends decoded tokens to `.tokens` when it knows them.
         """
-        groups = [self._runner.checked(each, self.batch_buckets) for each in plan.decodes]
+        groups = [self._runner.checked(each, self.batch_buckets) for each in check_plan(plan).decodes]
         if len(groups) > 1 or plan.chunks:  # one step alone takes its own before it runs
             self._take_pages(groups, plan.chunks)
         decodes = tuple([self._sent(self._decode(each)) for each in groups])

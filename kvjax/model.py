@@ -182,6 +182,9 @@ class ModelConfig:
         for name in ("vocab_size", "hidden_size", "max_positions"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("layers", "owners"):
+            if not isinstance(getattr(self, name), tuple):  # it must be hashable
+                raise ValueError(f"{name} must be a tuple, got {getattr(self, name)!r:.60}: tuple(...) makes one of a list")
         if not self.layers:
             raise ValueError("a model needs at least one layer")
         if self.compute_dtype not in DTYPES:

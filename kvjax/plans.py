@@ -62,6 +62,16 @@ class StepPlan:
         return [*decoded, *(chunk.sequence for chunk in self.chunks)]
 
 
+def check_plan(plan: StepPlan) -> StepPlan:
+    """The plan; ValueError unless it is one, of decode groups and chunks."""
+    if not isinstance(plan, StepPlan):
+        raise ValueError(f"a step runs a kvjax.plans.StepPlan, got {plan!r:.60}: StepPlan(decodes=(...), chunks=(...))")
+    for entries, kind in ((plan.decodes, DecodeGroup), (plan.chunks, Chunk)):
+        if not isinstance(entries, tuple | list) or any(not isinstance(each, kind) for each in entries):
+            raise ValueError(f"a plan holds a tuple of {kind.__name__}, got {entries!r:.60}")
+    return plan
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoded:
     """The result of one `DecodeGroup`, on the device: what was sampled, and what was read. packed: both, as `kvjax.outcomes.pack` packs

@@ -31,7 +31,7 @@ def calibrate(
     """Time dense and `policies` on this device, over a cache of zeros, and fit a bill.
 
     seconds: how long it may take, including compilation, in equal shares for the batches. It takes longer only if compiling and one round
-    of every policy at every length take longer. A batch is left out if the batches before it took longer than their shares. Allocates pages
+    of every policy at every length take longer. A batch is left out if half of its share is gone when its turn comes. Allocates pages
     for the longest sequences that fit in half of the free memory. ValueError if fewer than two lengths fit, or if time does not grow with
     bytes.
     """
@@ -44,7 +44,7 @@ def calibrate(
     cells: list[Cell] = []
     for number, batch in enumerate(batches):
         share = seconds / len(batches)
-        if number and time.perf_counter() > started + share * number:
+        if number and time.perf_counter() > started + share * (number + 0.5):
             break
         cells += _cells(model, names, page_size, batch, started + share * (number + 1))
     dtype = model.config.compute_dtype
@@ -97,6 +97,6 @@ def _lengths(model: Model, page_size: int, batch: int, names: Sequence[str]) -> 
     if len(lengths) < 2 or lengths[0] <= STEPS:
         raise ValueError(
             f"a calibration needs room for {batch} sequences of at least two pages of {page_size} tokens each, and has room for {longest}: "
-            "free memory, or give a smaller page_size"
+            f"free memory, or give a smaller page_size; the model has {model.config.max_positions:,} positions"
         )
     return lengths

@@ -65,7 +65,7 @@ def block_mass(
     """
     check(q, pages, table, starts=starts, lengths=lengths, first_query=first_query)
     arrays = dispatch.signature(q=q, k=pages.k, table=table, lse=lse)
-    if not isinstance(block_size, int) or block_size <= 0 or pages.page_size % block_size:
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size <= 0 or pages.page_size % block_size:
         raise ValueError(f"block_size {block_size} does not divide the page size {pages.page_size}; got {arrays}")
     if lse.shape != q.shape[:3] or lse.dtype != jnp.float32:
         raise ValueError(f"lse must be float32 [B={q.shape[0]}, T={q.shape[1]}, H={q.shape[2]}]; got {arrays}")

@@ -43,7 +43,7 @@ class Call:
             raise ValueError(f"scale must be a finite float other than 0, got {self.scale!r}")
         if not isinstance(self.normalize, bool):
             raise ValueError(f"normalize must be a bool, got {self.normalize!r}")
-        if not isinstance(self.chunk, int) or self.chunk < (self.form == "page"):
+        if isinstance(self.chunk, bool) or not isinstance(self.chunk, int) or self.chunk < (self.form == "page"):
             raise ValueError(f"chunk must be at least 1 token, got {self.chunk!r}")
 
 

@@ -126,7 +126,7 @@ def query_sparse_attention(
 def check_selection(page_size: int, *, gamma: int, block_size: int, k_blocks: int, k_exact: int, tournament: bool, estimate: str) -> None:
     """Raise ValueError unless the sizes of a selection fit together."""
     for name, value, least in (("gamma", gamma, 1), ("block_size", block_size, 1), ("k_blocks", k_blocks, 1), ("k_exact", k_exact, 0)):
-        if not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be an int, at least {least}; got {value!r}")
     if page_size % block_size:
         raise ValueError(f"block_size {block_size} does not divide page_size {page_size}")

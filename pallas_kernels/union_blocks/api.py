@@ -24,7 +24,7 @@ class Call:
             raise ValueError(f"rank must be 'mean' or 'sum', got {self.rank!r}")
         for name in ("rows", "k_trim", "num_blocks"):
             value = getattr(self, name)
-            if (name, value) != ("num_blocks", None) and (not isinstance(value, int) or value < 1):
+            if (name, value) != ("num_blocks", None) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be a positive int, got {value!r}")
 
 

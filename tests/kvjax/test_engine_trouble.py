@@ -269,6 +269,14 @@ def test_a_budget_that_can_never_make_sense_is_refused_at_once(make, match):
 @pytest.mark.parametrize(
     ("call", "match"),
     [
+        (lambda e, s, rows: e.prefill(None), r"a list of prompts is needed, got None: prefill\(\[ids\]\) for one prompt"),
+        (lambda e, s, rows: e.prefill(5), "a list of prompts is needed, got 5"),
+        (lambda e, s, rows: e.inspect([s], 5), "a list of tokens is needed, got 5: give one of every sequence"),
+        (lambda e, s, rows: e.step(None), r"a step runs a kvjax.plans.StepPlan, got None: StepPlan\(decodes"),
+        (lambda e, s, rows: e.step(StepPlan(chunks=(s,))), "a plan holds a tuple of Chunk, got"),
+        (lambda e, s, rows: e.step(StepPlan(decodes=7)), "a plan holds a tuple of DecodeGroup, got 7"),
+        (lambda e, s, rows: Engine(e.model, policies=5), "a list of policies is needed, got 5: a name, or several"),
+        (lambda e, s, rows: dataclasses.replace(e.config, layers=list(e.config.layers)), "layers must be a tuple, got"),
         (lambda e, s, rows: e.reserve([s], -1), "tokens must be at least 0, got -1"),
         (lambda e, s, rows: e.reserve([s], 1.5), "tokens must be a whole number, got 1.5"),
         (lambda e, s, rows: e.reserve([s], True), "tokens must be a whole number, got True"),

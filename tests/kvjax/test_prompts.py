@@ -163,7 +163,7 @@ def test_an_engine_and_score_say_what_they_take(engine):
     encoding = engine.model.tokenizer("One")
     with pytest.raises(ValueError, match=r"got a mapping with 'input_ids', .*: give its \['input_ids'\]"):
         engine.prefill([encoding])
-    with pytest.raises(ValueError, match=r"got what a tokenizer returned: give its \['input_ids'\], \[ids\] for one text"):
+    with pytest.raises(ValueError, match=r"a list of prompts is needed, got .*: .* of what a tokenizer returned give its \['input_ids'\]"):
         engine.prefill(encoding)
     with pytest.raises(ValueError, match=r"one continuation and a list of 2 prompts: .*\[continuation\] \* 2"):
         score(engine, ["a", "b"], " 42")
