@@ -74,13 +74,9 @@ def sample(case):
 
 def main():
     """Write every golden file."""
-    from safetensors.torch import save_file
-
     for name, case in CASES.items():
         model, ids, logits, greedy, margin = sample(case)
-        model.save_pretrained(GOLDEN / name)
-        tensors = {"ids": ids[0], "logits": logits[0], "greedy": greedy[0]}
-        save_file({key: value.contiguous() for key, value in tensors.items()}, GOLDEN / name / "golden.safetensors")
+        make_golden.write(GOLDEN / name, model, ids, logits, greedy)
         print(name, "logits' standard deviation", float(logits.std()), "smallest margin", margin, flush=True)
 
 

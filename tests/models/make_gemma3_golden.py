@@ -50,13 +50,9 @@ def save_whole(model, folder):
 
 def main():
     """Write every golden file."""
-    from safetensors.torch import save_file
-
     for number, (name, (shape, fields)) in enumerate(CASES.items()):
         model, ids, logits, greedy = make_golden.sample("gemma3_text", shape, fields)
-        model.save_pretrained(GOLDEN / name)
-        tensors = {"ids": ids[0], "logits": logits[0], "greedy": greedy[0]}
-        save_file({key: value.contiguous() for key, value in tensors.items()}, GOLDEN / name / "golden.safetensors")
+        make_golden.write(GOLDEN / name, model, ids, logits, greedy)
         print(name, "logits' standard deviation", float(logits.std()))
         if number == 0:
             save_whole(model, GOLDEN / WHOLE)

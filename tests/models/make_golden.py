@@ -189,15 +189,20 @@ def rope_values(head_dim, parameters):
     return values
 
 
-def main():
-    """Write every golden file."""
+def write(folder, model, ids, logits, greedy):
+    """Write a case: the model as transformers saves it, and what it must give."""
     from safetensors.torch import save_file
 
+    model.save_pretrained(folder)
+    tensors = {"ids": ids[0], "logits": logits[0], "greedy": greedy[0]}
+    save_file({key: value.contiguous() for key, value in tensors.items()}, folder / "golden.safetensors")
+
+
+def main():
+    """Write every golden file."""
     for name, (family, shape, fields) in CASES.items():
         model, ids, logits, greedy = sample(family, shape, fields)
-        model.save_pretrained(GOLDEN / name)
-        tensors = {"ids": ids[0], "logits": logits[0], "greedy": greedy[0]}
-        save_file({key: value.contiguous() for key, value in tensors.items()}, GOLDEN / name / "golden.safetensors")
+        write(GOLDEN / name, model, ids, logits, greedy)
         print(name, "logits' standard deviation", float(logits.std()))
     cases = []
     for head_dim, parameters in ROPES:

@@ -1,16 +1,13 @@
 """DeepSeek-V3.2 with dense MLPs computes what transformers computes: golden logits and greedy tokens, and wrong models that must fail."""
 
 import dataclasses
-import itertools
 import json
-import runpy
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_family import TOLERANCE, GoldenFamily, check_engine
 from released_models import DEEPSEEK_V3_2
 from safetensors.numpy import load_file
 
@@ -21,24 +18,14 @@ from kvjax.models.decoder import TransformerDecoder
 
 pytestmark = pytest.mark.optimized  # bits are compared
 
-TOLERANCE = 1e-4
-HERE = Path(__file__).parent
-GOLDEN = HERE / "golden" / "deepseek"
-CASES = sorted(folder.name for folder in GOLDEN.iterdir())
+FAMILY = GoldenFamily("deepseek")
+GOLDEN, CASES, golden_case = FAMILY.folder, FAMILY.cases, FAMILY.case
 FIRST, YARN = "h3-k9-tied", "h3-k9-yarn"
 PAGE, CHUNK = 8, 16
 
 
-def golden_case(name):
-    want = load_file(GOLDEN / name / "golden.safetensors")
-    return load(GOLDEN / name, dtype=jnp.float32, tokenizer=False), want
-
-
 def test_cases_cover_what_they_must(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
-    script = runpy.run_path(str(HERE / "make_deepseek_golden.py"))
-    assert sorted(script["CASES"]) == CASES
-    configs = [golden_case(name)[0].config for name in CASES]
+    configs = FAMILY.configs(monkeypatch)
     mixers = [config.layers[0].mixer for config in configs]
     assert {config.tie_embeddings for config in configs} == {True, False}
     assert {config.num_layers for config in configs} == {1, 2, 3}
@@ -51,36 +38,15 @@ def test_cases_cover_what_they_must(monkeypatch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_greedy_tokens(name, complete):
-    model, want = golden_case(name)
-    logits, greedy = complete(model.decoder, model.params, want["ids"], steps=len(want["greedy"]))
-    error = np.abs(logits - want["logits"]).max()
-    print(f"{name}: largest logit error {error:.1e}")
-    assert error < TOLERANCE
-    np.testing.assert_array_equal(greedy, want["greedy"])
+    FAMILY.check_logits(name, complete)
 
 
 @pytest.mark.parametrize("name", [FIRST, "h4-k16-three-layers", pytest.param("h2-k100-all-tokens", marks=pytest.mark.long)])
 def test_the_engine_gives_the_golden_logits_and_tokens_however_the_prompt_is_cut(name):
-    """Any cut gives the same bits; token by token, which decodes, is within the tolerance."""
     model, want = golden_case(name)
-    ids = want["ids"].tolist()
     engine = Engine(model, pages=32, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(1, 4))
     assert str(engine.policy) == str(engine.prefill_policy) == f"tokens:{model.config.layers[0].mixer.index_topk}"
-    (whole,) = engine.prefill([ids])
-    assert np.abs(np.asarray(whole.logits) - want["logits"][-1]).max() < TOLERANCE
-    for edges in ((1, 48), (5, 11, 17, 48), (16, 32, 48), (13, 47, 48)):
-        (cut,) = engine.prefill([ids[: edges[0]]])
-        for start, stop in itertools.pairwise(edges):
-            engine.extend(cut, ids[start:stop])
-        np.testing.assert_array_equal(np.asarray(cut.logits), np.asarray(whole.logits))
-        engine.free(cut)
-    (single,) = engine.prefill([ids[:1]])
-    for place in range(1, len(ids)):
-        (logits,) = engine.decode([single], [ids[place]])
-        assert np.abs(np.asarray(logits) - want["logits"][place]).max() < TOLERANCE
-    for token in want["greedy"]:
-        assert int(np.argmax(np.asarray(logits))) == token
-        (logits,) = engine.decode([single], [int(token)])
+    check_engine(engine, want)
 
 
 @pytest.mark.parametrize("name", CASES)

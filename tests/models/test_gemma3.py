@@ -1,17 +1,14 @@
 """Gemma 3's text model computes what transformers computes: golden logits and greedy tokens, and wrong models that must fail."""
 
 import dataclasses
-import itertools
 import json
-import runpy
 import shutil
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_family import TOLERANCE, GoldenFamily, check_engine
 from safetensors.numpy import load_file, save_file
 
 from kvjax.engine import Engine
@@ -24,24 +21,14 @@ from pallas_kernels.project_tokens import xla
 
 pytestmark = pytest.mark.bits
 
-TOLERANCE = 1e-4
-HERE = Path(__file__).parent
-GOLDEN = HERE / "golden" / "gemma3"
-CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "golden.safetensors").is_file())
+FAMILY = GoldenFamily("gemma3")
+GOLDEN, CASES, golden_case = FAMILY.folder, FAMILY.cases, FAMILY.case
 FIRST, LINEAR = "g1-d32", "g2-d32-linear"
 PAGE, CHUNK, WINDOW = 8, 16, 12
 
 
-def golden_case(name):
-    want = load_file(GOLDEN / name / "golden.safetensors")
-    return load(GOLDEN / name, dtype=jnp.float32, tokenizer=False), want
-
-
 def test_cases_cover_what_they_must(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
-    script = runpy.run_path(str(HERE / "make_gemma3_golden.py"))
-    assert sorted(script["CASES"]) == CASES
-    configs = [golden_case(name)[0].config for name in CASES]
+    configs = FAMILY.configs(monkeypatch)
     assert {config.tie_embeddings for config in configs} == {True, False}
     kinds = {"".join("f" if layer.mixer.window is None else "s" for layer in config.layers) for config in configs}
     assert kinds == {"sfsf", "sssssf", "fss", "ffff", "sss"}
@@ -59,12 +46,7 @@ def test_cases_cover_what_they_must(monkeypatch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_greedy_tokens(name, complete):
-    model, want = golden_case(name)
-    logits, greedy = complete(model.decoder, model.params, want["ids"], steps=len(want["greedy"]))
-    error = np.abs(logits - want["logits"]).max()
-    print(f"{name}: largest logit error {error:.1e}")
-    assert error < TOLERANCE
-    np.testing.assert_array_equal(greedy, want["greedy"])
+    FAMILY.check_logits(name, complete)
 
 
 # Through the engine.
@@ -76,24 +58,8 @@ def engine_of(model, **options):
 
 @pytest.mark.parametrize("name", [LINEAR, "g4-d64-linear", "g2-d64-window-1"])
 def test_the_engine_gives_the_golden_logits_and_tokens_however_the_prompt_is_cut(name):
-    """Any cut gives the same bits; token by token, which decodes, is within the tolerance."""
     model, want = golden_case(name)
-    ids, engine = want["ids"].tolist(), engine_of(model)
-    (whole,) = engine.prefill([ids])
-    assert np.abs(np.asarray(whole.logits) - want["logits"][-1]).max() < TOLERANCE
-    for edges in ((1, 48), (5, 11, 17, 48), (16, 32, 48), (13, 47, 48)):
-        (cut,) = engine.prefill([ids[: edges[0]]])
-        for start, stop in itertools.pairwise(edges):
-            engine.extend(cut, ids[start:stop])
-        np.testing.assert_array_equal(np.asarray(cut.logits), np.asarray(whole.logits))
-        engine.free(cut)
-    (single,) = engine.prefill([ids[:1]])
-    for place in range(1, len(ids)):
-        (logits,) = engine.decode([single], [ids[place]])
-        assert np.abs(np.asarray(logits) - want["logits"][place]).max() < TOLERANCE
-    for token in want["greedy"]:
-        assert int(np.argmax(np.asarray(logits))) == token
-        (logits,) = engine.decode([single], [int(token)])
+    check_engine(engine_of(model), want)
 
 
 def test_memory_of_layers_with_a_window_stays_flat():

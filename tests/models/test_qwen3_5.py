@@ -2,15 +2,13 @@
 
 import dataclasses
 import json
-import runpy
 import shutil
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_family import TOLERANCE, GoldenFamily
 from safetensors.numpy import load_file, save_file
 
 from kvjax.layers import AttentionLayer, DeltaLayer
@@ -21,23 +19,13 @@ from kvjax.models.mixers import attention as attention_module
 from kvjax.models.mixers import delta as delta_module
 from pallas_kernels import elementwise
 
-TOLERANCE = 1e-4
-HERE = Path(__file__).parent
-GOLDEN = HERE / "golden" / "qwen3_5"
-CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "golden.safetensors").is_file())
+FAMILY = GoldenFamily("qwen3_5")
+GOLDEN, CASES, golden_case = FAMILY.folder, FAMILY.cases, FAMILY.case
 FIRST = "g2-d32-own-order"
 
 
-def golden_case(name):
-    want = load_file(GOLDEN / name / "golden.safetensors")
-    return load(GOLDEN / name, dtype=jnp.float32, tokenizer=False), want
-
-
 def test_cases_cover_what_they_must(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
-    script = runpy.run_path(str(HERE / "make_qwen3_5_golden.py"))
-    assert sorted(script["CASES"]) == CASES
-    configs = [golden_case(name)[0].config for name in CASES]
+    configs = FAMILY.configs(monkeypatch)
     assert {config.tie_embeddings for config in configs} == {True, False}
     kinds = {"".join("f" if isinstance(layer.mixer, AttentionLayer) else "d" for layer in config.layers) for config in configs}
     assert kinds == {"dddf", "fd", "df", "ddf", "dfdf", "dfd", "ff", "ffd"}
@@ -54,12 +42,7 @@ def test_cases_cover_what_they_must(monkeypatch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_greedy_tokens(name, complete):
-    model, want = golden_case(name)
-    logits, greedy = complete(model.decoder, model.params, want["ids"], steps=len(want["greedy"]))
-    error = np.abs(logits - want["logits"]).max()
-    print(f"{name}: largest logit error {error:.1e}")
-    assert error < TOLERANCE
-    np.testing.assert_array_equal(greedy, want["greedy"])
+    FAMILY.check_logits(name, complete)
 
 
 def test_the_text_part_of_a_larger_checkpoint_is_the_same_model():

@@ -1,26 +1,21 @@
 """Golden models of Qwen3.5 through the engine: the logits and greedy tokens of transformers, and equal bits in any cut."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from golden_family import TOLERANCE, GoldenFamily
 
 from kvjax import Engine
-from kvjax.models import load
 
 pytestmark = pytest.mark.optimized
 
-TOLERANCE = 1e-4
-GOLDEN = Path(__file__).with_name("golden") / "qwen3_5"
-CASES = sorted(folder.name for folder in GOLDEN.iterdir() if (folder / "golden.safetensors").is_file())
+FAMILY = GoldenFamily("qwen3_5")
 SHORT = ("g2-d32-attention-bias",)
 """Of `make test`; a case is a minute of compiling."""
 
 
-@pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in CASES])
+@pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in FAMILY.cases])
 def test_prefill_in_any_cut_and_decode_are_transformers(name):
-    model, want = load(GOLDEN / name, dtype="float32", tokenizer=False), load_file(GOLDEN / name / "golden.safetensors")
+    model, want = FAMILY.case(name)
     engine = Engine(model, pages=12, page_size=16, prefill_chunk=32, batch_buckets=(2,))
     ids, greedy = want["ids"].tolist(), want["greedy"].tolist()
     greedy = greedy[: model.config.max_positions - len(ids)]  # yarn's golden tokens go on past the length that config.json names
