@@ -323,6 +323,24 @@ def cuda():
 
 
 @pytest.fixture
+def spill_free(cuda, tmp_path, capsys):
+    """`spill_free(cases, tight={}, launches=None)`: compile the cases for an H200, print what each kernel takes, and return that by case.
+    No register of the cases may spill, except of `tight` ones. launches: kernels of every case, if all launch as many."""
+
+    def check(cases, tight=(), launches=None):
+        found = cuda.compile(cases | dict(tight), tmp_path)
+        with capsys.disabled():
+            for case, kernels in found.items():
+                print(f"\n  {case}: {kernels}", end="")
+        assert found.keys() == (cases | dict(tight)).keys()
+        assert launches is None or all(len(kernels) == launches for kernels in found.values())
+        assert not {case: found[case] for case in cases if any(each["spill_stores"] or each["spill_loads"] for each in found[case])}
+        return found
+
+    return check
+
+
+@pytest.fixture
 def on_hopper(monkeypatch):
     """Dispatch believes that it is on a Hopper GPU."""
 

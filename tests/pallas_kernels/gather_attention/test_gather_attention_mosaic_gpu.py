@@ -197,14 +197,8 @@ def test_a_list_too_long_for_shared_memory_takes_spans(cuda):
     assert "listed_kernel" in cuda.lower(*production(width=592, block_size=16))
 
 
-def test_compiles_without_spilling(cuda, tmp_path, capsys):
-    found = cuda.compile(SPILL_FREE | WIDE, tmp_path)
-    with capsys.disabled():
-        for case, kernels in found.items():
-            print(f"\n  {case}: {kernels}", end="")
-    assert found.keys() == (SPILL_FREE | WIDE).keys()
-    spilling = {case: found[case] for case in SPILL_FREE if any(kernel["spill_stores"] for kernel in found[case])}
-    assert not spilling
+def test_compiles_without_spilling(spill_free):
+    spill_free(SPILL_FREE, WIDE)
 
 
 # Valid input that is none for this kernel: refused when named, passed by when picked.

@@ -132,15 +132,8 @@ def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
 
 
-def test_compiles_without_spilling(cuda, tmp_path, capsys):
-    found = cuda.compile(SPILL_FREE | WIDE, tmp_path)
-    with capsys.disabled():
-        for case, kernels in found.items():
-            print(f"\n  {case}: {kernels}", end="")
-    assert found.keys() == (SPILL_FREE | WIDE).keys()
-    assert all(len(kernels) == 1 for kernels in found.values()), "one launch"
-    spilling = {case: found[case] for case in SPILL_FREE if any(kernel["spill_stores"] for kernel in found[case])}
-    assert not spilling
+def test_compiles_without_spilling(spill_free):
+    spill_free(SPILL_FREE, WIDE, launches=1)
 
 
 # Valid input that is none for this kernel: refused when named, passed by when picked.
