@@ -14,7 +14,8 @@ from pallas_kernels.dispatch import forced, forced_to
 
 
 class CompileAhead:
-    """Compiles jitted functions before they are called, in one thread. `key in` says whether a key's programs were begun.
+    """Compiles jitted functions before they are called, in one thread. `key in` says whether a key's programs were begun. running: those
+    for which nobody has waited yet.
 
     A later call with arguments of the same shapes and types finds the program and compiles nothing. A call that differs compiles its own,
     so a wrong guess costs time and nothing else.
@@ -23,7 +24,7 @@ class CompileAhead:
     def __init__(self):
         self._thread: ThreadPoolExecutor | None = None
         self._begun: set[Hashable] = set()
-        self._running: dict[Hashable, Future] = {}
+        self.running: dict[Hashable, Future] = {}
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._begun
@@ -40,11 +41,11 @@ class CompileAhead:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvjax compiles")
         # Shapes, because steps that run meanwhile consume the arrays.
         shapes = [functools.partial(call.func, *_shapes(call.args), **_shapes(call.keywords)) for call in calls]
-        self._running[key] = self._thread.submit(_compile, forced_to(), shapes)
+        self.running[key] = self._thread.submit(_compile, forced_to(), shapes)
 
     def wait(self, key: Hashable) -> None:
-        """Wait until programs that were begun are compiled. If that failed, the call will say why."""
-        if self._running and (future := self._running.pop(key, None)) is not None:
+        """Wait until a key's programs are compiled, if they were begun. If that failed, the call will say why."""
+        if (future := self.running.pop(key, None)) is not None:
             future.exception()
 
 

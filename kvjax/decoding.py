@@ -110,18 +110,22 @@ class DecodeRunner:
 
     def compile_ahead(self, policy: DecodePolicy, tokens: int, samplings: Sequence[Sampling | None]) -> None:
         """Compile, in another thread, what follows the prefill of a sequence: the choice of its first token, and the decode step of slots
-        with these samplings, the sequence's first. tokens: of the longest sequence. Done once for each policy and number of slots."""
-        if (key := (policy, len(samplings))) not in self._ahead:
-            self._ahead.begin(key, functools.partial(self._after_prefill, policy, tokens, samplings))
+        with these samplings, the sequence's first. tokens: of the longest sequence. Done once for each policy, number of slots and width of
+        page tables."""
+        widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self._groups.spec.groups}
+        if (key := (policy, len(samplings), *widths.values())) not in self._ahead:
+            self._ahead.begin(key, functools.partial(self._after_prefill, policy, widths, samplings))
 
-    def _after_prefill(self, policy: DecodePolicy, tokens: int, samplings: Sequence[Sampling | None]) -> Iterator[functools.partial]:
-        """Calls of `sample_first` and `decode_and_sample`, with shapes for arguments."""
+    def _after_prefill(
+        self, policy: DecodePolicy, widths: dict[str, int], samplings: Sequence[Sampling | None]
+    ) -> Iterator[functools.partial]:
+        """Calls of `sample_first` and `decode_and_sample`, with shapes for arguments. widths: of the page tables, by layer group."""
         model, spec, shape_of = self.model, self._groups.spec, jax.ShapeDtypeStruct
         size, vocab_size = len(samplings), model.config.vocab_size
         one, rows = SamplingRows.of(samplings[:1]), SamplingRows.of(samplings)
         counts = shape_of((vocab_size,), np.int32) if one.penalises else None
         yield functools.partial(sample_first, shape_of((vocab_size,), np.float32), one, shape_of((1,), np.int32), counts)
-        tables = {each.name: shape_of((size, table_width(-(-tokens // each.page_size))), np.int32) for each in spec.groups}
+        tables = {name: shape_of((size, width), np.int32) for name, width in widths.items()}
         ids = shape_of((size,), np.int32)
         cache = Cache(self._pool.layers, tables, ids, spec)
         states = jax.eval_shape(lambda: tuple(policy.init(each, size) for each in self._declared.states.specs))
@@ -142,8 +146,9 @@ class DecodeRunner:
         change."""
         if isinstance(policy, ChoosesDecode):
             policy = self._declared.choose(policy, [length + num_tokens for length in slots.lengths])
-        self._ahead.wait((policy, slots.size))
         cache, following = slots.cache(self._pool.layers, num_tokens)
+        if self._ahead.running:
+            self._ahead.wait((policy, slots.size, *(cache.page_tables[group.name].shape[1] for group in cache.spec.groups)))
         states = self._declared.states.of_batch(policy, slots.sequences)
         args = (self.model.decoder, policy, self._declared.indexes, self.model.params, cache, tokens, slots.active, states, *rest)
         try:

@@ -69,6 +69,23 @@ def test_a_prompt_of_one_chunk_compiles_in_its_calls(compiled):
     assert compiled["decode_and_sample"] == ["call"]
 
 
+def test_a_step_of_other_tables_does_not_wait(compiled):
+    """Neighbours decode with narrow tables while a longer prompt, whose tables are wider, is prefilled."""
+    engine = Engine(make_family("llama"), pages=80, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    waited = []
+    ahead, wait = engine._runner._ahead, engine._runner._ahead.wait
+    ahead.wait = lambda key: waited.append((key in ahead.running, key[2])) or wait(key)
+    scheduler = Scheduler(engine, slots=BUCKET, max_gap_ms=1e4)
+    scheduler.submit(Request(PROMPT[:4], Sampling(max_new_tokens=24)))
+    scheduler.step()
+    scheduler.submit(Request([1] * 17 * PAGE, Sampling(max_new_tokens=3)))
+    while not scheduler.idle:
+        scheduler.step()
+    assert {key for _, key in waited} == {16, 64}
+    assert {key for found, key in waited if found} == {64}
+    assert compiled["decode_and_sample"] == ["call", "ahead"]
+
+
 def test_other_samplings_compile_their_own(compiled):
     """The second request draws, which nobody could know when the first was prefilled."""
     engine = Engine(make_family("llama"), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
