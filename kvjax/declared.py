@@ -67,8 +67,11 @@ class DeclaredPolicies:
 
     def find(self, policy: str | DecodePolicy | None) -> DecodePolicy:
         """The policy of a call; None is the engine's own. ValueError if it scans an index that the engine does not build."""
-        if policy in self._found:
-            return self._found[policy]
+        try:
+            if policy in self._found:
+                return self._found[policy]
+        except TypeError:
+            raise ValueError(f"a policy is a name, or an object of a hashable class of policies, got {policy!r:.60}") from None
         chosen = self.policy if policy is None else self._bound(policy)
         missing = [spec.name for spec in chosen.indexes() if spec not in self.indexes]
         if missing:

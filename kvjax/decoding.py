@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
-from kvjax.ahead import CompileAhead
+from kvjax.ahead import CompileAhead, shape_of
 from kvjax.cache import Cache
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
@@ -108,29 +108,28 @@ class DecodeRunner:
             self._rows = rows, slots
         return group if tokens is group.tokens else dataclasses.replace(group, tokens=tokens)
 
-    def compile_ahead(self, policy: DecodePolicy, tokens: int, samplings: Sequence[Sampling | None]) -> None:
+    def compile_ahead(self, policy: DecodePolicy, sequence: CachedSequence, tokens: int, samplings: Sequence[Sampling | None]) -> None:
         """Compile, in another thread, what follows the prefill of a sequence: the choice of its first token, and the decode step of slots
-        with these samplings, the sequence's first. tokens: of the longest sequence. Done once for each policy, number of slots and width of
-        page tables."""
+        with these samplings, the sequence's first. The sequence must have logits. tokens: of the longest sequence in the slots. Done once
+        for each policy, number of slots and width of page tables."""
         widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self._groups.spec.groups}
         if (key := (policy, len(samplings), *widths.values())) not in self._ahead:
-            self._ahead.begin(key, functools.partial(self._after_prefill, policy, widths, samplings))
+            self._ahead.begin(key, functools.partial(self._after_prefill, policy, sequence, widths, samplings))
 
     def _after_prefill(
-        self, policy: DecodePolicy, widths: dict[str, int], samplings: Sequence[Sampling | None]
+        self, policy: DecodePolicy, sequence: CachedSequence, widths: dict[str, int], samplings: Sequence[Sampling | None]
     ) -> Iterator[functools.partial]:
         """Calls of `sample_first` and `decode_and_sample`, with shapes for arguments. widths: of the page tables, by layer group."""
-        model, spec, shape_of = self.model, self._groups.spec, jax.ShapeDtypeStruct
-        size, vocab_size = len(samplings), model.config.vocab_size
+        model, logits, size, vocab_size = self.model, sequence.logits, len(samplings), self.model.config.vocab_size
         one, rows = SamplingRows.of(samplings[:1]), SamplingRows.of(samplings)
         counts = shape_of((vocab_size,), np.int32) if one.penalises else None
-        yield functools.partial(sample_first, shape_of((vocab_size,), np.float32), one, shape_of((1,), np.int32), counts)
+        yield functools.partial(sample_first, logits, one, shape_of((1,), np.int32), counts)
         tables = {name: shape_of((size, width), np.int32) for name, width in widths.items()}
-        ids = shape_of((size,), np.int32)
-        cache = Cache(self._pool.layers, tables, ids, spec)
-        states = jax.eval_shape(lambda: tuple(policy.init(each, size) for each in self._declared.states.specs))
+        cache = Cache(self._pool.layers, tables, shape_of((size,), np.int32), self._groups.spec)
+        states = self._declared.states.of_batch(policy, [sequence] + [None] * (size - 1))
         counts = shape_of((size, vocab_size), np.int32) if rows.penalises else None
-        arrays = (model.params, cache, ids, shape_of((size,), bool), states, rows, counts)
+        tokens = shape_of((size,), np.int32, like=logits)
+        arrays = (model.params, cache, tokens, shape_of((size,), bool), states, rows, counts)
         following = {name: shape_of((size, 2), np.int32) for name in tables}
         yield functools.partial(decode_and_sample, model.decoder, policy, self._declared.indexes, *arrays, following=following)
 

@@ -303,9 +303,10 @@ class Engine:
         self._runner.keep(launched, np.asarray(sampled.accepted) if drafted else 1)
         return Decoded(sampled, self.last_reads, packed)
 
-    def compile_ahead(self, policy: DecodePolicy, tokens: int, samplings: Sequence[Sampling | None]) -> None:
+    @guarded
+    def compile_ahead(self, policy: DecodePolicy, sequence: CachedSequence, tokens: int, samplings: Sequence[Sampling | None]) -> None:
         """Compile in another thread what follows a prefill. Arguments as of `DecodeRunner.compile_ahead`."""
-        self._runner.compile_ahead(policy, tokens, samplings)
+        self._runner.compile_ahead(policy, sequence, tokens, samplings)
 
     @guarded
     def fork(self, sequence: CachedSequence) -> CachedSequence:
@@ -393,10 +394,8 @@ class Engine:
         """Move the sequence's pages and states to host memory, and free them on the device. Call `resume` before you use it again; its bits
         are then the same. Waits for the device."""
         self._check_live([sequence])
-        sequence.suspended = read_pages(self._pool, self.spec, self._groups.stored(sequence, self.prefill_chunk))
-        sequence.states, sequence.logits = jax.device_get((sequence.states, sequence.logits))
-        if sequence.open_chunk is not None:
-            sequence.open_chunk = dataclasses.replace(sequence.open_chunk, states=jax.device_get(sequence.open_chunk.states))
+        stored = read_pages(self._pool, self.spec, self._groups.stored(sequence, self.prefill_chunk))
+        sequence.keep_on_host(stored)
         self._groups.keep_written(sequence, 0)
         sequence.pages = self._groups.new()
 

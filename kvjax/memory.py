@@ -116,7 +116,8 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         pages = self.pages_that_fit
-        some = f"({pages * self.page_size:,} tokens)" if pages < MOST_PAGES else "(sequences of any length)"
+        some = f"({pages * self.page_size:,} tokens)" if pages else "(the model does not fit)"
+        some = "(sequences of any length)" if pages == MOST_PAGES else some
         return "\n".join(
             (
                 f"weights              {_size(self.weights_bytes):>12}",

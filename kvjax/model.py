@@ -182,7 +182,7 @@ class ModelConfig:
         for name in ("vocab_size", "hidden_size", "max_positions"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("layers", "owners"):
+        for name in ("layers", "owners", "eos_token_ids"):
             if not isinstance(getattr(self, name), tuple):  # it must be hashable
                 raise ValueError(f"{name} must be a tuple, got {getattr(self, name)!r:.60}: tuple(...) makes one of a list")
         if not self.layers:

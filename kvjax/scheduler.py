@@ -37,6 +37,8 @@ from kvjax.steps import sample_first
 from kvjax.text import TextStream
 
 DEFAULT_SLOTS = 8
+AHEAD = 4
+"""Chunks of a prompt that are launched before what follows the prompt is traced, so that the device has work meanwhile."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -217,6 +219,9 @@ class Scheduler:
                     self._forget_prompt(others[-1])
                     continue
                 error = short
+            except Exception as failed:
+                self._end(handle, failed)
+                raise
             if error is not None:
                 self._end(handle, error)
             self.engine.guard.interrupt_point()
@@ -285,10 +290,14 @@ class Scheduler:
         if handle._sequence.length == handle.prompt_tokens:
             self._prefilling = None
             if handle.request.sampling.n == 1:
-                self._start_sample(handle)
+                try:
+                    self._start_sample(handle)
+                except Exception as error:
+                    self._end(handle, error)
+                    raise
             else:  # each sample takes pages, and waits for them like a request
                 self._wait(handle)
-        else:
+        elif handle._sequence.length >= min(AHEAD * self.engine.prefill_chunk, handle.prompt_tokens - self.engine.prefill_chunk):
             self._compile_ahead(handle)
         if self.on_prefill is not None:  # last, since it may raise, or cancel the request
             jax.block_until_ready(logits[0])
@@ -302,7 +311,8 @@ class Scheduler:
         others = [] if batch is None else [each for each in batch.samples if each is not None]
         samplings = [sampling, *(each.sampling for each in others)]
         longest = max([handle.prompt_tokens, *(each.sequence.length for each in others)])
-        self.engine.compile_ahead(handle._policy, longest + 1, samplings + [None] * (self._bucket - len(samplings)))
+        samplings += [None] * (self._bucket - len(samplings))
+        self.engine.compile_ahead(handle._policy, handle._sequence, longest + 1, samplings)
 
     # Samples
 
@@ -310,23 +320,22 @@ class Scheduler:
         """Give the next sample of a prefilled request its sequence, a fork of the prompt or for the last sample the prompt itself, and
         choose its first token, which is read later, so that the device can start the next prompt. OutOfPages changes nothing."""
         engine, index, last = self.engine, len(handle._samples), len(handle._samples) == handle.request.sampling.n - 1
-        sampling = handle.request.sampling
+        sampling, logits = handle.request.sampling, handle._sequence.logits
         if index:
             sampling = dataclasses.replace(sampling, seed=(sampling.seed + index) % 2**32)
-        sequence = handle._sequence if last else engine.fork(handle._sequence)
-        logits = handle._sequence.logits
-        if last:
-            handle._sequence = None
-            if handle in self._waiting:
-                self._waiting.remove(handle)
         tokenizer = engine.model.tokenizer
         streamed = tokenizer is not None and (self.on_token is not None or sampling.stop)
         stop_ids = sampling.stop_token_ids
         if stop_ids is None:
             stop_ids = () if sampling.ignore_eos else engine.config.eos_token_ids
         stream = TextStream(tokenizer, sampling.stop) if streamed else None
+        sequence = handle._sequence if last else engine.fork(handle._sequence)
         sample = Sample(handle, index, sampling, sequence, frozenset(stop_ids), stream)
         handle._samples.append(sample)
+        if last:
+            handle._sequence = None
+            if handle in self._waiting:
+                self._waiting.remove(handle)
         position = np.array([sequence.length], np.int32)
         token, packed = sample_first(logits, SamplingRows.of([sampling]), position, self._counts(sample))
         self._flights.append(Flight((sample,), packed))
@@ -498,7 +507,7 @@ class Scheduler:
         for sample in handle._samples:
             if sample in running:
                 self._drop(sample)
-            elif sample in self._waiting:
+            else:
                 self._free(sample.sequence)
             if sample.finish_reason is None:
                 sample.cancel()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
+import jax
 from jaxtyping import Array, Float
 
 if TYPE_CHECKING:
@@ -34,6 +35,17 @@ class CachedSequence:
 
     def __repr__(self) -> str:
         return f"CachedSequence(length={self.length}, pages={max(map(len, self.pages.values()), default=0)})"
+
+    def keep_on_host(self, stored: Stored) -> None:
+        """Move states and logits to host memory, and note that its pages are there. Waits for the device."""
+
+        def moved(states: Mapping[DecodePolicy, tuple[Any, ...]]) -> dict[DecodePolicy, tuple[Any, ...]]:
+            return {policy: jax.device_get(each) for policy, each in states.items()}  # policies have no order, which a pytree needs
+
+        logits, states = jax.device_get(self.logits), moved(self.states)
+        opened = None if self.open_chunk is None else dataclasses.replace(self.open_chunk, states=moved(self.open_chunk.states))
+        # Nothing can fail from here on.
+        self.logits, self.states, self.open_chunk, self.suspended = logits, states, opened, stored
 
     def page_counts(self) -> dict[str, int]:
         """Pages in its page tables, by layer group. Pages that are reserved or were given back are included."""

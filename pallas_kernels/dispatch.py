@@ -99,14 +99,9 @@ def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
     return _forced(implementation)
 
 
-def forced_to() -> str | None:
-    """The implementation that this thread is inside of (`forced`), or None."""
-    return _forced.value
-
-
 def candidates(op: str) -> tuple[str, ...]:
     """The implementations that an op may pick here, the preferred first."""
-    names, wanted = available(op), forced_to()
+    names, wanted = available(op), _forced.value
     if wanted is None:
         return names
     return tuple(name for name in names if name == wanted or BACKENDS[name] is None)

@@ -223,7 +223,7 @@ def _unwrap(fields: Mapping[str, Any], endpoint: str) -> Mapping[str, Any]:
 def _check_known(fields: Mapping[str, Any], known: Iterable[str], prefix: str) -> None:
     unknown = sorted(f"{prefix}{key}" for key, value in fields.items() if value is not None and key not in known)
     if unknown:
-        raise _Wrong(f"unknown or unsupported field {', '.join(map(repr, unknown))}")
+        raise _Wrong(f"unknown or unsupported field {', '.join(map(repr, unknown))}; there are {', '.join(sorted(known))}")
 
 
 def _prompt(body: Mapping[str, Any], endpoint: str | None) -> tuple[str | tuple[int, ...] | None, tuple[dict[str, str], ...] | None]:

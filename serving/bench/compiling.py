@@ -83,8 +83,10 @@ def cold_row(
     the chunk.
     """
     hollow = prompt - computed
-    if hollow < 0 or hollow % chunk:
-        raise ValueError(f"{prompt:,} - {computed:,} tokens of the prompt are skipped, which must be a multiple of {chunk:,}")
+    if hollow < 0:
+        raise ValueError(f"computed is {computed:,} tokens, and the prompt has only {prompt:,}")
+    if hollow % chunk:
+        raise ValueError(f"prompt - computed, {hollow:,} tokens that are skipped, must be a multiple of the chunk of {chunk:,}")
     model = random_model(config)
     sizes = {"pages": pages_of(prompt + answer) + 1, "page_size": PAGE_SIZE, "prefill_chunk": chunk, "prefill": prefill}
     engine = HollowEngine(model, policy, hollow=hollow, batch_buckets=(1,), **sizes)

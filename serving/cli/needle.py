@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -105,7 +106,10 @@ def needle_command(
             typer.echo(f"{parse_prefill(name).describe()}:")
         show(table(results))
         for result in results:
-            typer.echo(f"{result.policy}: found by third of depth " + ", ".join(f"{share:.0%}" for share in result.by_depth()))
+            typer.echo(
+                f"{result.policy}: found by third of depth "
+                + ", ".join("-" if math.isnan(share) else f"{share:.0%}" for share in result.by_depth())
+            )
     pairs = [_beside(prefills[0], name, *both) for name in prefills[1:] for both in zip(found[prefills[0]], found[name], strict=True)]
     for pair in pairs:
         difference = estimate(pair["difference"])

@@ -1,6 +1,7 @@
 """What follows a prefill is compiled in another thread, and the calls that come later find it."""
 
 import collections
+import dataclasses
 import functools
 import threading
 
@@ -12,7 +13,8 @@ from tiny_models import make_family
 import kvjax
 from kvjax import Engine, Request, Sampling, Scheduler
 from kvjax.ahead import CompileAhead
-from pallas_kernels.dispatch import forced_to
+from kvjax.policies.decode import Window
+from kvjax.policies.decode.base import Stateless
 
 PAGE, CHUNK, BUCKET = 16, 32, 3  # no other test has this bucket, so nothing is compiled yet
 PROMPT = list(range(1, 2 * CHUNK + 3))
@@ -96,16 +98,64 @@ def test_other_samplings_compile_their_own(compiled):
     assert complete(engine, first)[0].token_ids == both[0].token_ids
 
 
-def test_a_forced_path_is_forced_in_the_other_thread(compiled):
-    seen = []
-    step = jax.jit(lambda x: seen.append(forced_to()) or x + 1)
+CONTEXTS = {
+    "forced path": lambda: kvjax.dispatch("xla"),
+    "precision": lambda: jax.default_matmul_precision("highest"),
+    "device": lambda: jax.default_device(jax.devices()[-1]),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_the_callers_contexts_hold(context, compiled):
+    step = jax.jit(lambda x: x @ x)
     ahead = CompileAhead()
-    with kvjax.dispatch("xla"):
-        ahead.begin("key", lambda: [functools.partial(step, jnp.zeros(3))])
+    with CONTEXTS[context]():
+        ahead.begin("key", lambda: [functools.partial(step, jnp.zeros((3, 3)))])
         ahead.wait("key")
-        step(jnp.ones(3))
-    assert seen == ["xla"]
+        step(jnp.ones((3, 3)))
     assert "key" in ahead
+    assert compiled["<lambda>"] == ["ahead"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Locks(Stateless):
+    """A policy that takes a lock which the caller of `step` holds. Another thread would wait for ever."""
+
+    lock: object
+
+    def select(self, query, layer, ctx, state):
+        assert self.lock.acquire(timeout=5)
+        self.lock.release()
+        return Window(0, 8).select(query, layer, ctx, state)
+
+
+def test_code_of_policies_runs_in_the_callers_thread(compiled):
+    lock = threading.RLock()
+    engine = Engine(make_family("llama"), Locks(lock), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    with lock:
+        (done,) = complete(engine, Request(PROMPT, Sampling(max_new_tokens=3)))
+    assert done.error is None
+    assert compiled["decode_and_sample"] == ["ahead"]
+
+
+def test_weights_that_are_bound_to_a_device(compiled):
+    model = make_family("llama")
+    model = type(model)(model.decoder, jax.device_put(model.params, jax.devices()[0]))
+    engine = Engine(model, pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    (done,) = complete(engine, Request(PROMPT, Sampling(max_new_tokens=2)))
+    assert done.error is None
+    assert compiled["decode_and_sample"] == compiled["sample_first"] == ["ahead"]
+
+
+def test_no_other_thread_can_be_started(compiled, monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("concurrent.futures.ThreadPoolExecutor.submit", refuse)
+    engine = Engine(make_family("llama"), pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))
+    (done,) = complete(engine, Request(PROMPT, Sampling(max_new_tokens=2)))
+    assert done.error is None
+    assert compiled["decode_and_sample"] == ["call"]
 
 
 def test_what_cannot_be_compiled_ahead_is_reported_by_the_call():

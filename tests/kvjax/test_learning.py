@@ -293,3 +293,28 @@ def test_largest_blocks_lists_as_select_blocks_does(length, k, sink, local, bloc
     for head in range(K):
         assert [i for i in found.ids[0, head].tolist() if i >= 0] == [i for i in wanted[0, 0, head].tolist() if i >= 0]
     assert found.block_size == block_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts(Stateless):
+    """A policy with a state, of which there are several."""
+
+    by: int
+
+    def init(self, spec, batch):
+        return jnp.zeros((batch, 1))
+
+    def select(self, query, layer, ctx, state):
+        return None, state + self.by
+
+
+def test_a_sequence_with_states_of_several_policies_is_suspended_and_resumed(model):
+    engine = Engine(model, policies=(Counts(1), Counts(2)), pages=8, page_size=16, prefill_chunk=32, batch_buckets=(1,))
+    (sequence,) = engine.prefill([[1, 2, 3]])
+    for policy in (Counts(2), Counts(1), Counts(2)):
+        engine.decode([sequence], [4], policy)
+    engine.suspend(sequence)
+    engine.resume(sequence)
+    found = {policy: float(states[0][0, 0]) for policy, states in sequence.states.items()}
+    assert found == {Counts(1): 1, Counts(2): 4}
+    assert np.isfinite(engine.decode([sequence], [4], Counts(1))).all()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from scheduling import alone, asked, assert_nothing_is_left, finish, make_engine
 
-from kvjax import Engine, NotFinite, Request, Scheduler
+from kvjax import Engine, NotFinite, Request, Sampling, Scheduler
 from kvjax import scheduler as module
 
 pytestmark = pytest.mark.bits
@@ -261,3 +261,26 @@ def test_a_step_does_not_wait_for_itself(engine):
     assert (sample.issued, len(sample.ids)) == (2, 1)
     assert isinstance(scheduler._flights[0].packed, jax.Array)
     finish(scheduler)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_request_whose_sample_cannot_start_ends_and_the_others_go_on(engine, monkeypatch, samples):
+    """As when device memory runs out: the step raises, the request has the error, and nothing of it is left."""
+    choose, calls = module.sample_first, []
+
+    def fails_second(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return choose(*args)
+
+    monkeypatch.setattr(module, "sample_first", fails_second)
+    scheduler = Scheduler(engine, slots=4)
+    first = scheduler.submit(asked("Before", 1))
+    second = scheduler.submit(Request("Call me", Sampling(max_new_tokens=4, n=samples)))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        finish(scheduler)
+    finish(scheduler)
+    assert first.completion.error is None
+    assert str(second.completion.error) == "out of memory"
+    assert scheduler.idle
