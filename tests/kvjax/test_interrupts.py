@@ -30,9 +30,10 @@ PAGES, PAGE, CHUNK = 40, 16, 32
 SOURCES = [Path(module.__file__).parent for module in (kvjax, kvjax.cache)]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def interruptible():
-    """Ctrl-C raises KeyboardInterrupt, also where tests run in the background and it is ignored; the alarm clock presses Ctrl-C."""
+    """Ctrl-C raises KeyboardInterrupt, also where tests run in the background and it is ignored; the alarm clock presses Ctrl-C. For each
+    test, because pytest-timeout takes the alarm clock anew for each."""
     handlers = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGALRM, press)
     yield
     signal.signal(signal.SIGINT, handlers[0])
