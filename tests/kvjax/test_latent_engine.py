@@ -81,6 +81,7 @@ def test_prefill_and_decode_are_the_whole_forward(engine, latent_model, tokens):
     assert np.abs(np.asarray(dense) - expected[145]).max() > 1e-2, "every token is another model"
 
 
+@pytest.mark.long
 def test_dense_policies_read_every_token(latent_model, tokens):
     """As the model whose indexer chooses as many tokens as there are."""
     layer = LATENT.layers[0]
@@ -214,6 +215,7 @@ def test_drafts_read_what_they_would_alone_and_dropped_ones_leave_no_trace(engin
     same_next(engine, one, two, tokens[100:])
 
 
+@pytest.mark.long
 def test_requests_of_a_crowded_engine_are_answered_as_alone(latent_model, tokens):
     """Seven requests on few pages: they wait, and are suspended and resumed."""
     engine = Engine(latent_model, pages=14, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(5,))

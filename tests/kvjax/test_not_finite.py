@@ -118,6 +118,7 @@ def test_scores_are_never_of_nan(sound, policy, prompt, continuation, position):
     assert score(engine, "ab", "c^", policy=policy).logprob < 0, "the last token's own logits are not asked for"
 
 
+@pytest.mark.long
 def test_fidelity_measures_no_nan(sound):
     engine = Engine(broken(sound, BAD), policies=["window:1+4"], pages=64, page_size=16, prefill_chunk=32)
     sequences = engine.prefill([[1] * 20, [2] * 20])

@@ -394,6 +394,7 @@ def prompt(text):
     return (text * 6)[:LONG]
 
 
+@pytest.mark.long
 def test_each_chunk_is_the_chosen_policys_own(small, three, prompt, caplog):
     chosen = [three.choose(start, start + CHUNK).policy for start in range(0, LONG, CHUNK)]
     assert list(map(str, chosen)) == ["dense"] * 2 + ["window:8+64"] * 6 + ["dense"] + ["mean:1"] * 2

@@ -115,6 +115,7 @@ def test_errors_between_leave_out_the_exact_queries(model, text, rows):
         assert row["error_between"] != pytest.approx(row["error"], rel=1e-6)
 
 
+@pytest.mark.long
 def test_untrimmed_lists_meet_an_oracle_of_as_many_blocks(model, text):
     """What lists more than k blocks is held against the oracle's as many, and so captures no more than it."""
     untrimmed = dataclasses.replace(MOMO, k_trim=None)
@@ -123,6 +124,7 @@ def test_untrimmed_lists_meet_an_oracle_of_as_many_blocks(model, text):
         assert row["of_oracle"] <= 1 + 1e-6
 
 
+@pytest.mark.long
 def test_lists_of_an_oracle_keep_to_their_budgets(model, text):
     recorded = record_prefill(model, text[:160], chunk=32, page_size=16)
     number, query, place = recorded.chunks[-1]
@@ -135,6 +137,7 @@ def test_lists_of_an_oracle_keep_to_their_budgets(model, text):
         assert found[at][found[at] >= 0].tolist() == ([] if budgets[at] == 0 else alone[alone >= 0].tolist())
 
 
+@pytest.mark.long
 def test_covering_everything_captures_everything(model, text):
     """Untrimmed unions may hold more than the oracle's budget; here they hold every candidate."""
     policy = dataclasses.replace(MOMO, k=20, k_exact=20, k_trim=None)

@@ -109,6 +109,7 @@ def test_pages_that_hold_no_whole_blocks_are_refused_at_once(model, prefill):
     Engine(model, pages=4, page_size=32, prefill_chunk=64, prefill="delta:64+128/16")
 
 
+@pytest.mark.long
 def test_generate_takes_a_prefill_policy(speaker):
     prompt = "the quick brown fox jumps over the lazy dog " * 8
     dense = kvjax.generate(speaker, prompt, max_new_tokens=4, details=True)

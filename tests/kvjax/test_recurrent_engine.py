@@ -184,6 +184,7 @@ def test_a_step_reads_every_state_once(recurrent_model):
     assert one.from_device == one.total
 
 
+@pytest.mark.long
 def test_auto_and_sparse_prefill_take_the_layer_of_attention(recurrent_model, tokens):
     dense, sparse = (
         Engine(recurrent_model, "auto", pages=3, page_size=128, prefill_chunk=256, prefill=name, batch_buckets=(1,))
@@ -195,6 +196,7 @@ def test_auto_and_sparse_prefill_take_the_layer_of_attention(recurrent_model, to
     assert "3 of 3 pages of 128 tokens in use" in str(dense)
 
 
+@pytest.mark.long
 def test_requests_of_a_crowded_engine_are_answered_as_alone(recurrent_model, tokens):
     """Seven requests on five rows and few pages: they wait, and are suspended and resumed."""
     engine = Engine(recurrent_model, pages=14, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(5,))

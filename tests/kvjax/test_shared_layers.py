@@ -119,7 +119,7 @@ def engine(model):
     return engine_of(model, policies=("quest:1", TopBlocks(k=9, sink=1, local=1, block_size=PAGE)))
 
 
-@pytest.mark.parametrize("name", ["biases", "norms", "slices"])
+@pytest.mark.parametrize("name", ["biases", *(pytest.param(each, marks=pytest.mark.long) for each in ("norms", "slices"))])
 def test_logits_are_those_of_the_plain_forward(name, tokens):
     model = model_named(name)
     expected = forward(model, tokens[:110])
@@ -232,7 +232,7 @@ class Mass(Stateless):
         return "mass"
 
 
-@pytest.mark.parametrize(("name", "owner", "reader"), [("biases", 2, 4), ("slices", 3, 6)])
+@pytest.mark.parametrize(("name", "owner", "reader"), [pytest.param("biases", 2, 4, marks=pytest.mark.long), ("slices", 3, 6)])
 def test_learning_policies_have_a_state_of_their_own_in_every_layer(name, owner, reader, tokens):
     model = model_named(name)
     engine, full = engine_of(model, policies=Mass()), [layer.mixer.window is None for layer in model.config.layers]

@@ -41,7 +41,9 @@ def test_logits_and_greedy_tokens(name, complete):
     FAMILY.check_logits(name, complete)
 
 
-@pytest.mark.parametrize("name", [FIRST, "h4-k16-three-layers", pytest.param("h2-k100-all-tokens", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", [FIRST, *(pytest.param(each, marks=pytest.mark.long) for each in ("h4-k16-three-layers", "h2-k100-all-tokens"))]
+)
 def test_the_engine_gives_the_golden_logits_and_tokens_however_the_prompt_is_cut(name):
     model, want = golden_case(name)
     engine = Engine(model, pages=32, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(1, 4))

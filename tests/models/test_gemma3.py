@@ -56,7 +56,7 @@ def engine_of(model, **options):
     return Engine(model, **({"pages": 32, "page_size": PAGE, "prefill_chunk": CHUNK, "batch_buckets": (1, 4)} | options))
 
 
-@pytest.mark.parametrize("name", [LINEAR, "g4-d64-linear", "g2-d64-window-1"])
+@pytest.mark.parametrize("name", [LINEAR, *(pytest.param(each, marks=pytest.mark.long) for each in ("g4-d64-linear", "g2-d64-window-1"))])
 def test_the_engine_gives_the_golden_logits_and_tokens_however_the_prompt_is_cut(name):
     model, want = golden_case(name)
     check_engine(engine_of(model), want)

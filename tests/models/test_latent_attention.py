@@ -201,6 +201,7 @@ def test_training_reads_the_tokens_that_the_model_was_trained_to_read():
     assert row_error(np.asarray(found), out) < TOLERANCE
 
 
+@pytest.mark.long
 def test_rows_of_one_batch_stand_at_different_places():
     """A prompt of 37 tokens in one call, one of 17 token by token, then steps together; after three of them the second row stops."""
     mixer, params, hidden, out, tokens = golden("latent-default")

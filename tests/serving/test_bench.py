@@ -97,6 +97,7 @@ def test_rows_say_what_was_read(rows):
     assert all("weights and cache need" in row["skipped"] for row in skipped)
 
 
+@pytest.mark.long
 def test_steps_with_drafts_go_through_the_same_positions(drafted):
     timed, skipped = drafted[:6], drafted[6:]
     assert [(row["policy"], row["drafted"]) for row in drafted] == [
@@ -114,6 +115,7 @@ def test_steps_with_drafts_go_through_the_same_positions(drafted):
     assert four["bytes"]["weights"] - one["bytes"]["weights"] == 2 * 3 * SHAPES["tiny"].hidden_size * item
 
 
+@pytest.mark.long
 def test_a_draft_that_is_accepted_is_an_error(monkeypatch):
     """It would move the steps after it on, past the positions that are compared."""
     monkeypatch.setattr(decode_bench, "_without_drafts", lambda tokens: jnp.zeros_like(tokens))
@@ -220,6 +222,7 @@ def test_the_command(tmp_path, monkeypatch, capsys, copy_once):
     assert "dense" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_command_with_drafts(tmp_path, monkeypatch, capsys, copy_once):
     monkeypatch.setattr(measure, "copy_rate", copy_once)
     file = tmp_path / "drafts.json"

@@ -74,6 +74,7 @@ def test_a_document_is_filled_from_the_fit(kvjax, runs):
         assert (status, words in err) == (2, True)
 
 
+@pytest.mark.long
 def test_a_fitted_bill_predicts_and_draws(kvjax, runs):
     kvjax("bill", "fit", *runs, "--form", "fixed", "--json", "bill.json")
     arguments = ("--fit", "bill.json", "--lengths", "128k", "--batches", "4", "--policies", "dense,top:8,top:16")

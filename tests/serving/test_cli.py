@@ -271,6 +271,7 @@ def test_needle_counts_hits_under_each_policy(kvjax, model_folder):
     assert re.search(r"window:4\+8 .* 12 .* of 3 ", out), "keys per step"
 
 
+@pytest.mark.long
 def test_needle_sets_prefill_policies_side_by_side(kvjax, model_folder, tmp_path):
     arguments = ("--model", model_folder, "--length", 300, "--trials", 3, "--distractors", 2, "--max-batch", 2, *PAGES, "--policy", "dense")
     prefills = ("--prefill", "dense", "--prefill", "window:4+8", "--json", tmp_path / "needle.json")

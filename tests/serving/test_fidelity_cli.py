@@ -113,6 +113,7 @@ def test_a_finished_panel_is_only_drawn_again(whole, arguments, kvjax, monkeypat
     assert "of confident steps agree" in out
 
 
+@pytest.mark.long
 def test_a_killed_panel_goes_on_and_says_the_same(whole, arguments, kvjax, monkeypatch, tmp_path):
     """Killed with SIGKILL after its second unit; the third is torn. Sums of records are those of a run that was not."""
     from kvjax.fidelity.panel import Panel

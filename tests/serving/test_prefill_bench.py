@@ -96,6 +96,7 @@ def test_bounds_cost_what_the_documentation_says(bounds_rows):
         assert said in text
 
 
+@pytest.mark.long
 def test_wrong_lists_have_a_large_error(monkeypatch):
     right = prefill_ops.BoundsBlocks.lists
     monkeypatch.setattr(prefill_ops.BoundsBlocks, "lists", lambda *args: jax.numpy.minimum(right(*args), 1))
@@ -104,6 +105,7 @@ def test_wrong_lists_have_a_large_error(monkeypatch):
     assert rows[1]["slots_right"] < 1
 
 
+@pytest.mark.long
 def test_a_policy_that_breaks_loses_no_other(monkeypatch):
     monkeypatch.setitem(prefill_ops.LISTINGS, BoundsBlocks, lambda *_: 1 / 0)
     rows = list(prefill_ops.op_rows("tiny", 256, (BOUNDS, SinkWindow(64, 128)), 1e12, baselines=False))
@@ -164,6 +166,7 @@ def test_time_to_first_token(time_rows):
     assert all("weights and cache need" in row["skipped"] for row in skipped)
 
 
+@pytest.mark.long
 def test_the_cache_has_what_a_policy_scans():
     """Indexes are in the cache, are counted, and change what lists hold: without them no bound would be seen."""
     config, bounds = SHAPES["tiny"], BoundsBlocks(k=1, window_tokens=128)
@@ -332,6 +335,7 @@ def test_measures_refuse_sizes_without_a_model():
         bench_cli.prefill_command("tiny", "1k", "momo:4/2", ops=False, measures=True, ablate=False, **dict.fromkeys(names))
 
 
+@pytest.mark.long
 def test_layers_of_a_model_over_a_text(model, monkeypatch):
     """Dense is its own oracle; a policy that reads less has an error, and so few keys as its lists, sinks and window hold."""
     monkeypatch.setattr(prefill_layers, "CALLS", 1)

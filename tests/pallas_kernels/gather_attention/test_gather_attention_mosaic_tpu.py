@@ -68,6 +68,7 @@ def test_matches_reference(check, case):
     check(SMALL_TILES, case)
 
 
+@pytest.mark.long
 def test_bits_twice_and_without_block_lse_and_in_any_company_and_table(tools, arguments):
     (q, k, v, table, lengths), keywords = arguments("bfloat16 blocks of 16 in pages of 32")
     op = functools.partial(SMALL_TILES, **keywords, return_block_lse=True)

@@ -14,7 +14,8 @@ import pytest
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("chosen", ["matches", pytest.param("planted", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("chosen", ["matches", "planted"])
 def test_interpreted(chosen):
     """Values and races, and planted bugs: `query_tiles_interpreted.py`, with threads enough for its warpgroups."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]

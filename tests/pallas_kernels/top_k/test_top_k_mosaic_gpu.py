@@ -142,6 +142,7 @@ def test_shares_that_pass_through_shared_memory(suite, check, monkeypatch, slots
     check(suite.rows_of(suite.Case(31999, 32)), config, 9)
 
 
+@pytest.mark.long
 @settings(max_examples=5, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_adversarial_rows_emulated(suite, check, data):
