@@ -20,6 +20,7 @@ and a job that is run again gives the same ones. `model` in an OpenAI body is no
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
@@ -223,7 +224,9 @@ def _unwrap(fields: Mapping[str, Any], endpoint: str) -> Mapping[str, Any]:
 def _check_known(fields: Mapping[str, Any], known: Iterable[str], prefix: str) -> None:
     unknown = sorted(f"{prefix}{key}" for key, value in fields.items() if value is not None and key not in known)
     if unknown:
-        raise _Wrong(f"unknown or unsupported field {', '.join(map(repr, unknown))}; there are {', '.join(sorted(known))}")
+        near = difflib.get_close_matches(unknown[0].removeprefix(prefix), [*known], n=1, cutoff=0.75)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise _Wrong(f"unknown or unsupported field {', '.join(map(repr, unknown))}{meant}")
 
 
 def _prompt(body: Mapping[str, Any], endpoint: str | None) -> tuple[str | tuple[int, ...] | None, tuple[dict[str, str], ...] | None]:

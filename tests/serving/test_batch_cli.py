@@ -64,6 +64,13 @@ def test_batch_hands_over_its_options(kvjax, model_folder, tmp_path):
     assert kvjax(*arguments, "--overwrite")[0] == 0
 
 
+def test_a_misspelt_field_is_reported_with_the_one_that_was_meant(kvjax, model_folder, tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"id": 1, "promt": "amber"}])
+    status, _, err = kvjax("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, *PAGES)
+    assert status == 0
+    assert "unknown or unsupported field 'promt'; did you mean 'prompt'?" in err
+
+
 def test_batch_prints_the_first_errors_and_fails_on_request(kvjax, model_folder, tmp_path):
     records = [{"id": "good", "prompt": "amber", "max_new_tokens": 2, "store": True}, *({"id": n, "shape": n} for n in range(5))]
     source = write(tmp_path / "in.jsonl", records)
