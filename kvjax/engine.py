@@ -165,6 +165,8 @@ class Engine:
         with self._advice():
             self._groups.check_free({name: count + spare for name, count in self._groups.needed(tokens).items()})
 
+    # Sequences
+
     @guarded
     def new_sequence(self) -> CachedSequence:
         """A sequence without tokens. `extend` or chunks of `step` write to it."""
@@ -253,8 +255,7 @@ class Engine:
 
     @guarded
     def step(self, plan: StepPlan) -> StepResult:
-        """Run a plan: its decode steps, then slices of its chunks of prefill, each as a separate call. Does not wait for the device. The
-        steps' packed results are on their way to the host.
+        """Run a plan: its decode steps, then slices of its chunks of prefill, each as a separate call. Does not wait for the device.
 
         Raises what `decode_and_sample` and `extend` raise. The whole plan is checked, and its pages are taken, first: after ValueError or
         OutOfPages nothing has run, and no page was taken. The caller appends decoded tokens to `.tokens` when it knows them.
@@ -394,8 +395,7 @@ class Engine:
         """Move the sequence's pages and states to host memory, and free them on the device. Call `resume` before you use it again; its bits
         are then the same. Waits for the device."""
         self._check_live([sequence])
-        stored = read_pages(self._pool, self.spec, self._groups.stored(sequence, self.prefill_chunk))
-        sequence.keep_on_host(stored)
+        sequence.keep_on_host(read_pages(self._pool, self.spec, self._groups.stored(sequence, self.prefill_chunk)))
         self._groups.keep_written(sequence, 0)
         sequence.pages = self._groups.new()
 
@@ -439,6 +439,8 @@ class Engine:
         finally:
             for sequence in sequences:
                 self.free(sequence)
+
+    # Inside
 
     @contextlib.contextmanager
     def _kept(self, *sequences: CachedSequence) -> Iterator[None]:

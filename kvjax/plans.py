@@ -75,7 +75,7 @@ def check_plan(plan: StepPlan) -> StepPlan:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoded:
     """The result of one `DecodeGroup`, on the device: what was sampled, and what was read. packed: both, as `kvjax.outcomes.pack` packs
-    them."""
+    them; `Engine.step` has begun to copy it to the host."""
 
     sampled: Sampled
     reads: Reads

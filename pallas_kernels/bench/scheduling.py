@@ -43,14 +43,8 @@ def cold_cells(row: Row) -> tuple[str, ...]:
     """Cells with programs and seconds."""
     spent = (f"{row['seconds'][part]:.2f}" for part in ("trace", "lower", "compile"))
     waited = f"{row['wall_s'] - row['warm_s']:.2f}"
-    return (
-        f"{row['shape']}, {row['layers']} layers",
-        f"`{row['prefill']}`",
-        tokens_text(row["prompt"]),
-        f"{row['programs']}",
-        *spent,
-        waited,
-    )
+    shape, tokens = f"{row['shape']}, {row['layers']} layers", tokens_text(row["prompt"])
+    return shape, f"`{row['prefill']}`", tokens, f"{row['programs']}", *spent, waited
 
 
 def programs_cells(row: Row) -> tuple[str, ...]:
