@@ -1,5 +1,6 @@
 """What every test shares: a cache of compiled programs on disk, and programs that are compiled quickly."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -51,6 +52,12 @@ def compiled_programs_go_with_their_module():
     """
     yield
     jax.clear_caches()
+
+
+def pytest_collection_finish():
+    """The garbage collector goes through everything that it tracks, again and again. What is there now stays: thousands of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
