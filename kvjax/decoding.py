@@ -167,10 +167,7 @@ class DecodeRunner:
         # Nothing can fail from here on.
         slots.advance(launched.cache, written)
         for sequence, length in zip(slots.live, slots.lengths, strict=True):
-            sequence.length = length
-        if any([each.logits is not None or each.open_chunk is not None for each in slots.live]):  # noqa: C419 - a list is faster
-            for sequence in slots.live:
-                sequence.logits = sequence.open_chunk = None
+            sequence.length, sequence.logits, sequence.open_chunk = length, None, None
         if self._groups.has_windows:
             for sequence in slots.live:
                 self._groups.give_back(sequence)

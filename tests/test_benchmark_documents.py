@@ -42,20 +42,27 @@ def test_what_the_readme_says_of_steps_is_what_was_measured():
 def test_what_is_said_of_versions_before_and_after_the_spine_was_measured():
     text = " ".join((ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").split())
 
-    def figures(name, key, what="median_s"):
+    def figures(name, *keys):
         rows = json.loads((RESULTS / f"spine-{name}.json").read_text(encoding="utf-8"))["rows"]
-        return {row[key]: row[what] for row in rows if what in row}
+        return {tuple(row[key] for key in keys): row["median_s"] for row in rows if "median_s" in row}
 
-    before, after = figures("prompts-before", "policy"), figures("prompts-after", "policy")
-    assert set(before) == set(after) == {"dense", "momo:128/8", "bounds:32"}
-    changes = [abs(after[each] / before[each] - 1) for each in before]
-    assert f"by at most {max(changes) + 5e-4:.1%} (`spine-prompts-*.json`)" in text
-    changes = []
-    for number in "12":
-        before, after = figures(f"top-k-before-{number}", "case"), figures(f"top-k-after-{number}", "case")
-        assert set(before) == set(after)
-        changes += [abs(after[each] / before[each] - 1) for each in before]
-    assert f"`top_k` by at most {max(changes):.1%} (`spine-top-k-*.json`)" in text
+    def largest_change(rounds, *keys):
+        changes = []
+        for names in rounds:
+            before, after = (figures(name, *keys) for name in names)
+            assert set(before) == set(after)
+            changes += [abs(after[each] / before[each] - 1) for each in before]
+        return max(changes)
+
+    rounds = {size: [(f"before{end}", f"after{end}") for end in (size, f"{size}-2")] for size in ("", "-b8")}
+    steps = [largest_change(each, "tokens", "policy") for each in rounds.values()]
+    assert f"by at most {steps[0]:.1%} at batch 1, at 8K, 128K and 1M tokens" in text
+    assert f"by at most {steps[1]:.1%} at batch 8, at 8K and 128K (`*-b8*.json`" in text
+    assert set(figures("prompts-before", "policy")) == {("dense",), ("momo:128/8",), ("bounds:32",)}
+    prompts = largest_change([("prompts-before", "prompts-after")], "policy")
+    assert f"by at most {prompts + 5e-4:.1%} (`spine-prompts-*.json`)" in text
+    top_k = largest_change([(f"top-k-before-{number}", f"top-k-after-{number}") for number in "12"], "case")
+    assert f"`top_k` by at most {top_k:.1%} (`spine-top-k-*.json`)" in text
     rows = json.loads((RESULTS / "spine-traffic.json").read_text(encoding="utf-8"))["rows"]
     gains = []
     for rate in ("prefill_tokens_per_s", "decode_tokens_per_s"):

@@ -18,13 +18,14 @@ class Pool:
 
     def __init__(self, layers: Layers):
         self.layers = layers
+        self._first = _first_array(layers)  # the first array of `layers`
         self._latest: jax.Array | None = None  # an output of the latest call, which shows whether it failed
         self._failure: Exception | None = None
 
     @functools.cached_property
     def on_cpu(self) -> bool:
         """Whether the pages are in the memory of a CPU."""
-        return any(device.platform == "cpu" for device in _first_array(self.layers).devices())
+        return any(device.platform == "cpu" for device in self._first.devices())
 
     def run(self, step: Callable, *args: Any, layers: Callable[[Any], Layers] = lambda result: result, **kwargs: Any) -> Any:
         """Call a jitted function that consumes the pages, and keep the pages that it returns (`layers` finds them in the result). An error
@@ -36,6 +37,7 @@ class Pool:
             self.check(error)
             raise
         self.layers, self._latest = layers(result), _first_array(result)
+        self._first = _first_array(self.layers)
         return result
 
     def check(self, error: Exception | None = None) -> None:
@@ -44,8 +46,8 @@ class Pool:
         error: what the latest call raised. Without it this does not wait for the device: a call that is still running passes, and only the
         first array is checked, because a call that fails after it has begun raises, or its outputs do.
         """
-        looked_at = [_first_array(self.layers)] if error is None else jax.tree.leaves(self.layers)
-        if self._failure is None and any([leaf.is_deleted() for leaf in looked_at]):  # noqa: C419 - a list is faster
+        lost = self._first.is_deleted() if error is None else any(leaf.is_deleted() for leaf in jax.tree.leaves(self.layers))
+        if self._failure is None and lost:
             self._failure = error or RuntimeError("the pages were deleted")
         latest = self._latest
         if self._failure is None and latest is not None and not latest.is_deleted() and (error is not None or latest.is_ready()):
