@@ -159,7 +159,7 @@ class Prefiller:
             np.int32(part.place),
             tuple(layers[owner] for owner in part.owners),
             learning=None if run.learning is None else run.learning.of_layers(part.place, part.end),
-            layers=lambda result: (*layers[: part.first], *result[1].layers, *layers[part.last :]),
+            kept=lambda result: ((*layers[: part.first], *result[1].layers, *layers[part.last :]), result[0]),
         )
         run.learned.append(learned)
         run.done += 1

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Int32
 from kvjax.ahead import CompileAhead, shape_of
 from kvjax.cache import Cache
 from kvjax.cache.groups import GroupPages
-from kvjax.cache.pool import Pool
+from kvjax.cache.pool import Layers, Pool
 from kvjax.cache.tables import table_width
 from kvjax.checks import token_ids
 from kvjax.declared import DeclaredPolicies
@@ -23,7 +23,7 @@ from kvjax.outcomes import Reads
 from kvjax.plans import DecodeGroup
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy
-from kvjax.sampling import Sampling, SamplingRows, check_rows
+from kvjax.sampling import Sampled, Sampling, SamplingRows, check_rows
 from kvjax.sequences import CachedSequence
 from kvjax.slots import Slots, in_bucket
 from kvjax.steps import decode_and_sample, sample_first
@@ -67,6 +67,12 @@ def _host_tokens(tokens: Any, sequences: Sequence[CachedSequence | None], vocab_
     return ids.astype(np.int32)
 
 
+def _kept(result: tuple) -> tuple[Layers, Array]:
+    """The pages in a decode step's result, and one of its outputs."""
+    *_, cache, _, reads = result
+    return cache.layers, reads.keys
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Launched:
     """A decode step that was launched: its policy, its results other than the cache, the policy's states, and the cache."""
@@ -86,12 +92,15 @@ class DecodeRunner:
         self._pool, self._groups, self._declared = pool, groups, declared
         self._slots: dict[tuple[int, DecodePolicy], Slots] = {}
         self._rows: tuple[SamplingRows | None, int] = None, 0  # the latest, and the slots that they are known to fit
+        self._chosen: Array | None = None  # the tokens that the latest step sampled for these rows, one for each slot
         self._ahead = CompileAhead()
         self.last_reads: Reads | None = None
 
     def checked(self, group: DecodeGroup, buckets: Sequence[int]) -> DecodeGroup:
         """The group, with its tokens in an array. ValueError unless tokens, sampling and counts fit its slots, which are a batch bucket."""
         slots, tokens, vocab_size = len(group.sequences), group.tokens, self.model.config.vocab_size
+        if tokens is self._chosen and group.sampling is self._rows[0] and slots == self._rows[1] and group.counts is None:
+            return group  # as the step before
         if slots not in buckets:
             raise ValueError(f"{slots} slots are no batch bucket of this engine: {buckets}")
         if not isinstance(tokens, jax.Array):
@@ -105,7 +114,7 @@ class DecodeRunner:
         known = rows is self._rows[0] and slots == self._rows[1] and not rows.penalises
         if first.shape != (slots,) or not known or group.counts is not None:
             check_rows(rows, first, group.counts, slots, vocab_size)
-            self._rows = rows, slots
+            self._rows, self._chosen = (rows, slots), None
         return group if tokens is group.tokens else dataclasses.replace(group, tokens=tokens)
 
     def compile_ahead(self, policy: DecodePolicy, sequence: CachedSequence, tokens: int, samplings: Sequence[Sampling | None]) -> None:
@@ -151,12 +160,17 @@ class DecodeRunner:
         states = self._declared.states.of_batch(policy, slots.sequences)
         args = (self.model.decoder, policy, self._declared.indexes, self.model.params, cache, tokens, slots.active, states, *rest)
         try:
-            results = self._pool.run(step, *args, following=following, layers=lambda result: result[-3].layers)
+            results = self._pool.run(step, *args, following=following, kept=_kept)
         except BaseException:
             slots.forget()
             raise
         *results, cache, states, self.last_reads = results
         return Launched(policy, slots, results, states, cache)
+
+    def keep_sampled(self, launched: Launched, sampled: Sampled, *, drafted: bool) -> None:
+        """Keep the result of a step that sampled. Waits for the device if it had drafts."""
+        self.keep(launched, np.asarray(sampled.accepted) if drafted else 1)
+        self._chosen = None if drafted or sampled.counts is not None else sampled.tokens
 
     def keep(self, launched: Launched, written: int | Int[np.ndarray, "B"] = 1) -> None:
         """Keep a step's result. written: how many of the tokens written stay, per slot."""

@@ -301,7 +301,7 @@ class Engine:
         given, drafted = (group.tokens, group.policy, group.sampling, group.counts), group.tokens.ndim == 2
         launched = self._launch(decode_and_sample, group.sequences, *given, num_tokens=group.tokens.shape[1] if drafted else 1)
         sampled, packed = launched.results
-        self._runner.keep(launched, np.asarray(sampled.accepted) if drafted else 1)
+        self._runner.keep_sampled(launched, sampled, drafted=drafted)
         return Decoded(sampled, self.last_reads, packed)
 
     @guarded

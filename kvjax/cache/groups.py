@@ -27,17 +27,13 @@ class GroupPages:
     """The pages of every layer group, and the sequences that hold them.
 
     totals: pages of each group. chunk: tokens that prefill writes at a time; a window group keeps the pages that the next token's chunk
-    reads.
+    reads. has_windows: whether any group gives pages back.
     """
 
     def __init__(self, spec: CacheSpec, totals: Mapping[str, int], chunk: int):
         self.spec, self.chunk = spec, chunk
         self.allocators = {group.name: PageAllocator(totals[group.name]) for group in spec.groups}
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether any group gives pages back."""
-        return any(group.window is not None for group in self.spec.groups)
+        self.has_windows = any(group.window is not None for group in spec.groups)
 
     @property
     def used(self) -> dict[str, int]:

@@ -46,7 +46,7 @@ class HollowEngine(Engine):
         for number in self.spec.holding:
             before, after = self._pool.layers[:number], self._pool.layers[number + 1 :]
             key = jax.random.fold_in(jax.random.key(seed), number)
-            self._pool.run(_filled, self._pool.layers[number], key, layers=functools.partial(_between, before, after))
+            self._pool.run(_filled, self._pool.layers[number], key, kept=functools.partial(_between, before, after))
 
     def step(self, plan: StepPlan) -> StepResult:
         """As `Engine.step`, but chunks at the hollow beginning of a prompt only add to the sequence's tokens and length."""
@@ -135,8 +135,8 @@ def _no_logits(vocab_size: int) -> jax.Array:
     return jnp.zeros(vocab_size, jnp.float32)
 
 
-def _between(before: tuple, after: tuple, made: PagedKV) -> tuple:
-    return (*before, made, *after)
+def _between(before: tuple, after: tuple, made: PagedKV) -> tuple[tuple, jax.Array]:
+    return (*before, made, *after), made.pages.k
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -226,7 +226,13 @@ def test_dropped_drafts_leave_no_trace(engine, recurrent_model, tokens):
         states = engine._declared.states.of_batch(engine.policy, [None, None])
         args = (recurrent_model.decoder, engine.policy, engine.indexes, recurrent_model.params)
         logits, *_ = engine._pool.run(
-            decode_step, *args, Cache(engine._pool.layers, cache, lengths, engine.spec), given, active, states, layers=lambda r: r[1].layers
+            decode_step,
+            *args,
+            Cache(engine._pool.layers, cache, lengths, engine.spec),
+            given,
+            active,
+            states,
+            kept=lambda result: (result[1].layers, result[0]),
         )
         expected = recurrent_model.full_forward([*tokens[:48], wrong, wrong + 1])
         close(logits[0], expected[46:])
