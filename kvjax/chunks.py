@@ -19,6 +19,7 @@ from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
 from kvjax.learning import Learning, OpenChunk, PolicyStates, after_chunk
 from kvjax.model import Decoder, Model
+from kvjax.plans import Prefilled
 from kvjax.policies.prefill import DensePrefill, PrefillPolicy
 from kvjax.sequences import CachedSequence
 from kvjax.steps import embed_chunk, prefill_slice, row_logits
@@ -66,8 +67,8 @@ def _cut(decoder: Decoder, spec: CacheSpec, size: int) -> tuple[Slice, ...]:
 class ChunkRun:
     """A chunk that is being prefilled: the tokens `written` of `sequence`, which then has `last` tokens.
 
-    done: slices that have run. x: token ids `[1, T]` before the first slice, hidden states between slices, logits `[V]` or `[T, V]` after
-    the last.
+    ends: whether no token that it was given is left for a later chunk; only then it has logits. done: slices that have run. x: token ids
+    `[1, T]` before the first slice, hidden states `[1, T, E]` after every slice, and last, logits `[V]` or `[T, V]`, if it has any.
     """
 
     sequence: CachedSequence
@@ -76,6 +77,7 @@ class ChunkRun:
     last: int
     start: int
     policy: PrefillPolicy
+    ends: bool
     all_logits: bool
     learning: Learning | None
     opened: OpenChunk | None
@@ -88,6 +90,11 @@ class ChunkRun:
         """ValueError unless these tokens begin with those of the chunk."""
         if list(tokens[: len(self.written)]) != self.written:
             raise ValueError("the sequence is in the middle of a chunk of other tokens: continue with those, or free the sequence")
+
+    def result(self) -> Prefilled:
+        """The chunk's result, after the last slice. The sequence keeps the logits."""
+        self.sequence.logits = self.x if self.ends else None
+        return Prefilled(len(self.written), self.sequence.logits, self.x)
 
 
 class Prefiller:
@@ -119,11 +126,12 @@ class Prefiller:
         if opened is not None:
             ids[0, opened.position - start : first - start] = opened.tokens
         tables = self._groups.tables([sequence])
-        return ChunkRun(sequence, written, first, last, start, policy, all_logits, learning, opened, tables, ids)
+        ends = len(written) == len(tokens)
+        return ChunkRun(sequence, written, first, last, start, policy, ends, all_logits, learning, opened, tables, ids)
 
     def advance(self, run: ChunkRun, slices: int | None = None) -> bool:
         """Run the next slices of a chunk (None: all that are left). True after the last one: the tokens are written, and `run.x` holds
-        logits."""
+        the logits, if the chunk has any."""
         left = len(self.slices) - run.done
         for _ in range(left if slices is None else min(slices, left)):
             self._next_slice(run)
@@ -131,7 +139,8 @@ class Prefiller:
             return False
         decoder, params = self.model.decoder, self.model.decoder.params_of(self.model.params, 0, 0)
         places = np.array([run.start], np.int32), np.array([run.last], np.int32)
-        run.x = row_logits(decoder, params, run.x, *places, all_logits=run.all_logits)
+        if run.ends or run.all_logits:
+            run.x = row_logits(decoder, params, run.x, *places, all_logits=run.all_logits)
         sequence = run.sequence
         sequence.tokens += run.written
         sequence.length, sequence.logits = run.last, None

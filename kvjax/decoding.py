@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Int32
 from kvjax.ahead import CompileAhead, shape_of
 from kvjax.cache import Cache
 from kvjax.cache.groups import GroupPages
-from kvjax.cache.pool import Layers, Pool
+from kvjax.cache.pool import Layers, Pool, first_array
 from kvjax.cache.tables import table_width
 from kvjax.checks import token_ids
 from kvjax.declared import DeclaredPolicies
@@ -119,8 +119,8 @@ class DecodeRunner:
 
     def compile_ahead(self, policy: DecodePolicy, sequence: CachedSequence, tokens: int, samplings: Sequence[Sampling | None]) -> None:
         """Compile, in another thread, what follows the prefill of a sequence: the choice of its first token, and the decode step of slots
-        with these samplings, the sequence's first. The sequence must have logits. tokens: of the longest sequence in the slots. Done once
-        for each policy, number of slots and width of page tables."""
+        with these samplings, the sequence's first. A chunk of it must have been prefilled. tokens: of the longest sequence in the slots.
+        Done once for each policy, number of slots and width of page tables."""
         widths = {group.name: table_width(-(-tokens // group.page_size)) for group in self._groups.spec.groups}
         if (key := (policy, len(samplings), *widths.values())) not in self._ahead:
             self._ahead.begin(key, functools.partial(self._after_prefill, policy, sequence, widths, samplings))
@@ -129,15 +129,16 @@ class DecodeRunner:
         self, policy: DecodePolicy, sequence: CachedSequence, widths: dict[str, int], samplings: Sequence[Sampling | None]
     ) -> Iterator[functools.partial]:
         """Calls of `sample_first` and `decode_and_sample`, with shapes for arguments. widths: of the page tables, by layer group."""
-        model, logits, size, vocab_size = self.model, sequence.logits, len(samplings), self.model.config.vocab_size
+        model, size, vocab_size, pages = self.model, len(samplings), self.model.config.vocab_size, first_array(self._pool.layers)
         one, rows = SamplingRows.of(samplings[:1]), SamplingRows.of(samplings)
         counts = shape_of((vocab_size,), np.int32) if one.penalises else None
+        logits = shape_of((vocab_size,), np.float32, like=pages)
         yield functools.partial(sample_first, logits, one, shape_of((1,), np.int32), counts)
         tables = {name: shape_of((size, width), np.int32) for name, width in widths.items()}
         cache = Cache(self._pool.layers, tables, shape_of((size,), np.int32), self._groups.spec)
         states = self._declared.states.of_batch(policy, [sequence] + [None] * (size - 1))
         counts = shape_of((size, vocab_size), np.int32) if rows.penalises else None
-        tokens = shape_of((size,), np.int32, like=logits)
+        tokens = shape_of((size,), np.int32, like=pages)
         arrays = (model.params, cache, tokens, shape_of((size,), bool), states, rows, counts)
         following = {name: shape_of((size, 2), np.int32) for name in tables}
         yield functools.partial(decode_and_sample, model.decoder, policy, self._declared.indexes, *arrays, following=following)

@@ -29,7 +29,7 @@ from kvjax.inspection import StepRead, inspect_step, read_of
 from kvjax.memory import MemoryPlan, check_pool, default_pages, memory_plan
 from kvjax.model import Model, fingerprint
 from kvjax.outcomes import Reads
-from kvjax.plans import Chunk, Decoded, DecodeGroup, StepPlan, StepResult, check_plan
+from kvjax.plans import Chunk, Decoded, DecodeGroup, Prefilled, StepPlan, StepResult, check_plan
 from kvjax.policies.choice import Choice, possible_prefills
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
@@ -545,12 +545,11 @@ class Engine:
             self._groups.keep_written(sequence, sequence.length, before)
             raise
 
-    def _advance(self, chunk: Chunk) -> Float[Array, " V"] | None:
-        """Run slices of a chunk. Returns its logits after the last layer, else None."""
+    def _advance(self, chunk: Chunk) -> Prefilled | None:
+        """Run slices of a chunk. Returns its result after the last layer, else None."""
         if not self._prefiller.advance(self._runs[chunk.sequence], chunk.slices):
             return None
-        chunk.sequence.logits = self._runs.pop(chunk.sequence).x
-        return chunk.sequence.logits
+        return self._runs.pop(chunk.sequence).result()
 
     def _launch(self, step: Callable, padded: Sequence[CachedSequence | None], tokens, policy, *rest, num_tokens: int = 1) -> Launched:
         """Launch a decode step over padded slots, with pages for the tokens that it writes."""

@@ -34,7 +34,8 @@ class DecodeGroup:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chunk:
-    """A chunk of prefill. tokens: the next tokens of `sequence`. The chunk takes as many as it has room for, and leaves the rest.
+    """A chunk of prefill. tokens: the next tokens of `sequence`. The chunk takes as many as it has room for, and leaves the rest. Only a
+    chunk that leaves none has logits.
 
     slices: how many slices of layers to run now; None: all that are left. To continue a chunk that has not run all layers, name the same
     sequence and tokens in a later plan. Until it is done, the sequence can only be freed.
@@ -88,8 +89,22 @@ class Decoded:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Prefilled:
+    """The result of one `Chunk` that has run all layers. written: its tokens. logits: `[V]` float32 after the last of them; None where the
+    chunk left tokens. output: an array that is there when the device is done with the chunk."""
+
+    written: int
+    logits: Float[Array, " V"] | None
+    output: Array
+
+    def wait(self) -> None:
+        """Wait until the device is done with the chunk."""
+        self.output.block_until_ready()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class StepResult:
-    """The result of one plan. chunk_logits: `[V]` float32 after each chunk's last token; None for a chunk that has not run all layers."""
+    """The result of one plan. chunks: None for a chunk that has not run all layers."""
 
     decodes: tuple[Decoded, ...]
-    chunk_logits: tuple[Float[Array, " V"] | None, ...]
+    chunks: tuple[Prefilled | None, ...]

@@ -16,9 +16,7 @@ import dataclasses
 import itertools
 import numbers
 from collections.abc import Callable
-from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Array, Int
 
@@ -26,7 +24,7 @@ from kvjax.cache import OutOfPages
 from kvjax.checks import whole_number
 from kvjax.engine import Engine
 from kvjax.gap import Gap
-from kvjax.plans import Chunk, StepPlan, StepResult
+from kvjax.plans import Chunk, Prefilled, StepPlan, StepResult
 from kvjax.policies.decode import DecodePolicy
 from kvjax.prompts import encode
 from kvjax.requests import Completion, OnToken, Request
@@ -273,18 +271,19 @@ class Scheduler:
         self.engine.guard.interrupt_point()
         chunks = self._chunks(None)
         if (result := self._run_plan(StepPlan(chunks=chunks))) is not None:
-            self._prefilled(chunks, result.chunk_logits)
+            self._prefilled(result.chunks)
 
     def _chunks(self, slices: int | None) -> tuple[Chunk, ...]:
         handle = self._prefilling
         if handle is None:
             return ()
         done = handle._sequence.length
-        return (Chunk(handle._sequence, handle._ids[done : done + self.engine.prefill_chunk], slices),)
+        # One token more than the chunk has room for, where there is one: then it computes no logits, which nobody needs.
+        return (Chunk(handle._sequence, handle._ids[done : done + self.engine.prefill_chunk + 1], slices),)
 
-    def _prefilled(self, chunks: tuple[Chunk, ...], logits: tuple[Any, ...]) -> None:
-        """Slices of a chunk ran. logits: None if the chunk has not run all layers. After the last chunk the first sample starts."""
-        if not chunks or logits[0] is None:
+    def _prefilled(self, chunks: tuple[Prefilled | None, ...]) -> None:
+        """Slices of a chunk ran. After the last chunk of a prompt the first sample starts."""
+        if not chunks or chunks[0] is None:
             return
         handle = self._prefilling
         if handle._sequence.length == handle.prompt_tokens:
@@ -300,8 +299,8 @@ class Scheduler:
         elif handle._sequence.length >= min(AHEAD * self.engine.prefill_chunk, handle.prompt_tokens - self.engine.prefill_chunk):
             self._compile_ahead(handle)
         if self.on_prefill is not None:  # last, since it may raise, or cancel the request
-            jax.block_until_ready(logits[0])
-            self.on_prefill(len(chunks[0].tokens))
+            chunks[0].wait()
+            self.on_prefill(chunks[0].written)
 
     def _compile_ahead(self, handle: Handle) -> None:
         """While the device prefills the rest of a prompt, compile what comes after it."""
@@ -389,7 +388,7 @@ class Scheduler:
         flights = [batch.launched(decoded) for (batch, _), decoded in zip(groups, result.decodes, strict=True)]
         self._read()
         self._flights, self._slices_before = flights, self._slices
-        self._prefilled(chunks, result.chunk_logits)
+        self._prefilled(result.chunks)
         return slices
 
     def _run_plan(self, plan: StepPlan) -> StepResult | None:

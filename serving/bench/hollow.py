@@ -17,7 +17,7 @@ from kvjax.engine import Engine
 from kvjax.model import ModelConfig, uniform_config
 from kvjax.models import CausalLM
 from kvjax.models.decoder import TransformerDecoder
-from kvjax.plans import Chunk, Decoded, StepPlan, StepResult
+from kvjax.plans import Chunk, Decoded, Prefilled, StepPlan, StepResult
 from kvjax.serving.bench.decode import random_params
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
@@ -52,20 +52,20 @@ class HollowEngine(Engine):
         """As `Engine.step`, but chunks at the hollow beginning of a prompt only add to the sequence's tokens and length."""
         if not any(self.hollow is None or chunk.sequence.length < self.hollow for chunk in plan.chunks):
             result = super().step(plan)
-            self.chunk_clock += [time.perf_counter() for logits in result.chunk_logits if logits is not None]
+            self.chunk_clock += [time.perf_counter() for chunk in result.chunks if chunk is not None]
             return result
         result = super().step(dataclasses.replace(plan, chunks=()))
         return StepResult(result.decodes, tuple(map(self._pass_over, plan.chunks)))
 
-    def _pass_over(self, chunk: Chunk) -> jax.Array | None:
+    def _pass_over(self, chunk: Chunk) -> Prefilled | None:
         sequence = chunk.sequence
-        tokens = list(chunk.tokens) if self.hollow is None else [0] * self.hollow
+        tokens = list(chunk.tokens[: self.prefill_chunk]) if self.hollow is None else [0] * self.hollow
         sequence.tokens += tokens
         sequence.length += len(tokens)
         if self.hollow is not None:
             return None
         sequence.logits = _no_logits(self.config.vocab_size)
-        return sequence.logits
+        return Prefilled(len(tokens), sequence.logits, sequence.logits)
 
     def _launch(self, step: Callable, *args: Any, **named: Any) -> Any:
         def timed(*operands: Any, **options: Any) -> Any:

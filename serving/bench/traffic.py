@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import numpy as np
 
 from kvjax.engine import Engine
@@ -159,20 +158,20 @@ def _alone(engine: HollowEngine, plan: Gaps, prompt: list[int], say: Say) -> flo
     done, started, before = 0, 0.0, None
     while sequence.length < plan.prompt:
         at = sequence.length
-        (logits,) = engine.step(StepPlan(chunks=(Chunk(sequence, prompt[at : at + plan.chunk]),))).chunk_logits
-        if logits is None:  # the hollow beginning
+        (chunk,) = engine.step(StepPlan(chunks=(Chunk(sequence, prompt[at : at + plan.chunk + 1]),))).chunks
+        if chunk is None:  # the hollow beginning
             continue
         if before is None:
-            jax.block_until_ready(logits)
+            chunk.wait()
             started = time.perf_counter()
         else:
-            jax.block_until_ready(before)
+            before.wait()
             done += 1
-        before = logits
+        before = chunk
         say(f"alone: {done + 1} of {plan.computed // plan.chunk} chunks")
         if done > 1 and time.perf_counter() - started > plan.seconds:
             break
-    jax.block_until_ready(before)
+    before.wait()
     seconds = time.perf_counter() - started
     engine.free(sequence)
     return done * plan.chunk / seconds

@@ -249,11 +249,25 @@ def test_a_sequence_stands_in_a_plan_once(engine):
     assert a.length == 16
 
 
+def test_a_chunk_that_leaves_tokens_has_no_logits(engine):
+    sequence, prompt = engine.new_sequence(), tokens(CHUNK + 5)
+    (first,) = engine.step(StepPlan(chunks=(Chunk(sequence, prompt),))).chunks
+    first.wait()
+    assert (first.written, first.logits, sequence.logits, sequence.length) == (CHUNK, None, None, CHUNK)
+    (last,) = engine.step(StepPlan(chunks=(Chunk(sequence, prompt[CHUNK:]),))).chunks
+    (whole,) = engine.prefill([prompt])
+    assert last.written == 5
+    np.testing.assert_array_equal(last.logits, whole.logits)
+    np.testing.assert_array_equal(sequence.logits, whole.logits)
+    for each in (sequence, whole):
+        engine.free(each)
+
+
 def test_a_chunk_that_is_not_through_refuses_everything_but_being_gone_on_with(model_factory, tmp_path):
     deep = Engine(model_factory(num_layers=6), pages=20, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(2,))
     (sequence,) = deep.prefill([tokens(5)])
     chunk = Chunk(sequence, tokens(9, seed=1), 1)
-    assert deep.step(StepPlan(chunks=(chunk,))).chunk_logits == (None,)
+    assert deep.step(StepPlan(chunks=(chunk,))).chunks == (None,)
     calls = {
         "extend": lambda: deep.extend(sequence, [1]),
         "decode": lambda: deep.decode([sequence], [1]),
@@ -273,10 +287,12 @@ def test_a_chunk_that_is_not_through_refuses_everything_but_being_gone_on_with(m
     with pytest.raises(ValueError, match="slices must be at least 1, got 0"):
         Chunk(sequence, [1], 0)
     assert sequence.length == 5
-    (logits,) = deep.step(StepPlan(chunks=(chunk,))).chunk_logits
-    assert sequence.tokens == tokens(5) + tokens(9, seed=1)
+    (prefilled,) = deep.step(StepPlan(chunks=(chunk,))).chunks
+    prefilled.wait()
+    assert (sequence.tokens, prefilled.written) == (tokens(5) + tokens(9, seed=1), 9)
     (whole,) = deep.prefill([sequence.tokens])
-    np.testing.assert_array_equal(logits, whole.logits)
+    np.testing.assert_array_equal(prefilled.logits, whole.logits)
+    np.testing.assert_array_equal(sequence.logits, whole.logits)
     deep.step(StepPlan(chunks=(Chunk(sequence, [1, 2], 1),)))
     deep.free(sequence)
     deep.free(whole)

@@ -31,9 +31,9 @@ def test_a_hollow_beginning_is_not_computed_and_the_rest_is(hollow):
     hollow.hollow = 256
     sequence = hollow.new_sequence()
     hollow.reserve([sequence], 384)
-    passed, computed = (hollow.step(StepPlan(chunks=(Chunk(sequence, list(range(128))),))).chunk_logits[0] for _ in range(2))
+    passed, computed = (hollow.step(StepPlan(chunks=(Chunk(sequence, list(range(128))),))).chunks[0] for _ in range(2))
     assert (passed, sequence.length, len(sequence.tokens), len(hollow.chunk_clock)) == (None, 384, 384, 1)
-    assert np.isfinite(computed).all()
+    assert np.isfinite(computed.logits).all()
     after = np.asarray(hollow._pool.layers[0].pages.k)
     first, second, third = sequence.pages["full"]
     np.testing.assert_array_equal(after[[first, second]], before[[first, second]])
