@@ -10,8 +10,6 @@ import importlib
 from collections.abc import Callable
 from unittest import mock
 
-import pytest
-
 from pallas_kernels import dispatch
 from pallas_kernels.pages import Pages
 
@@ -102,11 +100,3 @@ MODELS = {"28/4": {"heads": (28, 4)}, "32/8": {"heads": (32, 8)}, "32/8 of 64": 
 def for_each_model(production: Callable, forms: dict[str, dict]) -> dict[str, tuple]:
     """`production` of every form with the heads of each of `MODELS`."""
     return {f"{model}, {form}": production(**heads, **static) for model, heads in MODELS.items() for form, static in forms.items()}
-
-
-def one_model_a_form(cases: dict, forms: dict) -> list:
-    """Cases as parameters. Of those of `for_each_model`, `make test` takes each form with one model, models in turn; the rest is `long`."""
-    models = list(MODELS)
-    turns = {f"{models[i % len(models)]}, {form}" for i, form in enumerate(forms)}
-    rest = {f"{model}, {form}" for model in models for form in forms} - turns
-    return [pytest.param(case, marks=[pytest.mark.long] if case in rest else []) for case in cases]

@@ -10,8 +10,6 @@ import pytest
 
 import kvjax
 
-pytestmark = pytest.mark.optimized
-
 ROOT = Path(__file__).parent.parent
 EXAMPLE = re.compile(r"<!-- example -->\n```python\n(.*?)```\n\n((?:    [^\n]*\n)+)", re.DOTALL)
 """A marked block of Python in a document, and the indented lines after it."""

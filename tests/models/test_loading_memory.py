@@ -92,6 +92,7 @@ print(resident("VmHWM") - before)
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of resident memory is read from /proc")
 def test_the_hosts_peak_is_at_most_115_percent_of_the_weights(tmp_path):
     """What is resident in a process of its own counts, anonymous or mapped from the file, compiled programs too."""

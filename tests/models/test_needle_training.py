@@ -12,8 +12,6 @@ from kvjax.fidelity.needle import documentation_text
 from kvjax.models.needle import training
 from kvjax.models.needle.recipe import MIXTURE, TOY, WARM_UP, Stage
 
-pytestmark = pytest.mark.optimized
-
 TINY = dataclasses.replace(
     TOY,
     stages=(Stage(64, 16, 60, WARM_UP), Stage(96, 8, 20, MIXTURE)),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_family import TOLERANCE, GoldenFamily
+from quick_cases import rest_long
 from safetensors.numpy import load_file, save_file
 
 from kvjax.layers import AttentionLayer, DeltaLayer
@@ -40,7 +41,18 @@ def test_cases_cover_what_they_must(monkeypatch):
     assert {np.sign(mixer.key_dim - mixer.value_dim) for mixer in delta} == {-1, 0, 1}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    rest_long(
+        CASES,
+        "g1-d32-kernel-2",
+        "g2-d32-full-alone",
+        "g2-d64-yarn",
+        "g4-d32-tied-full-first",
+        "g7-d16-tied-rotates-all",
+        "g2-d32-attention-bias",
+    ),
+)
 def test_logits_and_greedy_tokens(name, complete):
     FAMILY.check_logits(name, complete)
 
@@ -145,7 +157,25 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant",
+    rest_long(
+        MUTANTS,
+        "right",
+        "gate of attention dropped",
+        "gate of the recurrence dropped",
+        "gates of all heads behind their queries",
+        "convolution shifted",
+        "convolution backwards",
+        "decay's sign",
+        "decay's bias dropped",
+        "decay of one rate",
+        "value heads in another order",
+        "RoPE on all of a head",
+        "norm of the recurrence with one",
+        "no norm of queries",
+    ),
+)
 def test_mutant_fails(mutant, complete, monkeypatch):
     model, want = golden_case(FIRST)
     decoder, params = MUTANTS[mutant](model, monkeypatch)

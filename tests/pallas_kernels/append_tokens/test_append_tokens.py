@@ -11,6 +11,7 @@ import paging
 import pytest
 from append_suite import CASES, MUTANTS, NAMES, arguments, check, expected
 from paging import append_tokens
+from quick_cases import rest_long
 
 from pallas_kernels import dispatch
 from pallas_kernels.append_tokens import mosaic_gpu
@@ -27,7 +28,25 @@ def skip_unsupported(name: str, case: str) -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    rest_long(
+        CASES,
+        "one token",
+        "drafts",
+        "several pages fill",
+        "padding",
+        "past the table",
+        "before the first token",
+        "a page is missing",
+        "a NaN shows",
+        "bfloat16",
+        "tokens are rounded",
+        "four indexes",
+        "pages of one token",
+        "no index",
+    ),
+)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(name, case):
     skip_unsupported(name, case)
@@ -180,7 +199,26 @@ def _thread_by_thread(threads, monkeypatch, without=None):
     return op
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    rest_long(
+        CASES,
+        "one token",
+        "drafts",
+        "a NaN shows",
+        "padding after a page's last token",
+        "past the table",
+        "a page is missing",
+        "bfloat16",
+        "tokens are rounded",
+        "four indexes",
+        "no index",
+        "a row has no tokens",
+        "the page that fills is missing",
+        "mean",
+        "blocks of one token",
+    ),
+)
 def test_threads_of_the_gpu_form(threads, monkeypatch, case):
     skip_unsupported("mosaic_gpu", case)
     check(_thread_by_thread(threads, monkeypatch), case)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from paging import block_mass, flash_attention
+from quick_cases import rest_long
 
 from pallas_kernels import dispatch
 from pallas_kernels.block_mass import xla
@@ -55,7 +56,20 @@ def suite(suite_of):
     return suite_of(CASES, rows=1e-5, each=3e-5, huge=5e-3, num_queries=24, starts=AT_END, page_size=16)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    rest_long(
+        CASES,
+        "chunks at the end",
+        "groups of 7",
+        "one token",
+        "pages of 4, one row",
+        "queries from 20 on",
+        "bfloat16",
+        "chunks anywhere, blocks of 4",
+        "lse of fewer keys, some of none",
+    ),
+)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(suite, name, case):
     suite.check(IMPLEMENTATIONS[name], case)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick_cases import rest_long
 
 
 @pytest.mark.long
@@ -48,7 +49,7 @@ def test_compiles_without_spilling(spill_free):
     spill_free(PRODUCTION)
 
 
-@pytest.mark.parametrize("case", PRODUCTION)
+@pytest.mark.parametrize("case", rest_long(PRODUCTION, "28/4", "head dim 256", "pages of 192, blocks of 48"))
 def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*PRODUCTION[case])
 

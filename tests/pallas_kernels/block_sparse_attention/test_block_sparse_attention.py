@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from block_sparse_mutants import MUTANTS
 from paging import block_sparse_attention, flash_attention
+from quick_cases import rest_long
 
 from pallas_kernels import dispatch
 from pallas_kernels.block_sparse_attention import xla
@@ -75,7 +76,21 @@ def check(tools, arguments):
     return tools.chunk_checker(arguments, functools.partial(block_sparse_attention, implementation="reference"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    rest_long(
+        CASES,
+        "chunks anywhere",
+        "groups of 7",
+        "tiles that do not divide the chunk",
+        "lists only",
+        "window of one token",
+        "tiles of one query",
+        "bfloat16",
+        "one token",
+        "one KV head of 8",
+    ),
+)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(check, name, case):
     check(IMPLEMENTATIONS[name], case)

@@ -13,6 +13,7 @@ import paging
 import pytest
 import tpu_kernels
 from block_sparse_mutants import MUTANTS
+from quick_cases import rest_long
 
 from pallas_kernels import dispatch
 from pallas_kernels.block_sparse_attention import mosaic_tpu
@@ -62,7 +63,7 @@ def check(tools, arguments):
     return tools.chunk_checker(arguments, REFERENCE)
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)])
+@pytest.mark.parametrize("case", rest_long([*CASES, *LONG], "sinks, window and lists", "bfloat16, a group of 3, one tile"))
 def test_matches_reference(check, case):
     check(KERNEL, case)
 

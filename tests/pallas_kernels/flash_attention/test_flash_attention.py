@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flash_mutants import MUTANTS
 from paging import flash_attention
+from quick_cases import rest_long
 
 from pallas_kernels import dispatch
 from pallas_kernels.flash_attention import xla
@@ -70,7 +71,20 @@ def check(tools, arguments):
     return tools.chunk_checker(arguments, functools.partial(flash_attention, implementation="reference"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    rest_long(
+        CASES,
+        "groups of 7",
+        "chunks at the end",
+        "pages of 4, one row",
+        "window of one token",
+        "window that skips tiles",
+        "one token",
+        "bfloat16",
+        "one head",
+    ),
+)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(check, name, case):
     check(IMPLEMENTATIONS[name], case)

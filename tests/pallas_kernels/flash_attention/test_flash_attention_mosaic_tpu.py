@@ -13,6 +13,7 @@ import paging
 import pytest
 import tpu_kernels
 from flash_mutants import MUTANTS
+from quick_cases import rest_long
 
 from pallas_kernels import dispatch
 from pallas_kernels.flash_attention import mosaic_tpu
@@ -66,7 +67,10 @@ def check(tools, arguments):
     return tools.chunk_checker(arguments, REFERENCE)
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)])
+@pytest.mark.parametrize(
+    "case",
+    rest_long([*CASES, *LONG], "any start, a page is missing, window", "huge logits, window that skips tiles", "bfloat16, a group of 7"),
+)
 def test_matches_reference(check, case):
     check(KERNEL, case)
 

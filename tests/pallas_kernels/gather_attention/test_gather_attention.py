@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from paging import gather_attention
+from quick_cases import rest_long
 
 from pallas_kernels import merge
 from pallas_kernels.gather_attention import xla
@@ -65,7 +66,23 @@ def arguments(tools):
     return build
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    rest_long(
+        CASES,
+        "dense",
+        "groups of 7",
+        "drafts in a window",
+        "blocks of 4, drafts, window",
+        "tokens",
+        "blocks are pages",
+        "8 drafts, a list each, window",
+        "window of one token",
+        "bfloat16 blocks",
+        "float16",
+        "one row, page of 8",
+    ),
+)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(check, name, case):
     check(IMPLEMENTATIONS[name], case)

@@ -14,6 +14,7 @@ import paging
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from paging import gather_attention
+from quick_cases import rest_long
 
 from pallas_kernels import dispatch
 from pallas_kernels.gather_attention import mosaic_gpu, xla
@@ -69,7 +70,16 @@ def check(tools, interpreter):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("case", INTERPRETED)
+@pytest.mark.parametrize(
+    "case",
+    rest_long(
+        INTERPRETED,
+        "dense, two spans, an empty row",
+        "drafts, blocks of 32, pages of 64",
+        "two KV heads, full pages, head dim 128",
+        "4 drafts, a list each",
+    ),
+)
 def test_interpreted_it_matches_the_reference_and_has_no_race(check, case):
     check(case)
 
@@ -185,7 +195,18 @@ WIDE = {
 """Accumulators of 64 x 256 fill the registers of a warpgroup, so that spilling some is no news."""
 
 
-@pytest.mark.parametrize("case", paging.one_model_a_form(SPILL_FREE | WIDE, FORMS))
+@pytest.mark.parametrize(
+    "case",
+    rest_long(
+        SPILL_FREE | WIDE,
+        "28/4, dense",
+        "32/8 of 64, list, batch 40",
+        "blocks of 32 with their LSE",
+        "4 drafts, a list each, batch 8",
+        "list, 8 drafts, window",
+        "head dim 256, list, float16",
+    ),
+)
 def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
 

@@ -13,6 +13,7 @@ import tpu_kernels
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from paging import gather_attention
+from quick_cases import rest_long
 
 from pallas_kernels.gather_attention import mosaic_tpu
 
@@ -63,7 +64,9 @@ def arguments(tools):
     return build
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", rest_long(CASES, "blocks of 8, drafts, window", "dense", "huge logits", "bfloat16 blocks of 16 in pages of 32")
+)
 def test_matches_reference(check, case):
     check(SMALL_TILES, case)
 
@@ -149,7 +152,10 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant",
+    rest_long(MUTANTS, "zeros", "one page read for another", "length one short", "the first head's list", "block LSE one place off"),
+)
 def test_mutant_fails(tools, check, mutant):
     tools.must_fail(check, MUTANTS[mutant], FOR_MUTANTS)
 

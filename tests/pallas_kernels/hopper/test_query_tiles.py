@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick_cases import rest_long
 
 
 @pytest.mark.timeout(600)
@@ -62,7 +63,7 @@ def test_compiles_without_spilling(spill_free):
     spill_free(SPILL_FREE, WIDE)
 
 
-@pytest.mark.parametrize("case", SPILL_FREE | WIDE)
+@pytest.mark.parametrize("case", rest_long(SPILL_FREE | WIDE, "dense window", "dense head dim 256", "lists", "lists of 128"))
 def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
 

@@ -13,6 +13,7 @@ import paging
 import pytest
 import tpu_kernels
 from query_sparse_suite import MUTANTS, SELECTION, arguments_of, checker
+from quick_cases import rest_long
 
 from pallas_kernels import dispatch
 from pallas_kernels.query_sparse_attention import mosaic_tpu
@@ -63,7 +64,7 @@ def check(tools, arguments):
     return checker(tools, arguments)
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)])
+@pytest.mark.parametrize("case", rest_long([*CASES, *LONG], "hybrid, window", "exact, bfloat16, a group of 3"))
 def test_matches_reference(check, case):
     check(KERNEL, case)
 

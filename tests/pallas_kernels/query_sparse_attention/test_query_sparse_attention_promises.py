@@ -19,7 +19,7 @@ STARTS = jnp.array([0, 0, 3, 5, 9, 29, 71, 50], jnp.int32)
 SIZES = {"gamma": 3, "block_size": 4, "k_blocks": 5, "k_exact": 3}
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def bits(request, tools):
     """(arrays, op): chunks of 24 tokens at any start, in several tiles of queries and keys."""
     paged = tools.make_paged(seed=6, num_queries=24, dtype=request.param)

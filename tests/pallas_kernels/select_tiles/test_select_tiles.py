@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_cases import rest_long
 
 from pallas_kernels import dispatch
 from pallas_kernels.page_index import page_index
@@ -54,7 +55,26 @@ def suite(suite_of, case_type):
     return suite_of({name: case_type(**fields) for name, fields in CASES.items()})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    rest_long(
+        CASES,
+        "lengths about a page",
+        "chunks",
+        "bfloat16",
+        "one KV head, a group of 7",
+        "padding",
+        "the last tile is short",
+        "the best first, all",
+        "nothing is distant",
+        "sinks that end inside a block",
+        "maximum",
+        "several blocks a page",
+        "large logits",
+        "equal keys",
+        "a page is missing",
+    ),
+)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(suite, name, case):
     suite[0](IMPLEMENTATIONS[name], case)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from paging import gather_attention, selected_attention
+from quick_cases import rest_long
 from selected_suite import MUTANTS, SIZES, arguments_of, checker
 
 from pallas_kernels import dispatch
@@ -90,7 +91,20 @@ def test_the_kernel_matches_the_reference(check, case):
     check(KERNEL, case)
 
 
-@pytest.mark.parametrize("case", [*FOR_MUTANTS, *DRAFTED[1:], "mean", "budget of none", *ONLY_COMPOSED])
+@pytest.mark.parametrize(
+    "case",
+    rest_long(
+        [*FOR_MUTANTS, *DRAFTED[1:], "mean", "budget of none", *ONLY_COMPOSED],
+        "bounds",
+        "drafts",
+        "4 drafts of groups of 7",
+        "a page is missing",
+        "huge logits",
+        "mean",
+        "float32",
+        "small pages",
+    ),
+)
 def test_the_two_ops_match_the_reference(check, case):
     check(COMPOSED, case)
     check(selected_attention, case)

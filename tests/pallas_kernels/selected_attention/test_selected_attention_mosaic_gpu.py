@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import paging
 import pytest
+from quick_cases import rest_long
 
 from pallas_kernels.page_index import INDEX_ROWS
 
@@ -68,7 +69,18 @@ WIDE = {
 """Accumulators of 16 x 256 beside the queries take most registers of a warp, so that spilling some is no news."""
 
 
-@pytest.mark.parametrize("case", paging.one_model_a_form(SPILL_FREE | WIDE, FORMS))
+@pytest.mark.parametrize(
+    "case",
+    rest_long(
+        SPILL_FREE | WIDE,
+        "28/4, budget 8",
+        "32/8 of 64, a million tokens",
+        "32/8, blocks of 16",
+        "4 drafts, batch 8, frames",
+        "head dim 256, means, float16",
+        "budget of none",
+    ),
+)
 def test_lowers(cuda, case):
     assert "mosaic_gpu" in cuda.lower(*(SPILL_FREE | WIDE)[case])
 

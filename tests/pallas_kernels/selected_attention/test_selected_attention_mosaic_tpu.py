@@ -12,6 +12,7 @@ import numpy as np
 import paging
 import pytest
 import tpu_kernels
+from quick_cases import rest_long
 from selected_suite import MUTANTS, SIZES, arguments_of, checker
 
 from pallas_kernels import dispatch
@@ -59,7 +60,7 @@ def check(tools, arguments):
     return checker(tools, arguments)
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)])
+@pytest.mark.parametrize("case", rest_long([*CASES, *LONG], "drafts"))
 def test_matches_reference(check, case):
     check(KERNEL, case)
 
