@@ -21,7 +21,7 @@ from kvjax.policies.prefill import TopTokensPrefill, parse_prefill
 from kvjax.sampling import SamplingRows
 from kvjax.scheduler import Scheduler
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 PAGE, CHUNK, TOPK = 16, 32, 24
 

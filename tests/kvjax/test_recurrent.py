@@ -2,114 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from recurrent_rows import CHUNK, PAGE, SPEC, Sequences, close, expected, given_of, prefill, step, tokens_of
 
 from kvjax import recurrent
 from kvjax.cache import WHOLE, CacheSpec, GroupSpec, IndexSpec, PagedSpec, RecurrentSpec
-from kvjax.model import Recurrence
-from pallas_kernels.gated_delta import causal_convolution, delta_page
 
-pytestmark = pytest.mark.optimized
-
-PAGE, CHUNK = 16, 48
-SPEC = RecurrentSpec(
-    "recurrent", key_heads=1, value_heads=2, key_dim=8, value_dim=6, conv_width=4, page_size=PAGE, dtype="float32", chunk=8
-)
-SCALE = 8**-0.5
-STATIC = {"key_heads": 1, "key_dim": 8, "value_dim": 6, "scale": SCALE}
-ROWS = 5
-"""Of the layer; sequence 0 has row 3, sequence 1 row 1."""
-OWN = (3, 1)
-
-
-def tokens_of(seed, count=160):
-    """x, g and beta of two sequences."""
-    random = np.random.default_rng(seed)
-    x = random.standard_normal((2, count, SPEC.channels)).astype(np.float32)
-    g = -np.exp(random.standard_normal((2, count, 2)) - 2).astype(np.float32)
-    return x, g, random.random((2, count, 2)).astype(np.float32)
-
-
-WEIGHT = np.random.default_rng(9).standard_normal((SPEC.channels, 4)).astype(np.float32)
-
-
-def given_of(x, g, beta):
-    return Recurrence(*map(jnp.asarray, (x, WEIGHT, g, beta)), **STATIC)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def prefill(layer, rows, given, starts, fresh, lengths):
-    return recurrent.prefill(layer, rows, given, starts, fresh, lengths)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def step(layer, rows, given, written, active):
-    return recurrent.step(layer, rows, given, written, active)
-
-
-class Sequences:
-    """Two sequences in a layer of NaN, and what came out of each token."""
-
-    def __init__(self, tokens, *, prefill=prefill, step=step):
-        self.tokens, self._prefill, self._step = tokens, prefill, step
-        self.layer = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else jnp.full_like(x, jnp.nan), SPEC.empty(ROWS, WHOLE))
-        self.layer = self.layer.replace(first=jnp.full(ROWS, 7 * PAGE, jnp.int32))
-        self.outs = [np.zeros((0, 2, 6), np.float32) for _ in OWN]
-
-    def prefill(self, which, last):
-        """Tokens up to `last`, chunk by chunk."""
-        while (fresh := len(self.outs[which])) < last:
-            start = fresh // CHUNK * CHUNK
-            end = min(last, start + CHUNK)
-            given = [np.full((1, CHUNK, *x.shape[2:]), np.nan, np.float32) for x in self.tokens]
-            for array, of in zip(given, self.tokens, strict=True):
-                array[0, fresh - start : end - start] = of[which, fresh:end]
-            places = [np.array([n], np.int32) for n in (OWN[which], start, fresh, end)]
-            out, self.layer = self._prefill(self.layer, places[0], given_of(*given), *places[1:])
-            out = np.asarray(out)[0]
-            assert (np.delete(out, np.s_[fresh - start : end - start], axis=0) == 0).all()
-            self.outs[which] = np.concatenate([self.outs[which], out[fresh - start : end - start]])
-
-    def decode(self, active, count, kept=None):
-        """`count` tokens of each active sequence, of which `kept` stay."""
-        written = [len(out) for out in self.outs]
-        given = [np.full((2, count, *x.shape[2:]), np.nan, np.float32) for x in self.tokens]
-        for which in np.flatnonzero(active):
-            for array, of in zip(given, self.tokens, strict=True):
-                array[which] = of[which, written[which] : written[which] + count]
-        rows = np.array([row if on else -1 for row, on in zip(OWN, active, strict=True)], np.int32)
-        out, self.layer = self._step(self.layer, rows, given_of(*given), np.array(written, np.int32), np.array(active))
-        for which in np.flatnonzero(active):
-            self.outs[which] = np.concatenate([self.outs[which], np.asarray(out)[which, : count if kept is None else kept]])
-
-    def truncate(self, which, length):
-        self.outs[which] = self.outs[which][:length]
-
-    def continued(self, which):
-        """What 20 more prefilled tokens give: all that a row holds shows in them."""
-        before = len(self.outs[which])
-        self.prefill(which, before + 20)
-        return self.outs[which][before:]
-
-
-def expected(tokens, which, count):
-    """The recurrence of the first tokens in one call, without a cache."""
-    x, g, beta = (jnp.asarray(array[which : which + 1, :count]) for array in tokens)
-    given = Recurrence(x, jnp.asarray(WEIGHT), g, beta, **STATIC)
-    convolved, _ = causal_convolution(x, given.weight, jnp.zeros((1, 3, SPEC.channels)), jnp.array([count]))
-    q, k, v = given.split(convolved)
-    start, none = jnp.zeros((1, 2, 8, 6)), jnp.zeros((1, count, 2, 6))
-    return np.asarray(delta_page(q, k, v, g, beta, none, start, jnp.array([0]), jnp.array([count]), scale=SCALE, chunk=count)[0])[0]
-
-
-def close(found, wanted):
-    assert np.abs(found - wanted).max() <= 2e-5 * np.abs(wanted).max()
+pytestmark = pytest.mark.bits
 
 
 @pytest.fixture(scope="module")
@@ -126,19 +28,6 @@ def test_prefill_and_decode_are_the_recurrence(tokens):
     for which in (0, 1):
         sequences.prefill(which, len(sequences.outs[which]) + 9)
         close(sequences.outs[which], expected(tokens, which, len(sequences.outs[which])))
-
-
-@pytest.mark.parametrize("cuts", [(1, 2, 3, 17), (15, 16, 33, 47), (48, 49, 96), (8, 40), tuple(range(1, 100))])
-def test_any_cut_of_a_prompt_gives_the_same_bits(tokens, cuts):
-    whole, cut = Sequences(tokens), Sequences(tokens)
-    whole.prefill(0, 100)
-    for last in (*cuts, 100):
-        cut.prefill(0, last)
-    np.testing.assert_array_equal(whole.outs[0], cut.outs[0])
-    for each in (whole, cut):
-        each.decode((True, False), 1)
-        each.prefill(0, 140)
-    np.testing.assert_array_equal(whole.outs[0], cut.outs[0])
 
 
 @pytest.mark.parametrize(("length", "count", "kept"), [(5, 4, 0), (14, 4, 1), (14, 4, 3), (31, 16, 2), (32, 16, 16), (47, 16, 1)])
@@ -174,40 +63,6 @@ def test_truncation_within_the_open_page_leaves_no_trace(tokens):
         cut.tokens = tokens
         cut.truncate(0, length)
         np.testing.assert_array_equal(cut.continued(0), plain.continued(0))
-
-
-def test_random_histories(tokens):
-    """Cuts, steps, drafts and truncations: at every end the bits of a layer in which nothing else was ever run."""
-    for seed in range(6):
-        random, sequences, record = np.random.default_rng(seed), Sequences(tokens), [[], []]
-        for number in range(14):
-            which, kind = int(random.integers(2)), random.choice(["prefill", "decode", "draft", "truncate"])
-            length = len(sequences.outs[which])
-            if length > 120:
-                break
-            if kind == "prefill":
-                more = int(random.integers(1, 30))
-                sequences.prefill(which, length + more)
-                record[which] += [None] * more
-            elif kind == "truncate":
-                keep = int(random.integers(length // PAGE * PAGE, length + 1))
-                sequences.truncate(which, keep)
-                del record[which][keep:]
-            else:
-                count = 1 if kind == "decode" else 4
-                kept = int(random.integers(count + 1))
-                sequences.decode([each == which for each in (0, 1)], count, kept)
-                record[which] += [(number, count)] * kept
-        for which in (0, 1):
-            alone = Sequences(tokens)
-            for call, group in itertools.groupby(record[which]):
-                kept = len(list(group))
-                if call is None:
-                    alone.prefill(which, len(alone.outs[which]) + kept)
-                else:
-                    alone.decode([each == which for each in (0, 1)], call[1], kept)
-            np.testing.assert_array_equal(sequences.outs[which][: len(record[which])], alone.outs[which])
-            np.testing.assert_array_equal(sequences.continued(which), alone.continued(which))
 
 
 # Mutants.
