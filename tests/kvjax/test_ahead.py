@@ -54,7 +54,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("llama", "shared pages")
+"""What these show, other cases and tests of this module show nearly as well."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] if case in LONG else []) for case in CASES])
 def test_what_follows_a_prefill_is_compiled_once_and_ahead(case, compiled):
     family, policy, sampling = CASES[case]
     engine = Engine(make_family(family), policy, pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))

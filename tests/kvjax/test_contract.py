@@ -79,7 +79,7 @@ def test_extend_returns_the_logits_of_every_token(model, text):
     assert error(logits, model.full_forward(text[:128])[20:100]) < BOUND
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [pytest.param(each, marks=[pytest.mark.long] if each == "mean:40" else []) for each in POLICIES])
 def test_a_policy_that_covers_everything_is_dense(model, text, policy):
     oracle = model.full_forward(text[:128])
     engine = Engine(model, policy, pages=8, page_size=128, prefill_chunk=128, batch_buckets=(1,))
@@ -113,7 +113,13 @@ def test_prefill_bits_do_not_depend_on_how_it_was_cut(model, bf16_model, text, d
 
 
 @pytest.mark.parametrize(
-    ("dtype", "policy"), [("float32", "dense"), ("float32", "window:5+20"), ("float32", "top:2"), ("bfloat16", "top:2")]
+    ("dtype", "policy"),
+    [
+        ("float32", "dense"),
+        pytest.param("float32", "window:5+20", marks=pytest.mark.long),
+        pytest.param("float32", "top:2", marks=pytest.mark.long),
+        ("bfloat16", "top:2"),
+    ],
 )
 def test_decode_bits_do_not_depend_on_company_or_places(model, bf16_model, text, dtype, policy):
     """One batch bucket of 4: alone, first of four, last of four beside a much longer sequence (a wider page table)."""
@@ -177,7 +183,15 @@ def test_decode_holds_no_second_copy_of_the_cache(single_layer, policy, batch):
     assert compiled.memory_analysis().temp_size_in_bytes < size / 20
 
 
-@pytest.mark.parametrize("prefill", ["dense", "momo:16/4", "delta:64+1024/16", "mean:16", "vertical-slash:8+4", "oracle:16"])
+@pytest.mark.parametrize(
+    "prefill",
+    [
+        "dense",
+        "momo:16/4",
+        "vertical-slash:8+4",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("delta:64+1024/16", "mean:16", "oracle:16")),
+    ],
+)
 def test_prefill_holds_no_second_copy_of_the_cache(single_layer, prefill):
     """Nor of the 64K keys of a sequence, 16 MB here; their logits would be 128 MB."""
     model = single_layer

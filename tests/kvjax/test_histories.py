@@ -273,7 +273,7 @@ def run_histories(model, seeds, folder, sizes=SMALL) -> collections.Counter[str]
     return counts
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), *FAMILIES[1:]])
 def test_random_histories_have_the_bits_of_each_sequence_alone(name, tmp_path):
     counts = run_histories(make_family(name), range(2), tmp_path, FEW)
     assert counts["sequences compared"] > 3
