@@ -14,8 +14,6 @@ from kvjax.cache import WHOLE
 from kvjax.memory import MOST_PAGES, check_pool, default_pages, memory_plan
 from kvjax.models.decoder import TransformerDecoder, init_params
 
-pytestmark = pytest.mark.optimized
-
 
 def test_a_pool_larger_than_all_memory_is_refused_before_it_is_made(model):
     plan = memory_plan(model.config, weights_bytes=0)

@@ -71,6 +71,8 @@ SPARSE = {
 }
 LISTING = ("momo", "bounds", "bounds, a share", "mean", "oracle", "vertical-slash")
 SCALE = 0.35
+LONG = ("momo, exact, untrimmed", "bounds, a share", "slash", "flex, lines", "momo, quantile", "bounds, maximum", "momo, no delta")
+"""Variants: what they show, another case shows nearly as well."""
 ENGINE = {"pages": 48, "page_size": 16, "prefill_chunk": 32, "batch_buckets": (1,)}
 """Sizes of every engine here, so that programs are shared."""
 
@@ -145,10 +147,14 @@ def close(a, b, rows=56, tolerance=1e-5):
     np.testing.assert_allclose(np.asarray(a)[:, :rows], np.asarray(b)[:, :rows], rtol=0, atol=tolerance)
 
 
+def mostly(names):
+    return [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in names]
+
+
 # A policy that covers everything is dense.
 
 
-@pytest.mark.parametrize("name", COVERING)
+@pytest.mark.parametrize("name", mostly(COVERING))
 def test_covering_everything_is_dense(name):
     arguments = chunk()
     sparse = attend_sparse(COVERING[name], *arguments)
@@ -156,7 +162,7 @@ def test_covering_everything_is_dense(name):
     close(sparse, attend(DensePrefill(), *arguments))
 
 
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", mostly(SPARSE))
 def test_dropping_keys_is_not_dense(name):
     """The comparison above would notice missing keys."""
     arguments = chunk()
@@ -173,7 +179,7 @@ def test_logits_of_a_model_under_a_covering_policy(model, text, name):
     np.testing.assert_allclose(np.asarray(sequence.logits), oracle, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", LISTING)
+@pytest.mark.parametrize("name", mostly(LISTING))
 @pytest.mark.parametrize("start", [40, 64])
 def test_dense_tokens_is_where_lists_hold_everything(name, start):
     """At that length lists, sinks and window hold every key, so that falling back to dense changes nothing."""
@@ -196,7 +202,7 @@ def test_falls_back_to_dense_and_says_so(caplog):
     assert "dense, because no sequence of this page table (128 tokens) exceeds 132" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["momo", "oracle", "window with delta"])
+@pytest.mark.parametrize("name", ["momo", pytest.param("oracle", marks=pytest.mark.long), "window with delta"])
 def test_covering_everything_is_dense_in_bfloat16(name):
     query, layer, ctx = chunk()
     layer = PagedKV(Pages(layer.pages.k.astype(jnp.bfloat16), layer.pages.v.astype(jnp.bfloat16)), {})
@@ -412,7 +418,7 @@ def test_measure_once_sparsity_is_equation_9():
 
 
 @pytest.mark.parametrize("written", [56, 3])
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", mostly(SPARSE))
 def test_padding_changes_nothing(name, written):
     """Of 64 queries so many are written; 3 are fewer than a tile."""
     query, layer, ctx = chunk(length=64 + written)
