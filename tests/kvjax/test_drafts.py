@@ -204,7 +204,7 @@ def states_of_all(states, count):
     ("name", "fault", "test"),
     [
         ("accept", keep_all, test_dropped_drafts_leave_nothing_behind),
-        ("accept", keep_one_less, test_dropped_drafts_leave_nothing_behind),
+        pytest.param("accept", keep_one_less, test_dropped_drafts_leave_nothing_behind, marks=pytest.mark.long),
         ("accept", count_dropped, test_draws_and_penalties_keep_the_drafts_that_steps_of_one_would_draw),
         ("states_after", states_of_all, test_dropped_drafts_leave_nothing_behind),
     ],

@@ -13,6 +13,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from quick_cases import rest_long
 from tiny_models import make_family
 
 from kvjax import Engine, OutOfPages
@@ -273,7 +274,7 @@ def run_histories(model, seeds, folder, sizes=SMALL) -> collections.Counter[str]
     return counts
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), *FAMILIES[1:]])
+@pytest.mark.parametrize("name", rest_long(FAMILIES, "gemma3_text", "qwen3_5_text", "shared"))
 def test_random_histories_have_the_bits_of_each_sequence_alone(name, tmp_path):
     counts = run_histories(make_family(name), range(2), tmp_path, FEW)
     assert counts["sequences compared"] > 3

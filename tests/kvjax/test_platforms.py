@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_cases import rest_long
 from tiny_models import make_family
 
 from kvjax.cache import Cache
@@ -55,7 +56,7 @@ def test_every_op_lowers(as_on, platform):
 
 
 @each_platform
-@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.long), *FAMILIES])
+@pytest.mark.parametrize("family", rest_long(["llama", *FAMILIES], "gemma3_text"))
 def test_both_steps_lower(as_on, platform, family):
     config = make_family(family, head_dim=128, dtype="bfloat16").config
     policies = (Dense(),) if config.latent else (Dense(), parse("top:1"))

@@ -273,6 +273,7 @@ def test_cancelled_before_its_first_token_is_read(engine, count):
 # What is kept of a token
 
 
+@pytest.mark.long
 def test_what_is_read_is_counted_the_same_whatever_is_kept_of_a_token(engine):
     """Samples of which nothing but ids is kept take their tokens together. Others take them one by one, and so do all as long as one of
     them keeps more, or somebody listens."""

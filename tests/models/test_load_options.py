@@ -85,6 +85,7 @@ def test_a_model_shows_itself_in_one_line(needle):
     assert shown == "CausalLM('needle': qwen2, 11.6M parameters in float32, 6 layers, 8 heads, 2 KV heads, 32,768 positions)"
 
 
+@pytest.mark.long
 def test_loading_prints_nothing():
     """transformers' first import advises to install PyTorch where there is none, as the second process shows; other warnings are heard."""
     begin, end = "import logging, sys; sys.modules['torch'] = None\n", "\nlogging.getLogger('transformers').warning('heard')"

@@ -45,6 +45,7 @@ def test_heads_of_the_first_group_attend_one_two_and_so_on_tokens_back(recipe):
             assert np.median(back) < 0.2
 
 
+@pytest.mark.long
 def test_the_rest_is_drawn_as_documented():
     config = NEEDLE.model_config()
     params = structured_params(config, jax.random.key(0))

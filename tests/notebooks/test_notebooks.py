@@ -32,20 +32,15 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
-LONG = ("a_policy_of_your_own", "choosing_a_budget", "first_steps", "prefill_masks", "the_bill")
-"""What these do is tested without them too: tests/kvjax/test_own_policies.py, test_learning.py, test_fidelity_*.py, test_generation.py,
-test_prefill_policies.py, test_prefill_measures.py, test_bill.py and test_bill_auto.py."""
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_what_it_imports_is_there(path):
-    """Of every notebook, those that only `make long` runs too."""
     imports = [line for line in ast.parse("\n".join(code(path))).body if isinstance(line, ast.Import | ast.ImportFrom)]
     assert imports
     exec(compile(ast.Module(imports, []), path.name, "exec"), {})
 
 
-@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=[pytest.mark.long] * (path.stem in LONG)) for path in NOTEBOOKS])
+@pytest.mark.long
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path):
     begun = time.process_time()
     names = run(path)

@@ -90,6 +90,7 @@ def test_errors_in_ones_own_file_are_one_line(kvjax, model_folder, file, name, s
     assert found[2].count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_plan_of_policy_objects_runs(model_folder):
     text = "The lantern by the harbor went out, and nobody on the island knew why. " * 80
     own = Window(1, 41)

@@ -151,6 +151,7 @@ def test_a_run_end_to_end(tmp_path):
         assert {row["clock"] for row in rows} == {"wall"}
 
 
+@pytest.mark.long
 def test_two_ops_and_one_are_the_same_but_for_the_launch():
     one, two = run(Case("sparse", "tiny", 1024, 2, "quest:64"), Case("pair", "tiny", 1024, 2, "quest:64"))
     assert two["path"].keys() == {"select_blocks", "gather_attention"}
@@ -191,6 +192,7 @@ def test_a_wrong_op_shows_in_its_row(wrong, monkeypatch):
     assert row["lse_error"] == pytest.approx(float(wrong == "lse"), abs=1e-3)
 
 
+@pytest.mark.long
 def test_ops_of_a_program_take_turns_on_different_inputs(monkeypatch):
     """Otherwise the cache would be measured, or one op's work serve the next."""
     seen = []

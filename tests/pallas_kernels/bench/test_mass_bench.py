@@ -57,6 +57,7 @@ def invoke(*words):
     return CliRunner().invoke(app, [*map(str, words)])
 
 
+@pytest.mark.long
 def test_on_the_command_line(tmp_path):
     """A table, and rows with both times and the error; one that breaks does not lose the others."""
     done = invoke("tiny/*", "--calls", 1, "--json", tmp_path / "mass.json")

@@ -110,6 +110,7 @@ def test_places_share_a_trace_until_it_is_full():
     assert top_k_bench.together([]) == []
 
 
+@pytest.mark.long
 def test_a_run_that_was_cut_goes_on(tmp_path, monkeypatch):
     names = ("none/top_k", "stale-40/top_k", "none/lax.top_k")
     cases = [case for case in top_k_cases.all_cases() if case.name in [f"normal/1k/b2/k32/{name}" for name in names]]
