@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +20,19 @@ def whole_number(name: str, value: object, least: int = 0, below: int = 2**31) -
     if value >= below:
         raise ValueError(f"{name} must be at most {below - 1}, got {value!r:.60}")
     return int(value)
+
+
+def optional_function(name: str, value: object) -> None:
+    """ValueError unless the value is a function, or None."""
+    if value is not None and not callable(value):
+        raise ValueError(f"{name} must be a function, or None, got {value!r:.60}")
+
+
+def file_path(path: object) -> Path:
+    """The path of a file, `~` expanded; ValueError for anything that is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"the path of a file is needed, as a string or a pathlib.Path, got {path!r:.60}")
+    return Path(path).expanduser()
 
 
 def check_model(model: object, caller: str) -> None:

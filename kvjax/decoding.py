@@ -98,7 +98,10 @@ class DecodeRunner:
 
     def checked(self, group: DecodeGroup, buckets: Sequence[int]) -> DecodeGroup:
         """The group, with its tokens in an array. ValueError unless tokens, sampling and counts fit its slots, which are a batch bucket."""
-        slots, tokens, vocab_size = len(group.sequences), group.tokens, self.model.config.vocab_size
+        try:
+            slots, tokens, vocab_size = len(group.sequences), group.tokens, self.model.config.vocab_size
+        except TypeError:
+            raise ValueError(f"a step takes a tuple of sequences, None for an empty slot, got {group.sequences!r:.60}") from None
         if tokens is self._chosen and group.sampling is self._rows[0] and slots == self._rows[1] and group.counts is None:
             return group  # as the step before
         if slots not in buckets:

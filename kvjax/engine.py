@@ -20,7 +20,7 @@ from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
 from kvjax.cache.tables import table_widths
 from kvjax.cache.transfer import Stored, read_pages, write_pages
-from kvjax.checks import PROMPTS_REMEDY, check_model, engine_sizes, listed, token_ids, whole_number
+from kvjax.checks import PROMPTS_REMEDY, check_model, engine_sizes, listed, optional_function, token_ids, whole_number
 from kvjax.chunks import ChunkRun, Prefiller
 from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DecodeRunner, Launched, padded_rows
@@ -186,6 +186,7 @@ class Engine:
         kept.
         """
         reserve = whole_number("reserve", reserve)
+        optional_function("on_tokens", on_tokens)
         prompts = [self.check_tokens(prompt) for prompt in listed(prompts, "prompts", PROMPTS_REMEDY)]
         for prompt in prompts:
             self.check_length(len(prompt) + reserve)

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache import OutOfPages
-from kvjax.checks import whole_number
+from kvjax.checks import optional_function, whole_number
 from kvjax.engine import Engine
 from kvjax.gap import Gap
 from kvjax.plans import Chunk, Prefilled, StepPlan, StepResult
@@ -98,8 +98,7 @@ class Scheduler:
         ):
             raise ValueError(f"max_gap_ms must be a positive number of milliseconds, or None for no bound, got {max_gap_ms!r}")
         for name, given in (("on_token", on_token), ("on_prefill", on_prefill)):
-            if given is not None and not callable(given):
-                raise ValueError(f"{name} must be a function, or None, got {given!r:.60}")
+            optional_function(name, given)
         self.engine, self.slots, self.on_token, self.on_prefill = engine, slots, on_token, on_prefill
         self.policy, self._bucket = engine.declared(policy), bucket
         self.preemptions = 0

@@ -17,6 +17,7 @@ from safetensors.flax import save_file
 from kvjax.cache.groups import first_stored, pages_for
 from kvjax.cache.spec import CacheSpec, RecurrentSpec
 from kvjax.cache.transfer import Stored, stored_shapes
+from kvjax.checks import file_path
 
 FORMAT, FORMER = "kvjax sequence 2", "kvjax sequence 1"
 UNSIGNED = "0" * 64
@@ -39,7 +40,7 @@ def write_sequence(
     interrupt_point: called now and then, and may raise. ValueError if the folder is missing or `path` is a folder, OSError if the file
     cannot be written.
     """
-    path = Path(path).expanduser()
+    path = file_path(path)
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
     if path.is_dir():
@@ -72,7 +73,7 @@ def read_sequence(
     ValueError if the file is damaged, if its header is not `header` (the message names the field), or if tensors are missing, surplus, or
     of another shape, dtype or range than tokens and spec require.
     """
-    path = Path(path).expanduser()
+    path = file_path(path)
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     try:

@@ -153,7 +153,8 @@ def batch_command(
         raise
     typer.echo(str(summary))
     for line, message in summary.first_errors:
-        typer.echo(f"line {line}: {message}", err=True)
+        named = message.startswith("input line ")  # where a record has no id
+        typer.echo(message if named else f"line {line}: {message}", err=True)
     if summary.errors > len(summary.first_errors):
         typer.echo(f"and {summary.errors - len(summary.first_errors):,} more records with an error; see {out}", err=True)
     if fail_on_error and summary.errors:

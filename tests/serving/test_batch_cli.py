@@ -87,6 +87,9 @@ def test_batch_prints_the_first_errors_and_fails_on_request(kvjax, model_folder,
     status, _, err = kvjax(*arguments, "--overwrite", "--fail-on-error")
     assert status == 0
     assert "line" not in err
+    source.write_text("{\n", encoding="utf-8")
+    _, _, err = kvjax(*arguments, "--overwrite")
+    assert re.search("^input line 1: the line is not JSON", err, re.MULTILINE), "the line is named once"
 
 
 def test_batch_decodes_as_many_together_as_it_is_told(kvjax, model_folder, tmp_path, monkeypatch):
