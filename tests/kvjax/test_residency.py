@@ -19,7 +19,7 @@ from kvjax.sampling import Sampled, Sampling
 from kvjax.steps import decode_step, prefill_step
 from pallas_kernels import pages as pages_of_ops
 
-pytestmark = pytest.mark.bits
+pytestmark = pytest.mark.optimized  # bits of different programs are compared
 
 P, CHUNK, WIDTH, IDS, SPARE = 16, 32, 16, 24, 5
 LENGTHS = (90, 70)
@@ -183,6 +183,7 @@ def test_drafted_tokens_find_their_frames(tokens):
     assert not np.asarray(reads.missing).any()
 
 
+@pytest.mark.long
 def test_one_group_may_move_alone(tokens):
     case = CASES["windows, top"]
     still, moving = Run(case).prefilled(tokens), Run(case, ("window:40",), seed=7).prefilled(tokens)
