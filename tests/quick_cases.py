@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pytest
 
 
-def rest_long(cases: Iterable[str], *quick: str) -> list:
+def rest_long(cases: Iterable, *quick: object) -> list:
     """The cases as parameters: all but the `quick` ones are marked `long`."""
     cases = list(cases)
     assert set(quick) <= set(cases), f"unknown: {set(quick) - set(cases)}"

@@ -23,7 +23,7 @@ import kvjax.fidelity.statistics, kvjax.fidelity.echo_report, kvjax.fidelity.rep
 from kvjax.serving import cli
 model = kvjax.load("needle")
 text = kvjax.generate(model, "Once upon a time", policy="top:8", max_new_tokens=4)
-sys.argv = ["kvjax", "batch", "in.jsonl", "--out", "out.jsonl", "--model", "needle", "--policy", "top:8"]
+sys.argv = ["kvjax", "batch", "in.jsonl", "--out", "out.jsonl", "--model", "needle", "--policy", "top:8", "--max-batch", "1"]
 try:
     cli.main()
 except SystemExit as end:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_family import TOLERANCE, GoldenFamily, check_engine
+from quick_cases import rest_long
 from safetensors.numpy import load_file, save_file
 
 from kvjax.engine import Engine
@@ -44,7 +45,11 @@ def test_cases_cover_what_they_must(monkeypatch):
     assert scalings == {False: {None, "linear", "yarn", "llama3"}, True: {None}}
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("g1-d32", "g2-d128-types", "g2-d32-linear", "g2-d32-llama3-no-window", "g2-d64-window-1", "g4-d32-biases", "g7-d32-untied")
+"""The rest has sizes and RoPEs between those of others."""
+
+
+@pytest.mark.parametrize("name", rest_long(CASES, *QUICK))
 def test_logits_and_greedy_tokens(name, complete):
     FAMILY.check_logits(name, complete)
 
@@ -62,20 +67,19 @@ def test_the_engine_gives_the_golden_logits_and_tokens_however_the_prompt_is_cut
     check_engine(engine_of(model), want)
 
 
-@pytest.mark.long
 def test_memory_of_layers_with_a_window_stays_flat():
     model, _ = golden_case("g4-d64-linear")
-    config = dataclasses.replace(model.config, max_positions=4096)
-    engine = engine_of(dataclasses.replace(model, decoder=TransformerDecoder(config)), pages=256, batch_buckets=(1,))
-    tokens = np.random.default_rng(0).integers(0, 64, 1500).tolist()
+    config = dataclasses.replace(model.config, max_positions=1024)
+    engine = engine_of(dataclasses.replace(model, decoder=TransformerDecoder(config)), pages=96, batch_buckets=(1,))
+    tokens = np.random.default_rng(0).integers(0, 64, 700).tolist()
     (sequence,) = engine.prefill([tokens[:100]])
     held = []
-    for start in range(100, 1500, 100):
+    for start in range(100, 700, 100):
         engine.extend(sequence, tokens[start : start + 100])
         held.append({name: each.total - each.free for name, each in engine.allocators.items()})
     near, full = ([each[name] for each in held] for name in (f"window:{WINDOW}", "full"))
     assert max(near) <= -(-(WINDOW - 1 + CHUNK) // PAGE) + 1
-    assert full == [-(-(start + 100) // PAGE) for start in range(100, 1500, 100)]
+    assert full == [-(-(start + 100) // PAGE) for start in range(100, 700, 100)]
     spec = config.cache_spec(PAGE)
     assert spec.bytes_per_page(f"window:{WINDOW}") == 5 * spec.bytes_per_page("full"), "five of six layers have a window"
 

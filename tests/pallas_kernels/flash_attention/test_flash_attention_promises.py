@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from paging import flash_attention
+from quick_cases import rest_long
 
 from pallas_kernels.flash_attention import xla
 
@@ -18,7 +19,7 @@ SMALL_TILES = xla.Config(query_tile=8, key_tile=32, rows=2)
 STARTS = jnp.array([0, 0, 3, 5, 9, 29, 71, 50], jnp.int32)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=rest_long(["float32", "bfloat16"], "float32"))
 def bits(request, tools):
     """(arrays, op): chunks of 24 tokens at any start, in several tiles of queries and keys."""
     paged = tools.make_paged(seed=6, num_queries=24, dtype=request.param)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from paging import append_tokens, selected_attention
+from quick_cases import rest_long
 
 PAGE, KV_HEADS, HEAD_DIM, WIDTH = 16, 2, 32, 6
 COMMITTED = (0, 3, 15, 16, 29, 60, 79)
@@ -78,7 +79,11 @@ def check(tools):
 CASES = [(1, 4), (4, 1), (4, 7), (8, 4), (8, 8), (16, 7), (16, 8)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+QUICK = ((4, 1), (4, 7), (16, 8))
+"""Groups of one and more, drafts within a page and past it."""
+
+
+@pytest.mark.parametrize("case", rest_long(CASES, *QUICK), ids=str)
 @pytest.mark.parametrize("name", ["composed", "reference"])
 def test_a_drafted_step_is_as_many_steps_of_one_token(check, name, case):
     check(functools.partial(step, name=name), case)
