@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import kvjax.cache
-from kvjax import Engine, generate, score
+from kvjax import Engine, generate, guard, score
 from kvjax.sampling import SamplingRows
 
 pytestmark = pytest.mark.bits
@@ -237,7 +237,7 @@ def test_an_interrupt_in_score_leaves_no_sequence(world, monkeypatch, call):
 
 
 def test_the_attack_finds_what_an_engine_that_holds_nothing_back_leaves(world, monkeypatch):
-    monkeypatch.setattr(signal, "getsignal", lambda number: None)  # what the guard asks before it holds Ctrl-C back
+    monkeypatch.setattr(guard, "getsignal", lambda number: None)  # what the guard asks before it holds Ctrl-C back
     with pytest.raises((AssertionError, RuntimeError), match=r"page counts|tokens, length|another thread"):
         attack(world, 300, seed=3, names=("truncate", "reserve"), clock=False)
 

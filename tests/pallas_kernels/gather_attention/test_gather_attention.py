@@ -66,23 +66,22 @@ def arguments(tools):
     return build
 
 
-@pytest.mark.parametrize(
-    "case",
-    rest_long(
-        CASES,
-        "dense",
-        "groups of 7",
-        "drafts in a window",
-        "blocks of 4, drafts, window",
-        "tokens",
-        "blocks are pages",
-        "8 drafts, a list each, window",
-        "window of one token",
-        "bfloat16 blocks",
-        "float16",
-        "one row, page of 8",
-    ),
+QUICK = (
+    "dense",
+    "groups of 7",
+    "drafts in a window",
+    "blocks of 4, drafts, window",
+    "tokens",
+    "blocks are pages",
+    "8 drafts, a list each, window",
+    "window of one token",
+    "bfloat16 blocks",
+    "float16",
+    "one row, page of 8",
 )
+
+
+@pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(check, name, case):
     check(IMPLEMENTATIONS[name], case)
@@ -309,7 +308,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(tools, check, mutant):
-    tools.must_fail(check, MUTANTS[mutant], CASES)
+    tools.must_fail(check, MUTANTS[mutant], [*QUICK, *CASES])
 
 
 def test_drafts_with_lists_of_their_own_that_see_each_other_fail(tools, check):
