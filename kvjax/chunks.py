@@ -91,8 +91,8 @@ class ChunkRun:
         if list(tokens[: len(self.written)]) != self.written:
             raise ValueError("the sequence is in the middle of a chunk of other tokens: continue with those, or free the sequence")
 
-    def result(self) -> Prefilled:
-        """The chunk's result, after the last slice. The sequence keeps the logits."""
+    def finish(self) -> Prefilled:
+        """Give the sequence its logits, after the last slice. Returns the chunk's result."""
         self.sequence.logits = self.x if self.ends else None
         return Prefilled(len(self.written), self.sequence.logits, self.x)
 

@@ -550,7 +550,7 @@ class Engine:
         """Run slices of a chunk. Returns its result after the last layer, else None."""
         if not self._prefiller.advance(self._runs[chunk.sequence], chunk.slices):
             return None
-        return self._runs.pop(chunk.sequence).result()
+        return self._runs.pop(chunk.sequence).finish()
 
     def _launch(self, step: Callable, padded: Sequence[CachedSequence | None], tokens, policy, *rest, num_tokens: int = 1) -> Launched:
         """Launch a decode step over padded slots, with pages for the tokens that it writes."""

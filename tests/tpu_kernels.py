@@ -76,11 +76,6 @@ def assert_not_copied(compiled: jax.stages.Compiled, *arrays: jax.ShapeDtypeStru
         assert not made, made
 
 
-def first_and_long(cases: Iterable[str], first: int = 1) -> list:
-    """Cases as parameters: `make test` takes the first ones, the rest is `long`."""
-    return [pytest.param(case, marks=[pytest.mark.long] if i >= first else []) for i, case in enumerate(cases)]
-
-
 def assert_lowers(function: Callable, arrays: Iterable) -> None:
     """The call lowers for a TPU, to one kernel. arrays: positional arguments, as shapes."""
     text = jax.jit(function).trace(*arrays).lower(lowering_platforms=("tpu",)).as_text()

@@ -8,6 +8,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
+from quick_cases import some_long
 from tiny_models import make_family
 
 import kvjax
@@ -58,7 +59,7 @@ LONG = ("llama", "shared pages")
 """What these show, other cases and tests of this module show nearly as well."""
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] if case in LONG else []) for case in CASES])
+@pytest.mark.parametrize("case", some_long(CASES, *LONG))
 def test_what_follows_a_prefill_is_compiled_once_and_ahead(case, compiled):
     family, policy, sampling = CASES[case]
     engine = Engine(make_family(family), policy, pages=40, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(BUCKET,))

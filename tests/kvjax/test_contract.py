@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick_cases import rest_long, some_long
 from tiny_models import make_family
 
 from kvjax import Engine
@@ -79,7 +80,7 @@ def test_extend_returns_the_logits_of_every_token(model, text):
     assert error(logits, model.full_forward(text[:128])[20:100]) < BOUND
 
 
-@pytest.mark.parametrize("policy", [pytest.param(each, marks=[pytest.mark.long] if each == "mean:40" else []) for each in POLICIES])
+@pytest.mark.parametrize("policy", some_long(POLICIES, "mean:40"))
 def test_a_policy_that_covers_everything_is_dense(model, text, policy):
     oracle = model.full_forward(text[:128])
     engine = Engine(model, policy, pages=8, page_size=128, prefill_chunk=128, batch_buckets=(1,))
@@ -185,12 +186,9 @@ def test_decode_holds_no_second_copy_of_the_cache(single_layer, policy, batch):
 
 @pytest.mark.parametrize(
     "prefill",
-    [
-        "dense",
-        "momo:16/4",
-        "vertical-slash:8+4",
-        *(pytest.param(each, marks=pytest.mark.long) for each in ("delta:64+1024/16", "mean:16", "oracle:16")),
-    ],
+    rest_long(
+        ["dense", "momo:16/4", "delta:64+1024/16", "mean:16", "vertical-slash:8+4", "oracle:16"], "dense", "momo:16/4", "vertical-slash:8+4"
+    ),
 )
 def test_prefill_holds_no_second_copy_of_the_cache(single_layer, prefill):
     """Nor of the 64K keys of a sequence, 16 MB here; their logits would be 128 MB."""

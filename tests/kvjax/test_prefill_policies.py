@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_cases import some_long
 from scipy.spatial import distance
 
 from kvjax import Engine
@@ -148,7 +149,7 @@ def close(a, b, rows=56, tolerance=1e-5):
 
 
 def mostly(names):
-    return [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in names]
+    return some_long(names, *(name for name in names if name in LONG))
 
 
 # A policy that covers everything is dense.

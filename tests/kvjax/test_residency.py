@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_cases import some_long
 from tiny_models import make_family, make_latent_model, make_model, make_recurrent_model
 
 import kvjax.attend
@@ -150,7 +151,7 @@ LONG = ("dense", "shared, top", "windows, top")
 """What these read by frame, the others read too."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CASES])
+@pytest.mark.parametrize("name", some_long(CASES, *LONG))
 def test_pages_that_move_between_steps_change_no_bit(name, tokens):
     case = CASES[name]
     groups = tuple(group.name for group in case.spec.groups)

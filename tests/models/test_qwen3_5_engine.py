@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from golden_family import TOLERANCE, GoldenFamily
+from quick_cases import rest_long
 
 from kvjax import Engine
 
@@ -13,7 +14,7 @@ SHORT = ("g2-d32-attention-bias",)
 """Of `make test`; a case is a minute of compiling."""
 
 
-@pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in FAMILY.cases])
+@pytest.mark.parametrize("name", rest_long(FAMILY.cases, *SHORT))
 def test_prefill_in_any_cut_and_decode_are_transformers(name):
     model, want = FAMILY.case(name)
     engine = Engine(model, pages=12, page_size=16, prefill_chunk=32, batch_buckets=(2,))

@@ -83,7 +83,7 @@ def _blocks_named(table, starts, lengths, num_queries, page_size, *, blocks, blo
     return count
 
 
-@pytest.mark.parametrize("case", tpu_kernels.first_and_long([LISTS, BOTH]))
+@pytest.mark.parametrize("case", rest_long([LISTS, BOTH], LISTS))
 def test_bits_twice_and_copies_move_what_lists_name(tools, arguments, case):
     (q, k, v, table, starts, lengths), keywords = arguments(case)
     with tpu_kernels.counted_copies() as copied:

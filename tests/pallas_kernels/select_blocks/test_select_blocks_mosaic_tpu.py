@@ -13,6 +13,7 @@ import numpy as np
 import paging
 import pytest
 import tpu_kernels
+from quick_cases import rest_long
 
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.select_blocks import mosaic_tpu, select_blocks, selection_width
@@ -63,7 +64,7 @@ def suite(suite_of):
 QUICK = ("bounds", "NaN in the index, a page is missing", "in tiles, pages missing", "bfloat16, 4 drafts, a group of 8")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in QUICK else [pytest.mark.long]) for case in CASES])
+@pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 def test_matches_reference(suite, case):
     suite.check(SMALL_TILES, case)
 
@@ -111,7 +112,7 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("bug", tpu_kernels.first_and_long(INSIDE))
+@pytest.mark.parametrize("bug", rest_long(INSIDE, next(iter(INSIDE))))
 def test_mutant_inside_fails(suite, tools, monkeypatch, bug):
     case, *change = INSIDE[bug]
     forget = (SMALL_TILES.clear_cache, mosaic_tpu._select.clear_cache)

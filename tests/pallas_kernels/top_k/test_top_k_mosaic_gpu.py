@@ -17,6 +17,7 @@ import paging
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick_cases import rest_long, some_long
 
 from pallas_kernels import dispatch
 from pallas_kernels.hopper import lanes
@@ -102,7 +103,7 @@ LONG = ("2048 of 128K", "half of the capacity", "as many as there is room for", 
 """Sizes between or beyond those of other cases."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CALLS])
+@pytest.mark.parametrize("name", some_long(CALLS, *LONG))
 def test_emulated(suite, check, name):
     check(*call(suite, name))
 
@@ -227,7 +228,7 @@ FOUND_BY = {
 SLOW = ("half of k will do", "the capacity is not looked at", "one more secant")
 
 
-@pytest.mark.parametrize("bug", [pytest.param(bug, marks=[pytest.mark.long] if bug in SLOW else []) for bug in BUGS])
+@pytest.mark.parametrize("bug", some_long(BUGS, *SLOW))
 def test_a_planted_bug_is_found(suite, tools, check, monkeypatch, bug):
     BUGS[bug](monkeypatch)
     first = FOUND_BY.get(bug, "searched")
@@ -345,7 +346,7 @@ FIRST = FIRST - {"four CTAs", "eight CTAs", "2048 of 1000"} | {"a hint, batch 64
 """`make test` lowers every size, k and batch once, and every form; the rest is `long`."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FIRST else [pytest.mark.long]) for name in PRODUCTION])
+@pytest.mark.parametrize("name", rest_long(PRODUCTION, *FIRST))
 def test_lowers(cuda, name):
     assert "mosaic_gpu" in cuda.lower(*PRODUCTION[name])
 
