@@ -184,8 +184,6 @@ class DecodeRunner:
             learned = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states) for row in slots.rows]
         # Nothing can fail from here on.
         slots.advance(launched.cache, written)
-        for sequence, length in zip(slots.live, slots.lengths, strict=True):
-            sequence.length, sequence.logits, sequence.open_chunk = length, None, None
         if self._groups.has_windows:
             for sequence in slots.live:
                 self._groups.give_back(sequence)

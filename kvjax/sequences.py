@@ -15,7 +15,19 @@ if TYPE_CHECKING:
     from kvjax.policies.decode import DecodePolicy
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+class Growth:
+    """How many tokens some sequences have grown by together, in one batch of decode steps (`kvjax.slots.Slots`). The steps count here, and
+    not in each sequence, so that their host time does not depend on the number of rows.
+
+    whole: False once a sequence has left, because it changed in another way than by these steps, or went to another batch.
+    """
+
+    __slots__ = ("tokens", "whole")
+
+    def __init__(self):
+        self.tokens, self.whole = 0, True
+
+
 class CachedSequence:
     """A sequence whose keys and values lie in an engine's pages.
 
@@ -23,15 +35,60 @@ class CachedSequence:
     including reserved ones, -1 for those that a window gave back. logits: next-token logits `[V]` float32 after the last prefill or extend;
     None after anything else. states: those of learning policies, per layer. open_chunk: what prefill needs to continue, so that policies
     learn the same however a prompt is cut; None after decoding. suspended: its pages in host memory, after `Engine.suspend`; else None.
+    growth: the batch in which it has been decoded since `length` and `pages` were last set; None before the next decode step.
     """
 
-    tokens: list[int]
-    length: int = 0
-    pages: dict[str, list[int]] = dataclasses.field(default_factory=dict)
-    logits: Float[Array, " V"] | None = None
-    states: dict[DecodePolicy, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    open_chunk: OpenChunk | None = None
-    suspended: Stored | None = None
+    __slots__ = ("_growth", "_length", "_pages", "logits", "open_chunk", "states", "suspended", "tokens")
+
+    def __init__(
+        self,
+        tokens: list[int],
+        length: int = 0,
+        pages: dict[str, list[int]] | None = None,
+        logits: Float[Array, " V"] | None = None,
+        states: dict[DecodePolicy, tuple[Any, ...]] | None = None,
+        open_chunk: OpenChunk | None = None,
+    ):
+        self._growth: Growth | None = None
+        self._length, self._pages = length, {} if pages is None else pages
+        self.tokens, self.logits, self.open_chunk = tokens, logits, open_chunk
+        self.states = {} if states is None else states
+        self.suspended: Stored | None = None
+
+    @property
+    def length(self) -> int:
+        return self._length if self._growth is None else self._length + self._growth.tokens
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self._leave()
+        self._length = length
+
+    @property
+    def pages(self) -> dict[str, list[int]]:
+        return self._pages
+
+    @pages.setter
+    def pages(self, pages: dict[str, list[int]]) -> None:
+        self._leave()
+        self._pages = pages
+
+    @property
+    def growth(self) -> Growth | None:
+        return self._growth
+
+    def grow_with(self, growth: Growth) -> None:
+        """Grow with a batch from here on."""
+        self._leave()
+        self._length, self._growth = self._length - growth.tokens, growth
+
+    def grow(self, tokens: int) -> None:
+        """Grow by more tokens than the rest of the batch."""
+        self._length += tokens
+
+    def _leave(self) -> None:
+        if self._growth is not None:
+            self._length, self._growth.whole, self._growth = self.length, False, None
 
     def __repr__(self) -> str:
         return f"CachedSequence(length={self.length}, pages={max(map(len, self.pages.values()), default=0)})"

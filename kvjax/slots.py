@@ -1,7 +1,7 @@
 """The rows of a decode batch: their page tables and lengths stay on the device from step to step.
 
-A step updates lengths on the device. The host only adds a row's next page, when the row comes to a new page, so the host's time per step
-does not depend on the length of sequences.
+A step updates lengths on the device, and one count on the host. The host only adds a row's next page, when the row comes to a new page. So
+the host's time per step depends neither on the number of rows nor on the length of sequences.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import Cache, CacheSpec, LayerCache
-from kvjax.cache.groups import PageIds
 from kvjax.cache.tables import narrower, page_table, table_width
-from kvjax.sequences import CachedSequence
-
-_LENGTH, _PAGES = operator.attrgetter("length"), operator.attrgetter("pages")
+from kvjax.sequences import CachedSequence, Growth
 
 NextPages = dict[str, Int[Array, "B 2"]]
 """By layer group: the page of each row's next token, and the page after it; -1 where there is none."""
@@ -30,10 +27,10 @@ class Slots:
 
     `hold` says whether sequences are in the slots, and `fill` puts them there. `cache` gives a step's input, `advance` takes its output.
 
-    Sequences may change between steps in any way (`truncate`, `extend`): `hold` and `fill` find the rows that changed. A row costs more
-    than a comparison only if it changed, or comes to a page that the device does not know.
+    Sequences may change between steps in any way (`truncate`, `extend`): then they leave the slots' `Growth`, by which `hold` and `fill`
+    find them.
 
-    rows: slots with a sequence, ascending. live, lengths: their sequences, and the tokens of each. longest: the largest length.
+    rows: slots with a sequence, ascending. live: their sequences. longest: tokens of the longest.
     """
 
     def __init__(self, spec: CacheSpec, size: int):
@@ -41,11 +38,10 @@ class Slots:
         self.sequences: tuple[CachedSequence | None, ...] = (None,) * size
         self.rows: list[int] = []
         self.live: list[CachedSequence] = []
-        self.lengths: list[int] = []
         self.longest = 0
-        self._pages: list[PageIds] = []  # of `live`
-        self._limits: list[int] = []  # of `live`: up to how many tokens `_next` has their pages
-        self._nearest = 0  # tokens that every row can still grow by within its limit
+        self._growth = Growth()  # of `live`
+        self._limits: list[int] = []  # of `live`: up to what growth `_next` has their pages
+        self._nearest = 0  # the smallest limit
         self._next = {group.name: np.full((size, 2), -1, np.int32) for group in spec.groups}
         self._named: NextPages | None = None  # `_next` as passed to a step; the call moves it to the device
         self._host_tables: dict[str, Int[np.ndarray, "B M"]] = {}
@@ -58,31 +54,35 @@ class Slots:
     def hold(self, sequences: Sequence[CachedSequence | None]) -> bool:
         """Whether these sequences are in the slots, unchanged since the last step. A freed or suspended sequence counts as changed."""
         # The same tuple has the same entries. A list may have changed.
-        if not (sequences is self.sequences or all(map(operator.is_, sequences, self.sequences))):
-            return False
-        # In every step, so without a loop in Python.
-        return list(map(_LENGTH, self.live)) == self.lengths and all(map(operator.is_, map(_PAGES, self.live), self._pages))
+        same = sequences is self.sequences or all(map(operator.is_, sequences, self.sequences))
+        return same and self._growth.whole
 
     def fill(self, sequences: Sequence[CachedSequence | None]) -> None:
         """Put these sequences into the slots (None: an empty slot). Rows that have not changed since the last step stay on the device."""
-        known = dict(zip(self.rows, zip(self.live, self.lengths, self._pages, self._limits, strict=True), strict=True))
+        known = dict(zip(self.rows, zip(self.live, self._limits, strict=True), strict=True))
+        before, self._growth = self._growth, Growth()
         self.sequences = tuple(sequences)
         rows = [row for row, each in enumerate(sequences) if each is not None]
         if rows != self.rows:
             self.active = jax.device_put(np.array([each is not None for each in sequences]))
         self._dirty.update(known.keys() - rows)
-        self.rows, self.live = rows, [sequences[row] for row in rows]
-        self.lengths, self._pages = [each.length for each in self.live], [each.pages for each in self.live]
-        self.longest, self._limits = max(self.lengths, default=0), []
+        self.rows, self.live, self._limits = rows, [sequences[row] for row in rows], []
         for row, each in zip(rows, self.live, strict=True):
-            before, length, pages, limit = known.get(row, (None, 0, None, 0))
-            if each is not before or each.length != length or each.pages is not pages:
+            last, limit = known.get(row, (None, 0))
+            if each is last and each.growth is before:
+                self._limits.append(limit - before.tokens)
+            else:
                 self._dirty.add(row)
-                limit = 0
-            self._limits.append(limit)
+                self._limits.append(0)
+            each.grow_with(self._growth)
+        self.longest, self._nearest, self._named = max(self.lengths, default=0), min(self._limits, default=0), None
         for following in self._next.values():
             following[list(self._dirty)] = -1
-        self._nearest, self._named = self._room_to_limits(), None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence in `live`."""
+        return [each.length for each in self.live]
 
     def lacking(self, num_tokens: int) -> list[CachedSequence]:
         """The sequences that lack pages for so many more tokens."""
@@ -94,8 +94,9 @@ class Slots:
         must have its pages. The step DONATES page tables and lengths: call `advance` with its result, or `forget` if it fails."""
         if near := self._near_a_limit(num_tokens):
             for place in near:
-                self._limits[place] = self._name_next(self.rows[place], self.live[place])
-            self._nearest = self._room_to_limits()
+                sequence = self.live[place]
+                self._limits[place] = self._growth.tokens + self._name_next(self.rows[place], sequence) - sequence.length
+            self._nearest = min(self._limits)
         if self._dirty or not self._holds[0] < self.longest + num_tokens <= self._holds[1]:
             self._place_rows(num_tokens)
         if self._tables is None:
@@ -110,14 +111,19 @@ class Slots:
         return Cache(layers, self._tables, self._device_lengths, self.spec), self._named
 
     def advance(self, cache: Cache, written: int | Int[np.ndarray, "B"]) -> None:
-        """Keep a step's tables and lengths. written: tokens by which each filled slot grew."""
+        """Keep a step's tables, and let the sequences grow. written: tokens by which each filled slot grew."""
         self._tables, self._device_lengths = cache.page_tables, cache.lengths
+        if not self._growth.tokens:  # later steps find it so
+            for sequence in self.live:
+                sequence.logits = sequence.open_chunk = None
         if isinstance(written, int):
-            self.lengths = [length + written for length in self.lengths]
-            self.longest, self._nearest = self.longest + written, self._nearest - written
-        else:
-            self.lengths = list(map(operator.add, self.lengths, written[self.rows].tolist()))
-            self.longest, self._nearest = max(self.lengths, default=0), self._room_to_limits()
+            self._growth.tokens += written
+            self.longest += written
+            return
+        for place, (sequence, count) in enumerate(zip(self.live, written[self.rows].tolist(), strict=True)):
+            sequence.grow(count)
+            self._limits[place] -= count
+        self.longest, self._nearest = max(self.lengths, default=0), min(self._limits, default=0)
 
     def forget(self) -> None:
         """Rebuild the device's arrays for the next step."""
@@ -125,13 +131,8 @@ class Slots:
 
     def _near_a_limit(self, num_tokens: int) -> list[int]:
         """Places in `live` of the rows that so many more tokens would take beyond their limit."""
-        if num_tokens <= self._nearest:
-            return []
-        both = zip(self.lengths, self._limits, strict=True)
-        return [place for place, (length, limit) in enumerate(both) if length + num_tokens > limit]
-
-    def _room_to_limits(self) -> int:
-        return min(map(operator.sub, self._limits, self.lengths), default=0)
+        grown = self._growth.tokens + num_tokens
+        return [place for place, limit in enumerate(self._limits) if grown > limit] if grown > self._nearest else []
 
     def _room(self, sequence: CachedSequence) -> int:
         """Tokens that fit into a sequence's pages."""

@@ -12,6 +12,7 @@ from kvjax import Engine, OutOfPages
 from kvjax.cache.groups import GroupPages
 from kvjax.plans import Chunk, DecodeGroup, StepPlan
 from kvjax.sampling import SamplingRows
+from kvjax.sequences import CachedSequence
 from kvjax.slots import Slots, name_pages
 
 pytestmark = pytest.mark.bits
@@ -194,17 +195,34 @@ def test_what_the_slots_hold_is_refused_once_it_cannot_be_used(engine):
     engine.decode([a], [2])
 
 
-def test_a_stale_table_is_noticed(engine, checked, monkeypatch):
-    """A truncation that leaves the mapping of pages as it is, so that `fill` cannot tell."""
+def _without_notice(self):
+    """A mutant of `_leave`: the batch is not told."""
+    if self._growth is not None:
+        self._length, self._growth = self.length, None
 
-    def keep(self, sequence, counts):
-        for name, count in counts.items():
-            self.allocators[name].release([page for page in sequence.pages[name][count:] if page >= 0])
-            del sequence.pages[name][count:]
 
-    monkeypatch.setattr(GroupPages, "keep", keep)
+def _without_leaving(self):
+    """A mutant of `_leave`: the batch is told that something changed, but not which row."""
+    if self._growth is not None:
+        self._growth.whole = False
+
+
+@pytest.mark.parametrize("leave", [_without_notice, _without_leaving])
+def test_a_stale_table_is_noticed(engine, checked, monkeypatch, leave):
+    def set_length(self, length):
+        leave(self)
+        self._length = length - (self._growth.tokens if self._growth else 0)
+
+    monkeypatch.setattr(CachedSequence, "_leave", leave)
+    monkeypatch.setattr(CachedSequence, "length", CachedSequence.length.setter(set_length))
+    monkeypatch.setattr(CachedSequence, "grow_with", _grow_with)
     with pytest.raises(AssertionError):
         test_truncated_and_extended_to_the_same_length_over_another_page(engine, checked)
+
+
+def _grow_with(self, growth):
+    """As the real one, whatever `_leave` does."""
+    self._length, self._growth = self.length - growth.tokens, growth
 
 
 # Plans
