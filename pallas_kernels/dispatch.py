@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 BACKENDS: dict[str, tuple[str, ...] | None] = {
     "mosaic_gpu": ("gpu",),
     "mosaic_tpu": ("tpu",),
+    "cudnn": ("gpu",),
     "composed": None,
     "xla": None,
     "reference": None,
@@ -30,8 +31,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "append_tokens": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "block_mass": ("mosaic_gpu", "xla", "reference"),
     "block_sparse_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
-    "flash_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
-    "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
+    "flash_attention": ("mosaic_gpu", "mosaic_tpu", "cudnn", "xla", "reference"),
+    "gather_attention": ("mosaic_gpu", "mosaic_tpu", "cudnn", "xla", "reference"),
     "gated_delta": ("xla", "reference"),
     "indexer_scores": ("xla", "reference"),
     "page_index": ("xla", "reference"),
@@ -45,7 +46,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
 }
 """The implementations of each op, the preferred first. `reference` is a definition to test against: it runs only when named."""
 
-FORCED = ("mosaic_gpu", "mosaic_tpu", "xla")
+FORCED = ("mosaic_gpu", "mosaic_tpu", "cudnn", "xla")
 """The names that `forced` takes. The others belong to no platform: `composed` goes with each, `reference` is for tests."""
 
 _forced = jax.make_user_context(None)
@@ -65,14 +66,24 @@ def absent(name: str, backend: str | None = None) -> str | None:
     backend = backend or jax.default_backend()
     if BACKENDS[name] is not None and backend not in BACKENDS[name]:
         return f"runs on {' and '.join(BACKENDS[name])}; JAX uses {backend}"
-    if name == "mosaic_gpu" and backend == jax.default_backend() and (capability := _compute_capability()) != "9.0":
-        return f"needs a GPU of compute capability 9.0 (Hopper); this one has {capability or 'none'}"
+    if backend != jax.default_backend():
+        return None
+    if name == "mosaic_gpu" and (found := _compute_capability()) != "9.0":
+        return f"needs a GPU of compute capability 9.0 (Hopper); this one has {found or 'none'}"
+    if name == "cudnn" and compute_capability() < (8, 0):
+        return f"needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer; this one has {_compute_capability() or 'none'}"
     return None
+
+
+def compute_capability() -> tuple[int, ...]:
+    """The compute capability of this process's NVIDIA GPUs as numbers; () on other devices."""
+    numbers = _compute_capability().split(".")
+    return tuple(map(int, numbers)) if all(map(str.isdecimal, numbers)) else ()
 
 
 def _compute_capability() -> str:
     """The compute capability of this process's GPUs, which says what instructions they have."""
-    return getattr(jax.local_devices()[0], "compute_capability", "")
+    return str(getattr(jax.local_devices()[0], "compute_capability", ""))
 
 
 def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
@@ -80,7 +91,7 @@ def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
     they have it and it can do the call. Otherwise they take what runs on every backend ("xla", and what is composed of such ops). It holds
     only for the thread that enters the block.
 
-        with kvjax.dispatch("xla"):  # as on a GPU for which we have no kernels
+        with kvjax.dispatch("xla"):  # as on an AMD GPU; "cudnn": as on an NVIDIA GPU that is no Hopper
             kvjax.generate(model, "Once upon a time")
 
     An op that is called with a name takes that name, inside the block too. Programs that were compiled outside of the block are not used

@@ -33,12 +33,18 @@ def scaled_logits(q: Float[Array, "K R D"], k: Float[Array, "K S D"], sm_scale: 
     return logits * sm_scale
 
 
-def fold(partial: Partial, logits: Float[Array, "K R S"], values: Float[Array, "K S D"]) -> Partial:
-    """Add a tile of keys. Logits are -inf where a row may not read; values there must be finite."""
+def fold(partial: Partial, logits: Float[Array, "K R S"], values: Float[Array, "K S D"], *, rounded: bool = False) -> Partial:
+    """Add a tile of keys. Logits are -inf where a row may not read; values there must be finite.
+
+    rounded: multiply values by weights in the values' dtype, as FlashAttention does, not in float32. Faster on accelerators, where it
+    matters for many rows.
+    """
     top = jnp.maximum(partial.top, logits.max(-1))
     shift = jnp.where(top == -jnp.inf, 0.0, top)  # -inf minus -inf would be NaN
     weights, kept = jnp.exp(logits - shift[..., None]), jnp.exp(partial.top - shift)
-    tile = jnp.einsum("krs,ksd->krd", weights, values.astype(jnp.float32), precision=_precision(values.dtype))
+    dtype = values.dtype if rounded else jnp.float32
+    factors = weights.astype(dtype), values.astype(dtype)
+    tile = jnp.einsum("krs,ksd->krd", *factors, precision=_precision(values.dtype), preferred_element_type=jnp.float32)
     return Partial(top, partial.total * kept + weights.sum(-1), partial.weighted * kept[..., None] + tile)
 
 

@@ -15,7 +15,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import online_softmax
+from pallas_kernels import online_softmax, tiles
 from pallas_kernels.block_mass.api import Call
 from pallas_kernels.pages import read_tile, visible
 
@@ -36,7 +36,7 @@ class Config:
 
 def default_config() -> Config:
     """Tiles that fit a CPU's caches; on other devices, several rows at once to occupy the device."""
-    return Config() if jax.default_backend() == "cpu" else Config(query_tile=512, key_tile=1024, rows=16)
+    return Config() if tiles.on_cpu() else Config(query_tile=512, key_tile=1024, rows=16)
 
 
 def block_mass(call: Call, q, pages, table, starts, lengths, lse, first_query):

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import online_softmax
+from pallas_kernels import online_softmax, tiles
 from pallas_kernels.block_sparse_attention.api import Call
 from pallas_kernels.pages import read, visible
 
@@ -39,7 +39,7 @@ class Config:
 
 def default_config() -> Config:
     """Steps that fit a CPU's caches; on other devices, several tiles at once to occupy the device."""
-    return Config() if jax.default_backend() == "cpu" else Config(key_tile=1024, rows=4)
+    return Config() if tiles.on_cpu() else Config(key_tile=1024, rows=4)
 
 
 def block_sparse_attention(call: Call, q, pages, table, starts, lengths, blocks):

@@ -14,8 +14,9 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from pallas_kernels import online_softmax
+from pallas_kernels import online_softmax, tiles
 from pallas_kernels.flash_attention.api import Call
 from pallas_kernels.pages import read, visible
 
@@ -34,14 +35,17 @@ class Config:
                 raise ValueError(f"{name} must be a positive int, got {getattr(self, name)!r}")
 
 
-def default_config() -> Config:
-    """Tiles that fit a CPU's caches; on other devices, several rows at once to occupy the device."""
-    return Config() if jax.default_backend() == "cpu" else Config(query_tile=512, key_tile=1024, rows=16)
+def default_config(q: Array) -> Config:
+    """Tiles that fit a CPU's caches; on other devices, tiles whose logits and weights fit into `tiles.MEMORY`, one row at a time."""
+    if tiles.on_cpu():
+        return Config()
+    query_tile = min(1024, q.shape[1])
+    return Config(query_tile, key_tile=tiles.fitting(8 * q.shape[2] * query_tile, 2048))
 
 
 def flash_attention(call: Call, q, pages, table, starts, lengths):
     """See `pallas_kernels.flash_attention.flash_attention`. config: a `Config`, or None for `default_config()`."""
-    return _attend(dataclasses.replace(call, config=call.config or default_config()), q, pages, table, starts, lengths)
+    return _attend(dataclasses.replace(call, config=call.config or default_config(q)), q, pages, table, starts, lengths)
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -92,6 +96,6 @@ def _walk(call: Call, q, first, query_tile, table, length, pages, pages_per_tile
         seen = visible(pos, query_pos, window)
         logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
         values = jnp.where((pos >= 0)[:, None], values, 0)  # unwritten values may be NaN
-        return online_softmax.fold(partial, logits, values)
+        return online_softmax.fold(partial, logits, values, rounded=not tiles.on_cpu())
 
     return jax.lax.fori_loop(0, sinks + end - resume, step, online_softmax.empty(q.shape[:2], pages.v_head_dim))

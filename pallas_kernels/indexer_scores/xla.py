@@ -14,6 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tiles
 from pallas_kernels.indexer_scores.api import FP8, Call
 
 
@@ -30,7 +31,7 @@ class Config:
 
 def default_config() -> Config:
     """Tiles that fit a CPU's caches; on other devices, fewer and larger tiles, because each costs several launches."""
-    return Config() if jax.default_backend() == "cpu" else Config(tile_tokens=8192)
+    return Config() if tiles.on_cpu() else Config(tile_tokens=8192)
 
 
 def indexer_scores(call: Call, q, weights, keys, table, lengths, scales):

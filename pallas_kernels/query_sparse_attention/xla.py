@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import online_softmax
+from pallas_kernels import online_softmax, tiles
 from pallas_kernels.pages import read, visible
 from pallas_kernels.query_sparse_attention import online_selection
 from pallas_kernels.query_sparse_attention.api import Call
@@ -39,7 +39,7 @@ class Config:
 
 def default_config() -> Config:
     """Tiles that fit a CPU's caches; on other devices, several rows at once to occupy the device."""
-    return Config() if jax.default_backend() == "cpu" else Config(query_tile=512, key_tile=1024, rows=16)
+    return Config() if tiles.on_cpu() else Config(query_tile=512, key_tile=1024, rows=16)
 
 
 def query_sparse_attention(call: Call, q, pages, table, starts, lengths):

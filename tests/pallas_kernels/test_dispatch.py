@@ -97,9 +97,11 @@ def test_forced_ops_take_what_other_platforms_take(hopper):
         with dispatch.forced("xla"):
             forced = dispatch.candidates(op)
             assert dispatch.choose(op, None, "forced") == forced[0]
-        assert forced == tuple(name for name in names if not name.startswith("mosaic"))
-        with dispatch.forced("mosaic_gpu"):
-            assert dispatch.candidates(op) == dispatch.available(op)
+        everywhere = tuple(name for name in names if name in ("composed", "xla", "reference"))
+        assert forced == everywhere
+        for name in ("mosaic_gpu", "cudnn"):
+            with dispatch.forced(name):
+                assert dispatch.candidates(op) == ((name,) if name in names else ()) + everywhere
         assert dispatch.candidates(op) == dispatch.available(op)
 
 
@@ -151,7 +153,7 @@ def test_a_block_that_fails_ends(own_kernel):
 
 @pytest.mark.parametrize("name", ["triton", "reference", "composed", None])
 def test_what_is_no_platforms_path(name):
-    with pytest.raises(ValueError, match=f"no platform's path is called {name!r}; there are mosaic_gpu, mosaic_tpu, xla"):
+    with pytest.raises(ValueError, match=f"no platform's path is called {name!r}; there are mosaic_gpu, mosaic_tpu, cudnn, xla"):
         dispatch.forced(name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import as_on_accelerators
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,7 @@ from pallas_kernels.gather_attention import xla
 SMALL_TILES = functools.partial(gather_attention, implementation="xla", config=xla.Config(tile_tokens=32, rows=1))
 """The base of the mutants: with tiles this small the inputs below take several."""
 
-IMPLEMENTATIONS = {"xla": SMALL_TILES}
+IMPLEMENTATIONS = {"xla": SMALL_TILES, "xla, accelerator": as_on_accelerators.xla_of("gather_attention")}
 """What does every input of this suite; the kernels for one chip have suites of their own beside it."""
 
 OTHER_CONFIGS = {"default": None, "3 rows of 8 tokens": xla.Config(tile_tokens=8, rows=3)}
@@ -91,6 +92,17 @@ def test_matches_reference(check, name, case):
 @pytest.mark.parametrize("config", OTHER_CONFIGS)
 def test_xla_configs_match_reference(check, config, case):
     check(functools.partial(gather_attention, implementation="xla", config=OTHER_CONFIGS[config]), case)
+
+
+@pytest.mark.parametrize("case", ["dense", "a page is missing", "groups of 7", "one row, page of 8", "bfloat16"])
+def test_cudnn_matches_reference(arguments, tools, case):
+    """One token of every sequence. cuDNN takes no more."""
+    (q, *others), keywords = arguments(case)
+    of_last = q[:, -1:], *others
+    out, lse = as_on_accelerators.cudnn_of("gather_attention")(*of_last, **keywords)
+    expected, expected_lse = gather_attention(*of_last, **keywords, implementation="reference")
+    tools.assert_rows_close(out, expected, 1e-5 if q.dtype == jnp.float32 else 8e-3)
+    tools.assert_lse_close(lse, expected_lse)
 
 
 def test_inputs_are_not_flat(arguments):
