@@ -282,6 +282,13 @@ def hopper() -> None:
         pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
 
 
+@pytest.fixture
+def nvidia() -> None:
+    """For tests marked `gpu` that run on every NVIDIA GPU from Ampere on: skips elsewhere."""
+    if "cudnn" not in dispatch.available("gather_attention"):
+        pytest.skip("needs an NVIDIA GPU of compute capability 8.0 or newer")
+
+
 def lower_for_cuda(op: str, arrays: dict, static: dict) -> str:
     """The text of a call of the Mosaic GPU implementation of `op`, lowered without a GPU. arrays: (shape, dtype) by name, or
     dicts of them."""

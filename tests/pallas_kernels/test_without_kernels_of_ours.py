@@ -10,7 +10,7 @@ from paging import flash_attention, gather_attention
 
 from pallas_kernels import tiles
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nvidia")]
 
 NAMES = ("cudnn", "xla")
 BASE = {"kv_heads": 2, "group": 7, "head_dim": 128, "page_size": 128, "dtype": "bfloat16"}
