@@ -65,7 +65,8 @@ def attend_history(
         written = (jnp.arange(size * page_size) < count[:, None])[..., None, None]  # what is not may be NaN
         k, v = (jnp.where(written, _together(pool[frame]), 0) for pool in (pages.k, pages.v))
         out, lse = attend(q, k, v, count, sm_scale=sm_scale, is_causal=False)
-        return merge_attention((state[0], out.astype(jnp.float32)), (state[1], lse))
+        merged = merge_attention((state[0], out.astype(jnp.float32)), (state[1], lse))
+        return jax.lax.optimization_barrier(merged)  # compiled alone, so with the same bits whatever follows
 
     nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)
     return tiles.walk(cut, -(-total.max() // page_size), fold, nothing)

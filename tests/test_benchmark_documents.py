@@ -73,12 +73,13 @@ def test_what_is_said_of_versions_before_and_after_the_spine_was_measured():
     assert "took {:.0f} and {:.0f} us in `Engine".format(*(row["own_s"] * 1e6 for row in engine)) in text
 
 
-def test_the_table_of_transformers_is_what_the_results_make():
+def test_tables_of_platforms_are_what_the_results_make():
     """After new measurements: the report's command with these files and docs/platforms.md."""
     runs = report.load(RESULTS.parent.glob("cpu/transformers-*.json"))
     text = (ROOT / "docs" / "platforms.md").read_text(encoding="utf-8")
-    assert "<!-- bench:transformers -->" in text
-    assert report.rendered(text, runs) == text
+    for name in ("transformers", "platform-ops", "platform-steps", "platform-prompts"):
+        assert f"<!-- bench:{name} -->" in text
+    assert report.rendered(text, runs + report.load(RESULTS.glob("platform-*.json"))) == text
     slower = []
     for run in runs:
         times = {(row["op"], row["implementation"]): row["median_s"] for row in run["rows"] if row["policy"] == "dense"}

@@ -81,10 +81,17 @@ def _cell(op: str, kernel: str | None, kernel_text: str, plain_text: str) -> str
 
 
 def test_the_document_names_what_every_op_takes():
-    lines = ["| op | Hopper GPU | TPU | other GPU | CPU |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| op | Hopper GPU | other NVIDIA GPU | AMD GPU | TPU | CPU |", "| --- | --- | --- | --- | --- | --- |"]
     for op in dispatch.IMPLEMENTATIONS:
-        gpu, tpu = _cell(op, "mosaic_gpu", "run", "lowered"), _cell(op, "mosaic_tpu", "interpreted, compiled", "lowered")
-        lines.append(f"| `{op}` | {gpu} | {tpu} | {_cell(op, None, '', 'lowered')} | {_cell(op, None, '', 'run')} |")
+        forced = "run on an H200"
+        cells = [
+            _cell(op, "mosaic_gpu", "run", forced),
+            _cell(op, "cudnn", forced, forced),
+            _cell(op, None, "", "lowered"),
+            _cell(op, "mosaic_tpu", "interpreted, compiled", "lowered"),
+            _cell(op, None, "", "run"),
+        ]
+        lines.append(f"| `{op}` | {' | '.join(cells)} |")
     text = (Path(__file__).parents[2] / "docs" / "platforms.md").read_text(encoding="utf-8")
     table = text[text.index("<!-- platforms -->") : text.index("<!-- /platforms -->")]
     assert table.splitlines()[1:] == lines
