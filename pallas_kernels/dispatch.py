@@ -32,7 +32,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "block_mass": ("mosaic_gpu", "xla", "reference"),
     "block_sparse_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "flash_attention": ("mosaic_gpu", "mosaic_tpu", "cudnn", "xla", "reference"),
-    "gather_attention": ("mosaic_gpu", "mosaic_tpu", "cudnn", "xla", "reference"),
+    "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "gated_delta": ("xla", "reference"),
     "indexer_scores": ("xla", "reference"),
     "page_index": ("xla", "reference"),

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import paging
 
-from pallas_kernels import cudnn, dispatch, tiles
+from pallas_kernels import dispatch, tiles
+from pallas_kernels.flash_attention import cudnn
 from pallas_kernels.pages import unlike
 
 
@@ -51,25 +52,15 @@ def dot_product_attention(q, k, v, *, scale, is_causal, key_value_seq_lengths, r
     return out.astype(q.dtype), lse.swapaxes(1, 2)
 
 
-@contextlib.contextmanager
-def with_cudnn() -> Iterator[None]:
-    """`cudnn` can be named, and takes float32 too."""
+def cudnn_attention(*args, **keywords):
+    """`paging.flash_attention` by `cudnn`, in small tiles. It takes float32, and few queries."""
 
-    def unsupported(q, pages, window):
-        return "cuDNN has no window with sinks" if window is not None else unlike(pages)
+    def unsupported(call, q, pages, *rest):
+        return "cuDNN has no window with sinks" if call.window is not None else unlike(pages)
 
     backends = mock.patch.dict(dispatch.BACKENDS, {"cudnn": None})
     capability = mock.patch.object(dispatch, "_compute_capability", return_value="8.0")
     product = mock.patch.object(jax.nn, "dot_product_attention", dot_product_attention)
-    with backends, capability, product, mock.patch.object(cudnn, "unsupported", unsupported):
-        yield
-
-
-def cudnn_of(op: str):
-    """`paging.<op>` by `cudnn`, in small tiles."""
-
-    def run(*args, **keywords):
-        with with_cudnn(), small_tiles():
-            return paging.public(op)(*args, **keywords, implementation="cudnn")
-
-    return run
+    with backends, capability, product, mock.patch.object(cudnn, "unsupported", unsupported), small_tiles():
+        config = cudnn.Config(tile_tokens=32)
+        return paging.flash_attention(*args, **keywords, config=config, implementation="cudnn")

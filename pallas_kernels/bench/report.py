@@ -204,9 +204,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     def of(kind: Sequence[dict[str, Any]], make: Callable[[list[Row]], str]) -> Callable[[], str]:
         return sourced(kind, lambda: make(merged(kind)))
 
-    def every(kind: Sequence[dict[str, Any]], make: Callable[[list[Row]], str]) -> Callable[[], str]:
-        return sourced(kind, lambda: make([row for run in kind for row in run["rows"]]))  # of several paths for the same case, too
-
+    forced = {kind: [run for run in runs if run["bench"] == f"{kind}-forced"] for kind in ("decode", "prefill")}
     needles = [run for run in runs if run["bench"].startswith("sparse-prefill-needles")]
     echoes = [run for run in runs if run["bench"] == "prefill-echo"]
     masses = [run for run in runs if run["bench"] == "block-mass"]
@@ -230,9 +228,9 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
         "decode-op-llama": of(ops, lambda rows: decode_table(rows, "llama-3.1-8b")),
         "op-rows": of(ops, row_table),
-        "platform-ops": every(ops, row_table),
-        "platform-steps": every(steps, lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
-        "platform-prompts": every(prefills, prefill_report.time_table),
+        "platform-ops": of(ops, lambda rows: row_table([row for row in rows if "median_s" in row])),
+        "platform-steps": of(forced["decode"], lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
+        "platform-prompts": of(forced["prefill"], prefill_report.time_table),
         "op-kernels": of(ops, lambda rows: kernel_table([row for row in rows if row["op"] in ("dense", "sparse")])),
         "decode-step": of(steps, lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
         "decode-step-short": of(steps, step_short),

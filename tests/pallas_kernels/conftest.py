@@ -285,7 +285,7 @@ def hopper() -> None:
 @pytest.fixture
 def nvidia() -> None:
     """For tests marked `gpu` that run on every NVIDIA GPU from Ampere on: skips elsewhere."""
-    if "cudnn" not in dispatch.available("gather_attention"):
+    if "cudnn" not in dispatch.available("flash_attention"):
         pytest.skip("needs an NVIDIA GPU of compute capability 8.0 or newer")
 
 

@@ -13,7 +13,7 @@ from paging import flash_attention
 from quick_cases import rest_long
 
 from pallas_kernels import dispatch
-from pallas_kernels.flash_attention import cudnn, xla
+from pallas_kernels.flash_attention import xla
 
 SMALL_TILES = functools.partial(flash_attention, implementation="xla", config=xla.Config(query_tile=8, key_tile=32))
 """The base of the mutants: with tiles this small the inputs below take several."""
@@ -23,7 +23,6 @@ IMPLEMENTATIONS = {
     for name in dispatch.available("flash_attention")
     if name not in ("mosaic_gpu", "cudnn", "reference")  # the first has a suite of its own
 }
-CUDNN = functools.partial(as_on_accelerators.cudnn_of("flash_attention"), config=cudnn.Config(tile_tokens=32))
 OTHER_CONFIGS = {"default": None, "3 rows, odd tiles": xla.Config(query_tile=7, key_tile=1, rows=3)}
 
 AT_END = (0, 0, 0, 0, 0, 16, 71, 72)
@@ -101,7 +100,8 @@ def test_xla_configs_match_reference(check, config, case):
 def test_cudnn_matches_reference(tools, arguments, case):
     """The parts are rounded before they are combined. Log-sum-exps in the thousands have an error of 2e-4 in float32."""
     slack = {"huge logits": 50, "bfloat16": 2, "float16": 2}.get(case, 1)
-    tools.chunk_checker(arguments, functools.partial(flash_attention, implementation="reference"), slack)(CUDNN, case)
+    reference = functools.partial(flash_attention, implementation="reference")
+    tools.chunk_checker(arguments, reference, slack)(as_on_accelerators.cudnn_attention, case)
 
 
 def test_cudnn_of_a_chunk_that_lacks_a_page(tools):
@@ -109,7 +109,7 @@ def test_cudnn_of_a_chunk_that_lacks_a_page(tools):
     paged = tools.make_paged(lengths=(96, 96), num_queries=24, hole=True)
     starts = jnp.asarray([72, 10], jnp.int32)
     arrays = *paged.arrays[:4], starts, paged.lengths
-    found = CUDNN(*arrays, sm_scale=paged.sm_scale)
+    found = as_on_accelerators.cudnn_attention(*arrays, sm_scale=paged.sm_scale)
     expected = flash_attention(*arrays, sm_scale=paged.sm_scale, implementation="reference")
     tools.assert_chunk_close(found, expected, starts, paged.lengths, 1e-5)
 

@@ -94,17 +94,6 @@ def test_xla_configs_match_reference(check, config, case):
     check(functools.partial(gather_attention, implementation="xla", config=OTHER_CONFIGS[config]), case)
 
 
-@pytest.mark.parametrize("case", ["dense", "a page is missing", "groups of 7", "one row, page of 8", "bfloat16"])
-def test_cudnn_matches_reference(arguments, tools, case):
-    """One token of every sequence. cuDNN takes no more."""
-    (q, *others), keywords = arguments(case)
-    of_last = q[:, -1:], *others
-    out, lse = as_on_accelerators.cudnn_of("gather_attention")(*of_last, **keywords)
-    expected, expected_lse = gather_attention(*of_last, **keywords, implementation="reference")
-    tools.assert_rows_close(out, expected, 1e-5 if q.dtype == jnp.float32 else 8e-3)
-    tools.assert_lse_close(lse, expected_lse)
-
-
 def test_inputs_are_not_flat(arguments):
     """A softmax near uniform would hide errors: of six blocks, the best holds far more than a sixth of the mass."""
     arrays, keywords = arguments("dense")
