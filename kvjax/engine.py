@@ -131,7 +131,7 @@ class Engine:
             raise ValueError(f"a sequence of {tokens:,} tokens is longer than {known}")
         for name, count in self._groups.needed(tokens).items():
             if count > (total := self.allocators[name].total):
-                raise self._advised(OutOfPages(count, total, total, group=name))
+                raise self._advised(OutOfPages(count, self.allocators[name].free, total, group=name))
 
     @property
     def last_choice(self) -> Choice | None:

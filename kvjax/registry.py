@@ -25,7 +25,7 @@ DECODE_FORMS = (
     "top:K, mean:K (blocks of 128), quest:K (blocks of 16), tokens:K (of models with an indexer of tokens), auto, auto:LEVEL, " + _OWN_FORMS
 )
 PREFILL_FORMS = (
-    "dense, bounds:K (blocks of 128; bounds:K+sparse is sparse in short prompts too), "
+    "dense, bounds:K (blocks of 128; bounds:K+sparse is sparse in shorter prompts too), "
     "bounds:SHARE (as bounds:0.01: the fewest blocks that miss less attention), "
     "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; suffixes change it: +quantile, +score, +untrimmed, +plain, "
     "+uncorrected, +gamma4, +gamma1), "

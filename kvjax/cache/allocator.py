@@ -13,7 +13,10 @@ class OutOfPages(RuntimeError):
     def __init__(self, needed: int, free: int, total: int, advice: str = "", *, group: str = "full"):
         self.needed, self.free, self.total, self.group = needed, free, total, group
         of_group = "" if group == "full" else f" of layer group {group}"
-        text = f"out of pages{of_group}: {needed} needed, {free} free of {total}; free sequences, or make the engine with more pages"
+        if needed > total:
+            text = f"out of pages{of_group}: {needed} needed, and the pool has only {total}; make the engine with more pages"
+        else:
+            text = f"out of pages{of_group}: {needed} needed, {free} free of {total}; free sequences, or make the engine with more pages"
         super().__init__(f"{text}. {advice}" if advice else text)
 
 

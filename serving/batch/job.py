@@ -46,8 +46,8 @@ def run_batch(
 ) -> Iterator[dict[str, Any]]:
     """Answer records (objects, or lines of JSON text; see `kvjax.serving.batch.records`) and yield each answer as it completes.
 
-    policy: the decode policy; None is the engine's. slots: sequences decoded together; None is 8, or as many as the engine's largest batch
-    bucket. defaults: settings for records that do not name them. An answer is the object that a file job would write. A record that cannot
+    policy: the decode policy; None is the engine's. slots: sequences decoded together; None is 8, or fewer if the engine's largest batch
+    bucket is smaller. defaults: settings for records that do not name them. An answer is the object that a file job would write. A record that cannot
     be answered gives an object with `error`.
     """
     if not isinstance(engine, Engine):
@@ -70,7 +70,7 @@ def run_file(
     """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing figures.
 
     Answers are written to `out` + ".partial" as they complete. A killed job that is run again does only what is missing. ValueError if
-    model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, defaults or input are not those it began with. `out` appears
+    model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, slots, defaults or input are not those it began with. `out` appears
     complete at the end; ValueError if it exists already, unless overwrite. console: where to show progress; None: nowhere.
     """
     source, out = Path(source), Path(out)
@@ -80,7 +80,7 @@ def run_file(
     if not records:
         raise ValueError(f"{source} holds no records")
     started = time.monotonic()
-    partial = Partial(partial_path(out), describe_job(engine, policy, source, defaults))
+    partial = Partial(partial_path(out), describe_job(engine, policy, source, defaults, slots))
     summary = Summary(ignored=dict(Counter(name for record in records for name in record.ignored)))
     try:
         for result in partial.earlier.values():
@@ -135,7 +135,7 @@ def check_paths(source: Path, out: Path, overwrite: bool) -> None:
         raise ValueError(f"{out} exists; pass --overwrite to replace it, or choose another output")
 
 
-def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path, defaults: Defaults) -> dict[str, Any]:
+def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path, defaults: Defaults, slots: int | None) -> dict[str, Any]:
     """Everything that the answers depend on. It must be equal to continue an earlier run."""
     with open(source, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -147,6 +147,7 @@ def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path
         "page size": engine.page_size,
         "prefill chunk": engine.prefill_chunk,
         "dtype": str(engine.dtype),
+        "--max-batch": slots,
         "--max-new-tokens": defaults.max_new_tokens,
         "--temperature": defaults.temperature,
         "--seed": defaults.seed,

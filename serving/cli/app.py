@@ -156,7 +156,7 @@ def batch_command(
         named = message.startswith("input line ")  # where a record has no id
         typer.echo(message if named else f"line {line}: {message}", err=True)
     if summary.errors > len(summary.first_errors):
-        typer.echo(f"and {summary.errors - len(summary.first_errors):,} more records with an error; see {out}", err=True)
+        typer.echo(f"and {summary.errors - len(summary.first_errors):,} more with an error; see {out}", err=True)
     if fail_on_error and summary.errors:
         raise typer.Exit(1)
 
