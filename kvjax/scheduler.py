@@ -66,10 +66,10 @@ class Scheduler:
             scheduler.step()
 
     max_gap_ms: the longest time between two tokens of a sequence while others are prefilled, in milliseconds (one slice of layers and one
-    decode step always run); None: no bound. slots: samples that run at once; None: 8, or fewer if the engine's largest batch bucket is smaller.
-    policy: that of requests that name none; None is the engine's. on_token: called after each step, for every new token, with the request,
-    the token's id and the text that became certain with it. on_prefill: called after each chunk with the number of its tokens. While a request with a penalty runs, the tokens of every slot are counted on the device, in
-    `[bucket, V]` int32.
+    decode step always run); None: no bound. slots: samples that run at once; None: 8, or fewer if the engine's largest batch bucket is
+    smaller. policy: that of requests that name none; None is the engine's. on_token: called after each step, for every new token, with the
+    request, the token's id and the text that became certain with it. on_prefill: called after each chunk with the number of its tokens.
+    While a request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
 
     preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has no limit; `waiting`
     says how many wait, for callers that limit it. Use it from one thread at a time, as the engine, and do not use the scheduler's sequences

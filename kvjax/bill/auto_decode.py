@@ -148,8 +148,8 @@ def _choose(auto: Auto, mean: int, longest: int, batch: int) -> Choice:
     bound, level = auto.bound, auto.level
     if not bound.evidence:
         advice = (
-            f"evidence holds for one dtype, and this model runs in {bound.dtype}: load it in the dtype of its evidence (--dtype bfloat16, say), "
-            "or measure it with kvjax fidelity and kvjax bill evidence"
+            f"evidence holds for one dtype, and this model runs in {bound.dtype}: load it in another (--dtype bfloat16, say), or "
+            "measure it with kvjax fidelity and kvjax bill evidence"
         )
         return Choice(
             Dense(), f"no evidence is recorded for this model (fingerprint {bound.fingerprint}), so no budget can be trusted; {advice}"

@@ -47,8 +47,8 @@ def run_batch(
     """Answer records (objects, or lines of JSON text; see `kvjax.serving.batch.records`) and yield each answer as it completes.
 
     policy: the decode policy; None is the engine's. slots: sequences decoded together; None is 8, or fewer if the engine's largest batch
-    bucket is smaller. defaults: settings for records that do not name them. An answer is the object that a file job would write. A record that cannot
-    be answered gives an object with `error`.
+    bucket is smaller. defaults: settings for records that do not name them. An answer is the object that a file job would write. A record
+    that cannot be answered gives an object with `error`.
     """
     if not isinstance(engine, Engine):
         raise TypeError(f"run_batch needs an engine, got {type(engine).__name__}: make one with kvjax.Engine(model, policy)")
@@ -70,8 +70,8 @@ def run_file(
     """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing figures.
 
     Answers are written to `out` + ".partial" as they complete. A killed job that is run again does only what is missing. ValueError if
-    model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, slots, defaults or input are not those it began with. `out` appears
-    complete at the end; ValueError if it exists already, unless overwrite. console: where to show progress; None: nowhere.
+    model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, slots, defaults or input are not those it began with. `out`
+    appears complete at the end; ValueError if it exists already, unless overwrite. console: where to show progress; None: nowhere.
     """
     source, out = Path(source), Path(out)
     check_paths(source, out, overwrite)

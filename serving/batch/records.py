@@ -109,10 +109,8 @@ def read(lines: Iterable[bytes | str | Mapping[str, Any]], defaults: Defaults = 
         if record.id is not None:
             first = seen.setdefault(record.id, number)
             if first != number:
-                record = _refused(
-                    record,
-                    f"id {record.id!r} is already used on line {first}; ids must be unique, and a record without one gets the number of its line",
-                )
+                rule = "ids must be unique, and a record without one gets the number of its line"
+                record = _refused(record, f"id {record.id!r} is already used on line {first}; {rule}")
         yield record
 
 

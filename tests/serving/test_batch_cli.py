@@ -79,7 +79,7 @@ def test_batch_prints_the_first_errors_and_fails_on_request(kvjax, model_folder,
     assert status == 0
     assert "1 pages of 16 tokens" in err, "the pool is sized by the records"
     assert re.findall("^line (.*)$", err, re.MULTILINE) == [f"{line}: unknown or unsupported field 'shape'" for line in (2, 3, 4)]
-    assert re.search(r"^and 2 more records with an error; see .*out\.jsonl$", err, re.MULTILINE)
+    assert re.search(r"^and 2 more with an error; see .*out\.jsonl$", err, re.MULTILINE)
     assert re.search(r"ignored fields +store \(1 record\)", out)
     assert kvjax(*arguments, "--overwrite", "--fail-on-error")[0] == 1
     assert len(lines(tmp_path / "out.jsonl")) == 6
