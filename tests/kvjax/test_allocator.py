@@ -24,6 +24,8 @@ def test_exhaustion_says_how_many_are_needed_and_free_and_takes_none():
     with pytest.raises(OutOfPages, match="2 needed, 1 free of 3"):
         allocator.take(2)
     assert allocator.free == 1
+    with pytest.raises(OutOfPages, match="4 needed, and the pool has only 3; make the engine with more pages"):
+        allocator.take(4)
 
 
 def test_a_free_page_is_neither_shared_nor_released():

@@ -385,6 +385,7 @@ def test_a_job_is_not_continued_as_another(job, engine, model, monkeypatch):
 
     refused("policy Window.* and this run has Dense", policy="dense")
     refused("--max-new-tokens 12, and this run has 13", defaults=Defaults(max_new_tokens=13))
+    refused("--max-batch", slots=1)
     refused("--temperature", defaults=dataclasses.replace(DEFAULTS, temperature=0.5))
     refused("--seed", defaults=dataclasses.replace(DEFAULTS, seed=1))
     pooled = MeanPooled(4, key_block=16)
