@@ -556,8 +556,7 @@ class Engine:
         """Launch a decode step over padded slots, with pages for the tokens that it writes."""
         policy = self.declared(policy)
         slots = self._filled(policy, padded, num_tokens)
-        lacking = slots.lacking(num_tokens)
-        if not lacking:
+        if not (lacking := slots.lacking(num_tokens)):
             return self._runner.launch(step, slots, tokens, policy, *rest, num_tokens=num_tokens)
         with self._reserved(lacking, num_tokens):
             return self._runner.launch(step, slots, tokens, policy, *rest, num_tokens=num_tokens)
@@ -567,6 +566,7 @@ class Engine:
         slots = self._runner.slots(policy, len(padded))
         if not slots.hold(padded):
             self._check_live([each for each in padded if each is not None])
+            self._declared.states.check_learned(policy, padded)
             slots.fill(padded)
         elif self._runs:
             self._check_live(slots.live)

@@ -99,6 +99,13 @@ class PolicyStates:
         if learns_from_prefill(policy) and policy not in self.policies:
             raise ValueError(f"policy {policy} learns from prefill, and must be known before it: name it in Engine(policies=...)")
 
+    def check_learned(self, policy: DecodePolicy, slots: Sequence[CachedSequence | None]) -> None:
+        """ValueError if a policy that learns from prefill has not seen that of a sequence."""
+        if policy in self.policies and any(slot and policy not in slot.states for slot in slots):
+            raise ValueError(
+                f"policy {policy} learns from prefill, and a sequence restored from a file does not hold what it learned: prefill it again"
+            )
+
     def stateless(self, policy: DecodePolicy) -> bool:
         """Whether a policy is known to keep no state."""
         return policy in self._none
@@ -112,11 +119,8 @@ class PolicyStates:
         have seen its prefill."""
         if policy in self._none:
             return self._none[policy]
+        self.check_learned(policy, slots)
         fresh = self.fresh(policy)
-        if policy in self.policies and any(slot and policy not in slot.states for slot in slots):
-            raise ValueError(
-                f"policy {policy} learns from prefill, and a sequence restored from a file does not hold what it learned: prefill it again"
-            )
         if not jax.tree.leaves(fresh):
             if policy not in self.policies:
                 self._none[policy] = fresh

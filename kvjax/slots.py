@@ -59,12 +59,12 @@ class Slots:
 
     def fill(self, sequences: Sequence[CachedSequence | None]) -> None:
         """Put these sequences into the slots (None: an empty slot). Rows that have not changed since the last step stay on the device."""
+        rows = [row for row, each in enumerate(sequences) if each is not None]
+        if rows != self.rows:  # first, because it may fail
+            self.active = jax.device_put(np.array([each is not None for each in sequences]))
         known = dict(zip(self.rows, zip(self.live, self._limits, strict=True), strict=True))
         before, self._growth = self._growth, Growth()
         self.sequences = tuple(sequences)
-        rows = [row for row, each in enumerate(sequences) if each is not None]
-        if rows != self.rows:
-            self.active = jax.device_put(np.array([each is not None for each in sequences]))
         self._dirty.update(known.keys() - rows)
         self.rows, self.live, self._limits = rows, [sequences[row] for row in rows], []
         for row, each in zip(rows, self.live, strict=True):
@@ -118,7 +118,7 @@ class Slots:
                 sequence.logits = sequence.open_chunk = None
         if isinstance(written, int):
             self._growth.tokens += written
-            self.longest += written
+            self.longest += written if self.live else 0
             return
         for place, (sequence, count) in enumerate(zip(self.live, written[self.rows].tolist(), strict=True)):
             sequence.grow(count)

@@ -195,6 +195,27 @@ def test_what_the_slots_hold_is_refused_once_it_cannot_be_used(engine):
     engine.decode([a], [2])
 
 
+def test_a_transfer_that_fails_leaves_the_slots_as_they_were(engine, checked, monkeypatch):
+    """Other rows are active: the device has to be told, and has no room for it."""
+    a, b = engine.prefill([tokens(20), tokens(40, seed=1)])
+    rows = SamplingRows.of([None, None])
+    engine.decode_and_sample([a, None], [1, 0], rows)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", lambda *arrays: (_ for _ in ()).throw(RuntimeError("RESOURCE_EXHAUSTED")))
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            engine.decode_and_sample([None, b], [0, 2], rows)
+    engine.decode_and_sample([None, b], [0, 2], rows)
+    engine.decode_and_sample([a, None], [3, 0], rows)
+    assert ([a.length, b.length], len(checked)) == ([22, 41], 3)
+
+
+def test_steps_of_empty_slots_have_no_length(engine):
+    rows = SamplingRows.of([None, None])
+    for _ in range(3):
+        engine.decode_and_sample([None, None], [0, 0], rows)
+    assert engine._runner.slots(engine.policy, 2).longest == 0
+
+
 def _without_notice(self):
     """A mutant of `_leave`: the batch is not told."""
     if self._growth is not None:
@@ -239,6 +260,17 @@ def plan_of(*sequences, policies=(None,), chunks=()):
 
 def state_of(engine):
     return {each: (each.length, {name: list(ids) for name, ids in each.pages.items()}) for each in engine.sequences}
+
+
+def test_a_plan_with_a_sequence_that_a_policy_did_not_learn_from_changes_nothing(engine, tmp_path):
+    """It is the second group, and there is a chunk."""
+    a, b = engine.prefill([tokens(16), tokens(20, seed=1)])
+    engine.save(b, tmp_path / "b")
+    restored, c = engine.restore(tmp_path / "b"), engine.new_sequence()
+    before, free = state_of(engine), engine.allocators["full"].free
+    with pytest.raises(ValueError, match="restored from a file"):
+        engine.step(plan_of(a, restored, policies=(None, MASSES), chunks=[Chunk(c, tokens(40))]))
+    assert (state_of(engine), engine.allocators["full"].free, engine._runs) == (before, free, {})
 
 
 def test_a_plan_that_lacks_pages_changes_nothing(engine):
