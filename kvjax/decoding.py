@@ -98,10 +98,9 @@ class DecodeRunner:
 
     def checked(self, group: DecodeGroup, buckets: Sequence[int]) -> DecodeGroup:
         """The group, with its tokens in an array. ValueError unless tokens, sampling and counts fit its slots, which are a batch bucket."""
-        try:
-            slots, tokens, vocab_size = len(group.sequences), group.tokens, self.model.config.vocab_size
-        except TypeError:
-            raise ValueError(f"a step takes a tuple of sequences, None for an empty slot, got {group.sequences!r:.60}") from None
+        if not isinstance(group.sequences, tuple | list):
+            raise ValueError(f"a step takes a tuple of sequences, None for an empty slot, got {group.sequences!r:.60}")
+        slots, tokens, vocab_size = len(group.sequences), group.tokens, self.model.config.vocab_size
         if tokens is self._chosen and group.sampling is self._rows[0] and slots == self._rows[1] and group.counts is None:
             return group  # as the step before
         if slots not in buckets:
@@ -181,7 +180,11 @@ class DecodeRunner:
         slots, states = launched.slots, launched.states
         learned = []
         if not self._declared.states.stateless(launched.policy) and jax.tree.leaves(states):
-            learned = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states) for row in slots.rows]
+            try:
+                learned = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states) for row in slots.rows]
+            except BaseException:  # no memory on the device, say
+                slots.forget()
+                raise
         # Nothing can fail from here on.
         slots.advance(launched.cache, written)
         if self._groups.has_windows:

@@ -115,12 +115,14 @@ def check_usable(sequences: Sequence[CachedSequence], live: Set[CachedSequence],
     in_chunks: sequences in the middle of a chunk of prefill. ValueError also for these and for suspended ones; None: allow both.
     """
     try:
-        given = set(sequences)
-    except TypeError as error:
+        given = set(sequences) if isinstance(sequences, list | tuple) else None
+    except TypeError:
+        given = None
+    if given is None:
         raise ValueError(
             f"a list stands where one sequence is needed, or one sequence where a list is needed: got {sequences!r:.60}; "
             "prefill returns a list"
-        ) from error
+        )
     if not live >= given:
         raise ValueError("the sequence was freed, or belongs to another engine; prefill it here")
     if len(given) < len(sequences):

@@ -209,6 +209,17 @@ def test_a_transfer_that_fails_leaves_the_slots_as_they_were(engine, checked, mo
     assert ([a.length, b.length], len(checked)) == ([22, 41], 3)
 
 
+def test_what_is_no_list_of_sequences_is_refused(engine):
+    (a,) = engine.prefill([tokens(20)])
+    rows = SamplingRows.of([None])
+    for given in ({a}, {a: 1}, (each for each in [a]), a):
+        with pytest.raises(ValueError, match="where a list is needed"):
+            engine.decode(given, [1])
+        with pytest.raises(ValueError, match="a step takes a tuple of sequences"):
+            engine.decode_and_sample(given, [1], rows)
+    assert a.length == 20
+
+
 def test_steps_of_empty_slots_have_no_length(engine):
     rows = SamplingRows.of([None, None])
     for _ in range(3):
