@@ -195,7 +195,7 @@ BAD = {
     "a traced scale": ({}, {"sm_scale": "1"}, "sm_scale must be a number"),
     "another config": ({}, {"config": 512, "implementation": "xla"}, "takes a pallas_kernels.block_mass.xla.Config, got 512"),
     "config of the reference": ({}, {"config": 512, "implementation": "reference"}, "'reference' of block_mass takes no config, got 512"),
-    "unknown implementation": ({}, {"implementation": "cudnn"}, "'cudnn' of block_mass is unknown; there are"),
+    "unknown implementation": ({}, {"implementation": "triton"}, "'triton' of block_mass is unknown; there are"),
 }
 
 

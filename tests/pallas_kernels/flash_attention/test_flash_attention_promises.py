@@ -82,7 +82,7 @@ BAD = {
     "no queries": ({"q": (2, 0, 8, 32)}, {}, "empty"),
     "window of none": ({}, {"window": (4, 0)}, r"window must be .* got \(4, 0\)"),
     "another config": ({}, {"config": 512, "implementation": "xla"}, "takes a pallas_kernels.flash_attention.xla.Config, got 512"),
-    "unknown implementation": ({}, {"implementation": "cudnn"}, "'cudnn' of flash_attention is unknown; there are mosaic_gpu"),
+    "unknown implementation": ({}, {"implementation": "triton"}, "'triton' of flash_attention is unknown; there are mosaic_gpu"),
 }
 
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import as_on_accelerators
+import jax
 import pytest
 from quick_cases import rest_long
 
@@ -82,9 +84,11 @@ NOT_HERE = {
 
 
 @pytest.mark.parametrize("case", NOT_HERE)
-def test_what_it_cannot_do_goes_to_another(on_hopper, picked, case):
+def test_what_it_cannot_do_goes_to_another(on_hopper, picked, monkeypatch, case):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", as_on_accelerators.dot_product_attention)  # there is no cuDNN here
     call, reason = NOT_HERE[case]
-    assert picked(call) == {call[0]: "xla"}
+    cudnn_can = call[0] == "flash_attention" and case != "float32"
+    assert picked(call) == {call[0]: "cudnn" if cudnn_can else "xla"}
     with pytest.raises(NotImplementedError, match=reason):
         picked(call, implementation="mosaic_gpu")
 

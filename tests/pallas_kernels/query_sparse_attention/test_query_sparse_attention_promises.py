@@ -107,8 +107,8 @@ BAD = {
     "config of the reference": ({}, {"config": SMALL_TILES, "implementation": "reference"}, "takes no config"),
     "unknown implementation": (
         {},
-        {"implementation": "cudnn"},
-        "'cudnn' of query_sparse_attention is unknown; there are mosaic_gpu, mosaic_tpu, xla, reference",
+        {"implementation": "triton"},
+        "'triton' of query_sparse_attention is unknown; there are mosaic_gpu, mosaic_tpu, xla, reference",
     ),
 }
 
