@@ -19,7 +19,7 @@ from kvjax.policies.choice import Choice, possible_prefills
 from kvjax.policies.prefill import DensePrefill, identity, parse_prefill
 from kvjax.steps import prefill_slice
 
-pytestmark = pytest.mark.optimized  # two programs are compared to the bit
+pytestmark = pytest.mark.bits
 
 SIZES = LayerSizes(28, 4, 128, "bfloat16", 128)
 DENSE = tuple((tokens, 1e-11 * tokens**2) for tokens in (4096, 16_384, 65_536, 262_144))

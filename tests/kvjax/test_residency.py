@@ -20,7 +20,7 @@ from kvjax.sampling import Sampled, Sampling
 from kvjax.steps import decode_step, prefill_step
 from pallas_kernels import pages as pages_of_ops
 
-pytestmark = pytest.mark.optimized  # bits of different programs are compared
+pytestmark = pytest.mark.bits
 
 P, CHUNK, WIDTH, IDS, SPARE = 16, 32, 16, 24, 5
 LENGTHS = (90, 70)

@@ -13,7 +13,7 @@ from quick_cases import rest_long
 
 from pallas_kernels.flash_attention import xla
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 SMALL_TILES = xla.Config(query_tile=8, key_tile=32, rows=2)
 STARTS = jnp.array([0, 0, 3, 5, 9, 29, 71, 50], jnp.int32)

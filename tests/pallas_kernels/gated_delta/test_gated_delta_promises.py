@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.gated_delta import delta_fold, delta_page, delta_step
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 SMALL = {"heads": (1, 2), "dims": (16, 7)}
 # Keywords of `tokens`; rows of a page, tokens of an inner chunk.

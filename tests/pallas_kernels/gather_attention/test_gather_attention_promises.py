@@ -12,7 +12,7 @@ from paging import gather_attention
 
 from pallas_kernels.gather_attention import xla
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 SMALL_TILES = xla.Config(tile_tokens=32, rows=2)
 

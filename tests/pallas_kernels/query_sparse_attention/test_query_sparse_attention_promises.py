@@ -12,7 +12,7 @@ from paging import query_sparse_attention
 
 from pallas_kernels.query_sparse_attention import xla
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 SMALL_TILES = xla.Config(query_tile=3, key_tile=32, rows=2)
 STARTS = jnp.array([0, 0, 3, 5, 9, 29, 71, 50], jnp.int32)
