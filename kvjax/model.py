@@ -396,7 +396,7 @@ CHUNK_BYTES = 4 << 20
 """Bytes of a tensor that are hashed at a time. Fixed, so that a fingerprint does not depend on the machine."""
 
 _digests: dict[int, tuple[weakref.ref[Array], bytes]] = {}
-"""Digests of live arrays, by id. An array never changes, so its digest stays valid."""
+"""Digests of arrays, by id. An array never changes, so its digest stays valid while it lives."""
 
 
 def fingerprint(model: Model) -> str:
@@ -469,8 +469,10 @@ def _content(leaf: Array, pool: ThreadPoolExecutor) -> bytes:
     digest = _sha256(b"".join(pool.map(_sha256, _chunks(leaf))))
     if isinstance(leaf, np.ndarray):  # a numpy array may change in place, so its digest is not kept
         return digest
-    key = id(leaf)
-    _digests[key] = weakref.ref(leaf, lambda _: _digests.pop(key, None)), digest
+    # Those of dead arrays go here, not in a callback of their weak references: Python prints an interrupt that arrives in one, and goes on.
+    for key in [key for key, (array, _) in list(_digests.items()) if array() is None]:
+        _digests.pop(key, None)
+    _digests[id(leaf)] = weakref.ref(leaf), digest
     return digest
 
 

@@ -55,7 +55,7 @@ CASES = {
 }
 
 
-LONG = ("llama", "shared pages", "windows")
+LONG = ("llama", "shared pages", "windows", "latents")
 """What these show, other cases and tests of this module show nearly as well."""
 
 

@@ -7,7 +7,7 @@ import pytest
 from recurrent_rows import PAGE, Sequences, tokens_of
 from scheduling import same_next
 
-pytestmark = [pytest.mark.bits, pytest.mark.usefixtures("everything_is_given_back")]
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("everything_is_given_back")]
 
 
 @pytest.fixture(scope="module")

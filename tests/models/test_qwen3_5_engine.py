@@ -7,7 +7,7 @@ from quick_cases import rest_long
 
 from kvjax import Engine
 
-pytestmark = pytest.mark.bits
+pytestmark = pytest.mark.optimized
 
 FAMILY = GoldenFamily("qwen3_5")
 SHORT = ("g2-d32-attention-bias",)
