@@ -46,7 +46,13 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
 }
 """The implementations of each op, the preferred first. `reference` is a definition to test against: it runs only when named."""
 
-FORCED = ("mosaic_gpu", "mosaic_tpu", "cudnn", "xla")
+BLACKWELL = "blackwell"
+"""The path of GPUs newer than Hopper: `mosaic_gpu` without Hopper's instruction `wgmma`, where an op has such a form, and `cudnn`."""
+
+WGMMA_ONLY = ("block_mass", "block_sparse_attention", "flash_attention", "query_sparse_attention", "select_tiles")
+"""Ops whose `mosaic_gpu` has no form without `wgmma`."""
+
+FORCED = ("mosaic_gpu", "mosaic_tpu", BLACKWELL, "cudnn", "xla")
 """The names that `forced` takes. The others belong to no platform: `composed` goes with each, `reference` is for tests."""
 
 _forced = jax.make_user_context(None)
@@ -58,18 +64,20 @@ _listening: list[dict[str, str]] = []
 
 def available(op: str, backend: str | None = None) -> tuple[str, ...]:
     """Names of the implementations of `op` that run on `backend` (default: the one JAX uses), the preferred first."""
-    return tuple(name for name in IMPLEMENTATIONS[op] if absent(name, backend) is None)
+    return tuple(name for name in IMPLEMENTATIONS[op] if absent(name, backend, op) is None)
 
 
-def absent(name: str, backend: str | None = None) -> str | None:
-    """Why no implementation of this name runs on `backend` (default: the one JAX uses); None where it does."""
+def absent(name: str, backend: str | None = None, op: str | None = None) -> str | None:
+    """Why no implementation of this name runs on `backend` (default: the one JAX uses), or not that of `op`; None where it does."""
     backend = backend or jax.default_backend()
     if BACKENDS[name] is not None and backend not in BACKENDS[name]:
         return f"runs on {' and '.join(BACKENDS[name])}; JAX uses {backend}"
     if backend != jax.default_backend():
         return None
-    if name == "mosaic_gpu" and (found := _compute_capability()) != "9.0":
-        return f"needs a GPU of compute capability 9.0 (Hopper); this one has {found or 'none'}"
+    if name == "mosaic_gpu" and compute_capability() < (9, 0):
+        return f"needs an NVIDIA GPU of compute capability 9.0 (Hopper) or newer; this one has {_compute_capability() or 'none'}"
+    if name == "mosaic_gpu" and op in WGMMA_ONLY and compute_capability() != (9, 0):
+        return f"needs a GPU of compute capability 9.0 (Hopper), for `wgmma`; this one has {_compute_capability()}"
     if name == "cudnn" and compute_capability() < (8, 0):
         return f"needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer; this one has {_compute_capability() or 'none'}"
     return None
@@ -79,6 +87,12 @@ def compute_capability() -> tuple[int, ...]:
     """The compute capability of this process's NVIDIA GPUs as numbers; () on other devices."""
     numbers = _compute_capability().split(".")
     return tuple(map(int, numbers)) if all(map(str.isdecimal, numbers)) else ()
+
+
+def has_wgmma() -> bool:
+    """Whether a kernel may use Hopper's instruction `wgmma`: on Hopper GPUs, unless their successors' path is forced. Without an NVIDIA GPU
+    too, since kernels are lowered for Hopper there."""
+    return _forced.value != BLACKWELL and compute_capability() in ((), (9, 0))
 
 
 def _compute_capability() -> str:
@@ -91,7 +105,7 @@ def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
     they have it and it can do the call. Otherwise they take what runs on every backend ("xla", and what is composed of such ops). It holds
     only for the thread that enters the block.
 
-        with kvjax.dispatch("xla"):  # as on an AMD GPU; "cudnn": as on an NVIDIA GPU that is no Hopper
+        with kvjax.dispatch("xla"):  # as on an AMD GPU; "cudnn": an NVIDIA GPU older than Hopper; "blackwell": one newer than it
             kvjax.generate(model, "Once upon a time")
 
     An op that is called with a name takes that name, inside the block too. Programs that were compiled outside of the block are not used
@@ -102,8 +116,9 @@ def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
     """
     if implementation not in FORCED:
         raise ValueError(f"no platform's path is called {implementation!r}; there are {', '.join(FORCED)}")
-    if not any(implementation in available(op) for op in IMPLEMENTATIONS):
-        here = [name for name in FORCED if any(name in available(op) for op in IMPLEMENTATIONS)]
+    implemented = {name for op in IMPLEMENTATIONS for name in available(op)}
+    here = [name for name in FORCED if ("mosaic_gpu" if name == BLACKWELL else name) in implemented]
+    if implementation not in here:
         raise NotImplementedError(
             f"no op has an implementation {implementation!r} on backend {jax.default_backend()!r}; there are {', '.join(here)}"
         )
@@ -115,7 +130,8 @@ def candidates(op: str) -> tuple[str, ...]:
     names, wanted = available(op), _forced.value
     if wanted is None:
         return names
-    return tuple(name for name in names if name == wanted or BACKENDS[name] is None)
+    kept = (wanted,) if wanted != BLACKWELL else ("cudnn",) if op in WGMMA_ONLY else ("mosaic_gpu",)
+    return tuple(name for name in names if name in kept or BACKENDS[name] is None)
 
 
 def choose(op: str, implementation: str | None, signature: str, operands: tuple = ()) -> str:

@@ -77,7 +77,8 @@ def test_tables_of_platforms_are_what_the_results_make():
     """After new measurements: the report's command with these files and docs/platforms.md."""
     runs = report.load(RESULTS.parent.glob("cpu/transformers-*.json"))
     text = (ROOT / "docs" / "platforms.md").read_text(encoding="utf-8")
-    for name in ("transformers", "platform-ops", "platform-steps", "platform-prompts"):
+    of_blackwell = [f"blackwell-{name}" for name in ("ops", "steps", "prompts")]
+    for name in ("transformers", "platform-ops", "platform-steps", "platform-prompts", "platform-prefill", *of_blackwell):
         assert f"<!-- bench:{name} -->" in text
     assert report.rendered(text, runs + report.load(RESULTS.glob("platform-*.json"))) == text
     slower = []

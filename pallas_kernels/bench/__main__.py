@@ -26,7 +26,7 @@ def bench(
     list_cases: Annotated[bool, typer.Option("--list", help="Print the names and stop.")] = False,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each case.")] = None,
     implementation: Annotated[
-        str | None, typer.Option(help="Run this implementation of every op: xla, mosaic_gpu, ... [default: what dispatch picks]")
+        str | None, typer.Option(help="Take the path of another platform: xla, cudnn, blackwell, ... [default: the one of this device]")
     ] = None,
     baselines: Annotated[bool, typer.Option(help="Run other people's dense kernels at the same shapes.")] = True,
 ) -> None:
@@ -49,7 +49,10 @@ def bench(
     from pallas_kernels.bench.report import table
     from pallas_kernels.bench.session import run
 
-    rows = run(chosen, implementation, baselines=baselines, json_out=json_out, console=Console(stderr=True))
+    try:
+        rows = run(chosen, implementation, baselines=baselines, json_out=json_out, console=Console(stderr=True))
+    except (ValueError, NotImplementedError) as error:  # a path that is none, or not here; cases that fail are rows
+        raise typer.BadParameter(str(error), param_hint="--implementation") from None
     show(table(rows))
     if failed := [row for row in rows if "failed" in row]:
         _say(failed)

@@ -189,6 +189,20 @@ def step_short(rows: Sequence[Row]) -> str:
     return markdown(("shape", "batch", "tokens", "dense", *(f"`{name}`" for name in policies)), lines)
 
 
+def beside_table(rows: Sequence[Row], others: Sequence[Row]) -> str:
+    """Cases that two runs have, and the time of the second over that of the first: the forms of `mosaic_gpu` with `wgmma` and without."""
+    timed = {row["case"]: row for row in rows if "median_s" in row}
+    lines = []
+    for other in others:
+        if (row := timed.get(other["case"])) and "median_s" in other:
+            micros = [f"{x['median_s'] * 1e6:,.2f}" for x in (row, other)]
+            errors = [f"{x['error']:.1e}" if x.get("error") is not None else "-" for x in (row, other)]
+            bits = "yes" if row["same_bits"] and other["same_bits"] else "no"
+            lines.append((other["case"], *micros, f"{other['median_s'] / row['median_s']:.2f}", *errors, bits))
+    columns = ("case", "with `wgmma`, us", "without, us", "times", "error with", "error without", "same bits twice")
+    return markdown(columns, lines)
+
+
 # Documents
 
 
@@ -204,7 +218,11 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     def of(kind: Sequence[dict[str, Any]], make: Callable[[list[Row]], str]) -> Callable[[], str]:
         return sourced(kind, lambda: make(merged(kind)))
 
-    forced = {kind: [run for run in runs if run["bench"] == f"{kind}-forced"] for kind in ("decode", "prefill")}
+    forced = {kind: [run for run in runs if run["bench"] == f"{kind}-forced"] for kind in ("decode", "prefill", "prefill-ops")}
+
+    def on_path(kind: Sequence[dict[str, Any]], *paths: str | None) -> list[dict[str, Any]]:
+        return [run for run in kind if run.get("implementation") in paths]
+
     needles = [run for run in runs if run["bench"].startswith("sparse-prefill-needles")]
     echoes = [run for run in runs if run["bench"] == "prefill-echo"]
     masses = [run for run in runs if run["bench"] == "block-mass"]
@@ -228,9 +246,15 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "decode-op": of(ops, lambda rows: decode_table(rows, "qwen2.5-7b")),
         "decode-op-llama": of(ops, lambda rows: decode_table(rows, "llama-3.1-8b")),
         "op-rows": of(ops, row_table),
-        "platform-ops": of(ops, lambda rows: row_table([row for row in rows if "median_s" in row])),
-        "platform-steps": of(forced["decode"], lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
-        "platform-prompts": of(forced["prefill"], prefill_report.time_table),
+        "platform-ops": of(on_path(ops, "xla"), row_table),
+        "platform-steps": of(on_path(forced["decode"], "xla"), lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
+        "platform-prompts": of(on_path(forced["prefill"], "cudnn"), prefill_report.time_table),
+        "platform-prefill": sourced(forced["prefill-ops"], lambda: prefill_report.path_table(forced["prefill-ops"])),
+        "blackwell-ops": sourced(
+            on_path(ops, None, "blackwell"), lambda: beside_table(*(merged(on_path(ops, path)) for path in (None, "blackwell")))
+        ),
+        "blackwell-steps": of(on_path(forced["decode"], "blackwell"), lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
+        "blackwell-prompts": of(on_path(forced["prefill"], "blackwell"), prefill_report.time_table),
         "op-kernels": of(ops, lambda rows: kernel_table([row for row in rows if row["op"] in ("dense", "sparse")])),
         "decode-step": of(steps, lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
         "decode-step-short": of(steps, step_short),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from pallas_kernels.bench.cases import BASELINES, Case
 from pallas_kernels.bench.cases import baselines as baselines_of
 from pallas_kernels.bench.measure import Skipped, add_speedups, copy_rate, row_of, torch_rows
 from pallas_kernels.bench.results import write_result
+from pallas_kernels.dispatch import forced
 
 
 def run(
@@ -28,6 +30,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure every case and return the rows, baselines first. A case that cannot run here has `skipped`, one that raised has `failed`.
 
+    implementation: the path to force (`pallas_kernels.dispatch.forced`), or "reference"; None takes the usual one.
     baseline_names: which baselines; None takes this backend's.
     """
     names = BASELINES.get(jax.default_backend(), ()) if baseline_names is None else baseline_names
@@ -42,7 +45,8 @@ def run(
         if json_out is not None:
             write_result(json_out, {"bench": "ops", "copy": copy, "implementation": implementation, "rows": rows})
 
-    with Progress(*columns, console=console) as progress:
+    path, named = (contextlib.nullcontext(), implementation) if implementation in (None, "reference") else (forced(implementation), None)
+    with path, Progress(*columns, console=console) as progress:
         bar = progress.add_task("copy bandwidth", total=len(others) + len(cases))
         copy |= copy_rate()
         rate = copy["bytes_per_s"]
@@ -53,7 +57,7 @@ def run(
             progress.advance(bar, len(with_torch))
         for case in (*ours, *cases):
             progress.update(bar, description=case.name)
-            rows.append(_guarded(case, lambda case=case: row_of(case, implementation, rate)))
+            rows.append(_guarded(case, lambda case=case: row_of(case, named, rate)))
             if not console.is_terminal:
                 console.print(_line(rows[-1]), highlight=False, soft_wrap=True)
             write()

@@ -1,7 +1,8 @@
-"""Merging the partial attentions of a cluster's warpgroups through distributed shared memory, in order of their numbers.
+"""Merging the partial attentions of a cluster through distributed shared memory, in order of their numbers.
 
-Each CTA owns some columns of the output. Every warpgroup sends each owner its columns, and sends its maximum and sum to all. After one
-barrier of the cluster, each owner merges what it received. The formula is that of `pallas_kernels.merge`.
+Each CTA owns some columns of the output. Every part (a warpgroup's, or a CTA's with `decode_turns`) sends each owner its columns, and sends
+its maximum and sum to all. After one barrier of the cluster, each owner merges what it received. The formula is that of
+`pallas_kernels.merge`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def columns(s: Shape) -> int:
 
 def words(s: Shape) -> dict[str, int]:
     """Words of shared memory for what a CTA receives: its columns of all partial outputs of the cluster, and their maxima and sums."""
-    received = s.splits * s.warpgroups * s.rows
+    received = s.parts * s.rows
     return {"parts_s": received * columns(s), "stats_s": received * 2}
 
 
@@ -38,8 +39,7 @@ def merge_and_store(s: Shape, folded, place, parts_s, stats_s, out_ref, lse_ref)
     def stage(_, folded, place, parts_s, stats_s, out_ref, lse_ref):
         row, head, cta, warpgroup = map(lanes.of_splat, place)
         _send(s, folded, cta * s.warpgroups + warpgroup, parts_s, stats_s)
-        lanes.cluster_barrier() if s.splits > 1 else lanes.cta_barrier(s.warpgroups * 128)
-        _merge(s, row, head, cta, parts_s, stats_s, out_ref, lse_ref)
+        merge_sent(s, row, head, cta, parts_s, stats_s, out_ref, lse_ref)
 
     stage(folded, place, parts_s, stats_s, out_ref, lse_ref)
 
@@ -62,8 +62,9 @@ def _send(s: Shape, folded, worker, parts_s, stats_s) -> None:
                     lanes.store_cluster(t + first, stats_s, base * 2, *stats)
 
 
-def _merge(s: Shape, row, head, cta, parts_s, stats_s, out_ref, lse_ref) -> None:
-    """Two columns of one row per thread and turn."""
+def merge_sent(s: Shape, row, head, cta, parts_s, stats_s, out_ref, lse_ref) -> None:
+    """By all threads of the cluster, when all have sent. Two columns of one row per thread and turn."""
+    lanes.cluster_barrier() if s.splits > 1 else lanes.cta_barrier(s.warpgroups * 128)
     threads, pairs = s.warpgroups * 128, columns(s) // 2
     rows = s.num_queries * s.group
     for start in range(0, rows * pairs, threads):
@@ -71,7 +72,7 @@ def _merge(s: Shape, row, head, cta, parts_s, stats_s, out_ref, lse_ref) -> None
         r, pair = i // pairs, i % pairs
         column = cta * columns(s) + pair * 2
         with lanes.when((i < rows * pairs) & (column < s.head_dim)):
-            numbers = [r + w * s.rows for w in range(s.splits * s.warpgroups)]
+            numbers = [r + w * s.rows for w in range(s.parts)]
             stats = [lanes.load_shared(stats_s, n * 2, "f32", 2) for n in numbers]
             m = functools.reduce(lanes.maximum, [x for x, _ in stats])
             total, low, high = (lanes.f32(0.0) for _ in range(3))

@@ -25,14 +25,19 @@ MOST_ROWS = 16
 
 def unsupported(q, pages, *, width: int, block_size: int, words: dict[str, int]) -> str | None:
     """Why this form cannot do a call that `gather_attention.mosaic_gpu` supports, or None if it can. Arguments are as in `shape_of`."""
-    if block_size not in (16, 32, 64, 128):
-        return f"block_size must be 16, 32, 64 or 128, got {block_size}"
-    rows = q.shape[1] * q.shape[2] // pages.kv_heads
-    if rows > MOST_ROWS:
-        return f"T * G must be at most {MOST_ROWS} in one launch, got {rows}"
+    if reason := unsupported_rows(q, pages, block_size):
+        return reason
     if shape_of(q, pages, width=width, block_size=block_size, window=None, sm_scale=1.0, words=words).stages == 0:
         return f"a list of {width} blocks and {sum(words.values())} words of other stages leave no shared memory for a tile of keys"
     return None
+
+
+def unsupported_rows(q, pages, block_size: int) -> str | None:
+    """What of it holds for every length of a list."""
+    if block_size not in (16, 32, 64, 128):
+        return f"block_size must be 16, 32, 64 or 128, got {block_size}"
+    rows = q.shape[1] * q.shape[2] // pages.kv_heads
+    return f"T * G must be at most {MOST_ROWS} in one launch, got {rows}" if rows > MOST_ROWS else None
 
 
 def shape_of(q, pages, *, width: int, block_size: int, window, sm_scale: float, words: dict[str, int]) -> Shape:
@@ -43,7 +48,7 @@ def shape_of(q, pages, *, width: int, block_size: int, window, sm_scale: float, 
     sizes = (batch, num_queries, num_heads, num_kv_heads, head_dim, page_size, block_size, width, window, sm_scale, q.dtype, TILE)
     s = Shape(*sizes, 1, WARPGROUPS, ctas)
     taken = sum((words | list_words(s) | cluster_merge.words(s)).values())
-    room = 4 * (lanes.SHARED_WORDS - taken) - 2 * tiles.ROWS * head_dim
+    room = 4 * (lanes.shared_words() - taken) - 2 * tiles.ROWS * head_dim
     return dataclasses.replace(s, stages=max(0, min(MOST_STAGES, room // (4 * TILE * head_dim * WARPGROUPS))))
 
 
@@ -59,20 +64,32 @@ def scratch(s: Shape, words: dict[str, int]) -> dict:
     return s.scratch() | floats | {name: plgpu.SMEM((n,), jnp.int32) for name, n in words.items()}
 
 
-def locate(s: Shape, length, table_ref, first_entry, scratch) -> None:
+def copy_list(s: Shape, unit, blocks_ref, table_ref, lengths_ref, table_width: int, scratch) -> None:
+    """By single threads: the list of `blocks` `[B, K, W]` to shared memory, and what `locate` finds."""
+    threads, row = s.warpgroups * 128, unit // s.num_kv_heads
+    for start in range(0, s.width, threads):
+        i = lanes.thread() + start
+        with lanes.when(i < s.width):
+            lanes.store_shared(scratch["ids_s"], i, lanes.load_global(blocks_ref, unit * s.width + i))
+    lanes.cta_barrier(threads)
+    locate(s, lanes.load_global(lengths_ref, row), table_ref, row, table_width, scratch)
+
+
+def locate(s: Shape, length, table_ref, row, table_width: int, scratch) -> None:
     """By single threads: write to `scratch["pages_s"]` the page of each listed block, -1 where there is none; behind them the row's length.
 
-    first_entry: of the row in the page table. Every tile needs the pages, and reads them faster from shared than from global memory.
+    row: of the page table. Every tile needs the pages, and reads them faster from shared than from global memory. Nothing past the row is
+    read, whatever the length.
     """
-    threads = s.warpgroups * 128
+    threads, in_table = s.warpgroups * 128, lanes.minimum(length, table_width * s.page_size)
     with lanes.when(lanes.thread() == 0):
         lanes.store_shared(scratch["pages_s"], s.width, length)
     for start in range(0, s.width, threads):
         i = lanes.thread() + start
         with lanes.when(i < s.width):
             token = lanes.load_shared(scratch["ids_s"], i)[0] * s.block_size
-            there = (token >= 0) & (token < length)
-            page = lanes.load_global(table_ref, first_entry + lanes.where(there, token, 0) // s.page_size)
+            there = (token >= 0) & (token < in_table)
+            page = lanes.load_global(table_ref, row * table_width + lanes.where(there, token, 0) // s.page_size)
             lanes.store_shared(scratch["pages_s"], i, lanes.where(there, page, -1))
     lanes.cta_barrier(threads)
 
@@ -131,17 +148,10 @@ def attend_listed(s: Shape, q, pages, table, lengths, blocks):
         unit, cta = lax.axis_index("unit"), lax.axis_index("cta")
 
         @lanes.stage(unit=unit)
-        def copy_list(inputs, scratch, unit):
-            blocks_ref, table_ref, lengths_ref = inputs
-            threads, row = s.warpgroups * 128, unit // s.num_kv_heads
-            for start in range(0, s.width, threads):
-                i = lanes.thread() + start
-                with lanes.when(i < s.width):
-                    lanes.store_shared(scratch["ids_s"], i, lanes.load_global(blocks_ref, unit * s.width + i))
-            lanes.cta_barrier(threads)
-            locate(s, lanes.load_global(lengths_ref, row), table_ref, row * table.shape[1], scratch)
+        def copy(inputs, scratch, unit):
+            copy_list(s, unit, *inputs, table.shape[1], scratch)
 
-        copy_list((blocks_ref, table_ref, lengths_ref), {name: scratch[name] for name in list_words(s)})
+        copy((blocks_ref, table_ref, lengths_ref), {name: scratch[name] for name in list_words(s)})
         attend(s, unit, cta, jnp.int32(s.width), (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch)
 
     return launch(s, listed_kernel, outputs(s), {})(q, pages.k, pages.v, table, lengths, blocks)

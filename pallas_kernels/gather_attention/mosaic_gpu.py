@@ -1,4 +1,4 @@
-"""gather_attention in Pallas Mosaic GPU (Hopper).
+"""gather_attention in Pallas Mosaic GPU (Hopper; without `wgmma` too, see `turns`).
 
 There are two forms. For a list and few query rows (T*G at most 16): one launch with a cluster of CTAs per (row, KV head), made for low
 latency (`listed`). For all other calls, the tiles of a (row, KV head) are cut into equal spans, by the row's own length (dense) or by place
@@ -23,11 +23,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import merge
-from pallas_kernels.gather_attention import listed, split_merge
+from pallas_kernels import dispatch, merge
+from pallas_kernels.gather_attention import listed, split_merge, turns
 from pallas_kernels.gather_attention.api import Call
 from pallas_kernels.hopper import decode_tiles as tiles
-from pallas_kernels.hopper import lanes
+from pallas_kernels.hopper import decode_turns, lanes
 from pallas_kernels.pages import as_rows, unlike
 
 SMS = 132
@@ -38,9 +38,9 @@ SMS = 132
 class Config:
     """How the work is cut; None: chosen from the shapes.
 
-    tile_tokens: keys folded in at once, 64 or 128. stages: tiles in flight. splits: CTAs per (row, KV head). Naming any of them selects the
-    form with spans. array_code: use no stages for single threads (`hopper.lanes`). That is slower, but the interpreter of Mosaic GPU
-    kernels can run it.
+    tile_tokens: keys folded in at once, 64 or 128; only with `wgmma`. stages: tiles in flight; without `wgmma`, turns of a warp. splits:
+    CTAs per (row, KV head). Naming any of them selects the form with spans. array_code: use no stages for single threads (`hopper.lanes`).
+    That is slower, but the interpreter of Mosaic GPU kernels can run it.
     """
 
     tile_tokens: int | None = None
@@ -72,7 +72,11 @@ def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
         return f"the page size must be a multiple of 64, got {pages.page_size}"
     if (blocks is not None or call.return_block_lse) and call.block_size not in (16, 32, 64, 128):
         return f"block_size must be 16, 32, 64 or 128, got {call.block_size}"
-    return None
+    if dispatch.has_wgmma():
+        return None
+    if call.config is not None and (call.config.tile_tokens or call.config.array_code):
+        return "without `wgmma` a config has no tile_tokens and no array_code"
+    return turns.unsupported(call, q, pages)
 
 
 def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=None):
@@ -80,7 +84,8 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=
     reason = unsupported(call, q, pages, table, lengths, blocks)
     if reason:
         raise NotImplementedError(f"gather_attention 'mosaic_gpu': {reason}")
-    size = queries_per_tile(q.shape[1], q.shape[2] // pages.kv_heads)
+    most = tiles.ROWS if dispatch.has_wgmma() else decode_turns.most_rows(q.shape[3], call.window is not None)
+    size = queries_per_tile(q.shape[1], q.shape[2] // pages.kv_heads, most)
     if size < q.shape[1]:
         rows = as_rows(q, table, lengths, size)
         lists = None if blocks is None else jnp.repeat(blocks, q.shape[1] // size, axis=0)
@@ -88,19 +93,24 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=
         return tuple(x.reshape(*q.shape[:2], *x.shape[2:]) for x in found)
     if call.config is None and blocks is not None and not call.return_block_lse:
         sizes = {"width": blocks.shape[2], "block_size": call.block_size, "words": {}}
-        if not listed.unsupported(q, pages, **sizes):
-            s = listed.shape_of(q, pages, **sizes, window=call.window, sm_scale=call.sm_scale)
-            return tuple(listed.attend_listed(s, q, pages, table, lengths, blocks))
+        logits = {"window": call.window, "sm_scale": call.sm_scale}
+        if not dispatch.has_wgmma():
+            if not turns.unsupported_list(q, pages, **sizes):
+                return tuple(turns.attend_listed(turns.list_shape(q, pages, **sizes, **logits), q, pages, table, lengths, blocks))
+        elif not listed.unsupported(q, pages, **sizes):
+            return tuple(listed.attend_listed(listed.shape_of(q, pages, **sizes, **logits), q, pages, table, lengths, blocks))
     return _attend(dataclasses.replace(call, config=call.config or Config()), q, pages, table, lengths, blocks, interpret=interpret)
 
 
-def queries_per_tile(num_queries: int, group: int) -> int:
-    """Queries per tile: the largest divisor of their number for which a tile has at most `tiles.ROWS` rows."""
-    return next(n for n in range(num_queries, 0, -1) if num_queries % n == 0 and n * group <= tiles.ROWS)
+def queries_per_tile(num_queries: int, group: int, most: int = tiles.ROWS) -> int:
+    """Queries per tile: the largest divisor of their number for which a tile has at most `most` rows."""
+    return next(n for n in range(num_queries, 0, -1) if num_queries % n == 0 and n * group <= most)
 
 
 @functools.partial(jax.jit, static_argnames=("call", "interpret"))
 def _attend(call: Call, q, pages, table, lengths, blocks, *, interpret):
+    if not dispatch.has_wgmma():
+        return _attend_turns(call, q, pages, table, lengths, blocks)
     s = _shape(call, q, pages, blocks)
     width = table.shape[1] * s.page_size // s.block_size if blocks is None else blocks.shape[2]
     launch = _launch(s, width if call.return_block_lse else None, call.config.array_code, interpret)
@@ -113,11 +123,33 @@ def _attend(call: Call, q, pages, table, lengths, blocks, *, interpret):
         out, lse = split_merge.merge(s, out, lse)
     if not call.return_block_lse:
         return out, lse
+    there = _there(s, width, table, lengths, blocks)
+    of_blocks = jnp.where(there[..., None], block_lse[0][:, :, :width], -jnp.inf)
+    return out, lse, _heads_last(s, of_blocks.swapaxes(2, 3))
+
+
+def _there(s: tiles.Shape, width: int, table, lengths, blocks):
+    """Which listed blocks have a written key and a frame, `[B, K or 1, W]`."""
     ids = jnp.arange(width, dtype=jnp.int32)[None, None] if blocks is None else blocks
     page_ids = jnp.take_along_axis(table[:, None], jnp.clip(ids * s.block_size // s.page_size, 0, table.shape[1] - 1), axis=2)
     there = (ids >= 0) & (ids * s.block_size < table.shape[1] * s.page_size) & (page_ids >= 0)
-    there &= ids * s.block_size < lengths[:, None, None]
-    of_blocks = jnp.where(there[..., None], block_lse[0][:, :, :width], -jnp.inf)
+    return there & (ids * s.block_size < lengths[:, None, None])
+
+
+def _attend_turns(call: Call, q, pages, table, lengths, blocks):
+    """`_attend` without `wgmma`."""
+    width = None if blocks is None else blocks.shape[2]
+    splits = call.config.splits or max(1, SMS // (q.shape[0] * pages.kv_heads))
+    s = turns.span_shape(call, q, pages, width=width, splits=splits, stages=call.config.stages)
+    out, lse, *of_turns = turns.attend_spans(s, q, pages, table, lengths, blocks, block_lse=call.return_block_lse)
+    if not call.return_block_lse:
+        return out, lse
+    width = table.shape[1] * s.page_size // s.block_size if blocks is None else width
+    starts = jnp.arange(s.block_size // decode_turns.KEYS) * decode_turns.KEYS
+    ids = jnp.arange(width, dtype=jnp.int32)[None, None] if blocks is None else blocks
+    written = _there(s, width, table, lengths, blocks)[..., None] & (ids[..., None] * s.block_size + starts < lengths[:, None, None, None])
+    per_turn = of_turns[0].reshape(s.batch, s.num_kv_heads, width, -1, s.num_queries * s.group) / tiles.LOG2E
+    of_blocks = jax.nn.logsumexp(jnp.where(written[..., None], per_turn, -jnp.inf), axis=3)
     return out, lse, _heads_last(s, of_blocks.swapaxes(2, 3))
 
 

@@ -65,6 +65,11 @@ class Shape:
         return -(-self.num_queries * self.group // 8) * 8
 
     @property
+    def parts(self) -> int:
+        """Partial results of a (row, KV head): one of each warpgroup."""
+        return self.splits * self.warpgroups
+
+    @property
     def piece(self) -> int:
         """Tokens of one copy, which stays within a block and a tile."""
         return min(self.block_size, self.tile)

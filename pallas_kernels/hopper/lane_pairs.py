@@ -25,6 +25,14 @@ def mma(acc: Sequence[lanes.Scalar], a: Sequence[lanes.Scalar], b: Sequence[lane
     return lanes.ptx(code, *a, *b, *acc, result=["f32"] * 4, convergent=True)
 
 
+def transposed(word: lanes.Scalar) -> lanes.Scalar:
+    """`movmatrix`: an 8 x 8 matrix of 16-bit numbers, a word per lane, turned round.
+
+    Lane (g, t) gives columns 2t, 2t + 1 of row g, and gets rows 2t, 2t + 1 of column g.
+    """
+    return lanes.ptx("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", word, result="i32", convergent=True)
+
+
 def pack(low: lanes.Scalar, high: lanes.Scalar, dtype: str) -> lanes.Scalar:
     """Two float32 rounded to bfloat16 or float16, in one word."""
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype]

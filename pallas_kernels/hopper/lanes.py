@@ -21,6 +21,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dispatch
+
 OLDEST_JAX = (0, 11, 2)
 
 
@@ -483,8 +485,15 @@ def warp_reduce(x: Scalar, kind: str) -> Scalar:
     return ptx(f"redux.sync.{kind}.s32 $0, $1, 0xffffffff;", x, result="i32", convergent=True)
 
 
-SHARED_WORDS = (222 << 10) // 4
-"""Words of shared memory for a CTA's stages: what Hopper has, less what Mosaic keeps for itself."""
+SHARED_BYTES = {9: 222 << 10, 10: 222 << 10, 12: 94 << 10}
+"""Bytes of shared memory for a CTA's stages, by the first number of the compute capability: less than there are, as Mosaic needs some."""
+
+
+def shared_words() -> int:
+    """32-bit words of shared memory for a CTA's stages on this process's GPU; where there is none, on a Hopper GPU."""
+    capability = dispatch.compute_capability()
+    return SHARED_BYTES.get(capability[0] if capability else 9, SHARED_BYTES[9]) // 4
+
 
 CTA_BARRIER = 15
 """The hardware barrier that these functions use; Mosaic counts its own up from 0."""

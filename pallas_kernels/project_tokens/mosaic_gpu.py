@@ -157,7 +157,7 @@ def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
         dtype=x.dtype.name,
         out_dtype=call.out_dtype.name,
     )
-    rest = lanes.SHARED_WORDS - sum((s.scratch_words() | {"ring_s": 0}).values())
+    rest = lanes.shared_words() - sum((s.scratch_words() | {"ring_s": 0}).values())
     s = dataclasses.replace(s, depth=min(MOST_DEPTH, rest // (s.warps * s.slot_words)))
     options = {"biases": biases, "norm": norm, "rotation": rotation, "residual": residual}
     return tuple(_project(s, {"x": x, "weights": weights} | options))

@@ -142,7 +142,7 @@ def shape_of(call: Call, q, index, table) -> Shape:
     ctas = clusters.ctas_per_unit(batch * num_queries * num_kv_heads)
     dims = (batch, num_queries, num_heads, num_kv_heads, head_dim, table.shape[1])
     s = Shape(*dims, **dataclasses.asdict(call), dtype=q.dtype.name, ctas=ctas, depth=1)
-    room = lanes.SHARED_WORDS - sum(s.scratch_words().values())
+    room = lanes.shared_words() - sum(s.scratch_words().values())
     return dataclasses.replace(s, depth=max(0, min(3, room // (s.threads // 32 * s.slot_words))))
 
 

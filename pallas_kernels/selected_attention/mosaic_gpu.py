@@ -18,10 +18,11 @@ import functools
 import jax
 from jax import lax
 
-from pallas_kernels.gather_attention import listed
+from pallas_kernels import dispatch
+from pallas_kernels.gather_attention import listed, turns
 from pallas_kernels.gather_attention import mosaic_gpu as gather
 from pallas_kernels.hopper import decode_tiles as tiles
-from pallas_kernels.hopper import lanes
+from pallas_kernels.hopper import decode_turns, lanes
 from pallas_kernels.select_blocks import mosaic_gpu as select
 from pallas_kernels.selected_attention.api import Call
 
@@ -35,7 +36,8 @@ def unsupported(call: Call, q, pages, index, table, lengths, frames) -> str | No
     if reason:
         return reason
     chosen = select.shape_of(chosen_by, q, index, table)
-    return listed.unsupported(rows, pages, width=chosen.width, block_size=call.block_size, words=chosen.scratch_words())
+    listed_unsupported = listed.unsupported if dispatch.has_wgmma() else turns.unsupported_list
+    return listed_unsupported(rows, pages, width=chosen.width, block_size=call.block_size, words=chosen.scratch_words())
 
 
 def _rows(q) -> jax.ShapeDtypeStruct:
@@ -51,10 +53,16 @@ def selected_attention(call: Call, q, pages, index, table, lengths, frames):
     chosen = select.shape_of(call.selection(pages.page_size), q, index, table)
     words = chosen.scratch_words()
     sizes = {"width": chosen.width, "block_size": call.block_size, "window": None, "sm_scale": call.sm_scale}
-    s = listed.shape_of(_rows(q), pages, **sizes, words=words)
-    depth = listed.ring_words(s) // (chosen.threads // 32 * chosen.slot_words)  # a tile of each warpgroup has room for a turn of index rows
     tables = (table,) if frames is None else (table, frames)
-    return _attend(dataclasses.replace(chosen, depth=min(3, depth)), s, q, pages, index, tables, lengths)
+    if dispatch.has_wgmma():
+        s = listed.shape_of(_rows(q), pages, **sizes, words=words)
+        ring, attend = listed.ring_words(s), _attend
+    else:
+        s = turns.list_shape(_rows(q), pages, **sizes, words=words)
+        ring, attend = s.scratch_words()["ring_s"], _attend_turns
+        chosen = dataclasses.replace(chosen, threads=s.threads)
+    depth = ring // (chosen.threads // 32 * chosen.slot_words)  # the keys of each warp have room for a turn of index rows
+    return attend(dataclasses.replace(chosen, depth=min(3, depth)), s, q, pages, index, tables, lengths)
 
 
 @functools.partial(jax.jit, static_argnames=("chosen", "s"))
@@ -73,7 +81,7 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, leng
             lanes.publish_to_tensor_cores()  # the ring held index rows; next, TMA writes to it
             row = unit // s.num_kv_heads
             length = select.tokens_seen(chosen.num_queries, lengths_ref, row)
-            listed.locate(s, length, table_refs[-1], row // chosen.num_queries * chosen.table_width, words)
+            listed.locate(s, length, table_refs[-1], row // chosen.num_queries, chosen.table_width, words)
 
         names = chosen.scratch_words() | listed.list_words(s)
         words = {name: scratch[name] for name in names} | {"ring_s": lanes.Swizzled(scratch["kv_s"], tiles.SWIZZLED)}
@@ -82,5 +90,32 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, leng
 
     out_type = [*listed.outputs(s), *select.outputs(chosen)]
     kernel = listed.launch(s, selected_kernel, out_type, chosen.scratch_words())
+    out, lse, ids = kernel(q.reshape(_rows(q).shape), pages.k, pages.v, index, lengths, *tables)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3]), ids
+
+
+@functools.partial(jax.jit, static_argnames=("chosen", "s"))
+def _attend_turns(chosen: select.Shape, s: decode_turns.Shape, q, pages, index, tables, lengths):
+    """`_attend` without `wgmma`: all of it is one stage of single threads."""
+    words = turns.list_scratch(s, chosen.scratch_words())
+
+    def selected_kernel(*refs):
+        refs, scratch = refs[: -len(words)], refs[-len(words) :]
+
+        @lanes.stage(unit=lax.axis_index("unit"), cta=lax.axis_index("cta"))
+        def run(arrays, scratch, unit, cta):
+            *inputs, index_ref, lengths_ref = arrays[:5]
+            table_refs, (*outputs, ids_ref) = arrays[5:-3], arrays[-3:]
+            select.select(chosen, unit, cta, (inputs[0], index_ref, table_refs[0], lengths_ref), scratch)
+            select.store_list(chosen, unit, cta, ids_ref, scratch["ids_s"])
+            row = unit // s.num_kv_heads
+            length = select.tokens_seen(chosen.num_queries, lengths_ref, row)
+            listed.locate(s, length, table_refs[-1], row // chosen.num_queries, chosen.table_width, scratch)
+            (number,) = lanes.load_shared(scratch["ids_s"], s.width)
+            turns.attend(s, unit, cta, number, inputs, outputs, scratch)
+
+        run(refs, dict(zip(words, scratch, strict=True)))
+
+    kernel = turns.launch(s, selected_kernel, [*listed.outputs(s), *select.outputs(chosen)], words)
     out, lse, ids = kernel(q.reshape(_rows(q).shape), pages.k, pages.v, index, lengths, *tables)
     return out.reshape(q.shape), lse.reshape(q.shape[:3]), ids

@@ -147,7 +147,7 @@ class Shape:
     @property
     def stays(self) -> bool:
         """Whether the share stays in shared memory, after the list. If not, it streams through the words of candidates and list."""
-        room = lanes.SHARED_WORDS - sum(self.small_words.values()) - self.list_at - self.capacity
+        room = lanes.shared_words() - sum(self.small_words.values()) - self.list_at - self.capacity
         return not self.whole and self.chunks <= MOST_COPIES and room >= self.turn_words * self.chunks
 
     @property
@@ -160,13 +160,13 @@ class Shape:
         """Chunks of a warp for which `pool_s` has room."""
         if self.stays:
             return self.chunks
-        room = lanes.SHARED_WORDS - sum(self.small_words.values()) - self.data_at
+        room = lanes.shared_words() - sum(self.small_words.values()) - self.data_at
         return min(room // self.turn_words, self.chunks, MOST_COPIES)
 
     @property
     def fits(self) -> bool:
         """Whether shared memory is large enough."""
-        return sum(self.scratch_words().values()) <= lanes.SHARED_WORDS and (self.whole or self.slots > 0)
+        return sum(self.scratch_words().values()) <= lanes.shared_words() and (self.whole or self.slots > 0)
 
     def scratch_words(self) -> dict[str, int]:
         """Words of all shared memory, by name."""
@@ -190,7 +190,9 @@ def shape_of(batch: int, row: int, k: int, config: Config, *, has_lengths: bool,
         return of(config.ctas if row > capacity else 1)
     most = min(clusters.ctas_per_unit(batch), row // LEAST_SHARE)
     usual = next((ctas for ctas in clusters.RESIDENT if ctas <= most), 1)
-    return next((s for s in map(of, range(usual, MOST_CTAS + 1)) if s.fits), of(usual))  # more CTAs than run at once, for long rows
+    return next(
+        (s for s in map(of, range(usual, clusters.largest() + 1)) if s.fits), of(usual)
+    )  # more CTAs than run at once, for long rows
 
 
 def _capacity(k: int, row: int) -> int:

@@ -45,7 +45,7 @@ def unsupported(call: Call, ids, scores) -> str | None:
     entries = rows_here * -(-ids.shape[3] // threads)
     if entries > MOST_ENTRIES:
         return f"a tile of {rows} rows of {ids.shape[3]} blocks gives a thread {entries} entries, it holds at most {MOST_ENTRIES}"
-    room = lanes.SHARED_WORDS - choose.SCRATCH_WORDS - 3 * most
+    room = lanes.shared_words() - choose.SCRATCH_WORDS - 3 * most
     if 2 * lane_marks.words(num_blocks, threads) > room:
         return f"num_blocks must be at most {room // (8 * threads) * 128 * threads:,}, which shared memory holds, got {num_blocks:,}"
     return None

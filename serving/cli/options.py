@@ -122,7 +122,7 @@ TokensOption = Annotated[int, typer.Option(help="The most tokens to generate.", 
 SeedOption = Annotated[int, typer.Option(help="Seed of random draws.", **whole(0, 2**32 - 1))]
 ImplementationOption = Annotated[
     str | None,
-    typer.Option(help="Run the ops as a platform without our fastest kernels does: xla, say. [default: the best here]", show_default=False),
+    typer.Option(help="Run the ops as another platform does: xla, cudnn or blackwell. [default: the best here]", show_default=False),
 ]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", dir_okay=False, help="File for the figures and their provenance.", show_default=False)

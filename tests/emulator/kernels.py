@@ -26,7 +26,7 @@ class _Axis:
         self.name = name
 
 
-def _kernel(body, *, out_type, grid, grid_names, num_threads, thread_name, scratch_types=(), cluster=(), cluster_names=()):
+def _kernel(body, *, out_type, grid, grid_names, num_threads=1, thread_name=None, scratch_types=(), cluster=(), cluster_names=()):
     outs = jax.tree.leaves(out_type)
 
     def launch(*inputs):

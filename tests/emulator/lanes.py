@@ -438,7 +438,7 @@ def run_cluster(
 
 def run_clusters(function, *, clusters: int, ctas: int, threads: int, arrays, scratch_words, scalars) -> list[dict[str, np.ndarray]]:
     """The same for several clusters, one after another, as if at once. scalars: of a (cluster, CTA)."""
-    if threads % 32 or sum(scratch_words.values()) > lanes.SHARED_WORDS:
+    if threads % 32 or sum(scratch_words.values()) > lanes.shared_words():
         raise ValueError(f"{threads} threads, {sum(scratch_words.values())} words of shared memory: none of a CTA")
     named, structure = jax.tree_util.tree_flatten_with_path(arrays)
     memories = [Memory.of_array(f"arrays{jax.tree_util.keystr(path)}", array) for path, array in named]

@@ -341,17 +341,30 @@ def _reduce(machine, x, name, kind):
 _REGISTERS = r"\{\$0, \$1, \$2, \$3\}"
 
 
-@code(rf"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16 {_REGISTERS}, \[\$4\];", convergent=True)
-def _load_matrices(machine, pointer):
-    """Lane 8m + r points to row r of matrix m; lane (g, t) gets word t of row g of each."""
+@code(rf"ldmatrix\.sync\.aligned\.m8n8\.x4(?P<turned>\.trans)?\.shared\.b16 {_REGISTERS}, \[\$4\];", convergent=True)
+def _load_matrices(machine, pointer, turned):
+    """Lane 8m + r points to row r of matrix m; lane (g, t) gets word t of row g of each, or of each turned round."""
     words = [Value(x, I32, unknown) for x, unknown in machine.load(pointer, 4, space="shared", constant=False)]
     row, word = (machine.thread & 31) >> 2, machine.thread & 3
     found = []
     for matrix in range(4):
         of_row = [machine.across(x, row + 8 * matrix) for x in words]
         data = np.select([word == n for n in range(4)], [x.data for x in of_row])
-        found.append(Value(data, I32, unknown_in(*of_row)))
+        word_of_lane = Value(data, I32, unknown_in(*of_row))
+        found.append(_turn_matrix(machine, word_of_lane) if turned else word_of_lane)
     return found
+
+
+@code(r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16 \$0, \$1;", convergent=True)
+def _turn_matrix(machine, word):
+    """Lane (g, t) gives columns 2t, 2t + 1 of row g, and gets rows 2t, 2t + 1 of column g."""
+    machine.whole_warps("a matrix that is turned round")
+    halves = np.broadcast_to(word.data, machine.size).astype(np.int32).view(np.uint16).reshape(-1, 8, 8)
+    turned = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1).view(np.int32)
+    unknown = None
+    if word.unknown is not None:  # of one lane: of all, since each word is spread over several
+        unknown = np.repeat(np.broadcast_to(word.unknown, machine.size).reshape(-1, 32).any(1), 32)
+    return Value(turned, I32, unknown)
 
 
 @code(

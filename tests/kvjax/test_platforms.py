@@ -81,11 +81,12 @@ def _cell(op: str, kernel: str | None, kernel_text: str, plain_text: str) -> str
 
 
 def test_the_document_names_what_every_op_takes():
-    lines = ["| op | Hopper GPU | other NVIDIA GPU | AMD GPU | TPU | CPU |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = ["| op | Hopper GPU | Blackwell GPU | older NVIDIA GPU | AMD GPU | TPU | CPU |", "| --- | --- | --- | --- | --- | --- | --- |"]
     for op in dispatch.IMPLEMENTATIONS:
         forced = "run on an H200"
         cells = [
             _cell(op, "mosaic_gpu", "run", forced),
+            _cell(op, "cudnn", forced, forced) if op in dispatch.WGMMA_ONLY else _cell(op, "mosaic_gpu", "compiled", forced),
             _cell(op, "cudnn", forced, forced),
             _cell(op, None, "", "lowered"),
             _cell(op, "mosaic_tpu", "interpreted, compiled", "lowered"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import sys
@@ -15,6 +16,7 @@ import pytest
 import kvjax
 import pallas_kernels
 from pallas_kernels import dispatch
+from pallas_kernels.hopper import clusters, lanes
 from pallas_kernels.page_index import page_index, xla
 from pallas_kernels.select_blocks import composed
 
@@ -105,6 +107,39 @@ def test_forced_ops_take_what_other_platforms_take(hopper):
         assert dispatch.candidates(op) == dispatch.available(op)
 
 
+@pytest.fixture(params=["forced", "10.0", "12.0"])
+def blackwell(request, hopper, monkeypatch):
+    """Dispatch as on a GPU newer than Hopper, or as on Hopper when their path is forced."""
+    if request.param != "forced":
+        monkeypatch.setattr(dispatch, "_compute_capability", lambda: request.param)
+    with dispatch.forced("blackwell") if request.param == "forced" else contextlib.nullcontext():
+        yield request.param
+
+
+def test_gpus_newer_than_hopper_take_kernels_without_wgmma_and_cudnn(blackwell):
+    assert not dispatch.has_wgmma()
+    for op in dispatch.IMPLEMENTATIONS:
+        first = dispatch.candidates(op)[0]
+        kernel = "mosaic_gpu" in dispatch.IMPLEMENTATIONS[op] and op not in dispatch.WGMMA_ONLY
+        expected = "mosaic_gpu" if kernel else "cudnn" if op == "flash_attention" else None
+        assert first == expected or (expected is None and dispatch.BACKENDS[first] is None)
+    if blackwell != "forced":
+        assert "for `wgmma`; this one has" in dispatch.absent("mosaic_gpu", op="flash_attention")
+        assert dispatch.absent("mosaic_gpu", op="gather_attention") is None
+
+
+def test_hopper_and_lowering_without_a_gpu_have_wgmma(hopper, monkeypatch):
+    assert dispatch.has_wgmma()
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: "")
+    assert dispatch.has_wgmma()
+
+
+@pytest.mark.parametrize(("capability", "words", "ctas"), [("9.0", 56832, 16), ("10.3", 56832, 16), ("12.0", 24064, 8), ("", 56832, 16)])
+def test_kernels_are_built_for_the_gpu_that_is_there(monkeypatch, capability, words, ctas):
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
+    assert (lanes.shared_words(), clusters.largest(), clusters.ctas_per_unit(4)) == (words, ctas, ctas)
+
+
 def test_forcing_does_not_replace_a_name(hopper):
     with dispatch.forced("xla"):
         assert dispatch.choose("top_k", "mosaic_gpu", "named inside") == "mosaic_gpu"
@@ -153,7 +188,7 @@ def test_a_block_that_fails_ends(own_kernel):
 
 @pytest.mark.parametrize("name", ["triton", "reference", "composed", None])
 def test_what_is_no_platforms_path(name):
-    with pytest.raises(ValueError, match=f"no platform's path is called {name!r}; there are mosaic_gpu, mosaic_tpu, cudnn, xla"):
+    with pytest.raises(ValueError, match=f"no platform's path is called {name!r}; there are mosaic_gpu, mosaic_tpu, blackwell, cudnn, xla"):
         dispatch.forced(name)
 
 

@@ -66,6 +66,21 @@ def op_table(rows: Sequence[Row]) -> str:
     return markdown(OP_COLUMNS, map(op_cells, rows))
 
 
+def path_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Every op of prefill on the paths of other platforms. A path's ops are the last column."""
+    lines = []
+    for run in runs:
+        for row in run["rows"]:
+            if "median_s" in row:
+                rate = f"{row['flops_per_s'] / 1e12:,.0f}" if "flops_per_s" in row else "-"
+                error = f"{row['error']:.1e}" if row.get("error") is not None else "-"
+                names = ", ".join(sorted(set(row["path"].values()))) or "-"
+                lines.append(
+                    (run["implementation"], row["op"], tokens_text(row["tokens"]), f"{row['median_s'] * 1e3:,.2f}", rate, error, names)
+                )
+    return markdown(("path", "op", "tokens", "ms", "TFLOP/s", "error", "implementations"), lines)
+
+
 def steps_table(rows: Sequence[Row]) -> str:
     """Milliseconds of the fastest dense attention of the same run, of each step, and of the whole sparse attention, for policies that were
     timed at their shape's longest prompt."""

@@ -228,9 +228,20 @@ def test_a_named_implementation_runs():
     assert row["bytes"]["kv"] == 0
 
 
+def test_another_platforms_path_runs_what_is_composed_too():
+    (row,) = run(SPARSE, implementation="xla")
+    assert row["path"] == {"selected_attention": "composed", "select_blocks": "xla", "gather_attention": "xla"}
+    with pytest.raises(NotImplementedError, match="no op has an implementation 'mosaic_tpu'"):
+        run(SPARSE, implementation="mosaic_tpu")
+
+
+def _refuses(case, implementation):
+    raise NotImplementedError("not here")
+
+
 def test_what_cannot_run_leaves_a_row_that_says_why(monkeypatch, tmp_path):
-    rows = run(SPARSE, implementation="mosaic_tpu")
-    assert "mosaic_tpu" in rows[0]["skipped"]
+    monkeypatch.setattr(measure, "op_of", _refuses)
+    assert run(SPARSE)[0]["skipped"] == "not here"
     monkeypatch.setattr(measure, "op_of", lambda case, implementation: 1 / 0)
     assert run(SPARSE)[0]["failed"] == "ZeroDivisionError: division by zero"
     monkeypatch.setattr(inputs, "memory_bytes", lambda: 2**20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -64,12 +65,14 @@ DRAFTED = ("4 drafts of groups of 7", "8 drafts of groups of 8", "16 drafts of g
 FOR_MUTANTS = ("bounds", "drafts", "4 drafts of groups of 7", "a page is missing", "huge logits")
 
 
-@pytest.fixture(params=["composed", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["composed", *(pytest.param(f"mosaic_gpu{form}", marks=pytest.mark.gpu) for form in ("", " without wgmma"))])
 def implementation(request):
-    """The op by each of its implementations; the kernel only where there is a GPU for it."""
-    if request.param == "mosaic_gpu":
+    """The op by each of its implementations; the kernel only where there is a GPU for it, then in both forms."""
+    name, *form = request.param.split(maxsplit=1)
+    if name == "mosaic_gpu":
         request.getfixturevalue("hopper")
-    return functools.partial(selected_attention, implementation=request.param)
+    with dispatch.forced(dispatch.BLACKWELL) if form else contextlib.nullcontext():
+        yield functools.partial(selected_attention, implementation=name)
 
 
 @pytest.fixture(scope="module")

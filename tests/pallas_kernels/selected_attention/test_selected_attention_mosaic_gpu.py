@@ -89,6 +89,10 @@ def test_compiles_without_spilling(spill_free):
     spill_free(SPILL_FREE, WIDE, launches=1)
 
 
+def test_compiles_for_blackwell_without_spilling(spill_free_on_blackwell):
+    spill_free_on_blackwell(SPILL_FREE, WIDE, launches=1)
+
+
 # Valid input that is none for this kernel: refused when named, passed by when picked.
 
 NOT_HERE = {

@@ -137,7 +137,7 @@ def test_shares_that_pass_through_shared_memory(suite, check, monkeypatch, slots
     config = {"ctas": 1, **SMALL}
     s = plan.shape_of(1, 32000, 32, Config(**config), has_lengths=True, counted=True)
     room = choose.BINS * s.ctas + slots * s.turn_words
-    monkeypatch.setattr(lanes, "SHARED_WORDS", sum(s.small_words.values()) + room)
+    monkeypatch.setattr(lanes, "shared_words", lambda: sum(s.small_words.values()) + room)
     assert (s.stays, s.slots) == (False, slots)
     assert s.chunks > slots
     check(suite.rows_of(suite.Case(31999, 32)), config, 9)
@@ -238,7 +238,8 @@ def test_a_planted_bug_is_found(suite, tools, check, monkeypatch, bug):
 def _part(suite, check, _, call: tuple[str, int]) -> None:
     name, part = call
     case, config, _ = CALLS[name]
-    with mock.patch.object(lanes, "SHARED_WORDS", _small_room() if name == PASSING else lanes.SHARED_WORDS):
+    room = _small_room() if name == PASSING else lanes.shared_words()
+    with mock.patch.object(lanes, "shared_words", return_value=room):
         check(suite.rows_of(suite.Case(**case)), config, 5, part)
 
 
@@ -353,6 +354,10 @@ def test_lowers(cuda, name):
 
 def test_compiles_without_spilling(spill_free):
     spill_free(PRODUCTION, launches=1)
+
+
+def test_compiles_for_blackwell_without_spilling(spill_free_on_blackwell):
+    spill_free_on_blackwell(PRODUCTION, launches=1)
 
 
 # Valid input that is none for this kernel: refused when named, passed by when picked.

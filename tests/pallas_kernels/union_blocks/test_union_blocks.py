@@ -279,16 +279,22 @@ def production(num_blocks: int = 2048, rows: int = 8, k: int = 128, k_trim: int 
     return "union_blocks", arrays, {"rows": rows, "k_trim": k_trim, "rank": rank, "num_blocks": num_blocks}
 
 
+PRODUCTION = {
+    "128K": production(),
+    "1M": production(16384, rank="sum"),
+    "16M": production(262144),
+    "many entries": production(16384, rows=64),
+    "untrimmed": production(k_trim=1024),
+    "32 slots": production(k=32, rows=16),
+}
+
+
 def test_compiles_without_spilling(spill_free):
-    cases = {
-        "128K": production(),
-        "1M": production(16384, rank="sum"),
-        "16M": production(262144),
-        "many entries": production(16384, rows=64),
-        "untrimmed": production(k_trim=1024),
-        "32 slots": production(k=32, rows=16),
-    }
-    spill_free(cases)
+    spill_free(PRODUCTION)
+
+
+def test_compiles_for_blackwell_without_spilling(spill_free_on_blackwell):
+    spill_free_on_blackwell(PRODUCTION)
 
 
 @pytest.mark.parametrize(

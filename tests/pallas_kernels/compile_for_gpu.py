@@ -1,6 +1,7 @@
-"""Compiles calls of Mosaic GPU kernels to machine code for an H200 that need not be there; a process that `conftest.py` starts.
+"""Compiles calls of Mosaic GPU kernels to machine code for a GPU that need not be there; a process that `conftest.py` starts.
 
-Arguments: the description of the GPU; a pickled dict, name -> (op or function, arrays, static); where to write what the assembler said.
+Arguments: the description of the GPU; its compute capability; a pickled dict, name -> (op or function, arrays, static); where to write what
+the assembler said. A call that the kernel refuses there has the reason instead.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import jax.numpy as jnp
 import paging
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels import dispatch
 
 
 @contextlib.contextmanager
@@ -44,7 +47,8 @@ def struct(sharding: NamedSharding, of: tuple[tuple[int, ...], str]) -> jax.Shap
     return jax.ShapeDtypeStruct(of[0], jnp.dtype(of[1]), sharding=sharding)
 
 
-def main(target: str, cases: str, found: str) -> None:
+def main(target: str, capability: str, cases: str, found: str) -> None:
+    dispatch._compute_capability = lambda: capability  # kernels are built for the GPU that dispatch sees
     topology = topologies.get_topology_desc(platform="cuda", target_config=Path(target).read_text(), topology="1x1x1")
     sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
     results = {}
@@ -52,8 +56,12 @@ def main(target: str, cases: str, found: str) -> None:
         kernel = op if callable(op) else paging.implementation(op, "mosaic_gpu")
         function = functools.partial(kernel, **static)
         structs = jax.tree.map(functools.partial(struct, sharding), arrays, is_leaf=lambda x: isinstance(x, tuple))
-        with heard() as said:
-            jax.jit(function).lower(**structs).compile()
+        try:
+            with heard() as said:
+                jax.jit(function).lower(**structs).compile()
+        except NotImplementedError as refused:
+            results[name] = str(refused)
+            continue
         kernels = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", said[0], re.DOTALL)
         if not kernels:
             sys.exit(f"{name}: the assembler did not say what it did:\n{said[0]}")

@@ -1,0 +1,261 @@
+"""gather_attention without `wgmma`: lists by clusters and spans of keys, as in `listed` and `mosaic_gpu`, but by `hopper.decode_turns`.
+
+Each kernel is one stage of single threads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gather_attention import cluster_merge, listed, split_merge
+from pallas_kernels.hopper import clusters, decode_turns, lane_pairs, lanes
+from pallas_kernels.hopper.decode_tiles import LOG2E
+from pallas_kernels.hopper.decode_turns import KEYS, Shape
+
+MOST_STAGES = 3
+"""Turns that a warp has in flight, if shared memory has room."""
+
+
+def _sizes(q, pages, *, width: int | None, block_size: int, window, sm_scale: float, splits: int, other_words: int) -> Shape:
+    """`stages` is 0 if shared memory cannot hold one turn of four warps. Eight warps are taken where each has two turns."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    dims = (batch, num_queries, num_heads, pages.kv_heads, head_dim, pages.page_size, block_size, width, window, sm_scale, q.dtype, KEYS)
+    for warpgroups, least in ((2, 2), (1, 1)):
+        s = Shape(*dims, 0, warpgroups, splits)
+        room = lanes.shared_words() - other_words - sum((s.scratch_words() | {"ring_s": 0}).values())
+        stages = min(MOST_STAGES, room // (s.warps * 2 * s.turn_words))
+        s = dataclasses.replace(s, stages=stages)
+        if stages >= least and s.scratch_words()["ring_s"] <= room:
+            return s
+    return dataclasses.replace(s, stages=0)
+
+
+def unsupported(call, q, pages) -> str | None:
+    """Why this form cannot do a call that `mosaic_gpu` supports, or None if it can."""
+    group, most = q.shape[2] // pages.kv_heads, decode_turns.most_rows(q.shape[3], call.window is not None)
+    if group > most:
+        return f"without `wgmma` there may be at most {most} query heads of dim {q.shape[3]} per KV head, got {group}"
+    return None
+
+
+# Lists, by a cluster for each (row, KV head).
+
+
+def unsupported_list(q, pages, *, width: int, block_size: int, words: dict[str, int]) -> str | None:
+    """Why a list cannot be done by one launch. Arguments are as in `list_shape`."""
+    if reason := listed.unsupported_rows(q, pages, block_size):
+        return reason
+    if list_shape(q, pages, width=width, block_size=block_size, window=None, sm_scale=1.0, words=words).stages == 0:
+        return f"a list of {width} blocks and {sum(words.values())} words of other stages leave no shared memory for keys"
+    return None
+
+
+def list_shape(q, pages, *, width: int, block_size: int, window, sm_scale: float, words: dict[str, int]) -> Shape:
+    """The sizes of a call with a list. words: of shared memory that other stages of the kernel take."""
+    splits = clusters.ctas_per_unit(q.shape[0] * pages.kv_heads)
+    fields = {"width": width, "block_size": block_size, "window": window, "sm_scale": sm_scale, "splits": splits}
+    s = _sizes(q, pages, **fields, other_words=0)
+    return _sizes(q, pages, **fields, other_words=sum((words | listed.list_words(s) | cluster_merge.words(s)).values()))
+
+
+def list_scratch(s: Shape, words: dict[str, int]) -> dict[str, int]:
+    """Words of shared memory of a kernel that calls `attend`."""
+    return s.scratch_words() | cluster_merge.words(s) | listed.list_words(s) | words
+
+
+def attend(s: Shape, unit, cta, number, inputs, outputs, scratch) -> None:
+    """By all threads of all CTAs of a cluster: attention over the first `number` entries of the list that `listed.locate` found.
+
+    inputs: q, k, v. outputs: out `[B, T, H, D]`, lse `[B, T, H]`. Turns are dealt out: first one to a warp of each CTA, then to the next.
+    """
+    q_ref, k_ref, v_ref = inputs
+    row, head = unit // s.num_kv_heads, unit % s.num_kv_heads
+    (length,) = lanes.load_shared(scratch["pages_s"], s.width)
+    total, workers = number * (s.block_size // KEYS), s.splits * s.warps
+    first = lanes.warp() * s.splits + cta
+
+    def place(n):
+        turn = first + n * workers
+        entry = lanes.minimum(turn * KEYS // s.block_size, s.width - 1)
+        (block,), (page,) = (lanes.load_shared(scratch[name], entry) for name in ("ids_s", "pages_s"))
+        start = lanes.maximum(block, 0) * s.block_size + turn * KEYS % s.block_size
+        written = lanes.where(page >= 0, lanes.minimum(length - start, KEYS), 0)
+        return [lanes.maximum(page, 0), start % s.page_size, start, written]
+
+    turns = lanes.maximum(total - first + (workers - 1), 0) // workers
+    queries = functools.partial(decode_turns.load_queries, s, row, head, q_ref, scratch["q_s"])
+    folded = decode_turns.fold(s, (k_ref, v_ref), scratch, head, length, turns, place, queries)
+    decode_turns.share(s, folded, scratch)
+    _send(s, cta, scratch)
+    cluster_merge.merge_sent(s, row, head, cta, scratch["parts_s"], scratch["stats_s"], *outputs)
+
+
+def _send(s: Shape, cta, scratch) -> None:
+    """Send each CTA its columns of what this CTA has found, and to all its maxima and sums."""
+    rows, pairs, own = s.num_queries * s.group, s.head_dim // 2, cluster_merge.columns(s)
+    for start in range(0, rows * pairs, s.threads):
+        i = lanes.thread() + start
+        with lanes.when(i < rows * pairs):
+            r, column = i // pairs, i % pairs * 2
+            _, _, values = decode_turns.merged(s, r, column, scratch)
+            lanes.store_cluster(column // own, scratch["parts_s"], (cta * s.rows + r) * own + column % own, *values)
+    for start in range(0, rows * s.splits, s.threads):
+        i = lanes.thread() + start
+        with lanes.when(i < rows * s.splits):
+            r = i // s.splits
+            m, _, total = decode_turns.merged_total(s, r, scratch)
+            lanes.store_cluster(i % s.splits, scratch["stats_s"], (cta * s.rows + r) * 2, m, total)
+
+
+def launch(s: Shape, kernel, out_type: list, words: dict[str, int]):
+    """A kernel with a cluster per (row, KV head): grid axes "unit" and "cta". words: of shared memory that it takes."""
+    lanes.check_version()
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        grid=(s.batch * s.num_kv_heads,),
+        grid_names=("unit",),
+        cluster=(s.splits,),
+        cluster_names=("cta",),
+        num_threads=s.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in words.values()],
+    )
+
+
+@functools.partial(jax.jit, static_argnames="s")
+def attend_listed(s: Shape, q, pages, table, lengths, blocks):
+    """`attend` as a kernel of its own, over the lists `blocks` `[B, K, W]`; returns out and lse."""
+    words = list_scratch(s, {})
+
+    def listed_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, blocks_ref, out_ref, lse_ref, *scratch):
+        @lanes.stage(unit=lax.axis_index("unit"), cta=lax.axis_index("cta"))
+        def run(arrays, scratch, unit, cta):
+            inputs, (table_ref, lengths_ref, blocks_ref), outputs = arrays
+            listed.copy_list(s, unit, blocks_ref, table_ref, lengths_ref, table.shape[1], scratch)
+            attend(s, unit, cta, lanes.i32(s.width), inputs, outputs, scratch)
+
+        arrays = (q_ref, k_ref, v_ref), (table_ref, lengths_ref, blocks_ref), (out_ref, lse_ref)
+        run(arrays, dict(zip(words, scratch, strict=True)))
+
+    return launch(s, listed_kernel, listed.outputs(s), words)(q, pages.k, pages.v, table, lengths, blocks)
+
+
+# Spans of keys, a CTA each.
+
+
+def span_shape(call, q, pages, *, width: int | None, splits: int, stages: int | None) -> Shape:
+    """The sizes of a call whose keys are cut into at most `splits` spans."""
+    block_size = call.block_size if width is not None or call.return_block_lse else pages.page_size
+    fields = {"width": width, "block_size": block_size, "window": call.window, "sm_scale": call.sm_scale}
+    s = _sizes(q, pages, **fields, splits=splits, other_words=0)
+    if width is not None:
+        splits = min(splits, -(-width * block_size // (KEYS * s.warps)))
+    return dataclasses.replace(s, splits=splits, stages=min(s.stages, stages or s.stages))
+
+
+def attend_spans(s: Shape, q, pages, table, lengths, blocks, *, block_lse: bool):
+    """out, lse, and if asked for the LSE (log2 units) of every 16 keys, `[B, K, turns, T*G]`; of turns without keys it is not written."""
+    lanes.check_version()
+    words, rows = s.scratch_words(), s.num_queries * s.group
+    most = table.shape[1] * s.page_size // KEYS if s.width is None else s.width * s.block_size // KEYS
+    outs = split_merge.outputs(s)
+    if block_lse:
+        outs.append(jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, most, rows), jnp.float32))
+
+    def span_kernel(*refs):
+        refs, scratch = refs[: -len(words)], refs[-len(words) :]
+        inputs, outputs = refs[: -len(outs)], refs[-len(outs) :]
+
+        @lanes.stage(**{name: lax.axis_index(name) for name in ("split", "head", "row")})
+        def run(arrays, scratch, split, head, row):
+            (q_ref, k_ref, v_ref, table_ref, lengths_ref, *blocks_ref), (out_ref, lse_ref, *turns_ref) = arrays
+            length = lanes.load_global(lengths_ref, row)
+            unit, warp = row * s.num_kv_heads + head, lanes.warp()
+            first, count = _span(s, split, length)
+
+            def place(n):
+                return _place(s, first + warp + n * s.warps, unit, length, table_ref, row, table.shape[1], *blocks_ref)
+
+            def report(n, lse):
+                turn = unit * most + first + warp + n * s.warps
+                for tile, pair in enumerate(lse):
+                    for j, x in enumerate(pair):
+                        r = (lanes.lane() & 3) * 2 + (8 * tile + j)
+                        with lanes.when((lanes.lane() < 4) & (r < rows)):
+                            lanes.store_global(turns_ref[0], turn * rows + r, x)
+
+            turns = lanes.maximum(count - warp + (s.warps - 1), 0) // s.warps
+            queries = functools.partial(decode_turns.load_queries, s, row, head, q_ref, scratch["q_s"])
+            told = report if block_lse else None
+            folded = decode_turns.fold(s, (k_ref, v_ref), scratch, head, length, turns, place, queries, told)
+            decode_turns.share(s, folded, scratch)
+            _store(s, row, head, split, out_ref, lse_ref, scratch)
+
+        run((inputs, outputs), dict(zip(words, scratch, strict=True)))
+
+    kernel = plgpu.kernel(
+        span_kernel,
+        out_type=outs,
+        grid=(s.splits, s.num_kv_heads, s.batch),
+        grid_names=("split", "head", "row"),
+        num_threads=s.warpgroups,
+        thread_name="warpgroup",
+        scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in words.values()],
+    )
+    out, lse, *of_turns = kernel(q, pages.k, pages.v, table, lengths, *(() if blocks is None else (blocks,)))
+    if s.splits > 1:
+        out, lse = split_merge.merge(s, out, lse)
+    return out, lse, *of_turns
+
+
+def _span(s: Shape, split, length):
+    """First turn of a CTA, and how many it has."""
+    total = (length + (KEYS - 1)) // KEYS if s.width is None else lanes.i32(s.width * s.block_size // KEYS)
+    per = (total + (s.splits - 1)) // s.splits
+    first = lanes.minimum(split * per, total)
+    return first, lanes.minimum(total - first, per)
+
+
+def _place(s: Shape, turn, unit, length, table_ref, row, table_width: int, blocks_ref=None) -> list:
+    """Where a turn's keys lie, see `decode_turns.fold`. Nothing past the row of the page table is read, whatever the length."""
+    in_table = lanes.minimum(length, table_width * s.page_size)
+    if blocks_ref is None:
+        start = turn * KEYS
+        there = start < in_table
+    else:
+        entry = lanes.minimum(turn * KEYS // s.block_size, s.width - 1)
+        block = lanes.load_global(blocks_ref, unit * s.width + entry)
+        start = lanes.maximum(block, 0) * s.block_size + turn * KEYS % s.block_size
+        there = (block >= 0) & (start < in_table)
+    page = lanes.load_global(table_ref, row * table_width + lanes.where(there, start, 0) // s.page_size)
+    written = lanes.where(there & (page >= 0), lanes.minimum(length - start, KEYS), 0)
+    return [lanes.maximum(page, 0), start % s.page_size, start, written]
+
+
+def _store(s: Shape, row, head, split, out_ref, lse_ref, scratch) -> None:
+    """Write the result of a span as `split_merge` wants it."""
+    rows, pairs = s.num_queries * s.group, s.head_dim // 2
+    for start in range(0, rows * pairs, s.threads):
+        i = lanes.thread() + start
+        with lanes.when(i < rows * pairs):
+            r, column = i // pairs, i % pairs * 2
+            m, total, values = decode_turns.merged(s, r, column, scratch)
+            nothing = total == 0.0
+            scale = lanes.f32(1.0) / lanes.where(nothing, 1.0, total)
+            pair = [x * scale for x in values]
+            if s.splits == 1:
+                at = (row * s.num_queries + r // s.group) * s.num_heads + head * s.group + r % s.group
+                lanes.store_global(out_ref, (at * s.head_dim + column) // 2, lane_pairs.pack(*pair, s.dtype.name))
+            else:
+                at = ((row * s.num_kv_heads + head) * s.splits + split) * rows + r
+                lanes.store_global(out_ref, at * s.head_dim + column, *pair)
+            with lanes.when(column == 0):
+                lse = (m + lanes.log2(lanes.where(nothing, 1.0, total))) * (1.0 / LOG2E)
+                lanes.store_global(lse_ref, at, lanes.where(nothing, float("-inf"), lse))

@@ -1,0 +1,72 @@
+"""selected_attention without `wgmma`, whole kernels on emulated threads: the very lists of the reference, its attention, planted bugs."""
+
+from __future__ import annotations
+
+import jax
+import paging
+import pytest
+from emulator.kernels import kernels
+from selected_suite import SIZES, arguments_of, checker
+
+from pallas_kernels import dispatch
+from pallas_kernels.gather_attention import listed, turns
+from pallas_kernels.hopper import lanes
+
+BASE = {"kv_heads": 1, "group": 4, "head_dim": 64, "page_size": 64, "width": 6, "dtype": "bfloat16", "lengths": (150, 321)}
+CASES = {
+    "bounds": {"lengths": (0, 65, 321)},
+    "mean, float16, two KV heads": {"kind": "mean", "dtype": "float16", "kv_heads": 2, "group": 7},
+    "blocks are pages, head dim 128": {
+        "head_dim": 128,
+        "group": 8,
+        "block_size": 64,
+        "budget": 2,
+        "local": 1,
+        "width": 4,
+        "lengths": (256,),
+    },
+    "drafts": {"num_queries": 3, "lengths": (2, 200), "local": 1},
+    "a page is missing": {"hole": True, "budget": 12},
+}
+FOR_BUGS = ("bounds", "drafts", "a page is missing")
+
+
+@pytest.fixture(scope="module")
+def check(tools):
+    return checker(tools, arguments_of(tools, {name: BASE | SIZES | spec for name, spec in CASES.items()}))
+
+
+@pytest.fixture(scope="module")
+def on_emulated_threads():
+    kernel = paging.implementation("selected_attention", "mosaic_gpu")
+
+    def op(*arrays, **keywords):
+        with dispatch._forced(dispatch.BLACKWELL), kernels():
+            return kernel(*arrays, **keywords)
+
+    return op
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_emulated_threads_it_matches_the_reference(check, on_emulated_threads, case):
+    check(on_emulated_threads, case)
+
+
+LOCATE, SEND = listed.locate, turns._send
+BUGS = {
+    "every query sees what the last one does": lambda patch: patch.setattr(listed, "locate", _a_token_more),
+    "the list is not located again": lambda patch: patch.setattr(listed, "locate", lambda *args: None),
+    "parts are not sent": lambda patch: patch.setattr(turns, "_send", lambda *args: None),
+    "CTAs do not wait for each other": lambda patch: patch.setattr(lanes, "cluster_barrier", lambda: None),
+}
+
+
+def _a_token_more(s, length, *rest):
+    LOCATE(s, length + 1, *rest)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(tools, check, on_emulated_threads, monkeypatch, bug):
+    jax.clear_caches()
+    BUGS[bug](monkeypatch)
+    tools.must_fail(check, on_emulated_threads, FOR_BUGS)
