@@ -39,7 +39,7 @@ def doctor_command(json_out: JsonOption = None, implementation: ImplementationOp
         status.update("copy bandwidth")
         copy = copy_rate()
     _show_ops(checks, dtype_here())
-    steps = step_rows(copy["bytes_per_s"])
+    steps = step_rows(copy["bytes_per_s"], measured=implementation is None)
     _show_steps(steps, copy["bytes_per_s"])
     if json_out is not None:
         write_result(json_out, named_run("doctor", implementation) | {"copy": copy, "checks": list(map(vars, checks)), "rows": steps})
@@ -79,11 +79,17 @@ def _show_ops(checks: Sequence[Check], dtype: str) -> None:
     for name in dispatch.BACKENDS:
         if reason := dispatch.absent(name):
             typer.echo(f"{name} is not here: it {reason}")
+    for op in dispatch.WGMMA_ONLY:
+        if (reason := dispatch.absent("mosaic_gpu", op=op)) and not dispatch.absent("mosaic_gpu"):
+            typer.echo(f"mosaic_gpu of {op} is not here: it {reason}")
 
 
-def step_rows(bytes_per_s: float) -> list[dict[str, Any]]:
+def step_rows(bytes_per_s: float, *, measured: bool = True) -> list[dict[str, Any]]:
     """What decode steps of a 7B model take on this device, in seconds: by the built-in bill of the device where there is one ("bill"), else
-    no less than the bytes they read take to copy ("bytes"). bytes_per_s: copy bandwidth."""
+    no less than the bytes they read take to copy ("bytes").
+
+    bytes_per_s: copy bandwidth. measured: whether steps run as they did when bills were measured, on no other platform's path.
+    """
     import jax
 
     from kvjax.bill.step_bill import known_bill
@@ -92,7 +98,7 @@ def step_rows(bytes_per_s: float) -> list[dict[str, Any]]:
     from kvjax.serving.bench.decode import SHAPES
 
     config = SHAPES[SHAPE]
-    bill = known_bill(jax.local_devices()[0].device_kind, config, "bfloat16")
+    bill = known_bill(jax.local_devices()[0].device_kind, config, "bfloat16") if measured else None
     rows = []
     for length in LENGTHS:
         for policy in POLICIES:

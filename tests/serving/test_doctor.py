@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from kvjax.serving.cli import doctor
-from pallas_kernels import selftest
+from pallas_kernels import dispatch, selftest
 from pallas_kernels.bench import measure
 from pallas_kernels.selftest import Check
 
@@ -61,3 +61,13 @@ def test_steps_are_at_least_their_bytes_and_what_the_bill_says_where_there_is_on
     known = doctor.step_rows(1e11)
     assert {row["source"] for row in known} == {"bill"}
     assert known[2]["seconds"] > known[3]["seconds"] > 1e-3
+    assert {row["source"] for row in doctor.step_rows(1e11, measured=False)} == {"bytes"}
+
+
+def test_newer_gpus_are_told_which_ops_have_no_kernel_for_them(found, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: "10.0")
+    doctor._show_ops(found, "bfloat16")
+    said = capsys.readouterr().out
+    assert "mosaic_gpu of flash_attention is not here: it needs a GPU of compute capability 9.0" in said
+    assert "mosaic_gpu of gather_attention" not in said
