@@ -90,6 +90,24 @@ def test_tables_of_platforms_are_what_the_results_make():
     assert "kvjax is slower in one row: a step of the 0.5B model in bfloat16" in " ".join(text.split())
 
 
+def test_sentences_on_other_platforms_are_what_the_results_say():
+    text = " ".join((ROOT / "docs" / "platforms.md").read_text(encoding="utf-8").split())
+    by_xla, by_cudnn, few_rows = (
+        json.loads((RESULTS.parent / name).read_text(encoding="utf-8"))
+        for name in ("h200/platform-attention-xla.json", "h200/platform-attention-cudnn.json", "cpu/designs-few-rows.json")
+    )
+    copy = json.loads((RESULTS / "platform-ops-xla.json").read_text(encoding="utf-8"))["copy"]["bytes_per_s"]
+    bound = 1 / (12 / 512 / copy + 1 / by_xla["peak"]["flops_per_s"])
+    assert f"that is at most {bound / 1e12:.0f} TFLOP/s" in text
+    row = by_cudnn["rows"][0]
+    assert row["case"] == "dense/qwen2.5-7b/8k/b1/paged"
+    assert "cuDNN's kernel takes {:.2f} of {:.2f} ms".format(row["kernels"][0]["median_s"] * 1e3, row["median_s"] * 1e3) in text
+    assert f"For another {row['idle_s'] * 1e3:.2f} ms the device waits" in text
+    times = {row["design"]: (row["median_s"] * 1e3, row["bytes"] / row["median_s"] / 1e9) for row in few_rows["rows"]}
+    assert list(times) == ["sum_of_products", "matrix_product", "converted_in_chunks", "by_tiles", "in_float32"]
+    assert all("| {:.1f} | {:.1f} |".format(*figures) in text for figures in times.values())
+
+
 def test_tables_of_prefill_are_what_the_results_make():
     """After new measurements: the command at the top of docs/prefill.md."""
     runs = report.load(file for pattern in ("*/*prefill*.json", "*/block-mass.json") for file in RESULTS.parent.glob(pattern))
