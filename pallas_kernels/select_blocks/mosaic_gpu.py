@@ -124,15 +124,22 @@ def unsupported(call: Call, q, index, table, lengths) -> str | None:
     if num_heads // index.shape[1] > 64:
         return f"there may be at most 64 query heads per KV head, got {num_heads // index.shape[1]}"
     shape = shape_of(call, q, index, table)
-    most = choose.MOST_PER_THREAD * shape.threads
-    if max(shape.span, shape.ctas * shape.kept) > most:
-        return (
-            f"a CTA chooses among at most {most} blocks; {table.shape[1] * call.page_size} tokens in blocks of {call.block_size} over "
-            f"{shape.ctas} CTAs give {shape.span}, and the survivors of all are {shape.ctas * shape.kept}"
-        )
+    if reason := too_many_blocks(shape):
+        return reason
     if shape.depth == 0:
         return f"{sum(shape.scratch_words().values())} words of keys and lists leave no shared memory for index rows of head dim {head_dim}"
     return None
+
+
+def too_many_blocks(s: Shape) -> str | None:
+    """Why a CTA cannot choose among its blocks, whose keys its threads hold in registers, or None if it can."""
+    most = choose.MOST_PER_THREAD * s.threads
+    if max(s.span, s.ctas * s.kept) <= most:
+        return None
+    return (
+        f"a CTA chooses among at most {most} blocks; {s.table_width * s.page_size} tokens in blocks of {s.block_size} over "
+        f"{s.ctas} CTAs give {s.span}, and the survivors of all are {s.ctas * s.kept}"
+    )
 
 
 def shape_of(call: Call, q, index, table) -> Shape:

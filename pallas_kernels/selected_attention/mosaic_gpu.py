@@ -36,8 +36,13 @@ def unsupported(call: Call, q, pages, index, table, lengths, frames) -> str | No
     if reason:
         return reason
     chosen = select.shape_of(chosen_by, q, index, table)
-    listed_unsupported = listed.unsupported if dispatch.has_wgmma() else turns.unsupported_list
-    return listed_unsupported(rows, pages, width=chosen.width, block_size=call.block_size, words=chosen.scratch_words())
+    sizes = {"width": chosen.width, "block_size": call.block_size, "words": chosen.scratch_words()}
+    if dispatch.has_wgmma():
+        return listed.unsupported(rows, pages, **sizes)
+    if reason := turns.unsupported_list(rows, pages, **sizes):
+        return reason
+    s = turns.list_shape(rows, pages, **sizes, window=None, sm_scale=call.sm_scale)
+    return select.too_many_blocks(dataclasses.replace(chosen, threads=s.threads))
 
 
 def _rows(q) -> jax.ShapeDtypeStruct:

@@ -70,3 +70,15 @@ def test_a_planted_bug_is_caught(tools, check, on_emulated_threads, monkeypatch,
     jax.clear_caches()
     BUGS[bug](monkeypatch)
     tools.must_fail(check, on_emulated_threads, FOR_BUGS)
+
+
+@pytest.mark.parametrize(("capability", "refused"), [("10.0", False), ("12.0", True)])
+def test_a_cta_of_fewer_threads_chooses_among_fewer_blocks(on_hopper, picked, monkeypatch, capability, refused):
+    """On a GPU with little shared memory a CTA has 128 threads, whose registers hold the keys of 12,288 blocks."""
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
+    tokens, pool = 12_289 * 8 * 16, (64, 1, 64, 128)
+    arrays = {"q": ((16, 1, 8, 128), "bfloat16"), "k": (pool, "bfloat16"), "v": (pool, "bfloat16")}
+    arrays |= {"index": ((64, 1, 4, 2, 128), "bfloat16"), "table": ((16, tokens // 64), "int32"), "lengths": ((16,), "int32")}
+    sizes = {"kind": "bounds", "block_size": 16, "budget": 8, "sink": 1, "local": 1, "sm_scale": 1.0}
+    heard = picked(("selected_attention", arrays, sizes))
+    assert heard["selected_attention"] == ("composed" if refused else "mosaic_gpu")
