@@ -48,11 +48,14 @@ def bench(
     from pallas_kernels.bench.formats import show
     from pallas_kernels.bench.report import table
     from pallas_kernels.bench.session import run
+    from pallas_kernels.dispatch import forced
 
-    try:
-        rows = run(chosen, implementation, baselines=baselines, json_out=json_out, console=Console(stderr=True))
-    except (ValueError, NotImplementedError) as error:  # a path that is none, or not here; cases that fail are rows
-        raise typer.BadParameter(str(error), param_hint="--implementation") from None
+    if implementation not in (None, "reference"):
+        try:
+            forced(implementation)
+        except (ValueError, NotImplementedError) as error:  # a path that is none, or not here
+            raise typer.BadParameter(str(error), param_hint="--implementation") from None
+    rows = run(chosen, implementation, baselines=baselines, json_out=json_out, console=Console(stderr=True))
     show(table(rows))
     if failed := [row for row in rows if "failed" in row]:
         _say(failed)

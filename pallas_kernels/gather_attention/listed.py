@@ -19,6 +19,9 @@ from pallas_kernels.hopper.decode_tiles import Shape
 WARPGROUPS = 2
 TILE = 64
 MOST_STAGES = 2
+APPROXIMATE = {"compiler_params": plgpu.CompilerParams(approx_math=True)}
+"""Options of a kernel that calls `attend`."""
+
 MOST_ROWS = 16
 """Largest T*G; above it spans are used. With more rows, the parts that warpgroups exchange leave too little memory for tiles."""
 
@@ -123,8 +126,8 @@ def outputs(s: Shape) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((*rows, s.head_dim), s.dtype), jax.ShapeDtypeStruct(rows, jnp.float32)]
 
 
-def launch(s: Shape, kernel, out_type: list, words: dict[str, int]):
-    """A kernel with a cluster per (row, KV head): grid axes "unit" and "cta", threads "warpgroup"."""
+def launch(s: Shape, kernel, out_type: list, scratch_types, **options):
+    """A kernel with a cluster per (row, KV head): grid axes "unit" and "cta", threads "warpgroup". options: of `plgpu.kernel`."""
     lanes.check_version()
     return plgpu.kernel(
         kernel,
@@ -135,8 +138,8 @@ def launch(s: Shape, kernel, out_type: list, words: dict[str, int]):
         cluster_names=("cta",),
         num_threads=s.warpgroups,
         thread_name="warpgroup",
-        scratch_types=scratch(s, words),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        scratch_types=scratch_types,
+        **options,
     )
 
 
@@ -154,7 +157,7 @@ def attend_listed(s: Shape, q, pages, table, lengths, blocks):
         copy((blocks_ref, table_ref, lengths_ref), {name: scratch[name] for name in list_words(s)})
         attend(s, unit, cta, jnp.int32(s.width), (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch)
 
-    return launch(s, listed_kernel, outputs(s), {})(q, pages.k, pages.v, table, lengths, blocks)
+    return launch(s, listed_kernel, outputs(s), scratch(s, {}), **APPROXIMATE)(q, pages.k, pages.v, table, lengths, blocks)
 
 
 def ring_words(s: Shape) -> int:

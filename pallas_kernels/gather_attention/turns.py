@@ -113,20 +113,9 @@ def _send(s: Shape, cta, scratch) -> None:
             lanes.store_cluster(i % s.splits, scratch["stats_s"], (cta * s.rows + r) * 2, m, total)
 
 
-def launch(s: Shape, kernel, out_type: list, words: dict[str, int]):
-    """A kernel with a cluster per (row, KV head): grid axes "unit" and "cta". words: of shared memory that it takes."""
-    lanes.check_version()
-    return plgpu.kernel(
-        kernel,
-        out_type=out_type,
-        grid=(s.batch * s.num_kv_heads,),
-        grid_names=("unit",),
-        cluster=(s.splits,),
-        cluster_names=("cta",),
-        num_threads=s.warpgroups,
-        thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in words.values()],
-    )
+def scratch_types(words: dict[str, int]) -> list:
+    """Shared memory of a kernel, in the order of `words`."""
+    return [plgpu.SMEM((n,), jnp.int32) for n in words.values()]
 
 
 @functools.partial(jax.jit, static_argnames="s")
@@ -144,7 +133,7 @@ def attend_listed(s: Shape, q, pages, table, lengths, blocks):
         arrays = (q_ref, k_ref, v_ref), (table_ref, lengths_ref, blocks_ref), (out_ref, lse_ref)
         run(arrays, dict(zip(words, scratch, strict=True)))
 
-    return launch(s, listed_kernel, listed.outputs(s), words)(q, pages.k, pages.v, table, lengths, blocks)
+    return listed.launch(s, listed_kernel, listed.outputs(s), scratch_types(words))(q, pages.k, pages.v, table, lengths, blocks)
 
 
 # Spans of keys, a CTA each.
@@ -207,7 +196,7 @@ def attend_spans(s: Shape, q, pages, table, lengths, blocks, *, block_lse: bool)
         grid_names=("split", "head", "row"),
         num_threads=s.warpgroups,
         thread_name="warpgroup",
-        scratch_types=[plgpu.SMEM((n,), jnp.int32) for n in words.values()],
+        scratch_types=scratch_types(words),
     )
     out, lse, *of_turns = kernel(q, pages.k, pages.v, table, lengths, *(() if blocks is None else (blocks,)))
     if s.splits > 1:

@@ -94,7 +94,7 @@ def _attend(chosen: select.Shape, s: listed.Shape, q, pages, index, tables, leng
         listed.attend(s, unit, cta, scratch["ids_s"][s.width], (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch)
 
     out_type = [*listed.outputs(s), *select.outputs(chosen)]
-    kernel = listed.launch(s, selected_kernel, out_type, chosen.scratch_words())
+    kernel = listed.launch(s, selected_kernel, out_type, listed.scratch(s, chosen.scratch_words()), **listed.APPROXIMATE)
     out, lse, ids = kernel(q.reshape(_rows(q).shape), pages.k, pages.v, index, lengths, *tables)
     return out.reshape(q.shape), lse.reshape(q.shape[:3]), ids
 
@@ -121,6 +121,7 @@ def _attend_turns(chosen: select.Shape, s: decode_turns.Shape, q, pages, index, 
 
         run(refs, dict(zip(words, scratch, strict=True)))
 
-    kernel = turns.launch(s, selected_kernel, [*listed.outputs(s), *select.outputs(chosen)], words)
+    out_type = [*listed.outputs(s), *select.outputs(chosen)]
+    kernel = listed.launch(s, selected_kernel, out_type, turns.scratch_types(words))
     out, lse, ids = kernel(q.reshape(_rows(q).shape), pages.k, pages.v, index, lengths, *tables)
     return out.reshape(q.shape), lse.reshape(q.shape[:3]), ids

@@ -190,9 +190,8 @@ def shape_of(batch: int, row: int, k: int, config: Config, *, has_lengths: bool,
         return of(config.ctas if row > capacity else 1)
     most = min(clusters.ctas_per_unit(batch), row // LEAST_SHARE)
     usual = next((ctas for ctas in clusters.RESIDENT if ctas <= most), 1)
-    return next(
-        (s for s in map(of, range(usual, clusters.largest() + 1)) if s.fits), of(usual)
-    )  # more CTAs than run at once, for long rows
+    more = range(usual, clusters.largest() + 1)  # more CTAs than run at once, for long rows
+    return next((s for s in map(of, more) if s.fits), of(usual))
 
 
 def _capacity(k: int, row: int) -> int:

@@ -52,10 +52,10 @@ def test_on_emulated_threads_it_matches_the_reference(check, on_emulated_threads
     check(on_emulated_threads, case)
 
 
-LOCATE, SEND = listed.locate, turns._send
+LOCATE = listed.locate
 BUGS = {
-    "every query sees what the last one does": lambda patch: patch.setattr(listed, "locate", _a_token_more),
-    "the list is not located again": lambda patch: patch.setattr(listed, "locate", lambda *args: None),
+    "every query sees a token more": lambda patch: patch.setattr(listed, "locate", _a_token_more),
+    "the pages of the list are not found": lambda patch: patch.setattr(listed, "locate", lambda *args: None),
     "parts are not sent": lambda patch: patch.setattr(turns, "_send", lambda *args: None),
     "CTAs do not wait for each other": lambda patch: patch.setattr(lanes, "cluster_barrier", lambda: None),
 }
