@@ -72,8 +72,8 @@ def contiguous_attention(case: Case, implementation: str) -> Callable[[None, Own
 def chained(op: Callable[[Any, Own], Any]) -> Callable[[Any, Sequence[Own]], list]:
     """A compiled program that runs the op once for each of `owns`, one after the other, and returns every result.
 
-    As in a decode step, the launches of such a program can be captured as one CUDA graph. A barrier on the first of an op's own arguments
-    keeps the order.
+    As in a decode step, the launches of such a program can be captured as one CUDA graph. A barrier on all of an op's own arguments keeps
+    the order. Without it XLA copies the pages of several ops at once, and reads a page that they share only once.
     """
     inner = jax.jit(op)
 
@@ -82,8 +82,7 @@ def chained(op: Callable[[Any, Own], Any]) -> Callable[[Any, Sequence[Own]], lis
         results = []
         for own in owns:
             if results:
-                first, results[-1] = jax.lax.optimization_barrier((own[0], results[-1]))
-                own = (first, *own[1:])
+                own, results[-1] = jax.lax.optimization_barrier((own, results[-1]))
             results.append(inner(pool, *own))
         return results
 

@@ -70,25 +70,19 @@ def _attend(call: Call, q, pages, table, starts, lengths):
     missing = ((frame < 0) & (position < lengths[:, None])).any()
     history = jnp.minimum(starts, lengths)
 
-    def own():
-        return _attend_chunk(q, pages, jnp.maximum(frame, 0), position, lengths, call.sm_scale)
-
-    def beginning():
-        out, lse = own()
-        return jnp.where((lse == -jnp.inf)[..., None], 0, out), lse
+    own = _attend_chunk(q, pages, jnp.maximum(frame, 0), position, lengths, call.sm_scale)
 
     def with_history():
         before, before_lse = _attend_history(call, q, pages, table, history)
-        out, lse = own()
-        out, lse = merge_attention((before, out.astype(jnp.float32)), (before_lse, lse))
+        out, lse = merge_attention((before, own[0].astype(jnp.float32)), (before_lse, own[1]))
         return out.astype(q.dtype), lse
 
     def by_xla():
         return xla.flash_attention(dataclasses.replace(call, config=None), q, pages, table, starts, lengths)
 
-    # One question to the device, for which the host waits.
+    # One question to the device. While the host waits for the answer, the device attends to the chunk itself.
     case = jnp.where(missing, 2, (history > 0).any().astype(jnp.int32))
-    return jax.lax.switch(case, (beginning, with_history, by_xla))
+    return jax.lax.switch(case, (lambda: own, with_history, by_xla))
 
 
 def _attend_chunk(
@@ -112,7 +106,8 @@ def _attend_history(call: Call, q: Float[Array, "B T H D"], pages: Pages, table:
     frames = jnp.pad(jnp.take_along_axis(jnp.maximum(table, 0), order, axis=1), ((0, 0), (0, cut.width - width)))
     total = held.sum(axis=1, dtype=jnp.int32)
 
-    def fold(first, size, state):
+    def fold(runs, state):
+        ((first, size, _),) = runs
         frame = jax.lax.dynamic_slice_in_dim(frames, first, size, axis=1)
         count = jnp.clip(total - first * page_size, 0, size * page_size)
         written = (jnp.arange(size * page_size) < count[:, None])[..., None, None]  # what is not may be NaN

@@ -1,0 +1,145 @@
+"""Designs that were measured for `flash_attention` in plain JAX on a GPU, which stays far below cuDNN.
+
+    python benchmarks/designs/plain_prefill.py --json designs-plain-prefill.json
+
+One layer's causal attention of a prompt with the heads of Qwen2.5-7B to itself, keys and values as arrays without pages. TFLOP/s count the
+products that the mask leaves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from jax import lax
+
+from pallas_kernels import online_softmax
+from pallas_kernels.bench.results import write_result
+from pallas_kernels.bench.timing import device_time
+
+TOKENS, HEADS, KV_HEADS, HEAD_DIM = 8192, 28, 4, 128
+SCALE = HEAD_DIM**-0.5
+
+
+def tiled(fold: Callable, q, k, v, *, query_tile: int = 1024, key_tile: int = 2048) -> jax.Array:
+    """`fold(partial, q, k, v, seen)` for each tile of keys that a tile of queries may see, then the next tile of queries."""
+
+    def queries(first):
+        rows = lax.dynamic_slice_in_dim(q, first, query_tile).reshape(query_tile, KV_HEADS, -1, HEAD_DIM)
+        rows = rows.transpose(1, 2, 0, 3).reshape(KV_HEADS, -1, HEAD_DIM)
+        pos = jnp.tile(first + jnp.arange(query_tile), HEADS // KV_HEADS)[:, None]
+
+        def step(i, partial):
+            keys, values = (lax.dynamic_slice_in_dim(x, i * key_tile, key_tile, axis=1) for x in (k, v))
+            return fold(partial, rows, keys, values, i * key_tile + jnp.arange(key_tile) <= pos)
+
+        end = -(-(first + query_tile) // key_tile)
+        out, _ = online_softmax.finish(lax.fori_loop(0, end, step, online_softmax.empty(rows.shape[:2], HEAD_DIM)))
+        return out.astype(q.dtype).reshape(HEADS, query_tile, HEAD_DIM).swapaxes(0, 1)
+
+    return lax.map(queries, jnp.arange(0, TOKENS, query_tile)).reshape(TOKENS, HEADS, HEAD_DIM)
+
+
+def online(partial, q, k, v, seen):
+    """What `flash_attention` does."""
+    logits = jnp.where(seen, online_softmax.scaled_logits(q, k, SCALE), -jnp.inf)
+    return online_softmax.fold(partial, logits, v, rounded=True)
+
+
+def one_reduction(partial, q, k, v, seen):
+    """Largest logit and sum of exponentials in one pass over the logits."""
+    logits = jnp.where(seen, online_softmax.scaled_logits(q, k, SCALE), -1e30)
+
+    def combine(one, two):
+        top = jnp.maximum(one[0], two[0])
+        return top, one[1] * jnp.exp(one[0] - top) + two[1] * jnp.exp(two[0] - top)
+
+    top, total = lax.reduce((logits, jnp.ones_like(logits)), (jnp.float32(-1e30), jnp.float32(0)), combine, (2,))
+    partial, shift = online_softmax.raised(partial, top)
+    tile = online_softmax.weighted(jnp.exp(logits - shift[..., None]), v, v.dtype)
+    return partial._replace(total=partial.total + total * jnp.exp(top - shift), weighted=partial.weighted + tile)
+
+
+def short_logits(partial, q, k, v, seen):
+    """Logits are written in bfloat16, half the bytes and fewer digits."""
+    logits = jnp.einsum("krd,ksd->krs", q, k, preferred_element_type=jnp.bfloat16).astype(jnp.float32) * SCALE
+    return online_softmax.fold(partial, jnp.where(seen, logits, -jnp.inf), v, rounded=True)
+
+
+def in_two_passes(q, k, v):
+    """Log-sum-exps first. Then all logits again, and their exponentials inside the product with the values."""
+
+    def first(partial, q, k, v, seen):
+        logits = jnp.where(seen, online_softmax.scaled_logits(q, k, SCALE), -jnp.inf)
+        partial, shift = online_softmax.raised(partial, logits.max(-1))
+        return partial._replace(total=partial.total + jnp.exp(logits - shift[..., None]).sum(-1))
+
+    def queries(first_query, query_tile=1024, key_tile=2048):
+        rows = lax.dynamic_slice_in_dim(q, first_query, query_tile).reshape(query_tile, KV_HEADS, -1, HEAD_DIM)
+        rows = rows.transpose(1, 2, 0, 3).reshape(KV_HEADS, -1, HEAD_DIM)
+        pos = jnp.tile(first_query + jnp.arange(query_tile), HEADS // KV_HEADS)[:, None]
+        end = -(-(first_query + query_tile) // key_tile)
+
+        def part(i):
+            keys, values = (lax.dynamic_slice_in_dim(x, i * key_tile, key_tile, axis=1) for x in (k, v))
+            return keys, values, i * key_tile + jnp.arange(key_tile) <= pos
+
+        walk = functools.partial(lax.fori_loop, 0, end)
+        partial = walk(lambda i, partial: first(partial, rows, *part(i)), online_softmax.empty(rows.shape[:2], HEAD_DIM))
+        lse = (partial.top + jnp.log(partial.total))[..., None]
+
+        def add(i, out):
+            keys, values, seen = part(i)
+            logits = jnp.where(seen, online_softmax.scaled_logits(rows, keys, SCALE), -jnp.inf)
+            return out + online_softmax.weighted(jnp.exp(logits - lse), values, values.dtype)
+
+        out = walk(add, jnp.zeros(rows.shape, jnp.float32))
+        return out.astype(q.dtype).reshape(HEADS, query_tile, HEAD_DIM).swapaxes(0, 1)
+
+    return lax.map(queries, jnp.arange(0, TOKENS, 1024)).reshape(TOKENS, HEADS, HEAD_DIM)
+
+
+def by_jax(implementation: str, q, k, v):
+    """`jax.nn.dot_product_attention`, which holds all logits at once."""
+    return jax.nn.dot_product_attention(q, k.swapaxes(0, 1), v.swapaxes(0, 1), scale=SCALE, is_causal=True, implementation=implementation)
+
+
+DESIGNS: dict[str, Callable] = {
+    "online softmax over tiles of 1,024 queries and 2,048 keys (kept)": functools.partial(tiled, online),
+    "tiles of 256 queries and 512 keys, which stay in the cache": functools.partial(tiled, online, query_tile=256, key_tile=512),
+    "tiles of 512 queries and 512 keys": functools.partial(tiled, online, query_tile=512, key_tile=512),
+    "largest logit and sum in one reduction": functools.partial(tiled, one_reduction),
+    "log-sum-exps first, then exponentials inside the product": in_two_passes,
+    "logits written in bfloat16": functools.partial(tiled, short_logits),
+    "jax.nn.dot_product_attention by XLA": functools.partial(by_jax, "xla"),
+    "jax.nn.dot_product_attention by cuDNN, for scale": functools.partial(by_jax, "cudnn"),
+}
+
+
+def main(json_out: Annotated[Path, typer.Option("--json", help="Write the figures here.")]) -> None:
+    """Time every design."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    sizes = (TOKENS, HEADS, HEAD_DIM), (KV_HEADS, TOKENS, HEAD_DIM), (KV_HEADS, TOKENS, HEAD_DIM)
+    arrays = tuple(jax.random.normal(key, size, jnp.bfloat16) for key, size in zip(keys, sizes, strict=True))
+    wide = tuple(x.astype(jnp.float32) for x in arrays)
+    with jax.default_matmul_precision("highest"):
+        expected = np.asarray(jax.jit(functools.partial(by_jax, "xla"))(*wide))
+    operations, rows = 2 * TOKENS * TOKENS * HEADS * HEAD_DIM, []
+    for name, design in DESIGNS.items():
+        run = jax.jit(design)
+        found = np.asarray(run(*arrays), np.float32)
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        seconds = device_time(run, [arrays], calls=10).median_s
+        rows.append({"design": name, "median_s": seconds, "flops_per_s": operations / seconds, "error": float(error)})
+        typer.echo(f"{name}: {seconds * 1e3:.2f} ms, {operations / seconds * 1e-12:.0f} TFLOP/s, error {error:.1e}")
+        write_result(json_out, {"tokens": TOKENS, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "rows": rows})
+
+
+if __name__ == "__main__":
+    typer.run(main)
