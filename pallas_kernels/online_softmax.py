@@ -39,24 +39,13 @@ def fold(partial: Partial, logits: Float[Array, "K R S"], values: Float[Array, "
     rounded: multiply values by weights in the values' dtype, as FlashAttention does, not in float32. Faster on accelerators, where it
     matters for many rows.
     """
-    partial, shift = raised(partial, logits.max(-1))
-    weights = jnp.exp(logits - shift[..., None])
-    tile = weighted(weights, values, values.dtype if rounded else jnp.float32)
-    return Partial(partial.top, partial.total + weights.sum(-1), partial.weighted + tile)
-
-
-def raised(partial: Partial, top: Float[Array, "*rows"]) -> tuple[Partial, Float[Array, "*rows"]]:
-    """The same attention relative to a logit that is at least `top`, and that logit; 0 where there is none."""
-    top = jnp.maximum(partial.top, top)
+    top = jnp.maximum(partial.top, logits.max(-1))
     shift = jnp.where(top == -jnp.inf, 0.0, top)  # -inf minus -inf would be NaN
-    kept = jnp.exp(partial.top - shift)
-    return Partial(top, partial.total * kept, partial.weighted * kept[..., None]), shift
-
-
-def weighted(weights: Float[Array, "K R S"], values: Float[Array, "K S D"], dtype: jnp.dtype = jnp.float32) -> Float[Array, "K R D"]:
-    """Sums of values times weights in float32. Both are multiplied in `dtype`."""
+    weights, kept = jnp.exp(logits - shift[..., None]), jnp.exp(partial.top - shift)
+    dtype = values.dtype if rounded else jnp.float32
     factors = weights.astype(dtype), values.astype(dtype)
-    return jnp.einsum("krs,ksd->krd", *factors, precision=_precision(values.dtype), preferred_element_type=jnp.float32)
+    tile = jnp.einsum("krs,ksd->krd", *factors, precision=_precision(values.dtype), preferred_element_type=jnp.float32)
+    return Partial(top, partial.total * kept + weights.sum(-1), partial.weighted * kept[..., None] + tile)
 
 
 def finish(partial: Partial) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:

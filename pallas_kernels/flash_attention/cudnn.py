@@ -106,8 +106,7 @@ def _attend_history(call: Call, q: Float[Array, "B T H D"], pages: Pages, table:
     frames = jnp.pad(jnp.take_along_axis(jnp.maximum(table, 0), order, axis=1), ((0, 0), (0, cut.width - width)))
     total = held.sum(axis=1, dtype=jnp.int32)
 
-    def fold(runs, state):
-        ((first, size, _),) = runs
+    def fold(first, size, state):
         frame = jax.lax.dynamic_slice_in_dim(frames, first, size, axis=1)
         count = jnp.clip(total - first * page_size, 0, size * page_size)
         written = (jnp.arange(size * page_size) < count[:, None])[..., None, None]  # what is not may be NaN

@@ -1,10 +1,10 @@
-"""gather_attention for any backend: online softmax over groups of tiles of the list, several rows of the batch at a time.
+"""gather_attention for any backend: online softmax over tiles of the list, several rows of the batch at a time.
 
 Dense attention uses the list of all blocks. Tiles are fixed ranges of list entries, so for dense attention fixed spans of absolute
-positions. Each row folds its own groups in order: first the logits of all tiles, then their values. Tiles behind its last readable one
-leave its bits as they are. So its bits depend neither on the width of the page table nor on the lengths of other rows. Memory traffic: each
-listed block is read once and copied once, a tile at a time. Memory needed: the copy of a tile's keys or values (`rows * K * tile_tokens *
-D` elements), and the logits of a group.
+positions. Each row folds its own tiles in order. Tiles behind its last readable one leave its bits as they are. So its bits depend neither
+on the width of the page table nor on the lengths of other rows. Memory traffic: each listed block is read once and copied once, a tile at
+a time. Memory needed: that copy (`rows * K * tile_tokens * D` elements for keys, and as many for values unless V is a view of K) and its
+logits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import online_softmax, tiles
 from pallas_kernels.gather_attention.api import Call
-from pallas_kernels.pages import Pages, read_tile, visible
+from pallas_kernels.pages import Pages, read, visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,43 +58,18 @@ def _attend(call: Call, q, pages, table, lengths, blocks):
         ids, frames = _list(ids, table, length, num_kv_heads, page_size, block_size, cut.width)
         used = jnp.max(jnp.where(ids >= 0, jnp.arange(ids.shape[1], dtype=jnp.int32) + 1, 0))
 
-        def tile(start, size):
-            """Blocks, frames and positions of a tile."""
+        def fold(start, size, carry):
+            partial, block_lse = carry
             block, frame = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (ids, frames))
             pos = (block[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)).reshape(num_kv_heads, -1)
-            return frame, block * block_size % page_size, pos
-
-        def logits_of(start, size):
-            frame, token, pos = tile(start, size)
+            keys, values = read(pages, frame, block * block_size % page_size, block_size)
             seen = visible(pos[:, None, :], query_pos[:, None], call.window)
-            keys = read_tile(pages.k, frame, token, block_size)
             logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
-            return logits.reshape(*logits.shape[:2], size, block_size)
-
-        def values_of(start, size):
-            frame, token, pos = tile(start, size)
-            values = read_tile(pages.k if pages.v is None else pages.v, frame, token, block_size)[..., : pages.v_head_dim]
-            return jnp.where(((pos >= 0) & (pos < length))[..., None], values, 0)  # unwritten values may be NaN
-
-        def fold(runs, carry):
-            partial, block_lse = carry
-            logits = [run.scan(lambda start, _, x, size=run.size: (None, logits_of(start, size)), None)[1] for run in runs]
-            in_order = jnp.concatenate([jnp.moveaxis(x, 0, 2).reshape(*q.shape[:2], -1, block_size) for x in logits], axis=2)
+            values = jnp.where(((pos >= 0) & (pos < length))[..., None], values, 0)  # unwritten values may be NaN
             if call.return_block_lse:
-                block_lse = jax.lax.dynamic_update_slice_in_dim(block_lse, jax.nn.logsumexp(in_order, axis=-1), runs[0].start, axis=2)
-            partial, shift = online_softmax.raised(partial, in_order.max(-1).max(-1))
-            # By blocks, and as many as a group may have, so that sums have the same order in groups of all sizes.
-            totals = jnp.exp(in_order - shift[..., None, None]).sum(-1)
-            totals = jnp.pad(totals, ((0, 0), (0, 0), (0, max(0, cut.group - totals.shape[2]))))
-
-            def add(start, weighted, x):
-                weights = jnp.exp(x - shift[..., None, None]).reshape(*x.shape[:2], -1)
-                return weighted + online_softmax.weighted(weights, values_of(start, x.shape[2])), None
-
-            weighted = partial.weighted
-            for run, x in zip(runs, logits, strict=True):
-                weighted, _ = run.scan(add, weighted, x)
-            return partial._replace(total=partial.total + totals.sum(-1), weighted=weighted), block_lse
+                of_tile = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], size, block_size), axis=-1)
+                block_lse = jax.lax.dynamic_update_slice_in_dim(block_lse, of_tile, start, axis=2)
+            return online_softmax.fold(partial, logits, values), block_lse
 
         block_lse = jnp.full((*q.shape[:2], ids.shape[1]), -jnp.inf, jnp.float32) if call.return_block_lse else None
         partial, block_lse = tiles.walk(cut, used, fold, (online_softmax.empty(q.shape[:2], pages.v_head_dim), block_lse))
@@ -115,14 +90,13 @@ def _cut(call: Call, q: Array, pages: Pages, width: int, *, listed: bool) -> tup
         return tiles.Cut(width, largest, largest), call.config.rows
     batch, num_queries, num_heads, _ = q.shape
     values = 0 if pages.v is None else pages.v_head_dim * pages.v.dtype.itemsize
-    copied = pages.kv_heads * max(pages.head_dim * pages.k.dtype.itemsize, values)
-    logits = 4 * num_queries * num_heads
-    found = tiles.cut(width, call.block_size, batch * call.block_size * (copied + logits), batch * call.block_size * logits)
+    copied = pages.kv_heads * (pages.head_dim * pages.k.dtype.itemsize + values)
+    found = tiles.cut(width, call.block_size, batch * call.block_size * (copied + 8 * num_queries * num_heads))  # logits and weights
     if not listed:
-        return found if values else dataclasses.replace(found, stride=1), batch  # where V is a view of K, a tile is read once for both
+        return found, batch
     # A list has the same width for every width of the page table, so it needs no small tiles.
     largest = min(found.largest, width)
-    return tiles.Cut(width, largest, largest, stride=found.stride), batch
+    return tiles.Cut(width, largest, largest, stride=width), batch
 
 
 def _list(

@@ -1,6 +1,6 @@
 """Designs that were measured for `flash_attention` in plain JAX on a GPU, which stays far below cuDNN.
 
-    python benchmarks/designs/plain_prefill.py --json designs-plain-prefill.json
+    python benchmarks/designs/plain_attention.py --json designs-plain-attention.json
 
 One layer's causal attention of a prompt with the heads of Qwen2.5-7B to itself, keys and values as arrays without pages. TFLOP/s count the
 products that the mask leaves.
@@ -46,6 +46,11 @@ def tiled(fold: Callable, q, k, v, *, query_tile: int = 1024, key_tile: int = 20
     return lax.map(queries, jnp.arange(0, TOKENS, query_tile)).reshape(TOKENS, HEADS, HEAD_DIM)
 
 
+def weighted(weights, v):
+    """Sums of values times rounded weights."""
+    return jnp.einsum("krs,ksd->krd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+
+
 def online(partial, q, k, v, seen):
     """What `flash_attention` does."""
     logits = jnp.where(seen, online_softmax.scaled_logits(q, k, SCALE), -jnp.inf)
@@ -61,9 +66,10 @@ def one_reduction(partial, q, k, v, seen):
         return top, one[1] * jnp.exp(one[0] - top) + two[1] * jnp.exp(two[0] - top)
 
     top, total = lax.reduce((logits, jnp.ones_like(logits)), (jnp.float32(-1e30), jnp.float32(0)), combine, (2,))
-    partial, shift = online_softmax.raised(partial, top)
-    tile = online_softmax.weighted(jnp.exp(logits - shift[..., None]), v, v.dtype)
-    return partial._replace(total=partial.total + total * jnp.exp(top - shift), weighted=partial.weighted + tile)
+    new_top = jnp.maximum(partial.top, top)
+    kept, tile = jnp.exp(partial.top - new_top), weighted(jnp.exp(logits - new_top[..., None]), v)
+    total = partial.total * kept + total * jnp.exp(top - new_top)
+    return online_softmax.Partial(new_top, total, partial.weighted * kept[..., None] + tile)
 
 
 def short_logits(partial, q, k, v, seen):
@@ -77,8 +83,9 @@ def in_two_passes(q, k, v):
 
     def first(partial, q, k, v, seen):
         logits = jnp.where(seen, online_softmax.scaled_logits(q, k, SCALE), -jnp.inf)
-        partial, shift = online_softmax.raised(partial, logits.max(-1))
-        return partial._replace(total=partial.total + jnp.exp(logits - shift[..., None]).sum(-1))
+        top = jnp.maximum(partial.top, logits.max(-1))  # the first tile has a key for every query
+        total = partial.total * jnp.exp(partial.top - top) + jnp.exp(logits - top[..., None]).sum(-1)
+        return partial._replace(top=top, total=total)
 
     def queries(first_query, query_tile=1024, key_tile=2048):
         rows = lax.dynamic_slice_in_dim(q, first_query, query_tile).reshape(query_tile, KV_HEADS, -1, HEAD_DIM)
@@ -97,7 +104,7 @@ def in_two_passes(q, k, v):
         def add(i, out):
             keys, values, seen = part(i)
             logits = jnp.where(seen, online_softmax.scaled_logits(rows, keys, SCALE), -jnp.inf)
-            return out + online_softmax.weighted(jnp.exp(logits - lse), values, values.dtype)
+            return out + weighted(jnp.exp(logits - lse), values)
 
         out = walk(add, jnp.zeros(rows.shape, jnp.float32))
         return out.astype(q.dtype).reshape(HEADS, query_tile, HEAD_DIM).swapaxes(0, 1)
