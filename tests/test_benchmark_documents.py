@@ -102,7 +102,14 @@ def test_sentences_on_other_platforms_are_what_the_results_say():
     row = by_cudnn["rows"][0]
     assert row["case"] == "dense/qwen2.5-7b/8k/b1/paged"
     assert "cuDNN's kernel takes {:.2f} of {:.2f} ms".format(row["kernels"][0]["median_s"] * 1e3, row["median_s"] * 1e3) in text
-    assert f"For another {row['idle_s'] * 1e3:.2f} ms the device waits" in text
+    (plain,) = report.load([RESULTS / "designs-plain-attention.json"])
+    for each in plain["rows"]:
+        assert f"| {each['design']} | {each['flops_per_s'] / 1e12:.0f} | {each['error']:.1e} |" in text
+    for name, figures in {"512mb": ["1,916"], "rounded": ["267"], "logits-first": ["275", "2,503"]}.items():
+        (run,) = report.load([RESULTS / f"designs-decode-{name}.json"])
+        measured = {f"{each['median_s'] * 1e6:,.0f}" for each in run["rows"]}
+        assert measured.issuperset(figures)
+        assert all(figure in text for figure in figures)
     times = {row["design"]: (row["median_s"] * 1e3, row["bytes"] / row["median_s"] / 1e9) for row in few_rows["rows"]}
     assert list(times) == ["sum_of_products", "matrix_product", "converted_in_chunks", "by_tiles", "in_float32"]
     assert all("| {:.1f} | {:.1f} |".format(*figures) in text for figures in times.values())
