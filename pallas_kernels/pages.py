@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 
 import flax.struct
@@ -192,9 +193,9 @@ def missing(
 
 
 def check_scale(sm_scale: float) -> None:
-    """Raise ValueError unless the scale of logits is a number known when compiling."""
-    if not isinstance(sm_scale, numbers.Real):
-        raise ValueError(f"sm_scale must be a number known when compiling, got {sm_scale!r}")
+    """Raise ValueError unless the scale of logits is a finite number known when compiling."""
+    if not isinstance(sm_scale, numbers.Real) or not math.isfinite(sm_scale):
+        raise ValueError(f"sm_scale must be a number known when compiling, and finite, got {sm_scale!r}")
 
 
 def check_window(window: tuple[int, int] | None) -> None:

@@ -131,6 +131,7 @@ BAD = {
     "window of none": ({}, {"window": (4, 0)}, r"window must be .* got \(4, 0\)"),
     "window as list": ({}, {"window": [4, 8]}, r"window must be a tuple"),
     "traced scale": ({}, {"sm_scale": jnp.float32(0.1)}, "sm_scale must be a number known when compiling"),
+    "scale that is not a number": ({}, {"sm_scale": float("nan")}, "sm_scale must be a number .* finite, got nan"),
     "another config": ({}, {"config": {"tile_tokens": 8}, "implementation": "xla"}, "takes a pallas_kernels.gather_attention.xla.Config"),
     "unknown implementation": (
         {},
