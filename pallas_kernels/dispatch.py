@@ -122,7 +122,22 @@ def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
         raise NotImplementedError(
             f"no op has an implementation {implementation!r} on backend {jax.default_backend()!r}; there are {', '.join(here)}"
         )
-    return _forced(implementation)
+    return _Forced(implementation)
+
+
+class _Forced(contextlib.AbstractContextManager):
+    """Forces a path in each block that it is entered for. JAX's own context keeps one value, so it cannot be entered twice."""
+
+    def __init__(self, implementation: str):
+        self._implementation = implementation
+        self._blocks: list[contextlib.AbstractContextManager] = []
+
+    def __enter__(self) -> None:
+        self._blocks.append(context := _forced(self._implementation))
+        context.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self._blocks.pop().__exit__(*error)
 
 
 def candidates(op: str) -> tuple[str, ...]:

@@ -27,23 +27,35 @@ TOKENS, HEADS, KV_HEADS, HEAD_DIM = 8192, 28, 4, 128
 SCALE = HEAD_DIM**-0.5
 
 
-def tiled(fold: Callable, q, k, v, *, query_tile: int = 1024, key_tile: int = 2048) -> jax.Array:
-    """`fold(partial, q, k, v, seen)` for each tile of keys that a tile of queries may see, then the next tile of queries."""
+def over_tiles(attend: Callable, q, k, v, *, query_tile: int = 1024, key_tile: int = 2048) -> jax.Array:
+    """`attend(rows, walk)` for each tile of queries `[K, R, D]`. `walk(step, state)` folds `step(state, k, v, seen)` over the tiles of keys
+    that they may see."""
 
     def queries(first):
         rows = lax.dynamic_slice_in_dim(q, first, query_tile).reshape(query_tile, KV_HEADS, -1, HEAD_DIM)
         rows = rows.transpose(1, 2, 0, 3).reshape(KV_HEADS, -1, HEAD_DIM)
         pos = jnp.tile(first + jnp.arange(query_tile), HEADS // KV_HEADS)[:, None]
 
-        def step(i, partial):
-            keys, values = (lax.dynamic_slice_in_dim(x, i * key_tile, key_tile, axis=1) for x in (k, v))
-            return fold(partial, rows, keys, values, i * key_tile + jnp.arange(key_tile) <= pos)
+        def walk(step, state):
+            def tile(i, state):
+                keys, values = (lax.dynamic_slice_in_dim(x, i * key_tile, key_tile, axis=1) for x in (k, v))
+                return step(state, keys, values, i * key_tile + jnp.arange(key_tile) <= pos)
 
-        end = -(-(first + query_tile) // key_tile)
-        out, _ = online_softmax.finish(lax.fori_loop(0, end, step, online_softmax.empty(rows.shape[:2], HEAD_DIM)))
-        return out.astype(q.dtype).reshape(HEADS, query_tile, HEAD_DIM).swapaxes(0, 1)
+            return lax.fori_loop(0, -(-(first + query_tile) // key_tile), tile, state)
+
+        return attend(rows, walk).astype(q.dtype).reshape(HEADS, query_tile, HEAD_DIM).swapaxes(0, 1)
 
     return lax.map(queries, jnp.arange(0, TOKENS, query_tile)).reshape(TOKENS, HEADS, HEAD_DIM)
+
+
+def tiled(fold: Callable, q, k, v, **tiles: int) -> jax.Array:
+    """`fold(partial, q, k, v, seen)` for each tile of keys."""
+
+    def attend(rows, walk):
+        partial = online_softmax.empty(rows.shape[:2], HEAD_DIM)
+        return online_softmax.finish(walk(lambda partial, *tile: fold(partial, rows, *tile), partial))[0]
+
+    return over_tiles(attend, q, k, v, **tiles)
 
 
 def weighted(weights, v):
@@ -81,35 +93,23 @@ def short_logits(partial, q, k, v, seen):
 def in_two_passes(q, k, v):
     """Log-sum-exps first. Then all logits again, and their exponentials inside the product with the values."""
 
-    def first(partial, q, k, v, seen):
-        logits = jnp.where(seen, online_softmax.scaled_logits(q, k, SCALE), -jnp.inf)
-        top = jnp.maximum(partial.top, logits.max(-1))  # the first tile has a key for every query
-        total = partial.total * jnp.exp(partial.top - top) + jnp.exp(logits - top[..., None]).sum(-1)
-        return partial._replace(top=top, total=total)
+    def attend(rows, walk):
+        def first(partial, k, v, seen):
+            logits = jnp.where(seen, online_softmax.scaled_logits(rows, k, SCALE), -jnp.inf)
+            top = jnp.maximum(partial.top, logits.max(-1))  # the first tile has a key for every query
+            total = partial.total * jnp.exp(partial.top - top) + jnp.exp(logits - top[..., None]).sum(-1)
+            return partial._replace(top=top, total=total)
 
-    def queries(first_query, query_tile=1024, key_tile=2048):
-        rows = lax.dynamic_slice_in_dim(q, first_query, query_tile).reshape(query_tile, KV_HEADS, -1, HEAD_DIM)
-        rows = rows.transpose(1, 2, 0, 3).reshape(KV_HEADS, -1, HEAD_DIM)
-        pos = jnp.tile(first_query + jnp.arange(query_tile), HEADS // KV_HEADS)[:, None]
-        end = -(-(first_query + query_tile) // key_tile)
-
-        def part(i):
-            keys, values = (lax.dynamic_slice_in_dim(x, i * key_tile, key_tile, axis=1) for x in (k, v))
-            return keys, values, i * key_tile + jnp.arange(key_tile) <= pos
-
-        walk = functools.partial(lax.fori_loop, 0, end)
-        partial = walk(lambda i, partial: first(partial, rows, *part(i)), online_softmax.empty(rows.shape[:2], HEAD_DIM))
+        partial = walk(first, online_softmax.empty(rows.shape[:2], HEAD_DIM))
         lse = (partial.top + jnp.log(partial.total))[..., None]
 
-        def add(i, out):
-            keys, values, seen = part(i)
-            logits = jnp.where(seen, online_softmax.scaled_logits(rows, keys, SCALE), -jnp.inf)
-            return out + weighted(jnp.exp(logits - lse), values)
+        def add(out, k, v, seen):
+            logits = jnp.where(seen, online_softmax.scaled_logits(rows, k, SCALE), -jnp.inf)
+            return out + weighted(jnp.exp(logits - lse), v)
 
-        out = walk(add, jnp.zeros(rows.shape, jnp.float32))
-        return out.astype(q.dtype).reshape(HEADS, query_tile, HEAD_DIM).swapaxes(0, 1)
+        return walk(add, jnp.zeros(rows.shape, jnp.float32))
 
-    return lax.map(queries, jnp.arange(0, TOKENS, 1024)).reshape(TOKENS, HEADS, HEAD_DIM)
+    return over_tiles(attend, q, k, v)
 
 
 def by_jax(implementation: str, q, k, v):

@@ -11,7 +11,8 @@ import typer
 HELP = """Time the ops: device time, bytes that had to move against a copy's bandwidth, error, and speed-up over the best dense kernel.
 
 CASES are globs over names `op/shape/tokens/batch/policy`, as in 'sparse/qwen2.5-7b/128k/b1/top:8' or '*/b8/*'; without any, all but the
-tiny ones run. op: dense (paged), sparse (selection, attention and combine as one op), pair (the same as two ops), gather, select, index.
+tiny ones run. op: dense (paged), sparse (selection, attention and combine as one op), pair (the same as two ops), gather, select, index,
+append, project.
 Dense kernels of others (cuDNN, PyTorch SDPA) run at the same shapes and are rows too, named baseline/...
 
 On a GPU the clock is the profiler's trace, from the start of an op's first kernel to the end of its last, ops of one program captured
@@ -24,7 +25,9 @@ Render tables: python -m pallas_kernels.bench.report --help
 def bench(
     cases: Annotated[list[str] | None, typer.Argument(help="Globs over the names of cases.", show_default=False)] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the names and stop.")] = False,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each case.")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, help="Write rows and provenance here, after each case.")
+    ] = None,
     implementation: Annotated[
         str | None, typer.Option(help="Take the path of another platform: xla, cudnn, blackwell, ... [default: the one of this device]")
     ] = None,
@@ -33,13 +36,13 @@ def bench(
     """See HELP."""
     from pallas_kernels.bench.cases import all_cases, matching
 
-    if list_cases:
-        typer.echo("\n".join(case.name for case in (matching(cases) if cases else all_cases())))
-        return
     try:
         chosen = matching(cases or ())
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="CASES") from None
+    if list_cases:
+        typer.echo("\n".join(case.name for case in (chosen if cases else all_cases())))
+        return
     # By default JAX allocates most of the memory at its start, and PyTorch's process needs some.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 

@@ -72,8 +72,13 @@ def finite(figures: dict[str, Any]) -> dict[str, Any]:
 def replacing(path: Path, suffix: str = ".partial") -> Iterator[Path]:
     """A file beside `path`, with a suffix added to its name, to write to in the block.
 
-    At the end of the block it is renamed to `path`. If the block fails, for example on a full disk, it is removed.
+    At the end of the block it is renamed to `path`. If the block fails, for example on a full disk, it is removed. A link is followed.
+
+    Raises ValueError if `path` exists and is not a file, for example a device or a folder: it would be replaced by one.
     """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} exists and is not a file; name another file to write to")
     partial = path.with_name(path.name + suffix)
     try:
         yield partial

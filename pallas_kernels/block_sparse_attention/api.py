@@ -25,6 +25,8 @@ class Call:
     def __post_init__(self):
         check_scale(self.sm_scale)
         check_window(self.window)
+        if not isinstance(self.query_tile, int):
+            raise ValueError(f"query_tile must be an int, got {self.query_tile!r}")
         if self.query_tile <= 0:
             raise ValueError(f"query_tile must be at least 1 query, got {self.query_tile}")
 

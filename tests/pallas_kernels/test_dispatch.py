@@ -107,6 +107,15 @@ def test_forced_ops_take_what_other_platforms_take(hopper):
         assert dispatch.candidates(op) == dispatch.available(op)
 
 
+def test_a_forced_path_may_be_entered_again(hopper):
+    path = dispatch.forced("xla")
+    with path:
+        with path:
+            assert dispatch.candidates("gather_attention")[0] == "xla"
+        assert dispatch.candidates("gather_attention")[0] == "xla"
+    assert dispatch.candidates("gather_attention") == dispatch.available("gather_attention")
+
+
 @pytest.fixture(params=["forced", "10.0", "12.0"])
 def blackwell(request, hopper, monkeypatch):
     """Dispatch as on a GPU newer than Hopper, or as on Hopper when their path is forced."""

@@ -222,6 +222,15 @@ def test_ops_of_a_program_run_one_after_the_other():
     assert [float(x[0, 0]) for x in results] == [0, 2, 4, 6]
 
 
+def test_ops_of_a_program_read_their_own_pages():
+    """The barrier holds all arguments of an op back, or XLA reads the pages of several ops at once."""
+    owns = [(jnp.ones(2, jnp.int32), jnp.ones(3, jnp.int32))] * 2
+    program = jax.make_jaxpr(ops.chained(lambda pool, *own: pool[own[0]]))(jnp.ones((8, 8)), owns)
+    (inner,) = (each.params["jaxpr"] for each in program.eqns)
+    (barrier,) = (each for each in inner.eqns if each.primitive.name == "optimization_barrier")
+    assert sorted(x.aval.shape for x in barrier.invars) == [(2,), (2, 8), (3,)]
+
+
 def test_a_named_implementation_runs():
     (row,) = run(Case("select", "tiny", 1024, 2, "top:8"), implementation="reference")
     assert row["path"] == {"select_blocks": "reference"}

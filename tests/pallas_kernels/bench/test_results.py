@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -27,3 +28,17 @@ def test_finite_figures_are_left_alone(tmp_path):
     assert finite(figures) is figures
     write_result(tmp_path / "out.json", figures)
     assert "error" not in read(tmp_path / "out.json")
+
+
+def test_only_files_are_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe exists and is not a file; name another"):
+        write_result(tmp_path / "pipe", {"count": 4})
+    assert [file.name for file in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "out.json")
+    write_result(tmp_path / "link.json", {"count": 4})
+    assert (tmp_path / "link.json").is_symlink()
+    assert read(tmp_path / "out.json")["count"] == 4

@@ -185,6 +185,7 @@ def test_128k_keys_take_a_step():
 BAD = {
     "block size": ({}, {"block_size": 5}, "block_size 5 does not divide the page size 16"),
     "query tile": ({}, {"query_tile": 0}, "query_tile must be at least 1 query, got 0"),
+    "query tile that is no int": ({}, {"query_tile": 4.0}, r"query_tile must be an int, got 4\.0"),
     "lists of too few tiles": ({"blocks": (2, 1, 8, 3)}, {}, r"blocks must be \[B=2, C=2 tiles of 4 queries, H=8"),
     "lists per KV head": ({"blocks": (2, 2, 2, 3)}, {}, r"blocks must be \[B=2, C=2"),
     "lists of no width": ({"blocks": (2, 2, 8, 0)}, {}, "W >= 1"),
