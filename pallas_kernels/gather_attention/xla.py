@@ -69,7 +69,7 @@ def _attend(call: Call, q, pages, table, lengths, blocks):
             if call.return_block_lse:
                 of_tile = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], size, block_size), axis=-1)
                 block_lse = jax.lax.dynamic_update_slice_in_dim(block_lse, of_tile, start, axis=2)
-            return online_softmax.fold(partial, logits, values), block_lse
+            return online_softmax.fold(partial, logits, values, rounded=not tiles.on_cpu()), block_lse
 
         block_lse = jnp.full((*q.shape[:2], ids.shape[1]), -jnp.inf, jnp.float32) if call.return_block_lse else None
         partial, block_lse = tiles.walk(cut, used, fold, (online_softmax.empty(q.shape[:2], pages.v_head_dim), block_lse))
