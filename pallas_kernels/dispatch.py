@@ -115,13 +115,12 @@ def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
     Raises ValueError for a name that is not in `FORCED` and NotImplementedError for one that no op has on this backend.
     """
     if implementation not in FORCED:
-        raise ValueError(f"no platform's path is called {implementation!r}; there are {', '.join(FORCED)}")
+        raise ValueError(f"no platform's path is called {implementation!r}; the names are {', '.join(FORCED)}")
     implemented = {name for op in IMPLEMENTATIONS for name in available(op)}
     here = [name for name in FORCED if ("mosaic_gpu" if name == BLACKWELL else name) in implemented]
     if implementation not in here:
-        raise NotImplementedError(
-            f"no op has an implementation {implementation!r} on backend {jax.default_backend()!r}; there are {', '.join(here)}"
-        )
+        there = f"there is only {here[0]}" if len(here) == 1 else f"there are {', '.join(here)}"
+        raise NotImplementedError(f"no op has an implementation {implementation!r} on backend {jax.default_backend()!r}; {there}")
     return _Forced(implementation)
 
 

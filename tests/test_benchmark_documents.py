@@ -106,9 +106,9 @@ def test_sentences_on_other_platforms_are_what_the_results_say():
     for each in plain["rows"]:
         assert f"| {each['design']} | {each['flops_per_s'] / 1e12:.0f} | {each['error']:.1e} |" in text
     phrases = {
-        "512mb": "Twice the memory would take {1} us",
-        "rounded": "Weights rounded to bfloat16 take {0} us for one row",
-        "logits-first": "in fewer reductions, took {0} and {1} us",
+        "512mb": "Twice the memory would take {0} and {1} us",
+        "float32-weights": "Weights kept in float32 took {0} and {1} us",
+        "logits-first": "in fewer reductions, too, {0} and {1} us",
     }
     for name, phrase in phrases.items():
         (run,) = report.load([RESULTS / f"designs-decode-{name}.json"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from pallas_kernels.bench.options import JsonOption
 
 HELP = """Time the ops: device time, bytes that had to move against a copy's bandwidth, error, and speed-up over the best dense kernel.
 
@@ -25,9 +26,7 @@ Render tables: python -m pallas_kernels.bench.report --help
 def bench(
     cases: Annotated[list[str] | None, typer.Argument(help="Globs over the names of cases.", show_default=False)] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the names and stop.")] = False,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write rows and provenance here, after each case.")
-    ] = None,
+    json_out: JsonOption = None,
     implementation: Annotated[
         str | None, typer.Option(help="Take the path of another platform: xla, cudnn, blackwell, ... [default: the one of this device]")
     ] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.table import Table
 
 TEXT_WIDTH = 220
@@ -23,7 +24,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str |
     return made
 
 
-def show(*tables: Table) -> None:
+def show_markdown(text: str) -> None:
+    """Print the Markdown tables of a report, without those that have no rows."""
+    show(*(Markdown(each) for each in text.split("\n\n") if len(each.splitlines()) > 2))
+
+
+def show(*tables: Table | Markdown) -> None:
     """Print tables as wide as the terminal; to a file or a pipe, `TEXT_WIDTH` wide."""
     console = Console(width=None if Console().is_terminal else TEXT_WIDTH)
     for each in tables:

@@ -28,6 +28,7 @@ from pallas_kernels.bench import checks
 from pallas_kernels.bench.cases import PAGE_SIZE, SHAPES, Shape
 from pallas_kernels.bench.formats import markdown, tokens_text
 from pallas_kernels.bench.inputs import QUERY_SCALE, pool_pages, random_pages
+from pallas_kernels.bench.options import JsonOption
 from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.timing import device_time
 from pallas_kernels.block_mass import block_mass
@@ -220,7 +221,7 @@ CASES are globs over names `shape/queries-of-tokens/counted`, as in '*/8k-of-128
 def bench(
     cases: Annotated[list[str] | None, typer.Argument(help="Globs over the names of cases.", show_default=False)] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the names and stop.")] = False,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each case.")] = None,
+    json_out: JsonOption = None,
     implementation: Annotated[str | None, typer.Option(help="Of both ops: xla, mosaic_gpu, ... [default: what dispatch picks]")] = None,
     calls: Annotated[int, typer.Option(help="Timed calls of each op.", min=1)] = 10,
 ) -> None:

@@ -248,7 +248,9 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "op-rows": of(ops, row_table),
         "platform-ops": of(on_path(ops, "xla"), row_table),
         "platform-steps": of(on_path(forced["decode"], "xla"), lambda rows: markdown(STEP_COLUMNS, map(step_cells, rows))),
-        "platform-prompts": of(on_path(forced["prefill"], "cudnn"), prefill_report.time_table),
+        "platform-prompts": sourced(
+            prompts := on_path(forced["prefill"], "cudnn", "xla"), lambda: prefill_report.time_table_of_runs(prompts)
+        ),
         "platform-prefill": sourced(forced["prefill-ops"], lambda: prefill_report.path_table(forced["prefill-ops"])),
         "blackwell-ops": sourced(
             on_path(ops, None, "blackwell"), lambda: beside_table(*(merged(on_path(ops, path)) for path in (None, "blackwell")))

@@ -90,6 +90,21 @@ def replacing(path: Path, suffix: str = ".partial") -> Iterator[Path]:
         raise
 
 
+def check_writable(path: Path) -> None:
+    """Raise what `write_result` would, as far as it can be known before: ValueError for a path that is no file or lies in no folder, and
+    OSError for a folder that may not be written to."""
+    if not path.name:
+        raise ValueError(f"{str(path)!r} is not the name of a file")
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{path} exists and is not a file; name another file to write to")
+    folder = next(parent for parent in target.parents if parent.exists())
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file, so {path} cannot be written; name a file in a folder")
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(f"the folder {folder} cannot be written to; name a file in another one")
+
+
 def write_result(path: Path, figures: dict) -> None:
     """Write figures and provenance as JSON, to a file beside `path` that is then renamed. See `finite` for figures that are not finite."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,8 @@ def main() -> None:
     """
     try:
         status = app(standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is None where the caller closed it
+            sys.stdout.flush()
     except KeyboardInterrupt:
         status = 130
     except TyperException as error:
@@ -441,9 +442,18 @@ def _one_line(error: Exception) -> str:
         return f"no space is left on the disk ({where}): free some, then run the same command again"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return _short(f"{error.filename}: {error.strerror}")
+    if isinstance(error, AssertionError) and not error.args and (platforms := _platforms()):  # JAX says no more than that
+        return f"JAX could not start a device of {platforms!r}: install JAX for it, or choose another with JAX_PLATFORMS"
     text = _short(str(error))
     meant_for_people = text and isinstance(error, ValueError | NotImplementedError | OSError | RuntimeError | MissingExtra)
-    return text if meant_for_people else f"{type(error).__name__}: {text}"
+    return text if meant_for_people else f"{type(error).__name__}{f': {text}' if text else ''}"
+
+
+def _platforms() -> str | None:
+    """The platforms that JAX was told to use, if it was told any."""
+    import jax
+
+    return jax.config.jax_platforms
 
 
 def _short(text: str) -> str:

@@ -15,6 +15,7 @@ import typer
 
 from kvjax.registry import DECODE_FORMS as POLICIES
 from kvjax.registry import PREFILL_FORMS as PREFILLS
+from pallas_kernels.bench.options import JsonOption as JsonOption
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -123,9 +124,6 @@ SeedOption = Annotated[int, typer.Option(help="Seed of random draws.", **whole(0
 ImplementationOption = Annotated[
     str | None,
     typer.Option(help="Run the ops as another platform does: xla, cudnn or blackwell. [default: the best here]", show_default=False),
-]
-JsonOption = Annotated[
-    Path | None, typer.Option("--json", dir_okay=False, help="File for the figures and their provenance.", show_default=False)
 ]
 
 

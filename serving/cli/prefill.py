@@ -13,6 +13,7 @@ from rich.console import Console
 from kvjax.serving.bench.decode import PAGE_SIZE, config_of
 from kvjax.serving.bench.prefill import PrefillPlan, dense_at, policies_of, run_prefill_plan
 from kvjax.serving.cli.options import named_run, parse_lengths, read_text
+from pallas_kernels.bench.formats import show_markdown
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.results import write_result
 
@@ -177,7 +178,7 @@ def show(run: Run, json_out: Path | None, implementation: str | None = None) -> 
             rows.append(row)
             if json_out is not None:
                 write_result(json_out, named_run(run.kind, implementation) | begun | {"rows": rows})
-    print(run.table(rows))
+    show_markdown(run.table(rows))
     for row in rows:
         if "failed" in row:
             console.print(f"{row['op']} {row['tokens']:,} {row['policy']} failed: {row['failed']}")

@@ -197,14 +197,14 @@ def test_a_block_that_fails_ends(own_kernel):
 
 @pytest.mark.parametrize("name", ["triton", "reference", "composed", None])
 def test_what_is_no_platforms_path(name):
-    with pytest.raises(ValueError, match=f"no platform's path is called {name!r}; there are mosaic_gpu, mosaic_tpu, blackwell, cudnn, xla"):
+    with pytest.raises(
+        ValueError, match=f"no platform's path is called {name!r}; the names are mosaic_gpu, mosaic_tpu, blackwell, cudnn, xla"
+    ):
         dispatch.forced(name)
 
 
 def test_a_path_that_is_not_here():
-    with pytest.raises(
-        NotImplementedError, match=f"no op has an implementation 'mosaic_tpu' on backend '{jax.default_backend()}'; there are"
-    ):
+    with pytest.raises(NotImplementedError, match=f"no op has an implementation 'mosaic_tpu' on backend '{jax.default_backend()}'; there "):
         dispatch.forced("mosaic_tpu")
 
 

@@ -138,6 +138,18 @@ def test_output_that_does_not_fit_is_one_line(arguments):
     assert done.stderr == "kvjax: no space is left on the disk (writing the output): free some, then run the same command again\n"
 
 
+def test_closed_output_is_no_error():
+    done = subprocess.run([*START, "--version"], stderr=subprocess.PIPE, text=True, check=False, preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_platform_that_jax_lacks_is_named():
+    done = subprocess.run([*START, "doctor"], capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "tpu,cuda"})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "tpu" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_an_unexpected_failure_has_status_1_and_its_type(kvjax, monkeypatch, model_folder):
     monkeypatch.setattr("kvjax.models.loading.read_config", lambda _, dtype, max_positions: {}["layers"])
     status, out, err = kvjax("plan", "--model", model_folder)

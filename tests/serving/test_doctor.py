@@ -51,7 +51,7 @@ def test_the_path_of_another_platform(found, capsys):
         doctor.doctor_command(implementation="cuda")
 
 
-def test_steps_are_at_least_their_bytes_and_what_the_bill_says_where_there_is_one(monkeypatch):
+def test_steps_are_their_bytes_over_the_bandwidth_or_what_the_bill_says_where_there_is_one(monkeypatch):
     rows = doctor.step_rows(1e11)
     assert [(row["tokens"], row["policy"]) for row in rows] == [(n, p) for n in (8192, 131_072) for p in ("dense", "top:32")]
     assert all(row["seconds"] == row["bytes"] / 1e11 and row["source"] == "bytes" for row in rows)

@@ -123,6 +123,11 @@ def time_table(rows: Sequence[Row]) -> str:
     return markdown(TIME_COLUMNS, (time_cells(row, rows) for row in sorted(rows, key=itemgetter("tokens"))))
 
 
+def time_table_of_runs(runs: Sequence[dict[str, Any]]) -> str:
+    """Time to first token in runs of the same prompts on several paths. Each row is compared with dense in its own run."""
+    return markdown(TIME_COLUMNS, (time_cells(row, run["rows"]) for run in runs for row in run["rows"]))
+
+
 def split_table(rows: Sequence[Row]) -> str:
     """Where the time of the profiled chunks goes, short prompts first."""
     profiled = sorted((row for row in rows if row.get("profile")), key=itemgetter("tokens"))

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from pallas_kernels.bench.options import JsonOption
 from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.top_k import cases as top_k_cases
 from pallas_kernels.bench.top_k import report as top_k_report
@@ -100,7 +101,7 @@ HELP = """Count the passes of top_k by kind of row, replayed on the CPU."""
 
 
 def count_passes(
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write figures and provenance here.")] = None,
+    json_out: JsonOption = None,
     rows: Annotated[list[Path] | None, typer.Option(help="Captured rows, .npz (kvjax bench overlap --save); several times.")] = None,
     count: Annotated[int, typer.Option(help="Rows of each synthetic kind.", min=1)] = 32,
 ) -> None:

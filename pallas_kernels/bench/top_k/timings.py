@@ -28,6 +28,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.bench import inputs, timing
 from pallas_kernels.bench.checks import same_bits
 from pallas_kernels.bench.measure import copy_rate
+from pallas_kernels.bench.options import JsonOption
 from pallas_kernels.bench.results import write_result
 from pallas_kernels.bench.timing import Kernel, Timing
 from pallas_kernels.bench.top_k import cases as top_k_cases
@@ -310,7 +311,7 @@ def bench(
     cases: Annotated[list[str] | None, typer.Argument(help="Globs over the names of cases.", show_default=False)] = None,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the names and stop.")] = False,
     rows: Annotated[list[Path] | None, typer.Option(help="Captured rows, .npz; may be given several times.")] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", help="Write rows and provenance here, after each place.")] = None,
+    json_out: JsonOption = None,
     implementation: Annotated[str | None, typer.Option(help="Of the op: xla, mosaic_gpu, ... [default: what dispatch picks]")] = None,
     jobs: Annotated[int, typer.Option(help="Programs compiled at a time.", min=1)] = 12,
     only_missing: Annotated[

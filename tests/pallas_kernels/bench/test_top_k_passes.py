@@ -60,14 +60,14 @@ def test_on_the_command_line(tmp_path, monkeypatch):
     app.command()(top_k_passes.count_passes)
     file = tmp_path / "passes.json"
     done = CliRunner().invoke(app, ["--rows", str(tmp_path / "some-model.npz"), "--json", str(file), "--count", "2"])
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 0, done.stdout
     run = json.loads(file.read_text())
     assert [(row["rows"], row["k"], row["start"]) for row in run["rows"]] == [
         (kind, k, start) for kind, k in (("normal", 512), ("yarn", 512), ("some-model", 512), ("some-model", 2048)) for start in plan.STARTS
     ]
     assert [row["overlap"] for row in run["rows"][4:]] == [1.0] * 4
     table = top_k_report.parts([run])["top-k-passes"][1]()
-    assert table == done.output.strip()
+    assert table == done.stdout.strip()
     assert "| some-model, 8K | 2,048 | hint | 1.00 |" in table
     np.savez(tmp_path / "other.npz", x=scores)
     assert "no arrays" in " ".join(CliRunner().invoke(app, ["--rows", str(tmp_path / "other.npz")]).output.split())
