@@ -85,7 +85,7 @@ QUICK = (
 @pytest.mark.parametrize("case", rest_long(CASES, *QUICK))
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_matches_reference(check, name, case):
-    check(IMPLEMENTATIONS[name], case)
+    check(IMPLEMENTATIONS[name], case, slack=2 if "accelerator" in name else 1)  # weights are rounded, too
 
 
 @pytest.mark.parametrize("case", ["drafts in a window", "blocks of 4, drafts, window"])
