@@ -36,7 +36,8 @@ def scaled_logits(q: Float[Array, "K R D"], k: Float[Array, "K S D"], sm_scale: 
 def fold(partial: Partial, logits: Float[Array, "K R S"], values: Float[Array, "K S D"], *, rounded: bool = False) -> Partial:
     """Add a tile of keys. Logits are -inf where a row may not read; values there must be finite.
 
-    rounded: multiply values by weights in the values' dtype, as FlashAttention does, not in float32. Faster on accelerators.
+    rounded: multiply values by weights in the values' dtype, as FlashAttention does, not in float32. Faster where many
+    queries are multiplied, and on accelerators.
     """
     top = jnp.maximum(partial.top, logits.max(-1))
     shift = jnp.where(top == -jnp.inf, 0.0, top)  # -inf minus -inf would be NaN

@@ -86,8 +86,8 @@ def test_tables_of_platforms_are_what_the_results_make():
         times = {(row["op"], row["implementation"]): row["median_s"] for row in run["rows"] if row["policy"] == "dense"}
         name = run["rows"][0]["model"], run["rows"][0]["dtype"]
         slower += [(*name, op) for op in ("prompt", "step") if times[op, "kvjax"] > times[op, "transformers"]]
-    assert slower == [("qwen2.5-0.5b", "bfloat16", "step")]
-    assert "kvjax is slower in one row: a step of the 0.5B model in bfloat16" in " ".join(text.split())
+    assert not slower
+    assert "Of the dense rows, kvjax is slower in none." in text
 
 
 def test_sentences_on_other_platforms_are_what_the_results_say():
@@ -114,9 +114,12 @@ def test_sentences_on_other_platforms_are_what_the_results_say():
         (run,) = report.load([RESULTS / f"designs-decode-{name}.json"])
         times = {each["case"]: f"{each['median_s'] * 1e6:,.0f}" for each in run["rows"]}
         assert phrase.format(*(times[f"dense/qwen2.5-7b/128k/b{batch}/dense"] for batch in (1, 8))) in text
-    times = {row["design"]: (row["median_s"] * 1e3, row["bytes"] / row["median_s"] / 1e9) for row in few_rows["rows"]}
-    assert list(times) == ["sum_of_products", "matrix_product", "converted_in_chunks", "by_tiles", "in_float32"]
-    assert all("| {:.1f} | {:.1f} |".format(*figures) in text for figures in times.values())
+    kept = {1: "two_rows", 2048: "rows_first"}
+    for row in few_rows["rows"]:
+        rate = row["bytes"] if row["tokens"] == 1 else 2 * row["tokens"] * row["features"] * row["width"]
+        decimals = 1 if row["tokens"] == 1 else 0
+        figures = f"| {row['median_s'] * 1e3:.1f} | {rate / row['median_s'] / 1e9:.{decimals}f} |"
+        assert (f"(kept) {figures}" if row["design"] == kept[row["tokens"]] else figures) in text
 
 
 def test_tables_of_prefill_are_what_the_results_make():

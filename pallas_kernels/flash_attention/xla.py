@@ -96,6 +96,6 @@ def _walk(call: Call, q, first, query_tile, table, length, pages, pages_per_tile
         seen = visible(pos, query_pos, window)
         logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
         values = jnp.where((pos >= 0)[:, None], values, 0)  # unwritten values may be NaN
-        return online_softmax.fold(partial, logits, values, rounded=not tiles.on_cpu())
+        return online_softmax.fold(partial, logits, values, rounded=True)
 
     return jax.lax.fori_loop(0, sinks + end - resume, step, online_softmax.empty(q.shape[:2], pages.v_head_dim))

@@ -43,21 +43,12 @@ def _rotate(y, rotation):
     return elementwise.rotate(heads, cos[:, None], sin[:, None]).reshape(y.shape)
 
 
-FEW_ROWS = 32
-"""As many rows of bfloat16, or fewer, are faster on a CPU as products and sums."""
-
-
 def _product(x, weight, out_dtype):
     # Accelerators multiply float32 with fewer bits by default; shorter types lose nothing by that.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     options = {"precision": precision, "preferred_element_type": out_dtype}
-    if jax.default_backend() == "cpu":
-        short = x.dtype == weight.dtype == jnp.bfloat16
-        # A matrix product of few rows writes a float32 copy of 16-bit weights first; a sum converts them while it reads them.
-        if short and x.shape[0] <= FEW_ROWS:
-            return (x.astype(jnp.float32)[:, None] * weight.astype(jnp.float32)).sum(-1).astype(out_dtype)
-        if x.shape[0] == 1:  # only with the matrix first it is a matrix-vector product
-            return jnp.einsum("fe,re->fr", weight, x, **options).T
-        if short:  # a quarter faster with the matrix first, if tokens lie in columns; without a barrier XLA would read them as rows
-            return jnp.einsum("fe,er->fr", weight, jax.lax.optimization_barrier(x.T), **options).T
+    if jax.default_backend() == "cpu" and x.shape[0] == 1:
+        if x.dtype == weight.dtype == jnp.bfloat16:  # XLA for CPUs writes a float32 copy of the matrix for one row, not for two
+            return jnp.einsum("re,fe->rf", _two_rows(x), weight, **options)[:1]
+        return jnp.einsum("fe,re->fr", weight, x, **options).T  # only with the matrix first it is a matrix-vector product
     return jnp.einsum("re,fe->rf", x, weight, **options)

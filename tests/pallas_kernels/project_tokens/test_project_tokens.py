@@ -152,9 +152,9 @@ def test_the_form_of_accelerators_matches_reference(monkeypatch, case):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize(("tokens", "dtype"), [(1, "float32"), (32, "bfloat16"), (33, "bfloat16")])
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, "float32"), (1, "bfloat16"), (2, "bfloat16")])
 def test_forms_of_a_cpu_match_reference(tokens, dtype):
-    """One row of float32, and as many rows of bfloat16 as are summed, and one more."""
+    """One row, which is multiplied in a form of its own, and two rows."""
     x, weight = (jax.random.normal(jax.random.key(n), shape, dtype) for n, shape in enumerate(((tokens, 256), (96, 256))))
     ours, theirs = (project_tokens(x, (weight,), implementation=name)[0].astype(jnp.float32) for name in ("xla", "reference"))
     assert (jnp.linalg.norm(ours - theirs, axis=1) <= TOLERANCE[dtype] * jnp.linalg.norm(theirs, axis=1)).all()
