@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,8 @@ def _cut(decoder: Decoder, spec: CacheSpec, size: int) -> tuple[Slice, ...]:
 class ChunkRun:
     """A chunk that is being prefilled: the tokens `written` of `sequence`, which then has `last` tokens.
 
-    ends: whether no token that it was given is left for a later chunk; only then it has logits. done: slices that have run. x: token ids
+    ends: whether no token that it was given is left for a later chunk; only then it has logits. whole: whether a new prompt would run this
+    policy from `first` on. done: slices that have run. x: token ids
     `[1, T]` before the first slice, hidden states `[1, T, E]` after every slice, and last, logits `[V]` or `[T, V]`, if it has any.
     """
 
@@ -78,6 +79,7 @@ class ChunkRun:
     start: int
     policy: PrefillPolicy
     ends: bool
+    whole: bool
     all_logits: bool
     learning: Learning | None
     opened: OpenChunk | None
@@ -98,10 +100,20 @@ class ChunkRun:
 
 
 class Prefiller:
-    """Runs chunks over an engine's pages. chunk: its size in tokens. indexes: those that sealing builds."""
+    """Runs chunks over an engine's pages. chunk: its size in tokens. indexes: those that sealing builds. on_written: called with each chunk
+    that has run all layers."""
 
-    def __init__(self, model: Model, pool: Pool, groups: GroupPages, states: PolicyStates, indexes: tuple[IndexSpec, ...], chunk: int):
-        self.model, self.indexes, self.chunk = model, indexes, chunk
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        groups: GroupPages,
+        states: PolicyStates,
+        indexes: tuple[IndexSpec, ...],
+        chunk: int,
+        on_written: Callable[[ChunkRun], None] | None = None,
+    ):
+        self.model, self.indexes, self.chunk, self.on_written = model, indexes, chunk, on_written
         self._pool, self._groups, self._states = pool, groups, states
         self.slices = cut_layers(model.decoder, groups.spec)
 
@@ -116,18 +128,18 @@ class Prefiller:
         start = first // self.chunk * self.chunk
         written = list(tokens[: start + self.chunk - first])
         last = first + len(written)
-        whole = first == start or policy.queries_stand_alone or always
-        if not whole:
+        whole = first == start or policy.queries_stand_alone
+        if not whole and not always:
             logger.info("positions %d to %d go into a chunk begun earlier: dense, not %s", first, last - 1, policy)
             policy = DensePrefill()
         ids = np.zeros((1, self.chunk), np.int32)
         ids[0, first - start : last - start] = written
-        learning, opened = self._states.before_chunk(sequence, start, first, whole=whole)
+        learning, opened = self._states.before_chunk(sequence, start, first, whole=whole or always)
         if opened is not None:
             ids[0, opened.position - start : first - start] = opened.tokens
         tables = self._groups.tables([sequence])
         ends = len(written) == len(tokens)
-        return ChunkRun(sequence, written, first, last, start, policy, ends, all_logits, learning, opened, tables, ids)
+        return ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, learning, opened, tables, ids)
 
     def advance(self, run: ChunkRun, slices: int | None = None) -> bool:
         """Run the next slices of a chunk (None: all that are left). True after the last one: the tokens are written, and `run.x` holds
@@ -146,6 +158,8 @@ class Prefiller:
         sequence.length, sequence.logits = run.last, None
         learned = tuple(tuple(state for states in parts for state in states) for parts in zip(*run.learned, strict=True))
         after_chunk(sequence, run.learning, run.opened, learned, run.written)
+        if self.on_written is not None:
+            self.on_written(run)
         return True
 
     def _next_slice(self, run: ChunkRun) -> None:

@@ -104,6 +104,11 @@ class DeclaredPolicies:
             logger.info("prefill %s: %s", policy, choice)
         return choice.policy
 
+    def prefill_at(self, start: int) -> PrefillPolicy:
+        """The policy that prefills the chunk from position `start` on, in a new prompt."""
+        policy = self.prefill
+        return policy.choose(start, start + self.prefill_chunk).policy if isinstance(policy, ChoosesPrefill) else policy
+
     def possible(self, policy: str | DecodePolicy | None, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
         """The policies that may run for `batch` sequences of up to `longest` tokens when this one is named."""
         policy = self.find(policy)

@@ -8,35 +8,39 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import OutOfPages, PageAllocator, copy_page
+from kvjax.cache import PageAllocator, copy_page
 from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
-from kvjax.cache.tables import table_widths
+from kvjax.cache.prefixes import PrefixStats
 from kvjax.cache.transfer import Stored, read_pages, write_pages
+from kvjax.capacity import Capacity
 from kvjax.checks import PROMPTS_REMEDY, check_model, engine_sizes, listed, optional_function, token_ids, whole_number
 from kvjax.chunks import ChunkRun, Prefiller
 from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DecodeRunner, Launched, padded_rows
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect_step, read_of
-from kvjax.memory import MemoryPlan, check_pool, default_pages, memory_plan
+from kvjax.memory import MemoryPlan, memory_plan, pool_size
 from kvjax.model import Model, fingerprint
 from kvjax.outcomes import Reads
 from kvjax.plans import Chunk, Decoded, DecodeGroup, Prefilled, StepPlan, StepResult, check_plan
-from kvjax.policies.choice import Choice, possible_prefills
+from kvjax.policies.choice import Choice
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
+from kvjax.reuse import StoreOptions, make_reuse
 from kvjax.sampling import Sampled, Sampling, SamplingRows
 from kvjax.sequences import CachedSequence, check_usable
-from kvjax.slots import Slots, in_bucket
-from kvjax.steps import decode_and_sample, decode_step, sample_first
+from kvjax.slots import Slots
+from kvjax.steps import decode_and_sample, decode_step
+from kvjax.warmup import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +54,9 @@ class Engine:
     others that calls may name; sealing builds the indexes of all. pages: size of the pool; None fits it to free memory. page_size and
     prefill_chunk: in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`); None as for
     policy. batch_buckets: decode batches are padded to the next of these sizes; a sequence's bits are the same in every batch of a bucket.
-    sequences: those not freed yet.
+    sequences: those not freed yet. device_bytes: size of the pool in bytes, in place of pages.
+
+    stores: reuse, host_bytes, disk and disk_bytes say which pages outlive their sequences: see `kvjax.reuse.StoreOptions`.
 
     Use it from one thread at a time. A call while another thread is in a method raises RuntimeError, and does not disturb the other call.
     Ctrl-C takes effect between chunks of prefill and after other methods, so pages and lengths stay consistent (`kvjax.guard`). If a step
@@ -68,6 +74,8 @@ class Engine:
         prefill_chunk: int = 512,
         prefill: str | PrefillPolicy | None = None,
         batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
+        device_bytes: int | None = None,
+        **stores: Unpack[StoreOptions],
     ):
         check_model(model, "Engine")
         self.guard = CallGuard("this engine")
@@ -79,11 +87,13 @@ class Engine:
         self.policy, self.policies = self._declared.policy, self._declared.policies
         self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
         plan = self._plan_beside_weights()
-        pages = default_pages(plan, self.config) if pages is None else check_pool(plan, whole_number("pages", pages, 1, 2**63))
+        pages = pool_size(plan, self.config, pages, device_bytes)
         self._groups = GroupPages(self.spec, plan.pool_pages(pages), self.prefill_chunk)
-        self._longest = min(self.config.max_positions, self._groups.longest)
+        self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
         self._pool = Pool(self.spec.empty(plan.pool_pages(pages), self.indexes))
-        self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
+        self._reuse = make_reuse(model, self._pool, self._groups, self._declared, **stores)
+        sizes = self._declared.states, self.indexes, self.prefill_chunk
+        self._prefiller = Prefiller(model, self._pool, self._groups, *sizes, self._reuse and self._reuse.written)
         self._runs: dict[CachedSequence, ChunkRun] = {}
         self._runner = DecodeRunner(model, self._pool, self._groups, self._declared)
         self.sequences: set[CachedSequence] = set()
@@ -124,14 +134,7 @@ class Engine:
 
     def check_length(self, tokens: int) -> None:
         """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small."""
-        if tokens <= self._longest:
-            return
-        if tokens > self.config.max_positions:
-            known = f"the model's {self.config.max_positions:,} positions{self.config.for_longer(tokens)}"
-            raise ValueError(f"a sequence of {tokens:,} tokens is longer than {known}")
-        for name, count in self._groups.needed(tokens).items():
-            if count > (total := self.allocators[name].total):
-                raise self._advised(OutOfPages(count, self.allocators[name].free, total, group=name))
+        self._capacity.check_length(tokens)
 
     @property
     def last_choice(self) -> Choice | None:
@@ -160,45 +163,60 @@ class Engine:
         run = self._runs.get(sequence)
         return len(self._prefiller.slices) - (0 if run is None else run.done)
 
-    def check_room(self, tokens: int, spare: int = 0) -> None:
-        """OutOfPages unless a new sequence of `tokens` tokens fits and `spare` pages of each layer group stay free."""
-        with self._advice():
-            self._groups.check_free({name: count + spare for name, count in self._groups.needed(tokens).items()})
+    def check_room(self, tokens: int, spare: int = 0, held: CachedSequence | None = None) -> None:
+        """OutOfPages unless a new sequence of `tokens` tokens fits, less what it holds, and `spare` pages of each layer group stay free."""
+        self._capacity.check_room(tokens, spare, held)
 
     # Sequences
 
     @guarded
-    def new_sequence(self) -> CachedSequence:
-        """A sequence without tokens. `extend` or chunks of `step` write to it."""
+    def new_sequence(self, prompt: Sequence[int] | None = None, *, cache_salt: str | None = None) -> CachedSequence:
+        """A sequence without tokens. `extend` or chunks of `step` write to it.
+
+        prompt: where the engine reuses pages, the sequence begins with the longest prefix of these tokens that is known, at most all but
+        the last token: write the rest, `prompt[sequence.length :]`. cache_salt: only prompts of the same salt share pages.
+        """
         sequence = CachedSequence([], pages=self._groups.new())
         self.sequences.add(sequence)
+        if prompt is not None:
+            with self._kept(sequence):
+                self._adopt(sequence, self.check_tokens(prompt), cache_salt)
         return sequence
 
     @guarded
     def prefill(
-        self, prompts: Sequence[Sequence[int]], *, reserve: int = 0, on_tokens: Callable[[int], None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        reserve: int = 0,
+        on_tokens: Callable[[int], None] | None = None,
+        cache_salt: str | None = None,
     ) -> list[CachedSequence]:
         """Write whole prompts (token ids) to new sequences; `.logits` of each predicts the next token.
 
         reserve: tokens beyond the prompt whose pages are taken now, so that later steps cannot run out. on_tokens: called with the number
-        of tokens done, after each chunk. Prompts are written one at a time, so a prompt's bits do not depend on the others. Raises
-        OutOfPages, and ValueError for an empty prompt, one too long for the model, or a token outside the vocabulary; then no prompt is
-        kept.
+        of tokens done, after each chunk. cache_salt: as in `new_sequence`. Prompts are written one at a time, so a prompt's bits do not
+        depend on the others. Raises OutOfPages, and ValueError for an empty prompt, one too long for the model, or a token outside the
+        vocabulary; then no prompt is kept.
         """
         reserve = whole_number("reserve", reserve)
         optional_function("on_tokens", on_tokens)
         prompts = [self.check_tokens(prompt) for prompt in listed(prompts, "prompts", PROMPTS_REMEDY)]
         for prompt in prompts:
             self.check_length(len(prompt) + reserve)
-        needed = [self._groups.needed(len(prompt) + reserve) for prompt in prompts]
-        with self._advice():
-            self._groups.check_free({name: sum(each[name] for each in needed) for name in self.allocators})
+        if self._reuse is None:  # else prompts may share pages
+            needed = [self._groups.needed(len(prompt) + reserve) for prompt in prompts]
+            with self._capacity.advice():
+                self._groups.check_free({name: sum(each[name] for each in needed) for name in self.allocators})
         sequences = [CachedSequence([], pages=self._groups.new()) for _ in prompts]
         with self._kept(*sequences):
             for sequence, prompt in zip(sequences, prompts, strict=True):
-                self.reserve([sequence], len(prompt) + reserve)
+                self._adopt(sequence, prompt, cache_salt)
+                self.reserve([sequence], len(prompt) - sequence.length + reserve)
             for sequence, prompt in zip(sequences, prompts, strict=True):
-                self._write(sequence, prompt, all_logits=False, on_tokens=on_tokens)
+                if on_tokens and sequence.length:
+                    on_tokens(sequence.length)
+                self._write(sequence, prompt[sequence.length :], all_logits=False, on_tokens=on_tokens)
             self.guard.interrupt_point()
         return sequences
 
@@ -318,7 +336,8 @@ class Engine:
         child = CachedSequence(
             list(sequence.tokens), sequence.length, self._groups.new(), sequence.logits, dict(sequence.states), sequence.open_chunk
         )
-        with self._kept(child), self._advice():
+        child.prefix = None if sequence.prefix is None else sequence.prefix.copy()
+        with self._kept(child), self._capacity.advice():
             opened = self._groups.fork(sequence, child)
             if opened is not None:
                 sources, targets = (tuple(np.int32(ids[layer.group]) for layer in self.spec.layers) for ids in opened)
@@ -343,6 +362,8 @@ class Engine:
         self._groups.keep_written(sequence, length)
         del sequence.tokens[length:]
         sequence.length, sequence.logits, sequence.open_chunk = length, None, None
+        if sequence.prefix is not None:
+            sequence.prefix.length = min(sequence.prefix.length, length)
 
     @guarded
     def free(self, sequence: CachedSequence) -> None:
@@ -359,7 +380,7 @@ class Engine:
         """Take the pages that `tokens` more tokens of every sequence need, or raise OutOfPages and take none."""
         self._check_live(sequences)
         tokens = whole_number("tokens", tokens)
-        with self._advice():
+        with self._capacity.advice():
             self._groups.reserve(sequences, tokens)
 
     @guarded
@@ -416,30 +437,17 @@ class Engine:
         It compiles prefill, and greedy decoding in the batch bucket of `batch`, for every page-table width up to that of `tokens` tokens
         (None: one page). Steps in which a row draws at random are compiled when first used. Raises as `prefill` does.
         """
-        positions = self.config.max_positions
-        tokens = min(self.page_size, positions) if tokens is None else whole_number("tokens", tokens, 1)
-        self.check_length(tokens)
-        longest = self.pages_for(tokens)
-        sequences = self.prefill([[0]] * whole_number("batch", batch, 1))
-        try:
-            slots, rows = in_bucket(sequences, self.batch_buckets), SamplingRows.of([None])
-            sample_first(sequences[0].logits, rows, np.ones(1, np.int32))
-            rows = SamplingRows.of([None] * len(slots))
-            for width in table_widths(longest):
-                tokens = min(width * self.page_size, longest * self.page_size, positions)
-                self.reserve(sequences[:1], tokens - sequences[0].length)
-                for each in possible_prefills(self.prefill_policy, tokens, self.prefill_chunk):
-                    with self._reserved(sequences[:1], 1):
-                        self._write(sequences[0], [0], all_logits=False, only=each)
-                written, sequences[0].length = sequences[0].length, tokens - 1
-                for each in self._declared.possible(policy, longest * self.page_size, batch):
-                    self.guard.interrupt_point()
-                    jax.block_until_ready(self.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, each))
-                    sequences[0].length = tokens - 1
-                sequences[0].length = written
-        finally:
-            for sequence in sequences:
-                self.free(sequence)
+        warm_up(self, batch=whole_number("batch", batch, 1), tokens=tokens, policy=policy)
+
+    def stats(self) -> PrefixStats | None:
+        """What reused pages are where, and what was found; None where the engine reuses nothing."""
+        return None if self._reuse is None else self._reuse.stats()
+
+    @guarded
+    def close(self) -> None:
+        """Wait until the disk has all pages, and give its folder back. Needed only with `disk`; the engine cannot be used afterwards."""
+        if self._reuse is not None:
+            self._reuse.close()
 
     # Inside
 
@@ -458,7 +466,7 @@ class Engine:
     def _reserved(self, sequences: Sequence[CachedSequence], tokens: int) -> Iterator[None]:
         """Take pages for `tokens` more tokens of every sequence. If the block fails, pages that hold nothing are given back."""
         before = [sequence.page_counts() for sequence in sequences]
-        with self._advice():
+        with self._capacity.advice():
             self._groups.reserve(sequences, tokens)
         try:
             yield
@@ -506,7 +514,7 @@ class Engine:
 
     def _take_back(self, sequence: CachedSequence, length: int, stored: Stored, grain: int | None = None) -> None:
         """Give a sequence without pages the pages of its first `length` tokens, and write `stored` to them. OutOfPages changes nothing."""
-        with self._advice():
+        with self._capacity.advice():
             self._groups.fill(sequence, length, grain)
         sequence.length, opened = length, length % self.page_size > 0
         try:
@@ -552,6 +560,10 @@ class Engine:
             return None
         return self._runs.pop(chunk.sequence).finish()
 
+    def _adopt(self, sequence: CachedSequence, prompt: list[int], cache_salt: str | None) -> None:
+        if self._reuse is not None:
+            self._reuse.adopt(sequence, prompt, cache_salt)
+
     def _launch(self, step: Callable, padded: Sequence[CachedSequence | None], tokens, policy, *rest, num_tokens: int = 1) -> Launched:
         """Launch a decode step over padded slots, with pages for the tokens that it writes."""
         policy = self.declared(policy)
@@ -579,17 +591,6 @@ class Engine:
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """`kvjax.checks.token_ids` of this model's vocabulary."""
         return token_ids(tokens, self.config.vocab_size)
-
-    @contextlib.contextmanager
-    def _advice(self) -> Iterator[None]:
-        """Add to OutOfPages how much a page takes and how many fit."""
-        try:
-            yield
-        except OutOfPages as error:
-            raise self._advised(error) from None
-
-    def _advised(self, error: OutOfPages) -> OutOfPages:
-        return OutOfPages(error.needed, error.free, error.total, self._plan_beside_weights().advice(error), group=error.group)
 
     def _plan_beside_weights(self) -> MemoryPlan:
         sizes = {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}

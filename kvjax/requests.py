@@ -20,7 +20,8 @@ SHORT = reprlib.Repr(maxstring=60, maxother=200)
 class Request:
     """A prompt (text, token ids, or chat messages) and how to continue it. `id` is the caller's own.
 
-    policy: the decode policy of all its steps; None: that of the scheduler. priority: requests of higher priority go first.
+    policy: the decode policy of all its steps; None: that of the scheduler. priority: requests of higher priority go first. cache_salt:
+    only requests of the same salt share pages, where the engine reuses them.
     """
 
     prompt: Prompt
@@ -28,6 +29,7 @@ class Request:
     id: Any = None
     policy: str | DecodePolicy | None = None
     priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self):
         if not isinstance(self.sampling, Sampling):

@@ -235,16 +235,18 @@ class Scheduler:
         elif entry._sequence is not None:
             self._start_sample(entry)
         else:
-            self.engine.check_room(len(entry._ids) + (entry.request.sampling.max_new_tokens > 1), spare)
-            sequence = self.engine.new_sequence()
+            sequence = self.engine.new_sequence(entry._ids, cache_salt=entry.request.cache_salt)
             try:
-                self.engine.reserve([sequence], len(entry._ids))
+                self.engine.check_room(len(entry._ids) + (entry.request.sampling.max_new_tokens > 1), spare, sequence)
+                self.engine.reserve([sequence], len(entry._ids) - sequence.length)
             except BaseException:
                 self.engine.free(sequence)
                 raise
             entry._sequence = sequence
             self._waiting.remove(entry)
             self._prefilling = entry
+            if self.on_prefill is not None and sequence.length:
+                self.on_prefill(sequence.length)  # last, since it may raise, or cancel the request
 
     def _look_at(self, handle: Handle) -> Exception | None:
         """Find tokens and policy of a request. Returns the error if it can never run, or None."""

@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 if TYPE_CHECKING:
+    from kvjax.cache.prefixes import Chain
     from kvjax.cache.transfer import Stored
     from kvjax.learning import OpenChunk
     from kvjax.policies.decode import DecodePolicy
@@ -35,10 +36,11 @@ class CachedSequence:
     including reserved ones, -1 for those that a window gave back. logits: next-token logits `[V]` float32 after the last prefill or extend;
     None after anything else. states: those of learning policies, per layer. open_chunk: what prefill needs to continue, so that policies
     learn the same however a prompt is cut; None after decoding. suspended: its pages in host memory, after `Engine.suspend`; else None.
-    growth: the batch in which it has been decoded since `length` and `pages` were last set; None before the next decode step.
+    prefix: what prefix it begins with, where the engine reuses pages. growth: the batch in which it has been decoded since `length` and
+    `pages` were last set; None before the next decode step.
     """
 
-    __slots__ = ("_growth", "_length", "_pages", "logits", "open_chunk", "states", "suspended", "tokens")
+    __slots__ = ("_growth", "_length", "_pages", "logits", "open_chunk", "prefix", "states", "suspended", "tokens")
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class CachedSequence:
         self.tokens, self.logits, self.open_chunk = tokens, logits, open_chunk
         self.states = {} if states is None else states
         self.suspended: Stored | None = None
+        self.prefix: Chain | None = None
 
     @property
     def length(self) -> int:

@@ -124,6 +124,11 @@ def forced(implementation: str) -> contextlib.AbstractContextManager[None]:
     return _Forced(implementation)
 
 
+def forced_path() -> str | None:
+    """The implementation that `forced` names in this thread, or None."""
+    return _forced.value
+
+
 class _Forced(contextlib.AbstractContextManager):
     """Forces a path in each block that it is entered for. JAX's own context keeps one value, so it cannot be entered twice."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from kvjax.cache.recency import Recency
 from kvjax.checks import whole_number
 
 
@@ -22,17 +23,29 @@ class OutOfPages(RuntimeError):
 
 class PageAllocator:
     """Hands out page numbers 0 .. total-1. Each sequence that names a page is one owner; the page is free when the last owner releases it.
-    The page released last is handed out first, so page numbers depend on history, but results must not."""
+    The page released last is handed out first, so page numbers depend on history, but results must not.
 
-    def __init__(self, total: int):
+    A page that is kept (`keep`) holds something that may be wanted again. Without owners it is idle: it counts as free, and `take` hands it
+    out only when no other page is left. on_evict: called then with the page, whose content is lost.
+    """
+
+    def __init__(self, total: int, on_evict: Callable[[int], None] | None = None):
         self.total = total = whole_number("pages", total, 1)
+        self.on_evict = on_evict
         self._free = list(range(total - 1, -1, -1))
         self._owners = [0] * total
+        self._kept: dict[int, bool] = {}  # whether the page was found again
+        self._idle: Recency[int] = Recency()
 
     @property
     def free(self) -> int:
         """Pages without an owner."""
-        return len(self._free)
+        return len(self._free) + len(self._idle)
+
+    @property
+    def kept(self) -> int:
+        """Pages whose content is kept, with owners or without."""
+        return len(self._kept)
 
     def owners(self, page: int) -> int:
         """How many sequences name `page`."""
@@ -40,12 +53,35 @@ class PageAllocator:
 
     def take(self, count: int) -> list[int]:
         """Take `count` pages, with one owner each. After OutOfPages none were taken."""
-        if count > len(self._free):
-            raise OutOfPages(count, len(self._free), self.total)
+        if count > self.free:
+            raise OutOfPages(count, self.free, self.total)
+        while len(self._free) < count:
+            page = self._idle.pop()
+            del self._kept[page]
+            self._free.append(page)
+            if self.on_evict is not None:
+                self.on_evict(page)
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._owners[page] = 1
         return pages
+
+    def keep(self, page: int) -> None:
+        """Keep what `page` holds when its last owner releases it. ValueError for a page without an owner."""
+        if self._owners[page] == 0:
+            raise ValueError(f"page {page} is free and cannot be kept")
+        self._kept[page] = False
+
+    def own(self, pages: Sequence[int]) -> None:
+        """Add an owner to kept pages, idle ones included. ValueError for a page that is not kept, and then none gets an owner."""
+        for page in pages:
+            if page not in self._kept:
+                raise ValueError(f"page {page} is not kept: nobody knows what it holds")
+        for page in pages:
+            if self._owners[page] == 0:
+                self._idle.remove(page)
+            self._owners[page] += 1
+            self._kept[page] = True
 
     def share(self, pages: Sequence[int]) -> None:
         """Add an owner to each of `pages`, which must have one already."""
@@ -56,10 +92,14 @@ class PageAllocator:
             self._owners[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove an owner from each of `pages`. Pages without owners become free."""
+        """Remove an owner from each of `pages`. Pages without owners become free, or idle where they are kept: the last of `pages` is then
+        the first to go, because a prefix is of use without what follows it, and not the other way round."""
+        idle = []
         for page in pages:
             if self._owners[page] == 0:
                 raise ValueError(f"page {page} is already free")
             self._owners[page] -= 1
             if self._owners[page] == 0:
-                self._free.append(page)
+                (idle if page in self._kept else self._free).append(page)
+        for page in reversed(idle):
+            self._idle.add(page, used=self._kept[page])

@@ -1,15 +1,22 @@
-"""Copies pages and states of a sequence to host memory and back, a few at a time, so one program serves sequences of every length."""
+"""Copies pages and states of a sequence to host memory and back, a few at a time, so one program serves sequences of every length.
+
+`read_pages` and `write_pages` move whole sequences, layer by layer. `read_blocks` and `write_blocks` move pages on their own: a block is
+all of one page, over all layers of its group, in one array of bytes.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt8
 
-from kvjax.cache.pool import Pool
+from kvjax.cache.pool import Pool, first_array
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.types import IndexSpec, LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.writes import seal
@@ -78,6 +85,70 @@ def write_pages(
         pool.run(_scatter, pool.layers, place, place, [stored[layer] for layer in rows], numbers=rows, indexes=())
 
 
+Block = UInt8[Array, " bytes"]
+"""One page of a layer group, or one sequence's row of state: the bytes of `stored_arrays` of every layer that holds it, one after the
+other."""
+
+
+def block_bytes(spec: CacheSpec, group: str) -> int:
+    """Bytes of a block."""
+    return sum(map(_size, _arrays_of(spec, _holding(spec, group))))
+
+
+def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int]) -> list[Block]:
+    """The pages `ids` of a layer group, each as a block on the device. Does not wait for the device."""
+    pool.check()
+    layers = tuple(pool.layers[number] for number in _holding(spec, group))
+    found: list[Block] = []
+    for piece in _blocks_of(ids, 0):
+        found += _pack(layers, piece)
+    return found[: len(ids)]
+
+
+def write_blocks(
+    pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int], blocks: Sequence[Block], *, indexes: tuple[IndexSpec, ...]
+) -> None:
+    """Write blocks of sealed pages, or of rows of state, to the pages `ids` of their layer group, and build the pages' indexes. Blocks may
+    be in any memory."""
+    (device,) = first_array(pool.layers).devices()
+    numbers = _holding(spec, group)
+    nowhere = len(next(iter(stored_arrays(pool.layers[numbers[0]]).values())))
+    for place, piece in enumerate(_blocks_of(ids, nowhere)):
+        given = tuple(blocks[place * PIECE : (place + 1) * PIECE])
+        given = tuple(jax.device_put(given, jax.sharding.SingleDeviceSharding(device)))
+        given += given[-1:] * (len(piece) - len(given))  # of pages that are nowhere
+        kinds = {"numbers": numbers, "indexes": indexes, "shapes": _arrays_of(spec, numbers)}
+        pool.run(_unpack, pool.layers, piece, given, **kinds)
+
+
+def _blocks_of(ids: Sequence[int], fill: int) -> Iterator[Int[np.ndarray, " n"]]:
+    """Ids in rows of PIECE, the last one padded; a row of one where there is one."""
+    for start in range(0, len(ids), PIECE):
+        row = np.full(1 if len(ids) == 1 else PIECE, fill, np.int32)
+        piece = ids[start : start + PIECE]
+        row[: len(piece)] = piece
+        yield row
+
+
+def _holding(spec: CacheSpec, group: str) -> tuple[int, ...]:
+    """Numbers of the group's layers that have pages, or rows, of their own."""
+    return tuple(number for number in spec.layers_of(group) if spec.layers[number].share_with is None)
+
+
+Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
+"""Of the arrays of a block, in order: name, shape and dtype."""
+
+
+def _arrays_of(spec: CacheSpec, numbers: tuple[int, ...]) -> Shapes:
+    kinds = [stored_shapes(spec, number, 1) for number in numbers]
+    return tuple((name, each.shape[1:], each.dtype.name) for layer in kinds for name, each in sorted(layer.items()))
+
+
+def _size(array: tuple[str, tuple[int, ...], str]) -> int:
+    _, shape, dtype = array
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
 def _by_kind(spec: CacheSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Numbers of the layers with pages of their own, and of those with rows of state."""
     return spec.holding, tuple(number for number in range(len(spec.layers)) if number not in spec.paged)
@@ -115,8 +186,41 @@ def _gather(layers: tuple[LayerCache, ...], ids: tuple[Int[Array, " n"], ...]) -
     return [{name: x[own] for name, x in stored_arrays(layer).items()} for layer, own in zip(layers, ids, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnames=("numbers", "indexes"), donate_argnames="layers")
-def _scatter(
+@jax.jit
+def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"]) -> tuple[Block, ...]:
+    parts = [x[ids] for layer in layers for _, x in sorted(stored_arrays(layer).items())]
+    rows = jnp.concatenate([lax.bitcast_convert_type(part, jnp.uint8).reshape(len(ids), -1) for part in parts], axis=1)
+    return tuple(rows[place] for place in range(len(ids)))
+
+
+@functools.partial(jax.jit, static_argnames=("numbers", "indexes", "shapes"), donate_argnames="layers")
+def _unpack(
+    layers: tuple[LayerCache, ...],
+    ids: Int[Array, " n"],
+    blocks: tuple[Block, ...],
+    *,
+    numbers: tuple[int, ...],
+    indexes: tuple[IndexSpec, ...],
+    shapes: Shapes,
+) -> tuple[LayerCache, ...]:
+    """`layers` with the blocks written to the pages `ids` of the layers `numbers`, and their indexes built. DONATES layers."""
+    rows, parts, start = jnp.stack(blocks), [], 0
+    for array in shapes:
+        name, shape, dtype = array
+        width = jnp.dtype(dtype).itemsize
+        part = rows[:, start : start + _size(array)].reshape(len(blocks), *shape, *([width] if width > 1 else []))
+        parts.append((name, lax.bitcast_convert_type(part, jnp.dtype(dtype))))
+        start += _size(array)
+    values, place = [], 0
+    for number in numbers:
+        count = len(stored_arrays(layers[number]))
+        values.append(dict(parts[place : place + count]))
+        place += count
+    places = (ids,) * len(numbers)
+    return _placed(layers, places, places, values, numbers=numbers, indexes=indexes)
+
+
+def _placed(
     layers: tuple[LayerCache, ...],
     ids: tuple[Int[Array, " n"], ...],
     sealed: tuple[Int[Array, " n"], ...],
@@ -126,7 +230,7 @@ def _scatter(
     indexes: tuple[IndexSpec, ...],
 ) -> tuple[LayerCache, ...]:
     """`layers`, with the stored arrays of `numbers` written to `ids` and the indexes of `sealed` pages built. Ids past the pool are
-    skipped. A layer builds those of `indexes` that it has. DONATES layers."""
+    skipped. A layer builds those of `indexes` that it has."""
     restored = list(layers)
     for number, own, closed, values in zip(numbers, ids, sealed, stored, strict=True):
         layer = layers[number]
@@ -140,3 +244,7 @@ def _scatter(
         kinds = tuple(spec for spec in indexes if spec.name in layer.index)
         restored[number] = PagedKV(layer.pages.replace(**put), seal(layer.index, put["k"], closed, kinds))
     return tuple(restored)
+
+
+_scatter = functools.partial(jax.jit, static_argnames=("numbers", "indexes"), donate_argnames="layers")(_placed)
+"""`_placed`, jitted. DONATES layers."""

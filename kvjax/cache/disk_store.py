@@ -1,0 +1,233 @@
+"""Pages on disk, by the digest of their content. They outlive the process."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import sqlite3
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import UInt8
+
+from kvjax.cache.recency import Recency
+from kvjax.cache.transfer import Block
+from kvjax.checks import file_path
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "kvjax pages 1"
+READERS = 4
+PENDING_BYTES = 1 << 28
+"""Bytes that may wait to be written. Whoever puts more waits."""
+
+
+class DiskStore:
+    """Blocks in one file for each layer group, preallocated, of `total_bytes` together, and an SQLite database that says what is in them.
+
+    folder: made if it is missing; its parent must exist. blocks: bytes of a block, by layer group. A process keeps the folder for itself.
+
+    A block counts as there only when it has been written: first its slot is taken out of the database, then it is written, then it is
+    entered with a SHA-256 of its key and its bytes. So a process that is killed leaves no half block behind that anyone would read. A block
+    whose digest does not fit when it is read was altered or damaged: it is dropped. After an error of the disk nothing more is written.
+
+    written_bytes, read_bytes: moved so far. evictions: blocks that made room. damaged: blocks that were dropped. failure: the error that
+    ended writing, or None.
+    """
+
+    def __init__(self, folder: str | Path, total_bytes: int, blocks: Mapping[str, int]):
+        self.folder, self.total_bytes, self.blocks = file_path(folder), total_bytes, dict(blocks)
+        self.written_bytes = self.read_bytes = self.evictions = self.damaged = 0
+        self.failure: Exception | None = None
+        each = sum(self.blocks.values())
+        self.slots = total_bytes // each
+        if self.slots < 1:
+            raise ValueError(f"disk_bytes of {total_bytes:,} is less than one page of every layer group, {each:,} bytes: give more")
+        try:
+            self._open()
+        except (OSError, sqlite3.Error) as error:
+            raise ValueError(f"pages cannot be kept in {self.folder}: {error}; name a folder that can be written, with room") from error
+        self._lock = threading.Lock()  # of everything below and of the database
+        self._room = threading.Condition(self._lock)
+        self._pending: dict[bytes, Block] = {}
+        self._pending_bytes = 0
+        self._load()
+        self._writer = ThreadPoolExecutor(1, "kvjax disk writer")
+        self._readers = ThreadPoolExecutor(READERS, "kvjax disk reader")
+
+    def _open(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        self._held = open(self.folder / "lock", "a")  # noqa: SIM115 - it is held as long as the store
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{self.folder} is in use by another process: name another folder, or wait until it has ended") from None
+        self._index = sqlite3.connect(self.folder / "index.sqlite", check_same_thread=False, isolation_level=None)
+        self._index.execute("PRAGMA journal_mode=WAL")
+        self._index.execute("PRAGMA synchronous=NORMAL")
+        self._index.execute("CREATE TABLE IF NOT EXISTS about (format TEXT, blocks TEXT)")
+        self._index.execute("CREATE TABLE IF NOT EXISTS pages (key BLOB PRIMARY KEY, layers TEXT, slot INTEGER, digest BLOB)")
+        about = json.dumps(self.blocks, sort_keys=True)
+        found = self._index.execute("SELECT format, blocks FROM about").fetchone()
+        if found is None:
+            self._index.execute("INSERT INTO about VALUES (?, ?)", (FORMAT, about))
+        elif found != (FORMAT, about):
+            raise ValueError(
+                f"{self.folder} holds pages of another kind ({found[0]}: {found[1]}; this engine's: {FORMAT}: {about}): name another "
+                "folder, or delete that one"
+            )
+        self._files = {}
+        for place, (name, size) in enumerate(self.blocks.items()):
+            number = os.open(self.folder / f"pages-{place}.bin", os.O_RDWR | os.O_CREAT, 0o600)
+            file = self._files[name] = os.fdopen(number, "r+b", buffering=0)
+            if (wanted := self.slots * size) < os.fstat(number).st_size:
+                os.ftruncate(number, wanted)
+            os.posix_fallocate(file.fileno(), 0, wanted)
+
+    def _load(self) -> None:
+        """Read the database: what is in which slot, in the order in which it was written."""
+        self._index.execute("DELETE FROM pages WHERE slot >= ?", (self.slots,))
+        rows = self._index.execute("SELECT key, layers, slot, digest FROM pages ORDER BY rowid").fetchall()
+        self._places: dict[bytes, tuple[str, int, bytes]] = {key: (name, slot, digest) for key, name, slot, digest in rows}
+        taken = {name: {slot for each, slot, _ in self._places.values() if each == name} for name in self.blocks}
+        self._free = {name: [slot for slot in range(self.slots - 1, -1, -1) if slot not in taken[name]] for name in self.blocks}
+        self._order: dict[str, Recency[bytes]] = {name: Recency() for name in self.blocks}
+        for key, (name, _, _) in self._places.items():
+            self._order[name].add(key)
+
+    def __len__(self) -> int:
+        return len(self._places) + len(self._pending)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places or key in self._pending
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that it holds."""
+        with self._lock:
+            return sum(self.blocks[name] for name, _, _ in self._places.values())
+
+    def put(self, key: bytes, group: str, block: Block) -> None:
+        """Have a block of a layer group written. Waits only while too much is waiting already."""
+        with self._room:
+            if self.failure is not None or key in self:
+                return
+            self._room.wait_for(lambda: self._pending_bytes < PENDING_BYTES)
+            self._pending[key] = block
+            self._pending_bytes += block.nbytes
+        self._writer.submit(self._write, key, group, block)
+
+    def get(self, keys: Sequence[bytes]) -> dict[bytes, UInt8[np.ndarray, " bytes"] | Block]:
+        """The blocks of those keys that are here and whole."""
+        found = dict(zip(keys, self._readers.map(self._read, keys), strict=True))
+        return {key: block for key, block in found.items() if block is not None}
+
+    def wait(self) -> None:
+        """Wait until everything is written."""
+        self._writer.submit(lambda: None).result()
+
+    def close(self) -> None:
+        """Write what waits to be written, and give the folder back."""
+        self._writer.shutdown()
+        self._readers.shutdown()
+        self._index.close()
+        for file in (*self._files.values(), self._held):
+            file.close()
+
+    def _write(self, key: bytes, group: str, block: Block) -> None:
+        """In the writer's thread."""
+        try:
+            if self.failure is None:
+                self._write_whole(key, group, np.asarray(block))
+        except (OSError, sqlite3.Error) as error:
+            self.failure = error
+            logger.warning("%s is not written to any more: %s", self.folder, error)
+        except jax.errors.JaxRuntimeError as error:
+            logger.warning("a page did not reach host memory, and is not written to disk: %s", str(error).partition("\n")[0])
+        finally:
+            with self._room:
+                del self._pending[key]
+                self._pending_bytes -= block.nbytes
+                self._room.notify_all()
+
+    def _write_whole(self, key: bytes, group: str, data: UInt8[np.ndarray, " bytes"]) -> None:
+        digest = _digest(key, data)
+        with self._lock:
+            if not self._free[group]:
+                self._drop(next(iter(self._order[group])))
+                self.evictions += 1
+            slot = self._free[group].pop()
+        try:
+            _write_at(self._files[group].fileno(), data, slot * self.blocks[group])
+        except BaseException:
+            with self._lock:
+                self._free[group].append(slot)
+            raise
+        with self._lock:
+            self._index.execute("INSERT OR REPLACE INTO pages VALUES (?, ?, ?, ?)", (key, group, slot, digest))
+            self._places[key] = group, slot, digest
+            self._order[group].add(key)
+            self.written_bytes += data.nbytes
+
+    def _read(self, key: bytes) -> UInt8[np.ndarray, " bytes"] | Block | None:
+        with self._lock:
+            if key in self._pending:
+                return self._pending[key]
+            if key not in self._places:
+                return None
+            group, slot, digest = self._places[key]
+            self._order[group].touch(key)
+        data = np.empty(self.blocks[group], np.uint8)
+        try:
+            whole = _read_at(self._files[group].fileno(), data, slot * self.blocks[group]) and _digest(key, data) == digest
+        except OSError as error:
+            logger.warning("%s cannot be read: %s", self.folder, error)
+            whole = False
+        with self._lock:
+            if self._places.get(key) != (group, slot, digest):
+                return None  # it made room for another meanwhile
+            if whole:
+                self.read_bytes += data.nbytes
+                return data
+            self.damaged += 1
+            self._drop(key)
+        logger.warning("a page in %s is damaged, and is computed again", self.folder)
+        return None
+
+    def _drop(self, key: bytes) -> None:
+        """Forget a block, first in the database, so that its slot can be written to. The caller holds the lock."""
+        self._index.execute("DELETE FROM pages WHERE key = ?", (key,))
+        group, slot, _ = self._places.pop(key)
+        self._order[group].remove(key)
+        self._free[group].append(slot)
+
+
+def _digest(key: bytes, data: UInt8[np.ndarray, " bytes"]) -> bytes:
+    digest = hashlib.sha256(key)
+    digest.update(data)
+    return digest.digest()
+
+
+def _write_at(file: int, data: UInt8[np.ndarray, " bytes"], offset: int) -> None:
+    left = memoryview(data)
+    while left:
+        count = os.pwrite(file, left, offset)
+        left, offset = left[count:], offset + count
+
+
+def _read_at(file: int, data: UInt8[np.ndarray, " bytes"], offset: int) -> bool:
+    """False where the file ends before the data does."""
+    left = memoryview(data)
+    while left:
+        count = os.preadv(file, [left], offset)
+        if not count:
+            return False
+        left, offset = left[count:], offset + count
+    return True

@@ -1,0 +1,307 @@
+"""Pages that no sequence holds any more, found again by their content: the cache of prefixes.
+
+A prompt is cut into grains: pages, or whole chunks of prefill where a chunk's queries do not stand alone. Each grain has a digest of the
+digest before it, its tokens, and the policy that wrote it; the first one of everything else that bits depend on. So a grain's digest names
+all that its pages depend on, and a page that is found by it holds the bits that prefill would write.
+
+A page may be in several stores at once. It is copied to host memory and to disk as soon as it has been written, so that taking it away from
+the device costs nothing. A state of recurrent layers is copied at some borders of chunks, and only to those stores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvjax.cache.allocator import OutOfPages
+from kvjax.cache.disk_store import DiskStore
+from kvjax.cache.groups import GroupPages, Holder, first_stored
+from kvjax.cache.host_store import HostStore
+from kvjax.cache.pool import Pool
+from kvjax.cache.transfer import Block, read_blocks, write_blocks
+from kvjax.cache.types import IndexSpec
+
+logger = logging.getLogger(__name__)
+
+STATE_CHUNKS = 4
+"""States of recurrent layers are kept after every so many chunks of prefill."""
+
+
+@dataclasses.dataclass
+class Chain:
+    """What prefix a sequence begins with. root: the digest before the first grain. digests: of its full grains. length: how many of its
+    first tokens are such as prefill of a new prompt writes them."""
+
+    root: bytes
+    digests: list[bytes] = dataclasses.field(default_factory=list)
+    length: int = 0
+
+    def copy(self) -> Chain:
+        return dataclasses.replace(self, digests=list(self.digests))
+
+
+@dataclasses.dataclass
+class StoreStats:
+    """Pages of a store, and what happened to them: found there, given up for others, bytes copied to it and from it."""
+
+    pages: int = 0
+    bytes: int = 0
+    hits: int = 0
+    evictions: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+@dataclasses.dataclass
+class PrefixStats:
+    """What the cache of prefixes did. All counts are since the engine was made.
+
+    prompts: looked up. tokens: of these prompts; found_tokens: those that were not prefilled. wait_s: seconds that prompts waited for host
+    and disk. damaged: pages on disk that were dropped.
+    """
+
+    prompts: int
+    tokens: int
+    found_tokens: int
+    wait_s: float
+    damaged: int
+    device: StoreStats
+    host: StoreStats | None
+    disk: StoreStats | None
+
+
+class Prefixes:
+    """The pages of prefixes. Pool, groups and indexes are the engine's.
+
+    grain: tokens that one digest covers, a multiple of the page size. root: () -> what bits depend on besides tokens and prefill policies.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        groups: GroupPages,
+        indexes: tuple[IndexSpec, ...],
+        *,
+        grain: int,
+        root: Callable[[], bytes],
+        host: HostStore | None,
+        disk: DiskStore | None,
+    ):
+        self.host, self.disk, self.grain = host, disk, grain
+        self._pool, self._groups, self._indexes, self._root, self.spec = pool, groups, indexes, root, groups.spec
+        self._page_size = min(group.page_size for group in self.spec.groups)
+        self._device: dict[str, dict[bytes, int]] = {group.name: {} for group in self.spec.groups}
+        self._keys: dict[str, dict[int, bytes]] = {group.name: {} for group in self.spec.groups}
+        for group in self.spec.groups:
+            groups.allocators[group.name].on_evict = lambda page, name=group.name: self._evicted(name, page)
+        self._seen = PrefixStats(0, 0, 0, 0.0, 0, StoreStats(), StoreStats(), StoreStats())
+
+    def chain(self, salt: str | None) -> Chain:
+        """That of a sequence without tokens. salt: prompts of different salts share no pages."""
+        return Chain(hashlib.blake2b(self._root(), key=hashlib.sha256((salt or "").encode()).digest()).digest())
+
+    def stats(self) -> PrefixStats:
+        """What happened so far."""
+        device, host, disk = (dataclasses.replace(each) for each in (self._seen.device, self._seen.host, self._seen.disk))
+        device.pages = sum(map(len, self._device.values()))
+        device.bytes = sum(len(each) * self.spec.bytes_per_page(name, self._indexes) for name, each in self._device.items())
+        if self.host is not None:
+            host.pages, host.bytes, host.evictions = len(self.host), self.host.used_bytes, self.host.evictions
+        if self.disk is not None:
+            disk.pages, disk.bytes, disk.evictions = len(self.disk), self.disk.used_bytes, self.disk.evictions
+            disk.bytes_in, disk.bytes_out = self.disk.written_bytes, self.disk.read_bytes
+        return dataclasses.replace(
+            self._seen,
+            damaged=0 if self.disk is None else self.disk.damaged,
+            device=device,
+            host=None if self.host is None else host,
+            disk=None if self.disk is None else disk,
+        )
+
+    def adopt(self, sequence: Holder, chain: Chain, tokens: Sequence[int], how: Callable[[int], str]) -> int:
+        """Give a sequence without tokens the pages of the longest known prefix of `tokens`, at most all but the last token. Returns its
+        length in tokens; 0 if none is known, or if there are too few free pages.
+
+        how: position -> what writes the grain that begins there.
+        """
+        self._seen.prompts += 1
+        self._seen.tokens += len(tokens)
+        digests = self._digests(chain.root, tokens[: len(tokens) - 1], how)
+        started = time.monotonic()
+        while count := self._known(digests):
+            try:
+                taken = self._take(sequence, digests[:count])
+            except OutOfPages:
+                break
+            if taken:
+                self._seen.found_tokens += count * self.grain
+                chain.digests, chain.length = digests[:count], count * self.grain
+                break
+        else:
+            count = 0
+        self._seen.wait_s += time.monotonic() - started
+        return chain.length
+
+    def written(self, sequence: Holder, chain: Chain, tokens: Sequence[int], first: int, how: Callable[[int], str]) -> None:
+        """A chunk of prefill wrote the tokens from position `first` on as that of a new prompt does. tokens: all of the sequence. how: as
+        in `adopt`. Does nothing if tokens before them were written otherwise."""
+        if first != chain.length:
+            return
+        chain.length = last = len(tokens)
+        known = len(chain.digests)
+        for start in range(known * self.grain, last - self.grain + 1, self.grain):
+            before = chain.digests[-1] if chain.digests else chain.root
+            chain.digests.append(_digest(before, tokens[start : start + self.grain], how(start)))
+        for number in range(known, len(chain.digests)):
+            self._keep(sequence, number, chain.digests[number])
+        if chain.digests and last % (STATE_CHUNKS * self._groups.chunk) == 0 and last == len(chain.digests) * self.grain:
+            self._keep_states(sequence, chain.digests[-1])
+
+    # Inside
+
+    def _digests(self, root: bytes, tokens: Sequence[int], how: Callable[[int], str]) -> list[bytes]:
+        digests = [root]
+        for start in range(0, len(tokens) - self.grain + 1, self.grain):
+            digests.append(_digest(digests[-1], tokens[start : start + self.grain], how(start)))
+        return digests[1:]
+
+    def _units(self, group: str, digests: Sequence[bytes], first: int) -> list[bytes]:
+        """Keys of a group's pages from the logical page `first` on, or of its state."""
+        if group in self.spec.row_groups:
+            return [_named(digests[-1], group, 0)]
+        each = self.grain // self._page_size
+        return [_named(digests[page // each], group, page % each) for page in range(first, len(digests) * each)]
+
+    def _there(self, group: str, key: bytes) -> bool:
+        return key in self._device[group] or (self.host is not None and key in self.host) or (self.disk is not None and key in self.disk)
+
+    def _first(self, count: int) -> dict[str, int]:
+        """The first page of each group that a sequence of `count` grains needs."""
+        return {group.name: first_stored(group, count * self.grain) for group in self.spec.groups}
+
+    def _known(self, digests: list[bytes]) -> int:
+        """The most grains whose pages are all there."""
+        each = self.grain // self._page_size
+        whole = [group.name for group in self.spec.groups if group.window is None and group.name not in self.spec.row_groups]
+        longest = 0
+        for digest in digests:
+            if not all(self._there(name, _named(digest, name, page)) for name in whole for page in range(each)):
+                break
+            longest += 1
+        others = [group.name for group in self.spec.groups if group.name not in whole]
+        for count in range(longest, 0, -1):
+            first = self._first(count)
+            if all(self._there(name, key) for name in others for key in self._units(name, digests[:count], first[name])):
+                return count
+        return 0
+
+    def _take(self, sequence: Holder, digests: list[bytes]) -> bool:
+        """Give a sequence the pages of these grains. False if a page turned out to be lost or damaged: then nothing has changed. OutOfPages
+        if there are too few free pages for those that have to be copied."""
+        first = self._first(len(digests))
+        wanted = {name: self._units(name, digests, first[name]) for name in first}
+        blocks: dict[str, dict[bytes, Block]] = {}
+        for name, keys in wanted.items():
+            absent = [key for key in keys if key not in self._device[name]]
+            blocks[name] = self._fetch(absent)
+            if len(blocks[name]) < len(absent):
+                return False
+        resident = {name: {key: self._device[name][key] for key in keys if key not in blocks[name]} for name, keys in wanted.items()}
+        owned: dict[str, list[int]] = {}
+        try:
+            for name, pages in resident.items():  # first, so that none of these makes room for the others
+                self._groups.allocators[name].own(list(pages.values()))
+                owned[name] = list(pages.values())
+            self._groups.check_free({name: len(each) for name, each in blocks.items()})
+            taken = {name: self._groups.allocators[name].take(len(each)) for name, each in blocks.items()}
+            for name, pages in taken.items():
+                owned[name] = owned[name] + pages
+            for name, each in blocks.items():
+                write_blocks(self._pool, self.spec, name, taken[name], list(each.values()), indexes=self._indexes)
+        except BaseException:
+            for name, pages in owned.items():
+                self._groups.allocators[name].release(pages)
+            raise
+        for name, keys in wanted.items():
+            copied = dict(zip(blocks[name], taken[name], strict=True))
+            if name not in self.spec.row_groups:  # a row of state changes with the next token
+                for key, page in copied.items():
+                    self._enter(name, key, page)
+            at = resident[name] | copied
+            sequence.pages[name] = [-1] * first[name] + [at[key] for key in keys]
+            self._seen.device.hits += len(resident[name])
+        return True
+
+    def _fetch(self, keys: list[bytes]) -> dict[bytes, Block]:
+        """The blocks of keys from host memory or disk, those that are there, in order."""
+        found = {key: block for key in reversed(keys) if self.host is not None and (block := self.host.get(key)) is not None}
+        self._seen.host.hits += len(found)
+        self._seen.host.bytes_out += sum(block.nbytes for block in found.values())
+        if self.disk is not None and (rest := [key for key in keys if key not in found]):
+            read = self.disk.get(rest)
+            self._seen.disk.hits += len(read)
+            found |= read if self.host is None else {key: self._to_host(key, block) for key, block in read.items()}
+        return {key: found[key] for key in keys if key in found}
+
+    def _to_host(self, key: bytes, block: Block) -> Block:
+        """The copy of a block in host memory, or the block where there is no room."""
+        copied = self.host.put(key, block)
+        if copied is None:
+            return block
+        self._seen.host.bytes_in += block.nbytes
+        return copied
+
+    def _keep(self, sequence: Holder, number: int, digest: bytes) -> None:
+        """A sequence has written grain `number`."""
+        each = self.grain // self._page_size
+        for group in self.spec.groups:
+            if group.name in self.spec.row_groups:
+                continue
+            new: dict[bytes, int] = {}
+            for place in range(each):
+                page = sequence.pages[group.name][number * each + place]
+                key = _named(digest, group.name, place)
+                if page < 0:
+                    continue  # it left the window while the grain was written
+                if key not in self._device[group.name]:
+                    self._enter(group.name, key, page)
+                new[key] = page
+            self._copy(group.name, new)
+
+    def _keep_states(self, sequence: Holder, digest: bytes) -> None:
+        for name in self.spec.row_groups:
+            self._copy(name, {_named(digest, name, 0): sequence.pages[name][0]})
+
+    def _copy(self, group: str, pages: dict[bytes, int]) -> None:
+        """Copy pages to the stores that do not have them. Does not wait for the device."""
+        stores = [each for each in (self.host, self.disk) if each is not None]
+        absent = [key for key in pages if any(key not in store for store in stores)]
+        for key, block in zip(absent, read_blocks(self._pool, self.spec, group, [pages[key] for key in absent]), strict=True):
+            there = block if self.host is None or key in self.host else self._to_host(key, block)
+            if self.disk is not None and key not in self.disk:
+                self.disk.put(key, group, there)
+
+    def _enter(self, group: str, key: bytes, page: int) -> None:
+        self._device[group][key], self._keys[group][page] = page, key
+        self._groups.allocators[group].keep(page)
+
+    def _evicted(self, group: str, page: int) -> None:
+        del self._device[group][self._keys[group].pop(page)]
+        self._seen.device.evictions += 1
+
+
+def _digest(before: bytes, tokens: Sequence[int], how: str) -> bytes:
+    digest = hashlib.blake2b(before, digest_size=32)
+    digest.update(how.encode())
+    digest.update(np.asarray(tokens, np.int32).tobytes())
+    return digest.digest()
+
+
+def _named(digest: bytes, group: str, place: int) -> bytes:
+    """The key of a page of a grain."""
+    return hashlib.blake2b(f"{group}/{place}".encode(), key=digest[:64], digest_size=32).digest()

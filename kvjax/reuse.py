@@ -1,0 +1,134 @@
+"""What an engine keeps of prefixes: checks of the stores' sizes, and the digest of everything that bits of pages depend on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import jax
+import jaxlib
+
+import kvjax
+from kvjax.cache.disk_store import DiskStore
+from kvjax.cache.groups import GroupPages
+from kvjax.cache.host_store import HostStore, check_host_bytes
+from kvjax.cache.pool import Pool, first_array
+from kvjax.cache.prefixes import Prefixes, PrefixStats
+from kvjax.cache.transfer import block_bytes
+from kvjax.checks import whole_number
+from kvjax.declared import DeclaredPolicies
+from kvjax.model import Model, fingerprint
+from kvjax.policies.prefill import identity
+from kvjax.sequences import CachedSequence
+from pallas_kernels import dispatch
+
+if TYPE_CHECKING:
+    from kvjax.chunks import ChunkRun
+
+
+class StoreOptions(TypedDict, total=False):
+    """Which pages an engine keeps after their sequences are gone.
+
+    reuse: whether pages stay until others need their room, and a new prompt takes those of the longest prefix that is known. They hold the
+    bits that it would write itself. None, the default: only with host_bytes or disk. host_bytes: bytes of host memory in which pages are
+    kept when the device needs their room. disk, disk_bytes: a folder, and how many bytes of it, for the same; what is there outlives the
+    process.
+    """
+
+    reuse: bool | None
+    host_bytes: int | None
+    disk: str | Path | None
+    disk_bytes: int | None
+
+
+def make_reuse(
+    model: Model,
+    pool: Pool,
+    groups: GroupPages,
+    declared: DeclaredPolicies,
+    *,
+    reuse: bool | None = None,
+    host_bytes: int | None = None,
+    disk: str | Path | None = None,
+    disk_bytes: int | None = None,
+) -> Reuse | None:
+    """What `Engine` explains; None where nothing is reused. ValueError for sizes and policies that do not fit together."""
+    if reuse is None:
+        reuse = host_bytes is not None or disk is not None
+    if not isinstance(reuse, bool):
+        raise ValueError(f"reuse must be True, False, or None, got {reuse!r:.60}")
+    if not reuse and (host_bytes is not None or disk is not None):
+        raise ValueError("host_bytes and disk keep pages for reuse, and reuse is False: leave one of them out")
+    if (disk is None) != (disk_bytes is None):
+        raise ValueError(f"disk and disk_bytes go together, got disk {disk!r} and disk_bytes {disk_bytes!r}: give both, or neither")
+    if not reuse:
+        return None
+    if learning := declared.states.policies:
+        raise ValueError(
+            f"policy {learning[0]} learns from prefill, and a prompt whose pages are reused is not prefilled: leave reuse, host_bytes and "
+            "disk out, or name another policy"
+        )
+    (device,) = first_array(pool.layers).devices()
+    host = None
+    if host_bytes is not None:
+        check_host_bytes(whole_number("host_bytes", host_bytes, 1, 2**63))
+        host = HostStore(host_bytes, device)
+    store = None
+    if disk is not None:
+        sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups}
+        store = DiskStore(disk, whole_number("disk_bytes", disk_bytes, 1, 2**63), sizes)
+    return Reuse(model, pool, groups, declared, host, store)
+
+
+class Reuse:
+    """The cache of prefixes of an engine."""
+
+    def __init__(
+        self, model: Model, pool: Pool, groups: GroupPages, declared: DeclaredPolicies, host: HostStore | None, disk: DiskStore | None
+    ):
+        self.model, self._declared, self._disk, self._page_size = model, declared, disk, declared.page_size
+        (self._device,) = first_array(pool.layers).devices()
+        # Policies whose queries look at each other write the pages of a chunk together.
+        alone = declared.prefill.queries_stand_alone
+        grain = declared.page_size if alone else declared.prefill_chunk
+        self._mark = fingerprint(model) if disk is not None else os.urandom(16).hex()  # without a disk, no other model meets these pages
+        self.prefixes = Prefixes(pool, groups, declared.indexes, grain=grain, root=self._root, host=host, disk=disk)
+
+    def adopt(self, sequence: CachedSequence, tokens: Sequence[int], salt: str | None) -> int:
+        """Give a sequence without tokens the longest known prefix of `tokens`. Returns its length."""
+        if salt is not None and not isinstance(salt, str):
+            raise ValueError(f"cache_salt must be text, or None, got {salt!r:.60}")
+        sequence.prefix = self.prefixes.chain(salt)
+        found = self.prefixes.adopt(sequence, sequence.prefix, tokens, self._how)
+        sequence.tokens, sequence.length = list(tokens[:found]), found
+        return found
+
+    def written(self, run: ChunkRun) -> None:
+        """A chunk of prefill has run all layers: keep its pages, if a new prompt would write them so."""
+        chain = run.sequence.prefix
+        if chain is not None and run.whole and run.policy == self._declared.prefill_at(run.start):
+            self.prefixes.written(run.sequence, chain, run.sequence.tokens, run.first, self._how)
+
+    def stats(self) -> PrefixStats:
+        """What happened so far."""
+        return self.prefixes.stats()
+
+    def close(self) -> None:
+        """Wait until the disk has everything, and give its folder back."""
+        if self._disk is not None:
+            self._disk.close()
+
+    def _how(self, position: int) -> str:
+        """What writes the grain that begins at a position in a new prompt."""
+        chunk = self._declared.prefill_chunk
+        return identity(self._declared.prefill_at(position // chunk * chunk))
+
+    def _root(self) -> bytes:
+        """Everything that a page's bits depend on, besides tokens and policies."""
+        versions = {"kvjax": kvjax.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+        device: dict[str, Any] = {"kind": self._device.device_kind, "platform": self._device.client.platform_version}
+        sizes = {"page": self._page_size, "chunk": self._declared.prefill_chunk, "dtype": str(self.model.config.compute_dtype)}
+        return json.dumps([self._mark, versions, device, sizes, dispatch.forced_path()], sort_keys=True).encode()

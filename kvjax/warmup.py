@@ -1,0 +1,47 @@
+"""Compiling the steps of an engine before the first real call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from kvjax.cache.tables import table_widths
+from kvjax.checks import whole_number
+from kvjax.policies.choice import possible_prefills
+from kvjax.policies.decode import DecodePolicy
+from kvjax.sampling import SamplingRows
+from kvjax.slots import in_bucket
+from kvjax.steps import sample_first
+
+if TYPE_CHECKING:
+    from kvjax.engine import Engine
+
+
+def warm_up(engine: Engine, *, batch: int, tokens: int | None, policy: str | DecodePolicy | None) -> None:
+    """`Engine.warmup`."""
+    positions = engine.config.max_positions
+    tokens = min(engine.page_size, positions) if tokens is None else whole_number("tokens", tokens, 1)
+    engine.check_length(tokens)
+    longest = engine.pages_for(tokens)
+    sequences = engine.prefill([[0]] * batch)
+    try:
+        slots, rows = in_bucket(sequences, engine.batch_buckets), SamplingRows.of([None])
+        sample_first(sequences[0].logits, rows, np.ones(1, np.int32))
+        rows = SamplingRows.of([None] * len(slots))
+        for width in table_widths(longest):
+            tokens = min(width * engine.page_size, longest * engine.page_size, positions)
+            engine.reserve(sequences[:1], tokens - sequences[0].length)
+            for each in possible_prefills(engine.prefill_policy, tokens, engine.prefill_chunk):
+                with engine._reserved(sequences[:1], 1):
+                    engine._write(sequences[0], [0], all_logits=False, only=each)
+            written, sequences[0].length = sequences[0].length, tokens - 1
+            for each in engine._declared.possible(policy, longest * engine.page_size, batch):
+                engine.guard.interrupt_point()
+                jax.block_until_ready(engine.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, each))
+                sequences[0].length = tokens - 1
+            sequences[0].length = written
+    finally:
+        for sequence in sequences:
+            engine.free(sequence)
