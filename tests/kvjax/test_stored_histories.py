@@ -1,0 +1,136 @@
+"""Random histories of an engine that reuses pages, with stores so small that they are full and give pages up all the time: every sequence
+has the bits that it would have alone, in an engine without stores."""
+
+import collections
+import dataclasses
+import time
+from typing import ClassVar
+
+import jax
+import pytest
+from histories import FAMILIES, LARGE, History, Sizes, engine_for, run_histories
+from quick_cases import rest_long
+from tiny_models import make_family
+
+from kvjax import MeasureOnceMaskOnce
+from kvjax.cache import PageAllocator, prefixes
+from kvjax.cache.transfer import block_bytes
+
+pytestmark = pytest.mark.bits
+
+SHORT_CHUNKS = Sizes(16, 16, 120, ("dense", "quest:1"), (4,), 26)
+"""States of recurrent layers are kept every four chunks, so these are short."""
+TOGETHER = MeasureOnceMaskOnce(gamma=8, chi=16, k=2, k_exact=1, k_trim=2, key_block=16, sink_tokens=16, window_tokens=16)
+"""Its queries do not stand alone: pages of a chunk are found together, or not at all."""
+CHUNKS = dataclasses.replace(SHORT_CHUNKS, chunk=32, prefill=TOGETHER)
+
+
+class StoredHistory(History):
+    """Prompts begin like one of a few texts, so that many are found. totals: of all histories, what was found and given up."""
+
+    totals: ClassVar[collections.Counter[str]] = collections.Counter()
+
+    def make_engine(self):
+        spec = self.model.config.cache_spec(self.sizes.page)
+        self.texts = self.random.integers(0, self.model.config.vocab_size, (2, self.sizes.longest)).tolist()
+        page = sum(block_bytes(spec, group.name) for group in spec.groups)
+        host, disk = {"host_bytes": 5 * page}, {"disk": self.folder / f"pages-{time.monotonic_ns()}", "disk_bytes": 9 * page}
+        return engine_for(self.model, self.sizes, reuse=True, **({}, host, disk, host | disk)[self.random.integers(4)])
+
+    def run(self, length):
+        super().run(2 * length)
+
+    def draw_prompt(self):
+        text = self.texts[self.random.integers(len(self.texts))][: self.random.integers(40, self.sizes.longest * 3 // 4)]
+        return text + self.draw_tokens(4) if self.random.integers(3) else text
+
+    def prefill_options(self):
+        return {"cache_salt": (None, None, "a")[self.random.integers(3)]}
+
+    # Where queries do not stand alone, bits depend on where a prompt was cut, which the record does not say.
+
+    def extend(self):
+        if self.sizes.prefill is None:
+            super().extend()
+
+    def truncate(self):
+        if self.sizes.prefill is None:
+            super().truncate()
+
+    def differences(self):
+        found, stats = super().differences(), self.engine.stats()
+        self.totals.update({"tokens looked up": stats.tokens, "tokens found": stats.found_tokens})
+        for name in ("device", "host", "disk"):
+            if (store := getattr(stats, name)) is not None:
+                self.totals.update({f"{name} hits": store.hits, f"{name} evictions": store.evictions})
+        self.engine.close()
+        return found
+
+
+@pytest.fixture
+def totals():
+    """The counts of the test's histories."""
+    StoredHistory.totals = collections.Counter()
+    return StoredHistory.totals
+
+
+CASES = {name: (name, SHORT_CHUNKS) for name in FAMILIES} | {"momo": ("llama", CHUNKS)}
+
+
+@pytest.mark.parametrize("case", rest_long(CASES, "llama", "qwen3_5_text", "momo"))
+def test_stores_change_no_bits(case, tmp_path, totals):
+    name, sizes = CASES[case]
+    counts = run_histories(make_family(name), range(8), tmp_path, sizes, StoredHistory)
+    assert counts["sequences compared"] > 3
+    assert totals["tokens found"] >= 64
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "count"), [("float32", 200), ("bfloat16", 100)])
+def test_stores_change_no_bits_in_many_histories(case, dtype, count, tmp_path, totals, capsys):
+    name, sizes = CASES[case]
+    counts = run_histories(make_family(name, dtype=dtype), range(1000, 1000 + count), tmp_path, sizes, StoredHistory)
+    with capsys.disabled():
+        print(f"\n{case} {dtype}: {dict(counts)}, {dict(totals)}, 0 differences")
+    assert all(totals[f"{name} {what}"] > 0 for name in ("host", "disk") for what in ("hits", "evictions"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stores_change_no_bits_on_a_gpu(name, tmp_path, totals):
+    sizes = dataclasses.replace(LARGE, chunk=128)
+    run_histories(make_family(name, head_dim=128, window=200, dtype="bfloat16"), range(50), tmp_path, sizes, StoredHistory)
+    print(f"\n{name}: {dict(totals)}, 0 differences")
+    assert totals["tokens found"] > 1000
+
+
+def test_the_comparison_sees_a_page_of_another_text(tmp_path, monkeypatch):
+    honest = prefixes._digest
+    monkeypatch.setattr(prefixes, "_digest", lambda before, tokens, how: honest(before, [0] * len(tokens), how))
+    with pytest.raises(AssertionError, match="differ"):
+        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, StoredHistory)
+
+
+def test_the_comparison_sees_pages_of_half_a_chunk(tmp_path, monkeypatch):
+    """A prefill policy whose queries look at each other, whose pages are found one by one."""
+    monkeypatch.setattr(MeasureOnceMaskOnce, "queries_stand_alone", True)
+    with pytest.raises(AssertionError, match="differ"):
+        run_histories(make_family("llama"), range(40), tmp_path, CHUNKS, StoredHistory)
+
+
+def test_the_comparison_sees_a_page_that_was_given_to_others(tmp_path, monkeypatch):
+    """An allocator that hands out a kept page without telling that its content is lost."""
+    honest = PageAllocator.take
+
+    def take(allocator, count):
+        told, allocator.on_evict = allocator.on_evict, None
+        try:
+            return honest(allocator, count)
+        finally:
+            allocator.on_evict = told
+
+    monkeypatch.setattr(PageAllocator, "take", take)
+    with pytest.raises((AssertionError, ValueError, KeyError)):
+        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, StoredHistory)
