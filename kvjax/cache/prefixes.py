@@ -74,6 +74,17 @@ class PrefixStats:
     host: StoreStats | None
     disk: StoreStats | None
 
+    def __str__(self) -> str:
+        share = self.found_tokens / max(self.tokens, 1)
+        lines = [f"reused {self.found_tokens:,} of {self.tokens:,} prompt tokens ({share:.0%}); waited {self.wait_s:.2f} s for them"]
+        for name in ("device", "host", "disk"):
+            if (each := getattr(self, name)) is not None:
+                moved = "" if name == "device" else f"; {each.bytes_in / 1e9:.2f} GB in, {each.bytes_out / 1e9:.2f} GB out"
+                damaged = f", {self.damaged:,} damaged" if name == "disk" and self.damaged else ""
+                held = f"{each.pages:,} pages ({each.bytes / 1e9:.2f} GB)"
+                lines.append(f"{name}: {held}, {each.hits:,} found, {each.evictions:,} given up{damaged}{moved}")
+        return "\n".join(lines)
+
 
 class Prefixes:
     """The pages of prefixes. Pool, groups and indexes are the engine's.

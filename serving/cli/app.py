@@ -24,19 +24,26 @@ from kvjax.serving.cli.needle import needle_command
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
     ChunkOption,
+    DeviceMemoryOption,
+    DiskOption,
+    DiskSizeOption,
     Dtype,
     DtypeOption,
+    HostMemoryOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
     PagesOption,
     PolicyOption,
     PrefillOption,
+    ReuseOption,
     SeedOption,
     TokensOption,
+    byte_count,
     load_model,
     number,
     read_text,
+    stores,
     token_count,
     whole,
 )
@@ -123,6 +130,11 @@ def batch_command(
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
+    device_memory: DeviceMemoryOption = None,
+    reuse: ReuseOption = False,
+    host_memory: HostMemoryOption = None,
+    disk: DiskOption = None,
+    disk_size: DiskSizeOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")] = False,
     fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Exit with status 1 if a record could not be answered.")] = False,
 ) -> None:
@@ -138,13 +150,14 @@ def batch_command(
     from kvjax.serving.batch.records import Defaults
 
     check_paths(source, out, overwrite)
+    kept = stores(reuse, host_memory, disk, disk_size)
     loaded = load_model(model, dtype, max_positions)
     defaults = Defaults(max_new_tokens, temperature, seed)
-    if pages is None:
+    if pages is None and device_memory is None:
         needed = pages_of_job(source, defaults, loaded, max_batch, page_size)
         pages = max(1, min(needed, _plan_beside_weights(loaded, policy, page_size).pages_that_fit))
-    sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
-    engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes)
+    sizes = {"pages": pages, "device_bytes": device_memory, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes, **kept)
     policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
     typer.echo(f"{model}, {policies}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
     try:
@@ -152,6 +165,10 @@ def batch_command(
     except KeyboardInterrupt:
         typer.echo(f"interrupted; the answers so far are in {partial_path(out)}: run the same command again to continue", err=True)
         raise
+    finally:
+        if (stats := engine.stats()) is not None:
+            typer.echo(str(stats), err=True)
+        engine.close()
     typer.echo(str(summary))
     for line, message in summary.first_errors:
         named = message.startswith("input line ")  # where a record has no id
@@ -260,9 +277,12 @@ def plan_command(
         float | None,
         typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False, **number(above=0, most=2**30)),
     ] = None,
+    host_memory: Annotated[int | None, typer.Option(help="Host memory for pages, as 64GB.", show_default=False, **byte_count())] = None,
+    disk_size: Annotated[int | None, typer.Option(help="Disk for pages, as 200GB.", show_default=False, **byte_count())] = None,
 ) -> None:
     """Print the memory of weights and cache, and how many pages fit. Reads only the model's configuration."""
 
+    from kvjax.cache.transfer import block_bytes
     from kvjax.declared import own_policies
     from kvjax.memory import memory_plan
     from kvjax.models.loading import read_config
@@ -277,9 +297,13 @@ def plan_command(
             param_hint="--policy",
         )
     config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
-    chosen = own_policies(config)[0] if chosen is None else chosen
+    chosen, spec = own_policies(config)[0] if chosen is None else chosen, config.cache_spec(page_size)
     plan = memory_plan(config, page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
     typer.echo(f"{model} in {config.compute_dtype}, {chosen.describe()}\n{plan}")
+    for name, size in (("host", host_memory), ("disk", disk_size)):
+        if size is not None:
+            count = size // sum(block_bytes(spec, group.name) for group in spec.groups)
+            typer.echo(f"pages on {name:<11} {count:>12,}  ({count * page_size:,} tokens)")
 
 
 @app.command("demo")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from pallas_kernels.bench.options import JsonOption as JsonOption
 
 if TYPE_CHECKING:
     from kvjax.model import Model
+    from kvjax.reuse import StoreOptions
 
 LARGEST = 2**31 - 1
 """Largest count: tokens, pages and token ids are 32-bit integers on the device."""
@@ -82,6 +84,22 @@ def number(*, above: float | None = None, least: float | None = None, most: floa
     return {"parser": parsed, "metavar": "<float>"}
 
 
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def byte_count() -> Any:
+    """Arguments of typer.Option for a number of bytes, as 8GB or 512MiB."""
+
+    def parsed(text: object) -> int:
+        word = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", str(text).strip())
+        count = int(float(word[1]) * UNITS[word[2].upper()]) if word and word[2].upper() in UNITS else 0
+        if not 1 <= count < 2**60:
+            raise typer.BadParameter(f"must be a number of bytes, as 8GB or 512MiB, got {text}")
+        return count
+
+    return {"parser": parsed, "metavar": "<size>"}
+
+
 class Dtype(enum.StrEnum):
     """The type of weights and cache."""
 
@@ -121,6 +139,30 @@ PagesOption = Annotated[
 ]
 TokensOption = Annotated[int, typer.Option(help="The most tokens to generate.", **whole())]
 SeedOption = Annotated[int, typer.Option(help="Seed of random draws.", **whole(0, 2**32 - 1))]
+DeviceMemoryOption = Annotated[
+    int | None,
+    typer.Option("--device-memory", help="Size of the pool on the device, as 8GB; instead of --pages.", show_default=False, **byte_count()),
+]
+HostMemoryOption = Annotated[
+    int | None,
+    typer.Option(
+        "--host-memory",
+        help="Host memory that keeps pages for later prompts with the same beginning, as 64GB. Answers stay the same.",
+        show_default=False,
+        **byte_count(),
+    ),
+]
+DiskOption = Annotated[
+    Path | None,
+    typer.Option("--disk", file_okay=False, help="A folder that keeps pages for the same, for later runs, too.", show_default=False),
+]
+DiskSizeOption = Annotated[
+    int | None, typer.Option("--disk-size", help="How much of the disk it takes, as 200GB.", show_default=False, **byte_count())
+]
+ReuseOption = Annotated[
+    bool,
+    typer.Option("--reuse", help="Keep pages on the device for later prompts with the same beginning. Implied by the other stores."),
+]
 ImplementationOption = Annotated[
     str | None,
     typer.Option(help="Run the ops as another platform does: xla, cudnn or blackwell. [default: the best here]", show_default=False),
@@ -140,6 +182,15 @@ def forced_to(implementation: str | None) -> AbstractContextManager[None]:
 def named_run(kind: str, implementation: str | None) -> dict[str, str]:
     """How a file of figures says what was run. Figures of a forced path stand in no table of the best, and no bill is fitted to them."""
     return {"bench": kind} if implementation is None else {"bench": f"{kind}-forced", "implementation": implementation}
+
+
+def stores(reuse: bool, host_memory: int | None, disk: Path | None, disk_size: int | None) -> StoreOptions:
+    """The stores of an engine. Called before JAX starts: it asks JAX for as much pinned host memory as `--host-memory` needs."""
+    if (disk is None) != (disk_size is None):
+        raise typer.BadParameter("--disk and --disk-size go together: give both, or neither", param_hint="--disk")
+    if host_memory is not None:
+        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory // 10**9 + 2))
+    return {"reuse": reuse or None, "host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size}
 
 
 def load_model(model: str, dtype: Dtype | None, max_positions: int | None) -> Model:
