@@ -1,4 +1,4 @@
-"""Tables of `kvjax bench host`, `throughput`, `gaps`, `cold`, `programs` and `transformers`, from the rows of their JSON."""
+"""Tables of `kvjax bench host`, `throughput`, `gaps`, `cold`, `programs`, `transformers` and `reuse`, from the rows of their JSON."""
 
 from __future__ import annotations
 
@@ -62,6 +62,19 @@ def transformers_cells(row: Row) -> tuple[str, ...]:
     return row["model"], row["dtype"], what, side, f"{row['median_s'] * 1e3:,.1f}", f"{row['error']:.1e}", same
 
 
+def reuse_cells(row: Row) -> tuple[str, ...]:
+    """Seconds to the first token, and how far they are from the bytes at the store's plain rate."""
+    what = f"{tokens_text(row['tokens'])} + {row['own']:,}"
+    shape = f"{row['shape']}, {row['layers']} layers"
+    if row["op"] == "computed":
+        how = "computed" if row["store"] == "none" else f"computed, pages kept: {row['store']}"
+        return shape, what, f"{row['chunk']:,}", how, f"{row['median_s']:.3f}", "-", "-", "-"
+    shown = ("-", "-", "-")
+    if row["rate"]:
+        shown = f"{row['bytes'] / 1e9:.2f}", f"{row['rate'] / 1e9:.1f}", f"{row['bytes'] / row['rate']:.3f}"
+    return shape, what, f"{row['chunk']:,}", f"found: {row['store']}", f"{row['median_s']:.3f}", *shown
+
+
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
     "host": (
         ("what", "rows", "pages", "own us", "own us, p95", "JAX's call us", "JAX's release us", "all us", "JAX's copy us"),
@@ -74,6 +87,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
     ),
     "cold": (("shape", "prefill", "prompt", "programs", "tracing s", "lowering s", "compiling s", "waiting s"), cold_cells),
     "transformers": (("model", "dtype", "what", "by", "ms", "error of logits", "equal tokens"), transformers_cells),
+    "reuse": (("shape", "tokens", "chunk", "prompt", "first token s", "GB", "plain GB/s", "floor s"), reuse_cells),
     "programs": (("shape", "job", "programs", "most of them"), programs_cells),
 }
 """`bench` of a result -> columns, and the function that makes the cells of a row."""
@@ -83,6 +97,6 @@ def made(kind: str, rows: list[Row]) -> str:
     """The table of a kind, for a document. Of rows for the same case the last is kept."""
     columns, cells = TABLES[kind]
     told = ("what", "rows", "pages", "shape", "layers", "policy", "prefill", "prompt", "requests", "chunk", "max_gap_ms")
-    told += ("op", "model", "dtype", "tokens", "implementation")
+    told += ("op", "model", "dtype", "tokens", "implementation", "store")
     latest = {tuple(row.get(name) for name in told): row for row in rows}
     return markdown(columns, map(cells, latest.values()))

@@ -1,4 +1,4 @@
-"""`kvjax bench host`, `throughput`, `gaps`, `cold` and `programs`: the engine and the scheduler. JAX is imported inside the commands."""
+"""`kvjax bench host`, `throughput`, `gaps`, `cold`, `programs`, `reuse`: engine and scheduler. JAX is imported inside the commands."""
 
 from __future__ import annotations
 
@@ -119,6 +119,30 @@ def cold_command(
     run(json_out, "cold", lambda say: [cold_row(shape, config, **sizes)])
 
 
+def reuse_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    tokens: Annotated[int, typer.Option(help="Tokens that prompts share, whole pages.", **token_count(128))] = 2**17 - 2**10,
+    own: Annotated[int, typer.Option(help="Tokens of each prompt after it.", **token_count())] = 64,
+    rounds: Annotated[int, typer.Option(help="Timed prompts for each store.", **whole())] = 3,
+    folder: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="A folder on the disk to time. [default: the temporary one]")
+    ] = None,
+    chunk: BenchChunkOption = 512,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time the first token of a prompt whose beginning is known: on the device, in host memory, on disk; and the same prompt computed.
+
+    Weights and prompts are random.
+    """
+    from kvjax.serving.bench.reuse import Reused, reuse_rows
+
+    sizes = {"tokens": tokens, "own": own, "chunk": chunk, "rounds": rounds, "folder": folder}
+    plan = _plan(Reused, shape, _config(shape, layers, dtype), **sizes)
+    run(json_out, "reuse", lambda say: reuse_rows(plan, say))
+
+
 def programs_command(
     shape: ShapeOption = "tiny",
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts, separated by commas.")] = "100,1k,3k,9k",
@@ -181,5 +205,6 @@ COMMANDS = {
     "gaps": gaps_command,
     "cold": cold_command,
     "programs": programs_command,
+    "reuse": reuse_command,
 }
 """Of `kvjax bench`."""
