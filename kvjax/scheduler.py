@@ -51,6 +51,7 @@ class Handle:
     _policy: DecodePolicy | None = None
     _sequence: CachedSequence | None = None  # the prompt, until its last sample takes it over
     _samples: list[Sample] = dataclasses.field(default_factory=list)
+    _found: int = 0  # tokens of the prompt whose pages were found, until the next chunk tells of them
 
     def __repr__(self) -> str:
         state = "waiting" if self.completion is None else self.completion.finish_reason
@@ -244,9 +245,7 @@ class Scheduler:
                 raise
             entry._sequence = sequence
             self._waiting.remove(entry)
-            self._prefilling = entry
-            if self.on_prefill is not None and sequence.length:
-                self.on_prefill(sequence.length)  # last, since it may raise, or cancel the request
+            self._prefilling, entry._found = entry, sequence.length
 
     def _look_at(self, handle: Handle) -> Exception | None:
         """Find tokens and policy of a request. Returns the error if it can never run, or None."""
@@ -301,7 +300,8 @@ class Scheduler:
             self._compile_ahead(handle)
         if self.on_prefill is not None:  # last, since it may raise, or cancel the request
             chunks[0].wait()
-            self.on_prefill(chunks[0].written)
+            found, handle._found = handle._found, 0
+            self.on_prefill(found + chunks[0].written)
 
     def _compile_ahead(self, handle: Handle) -> None:
         """While the device prefills the rest of a prompt, compile what comes after it."""

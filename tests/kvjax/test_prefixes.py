@@ -182,7 +182,7 @@ def test_the_scheduler_finds_prefixes_and_reports_their_tokens(model, text):
         answers.append(handle.completion.token_ids)
     assert answers[0] == answers[1]
     assert sum(told) == 400
-    assert 192 in told
+    assert told[-1] == 200  # the tokens that were found, and the chunk after them
     assert engine.stats().found_tokens == 192
 
 
