@@ -54,8 +54,8 @@ class Engine:
     others that calls may name; sealing builds the indexes of all. pages: size of the pool; None fits it to free memory. page_size and
     prefill_chunk: in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`); None as for
     policy. batch_buckets: decode batches are padded to the next of these sizes; a sequence's bits are the same in every batch of a bucket.
-    sequences: those not freed yet. device_bytes: size of the pool in bytes, in place of pages. stores: reuse, host_bytes, disk and disk_bytes
-    say which pages outlive their sequences: see `kvjax.reuse.StoreOptions`.
+    sequences: those not freed yet. device_bytes: size of the pool in bytes, in place of pages. stores: reuse, host_bytes, disk,
+    disk_bytes say which pages outlive their sequences: see `kvjax.reuse.StoreOptions`.
 
     Use it from one thread at a time. A call while another thread is in a method raises RuntimeError, and does not disturb the other call.
     Ctrl-C takes effect between chunks of prefill and after other methods, so pages and lengths stay consistent (`kvjax.guard`). If a step

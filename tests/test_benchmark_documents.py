@@ -90,6 +90,13 @@ def test_tables_of_platforms_are_what_the_results_make():
     assert "Of the dense rows, kvjax is slower in none." in text
 
 
+def test_the_table_of_reuse_is_what_the_results_make():
+    """After new measurements: the report's command with these files and docs/tiers.md."""
+    text = (ROOT / "docs" / "tiers.md").read_text(encoding="utf-8")
+    assert "<!-- bench:reuse -->" in text
+    assert report.rendered(text, report.load(RESULTS.parent.glob("*/reuse*.json"))) == text
+
+
 def test_sentences_on_other_platforms_are_what_the_results_say():
     text = " ".join((ROOT / "docs" / "platforms.md").read_text(encoding="utf-8").split())
     by_xla, by_cudnn, few_rows = (
