@@ -444,7 +444,7 @@ class Engine:
 
     @guarded
     def close(self) -> None:
-        """Wait until the disk has all pages, and give its folder back. Needed only with `disk`; the engine cannot be used afterwards."""
+        """Wait until the disk has all pages, and give its folder back. The engine goes on without it. Needed only with `disk`."""
         if self._reuse is not None:
             self._reuse.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Sequence
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
 class StoreOptions(TypedDict, total=False):
     """Which pages an engine keeps after their sequences are gone.
 
-    reuse: whether pages stay until others need their room, and a new prompt takes those of the longest prefix that is known. They hold the
-    bits that it would write itself. None, the default: only with host_bytes or disk. host_bytes: bytes of host memory in which pages are
-    kept when the device needs their room. disk, disk_bytes: a folder, and how many bytes of it, for the same; what is there outlives the
-    process.
+    A new prompt takes the pages of the longest beginning that is known, whole pages only, and prefills the rest. These pages hold the bits
+    that the prompt would write itself, so its answer does not change.
+
+    reuse: keep pages on the device until others need their room. None, the default: only where host_bytes or disk is given. host_bytes:
+    copy them to so many bytes of host memory, too, as soon as they are written. disk, disk_bytes: copy them to this folder, too. It takes
+    so many bytes at once. Its pages outlive the process.
     """
 
     reuse: bool | None
@@ -54,8 +57,13 @@ def make_reuse(
     host_bytes: int | None = None,
     disk: str | Path | None = None,
     disk_bytes: int | None = None,
+    **unknown: object,
 ) -> Reuse | None:
     """What `Engine` explains; None where nothing is reused. ValueError for sizes and policies that do not fit together."""
+    if unknown:
+        name = next(iter(unknown))
+        near = difflib.get_close_matches(name, StoreOptions.__annotations__, n=1)
+        raise TypeError(f"Engine has no argument {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
     if reuse is None:
         reuse = host_bytes is not None or disk is not None
     if not isinstance(reuse, bool):
@@ -72,13 +80,15 @@ def make_reuse(
             "disk out, or name another policy"
         )
     (device,) = first_array(pool.layers).devices()
+    sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups}
     host = None
     if host_bytes is not None:
         check_host_bytes(whole_number("host_bytes", host_bytes, 1, 2**63))
+        if host_bytes < (page := sum(sizes.values())):
+            raise ValueError(f"host_bytes of {host_bytes:,} is less than one page of every layer group, {page:,} bytes: give more")
         host = HostStore(host_bytes, device)
     store = None
     if disk is not None:
-        sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups}
         store = DiskStore(disk, whole_number("disk_bytes", disk_bytes, 1, 2**63), sizes)
     return Reuse(model, pool, groups, declared, host, store)
 

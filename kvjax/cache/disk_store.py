@@ -9,8 +9,8 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -24,7 +24,7 @@ from kvjax.checks import file_path
 logger = logging.getLogger(__name__)
 
 FORMAT = "kvjax pages 1"
-READERS = 4
+READERS = 8
 PENDING_BYTES = 1 << 28
 """Bytes that may wait to be written. Whoever puts more waits."""
 
@@ -46,13 +46,16 @@ class DiskStore:
         self.folder, self.total_bytes, self.blocks = file_path(folder), total_bytes, dict(blocks)
         self.written_bytes = self.read_bytes = self.evictions = self.damaged = 0
         self.failure: Exception | None = None
+        self.closed = False
         each = sum(self.blocks.values())
         self.slots = total_bytes // each
         if self.slots < 1:
             raise ValueError(f"disk_bytes of {total_bytes:,} is less than one page of every layer group, {each:,} bytes: give more")
         try:
             self._open()
-        except (OSError, sqlite3.Error) as error:
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"the index of {self.folder} cannot be used: {error}; delete the folder, or name another") from error
+        except OSError as error:
             raise ValueError(f"pages cannot be kept in {self.folder}: {error}; name a folder that can be written, with room") from error
         self._lock = threading.Lock()  # of everything below and of the database
         self._room = threading.Condition(self._lock)
@@ -63,12 +66,17 @@ class DiskStore:
         self._readers = ThreadPoolExecutor(READERS, "kvjax disk reader")
 
     def _open(self) -> None:
+        if not self.folder.absolute().parent.is_dir():
+            raise ValueError(f"there is no folder {self.folder.parent} to make {self.folder.name} in")
         self.folder.mkdir(exist_ok=True)
         self._held = open(self.folder / "lock", "a")  # noqa: SIM115 - it is held as long as the store
         try:
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{self.folder} is in use by another process: name another folder, or wait until it has ended") from None
+            raise ValueError(
+                f"{self.folder} is in use by another engine, here or in another process: close that one (Engine.close), or name another "
+                "folder"
+            ) from None
         self._index = sqlite3.connect(self.folder / "index.sqlite", check_same_thread=False, isolation_level=None)
         self._index.execute("PRAGMA journal_mode=WAL")
         self._index.execute("PRAGMA synchronous=NORMAL")
@@ -103,10 +111,10 @@ class DiskStore:
             self._order[name].add(key)
 
     def __len__(self) -> int:
-        return len(self._places) + len(self._pending)
+        return 0 if self.closed else len(self._places) + len(self._pending)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._places or key in self._pending
+        return not self.closed and (key in self._places or key in self._pending)
 
     @property
     def used_bytes(self) -> int:
@@ -117,24 +125,37 @@ class DiskStore:
     def put(self, key: bytes, group: str, block: Block) -> None:
         """Have a block of a layer group written. Waits only while too much is waiting already."""
         with self._room:
-            if self.failure is not None or key in self:
+            if self.closed or self.failure is not None or key in self:
                 return
             self._room.wait_for(lambda: self._pending_bytes < PENDING_BYTES)
             self._pending[key] = block
             self._pending_bytes += block.nbytes
         self._writer.submit(self._write, key, group, block)
 
-    def get(self, keys: Sequence[bytes]) -> dict[bytes, UInt8[np.ndarray, " bytes"] | Block]:
-        """The blocks of those keys that are here and whole."""
-        found = dict(zip(keys, self._readers.map(self._read, keys), strict=True))
-        return {key: block for key, block in found.items() if block is not None}
+    def read(self, key: bytes) -> Future[UInt8[np.ndarray, " bytes"] | None]:
+        """Begin to read a block. The result is None if it is not here, or not whole."""
+        if not self.closed:
+            return self._readers.submit(self._read, key)
+        nothing: Future = Future()
+        nothing.set_result(None)
+        return nothing
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        """Those of the keys that are here were used again, in this order."""
+        with self._lock:
+            for key in keys:
+                if key in self._places:
+                    self._order[self._places[key][0]].touch(key)
 
     def wait(self) -> None:
         """Wait until everything is written."""
         self._writer.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Write what waits to be written, and give the folder back."""
+        """Write what waits to be written, and give the folder back. From then on the store is empty, and takes nothing."""
+        if self.closed:
+            return
+        self.closed = True
         self._writer.shutdown()
         self._readers.shutdown()
         self._index.close()
@@ -145,7 +166,7 @@ class DiskStore:
         """In the writer's thread."""
         try:
             if self.failure is None:
-                self._write_whole(key, group, np.asarray(block))
+                self._write_whole(key, group, np.asarray(block).view(np.uint8))
         except (OSError, sqlite3.Error) as error:
             self.failure = error
             logger.warning("%s is not written to any more: %s", self.folder, error)
@@ -176,14 +197,14 @@ class DiskStore:
             self._order[group].add(key)
             self.written_bytes += data.nbytes
 
-    def _read(self, key: bytes) -> UInt8[np.ndarray, " bytes"] | Block | None:
+    def _read(self, key: bytes) -> UInt8[np.ndarray, " bytes"] | None:
         with self._lock:
-            if key in self._pending:
-                return self._pending[key]
-            if key not in self._places:
+            pending = self._pending.get(key)
+            if pending is None and key not in self._places:
                 return None
+            if pending is not None:
+                return np.asarray(pending).view(np.uint8)
             group, slot, digest = self._places[key]
-            self._order[group].touch(key)
         data = np.empty(self.blocks[group], np.uint8)
         try:
             whole = _read_at(self._files[group].fileno(), data, slot * self.blocks[group]) and _digest(key, data) == digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -87,8 +88,13 @@ class HostStore:
             logger.warning("a page did not reach host memory, and is computed again: %s", str(error).partition("\n")[0])
             self._drop(key)
             return None
-        self._order.touch(key)
         return block
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        """Those of the keys that are here were used again, in this order."""
+        for key in keys:
+            if key in self._blocks:
+                self._order.touch(key)
 
     def _drop(self, key: bytes) -> None:
         self._order.remove(key)

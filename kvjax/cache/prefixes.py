@@ -15,6 +15,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -23,11 +24,13 @@ from kvjax.cache.disk_store import DiskStore
 from kvjax.cache.groups import GroupPages, Holder, first_stored
 from kvjax.cache.host_store import HostStore
 from kvjax.cache.pool import Pool
-from kvjax.cache.transfer import Block, read_blocks, write_blocks
+from kvjax.cache.transfer import PIECE, Block, block_dtype, read_blocks, write_blocks
 from kvjax.cache.types import IndexSpec
 
 logger = logging.getLogger(__name__)
 
+AHEAD = 3
+"""Pieces that are read from disk ahead of their copies to the device, the current one included."""
 STATE_CHUNKS = 4
 """States of recurrent layers are kept after every so many chunks of prefill."""
 
@@ -61,8 +64,8 @@ class StoreStats:
 class PrefixStats:
     """What the cache of prefixes did. All counts are since the engine was made.
 
-    prompts: looked up. tokens: of these prompts; found_tokens: those that were not prefilled. wait_s: seconds that prompts waited for host
-    and disk. damaged: pages on disk that were dropped.
+    prompts: how many were looked up; one that was begun twice counts twice. tokens: of these prompts. found_tokens: those of them that were
+    not prefilled. wait_s: seconds that fetching pages took. damaged: pages on disk that were dropped.
     """
 
     prompts: int
@@ -76,13 +79,16 @@ class PrefixStats:
 
     def __str__(self) -> str:
         share = self.found_tokens / max(self.tokens, 1)
-        lines = [f"reused {self.found_tokens:,} of {self.tokens:,} prompt tokens ({share:.0%}); waited {self.wait_s:.2f} s for them"]
+        lines = [
+            f"{self.found_tokens:,} of {self.tokens:,} prompt tokens were found and not computed ({share:.0%}); fetching them took "
+            f"{self.wait_s:.2f} s, compilation included"
+        ]
         for name in ("device", "host", "disk"):
             if (each := getattr(self, name)) is not None:
-                moved = "" if name == "device" else f"; {each.bytes_in / 1e9:.2f} GB in, {each.bytes_out / 1e9:.2f} GB out"
-                damaged = f", {self.damaged:,} damaged" if name == "disk" and self.damaged else ""
-                held = f"{each.pages:,} pages ({each.bytes / 1e9:.2f} GB)"
-                lines.append(f"{name}: {held}, {each.hits:,} found, {each.evictions:,} given up{damaged}{moved}")
+                moved = "" if name == "device" else f"; {each.bytes_in / 1e6:,.0f} MB written, {each.bytes_out / 1e6:,.0f} MB read"
+                damaged = f", {self.damaged:,} dropped because they were damaged" if name == "disk" and self.damaged else ""
+                held = f"{each.pages:,} pages kept ({each.bytes / 1e6:,.0f} MB)"
+                lines.append(f"{name}: {held}, found {each.hits:,} times, {each.evictions:,} evicted{damaged}{moved}")
         return "\n".join(lines)
 
 
@@ -212,52 +218,70 @@ class Prefixes:
         return 0
 
     def _take(self, sequence: Holder, digests: list[bytes]) -> bool:
-        """Give a sequence the pages of these grains. False if a page turned out to be lost or damaged: then nothing has changed. OutOfPages
-        if there are too few free pages for those that have to be copied."""
+        """Give a sequence the pages of these grains. False if a page turned out to be lost or damaged: then it has none. OutOfPages if
+        there are too few free pages for those that have to be copied."""
         first = self._first(len(digests))
         wanted = {name: self._units(name, digests, first[name]) for name in first}
-        blocks: dict[str, dict[bytes, Block]] = {}
-        for name, keys in wanted.items():
-            absent = [key for key in keys if key not in self._device[name]]
-            blocks[name] = self._fetch(absent)
-            if len(blocks[name]) < len(absent):
-                return False
-        resident = {name: {key: self._device[name][key] for key in keys if key not in blocks[name]} for name, keys in wanted.items()}
+        resident = {name: {key: self._device[name][key] for key in keys if key in self._device[name]} for name, keys in wanted.items()}
+        absent = {name: [key for key in keys if key not in resident[name]] for name, keys in wanted.items()}
         owned: dict[str, list[int]] = {}
         try:
             for name, pages in resident.items():  # first, so that none of these makes room for the others
                 self._groups.allocators[name].own(list(pages.values()))
                 owned[name] = list(pages.values())
-            self._groups.check_free({name: len(each) for name, each in blocks.items()})
-            taken = {name: self._groups.allocators[name].take(len(each)) for name, each in blocks.items()}
+            self._groups.check_free({name: len(keys) for name, keys in absent.items()})
+            taken = {name: self._groups.allocators[name].take(len(keys)) for name, keys in absent.items()}
             for name, pages in taken.items():
                 owned[name] = owned[name] + pages
-            for name, each in blocks.items():
-                write_blocks(self._pool, self.spec, name, taken[name], list(each.values()), indexes=self._indexes)
+            whole = all(self._bring(name, absent[name], taken[name]) for name in absent)
         except BaseException:
-            for name, pages in owned.items():
-                self._groups.allocators[name].release(pages)
+            self._release(owned)
             raise
+        if not whole:
+            self._release(owned)
+            return False
         for name, keys in wanted.items():
-            copied = dict(zip(blocks[name], taken[name], strict=True))
+            copied = dict(zip(absent[name], taken[name], strict=True))
             if name not in self.spec.row_groups:  # a row of state changes with the next token
                 for key, page in copied.items():
                     self._enter(name, key, page)
             at = resident[name] | copied
             sequence.pages[name] = [-1] * first[name] + [at[key] for key in keys]
             self._seen.device.hits += len(resident[name])
+            for store in (self.host, self.disk):
+                if store is not None:
+                    store.used(reversed(absent[name]))  # the beginning of a prompt is of more use than its end
         return True
 
-    def _fetch(self, keys: list[bytes]) -> dict[bytes, Block]:
-        """The blocks of keys from host memory or disk, those that are there, in order."""
-        found = {key: block for key in reversed(keys) if self.host is not None and (block := self.host.get(key)) is not None}
-        self._seen.host.hits += len(found)
-        self._seen.host.bytes_out += sum(block.nbytes for block in found.values())
-        if self.disk is not None and (rest := [key for key in keys if key not in found]):
-            read = self.disk.get(rest)
-            self._seen.disk.hits += len(read)
-            found |= read if self.host is None else {key: self._to_host(key, block) for key, block in read.items()}
-        return {key: found[key] for key in keys if key in found}
+    def _release(self, owned: dict[str, list[int]]) -> None:
+        for name, pages in owned.items():
+            self._groups.allocators[name].release(pages)
+
+    def _bring(self, group: str, keys: list[bytes], pages: list[int]) -> bool:
+        """Copy blocks from host memory or disk to pages. False as soon as one is missing. Reads of the disk run ahead of the copies."""
+        reads: dict[bytes, Future] = {}
+        for start in range(0, len(keys), PIECE):
+            if self.disk is not None:
+                near = keys[start : start + AHEAD * PIECE]
+                reads |= {key: self.disk.read(key) for key in near if key not in reads and (self.host is None or key not in self.host)}
+            piece = keys[start : start + PIECE]
+            blocks = [self._fetched(group, key, reads.pop(key, None)) for key in piece]
+            if any(block is None for block in blocks):
+                return False
+            write_blocks(self._pool, self.spec, group, pages[start : start + PIECE], blocks, indexes=self._indexes)
+        return True
+
+    def _fetched(self, group: str, key: bytes, read: Future | None) -> Block | None:
+        """A block from host memory, or else from disk, where `read` may have begun to read it."""
+        if self.host is not None and (block := self.host.get(key)) is not None:
+            self._seen.host.hits += 1
+            self._seen.host.bytes_out += block.nbytes
+            return block
+        if self.disk is None or (data := (read or self.disk.read(key)).result()) is None:
+            return None
+        self._seen.disk.hits += 1
+        block = data.view(block_dtype(self.spec, group))
+        return block if self.host is None else self._to_host(key, block)
 
     def _to_host(self, key: bytes, block: Block) -> Block:
         """The copy of a block in host memory, or the block where there is no room."""

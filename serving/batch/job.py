@@ -201,7 +201,7 @@ def _request(record: Record, tokenizer: Any) -> Request:
     """The engine's request of a record: messages rendered and tokenised. ValueError says what is wrong with it."""
     sampling = Sampling(**record.sampling)
     prompt = record.prompt if record.messages is None else chat_ids(record.messages, tokenizer, record.template_options)
-    return Request(prompt, sampling, record.line)
+    return Request(prompt, sampling, record.line, cache_salt=record.cache_salt)
 
 
 def model_name(model: Model) -> str:

@@ -4,7 +4,7 @@ There are two formats; each line may have either:
 
 * plain: `id` (text or whole number, unique; the line number where there is none), `prompt` (text, or token ids) or `messages`, and
   `max_new_tokens` or `max_tokens`, `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`,
-  `frequency_penalty`, `seed`, `n`, `stop`, `stop_token_ids`, `ignore_eos`, `logprobs`, `top_logprobs`; beside `messages`,
+  `frequency_penalty`, `seed`, `n`, `stop`, `stop_token_ids`, `ignore_eos`, `logprobs`, `top_logprobs`, `cache_salt`; beside `messages`,
   `chat_template_kwargs` for the model's chat template.
 * OpenAI's batch file format: `custom_id`, `body`, and `method`, `url` where given; chat completions and completions. The body may also hold
   `top_k`, `min_p`, `repetition_penalty`, `stop_token_ids`, `ignore_eos` and `chat_template_kwargs`, which that API does not have.
@@ -36,7 +36,7 @@ IGNORED = ("user", "metadata", "store")
 
 _NUMBERS = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _COUNTS = {"top_k": 0, "n": 1}
-_SAMPLING = ("temperature", *_NUMBERS, *_COUNTS, "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", *IGNORED)
+_SAMPLING = ("temperature", "cache_salt", *_NUMBERS, *_COUNTS, "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", *IGNORED)
 _CHAT = {"messages", "chat_template_kwargs", "top_logprobs"}
 _PLAIN = {"id", "prompt", "max_new_tokens", "max_tokens", *_CHAT, *_SAMPLING}
 _ENVELOPE = {"custom_id", "method", "url", "body"}
@@ -69,7 +69,8 @@ class Record:
     """One line of the input. Exactly one of prompt (text or token ids), messages and error is set.
 
     line: its number in the input, from 1. endpoint: None for a plain record, else the OpenAI endpoint. sampling: arguments of
-    `kvjax.Sampling`. template_options: variables of the chat template. ignored: given fields that change nothing.
+    `kvjax.Sampling`. template_options: variables of the chat template. ignored: given fields that change nothing. cache_salt: the
+    request's own.
     """
 
     line: int
@@ -80,6 +81,7 @@ class Record:
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    cache_salt: str | None = None
     error: str | None = None
 
     @property
@@ -149,6 +151,7 @@ def _fill(record: Record, body: Mapping[str, Any], defaults: Defaults) -> Record
         sampling=_sampling(body, record, defaults),
         template_options=dict(options),
         ignored=tuple(name for name in IGNORED if name in body),
+        cache_salt=_text("cache_salt", body["cache_salt"]) if "cache_salt" in body else None,
     )
 
 

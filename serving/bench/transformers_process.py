@@ -18,7 +18,7 @@ def main(folder: str, dtype: str, threads: str) -> None:
         import torch
         import transformers
     except ImportError as missing:
-        tell({"failed": f"{sys.executable} has no {missing.name}; install torch and transformers there, or name another Python"})
+        tell({"failed": f"{sys.executable} has no {missing.name}; install torch and transformers there, or name another Python (--python)"})
         return
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(int(threads))

@@ -206,7 +206,13 @@ def transformers_command(
     rounds: Annotated[int, typer.Option(help="Timed rounds; in a round every side runs the prompt and the steps.", **whole())] = 3,
     chunk: Annotated[int, typer.Option(help="Tokens that kvjax prefills at a time, a multiple of 128.", **token_count())] = 512,
     dtype: scheduling.BenchDtypeOption = "bfloat16",
-    python: Annotated[str, typer.Option(help="A Python that has torch and transformers. [default: this one]", show_default=False)] = "",
+    python: Annotated[
+        str,
+        typer.Option(
+            help="The Python that runs transformers; torch and transformers must be installed there. [default: this one]",
+            show_default=False,
+        ),
+    ] = "",
     json_out: JsonOption = None,
 ) -> None:
     """Time a prompt and the steps after it on the CPU, by kvjax and by transformers, with the same weights and in turns.

@@ -40,7 +40,7 @@ def doctor_command(json_out: JsonOption = None, implementation: ImplementationOp
         copy = copy_rate()
     _show_ops(checks, dtype_here())
     if implementation is not None:
-        typer.echo(f"Everything above ran on the path of another platform: {implementation}.")
+        typer.echo(f"Everything above ran on the path of --implementation {implementation}.")
     steps = step_rows(copy["bytes_per_s"], measured=implementation is None)
     _show_steps(steps, copy["bytes_per_s"])
     if json_out is not None:

@@ -84,7 +84,7 @@ def number(*, above: float | None = None, least: float | None = None, most: floa
     return {"parser": parsed, "metavar": "<float>"}
 
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def byte_count() -> Any:
@@ -94,7 +94,7 @@ def byte_count() -> Any:
         word = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", str(text).strip())
         count = int(float(word[1]) * UNITS[word[2].upper()]) if word and word[2].upper() in UNITS else 0
         if not 1 <= count < 2**60:
-            raise typer.BadParameter(f"must be a number of bytes, as 8GB or 512MiB, got {text}")
+            raise typer.BadParameter(f"must be a size above 0 with a unit (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB), as 8GB, got {text}")
         return count
 
     return {"parser": parsed, "metavar": "<size>"}
@@ -147,21 +147,31 @@ HostMemoryOption = Annotated[
     int | None,
     typer.Option(
         "--host-memory",
-        help="Host memory that keeps pages for later prompts with the same beginning, as 64GB. Answers stay the same.",
+        help="Host memory in which pages are kept for later prompts that begin the same way, as 64GB. Answers do not change.",
         show_default=False,
         **byte_count(),
     ),
 ]
 DiskOption = Annotated[
     Path | None,
-    typer.Option("--disk", file_okay=False, help="A folder that keeps pages for the same, for later runs, too.", show_default=False),
+    typer.Option(
+        "--disk",
+        file_okay=False,
+        help="A folder in which pages are kept for later prompts that begin the same way, in later runs, too.",
+        show_default=False,
+    ),
 ]
 DiskSizeOption = Annotated[
-    int | None, typer.Option("--disk-size", help="How much of the disk it takes, as 200GB.", show_default=False, **byte_count())
+    int | None,
+    typer.Option("--disk-size", help="Size of the files in --disk, as 200GB. They take it at once.", show_default=False, **byte_count()),
 ]
 ReuseOption = Annotated[
     bool,
-    typer.Option("--reuse", help="Keep pages on the device for later prompts with the same beginning. Implied by the other stores."),
+    typer.Option(
+        "--reuse",
+        help="Keep pages on the device for later prompts that begin the same way, until others need the room. --host-memory and --disk "
+        "do so, too. A larger --device-memory keeps more.",
+    ),
 ]
 ImplementationOption = Annotated[
     str | None,

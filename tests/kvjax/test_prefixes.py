@@ -168,6 +168,9 @@ def test_the_disk_outlives_the_engine_and_the_process(model, text, tmp_path):
         np.testing.assert_array_equal(answer(engine, text), cold)
         assert engine.stats().found_tokens == found
         engine.close()
+        engine.close()
+        np.testing.assert_array_equal(answer(engine, text), cold)  # without the disk
+        assert engine.stats().disk.pages == 0
     assert sum(file.stat().st_size for file in folder.glob("*.bin")) == 20 * size
 
 
@@ -233,7 +236,8 @@ def test_wrong_sizes_and_policies_are_refused(model, tmp_path):
         ({"host_bytes": 0}, "at least 1"),
         ({"host_bytes": 1 << 60}, "this machine's memory"),
         ({"disk": tmp_path / "a", "disk_bytes": 10}, "less than one page"),
-        ({"disk": tmp_path / "no" / "a", "disk_bytes": 10**7}, "cannot be kept"),
+        ({"disk": tmp_path / "no" / "a", "disk_bytes": 10**7}, "no folder"),
+        ({"host_bytes": 1000}, "less than one page"),
         ({"device_bytes": 10**6}, "both give the pool's size"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -242,8 +246,8 @@ def test_wrong_sizes_and_policies_are_refused(model, tmp_path):
         Engine(model, device_bytes=10, **SIZES)
     with pytest.raises(ValueError, match="cache_salt must be text"):
         Engine(model, pages=8, reuse=True, **SIZES).prefill([[1]], cache_salt=3)
-    with pytest.raises(TypeError, match="hosts"):
-        Engine(model, pages=8, hosts=3, **SIZES)
+    with pytest.raises(TypeError, match="did you mean 'host_bytes'"):
+        Engine(model, pages=8, host_byte=3, **SIZES)
 
 
 def test_device_bytes_make_the_largest_pool_that_fits(model):
@@ -277,8 +281,10 @@ class TestDiskStore:
         store.wait()
 
     def found(self, store, *seeds) -> list[int]:
-        keys = [b"%d" % seed for seed in seeds]
-        return [seed for seed in seeds if (block := store.get(keys).get(b"%d" % seed)) is not None and (block == self.data(seed)).all()]
+        """Those that are there and right. They were used again."""
+        blocks = {seed: store.read(b"%d" % seed).result() for seed in seeds}
+        store.used([b"%d" % seed for seed in seeds])
+        return [seed for seed, block in blocks.items() if block is not None and (block == self.data(seed)).all()]
 
     def test_keeps_the_latest_within_its_size(self, make, tmp_path):
         store = make(4)
@@ -328,7 +334,7 @@ class TestDiskStore:
 
     def test_a_folder_belongs_to_one_process(self, make, tmp_path):
         make()
-        with pytest.raises(ValueError, match="in use by another process"):
+        with pytest.raises(ValueError, match="in use by another engine"):
             DiskStore(tmp_path / "pages", 4000, {"full": 1000})
 
     def test_pages_of_another_size_are_refused(self, make):
@@ -347,7 +353,7 @@ class TestDiskStore:
     def test_a_damaged_index_is_refused(self, make, tmp_path):
         make().close()
         (tmp_path / "pages" / "index.sqlite").write_bytes(b"no database" * 1000)
-        with pytest.raises(ValueError, match="cannot be kept"):
+        with pytest.raises(ValueError, match="delete the folder"):
             make()
 
     @pytest.mark.long
@@ -373,11 +379,10 @@ class TestDiskStore:
                 process.kill()
                 process.wait()
             store = DiskStore(folder, 8 << 20, {"full": 1 << 20})
-            keys = list(store._places)
-            found = store.get(keys)
-            for key, block in found.items():
-                np.testing.assert_array_equal(block, np.random.default_rng(int(key)).integers(0, 256, 1 << 20, np.uint8))
-            whole += len(found)
+            for key in list(store._places):
+                right = np.random.default_rng(int(key)).integers(0, 256, 1 << 20, np.uint8)
+                np.testing.assert_array_equal(store.read(key).result(), right)
+                whole += 1
             assert store.damaged == 0
             store.close()
         assert whole > 20
