@@ -32,7 +32,7 @@ class Capacity:
 
     def check_room(self, tokens: int, spare: int, held: CachedSequence | None) -> None:
         """`Engine.check_room`."""
-        counts = {} if held is None else held.page_counts()
+        counts = {} if held is None else {name: sum(page >= 0 for page in pages) for name, pages in held.pages.items()}
         with self.advice():
             self._groups.check_free({name: count + spare - counts.get(name, 0) for name, count in self._groups.needed(tokens).items()})
 

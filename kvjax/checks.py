@@ -30,9 +30,22 @@ def optional_function(name: str, value: object) -> None:
 
 def file_path(path: object) -> Path:
     """The path of a file, `~` expanded; ValueError for anything that is no path."""
-    if not isinstance(path, str | os.PathLike):
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path) or "\0" in str(path):
         raise ValueError(f"the path of a file is needed, as a string or a pathlib.Path, got {path!r:.60}")
-    return Path(path).expanduser()
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # ~ of an unknown user
+        raise ValueError(f"{str(path)!r} names no home directory that is known: {error}") from None
+
+
+def check_salt(salt: object) -> None:
+    """ValueError unless a cache_salt is text that UTF-8 can hold, or None."""
+    try:
+        if salt is None or (isinstance(salt, str) and salt.encode()):
+            return
+    except UnicodeEncodeError:
+        pass
+    raise ValueError(f"cache_salt must be text of at least one character, or None, got {salt!r:.60}")
 
 
 def check_model(model: object, caller: str) -> None:

@@ -100,20 +100,12 @@ class ChunkRun:
 
 
 class Prefiller:
-    """Runs chunks over an engine's pages. chunk: its size in tokens. indexes: those that sealing builds. on_written: called with each chunk
-    that has run all layers."""
+    """Runs chunks over an engine's pages. chunk: its size in tokens. indexes: those that sealing builds. on_written: if set,
+    called with each chunk that has run all layers."""
 
-    def __init__(
-        self,
-        model: Model,
-        pool: Pool,
-        groups: GroupPages,
-        states: PolicyStates,
-        indexes: tuple[IndexSpec, ...],
-        chunk: int,
-        on_written: Callable[[ChunkRun], None] | None = None,
-    ):
-        self.model, self.indexes, self.chunk, self.on_written = model, indexes, chunk, on_written
+    def __init__(self, model: Model, pool: Pool, groups: GroupPages, states: PolicyStates, indexes: tuple[IndexSpec, ...], chunk: int):
+        self.model, self.indexes, self.chunk = model, indexes, chunk
+        self.on_written: Callable[[ChunkRun], None] | None = None
         self._pool, self._groups, self._states = pool, groups, states
         self.slices = cut_layers(model.decoder, groups.spec)
 

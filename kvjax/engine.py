@@ -85,14 +85,16 @@ class Engine:
         self._declared = DeclaredPolicies(model, policy, policies, prefill, page_size=page_size, prefill_chunk=prefill_chunk)
         self.policy, self.policies = self._declared.policy, self._declared.policies
         self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
+        sizes = {"page_size": page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
+        # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
+        self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
         pages = pool_size(plan, self.config, pages, device_bytes)
         self._groups = GroupPages(self.spec, plan.pool_pages(pages), self.prefill_chunk)
         self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
         self._pool = Pool(self.spec.empty(plan.pool_pages(pages), self.indexes))
-        self._reuse = make_reuse(model, self._pool, self._groups, self._declared, **stores)
-        sizes = self._declared.states, self.indexes, self.prefill_chunk
-        self._prefiller = Prefiller(model, self._pool, self._groups, *sizes, self._reuse and self._reuse.written)
+        self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
+        self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, **stores)
         self._runs: dict[CachedSequence, ChunkRun] = {}
         self._runner = DecodeRunner(model, self._pool, self._groups, self._declared)
         self.sequences: set[CachedSequence] = set()
@@ -590,10 +592,6 @@ class Engine:
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """`kvjax.checks.token_ids` of this model's vocabulary."""
         return token_ids(tokens, self.config.vocab_size)
-
-    def _plan_beside_weights(self) -> MemoryPlan:
-        sizes = {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
-        return memory_plan(self.config, **sizes, indexes=self.indexes, weights_bytes=0)
 
     @functools.cached_property
     def _header(self) -> dict:

@@ -185,10 +185,12 @@ def default_pages(plan: MemoryPlan, config: ModelConfig) -> int:
 
 def pool_size(plan: MemoryPlan, config: ModelConfig, pages: int | None, device_bytes: int | None) -> int:
     """The pages of an engine's pool: `pages`, or as many as `device_bytes` hold, or the default. ValueError for both, or none that fits."""
+    if device_bytes is not None:
+        device_bytes = whole_number("device_bytes", device_bytes, 1, 2**63)
     if pages is not None and device_bytes is not None:
         raise ValueError(f"pages {pages} and device_bytes {device_bytes:,} both give the pool's size: leave one of them out")
     if device_bytes is not None:
-        pages = plan.most_pages(whole_number("device_bytes", device_bytes, 1, 2**63))
+        pages = plan.most_pages(device_bytes)
         if not pages:
             raise ValueError(f"device_bytes of {device_bytes:,} holds no page: the smallest pool takes {plan.pool_bytes(1):,} bytes")
     return default_pages(plan, config) if pages is None else check_pool(plan, whole_number("pages", pages, 1, 2**63))

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
-from kvjax.checks import whole_number
+from kvjax.checks import check_salt, whole_number
 from kvjax.policies.decode import DecodePolicy
 from kvjax.prompts import Prompt
 from kvjax.sampling import Sampling
@@ -35,8 +35,7 @@ class Request:
         if not isinstance(self.sampling, Sampling):
             raise ValueError(f"sampling must be a kvjax.Sampling, got {self.sampling!r:.60}: Request(prompt, Sampling(max_new_tokens=64))")
         whole_number("priority", self.priority, -(2**31))
-        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise ValueError(f"cache_salt must be text, or None, got {self.cache_salt!r:.60}")
+        check_salt(self.cache_salt)
 
     def __repr__(self) -> str:
         return f"Request({SHORT.repr(self.prompt)}, {self.sampling}, id={SHORT.repr(self.id)})"

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
+import logging
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 import jaxlib
+import numpy as np
 
 import kvjax
+from kvjax.cache.allocator import OutOfPages
 from kvjax.cache.disk_store import DiskStore
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.host_store import HostStore, check_host_bytes
 from kvjax.cache.pool import Pool, first_array
 from kvjax.cache.prefixes import Prefixes, PrefixStats
-from kvjax.cache.transfer import block_bytes
-from kvjax.checks import whole_number
+from kvjax.cache.transfer import block_bytes, read_blocks
+from kvjax.checks import check_salt, whole_number
 from kvjax.declared import DeclaredPolicies
 from kvjax.model import Model, fingerprint
 from kvjax.policies.prefill import identity
@@ -27,7 +32,9 @@ from kvjax.sequences import CachedSequence
 from pallas_kernels import dispatch
 
 if TYPE_CHECKING:
-    from kvjax.chunks import ChunkRun
+    from kvjax.chunks import ChunkRun, Prefiller
+
+logger = logging.getLogger(__name__)
 
 
 class StoreOptions(TypedDict, total=False):
@@ -52,6 +59,7 @@ def make_reuse(
     pool: Pool,
     groups: GroupPages,
     declared: DeclaredPolicies,
+    prefiller: Prefiller,
     *,
     reuse: bool | None = None,
     host_bytes: int | None = None,
@@ -90,28 +98,41 @@ def make_reuse(
     store = None
     if disk is not None:
         store = DiskStore(disk, whole_number("disk_bytes", disk_bytes, 1, 2**63), sizes)
-    return Reuse(model, pool, groups, declared, host, store)
+    kept = Reuse(model, pool, groups, declared, host, store, prefiller)
+    prefiller.on_written = kept.written
+    return kept
 
 
 class Reuse:
-    """The cache of prefixes of an engine."""
+    """The cache of prefixes of an engine. prefiller: for a sample of what this engine writes."""
 
     def __init__(
-        self, model: Model, pool: Pool, groups: GroupPages, declared: DeclaredPolicies, host: HostStore | None, disk: DiskStore | None
+        self,
+        model: Model,
+        pool: Pool,
+        groups: GroupPages,
+        declared: DeclaredPolicies,
+        host: HostStore | None,
+        disk: DiskStore | None,
+        prefiller: Prefiller,
     ):
         self.model, self._declared, self._disk, self._page_size = model, declared, disk, declared.page_size
+        self._pool, self._groups, self._prefiller = pool, groups, weakref.proxy(prefiller)
+        self._samples: dict[str | None, str] = {}
         (self._device,) = first_array(pool.layers).devices()
         # Policies whose queries look at each other write the pages of a chunk together.
         alone = declared.prefill.queries_stand_alone
         grain = declared.page_size if alone else declared.prefill_chunk
-        self._mark = fingerprint(model) if disk is not None else os.urandom(16).hex()  # without a disk, no other model meets these pages
-        self.prefixes = Prefixes(pool, groups, declared.indexes, grain=grain, root=self._root, host=host, disk=disk)
+        self._alone = os.urandom(16).hex()
+        self._mark = self._alone if disk is None else fingerprint(model)  # without a disk, no other engine meets these pages
+        if disk is None and host is None and groups.spec.row_groups:
+            logger.warning("prompts of this model are found only with host_bytes or disk, which keep the states of its recurrent layers")
+        self.prefixes = Prefixes(pool, groups, declared.indexes, grain=grain, host=host, disk=disk)
 
     def adopt(self, sequence: CachedSequence, tokens: Sequence[int], salt: str | None) -> int:
         """Give a sequence without tokens the longest known prefix of `tokens`. Returns its length."""
-        if salt is not None and not isinstance(salt, str):
-            raise ValueError(f"cache_salt must be text, or None, got {salt!r:.60}")
-        sequence.prefix = self.prefixes.chain(salt)
+        check_salt(salt)
+        sequence.prefix = self.prefixes.chain(self._root(), salt)
         found = self.prefixes.adopt(sequence, sequence.prefix, tokens, self._how)
         sequence.tokens, sequence.length = list(tokens[:found]), found
         return found
@@ -141,4 +162,33 @@ class Reuse:
         versions = {"kvjax": kvjax.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
         device: dict[str, Any] = {"kind": self._device.device_kind, "platform": self._device.client.platform_version}
         sizes = {"page": self._page_size, "chunk": self._declared.prefill_chunk, "dtype": str(self.model.config.compute_dtype)}
-        return json.dumps([self._mark, versions, device, sizes, dispatch.forced_path()], sort_keys=True).encode()
+        sample = "" if self._disk is None else self._sample()
+        return json.dumps([self._mark, versions, device, sizes, dispatch.forced_path(), sample], sort_keys=True).encode()
+
+    def _sample(self) -> str:
+        """A digest of what this engine writes for a fixed text of one chunk. It differs where bits do, whatever the reason: the processor's
+        instructions, flags of the compiler, settings of JAX, a change of the code. Where too few pages are free for it, a value of its own:
+        then nothing is found on disk, and nobody finds what is kept."""
+        path = dispatch.forced_path()
+        if path not in self._samples:
+            config, chunk = self.model.config, self._declared.prefill_chunk
+            tokens = np.random.default_rng(0).integers(0, config.vocab_size, min(chunk, config.max_positions)).tolist()
+            sequence = CachedSequence([], pages=self._groups.new())
+            try:
+                self._groups.reserve([sequence], len(tokens))
+            except OutOfPages:
+                return os.urandom(16).hex()
+            try:
+                run = self._prefiller.begin(sequence, tokens, self._declared.prefill_at(0))
+                self._prefiller.advance(run)
+                digest = hashlib.sha256(np.asarray(run.x))
+                sealed = len(tokens) // self._page_size
+                for name, pages in sequence.pages.items():
+                    count = 1 if name in self._groups.spec.row_groups else sealed
+                    whole = [page for page in pages[:count] if page >= 0]
+                    for block in read_blocks(self._pool, self._groups.spec, name, whole):
+                        digest.update(np.asarray(block))
+            finally:
+                self._groups.keep_written(sequence, 0)
+            self._samples[path] = digest.hexdigest()
+        return self._samples[path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import jax
@@ -25,7 +26,7 @@ def warm_up(engine: Engine, *, batch: int, tokens: int | None, policy: str | Dec
     tokens = min(engine.page_size, positions) if tokens is None else whole_number("tokens", tokens, 1)
     engine.check_length(tokens)
     longest = engine.pages_for(tokens)
-    sequences = engine.prefill([[0]] * batch)
+    sequences = engine.prefill([[0]] * batch, cache_salt=os.urandom(16).hex())  # nobody finds what warming up leaves
     try:
         slots, rows = in_bucket(sequences, engine.batch_buckets), SamplingRows.of([None])
         sample_first(sequences[0].logits, rows, np.ones(1, np.int32))

@@ -9,6 +9,7 @@ import logging
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 FORMAT = "kvjax pages 1"
 READERS = 8
+PATIENCE = 2.0
+"""Seconds to wait for a folder: an engine that nobody holds any more may still be writing its last pages."""
 PENDING_BYTES = 1 << 28
 """Bytes that may wait to be written. Whoever puts more waits."""
 
@@ -51,17 +54,17 @@ class DiskStore:
         self.slots = total_bytes // each
         if self.slots < 1:
             raise ValueError(f"disk_bytes of {total_bytes:,} is less than one page of every layer group, {each:,} bytes: give more")
+        self._lock = threading.Lock()  # of everything below and of the database
+        self._room = threading.Condition(self._lock)
         try:
             self._open()
+            self._load()
         except sqlite3.DatabaseError as error:
             raise ValueError(f"the index of {self.folder} cannot be used: {error}; delete the folder, or name another") from error
         except OSError as error:
             raise ValueError(f"pages cannot be kept in {self.folder}: {error}; name a folder that can be written, with room") from error
-        self._lock = threading.Lock()  # of everything below and of the database
-        self._room = threading.Condition(self._lock)
         self._pending: dict[bytes, Block] = {}
         self._pending_bytes = 0
-        self._load()
         self._writer = ThreadPoolExecutor(1, "kvjax disk writer")
         self._readers = ThreadPoolExecutor(READERS, "kvjax disk reader")
 
@@ -70,13 +73,14 @@ class DiskStore:
             raise ValueError(f"there is no folder {self.folder.parent} to make {self.folder.name} in")
         self.folder.mkdir(exist_ok=True)
         self._held = open(self.folder / "lock", "a")  # noqa: SIM115 - it is held as long as the store
-        try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{self.folder} is in use by another engine, here or in another process: close that one (Engine.close), or name another "
-                "folder"
-            ) from None
+        ends = time.monotonic() + PATIENCE
+        while not self._locked():
+            if time.monotonic() > ends:
+                raise ValueError(
+                    f"{self.folder} is in use by another engine, here or in another process: close that one (Engine.close), or name "
+                    "another folder"
+                )
+            time.sleep(0.05)
         self._index = sqlite3.connect(self.folder / "index.sqlite", check_same_thread=False, isolation_level=None)
         self._index.execute("PRAGMA journal_mode=WAL")
         self._index.execute("PRAGMA synchronous=NORMAL")
@@ -99,16 +103,35 @@ class DiskStore:
                 os.ftruncate(number, wanted)
             os.posix_fallocate(file.fileno(), 0, wanted)
 
+    def _locked(self) -> bool:
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
     def _load(self) -> None:
         """Read the database: what is in which slot, in the order in which it was written."""
         self._index.execute("DELETE FROM pages WHERE slot >= ?", (self.slots,))
         rows = self._index.execute("SELECT key, layers, slot, digest FROM pages ORDER BY rowid").fetchall()
+        used = set()
+        for row in rows:
+            key, name, slot, digest = row
+            right = isinstance(key, bytes) and isinstance(digest, bytes) and isinstance(slot, int) and 0 <= slot < self.slots
+            if not right or name not in self.blocks or (name, slot) in used:
+                raise sqlite3.DatabaseError(f"it has a row that it cannot have, {row!r:.80}")
+            used.add((name, slot))
         self._places: dict[bytes, tuple[str, int, bytes]] = {key: (name, slot, digest) for key, name, slot, digest in rows}
         taken = {name: {slot for each, slot, _ in self._places.values() if each == name} for name in self.blocks}
         self._free = {name: [slot for slot in range(self.slots - 1, -1, -1) if slot not in taken[name]] for name in self.blocks}
         self._order: dict[str, Recency[bytes]] = {name: Recency() for name in self.blocks}
         for key, (name, _, _) in self._places.items():
             self._order[name].add(key)
+
+    @property
+    def takes(self) -> bool:
+        """Whether it takes more blocks."""
+        return not self.closed and self.failure is None
 
     def __len__(self) -> int:
         return 0 if self.closed else len(self._places) + len(self._pending)
@@ -125,7 +148,7 @@ class DiskStore:
     def put(self, key: bytes, group: str, block: Block) -> None:
         """Have a block of a layer group written. Waits only while too much is waiting already."""
         with self._room:
-            if self.closed or self.failure is not None or key in self:
+            if not self.takes or key in self:
                 return
             self._room.wait_for(lambda: self._pending_bytes < PENDING_BYTES)
             self._pending[key] = block
@@ -159,6 +182,7 @@ class DiskStore:
         self._writer.shutdown()
         self._readers.shutdown()
         self._index.close()
+        fcntl.flock(self._held, fcntl.LOCK_UN)  # a forked process may hold the file open
         for file in (*self._files.values(), self._held):
             file.close()
 
@@ -218,15 +242,18 @@ class DiskStore:
                 self.read_bytes += data.nbytes
                 return data
             self.damaged += 1
-            self._drop(key)
+            try:
+                self._drop(key)
+            except sqlite3.Error as error:  # its slot is not used again, because the database still names it
+                self.failure = self.failure or error
         logger.warning("a page in %s is damaged, and is computed again", self.folder)
         return None
 
     def _drop(self, key: bytes) -> None:
-        """Forget a block, first in the database, so that its slot can be written to. The caller holds the lock."""
-        self._index.execute("DELETE FROM pages WHERE key = ?", (key,))
+        """Forget a block, also in the database, so that its slot can be written to. The caller holds the lock."""
         group, slot, _ = self._places.pop(key)
         self._order[group].remove(key)
+        self._index.execute("DELETE FROM pages WHERE key = ?", (key,))
         self._free[group].append(slot)
 
 

@@ -30,13 +30,14 @@ def check_host_bytes(total: int) -> None:
 
 class HostStore:
     """Blocks in pinned host memory, at most `total_bytes` of them. used_bytes: those it holds. evictions: blocks that made room.
+    takes: whether it takes more. A block that makes room lives on while it is being copied.
 
     Blocks are JAX arrays of the memory kind `pinned_host`. With a GPU, all of the memory is pinned at the start, about 2 GB in a second.
     JAX keeps what was pinned, and puts blocks there. ValueError if it gives less.
     """
 
     def __init__(self, total_bytes: int, device: jax.Device):
-        self.total_bytes, self.used_bytes, self.evictions = total_bytes, 0, 0
+        self.total_bytes, self.used_bytes, self.evictions, self.takes = total_bytes, 0, 0, True
         self._sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=KIND)
         if device.platform == "gpu":
             self._pin(device)

@@ -11,9 +11,10 @@ the device costs nothing. A state of recurrent layers is copied at some borders 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -26,8 +27,7 @@ from kvjax.cache.host_store import HostStore
 from kvjax.cache.pool import Pool
 from kvjax.cache.transfer import PIECE, Block, block_dtype, read_blocks, write_blocks
 from kvjax.cache.types import IndexSpec
-
-logger = logging.getLogger(__name__)
+from pallas_kernels import dispatch
 
 AHEAD = 3
 """Pieces that are read from disk ahead of their copies to the device, the current one included."""
@@ -37,10 +37,11 @@ STATE_CHUNKS = 4
 
 @dataclasses.dataclass
 class Chain:
-    """What prefix a sequence begins with. root: the digest before the first grain. digests: of its full grains. length: how many of its
-    first tokens are such as prefill of a new prompt writes them."""
+    """What prefix a sequence begins with. root: the digest before the first grain. path: that of `kvjax.dispatch`, which root covers.
+    digests: of its full grains. length: how many of its first tokens are such as prefill of a new prompt writes them."""
 
     root: bytes
+    path: str | None = None
     digests: list[bytes] = dataclasses.field(default_factory=list)
     length: int = 0
 
@@ -95,7 +96,7 @@ class PrefixStats:
 class Prefixes:
     """The pages of prefixes. Pool, groups and indexes are the engine's.
 
-    grain: tokens that one digest covers, a multiple of the page size. root: () -> what bits depend on besides tokens and prefill policies.
+    grain: tokens that one digest covers, a multiple of the page size.
     """
 
     def __init__(
@@ -105,22 +106,24 @@ class Prefixes:
         indexes: tuple[IndexSpec, ...],
         *,
         grain: int,
-        root: Callable[[], bytes],
         host: HostStore | None,
         disk: DiskStore | None,
     ):
         self.host, self.disk, self.grain = host, disk, grain
-        self._pool, self._groups, self._indexes, self._root, self.spec = pool, groups, indexes, root, groups.spec
+        self._pool, self._groups, self._indexes, self.spec = pool, groups, indexes, groups.spec
         self._page_size = min(group.page_size for group in self.spec.groups)
         self._device: dict[str, dict[bytes, int]] = {group.name: {} for group in self.spec.groups}
         self._keys: dict[str, dict[int, bytes]] = {group.name: {} for group in self.spec.groups}
         for group in self.spec.groups:
-            groups.allocators[group.name].on_evict = lambda page, name=group.name: self._evicted(name, page)
+            # Weakly, so that an engine that nobody holds any more gives its stores back at once.
+            groups.allocators[group.name].on_evict = functools.partial(_tell_evicted, weakref.ref(self), group.name)
         self._seen = PrefixStats(0, 0, 0, 0.0, 0, StoreStats(), StoreStats(), StoreStats())
 
-    def chain(self, salt: str | None) -> Chain:
-        """That of a sequence without tokens. salt: prompts of different salts share no pages."""
-        return Chain(hashlib.blake2b(self._root(), key=hashlib.sha256((salt or "").encode()).digest()).digest())
+    def chain(self, root: bytes, salt: str | None) -> Chain:
+        """That of a sequence without tokens. root: all that bits depend on besides tokens and prefill policies. salt: prompts of different
+        salts share no pages."""
+        key = b"" if salt is None else hashlib.sha256(salt.encode()).digest()
+        return Chain(hashlib.blake2b(root, key=key).digest(), dispatch.forced_path())
 
     def stats(self) -> PrefixStats:
         """What happened so far."""
@@ -167,7 +170,7 @@ class Prefixes:
     def written(self, sequence: Holder, chain: Chain, tokens: Sequence[int], first: int, how: Callable[[int], str]) -> None:
         """A chunk of prefill wrote the tokens from position `first` on as that of a new prompt does. tokens: all of the sequence. how: as
         in `adopt`. Does nothing if tokens before them were written otherwise."""
-        if first != chain.length:
+        if first != chain.length or chain.path != dispatch.forced_path():
             return
         chain.length = last = len(tokens)
         known = len(chain.digests)
@@ -259,25 +262,25 @@ class Prefixes:
 
     def _bring(self, group: str, keys: list[bytes], pages: list[int]) -> bool:
         """Copy blocks from host memory or disk to pages. False as soon as one is missing. Reads of the disk run ahead of the copies."""
+        here = {} if self.host is None else {key: block for key in keys if (block := self.host.get(key)) is not None}
         reads: dict[bytes, Future] = {}
         for start in range(0, len(keys), PIECE):
             if self.disk is not None:
                 near = keys[start : start + AHEAD * PIECE]
-                reads |= {key: self.disk.read(key) for key in near if key not in reads and (self.host is None or key not in self.host)}
+                reads |= {key: self.disk.read(key) for key in near if key not in reads and key not in here}
             piece = keys[start : start + PIECE]
-            blocks = [self._fetched(group, key, reads.pop(key, None)) for key in piece]
+            from_host = [here[key].nbytes for key in piece if key in here]
+            self._seen.host.hits += len(from_host)
+            self._seen.host.bytes_out += sum(from_host)
+            blocks = [here.pop(key) if key in here else self._from_disk(group, key, reads.pop(key, None)) for key in piece]
             if any(block is None for block in blocks):
                 return False
             write_blocks(self._pool, self.spec, group, pages[start : start + PIECE], blocks, indexes=self._indexes)
         return True
 
-    def _fetched(self, group: str, key: bytes, read: Future | None) -> Block | None:
-        """A block from host memory, or else from disk, where `read` may have begun to read it."""
-        if self.host is not None and (block := self.host.get(key)) is not None:
-            self._seen.host.hits += 1
-            self._seen.host.bytes_out += block.nbytes
-            return block
-        if self.disk is None or (data := (read or self.disk.read(key)).result()) is None:
+    def _from_disk(self, group: str, key: bytes, read: Future | None) -> Block | None:
+        """A block that `read` has begun to read. It goes to host memory, too."""
+        if read is None or (data := read.result()) is None:
             return None
         self._seen.disk.hits += 1
         block = data.view(block_dtype(self.spec, group))
@@ -314,7 +317,7 @@ class Prefixes:
 
     def _copy(self, group: str, pages: dict[bytes, int]) -> None:
         """Copy pages to the stores that do not have them. Does not wait for the device."""
-        stores = [each for each in (self.host, self.disk) if each is not None]
+        stores = [each for each in (self.host, self.disk) if each is not None and each.takes]
         absent = [key for key in pages if any(key not in store for store in stores)]
         for key, block in zip(absent, read_blocks(self._pool, self.spec, group, [pages[key] for key in absent]), strict=True):
             there = block if self.host is None or key in self.host else self._to_host(key, block)
@@ -328,6 +331,11 @@ class Prefixes:
     def _evicted(self, group: str, page: int) -> None:
         del self._device[group][self._keys[group].pop(page)]
         self._seen.device.evictions += 1
+
+
+def _tell_evicted(prefixes: weakref.ref[Prefixes], group: str, page: int) -> None:
+    if (alive := prefixes()) is not None:
+        alive._evicted(group, page)
 
 
 def _digest(before: bytes, tokens: Sequence[int], how: str) -> bytes:

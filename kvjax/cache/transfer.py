@@ -198,8 +198,9 @@ def _gather(layers: tuple[LayerCache, ...], ids: tuple[Int[Array, " n"], ...]) -
 
 @functools.partial(jax.jit, static_argnames="word")
 def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"], *, word: np.dtype) -> tuple[Block, ...]:
-    parts = [x[ids] for layer in layers for _, x in sorted(stored_arrays(layer).items())]
-    rows = jnp.concatenate([lax.bitcast_convert_type(part, word).reshape(len(ids), -1) for part in parts], axis=1)
+    # Barriers, because XLA would join everything into one loop that chooses among all arrays for each element.
+    parts = lax.optimization_barrier([x[ids] for layer in layers for _, x in sorted(stored_arrays(layer).items())])
+    rows = lax.optimization_barrier(jnp.concatenate([lax.bitcast_convert_type(part, word).reshape(len(ids), -1) for part in parts], axis=1))
     return tuple(rows[place] for place in range(len(ids)))
 
 
@@ -214,7 +215,7 @@ def _unpack(
     shapes: Shapes,
 ) -> tuple[LayerCache, ...]:
     """`layers` with the blocks written to the pages `ids` of the layers `numbers`, and their indexes built. DONATES layers."""
-    rows, parts, start, word = jnp.stack(blocks), [], 0, _word(shapes)
+    rows, parts, start, word = lax.optimization_barrier(jnp.stack(blocks)), [], 0, _word(shapes)  # as in `_pack`
     for name, shape, dtype in shapes:
         words = jnp.dtype(dtype).itemsize // word.itemsize
         end = start + math.prod(shape) * words

@@ -1,8 +1,11 @@
 """Prefixes found again: what is found, where it is kept, how long, and by whom."""
 
+import contextlib
 import os
+import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -135,6 +138,65 @@ def test_other_models_policies_sizes_and_paths_share_nothing(model, text, tmp_pa
     assert found() == 192
 
 
+def test_a_machine_that_writes_other_bits_finds_nothing(model, text, tmp_path):
+    """The same folder in processes whose compilers may use other instructions, as on another machine."""
+    program = (
+        "import sys, numpy as np\n"
+        "sys.path.insert(0, sys.argv[2])\n"
+        "from tiny_models import make_family\n"
+        "from kvjax import Engine\n"
+        "text = np.random.default_rng(0).integers(0, 97, 200).tolist()\n"
+        "sizes = {'page_size': 16, 'prefill_chunk': 16, 'batch_buckets': (2,)}\n"
+        "engine = Engine(make_family('llama'), pages=32, disk=sys.argv[1], disk_bytes=10**6, **sizes)\n"
+        "engine.prefill([text])\n"
+        "print(engine.stats().found_tokens)\n"
+        "engine.close()\n"
+    )
+    found = []
+    for flags in ("", "--xla_cpu_max_isa=SSE4_2", ""):
+        command = [sys.executable, "-c", program, str(tmp_path / "pages"), str(Path(__file__).parents[1])]
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(
+            command, env=environment | ({"XLA_FLAGS": flags} if flags else {}), capture_output=True, text=True, check=True
+        )
+        found.append(int(done.stdout))
+    assert found == [0, 0, 192]
+
+
+def test_a_path_that_is_forced_later_keeps_nothing(model, text, monkeypatch):
+    engine = Engine(model, pages=32, reuse=True, **SIZES)
+    sequence = engine.new_sequence(text)
+    with monkeypatch.context() as patched:
+        patched.setattr(dispatch, "forced_path", lambda: "xla")
+        engine.extend(sequence, text)
+        assert engine.new_sequence(text).length == 0
+    assert engine.new_sequence(text).length == 0
+
+
+def test_an_engine_that_nobody_holds_gives_its_folder_back(model, text, tmp_path):
+    for _ in range(2):
+        engine = Engine(model, pages=32, disk=tmp_path / "pages", disk_bytes=40 * block(model), **SIZES)
+        engine.prefill([text])
+        del engine
+
+
+def test_a_prefix_in_both_stores_is_found_whole(model, text, tmp_path):
+    """Its beginning on disk, its end in host memory, which is too small for both."""
+    size = block(model)
+    engine = Engine(model, pages=14, host_bytes=5 * size, disk=tmp_path / "pages", disk_bytes=40 * size, **SIZES)
+    for prompt in (text, text[::-1], text, text[::-1], text):
+        before = engine.stats().found_tokens
+        np.testing.assert_array_equal(answer(engine, prompt), answer(Engine(model, pages=32, **SIZES), prompt))
+    assert engine.stats().found_tokens - before == 192
+    assert engine.stats().host.hits > 0
+
+
+def test_warming_up_leaves_nothing_to_find(model):
+    engine = Engine(model, pages=32, reuse=True, page_size=1, prefill_chunk=1, batch_buckets=(1,))
+    engine.warmup()
+    assert engine.new_sequence([0, 0]).length == 0
+
+
 def test_pages_on_the_device_go_for_others_least_useful_first(model, text):
     """The pages at a prefix's end go first, and a text that was asked for twice stays when a long one passes."""
     engine = Engine(model, pages=16, reuse=True, **SIZES)
@@ -244,8 +306,14 @@ def test_wrong_sizes_and_policies_are_refused(model, tmp_path):
             Engine(model, pages=8, **SIZES, **named)
     with pytest.raises(ValueError, match="holds no page"):
         Engine(model, device_bytes=10, **SIZES)
-    with pytest.raises(ValueError, match="cache_salt must be text"):
-        Engine(model, pages=8, reuse=True, **SIZES).prefill([[1]], cache_salt=3)
+    for salt in (3, "", "\ud800", True):
+        with pytest.raises(ValueError, match="cache_salt must be text"):
+            Engine(model, pages=8, reuse=True, **SIZES).prefill([[1]], cache_salt=salt)
+        with pytest.raises(ValueError, match="cache_salt must be text"):
+            Request("a", cache_salt=salt)
+    for folder in ("", "a\0b", "~nobody of that name/pages"):
+        with pytest.raises(ValueError, match=r"path of a file|no home directory"):
+            Engine(model, pages=8, disk=folder, disk_bytes=10**7, **SIZES)
     with pytest.raises(TypeError, match="did you mean 'host_bytes'"):
         Engine(model, pages=8, host_byte=3, **SIZES)
 
@@ -350,9 +418,42 @@ class TestDiskStore:
         assert self.found(store, 1, 2, 3, 4) == [1, 2]
         assert (tmp_path / "pages" / "pages-0.bin").stat().st_size == 2000
 
-    def test_a_damaged_index_is_refused(self, make, tmp_path):
-        make().close()
-        (tmp_path / "pages" / "index.sqlite").write_bytes(b"no database" * 1000)
+    def test_a_disk_that_fails_while_a_damaged_page_is_dropped(self, make, tmp_path, monkeypatch):
+        store = make()
+        self.put(store, 1, 2)
+        path = tmp_path / "pages" / "pages-0.bin"
+        path.write_bytes(bytes(4000))
+        store._index.close()  # every statement fails from here on
+        assert self.found(store, 1, 2) == []
+        assert store.failure is not None
+        assert b"1" not in store
+        store._index = sqlite3.connect(":memory:")
+
+    @pytest.mark.parametrize(
+        "harm",
+        [
+            "ALTER TABLE pages DROP COLUMN digest",
+            "UPDATE pages SET layers = 'other'",
+            "UPDATE pages SET slot = NULL",
+            "UPDATE pages SET slot = -1",
+            "UPDATE pages SET slot = 0",
+            "DROP TABLE about",
+            "garbage",
+        ],
+    )
+    def test_a_damaged_index_is_refused(self, make, tmp_path, harm):
+        store = make()
+        self.put(store, 1, 2)
+        store.close()
+        path = tmp_path / "pages" / "index.sqlite"
+        if harm == "garbage":
+            path.write_bytes(b"no database" * 1000)
+        else:
+            with contextlib.closing(sqlite3.connect(path)) as index, index:
+                index.execute(harm)
+        if harm == "DROP TABLE about":  # it is made again
+            make()
+            return
         with pytest.raises(ValueError, match="delete the folder"):
             make()
 
