@@ -123,8 +123,7 @@ class Reuse:
         # Policies whose queries look at each other write the pages of a chunk together.
         alone = declared.prefill.queries_stand_alone
         grain = declared.page_size if alone else declared.prefill_chunk
-        self._alone = os.urandom(16).hex()
-        self._mark = self._alone if disk is None else fingerprint(model)  # without a disk, no other engine meets these pages
+        self._mark = os.urandom(16).hex() if disk is None else fingerprint(model)  # without a disk, no other engine meets these pages
         if disk is None and host is None and groups.spec.row_groups:
             logger.warning("prompts of this model are found only with host_bytes or disk, which keep the states of its recurrent layers")
         self.prefixes = Prefixes(pool, groups, declared.indexes, grain=grain, host=host, disk=disk)
@@ -171,8 +170,9 @@ class Reuse:
         then nothing is found on disk, and nobody finds what is kept."""
         path = dispatch.forced_path()
         if path not in self._samples:
-            config, chunk = self.model.config, self._declared.prefill_chunk
-            tokens = np.random.default_rng(0).integers(0, config.vocab_size, min(chunk, config.max_positions)).tolist()
+            config, spec = self.model.config, self._groups.spec
+            length = int(min(self._declared.prefill_chunk, config.max_positions, self._groups.longest))
+            tokens = np.random.default_rng(0).integers(0, config.vocab_size, length).tolist()
             sequence = CachedSequence([], pages=self._groups.new())
             try:
                 self._groups.reserve([sequence], len(tokens))
@@ -182,11 +182,10 @@ class Reuse:
                 run = self._prefiller.begin(sequence, tokens, self._declared.prefill_at(0))
                 self._prefiller.advance(run)
                 digest = hashlib.sha256(np.asarray(run.x))
-                sealed = len(tokens) // self._page_size
                 for name, pages in sequence.pages.items():
-                    count = 1 if name in self._groups.spec.row_groups else sealed
-                    whole = [page for page in pages[:count] if page >= 0]
-                    for block in read_blocks(self._pool, self._groups.spec, name, whole):
+                    sealed = [page for page in pages[: length // self._page_size] if page >= 0]
+                    # A row of state holds what earlier sequences left there, too. The logits follow from it.
+                    for block in [] if name in spec.row_groups else read_blocks(self._pool, spec, name, sealed):
                         digest.update(np.asarray(block))
             finally:
                 self._groups.keep_written(sequence, 0)

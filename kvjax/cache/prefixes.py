@@ -162,8 +162,6 @@ class Prefixes:
                 self._seen.found_tokens += count * self.grain
                 chain.digests, chain.length = digests[:count], count * self.grain
                 break
-        else:
-            count = 0
         self._seen.wait_s += time.monotonic() - started
         return chain.length
 
