@@ -190,7 +190,7 @@ class DiskStore:
         """In the writer's thread."""
         try:
             if self.failure is None:
-                self._write_whole(key, group, np.asarray(block).view(np.uint8))
+                self._write_whole(key, group, np.asarray(block))
         except (OSError, sqlite3.Error) as error:
             self.failure = error
             logger.warning("%s is not written to any more: %s", self.folder, error)
@@ -227,7 +227,7 @@ class DiskStore:
             if pending is None and key not in self._places:
                 return None
             if pending is not None:
-                return np.asarray(pending).view(np.uint8)
+                return np.asarray(pending)
             group, slot, digest = self._places[key]
         data = np.empty(self.blocks[group], np.uint8)
         try:

@@ -25,7 +25,7 @@ from kvjax.cache.disk_store import DiskStore
 from kvjax.cache.groups import GroupPages, Holder, first_stored
 from kvjax.cache.host_store import HostStore
 from kvjax.cache.pool import Pool
-from kvjax.cache.transfer import PIECE, Block, block_dtype, read_blocks, write_blocks
+from kvjax.cache.transfer import PIECE, Block, read_blocks, write_blocks
 from kvjax.cache.types import IndexSpec
 from pallas_kernels import dispatch
 
@@ -270,19 +270,18 @@ class Prefixes:
             from_host = [here[key].nbytes for key in piece if key in here]
             self._seen.host.hits += len(from_host)
             self._seen.host.bytes_out += sum(from_host)
-            blocks = [here.pop(key) if key in here else self._from_disk(group, key, reads.pop(key, None)) for key in piece]
+            blocks = [here.pop(key) if key in here else self._from_disk(key, reads.pop(key, None)) for key in piece]
             if any(block is None for block in blocks):
                 return False
             write_blocks(self._pool, self.spec, group, pages[start : start + PIECE], blocks, indexes=self._indexes)
         return True
 
-    def _from_disk(self, group: str, key: bytes, read: Future | None) -> Block | None:
+    def _from_disk(self, key: bytes, read: Future | None) -> Block | None:
         """A block that `read` has begun to read. It goes to host memory, too."""
         if read is None or (data := read.result()) is None:
             return None
         self._seen.disk.hits += 1
-        block = data.view(block_dtype(self.spec, group))
-        return block if self.host is None else self._to_host(key, block)
+        return data if self.host is None else self._to_host(key, data)
 
     def _to_host(self, key: bytes, block: Block) -> Block:
         """The copy of a block in host memory, or the block where there is no room."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Float, Int, UInt8
 
 from kvjax.cache.pool import Pool, first_array
 from kvjax.cache.spec import CacheSpec
@@ -85,20 +85,14 @@ def write_pages(
         pool.run(_scatter, pool.layers, place, place, [stored[layer] for layer in rows], numbers=rows, indexes=())
 
 
-Block = UInt[Array, " words"]
-"""One page of a layer group, or one sequence's row of state: `stored_arrays` of every layer that holds it, one after the other, as words of
-`block_dtype`."""
+Block = UInt8[Array, " bytes"]
+"""One page of a layer group, or one sequence's row of state: the bytes of `stored_arrays` of every layer that holds it, one after the
+other. Wider words, which need no conversion, were slower (docs/tiers.md)."""
 
 
 def block_bytes(spec: CacheSpec, group: str) -> int:
     """Bytes of a block."""
     return sum(map(_size, _arrays_of(spec, _holding(spec, group))))
-
-
-def block_dtype(spec: CacheSpec, group: str) -> np.dtype:
-    """The type of a block's words: unsigned numbers as wide as the narrowest type of the group's arrays. Wider ones are split. Where all
-    are equally wide, as keys and values are, the device copies them as they are."""
-    return _word(_arrays_of(spec, _holding(spec, group)))
 
 
 def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int]) -> list[Block]:
@@ -107,7 +101,7 @@ def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int]) -> 
     layers = tuple(pool.layers[number] for number in _holding(spec, group))
     found: list[Block] = []
     for piece in _blocks_of(ids, 0):
-        found += _pack(layers, piece, word=block_dtype(spec, group))
+        found += _pack(layers, piece)
     return found[: len(ids)]
 
 
@@ -155,10 +149,6 @@ def _size(array: tuple[str, tuple[int, ...], str]) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
-def _word(shapes: Shapes) -> np.dtype:
-    return np.dtype(f"uint{8 * min(jnp.dtype(dtype).itemsize for _, _, dtype in shapes)}")
-
-
 def _by_kind(spec: CacheSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Numbers of the layers with pages of their own, and of those with rows of state."""
     return spec.holding, tuple(number for number in range(len(spec.layers)) if number not in spec.paged)
@@ -196,11 +186,10 @@ def _gather(layers: tuple[LayerCache, ...], ids: tuple[Int[Array, " n"], ...]) -
     return [{name: x[own] for name, x in stored_arrays(layer).items()} for layer, own in zip(layers, ids, strict=True)]
 
 
-@functools.partial(jax.jit, static_argnames="word")
-def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"], *, word: np.dtype) -> tuple[Block, ...]:
-    # Barriers, because XLA would join everything into one loop that chooses among all arrays for each element.
-    parts = lax.optimization_barrier([x[ids] for layer in layers for _, x in sorted(stored_arrays(layer).items())])
-    rows = lax.optimization_barrier(jnp.concatenate([lax.bitcast_convert_type(part, word).reshape(len(ids), -1) for part in parts], axis=1))
+@jax.jit
+def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"]) -> tuple[Block, ...]:
+    parts = [x[ids] for layer in layers for _, x in sorted(stored_arrays(layer).items())]
+    rows = jnp.concatenate([lax.bitcast_convert_type(part, jnp.uint8).reshape(len(ids), -1) for part in parts], axis=1)
     return tuple(rows[place] for place in range(len(ids)))
 
 
@@ -215,13 +204,13 @@ def _unpack(
     shapes: Shapes,
 ) -> tuple[LayerCache, ...]:
     """`layers` with the blocks written to the pages `ids` of the layers `numbers`, and their indexes built. DONATES layers."""
-    rows, parts, start, word = lax.optimization_barrier(jnp.stack(blocks)), [], 0, _word(shapes)  # as in `_pack`
-    for name, shape, dtype in shapes:
-        words = jnp.dtype(dtype).itemsize // word.itemsize
-        end = start + math.prod(shape) * words
-        part = rows[:, start:end].reshape(len(blocks), *shape, *([words] if words > 1 else []))
+    rows, parts, start = jnp.stack(blocks), [], 0
+    for array in shapes:
+        name, shape, dtype = array
+        width = jnp.dtype(dtype).itemsize
+        part = rows[:, start : start + _size(array)].reshape(len(blocks), *shape, *([width] if width > 1 else []))
         parts.append((name, lax.bitcast_convert_type(part, jnp.dtype(dtype))))
-        start = end
+        start += _size(array)
     values, place = [], 0
     for number in numbers:
         count = len(stored_arrays(layers[number]))
