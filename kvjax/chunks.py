@@ -68,8 +68,8 @@ class ChunkRun:
     """A chunk that is being prefilled: the tokens `written` of `sequence`, which then has `last` tokens.
 
     ends: whether no token that it was given is left for a later chunk; only then it has logits. whole: whether a new prompt would run this
-    policy from `first` on. done: slices that have run. x: token ids
-    `[1, T]` before the first slice, hidden states `[1, T, E]` after every slice, and last, logits `[V]` or `[T, V]`, if it has any.
+    policy from `first` on. done: slices that have run. x: token ids `[1, T]` before the first slice, hidden states `[1, T, E]` after every
+    slice, and last, logits `[V]` or `[T, V]`, if it has any.
     """
 
     sequence: CachedSequence

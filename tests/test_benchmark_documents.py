@@ -95,6 +95,12 @@ def test_the_table_of_reuse_is_what_the_results_make():
     text = (ROOT / "docs" / "tiers.md").read_text(encoding="utf-8")
     assert "<!-- bench:reuse -->" in text
     assert report.rendered(text, report.load(RESULTS.parent.glob("*/reuse*.json"))) == text
+    (words,) = report.load([RESULTS.parent / "h100" / "designs-reuse-words.json"])
+    computed, found = (
+        [row["median_s"] for row in words["rows"] if (row["store"], row["op"]) == ("host", op)] for op in ("computed", "found")
+    )
+    assert f"took {computed[0]:.1f} s to compute" in text
+    assert f"and {found[0]:.2f} s to find them" in text
 
 
 def test_sentences_on_other_platforms_are_what_the_results_say():

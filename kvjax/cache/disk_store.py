@@ -35,7 +35,7 @@ PENDING_BYTES = 1 << 28
 class DiskStore:
     """Blocks in one file for each layer group, preallocated, of `total_bytes` together, and an SQLite database that says what is in them.
 
-    folder: made if it is missing; its parent must exist. blocks: bytes of a block, by layer group. A process keeps the folder for itself.
+    folder: made if it is missing; its parent must exist. blocks: bytes of a block, by layer group. An engine keeps the folder for itself.
 
     A block counts as there only when it has been written: first its slot is taken out of the database, then it is written, then it is
     entered with a SHA-256 of its key and its bytes. So a process that is killed leaves no half block behind that anyone would read. A block
@@ -143,7 +143,7 @@ class DiskStore:
     def used_bytes(self) -> int:
         """Bytes of the blocks that it holds."""
         with self._lock:
-            return sum(self.blocks[name] for name, _, _ in self._places.values())
+            return 0 if self.closed else sum(self.blocks[name] for name, _, _ in self._places.values())
 
     def put(self, key: bytes, group: str, block: Block) -> None:
         """Have a block of a layer group written. Waits only while too much is waiting already."""
@@ -223,12 +223,15 @@ class DiskStore:
 
     def _read(self, key: bytes) -> UInt8[np.ndarray, " bytes"] | None:
         with self._lock:
-            pending = self._pending.get(key)
-            if pending is None and key not in self._places:
-                return None
-            if pending is not None:
+            pending, place = self._pending.get(key), self._places.get(key)
+        if pending is not None:
+            try:
                 return np.asarray(pending)
-            group, slot, digest = self._places[key]
+            except jax.errors.JaxRuntimeError:  # the writer says so
+                return None
+        if place is None:
+            return None
+        group, slot, digest = place
         data = np.empty(self.blocks[group], np.uint8)
         try:
             whole = _read_at(self._files[group].fileno(), data, slot * self.blocks[group]) and _digest(key, data) == digest

@@ -246,5 +246,5 @@ def _placed(
     return tuple(restored)
 
 
-_scatter = functools.partial(jax.jit, static_argnames=("numbers", "indexes"), donate_argnames="layers")(_placed)
+_scatter = jax.jit(_placed, static_argnames=("numbers", "indexes"), donate_argnames="layers")
 """`_placed`, jitted. DONATES layers."""
