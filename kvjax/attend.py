@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import recurrent
-from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, append, append_latents
+from kvjax.cache import Cache, CacheSpec, IndexSpec, LatentPages, LayerCache, PagedKV, append, append_latents
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence
 from kvjax.policies.decode import DecodePolicy, IndexerQuery, Window
@@ -68,6 +70,18 @@ def attend_chunk(
     pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
     out, _ = flash_attention(given.q, *pages, window=(0, given.window), sm_scale=ctx.sm_scale)
     return out, known
+
+
+def stage(layer: PagedKV | LatentPages, ctx: PrefillContext) -> tuple[PagedKV | LatentPages, PrefillContext]:
+    """The layer with copies of all pages of the context's page table in place of its pool, and the context with their places.
+
+    Memory: the pages of one layer, `B * M` of them. Traffic: each is read once, over the bus where it lies in host memory.
+    """
+    frames = ctx.frames
+    # Without the barrier XLA may copy a page again for each tile that reads it.
+    pages = jax.lax.optimization_barrier(jax.tree.map(lambda pool: pool[jnp.maximum(frames, 0).reshape(-1)], layer.pages))
+    places = jnp.where(frames >= 0, jnp.arange(frames.size, dtype=jnp.int32).reshape(frames.shape), -1)
+    return layer.replace(pages=pages), ctx.replace(moved=places)
 
 
 def recall_chunk(

@@ -12,6 +12,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from kvjax.cache import spanning
 from kvjax.cache.residency import Residency
 from pallas_kernels.indexer_scores.api import FP8
 from pallas_kernels.page_index import INDEX_ROWS
@@ -128,21 +129,41 @@ class Cache:
 
 
 def empty_layer(
-    num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype, indexes: tuple[IndexSpec, ...]
+    num_pages: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+    indexes: tuple[IndexSpec, ...],
+    device_frames: int | None = None,
 ) -> PagedKV:
-    """A layer of zeroed pages: 2 * num_pages * num_kv_heads * page_size * head_dim elements of `dtype`, and the declared indexes."""
+    """A layer of zeroed pages: 2 * num_pages * num_kv_heads * page_size * head_dim elements of `dtype`, and the declared indexes.
+
+    device_frames: pages from this one on lie in host memory (`kvjax.cache.spanning`), but not their indexes; None: all on the device.
+    """
     pages = (num_pages, num_kv_heads, page_size, head_dim)
     return PagedKV(
-        pages=Pages(jnp.zeros(pages, dtype), jnp.zeros(pages, dtype)),
+        pages=Pages(_frames(pages, dtype, device_frames), _frames(pages, dtype, device_frames)),
         index={spec.name: jnp.zeros(spec.shape(*pages), dtype) for spec in indexes},
     )
 
 
+def _frames(shape: tuple[int, ...], dtype: jnp.dtype, device_frames: int | None) -> Array:
+    return jnp.zeros(shape, dtype) if device_frames is None else spanning.empty(shape, dtype, device_frames)
+
+
 def empty_latents(
-    num_pages: int, page_size: int, latent_dim: int, rope_dim: int, index_dim: int, dtype: jnp.dtype, index_dtype: jnp.dtype | None = None
+    num_pages: int,
+    page_size: int,
+    latent_dim: int,
+    rope_dim: int,
+    index_dim: int,
+    dtype: jnp.dtype,
+    index_dtype: jnp.dtype | None = None,
+    device_frames: int | None = None,
 ) -> LatentPages:
     """A layer of zeroed latent pages: num_pages * page_size * (latent_dim + rope_dim) elements of `dtype` and as many times index_dim of
-    `index_dtype` (default `dtype`), with a float32 scale per token where that is float8_e4m3fn.
+    `index_dtype` (default `dtype`), with a float32 scale per token where that is float8_e4m3fn. device_frames: as in `empty_layer`.
 
     ValueError for a dtype other than float32, bfloat16 and float16, which for the indexer's keys may be float8_e4m3fn too.
     """
@@ -154,5 +175,5 @@ def empty_latents(
     index = {INDEXER: jnp.zeros((num_pages, page_size, index_dim), index_dtype)}
     if index_dtype.name == FP8:
         index[INDEXER_SCALES] = jnp.ones((num_pages, page_size), jnp.float32)
-    latents = jnp.zeros((num_pages, 1, page_size, latent_dim + rope_dim), dtype)
+    latents = _frames((num_pages, 1, page_size, latent_dim + rope_dim), dtype, device_frames)
     return LatentPages(Pages(latents, value_dim=latent_dim), index)

@@ -93,12 +93,47 @@ def seal(
     return built
 
 
+Places = tuple[Int[Array, ""], ...]
+"""A page of each layer: its id, or its frame."""
+
+
 @functools.partial(jax.jit, donate_argnames="layers")
 def copy_page(
-    layers: tuple[LayerCache | None, ...], sources: tuple[Int[Array, ""], ...], targets: tuple[Int[Array, ""], ...]
+    layers: tuple[LayerCache | None, ...],
+    sources: Places,
+    targets: Places,
+    source_frames: Places | None = None,
+    target_frames: Places | None = None,
 ) -> tuple[LayerCache | None, ...]:
-    """Every layer that has pages with its page `sources[layer]` copied to page `targets[layer]`, indexes included. DONATES layers."""
-    copied = []
-    for layer, source, target in zip(layers, sources, targets, strict=True):
-        copied.append(jax.tree.map(lambda array, source=source, target=target: array.at[target].set(array[source]), layer))
-    return tuple(copied)
+    """Every layer that has pages with its page `sources[layer]` copied to page `targets[layer]`, indexes included. DONATES layers.
+
+    source_frames, target_frames: of these pages; None: their ids.
+    """
+    source_frames, target_frames = source_frames or sources, target_frames or targets
+
+    def copied(tree, source, target):
+        return jax.tree.map(lambda array: array.at[target].set(array[source]), tree)
+
+    result = []
+    for layer, *ids, source, target in zip(layers, sources, targets, source_frames, target_frames, strict=True):
+        if isinstance(layer, PagedKV | LatentPages):
+            layer = type(layer)(copied(layer.pages, source, target), copied(layer.index, *ids))
+        else:
+            layer = copied(layer, *ids)
+        result.append(layer)
+    return tuple(result)
+
+
+@functools.partial(jax.jit, static_argnames="numbers", donate_argnames="layers")
+def move_frames(
+    layers: tuple[LayerCache | None, ...], sources: Int[Array, " n"], targets: Int[Array, " n"], *, numbers: tuple[int, ...]
+) -> tuple[LayerCache | None, ...]:
+    """The layers `numbers` with the keys and values of frames `sources` copied to frames `targets`; targets past the pool are skipped. Rows
+    of indexes stay where they are. DONATES layers."""
+    moved = list(layers)
+    for number in numbers:
+        pages = layers[number].pages
+        moved[number] = layers[number].replace(
+            pages=jax.tree.map(lambda pool: pool.at[targets].set(pool[sources], mode="drop", unique_indices=True), pages)
+        )
+    return tuple(moved)
