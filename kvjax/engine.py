@@ -16,11 +16,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import PageAllocator
-from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
 from kvjax.cache.prefixes import PrefixStats
-from kvjax.cache.transfer import Stored, read_pages, write_pages
 from kvjax.capacity import Capacity
 from kvjax.checks import PROMPTS_REMEDY, check_model, engine_sizes, listed, optional_function, token_ids, whole_number
 from kvjax.chunks import ChunkRun, Prefiller
@@ -29,7 +27,7 @@ from kvjax.decoding import DecodeRunner, Launched, padded_rows
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect_step, read_of
 from kvjax.memory import MemoryPlan, memory_plan, pool_pages
-from kvjax.model import Model, fingerprint
+from kvjax.model import Model
 from kvjax.outcomes import Reads
 from kvjax.plans import Chunk, Decoded, DecodeGroup, Prefilled, StepPlan, StepResult, check_plan
 from kvjax.policies.choice import Choice
@@ -37,6 +35,7 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
 from kvjax.reuse import StoreOptions, make_reuse
 from kvjax.sampling import Sampled, Sampling, SamplingRows
+from kvjax.sequence_copies import SequenceCopies
 from kvjax.sequences import CachedSequence, check_usable
 from kvjax.slots import Slots
 from kvjax.steps import decode_and_sample, decode_step
@@ -97,6 +96,7 @@ class Engine:
         self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, **stores)
         self._runs: dict[CachedSequence, ChunkRun] = {}
+        self._copies = SequenceCopies(model, self._pool, self._groups, self._capacity, self.indexes, self.prefill_chunk, self.guard)
         self._runner = DecodeRunner(model, self._pool, self._groups, self._declared)
         self.sequences: set[CachedSequence] = set()
 
@@ -334,16 +334,8 @@ class Engine:
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same history: sealed pages are shared, the open one is copied. Raises OutOfPages."""
         self._check_live([sequence])
-        self._pool.check()
-        child = CachedSequence(
-            list(sequence.tokens), sequence.length, self._groups.new(), sequence.logits, dict(sequence.states), sequence.open_chunk
-        )
-        child.prefix = None if sequence.prefix is None else sequence.prefix.copy()
-        with self._kept(child), self._capacity.advice():
-            opened = self._groups.fork(sequence, child)
-            if opened is not None:
-                self._pool.copy(*opened)
-            self.guard.interrupt_point()
+        child = self._copies.fork(sequence)
+        self.sequences.add(child)
         return child
 
     @guarded
@@ -392,12 +384,7 @@ class Engine:
         if `.tokens` does not hold the token of every position.
         """
         self._check_live([sequence])
-        if len(sequence.tokens) != sequence.length:
-            raise ValueError(f"{sequence.length} tokens were written, but .tokens holds {len(sequence.tokens)}: append those decoded first")
-        self.check_tokens(sequence.tokens)
-        self._pool.check()
-        stored = read_pages(self._pool, self.spec, self._groups.stored(sequence))
-        write_sequence(path, self._header, sequence.tokens, stored, self.guard.interrupt_point)
+        self._copies.save(sequence, path)
 
     @guarded
     def restore(self, path: str | Path) -> CachedSequence:
@@ -405,12 +392,8 @@ class Engine:
 
         `.logits` is None: extend it, or decode the next token.
         """
-        sizes = {"spec": self.spec, "vocab_size": self.config.vocab_size}
-        tokens, layers = read_sequence(path, self._header, interrupt_point=self.guard.interrupt_point, **sizes)
-        self.check_length(len(tokens))
-        sequence = CachedSequence(tokens, pages=self._groups.new())
-        with self._kept(sequence):
-            self._take_back(sequence, len(tokens), layers)
+        sequence = self._copies.restore(path)
+        self.sequences.add(sequence)
         return sequence
 
     @guarded
@@ -418,18 +401,13 @@ class Engine:
         """Move the sequence's pages and states to host memory, and free them on the device. Call `resume` before you use it again; its bits
         are then the same. Waits for the device."""
         self._check_live([sequence])
-        sequence.keep_on_host(read_pages(self._pool, self.spec, self._groups.stored(sequence, self.prefill_chunk)))
-        self._groups.keep_written(sequence, 0)
-        sequence.pages = self._groups.new()
+        self._copies.suspend(sequence)
 
     @guarded
     def resume(self, sequence: CachedSequence) -> None:
         """Bring a suspended sequence back to the device. If there are too few pages, it stays suspended and OutOfPages is raised."""
         self._check_live([sequence], ready=False)
-        if sequence.suspended is None:
-            raise ValueError("the sequence is not suspended: only a sequence that Engine.suspend moved to host memory can be resumed")
-        self._take_back(sequence, sequence.length, sequence.suspended, self.prefill_chunk)
-        sequence.suspended = None
+        self._copies.resume(sequence)
 
     @guarded
     def warmup(self, *, batch: int = 1, tokens: int | None = None, policy: str | DecodePolicy | None = None) -> None:
@@ -513,18 +491,6 @@ class Engine:
         self.reserve([sequence], min(len(tokens), chunk - sequence.length % chunk))
         return self._prefiller.begin(sequence, tokens, policy, all_logits=all_logits, always=only is not None)
 
-    def _take_back(self, sequence: CachedSequence, length: int, stored: Stored, grain: int | None = None) -> None:
-        """Give a sequence without pages the pages of its first `length` tokens, and write `stored` to them. OutOfPages changes nothing."""
-        with self._capacity.advice():
-            self._groups.fill(sequence, length, grain)
-        sequence.length, opened = length, length % self.page_size > 0
-        try:
-            write_pages(self._pool, self.spec, self._groups.stored(sequence, grain), stored, opened=opened, indexes=self.indexes)
-            self.guard.interrupt_point()
-        except BaseException:
-            self._groups.keep_written(sequence, 0)
-            raise
-
     def _take_pages(self, groups: Sequence[DecodeGroup], chunks: Sequence[Chunk]) -> None:
         """Take pages for everything that a plan writes, and begin its chunks. After an error none were taken, and no chunk was begun."""
         self._check_live(StepPlan(tuple(groups), tuple(chunks)).sequences(), ready=False)
@@ -592,7 +558,3 @@ class Engine:
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """`kvjax.checks.token_ids` of this model's vocabulary."""
         return token_ids(tokens, self.config.vocab_size)
-
-    @functools.cached_property
-    def _header(self) -> dict:
-        return {"model": fingerprint(self.model), "page_size": self.page_size, "dtype": str(self.dtype)}

@@ -82,10 +82,9 @@ def append_latents(
 
 
 def seal(
-    index: dict[str, Float[Array, "N K nb R D"]], k_pages: Float[Array, "N K P D"], pages: Int[Array, " n"], indexes: tuple[IndexSpec, ...]
+    index: dict[str, Float[Array, "N K nb R D"]], keys: Float[Array, "n K P D"], pages: Int[Array, " n"], indexes: tuple[IndexSpec, ...]
 ) -> dict[str, Float[Array, "N K nb R D"]]:
-    """Build the indexes of `pages` (physical; numbers outside the pool are skipped) from their keys."""
-    keys = k_pages.at[pages].get(mode="fill", fill_value=0)
+    """Build the indexes of `pages` (ids; numbers outside the pool are skipped) from their keys."""
     built = dict(index)
     for spec in indexes:
         rows = page_index(keys, kind=spec.kind, block_size=spec.block_size)
