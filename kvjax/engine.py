@@ -90,7 +90,8 @@ class Engine:
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
-        self._groups = GroupPages(self.spec, *pool_pages(plan, self.config, pages, device_bytes, pool_host_bytes), self.prefill_chunk)
+        totals = pool_pages(plan, self.config, pages, device_bytes, pool_host_bytes)
+        self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, hot=bool(self.indexes))
         self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
         self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames)
         self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attend import asked_of, attend_chunk, pages_of, reader_of, recall_chunk, recall_tokens, stage, write
+from kvjax.attend import asked_of, attend_chunk, attend_hot, pages_of, reader_of, recall_chunk, recall_tokens, stage, write
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
@@ -168,28 +168,35 @@ def decode(
     spec, tables = cache.spec, frame_tables(cache)
 
     def mix(layer: int, heads: LayerInput, carry):
-        layers, states, listed = carry
+        layers, states, listed, hot, copied = carry
         if isinstance(heads, Recurrence):
             out, after = recall_tokens(cache, layers, layer, heads, active)
-            return out, (_replace(layers, layer, after), states, listed)
+            return out, (_replace(layers, layer, after), states, listed, hot, copied)
         table, page_size = cache.table_of(layer), spec.group_of(layer).page_size
         frames = tables.get(spec.layers[layer].group)
         layers = _replace(layers, layer, write(cache, layers, layer, heads, positions, valid, indexes, frames))
         read = pages_of(spec, layers, layer)
         place, count = spec.paged.index(layer), len(spec.paged)
         sizes = {"layer": place, "num_layers": count, "page_size": page_size, "sm_scale": heads.sm_scale}
-        ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads), moved=frames)
+        border = None if frames is None else cache.residency[spec.layers[layer].group].border
+        ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads), moved=frames, border=border)
         reader, before = reader_of(policy, heads), states[place]
-        out, blocks, state = _read_by_turns(reader, heads.q, read, ctx, before)
+        owner = layer if spec.layers[layer].share_with is None else spec.layers[layer].share_with
+        if hot and hot[owner] is not None and (found := attend_hot(reader, heads.q, read, ctx, before, hot[owner])) is not None:
+            out, blocks, state, after, buffer, count = found
+            layers, hot, copied = _replace(layers, owner, after), _replace(hot, owner, buffer), _replace(copied, place, count)
+        else:
+            out, blocks, state = _read_by_turns(reader, heads.q, read, ctx, before)
         if watch is not None:
             watch(reader, heads.q, read, ctx, blocks, before)
-        return out, (layers, _replace(states, place, state), (*listed, blocks))
+        return out, (layers, _replace(states, place, state), (*listed, blocks), hot, copied)
 
-    hidden, (layers, states, listed) = decoder.hidden(params, tokens, positions, mix, (cache.layers, states, ()))
+    start = (cache.layers, states, (), cache.hot, (None,) * len(spec.paged))
+    hidden, (layers, states, listed, hot, copied) = decoder.hidden(params, tokens, positions, mix, start)
     reads = _count_reads(listed, lengths, spec, num_tokens)
     if tables:
-        reads = _count_frames(reads, listed, cache, tables, positions, valid, lengths)
-    after = cache.replace(layers=layers, lengths=jnp.where(active, lengths, cache.lengths))
+        reads = _count_frames(reads, listed, copied, cache, tables, positions, valid, lengths)
+    after = cache.replace(layers=layers, hot=hot, lengths=jnp.where(active, lengths, cache.lengths))
     return decoder.logits(params, hidden), after, states, reads
 
 
@@ -314,6 +321,7 @@ def _count_listed(
 def _count_frames(
     reads: Reads,
     listed: tuple[Blocks | None, ...],
+    from_host: tuple[Int[Array, "B"] | None, ...],
     cache: Cache,
     tables: dict[str, Int[Array, "B M"]],
     positions: Int[Array, "B T"],
@@ -322,33 +330,35 @@ def _count_frames(
 ) -> Reads:
     """`reads` with `missing`, and with `host_bytes` where pages may lie in host memory.
 
-    listed: one per layer that attends to pages. tables: tables of frames. Layers with lists of one kind are counted together.
+    listed: one per layer that attends to pages. from_host: how many of its blocks came from host memory, where a hot buffer counted them;
+    else None. tables: tables of frames. Layers with lists of one kind are counted together.
     """
     spec, missing, host_bytes = cache.spec, jnp.zeros_like(lengths), jnp.zeros(lengths.shape, jnp.float32)
     kinds: dict[tuple, list[Blocks | None]] = {}
-    for layer, blocks in zip(spec.paged, listed, strict=True):
+    for layer, blocks, counted in zip(spec.paged, listed, from_host, strict=True):
         group, kind = spec.group_of(layer), spec.layers[layer]
         if group.name not in tables:
             continue
         size, heads = (group.page_size, kind.kv_heads) if blocks is None else (blocks.block_size, 1)
         size_bytes = heads * size * (kind.width // kind.kv_heads) * jnp.dtype(kind.dtype).itemsize
         shape = None if blocks is None else (size, blocks.window, blocks.ids.shape[:-2], blocks.ids.shape[-1])
-        kinds.setdefault((group, size_bytes, shape), []).append(blocks)
-    for (group, size_bytes, shape), lists in kinds.items():
+        kinds.setdefault((group, size_bytes, shape, counted is not None), []).append(blocks)
+        host_bytes += 0.0 if counted is None else float(size_bytes) * counted
+    for (group, size_bytes, shape, is_counted), lists in kinds.items():
         frames, sizes = tables[group.name], {"page_size": group.page_size, "num_queries": positions.shape[1]}
         if shape is not None:  # the lists of all layers, as if of more KV heads
             sizes |= {"blocks": jnp.concatenate([blocks.ids for blocks in lists], axis=-2), "block_size": shape[0], "window": shape[1]}
         read, frame = pages.frames_read(frames, lengths, **sizes)
         layers, axes = 1 if shape is not None else len(lists), range(1, read.ndim)
         missing += layers * (read & (frame < 0)).sum(axes, dtype=jnp.int32)
-        if (border := cache.residency[group.name].device) is not None:
+        if not is_counted and (border := cache.residency[group.name].border) is not None:
             host_bytes += float(layers * size_bytes) * (read & (frame >= border)).sum(axes, dtype=jnp.float32)
     for number in spec.holding:
         group = spec.group_of(number)
         if group.name in tables:
             nowhere = pages.physical(tables[group.name], positions // group.page_size, valid, -1) < 0
             missing += (valid & nowhere).sum(axis=1, dtype=jnp.int32)
-    on_host = any(each.device is not None for each in cache.residency.values())
+    on_host = any(each.border is not None for each in cache.residency.values())
     return reads.replace(missing=missing, host_bytes=host_bytes if on_host else None)
 
 

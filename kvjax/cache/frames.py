@@ -11,20 +11,23 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.cache.spanning import FrameCounts
+
 
 class Frames:
-    """The frames of one layer group, on the host. Frames below `device` lie on the device, the `host` ones after them in host memory.
+    """The frames of one layer group, on the host.
 
-    There are as many page ids as frames. frame_of: by page id, -1 for a page without a frame. changed: whether that has changed since the
+    frame_of: by page id, -1 for a page without a frame. changed: whether that has changed since the
     caller last set this to False. moved: pages that moved to host memory so far.
     """
 
-    def __init__(self, device: int, host: int):
-        self.device, self.host, self.moved = device, host, 0
-        self.frame_of = np.full(device + host, -1, np.int32)
+    def __init__(self, counts: FrameCounts):
+        self.counts, self.moved = counts, 0
+        self.frame_of = np.full(counts.device + counts.host, -1, np.int32)
         self.changed = True
-        self._free_device = list(range(device - 1, -1, -1))
-        self._free_host = list(range(device + host - 1, device - 1, -1))
+        self._free_device = list(range(counts.device - 1, -1, -1))
+        self._free_host = list(range(counts.total - 1, counts.border - 1, -1))
+        self._bound: list[int] = []
         self._there: dict[int, None] = {}  # pages on the device, those that have been there longest first
         self._moves: dict[int, tuple[int, int]] = {}  # by page: its frame before, and the one that its bytes have to be copied to
 
@@ -36,7 +39,7 @@ class Frames:
     @property
     def on_host(self) -> int:
         """Pages in frames of host memory."""
-        return self.host - len(self._free_host)
+        return self.counts.host - len(self._free_host)
 
     def bind(self, pages: Sequence[int]) -> None:
         """Give each of these pages that has no frame one, on the device if possible. Other pages may have to move: see `take_moves`."""
@@ -50,6 +53,7 @@ class Frames:
             if on_device:
                 self._there[page] = None
             self.changed = True
+        self._bound += new
 
     def release(self, pages: Iterable[int]) -> None:
         """Nobody needs the content of these pages any more: their frames are free."""
@@ -59,7 +63,7 @@ class Frames:
                 continue
             self._moves.pop(page, None)
             self._there.pop(page, None)
-            (self._free_device if frame < self.device else self._free_host).append(frame)
+            (self._free_device if frame < self.counts.device else self._free_host).append(frame)
             self.frame_of[page], self.changed = -1, True
 
     def take_moves(self) -> Int[np.ndarray, "n 2"]:
@@ -67,6 +71,11 @@ class Frames:
         frame is written to twice, or read after it was written to."""
         moves, self._moves = np.array(list(self._moves.values()), np.int32).reshape(-1, 2), {}
         return moves
+
+    def take_bound(self) -> list[int]:
+        """Pages that got a frame since the last call: what they held before is gone."""
+        bound, self._bound = self._bound, []
+        return bound
 
     @property
     def moving(self) -> bool:

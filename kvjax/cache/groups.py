@@ -10,9 +10,14 @@ from jaxtyping import Int
 
 from kvjax.cache.allocator import OutOfPages, PageAllocator
 from kvjax.cache.frames import Frames
+from kvjax.cache.hot import WAYS
+from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec
 from kvjax.cache.tables import page_table, staged_width
 from kvjax.cache.types import IndexSpec, LayerCache
+
+HOT_SHARE = 0.75
+"""Share of the device's frames that holds copies of the host's tiles, where pages lie in host memory."""
 
 PageIds = dict[str, list[int]]
 """The pages of one sequence, by group: logical page -> page id, including reserved ones; -1 for a page that a window gave back."""
@@ -29,15 +34,20 @@ class GroupPages:
     """The pages of every layer group, and the sequences that hold them.
 
     totals: pages of each group. host: how many of them lie in host memory, in groups that keep all tokens. chunk: tokens that prefill
-    writes at a time; a window group keeps the pages that the next token's chunk reads. has_windows: whether any group gives pages back.
-    frames: of the groups with pages in host memory.
+    writes at a time; a window group keeps the pages that the next token's chunk reads. hot: whether steps list pages, so that a part of the
+    device's is worth more as a hot buffer. has_windows: whether any group gives pages back. frames: of the groups with pages in host
+    memory.
     """
 
-    def __init__(self, spec: CacheSpec, totals: Mapping[str, int], host: int, chunk: int):
-        self.spec, self.chunk = spec, chunk
+    def __init__(self, spec: CacheSpec, totals: Mapping[str, int], host: int, chunk: int, *, hot: bool):
+        self.spec, self.chunk, totals = spec, chunk, dict(totals)
+        self.frames: dict[str, Frames] = {}
+        for group in spec.groups if host else ():
+            if group.window is None and group.page_size != WHOLE:
+                copies = hot_frames(totals[group.name] - host, -(-chunk // group.page_size)) if hot else 0
+                totals[group.name] -= copies
+                self.frames[group.name] = Frames(FrameCounts(totals[group.name] - host, copies, host))
         self.allocators = {group.name: PageAllocator(totals[group.name]) for group in spec.groups}
-        whole = [group.name for group in spec.groups if group.window is None and group.page_size != WHOLE]
-        self.frames = {name: Frames(totals[name] - host, host) for name in whole} if host else {}
         for name, frames in self.frames.items():
             self.allocators[name].on_free = frames.release
         self.has_windows = any(group.window is not None for group in spec.groups)
@@ -45,7 +55,7 @@ class GroupPages:
     def empty(self, indexes: tuple[IndexSpec, ...]) -> tuple[LayerCache | None, ...]:
         """The arrays of all pages, as `CacheSpec.empty` makes them. MemoryError, NotImplementedError: see `kvjax.cache.spanning.empty`."""
         totals = {name: each.total for name, each in self.allocators.items()}
-        return self.spec.empty(totals, indexes, {name: frames.device for name, frames in self.frames.items()})
+        return self.spec.empty(totals, indexes, {name: frames.counts for name, frames in self.frames.items()})
 
     @property
     def used(self) -> dict[str, int]:
@@ -185,3 +195,9 @@ def most_pages(group: GroupSpec, chunk: int) -> int | float:
     if group.page_size == WHOLE:
         return 1
     return float("inf") if group.window is None else pages_for(group.window - 1 + chunk + MOST_TOKENS - 1, group) + 1
+
+
+def hot_frames(device: int, chunk: int) -> int:
+    """How many of a group's frames on the device are a hot buffer, if other pages lie in host memory. chunk: pages of a chunk of prefill,
+    which need places of their own, as open pages do."""
+    return max(0, min(int(HOT_SHARE * device), device - 2 * chunk)) // WAYS * WAYS

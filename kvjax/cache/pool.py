@@ -11,9 +11,10 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache.frames import Frames
+from kvjax.cache.hot import HotTiles, empty_hot, forget
 from kvjax.cache.residency import Residency, check_missing
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.types import Cache, LayerCache, SlotLayer
+from kvjax.cache.types import Cache, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.writes import copy_page, move_frames
 
 Layers = tuple[LayerCache | None, ...]
@@ -31,6 +32,7 @@ class Pool:
         self.frames, self.spec = dict(frames or {}), spec
         self._layers = layers
         self._residency: dict[str, Residency] = {}
+        self._hot = tuple(self._empty_hot(number) for number in range(len(spec.layers))) if self.frames else ()
         self._missing: list[jax.Array] = []  # counts of chunks of prefill that were not looked at yet
         self._latest: jax.Array | None = None  # an output of the latest call, which shows whether it failed
         self._failure: Exception | None = None
@@ -52,14 +54,15 @@ class Pool:
         layers = self.layers[first:last]
         for name, frames in self.frames.items():
             if frames.changed:
-                self._residency[name] = Residency(jax.device_put(frames.frame_of.copy()), frames.device)
+                self._residency[name] = Residency(jax.device_put(frames.frame_of.copy()), frames.counts.border)
                 frames.changed = False
         residency = {group.name: self._residency[group.name] for group in spec.groups if group.name in self.frames}
-        return Cache(layers, tables, lengths, spec, residency)
+        return Cache(layers, tables, lengths, spec, residency, self._hot_buffers() if last is None else ())
 
     def keep(self, cache: Cache, latest: Array, first: int = 0, last: int | None = None) -> tuple[Layers, Array]:
         """For `run`: all pages, those of layers [first, last) taken from a step's result. latest: another of its outputs."""
         self._residency |= cache.residency
+        self._hot = cache.hot or self._hot
         layers = self._layers
         return (*layers[:first], *cache.layers, *(() if last is None else layers[last:])), latest
 
@@ -71,7 +74,8 @@ class Pool:
     def any_on_host(self, pages: Mapping[str, Sequence[int]]) -> bool:
         """Whether any of these pages lies in host memory. By layer group; ids below 0 are skipped."""
         return any(
-            (frames.frame_of[[page for page in pages[name] if page >= 0]] >= frames.device).any() for name, frames in self.frames.items()
+            (frames.frame_of[[page for page in pages[name] if page >= 0]] >= frames.counts.border).any()
+            for name, frames in self.frames.items()
         )
 
     def frames_of(self, group: str, pages: Any) -> Int[np.ndarray, "..."]:
@@ -106,15 +110,32 @@ class Pool:
         while self._missing and (self._missing[0].is_ready() or len(self._missing) > 64):
             check_missing(self._missing.pop(0))
 
+    def _empty_hot(self, number: int) -> HotTiles | None:
+        """A layer's hot buffer; None where it has none."""
+        layer, frames = self._layers[number], self.frames.get(self.spec.layers[number].group)
+        if frames is None or not isinstance(layer, PagedKV):
+            return None
+        return empty_hot(layer.pages.kv_heads, frames.counts.device, frames.counts.hot)
+
+    def _hot_buffers(self) -> tuple[HotTiles | None, ...]:
+        """Every layer's hot buffer, without pages that got a new content."""
+        for name, frames in self.frames.items():
+            bound, numbers = frames.take_bound(), [number for number in self.spec.layers_of(name) if self._hot[number] is not None]
+            if bound and numbers:
+                dead = np.zeros(len(frames.frame_of), bool)
+                dead[bound] = True
+                without = iter(forget(tuple(self._hot[number] for number in numbers), dead))
+                self._hot = tuple(next(without) if number in numbers else each for number, each in enumerate(self._hot))
+        return self._hot
+
     def _move(self, group: str, moves: Int[np.ndarray, "n 2"]) -> None:
         """Copy frames of a layer group to others, in all of its layers."""
         numbers = tuple(number for number in self.spec.layers_of(group) if self.spec.layers[number].share_with is None)
-        nowhere = self.frames[group].device + self.frames[group].host
         done = 0
         while done < len(moves):
             size = max(each for each in MOVES if each == 1 or each <= len(moves) - done)
             part = moves[done : done + size]
-            padded = np.full((size, 2), (0, nowhere), np.int32)
+            padded = np.full((size, 2), -1, np.int32)
             padded[: len(part)] = part
             try:
                 self.run(move_frames, self._layers, padded[:, 0].copy(), padded[:, 1].copy(), numbers=numbers)

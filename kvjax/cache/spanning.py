@@ -8,6 +8,7 @@ JAX through DLPack. That a donated array of this kind is updated in place, and n
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import math
 
@@ -15,6 +16,27 @@ import jax
 import jax.dlpack
 import jax.numpy as jnp
 from jaxtyping import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameCounts:
+    """Frames of a layer group, in this order: on the device; there too, for copies of the host's tiles (`kvjax.cache.hot`); in host memory.
+    There are as many pages as frames of the first and the last kind."""
+
+    device: int
+    hot: int
+    host: int
+
+    @property
+    def border(self) -> int:
+        """The first frame in host memory."""
+        return self.device + self.hot
+
+    @property
+    def total(self) -> int:
+        """All frames."""
+        return self.border + self.host
+
 
 ON_DEVICE, ON_HOST = 1, 3
 """Kinds of places of CUDA memory: a device, a host's NUMA node."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.types import IndexSpec, LayerCache, SlotLayer, empty_latents, empty_layer
 
 WHOLE = 1 << 30
@@ -55,12 +56,12 @@ class PagedSpec:
         return 2 * self.kv_heads * self.head_dim
 
     def empty(
-        self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), device_frames: int | None = None
+        self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), frames: FrameCounts | None = None
     ) -> LayerCache | None:
-        """`num_pages` zeroed pages, with the indexes; None for a layer that reads another's. device_frames: as in `empty_layer`."""
+        """`num_pages` zeroed pages, with the indexes; None for a layer that reads another's. frames: as in `empty_layer`."""
         if self.share_with is not None:
             return None
-        return empty_layer(num_pages, self.kv_heads, page_size, self.head_dim, jnp.dtype(self.dtype), indexes, device_frames)
+        return empty_layer(num_pages, self.kv_heads, page_size, self.head_dim, jnp.dtype(self.dtype), indexes, frames)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +90,13 @@ class LatentSpec:
         """Elements of a token that attention reads; values are a part of keys."""
         return self.latent_dim + self.rope_dim
 
-    def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), device_frames: int | None = None) -> LayerCache:
-        """`num_pages` zeroed pages. device_frames: as in `empty_layer`. NotImplementedError for indexes other than the
+    def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), frames: FrameCounts | None = None) -> LayerCache:
+        """`num_pages` zeroed pages. frames: as in `empty_layer`. NotImplementedError for indexes other than the
         indexer's keys, which are always there."""
         if indexes:
             raise NotImplementedError(f"latent pages have the indexer's keys and no other index, asked for {indexes[0].name}")
         sizes = (num_pages, page_size, self.latent_dim, self.rope_dim, self.index_dim)
-        return empty_latents(*sizes, jnp.dtype(self.dtype), jnp.dtype(self.index_dtype), device_frames)
+        return empty_latents(*sizes, jnp.dtype(self.dtype), jnp.dtype(self.index_dtype), frames)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +150,7 @@ class RecurrentSpec:
         """Elements of a token that go through the convolution: its queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-    def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), device_frames: int | None = None) -> SlotLayer:
+    def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), frames: FrameCounts | None = None) -> SlotLayer:
         """`num_pages` rows of zeros, each for `self.page_size` tokens, whatever the group's page size is. There is nothing to
         index, and nothing in host memory."""
         rows = self.page_size + min(self.page_size, MOST_TOKENS) - 1
@@ -237,11 +238,11 @@ class CacheSpec:
         return sum(layer.kv_heads for layer in self.layers)
 
     def empty(
-        self, pages: Mapping[str, int], indexes: tuple[IndexSpec, ...] = (), device_frames: Mapping[str, int] | None = None
+        self, pages: Mapping[str, int], indexes: tuple[IndexSpec, ...] = (), frames: Mapping[str, FrameCounts] | None = None
     ) -> tuple[LayerCache | None, ...]:
         """Zeroed pages of every layer, None for one that reads another's. pages: how many, by group. indexes: those of layers that read all
-        tokens. device_frames: how many of them lie on the device, for groups of which the others lie in host memory."""
-        known = device_frames or {}
+        tokens. frames: where pages lie, for groups with pages in host memory."""
+        known = frames or {}
         return tuple(self._empty(number, pages[layer.group], indexes, known.get(layer.group)) for number, layer in enumerate(self.layers))
 
     def bytes_per_page(self, group: str, indexes: tuple[IndexSpec, ...] = ()) -> int:
@@ -258,6 +259,6 @@ class CacheSpec:
     def _named(self, name: str) -> GroupSpec:
         return next(group for group in self.groups if group.name == name)
 
-    def _empty(self, number: int, pages: int, indexes: tuple[IndexSpec, ...], device_frames: int | None = None) -> LayerCache | None:
+    def _empty(self, number: int, pages: int, indexes: tuple[IndexSpec, ...], frames: FrameCounts | None = None) -> LayerCache | None:
         group = self.group_of(number)
-        return self.layers[number].empty(pages, group.page_size, indexes if group.window is None else (), device_frames)
+        return self.layers[number].empty(pages, group.page_size, indexes if group.window is None else (), frames)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.types import INDEXER, INDEXER_SCALES, IndexSpec, LatentPages, LayerCache, PagedKV
 from pallas_kernels import dispatch
 from pallas_kernels.append_tokens import append_tokens
+from pallas_kernels.copy_tiles import copy_tiles
 from pallas_kernels.indexer_scores import quantize_keys
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import CODES, physical
@@ -127,12 +128,11 @@ def copy_page(
 def move_frames(
     layers: tuple[LayerCache | None, ...], sources: Int[Array, " n"], targets: Int[Array, " n"], *, numbers: tuple[int, ...]
 ) -> tuple[LayerCache | None, ...]:
-    """The layers `numbers` with the keys and values of frames `sources` copied to frames `targets`; targets past the pool are skipped. Rows
+    """The layers `numbers` with the keys and values of frames `sources` copied to frames `targets`; targets below 0 are skipped. Rows
     of indexes stay where they are. DONATES layers."""
     moved = list(layers)
     for number in numbers:
         pages = layers[number].pages
-        moved[number] = layers[number].replace(
-            pages=jax.tree.map(lambda pool: pool.at[targets].set(pool[sources], mode="drop", unique_indices=True), pages)
-        )
+        every_head = [jnp.broadcast_to(frames[:, None], (len(frames), pages.kv_heads)) for frames in (sources, targets)]
+        moved[number] = layers[number].replace(pages=copy_tiles(pages, *every_head))
     return tuple(moved)

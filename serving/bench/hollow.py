@@ -108,8 +108,8 @@ class PassingDecoder(TransformerDecoder):
 
     def hidden(self, params: Any, tokens: jax.Array, positions: jax.Array, mix: Any, state: Any) -> tuple[jax.Array, Any]:
         """The embeddings, and an unchanged state with no list for any layer."""
-        layers, states, *_ = state
-        return self.embed(params, tokens), (layers, states, (None,) * len(layers))
+        layers, states, _, *rest = state
+        return self.embed(params, tokens), (layers, states, (None,) * len(layers), *rest)
 
 
 @functools.lru_cache(maxsize=1)
