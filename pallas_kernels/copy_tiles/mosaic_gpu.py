@@ -56,10 +56,10 @@ def _copy(s: Shape, pages, sources, targets):
 
     def copy_kernel(sources_ref, targets_ref, *pool_refs):
         @lanes.stage(unit=lax.axis_index("unit"))
-        def run(arrays, unit):
+        def run(arrays, _, unit):
             copy_tile(s, unit, *arrays)
 
-        run((sources_ref, targets_ref, pool_refs))
+        run((sources_ref, targets_ref, pool_refs), ())
 
     plgpu.kernel(copy_kernel, grid=(sources.size,), grid_names=("unit",))(sources, targets, *refs)
     return jax.tree.unflatten(tree, [jax.freeze(ref) for ref in refs])
