@@ -96,16 +96,9 @@ def attend_hot(
     blocks, state = policy.select(query, layer, ctx, state)
     if blocks is None or blocks.ids.ndim != 3 or blocks.block_size != ctx.page_size:
         return None
-    ids, border = blocks.ids, ctx.border
-    at = jnp.maximum(ids, 0).reshape(len(ids), -1)
-    page_ids, frames = (
-        jnp.where(ids >= 0, jnp.take_along_axis(table, at, axis=1, mode="fill", fill_value=-1).reshape(ids.shape), -1)
-        for table in (ctx.page_table, ctx.frames)
-    )
-    sealed = (ids + 1) * ctx.page_size <= ctx.lengths[:, None, None] - query.shape[1]
-    hot, pages, frames, copied = fetch(hot, layer.pages, page_ids, frames, (frames >= border) & sealed)
-    count = (copied | (frames >= border)).sum((1, 2), dtype=jnp.int32)
-    listed = {"blocks": ids, "block_frames": frames, "block_size": ctx.page_size, "window": blocks.window}
+    where = (blocks.ids, ctx.page_table, ctx.frames, ctx.lengths)
+    hot, pages, frames, count = fetch(hot, layer.pages, *where, num_queries=query.shape[1], border=ctx.border)
+    listed = {"blocks": blocks.ids, "block_frames": frames, "block_size": ctx.page_size, "window": blocks.window}
     static = {"sm_scale": ctx.sm_scale, "return_block_lse": policy.learns}
     out, _, *block_lse = gather_attention(query, pages, ctx.frames, ctx.lengths, **listed, **static)
     state = policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state

@@ -37,6 +37,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "gated_delta": ("xla", "reference"),
     "indexer_scores": ("xla", "reference"),
     "page_index": ("xla", "reference"),
+    "place_tiles": ("mosaic_gpu", "xla", "reference"),
     "project_tokens": ("mosaic_gpu", "xla", "reference"),
     "query_sparse_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "select_blocks": ("mosaic_gpu", "mosaic_tpu", "composed", "xla", "reference"),

@@ -10,11 +10,11 @@ from jaxtyping import Int
 
 from kvjax.cache.allocator import OutOfPages, PageAllocator
 from kvjax.cache.frames import Frames
-from kvjax.cache.hot import WAYS
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec
 from kvjax.cache.tables import page_table, staged_width
 from kvjax.cache.types import IndexSpec, LayerCache
+from pallas_kernels.place_tiles import WAYS
 
 HOT_SHARE = 0.75
 """Share of the device's frames that holds copies of the host's tiles, where pages lie in host memory."""

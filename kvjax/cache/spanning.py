@@ -140,7 +140,8 @@ class _Range:
     """Consecutive addresses over `device_bytes` of device memory, rounded up to whole pieces, and `host_bytes` of host memory."""
 
     def __init__(self, device_bytes: int, host_bytes: int):
-        self._driver = driver = _cuda()
+        self._driver, self._number = _cuda(), ctypes.c_ulonglong(0)
+        driver = self._driver
         device = _Properties(kind=1, place=_Place(ON_DEVICE, 0))
         host = _Properties(kind=1, place=_Place(ON_HOST, max(_attribute(driver, HOST_NUMA_ID), 0)))
         grain = math.lcm(self._grain(device), self._grain(host))
@@ -182,9 +183,10 @@ class _Range:
 
     def free(self) -> None:
         """Give the memory and the addresses back."""
+        number = type(self._number)
         if self._mapped:
-            self._driver.cuMemUnmap(ctypes.c_ulonglong(self.address), _size(self._mapped))
-        self._driver.cuMemAddressFree(ctypes.c_ulonglong(self.address), _size(self.bytes))
+            self._driver.cuMemUnmap(number(self.address), number(self._mapped))
+        self._driver.cuMemAddressFree(number(self.address), number(self.bytes))
 
 
 _size = ctypes.c_size_t
@@ -212,10 +214,18 @@ _exported: dict[int, _Exported] = {}
 """Arrays that JAX still uses, by the address of their `_Tensor`."""
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-def _delete(address: int) -> None:
-    if (exported := _exported.pop(address, None)) is not None:
-        exported.memory.free()
+def _make_deleter():
+    exported, free = _exported, _Range.free  # when Python ends, it empties modules before JAX gives up its arrays
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def delete(address: int) -> None:
+        if (array := exported.pop(address, None)) is not None:
+            free(array.memory)
+
+    return delete
+
+
+_delete = _make_deleter()
 
 
 class _Exported:

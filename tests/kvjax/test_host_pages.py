@@ -110,8 +110,8 @@ def _open_pages_are_kept(monkeypatch):
     """The hot buffer keeps tiles of pages that are still written to."""
     honest = hot.fetch
 
-    def fetch(buffer, pages, page_ids, frames, wanted):
-        return honest(buffer, pages, page_ids, frames, frames >= buffer.first + FRAMES.hot)
+    def fetch(buffer, pages, blocks, table, frames, lengths, **sizes):
+        return honest(buffer, pages, blocks, table, frames, lengths + pages.page_size, **sizes)
 
     monkeypatch.setattr(attend, "fetch", fetch)
 
@@ -120,9 +120,9 @@ def _late_copies(monkeypatch):
     """Attention reads the hot buffer as it was before the missing tiles were copied there."""
     honest = hot.fetch
 
-    def fetch(buffer, pages, page_ids, frames, wanted):
-        buffer, _, frames, copied = honest(buffer, pages, page_ids, frames, wanted)
-        return buffer, pages, frames, copied
+    def fetch(buffer, pages, *lists, **sizes):
+        buffer, _, frames, count = honest(buffer, pages, *lists, **sizes)
+        return buffer, pages, frames, count
 
     monkeypatch.setattr(attend, "fetch", fetch)
 
@@ -176,23 +176,27 @@ class TestFrames:
 
 def test_a_fetch_holds_what_it_says():
     """Random lists, more than the buffer holds: a held tile has the bytes of its page, and tiles of one list are found the next time."""
-    rng, counts = np.random.default_rng(0), FrameCounts(2, 16, 60)
-    pages = hot.Pages(*(jnp.asarray(rng.normal(size=(counts.total, 2, 4, 8)), jnp.float32) for _ in range(2)))
+    rng, counts, size = np.random.default_rng(0), FrameCounts(2, 16, 60), 4
+    pages = hot.Pages(*(jnp.asarray(rng.normal(size=(counts.total, 2, size, 8)), jnp.float32) for _ in range(2)))
     original, buffer = pages, hot.empty_hot(2, counts.device, counts.hot)
+    table = jnp.asarray([rng.permutation(60) for _ in range(3)], jnp.int32)
+    frames, sizes = table + counts.border, {"num_queries": 1, "border": counts.border}
+    heads = jnp.broadcast_to(jnp.arange(2)[None, :, None], (3, 2, 5))
+    hits = 0
     for number in range(30):
-        ids = jnp.asarray([[rng.permutation(60)[:5] for _ in range(2)] for _ in range(3)], jnp.int32)
-        wanted = jnp.asarray(rng.random(ids.shape) < 0.9)
-        buffer, pages, frames, copied = hot.fetch(buffer, pages, ids, ids + counts.border, wanted)
-        heads = jnp.broadcast_to(jnp.arange(2)[None, :, None], ids.shape)
+        blocks = jnp.asarray([[rng.permutation(60)[:5] for _ in range(2)] for _ in range(3)], jnp.int32)
+        lengths = jnp.asarray(rng.integers(100, 60 * size + 1, 3), jnp.int32)
+        buffer, pages, found, count = hot.fetch(buffer, pages, blocks, table, frames, lengths, **sizes)
+        real = jnp.take_along_axis(frames, blocks.reshape(3, -1), axis=1).reshape(blocks.shape)
         for pool, before in ((pages.k, original.k), (pages.v, original.v)):
-            assert jnp.array_equal(pool[frames, heads], before[ids + counts.border, heads])
-        assert not bool((copied & ~wanted).any()) and bool((frames[~wanted] == (ids + counts.border)[~wanted]).all())
-        assert not bool((copied & ~wanted).any())
-        assert bool((frames[~wanted] == (ids + counts.border)[~wanted]).all())
-        held = frames < counts.border
-        buffer, pages, same, copied = hot.fetch(buffer, pages, ids, ids + counts.border, wanted)
-        assert not bool(copied[held].any()), number
-        assert bool((same[held] == frames[held]).all()), number
+            assert jnp.array_equal(pool[found, heads], before[real, heads])
+        held = found < counts.border
+        assert not bool((held & ((blocks + 1) * size > lengths[:, None, None] - 1)).any()), "an open page is held"
+        hits += int(blocks.size - count.sum())
+        buffer, pages, same, count = hot.fetch(buffer, pages, blocks, table, frames, lengths, **sizes)
+        assert bool((same[held] == found[held]).all()), number
+        assert int(count.sum()) <= int((~held).sum()), number
+    assert hits > 20
 
 
 def test_sizes_that_cannot_be_are_refused():
