@@ -460,6 +460,9 @@ class Scheduler:
         self._ended = False
         ended = [sample for sample in self._started() if sample.finish_reason is not None]
         for sample in ended:
+            if sample.finish_reason != "error":  # what a page holds must be known where it is kept for later prompts
+                sequence = sample.sequence
+                sequence.tokens += sample.ids[: sequence.length - len(sequence.tokens)]
             self._drop(sample)
         for handle in dict.fromkeys(sample.handle for sample in ended):
             self._settle(handle)

@@ -137,6 +137,7 @@ def check_paths(source: Path, out: Path, overwrite: bool) -> None:
 
 def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path, defaults: Defaults, slots: int | None) -> dict[str, Any]:
     """Everything that the answers depend on. It must be equal to continue an earlier run."""
+    stats = engine.stats()
     with open(source, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {
@@ -147,6 +148,7 @@ def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path
         "page size": engine.page_size,
         "prefill chunk": engine.prefill_chunk,
         "dtype": str(engine.dtype),
+        "--reuse-any": None if stats is None or stats.exact else True,
         "--max-batch": slots,
         "--max-new-tokens": defaults.max_new_tokens,
         "--temperature": defaults.temperature,

@@ -36,6 +36,7 @@ from kvjax.serving.cli.options import (
     PagesOption,
     PolicyOption,
     PrefillOption,
+    ReuseAnyOption,
     ReuseOption,
     SeedOption,
     TokensOption,
@@ -132,6 +133,7 @@ def batch_command(
     max_positions: MaxPositionsOption = None,
     device_memory: DeviceMemoryOption = None,
     reuse: ReuseOption = False,
+    reuse_any: ReuseAnyOption = False,
     host_memory: HostMemoryOption = None,
     disk: DiskOption = None,
     disk_size: DiskSizeOption = None,
@@ -150,7 +152,7 @@ def batch_command(
     from kvjax.serving.batch.records import Defaults
 
     check_paths(source, out, overwrite)
-    kept = stores(reuse, host_memory, disk, disk_size)
+    kept = stores(reuse, reuse_any, host_memory, disk, disk_size)
     loaded = load_model(model, dtype, max_positions)
     defaults = Defaults(max_new_tokens, temperature, seed)
     if pages is None and device_memory is None:

@@ -173,6 +173,14 @@ ReuseOption = Annotated[
         "do so, too. A larger --device-memory keeps more.",
     ),
 ]
+ReuseAnyOption = Annotated[
+    bool,
+    typer.Option(
+        "--reuse-any",
+        help="As --reuse, but also find pages that were written in another way: by other prefill policies, in other chunks, or by decode "
+        "steps. Answers may differ a little with what was found.",
+    ),
+]
 ImplementationOption = Annotated[
     str | None,
     typer.Option(help="Run the ops as another platform does: xla, cudnn or blackwell. [default: the best here]", show_default=False),
@@ -194,13 +202,13 @@ def named_run(kind: str, implementation: str | None) -> dict[str, str]:
     return {"bench": kind} if implementation is None else {"bench": f"{kind}-forced", "implementation": implementation}
 
 
-def stores(reuse: bool, host_memory: int | None, disk: Path | None, disk_size: int | None) -> StoreOptions:
+def stores(reuse: bool, reuse_any: bool, host_memory: int | None, disk: Path | None, disk_size: int | None) -> StoreOptions:
     """The stores of an engine. Called before JAX starts: it asks JAX for as much pinned host memory as `--host-memory` needs."""
     if (disk is None) != (disk_size is None):
         raise typer.BadParameter("--disk and --disk-size go together: give both, or neither", param_hint="--disk")
     if host_memory is not None:
         os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory // 10**9 + 2))
-    return {"reuse": reuse or None, "host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size}
+    return {"reuse": "any" if reuse_any else reuse or None, "host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size}
 
 
 def load_model(model: str, dtype: Dtype | None, max_positions: int | None) -> Model:
