@@ -66,12 +66,14 @@ def run_file(
     defaults: Defaults = Defaults(),  # noqa: B008
     overwrite: bool = False,
     console: Console | None = None,
+    stores: bool = False,
 ) -> Summary:
     """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing figures.
 
     Answers are written to `out` + ".partial" as they complete. A killed job that is run again does only what is missing. ValueError if
     model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, slots, defaults or input are not those it began with. `out`
-    appears complete at the end; ValueError if it exists already, unless overwrite. console: where to show progress; None: nowhere.
+    appears complete at the end; ValueError if it exists already, unless overwrite. console: where to show progress; None: nowhere. stores:
+    show what pages are kept where, too, where the engine keeps any.
     """
     source, out = Path(source), Path(out)
     check_paths(source, out, overwrite)
@@ -87,7 +89,10 @@ def run_file(
             summary.add(result, earlier=True)
         missing = [record for record in records if record.line not in partial.earlier]
         work = {record.line: record.size // 4 + record.sampling.get("max_new_tokens", 1) for record in records}
-        with JobProgress(work, partial.earlier, console or Console(quiet=True)) as progress:
+        kept = {} if engine.stats() is None else {"found": lambda: engine.stats().found_tokens}
+        if kept and stores:
+            kept["below"] = lambda: str(engine.stats())
+        with JobProgress(work, partial.earlier, console or Console(quiet=True), **kept) as progress:
             for result in _answer(missing, engine, policy=policy, slots=slots, on_token=progress.token, on_prefill=progress.prefill):
                 partial.append(result)
                 summary.add(result)

@@ -7,8 +7,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -209,6 +209,32 @@ def stores(reuse: bool, reuse_any: bool, host_memory: int | None, disk: Path | N
     if host_memory is not None:
         os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory // 10**9 + 2))
     return {"reuse": "any" if reuse_any else reuse or None, "host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size}
+
+
+OPTION_OF = {
+    "pages": "--pages",
+    "page_size": "--page-size",
+    "prefill_chunk": "--prefill-chunk",
+    "device_bytes": "--device-memory",
+    "host_bytes": "--host-memory",
+    "disk_bytes": "--disk-size",
+    "batch_buckets": "--max-batch",
+}
+"""Options of the command line, by the arguments of an engine that they give."""
+
+
+@contextmanager
+def named_as_options() -> Iterator[None]:
+    """A ValueError about arguments of an engine names the options that gave them."""
+    try:
+        yield
+    except ValueError as error:
+        # The word "pages" alone means pages; before a number, the argument.
+        words = "|".join(name for name in OPTION_OF if name != "pages")
+        said = re.sub(rf"\b({words})\b|^pages (?=\d)", lambda found: OPTION_OF[found[0].strip()] + " " * found[0].endswith(" "), str(error))
+        if said == str(error):
+            raise
+        raise ValueError(said) from error
 
 
 def load_model(model: str, dtype: Dtype | None, max_positions: int | None) -> Model:
