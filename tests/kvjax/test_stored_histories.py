@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import jax
 import pytest
+import store_mutants
 from histories import FAMILIES, LARGE, History, Sizes, engine_for, run_histories
 from quick_cases import rest_long
 from tiny_models import make_family
@@ -29,13 +30,18 @@ class StoredHistory(History):
     """Prompts begin like one of a few texts, so that many are found. totals: of all histories, what was found and given up."""
 
     totals: ClassVar[collections.Counter[str]] = collections.Counter()
+    stores: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0), (5, 0), (0, 9), (5, 9))
+    """Pages of host memory and of the disk: one of these."""
+    texts_drawn: ClassVar[int] = 2
 
     def make_engine(self):
         spec = self.model.config.cache_spec(self.sizes.page)
-        self.texts = self.random.integers(0, self.model.config.vocab_size, (2, self.sizes.longest)).tolist()
+        self.texts = self.random.integers(0, self.model.config.vocab_size, (self.texts_drawn, self.sizes.longest)).tolist()
         page = sum(block_bytes(spec, group.name) for group in spec.groups)
-        host, disk = {"host_bytes": 5 * page}, {"disk": self.folder / f"pages-{time.monotonic_ns()}", "disk_bytes": 9 * page}
-        return engine_for(self.model, self.sizes, reuse=True, **({}, host, disk, host | disk)[self.random.integers(4)])
+        host, disk = self.stores[self.random.integers(len(self.stores))]
+        stores = {"host_bytes": host * page} if host else {}
+        stores |= {"disk": self.folder / f"pages-{time.monotonic_ns()}", "disk_bytes": disk * page} if disk else {}
+        return engine_for(self.model, self.sizes, reuse=True, **stores)
 
     def run(self, length):
         super().run(2 * length)
@@ -134,3 +140,57 @@ def test_the_comparison_sees_a_page_that_was_given_to_others(tmp_path, monkeypat
     monkeypatch.setattr(PageAllocator, "take", take)
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, StoredHistory)
+
+
+class BusyHistory(StoredHistory):
+    """Prompts come and go, so that most of what is found comes back from another store."""
+
+    stores: ClassVar[tuple[tuple[int, int], ...]] = ((12, 24),)
+    texts_drawn: ClassVar[int] = 4
+
+    def possible_calls(self):
+        return ["prefill"] if len(self.held) < 2 else ["prefill", "free", "free", "decode"]
+
+    def prefill_options(self):
+        return {}
+
+
+def test_busy_histories_are_right_and_bring_pages_back(tmp_path, totals):
+    """Where nothing is taken out."""
+    run_histories(make_family("llama"), range(6), tmp_path, SHORT_CHUNKS, BusyHistory)
+    assert min(totals[what] for what in ("host hits", "disk hits", "device evictions", "host evictions")) > 0
+
+
+@pytest.mark.parametrize("mutant", store_mutants.CORRUPTING)
+def test_the_comparison_sees_a_barrier_that_is_missing(mutant, tmp_path, monkeypatch):
+    store_mutants.CORRUPTING[mutant](monkeypatch)
+    with pytest.raises(AssertionError, match="differ"):
+        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, BusyHistory)
+
+
+def test_the_comparison_sees_pages_that_get_their_owner_too_late(tmp_path, monkeypatch):
+    store_mutants.owned_after_taken(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
+        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, BusyHistory)
+
+
+class DamageHistory(BusyHistory):
+    """Host memory holds almost nothing, so that pages come back from disk. damaged: pages that the disk dropped, of all histories."""
+
+    stores: ClassVar[tuple[tuple[int, int], ...]] = ((1, 8),)
+    damaged: ClassVar[int] = 0
+
+    def differences(self):
+        DamageHistory.damaged += self.engine.stats().damaged
+        return super().differences()
+
+
+def test_digests_find_a_slot_that_was_given_to_others_and_the_comparison_sees_it_without_them(tmp_path, monkeypatch):
+    """Two barriers, one behind the other."""
+    store_mutants.slot_still_named(monkeypatch)
+    DamageHistory.damaged = 0
+    run_histories(make_family("llama"), range(4), tmp_path, SHORT_CHUNKS, DamageHistory)
+    assert DamageHistory.damaged > 0
+    store_mutants.digests_not_looked_at(monkeypatch)
+    with pytest.raises(AssertionError, match="differ"):
+        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, DamageHistory)
