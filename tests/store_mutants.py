@@ -31,7 +31,7 @@ def refilled_while_copied(patch):
 
     def later(kept, group, pages):
         waiting.append((kept, group, pages))
-        while len(waiting) > 6:
+        while len(waiting) > 16:
             other, *rest = waiting.pop(0)
             if other is kept:  # the engine of an earlier history is gone
                 copy(other, *rest)

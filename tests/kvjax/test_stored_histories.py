@@ -171,7 +171,7 @@ def test_the_comparison_sees_a_barrier_that_is_missing(mutant, tmp_path, monkeyp
 def test_the_comparison_sees_pages_that_get_their_owner_too_late(tmp_path, monkeypatch):
     store_mutants.owned_after_taken(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):
-        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, BusyHistory)
+        run_histories(make_family("llama"), range(20, 60), tmp_path, SHORT_CHUNKS, BusyHistory)
 
 
 class DamageHistory(BusyHistory):
