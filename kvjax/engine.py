@@ -94,6 +94,7 @@ class Engine:
         self._pool = Pool(self.spec.empty(plan.pool_pages(pages), self.indexes))
         self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, **stores)
+        self._capacity.pinned = None if self._reuse is None else self._reuse.pinned
         self._runs: dict[CachedSequence, ChunkRun] = {}
         self._copies = SequenceCopies(model, self._pool, self._groups, self._capacity, self.indexes, self.prefill_chunk, self.guard)
         self._runner = DecodeRunner(model, self._pool, self._groups, self._declared)

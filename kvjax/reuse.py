@@ -182,6 +182,10 @@ class Reuse:
         length = prefix.length if isinstance(prefix, CachedSequence) else len(prefix)
         return self.prefixes.pin(self._digests(prefix, salt), length)
 
+    def pinned(self) -> dict[str, int]:
+        """How many pages of each layer group are pinned on the device."""
+        return {name: len(pages) for name, pages in self.prefixes.pins.pages.items()}
+
     def unpin(self, prefix: CachedSequence | Sequence[int], salt: str | None) -> int:
         """`Engine.unpin`."""
         return self.prefixes.pins.remove(self._digests(prefix, salt))

@@ -5,7 +5,7 @@ import pytest
 from tiny_models import make_family
 
 import kvjax
-from kvjax import Engine, OutOfPages
+from kvjax import Engine, OutOfPages, Request, Scheduler
 from kvjax.cache.transfer import block_bytes
 
 PAGE = 16
@@ -135,8 +135,12 @@ def test_at_most_half_is_pinned_and_the_rest_runs(model, text):
     assert engine.stats().device.pinned == 10
     expected = prefill(Engine(model, pages=20, **SIZES), text[20:170])
     np.testing.assert_array_equal(prefill(engine, text[20:170]), expected)
-    with pytest.raises(OutOfPages, match="11 needed, 10 free of 20"):
+    with pytest.raises(OutOfPages, match=r"11 needed, 10 free of 20; .* 10 are pinned \(Engine.unpin\)"):
         engine.prefill([text[150:320]])
+    scheduler = Scheduler(engine, slots=2)
+    handle = scheduler.submit(Request(tuple(text[150:320])))
+    assert scheduler.step() == [handle]
+    assert "10 are pinned" in str(handle.completion.error)
 
 
 def test_states_of_recurrent_layers_are_pinned_where_they_are(tmp_path):
