@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import jax
 import jax.numpy as jnp
 
 from kvjax.cache import PageAllocator, disk_store, prefixes
 from kvjax.cache.disk_store import DiskStore
 from kvjax.cache.host_store import HostStore
-from kvjax.cache.pool import Pool
 from kvjax.cache.prefixes import Prefixes
 from kvjax.chunks import Prefiller
 
@@ -18,7 +19,8 @@ def copied_before_written(patch):
     begin, read, stale = Prefiller.begin, prefixes.read_blocks, {}
 
     def keep(prefiller, *args, **kwargs):
-        stale[id(prefiller._pool)] = Pool(jax.tree.map(jnp.copy, prefiller._pool.layers))
+        before = stale[id(prefiller._pool)] = copy.copy(prefiller._pool)
+        before.layers = jax.tree.map(jnp.copy, before.layers)
         return begin(prefiller, *args, **kwargs)
 
     patch.setattr(Prefiller, "begin", keep)
