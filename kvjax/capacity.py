@@ -13,10 +13,14 @@ from kvjax.sequences import CachedSequence
 
 
 class Capacity:
-    """Checks lengths of sequences before they take pages. plan: the engine's memory plan beside the weights, for advice in errors."""
+    """Checks lengths of sequences before they take pages. plan: the engine's memory plan beside the weights, for advice in errors.
+
+    pinned: tells how many pages of each layer group are pinned, for the same advice; None: none ever are.
+    """
 
     def __init__(self, config: ModelConfig, groups: GroupPages, plan: Callable[[], MemoryPlan]):
         self.config, self._groups, self._plan = config, groups, plan
+        self.pinned: Callable[[], dict[str, int]] | None = None
         self._longest = min(config.max_positions, groups.longest)
 
     def check_length(self, tokens: int) -> None:
@@ -45,4 +49,6 @@ class Capacity:
             raise self._advised(error) from None
 
     def _advised(self, error: OutOfPages) -> OutOfPages:
-        return OutOfPages(error.needed, error.free, error.total, self._plan().advice(error), group=error.group)
+        pinned = 0 if self.pinned is None else self.pinned()[error.group]
+        said = f"{pinned:,} are pinned (Engine.unpin); " if pinned else ""
+        return OutOfPages(error.needed, error.free, error.total, said + self._plan().advice(error), group=error.group)

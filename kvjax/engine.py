@@ -33,7 +33,7 @@ from kvjax.plans import Chunk, Decoded, DecodeGroup, Prefilled, StepPlan, StepRe
 from kvjax.policies.choice import Choice
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
-from kvjax.reuse import StoreOptions, make_reuse
+from kvjax.reuse import StoreOptions, make_reuse, reusing
 from kvjax.sampling import Sampled, Sampling, SamplingRows
 from kvjax.sequence_copies import SequenceCopies
 from kvjax.sequences import CachedSequence, check_usable
@@ -96,6 +96,7 @@ class Engine:
         self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames)
         self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, **stores)
+        self._capacity.pinned = None if self._reuse is None else self._reuse.pinned
         self._runs: dict[CachedSequence, ChunkRun] = {}
         self._copies = SequenceCopies(model, self._pool, self._groups, self._capacity, self.indexes, self.prefill_chunk, self.guard)
         self._runner = DecodeRunner(model, self._pool, self._groups, self._declared)
@@ -363,6 +364,8 @@ class Engine:
     def free(self, sequence: CachedSequence) -> None:
         """Give the sequence's pages back. It cannot be used afterwards."""
         self._check_live([sequence], ready=False)
+        if self._reuse is not None:
+            self._reuse.freed(sequence)
         self._groups.keep_written(sequence, 0)
         self.sequences.remove(sequence)
         self._runs.pop(sequence, None)
@@ -418,6 +421,22 @@ class Engine:
         (None: one page). Steps in which a row draws at random are compiled when first used. Raises as `prefill` does.
         """
         warm_up(self, batch=whole_number("batch", batch, 1), tokens=tokens, policy=policy)
+
+    @guarded
+    def pin(self, prefix: CachedSequence | Sequence[int], cache_salt: str | None = None) -> int:
+        """Keep the pages of a prompt's beginning on the device until `unpin`, and return how many tokens they hold.
+
+        prefix: token ids, all of whose full pages were prefilled before and are still known, or a sequence, for its own prompt. Pages in
+        other stores are copied back. Pinning twice changes nothing. At most half of the pages can be pinned. ValueError for more than that,
+        for a prefix that is not known, and for an engine without reuse; OutOfPages.
+        """
+        with self._capacity.advice():
+            return reusing(self._reuse).pin(self._prefix(prefix), cache_salt)
+
+    @guarded
+    def unpin(self, prefix: CachedSequence | Sequence[int], cache_salt: str | None = None) -> int:
+        """Let the longest pinned prefix of these tokens go again, and return how many it holds. ValueError if there is none."""
+        return reusing(self._reuse).unpin(self._prefix(prefix), cache_salt)
 
     def stats(self) -> PrefixStats | None:
         """What reused pages are where, and what was found; None where the engine reuses nothing."""
@@ -555,6 +574,12 @@ class Engine:
 
     def _check_live(self, sequences: Sequence[CachedSequence], *, ready: bool = True) -> None:
         check_usable(sequences, self.sequences, self._runs.keys() if ready else None)
+
+    def _prefix(self, given: CachedSequence | Sequence[int]) -> CachedSequence | list[int]:
+        if not isinstance(given, CachedSequence):
+            return self.check_tokens(given)
+        self._check_live([given], ready=False)
+        return given
 
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """`kvjax.checks.token_ids` of this model's vocabulary."""

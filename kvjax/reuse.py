@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import json
@@ -10,7 +11,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import jax
 import jaxlib
@@ -23,6 +24,7 @@ from kvjax.cache.groups import GroupPages
 from kvjax.cache.host_store import HostStore
 from kvjax.cache.pool import Pool, first_array
 from kvjax.cache.prefixes import Prefixes, PrefixStats
+from kvjax.cache.spec import MOST_TOKENS
 from kvjax.cache.transfer import block_bytes, read_blocks
 from kvjax.checks import check_salt, whole_number
 from kvjax.declared import DeclaredPolicies
@@ -44,12 +46,13 @@ class StoreOptions(TypedDict, total=False):
     A new prompt takes the pages of the longest beginning that is known, whole pages only, and prefills the rest. These pages hold the bits
     that the prompt would write itself, so its answer does not change.
 
-    reuse: keep pages on the device until others need their room. None, the default: only where host_bytes or disk is given. host_bytes:
-    copy them to so many bytes of host memory, too, as soon as they are written. disk, disk_bytes: copy them to this folder, too. It takes
-    so many bytes at once. Its pages outlive the process.
+    reuse: keep pages on the device until others need their room. None, the default: only where host_bytes or disk is given. "any": find
+    pages of the same tokens however they were written: by other policies, in other chunks, by decode steps. Answers may then differ a
+    little. host_bytes: copy them to so many bytes of host memory, too, as soon as they are written. disk, disk_bytes: copy them to this
+    folder, too. It takes so many bytes at once. Its pages outlive the process.
     """
 
-    reuse: bool | None
+    reuse: bool | Literal["any"] | None
     host_bytes: int | None
     disk: str | Path | None
     disk_bytes: int | None
@@ -62,7 +65,7 @@ def make_reuse(
     declared: DeclaredPolicies,
     prefiller: Prefiller,
     *,
-    reuse: bool | None = None,
+    reuse: bool | Literal["any"] | None = None,
     host_bytes: int | None = None,
     disk: str | Path | None = None,
     disk_bytes: int | None = None,
@@ -75,8 +78,8 @@ def make_reuse(
         raise TypeError(f"Engine has no argument {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
     if reuse is None:
         reuse = host_bytes is not None or disk is not None
-    if not isinstance(reuse, bool):
-        raise ValueError(f"reuse must be True, False, or None, got {reuse!r:.60}")
+    if not isinstance(reuse, bool) and reuse != "any":
+        raise ValueError(f"reuse must be True, False, None, or 'any', got {reuse!r:.60}")
     if not reuse and (host_bytes is not None or disk is not None):
         raise ValueError("host_bytes and disk keep pages for reuse, and reuse is False: leave one of them out")
     if (disk is None) != (disk_bytes is None):
@@ -95,17 +98,25 @@ def make_reuse(
         check_host_bytes("host_bytes", whole_number("host_bytes", host_bytes, 1, 2**63))
         if host_bytes < (page := sum(sizes.values())):
             raise ValueError(f"host_bytes of {host_bytes:,} is less than one page of every layer group, {page:,} bytes: give more")
-        host = HostStore(host_bytes, device)
+        host = HostStore(host_bytes, device, sizes)
     store = None
     if disk is not None:
         store = DiskStore(disk, whole_number("disk_bytes", disk_bytes, 1, 2**63), sizes)
-    kept = Reuse(model, pool, groups, declared, host, store, prefiller)
+    kept = Reuse(model, pool, groups, declared, host, store, prefiller, exact=reuse != "any")
     prefiller.on_written = kept.written
     return kept
 
 
+def reusing(kept: Reuse | None) -> Reuse:
+    """ValueError for an engine that reuses nothing."""
+    if kept is None:
+        raise ValueError("this engine keeps no pages to pin: make it with reuse=True, host_bytes or disk")
+    return kept
+
+
 class Reuse:
-    """The cache of prefixes of an engine. prefiller: for a sample of what this engine writes."""
+    """The cache of prefixes of an engine. prefiller: for a sample of what this engine writes. exact: find only pages that a prompt would
+    write itself; else all pages of its tokens, however they were written."""
 
     def __init__(
         self,
@@ -116,14 +127,17 @@ class Reuse:
         host: HostStore | None,
         disk: DiskStore | None,
         prefiller: Prefiller,
+        *,
+        exact: bool,
     ):
+        self.exact = exact
         self.model, self._declared, self._disk, self._page_size = model, declared, disk, declared.page_size
         self._pool, self._groups, self._prefiller = pool, groups, weakref.proxy(prefiller)
         self._samples: dict[str | None, str] = {}
         (self._device,) = first_array(pool.layers).devices()
         # Policies whose queries look at each other write the pages of a chunk together.
         alone = declared.prefill.queries_stand_alone
-        grain = declared.page_size if alone else declared.prefill_chunk
+        grain = declared.page_size if alone or not exact else declared.prefill_chunk
         self._mark = os.urandom(16).hex() if disk is None else fingerprint(model)  # without a disk, no other engine meets these pages
         if disk is None and host is None and groups.spec.row_groups:
             logger.warning("prompts of this model are found only with host_bytes or disk, which keep the states of its recurrent layers")
@@ -139,13 +153,55 @@ class Reuse:
 
     def written(self, run: ChunkRun) -> None:
         """A chunk of prefill has run all layers: keep its pages, if a new prompt would write them so."""
-        chain = run.sequence.prefix
-        if chain is not None and run.whole and run.policy == self._declared.prefill_at(run.start):
-            self.prefixes.written(run.sequence, chain, run.sequence.tokens, run.first, self._how)
+        sequence, chain = run.sequence, run.sequence.prefix
+        if chain is None:
+            return
+        if self.exact:
+            usual = run.whole and run.policy == self._declared.prefill_at(run.start)
+            if not usual or run.first != chain.length or chain.path != dispatch.forced_path():
+                return
+        elif len(sequence.tokens) != sequence.length:
+            return  # tokens that steps wrote are not known
+        self.prefixes.written(sequence, chain, sequence.tokens, self._how)
+        self.prefixes.written_state(sequence, chain)
+
+    def freed(self, sequence: CachedSequence) -> None:
+        """A sequence is about to give its pages up: keep what steps wrote, unless only what prefill writes counts."""
+        if self.exact or sequence.prefix is None or sequence.suspended is not None:
+            return
+        try:
+            self._pool.check()
+        except RuntimeError:  # its pages are lost; the next call says so
+            return
+        # Pages that the latest step filled may not be sealed yet.
+        length = min(len(sequence.tokens), sequence.length - MOST_TOKENS)
+        if length > sequence.prefix.length:
+            self.prefixes.written(sequence, sequence.prefix, sequence.tokens[:length], self._how)
+
+    def pin(self, prefix: CachedSequence | Sequence[int], salt: str | None) -> int:
+        """`Engine.pin`."""
+        length = prefix.length if isinstance(prefix, CachedSequence) else len(prefix)
+        return self.prefixes.pin(self._digests(prefix, salt), length)
+
+    def pinned(self) -> dict[str, int]:
+        """How many pages of each layer group are pinned on the device."""
+        return {name: len(pages) for name, pages in self.prefixes.pins.pages.items()}
+
+    def unpin(self, prefix: CachedSequence | Sequence[int], salt: str | None) -> int:
+        """`Engine.unpin`."""
+        return self.prefixes.pins.remove(self._digests(prefix, salt))
+
+    def _digests(self, prefix: CachedSequence | Sequence[int], salt: str | None) -> list[bytes]:
+        check_salt(salt)
+        if not isinstance(prefix, CachedSequence):
+            return self.prefixes.digests(self.prefixes.chain(self._root(), salt), prefix, self._how)
+        if salt is not None:
+            raise ValueError("a sequence has the cache_salt that it was made with: leave it out")
+        return [] if prefix.prefix is None else prefix.prefix.digests
 
     def stats(self) -> PrefixStats:
         """What happened so far."""
-        return self.prefixes.stats()
+        return dataclasses.replace(self.prefixes.stats(), exact=self.exact)
 
     def close(self) -> None:
         """Wait until the disk has everything, and give its folder back."""
@@ -153,12 +209,16 @@ class Reuse:
             self._disk.close()
 
     def _how(self, position: int) -> str:
-        """What writes the grain that begins at a position in a new prompt."""
+        """What writes the grain that begins at a position in a new prompt; nothing, if that does not matter."""
+        if not self.exact:
+            return ""
         chunk = self._declared.prefill_chunk
         return identity(self._declared.prefill_at(position // chunk * chunk))
 
     def _root(self) -> bytes:
-        """Everything that a page's bits depend on, besides tokens and policies."""
+        """Everything that a page's bits depend on, besides tokens and policies; or what it must have in common with others at least."""
+        if not self.exact:
+            return json.dumps([self._mark, "any", kvjax.__version__, self._page_size, str(self.model.config.compute_dtype)]).encode()
         versions = {"kvjax": kvjax.__version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__}
         device: dict[str, Any] = {"kind": self._device.device_kind, "platform": self._device.client.platform_version}
         sizes = {"page": self._page_size, "chunk": self._declared.prefill_chunk, "dtype": str(self.model.config.compute_dtype)}

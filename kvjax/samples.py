@@ -122,6 +122,7 @@ class Sample:
             prompt_tokens=self.handle.prompt_tokens,
             blocks_per_step=self.blocks / heads,
             keys_per_step=self.keys / heads,
+            found_tokens=self.handle.found_tokens,
         )
 
 

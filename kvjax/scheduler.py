@@ -41,17 +41,19 @@ AHEAD = 4
 
 @dataclasses.dataclass(eq=False)
 class Handle:
-    """A submitted request. completion: None until it has finished, failed or was cancelled. prompt_tokens: known once it is admitted."""
+    """A submitted request. completion: None until it has finished, failed or was cancelled. prompt_tokens: known once it is admitted;
+    found_tokens: of these, those that were found when it was."""
 
     request: Request
     order: tuple[int, int]
     completion: Completion | None = None
     prompt_tokens: int = 0
+    found_tokens: int = 0
     _ids: list[int] = dataclasses.field(default_factory=list)
     _policy: DecodePolicy | None = None
     _sequence: CachedSequence | None = None  # the prompt, until its last sample takes it over
     _samples: list[Sample] = dataclasses.field(default_factory=list)
-    _found: int = 0  # tokens of the prompt whose pages were found, until the next chunk tells of them
+    _found: int = 0  # found_tokens, until the next chunk tells of them
 
     def __repr__(self) -> str:
         state = "waiting" if self.completion is None else self.completion.finish_reason
@@ -245,7 +247,7 @@ class Scheduler:
                 raise
             entry._sequence = sequence
             self._waiting.remove(entry)
-            self._prefilling, entry._found = entry, sequence.length
+            self._prefilling, entry.found_tokens, entry._found = entry, sequence.length, sequence.length
 
     def _look_at(self, handle: Handle) -> Exception | None:
         """Find tokens and policy of a request. Returns the error if it can never run, or None."""
@@ -460,6 +462,9 @@ class Scheduler:
         self._ended = False
         ended = [sample for sample in self._started() if sample.finish_reason is not None]
         for sample in ended:
+            if sample.finish_reason != "error":  # what a page holds must be known where it is kept for later prompts
+                sequence = sample.sequence
+                sequence.tokens += sample.ids[: sequence.length - len(sequence.tokens)]
             self._drop(sample)
         for handle in dict.fromkeys(sample.handle for sample in ended):
             self._settle(handle)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
+from rich.text import Text
 
 from kvjax.serving.batch.results import Result
 
@@ -22,11 +23,23 @@ UPDATE_SECONDS = 0.1
 """At least so much between two updates of a bar. It works out the time left from its last 1,000 updates."""
 
 
+class Bar(Progress):
+    """A bar with text below it."""
+
+    below = ""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """The bar, then the text."""
+        yield from super().get_renderables()
+        if self.below:
+            yield Text(self.below)
+
+
 def bar(
     console: Console, *columns: ProgressColumn, clock: Callable[[], float] = time.monotonic, transient: bool = True, **options: Any
-) -> Progress:
+) -> Bar:
     """A bar whose time left settles within `SETTLE_SECONDS`; shown on a terminal only. columns: rich's by default."""
-    return Progress(
+    return Bar(
         *columns,
         console=console,
         disable=not console.is_terminal,
@@ -64,22 +77,39 @@ class _Job:
         time_ = self._clock()
         if now or time_ - self._updated >= UPDATE_SECONDS:
             self._updated = time_
+            self._bar.below = self._below()
             self._bar.update(self._task, completed=self._work, description=said)
         if not self._console.is_terminal and time_ - self._logged > LOG_SECONDS:
             self._logged = time_
             left = self.seconds_left
-            self._console.print(line("" if left is None else f", about {left / 60:.1f} min left"), highlight=False)
+            lines = line("" if left is None else f", about {left / 60:.1f} min left"), self._below()
+            self._console.print("\n".join(filter(None, lines)), highlight=False, soft_wrap=True)
+
+    def _below(self) -> str:
+        """What is shown below the bar, or after a log's line."""
+        return ""
 
 
 class JobProgress(_Job):
     """Counts records and tokens of a running job and shows them on `console`; a context manager.
 
     work: about how many tokens each record takes, prompt and answer, by its line: records differ in that, and the longest come first, so
-    the time left goes by tokens. earlier: lines of the records that an earlier run finished.
+    the time left goes by tokens. earlier: lines of the records that an earlier run finished. found: tells how many prompt tokens were found
+    so far, and not computed. below: tells what to show below the bar.
     """
 
-    def __init__(self, work: Mapping[int, int], earlier: Collection[int], console: Console, clock: Callable[[], float] = time.monotonic):
-        self._work_of, self._done, self._errors = work, len(earlier), 0
+    def __init__(
+        self,
+        work: Mapping[int, int],
+        earlier: Collection[int],
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        found: Callable[[], int] = lambda: 0,
+        below: Callable[[], str] = lambda: "",
+    ):
+        self._work_of, self._done, self._errors, self._below = work, len(earlier), 0, below
+        self._look_up, self._found_before, self._found = found, found(), 0
         self._prompt_tokens = self._generated = self._running = 0
         self._finished = sum(work[line] for line in earlier)
         # Only the bar shrinks: rates and times must be readable on a terminal of 80 columns.
@@ -98,6 +128,7 @@ class JobProgress(_Job):
     def prefill(self, tokens: int) -> None:
         """Tokens of a prompt were written to the cache."""
         self._prompt_tokens += tokens
+        self._found = self._look_up() - self._found_before
         self._advance(tokens)
 
     def result(self, result: Result) -> None:
@@ -109,10 +140,12 @@ class JobProgress(_Job):
 
     @property
     def text(self) -> str:
-        """The rates so far, in tokens per second of this run."""
+        """The rates so far, in tokens per second of this run. Tokens that were found are not computed, and have no rate."""
         seconds = max(self._clock() - self._started, 1e-9)
         errors = f", {self._errors} errors" if self._errors else ""
-        return f"{self._prompt_tokens / seconds:,.0f} prompt + {self._generated / seconds:,.1f} generated tokens/s{errors}"
+        found = f", {self._found:,} found" if self._found else ""
+        computed = (self._prompt_tokens - self._found) / seconds
+        return f"{computed:,.0f} prompt + {self._generated / seconds:,.1f} generated tokens/s{found}{errors}"
 
     def _advance(self, tokens: int, *, now: bool = False) -> None:
         """Tokens of records that still run, more or fewer."""

@@ -25,6 +25,7 @@ QUICK_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitter
 
 
 def pytest_addoption(parser):
+    parser.addoption("--soak-minutes", type=float, default=30, help="how long the long soak of tests/kvjax/test_soak.py runs")
     parser.addoption("--optimized", action="store_true", help="compile programs as users' are, in every module; `make long` does so")
 
 

@@ -78,15 +78,20 @@ class History:
 
     def run(self, length: int) -> None:
         for _ in range(length):
-            names = ["prefill", "fail"] if not self.held else ["prefill", "extend", "extend", "decode", "decode", "decode"]
-            names += ["drafts", "drafts", "fork", "truncate", "free", "save_and_restore", "suspend_and_resume", "fail"] if self.held else []
-            name = str(self.random.choice(names))
+            name = str(self.random.choice(self.possible_calls()))
             self.calls.append(name)
             try:
                 getattr(self, name)()
             except OutOfPages:
                 self.calls[-1] += " (out of pages)"
             self.check_pages()
+
+    def possible_calls(self) -> list[str]:
+        """Names of what may come next. One of them is drawn; those that stand here twice are twice as likely."""
+        names = ["prefill", "fail"] if not self.held else ["prefill", "extend", "extend", "decode", "decode", "decode"]
+        return names + (
+            ["drafts", "drafts", "fork", "truncate", "free", "save_and_restore", "suspend_and_resume", "fail"] if self.held else []
+        )
 
     def draw_token(self) -> int:
         return int(self.random.integers(self.model.config.vocab_size))

@@ -45,6 +45,8 @@ class DiskStore:
     ended writing, or None.
     """
 
+    NAME, SIZE_ARGUMENT = "the files on disk", "disk_bytes"
+
     def __init__(self, folder: str | Path, total_bytes: int, blocks: Mapping[str, int]):
         self.folder, self.total_bytes, self.blocks = file_path(folder), total_bytes, dict(blocks)
         self.written_bytes = self.read_bytes = self.evictions = self.damaged = 0
@@ -169,6 +171,24 @@ class DiskStore:
             for key in keys:
                 if key in self._places:
                     self._order[self._places[key][0]].touch(key)
+
+    def capacity(self, group: str) -> int:
+        """Blocks of a layer group that fit."""
+        return self.slots
+
+    def hold(self, key: bytes) -> None:
+        """If the block is here, do not give it up for others until `let_go`. Waits until it is written."""
+        if key in self:
+            self.wait()
+            with self._lock:
+                if key in self._places:
+                    self._order[self._places[key][0]].hold(key)
+
+    def let_go(self, key: bytes) -> None:
+        """A block that is held may go again."""
+        with self._lock:
+            if key in self._places:
+                self._order[self._places[key][0]].let_go(key)
 
     def wait(self) -> None:
         """Wait until everything is written."""

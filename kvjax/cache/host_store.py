@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import jax
 import numpy as np
@@ -25,10 +25,13 @@ class HostStore:
     takes: whether it takes more. A block that makes room lives on while it is being copied.
 
     Blocks are JAX arrays of the memory kind `pinned_host`. With a GPU, all of the memory is pinned at the start, about 2 GB in a second.
-    JAX keeps what was pinned, and puts blocks there. ValueError if it gives less.
+    JAX keeps what was pinned, and puts blocks there. ValueError if it gives less. blocks: bytes of a block, by layer group.
     """
 
-    def __init__(self, total_bytes: int, device: jax.Device):
+    NAME, SIZE_ARGUMENT = "host memory", "host_bytes"
+
+    def __init__(self, total_bytes: int, device: jax.Device, blocks: Mapping[str, int]):
+        self.blocks = dict(blocks)
         self.total_bytes, self.used_bytes, self.evictions, self.takes = total_bytes, 0, 0, True
         self._sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=KIND)
         if device.platform == "gpu":
@@ -58,7 +61,9 @@ class HostStore:
         if block.nbytes > self.total_bytes or key in self._blocks:
             return self._blocks.get(key)
         while self.used_bytes + block.nbytes > self.total_bytes:
-            self._drop(next(iter(self._order)))
+            if (least := next(iter(self._order), None)) is None:
+                return None  # the rest is held
+            self._drop(least)
             self.evictions += 1
         try:
             copied = jax.device_put(block, self._sharding)
@@ -88,6 +93,19 @@ class HostStore:
         for key in keys:
             if key in self._blocks:
                 self._order.touch(key)
+
+    def capacity(self, group: str) -> int:
+        """Blocks of a layer group that fit, if there were no others."""
+        return self.total_bytes // self.blocks[group]
+
+    def hold(self, key: bytes) -> None:
+        """If the block is here, do not give it up for others until `let_go`."""
+        if key in self._blocks:
+            self._order.hold(key)
+
+    def let_go(self, key: bytes) -> None:
+        """A block that is held may go again."""
+        self._order.let_go(key)
 
     def _drop(self, key: bytes) -> None:
         self._order.remove(key)

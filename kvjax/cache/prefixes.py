@@ -22,8 +22,9 @@ import numpy as np
 
 from kvjax.cache.allocator import OutOfPages
 from kvjax.cache.disk_store import DiskStore
-from kvjax.cache.groups import GroupPages, Holder, first_stored
+from kvjax.cache.groups import GroupPages, Holder, PageIds, first_stored
 from kvjax.cache.host_store import HostStore
+from kvjax.cache.pins import Pins
 from kvjax.cache.pool import Pool
 from kvjax.cache.transfer import PIECE, Block, read_blocks, write_blocks
 from kvjax.cache.types import IndexSpec
@@ -51,9 +52,11 @@ class Chain:
 
 @dataclasses.dataclass
 class StoreStats:
-    """Pages of a store, and what happened to them: found there, given up for others, bytes copied to it and from it."""
+    """Pages of a store, how many of them are pinned, and what happened to them: found there, given up for others, bytes copied to it and
+    from it."""
 
     pages: int = 0
+    pinned: int = 0
     bytes: int = 0
     hits: int = 0
     evictions: int = 0
@@ -66,7 +69,8 @@ class PrefixStats:
     """What the cache of prefixes did. All counts are since the engine was made.
 
     prompts: how many were looked up; one that was begun twice counts twice. tokens: of these prompts. found_tokens: those of them that were
-    not prefilled. wait_s: seconds that fetching pages took. damaged: pages on disk that were dropped.
+    not prefilled. wait_s: seconds that fetching pages took. damaged: pages on disk that were dropped. exact: whether only pages are found
+    that a prompt would write itself, with the same bits.
     """
 
     prompts: int
@@ -77,6 +81,7 @@ class PrefixStats:
     device: StoreStats
     host: StoreStats | None
     disk: StoreStats | None
+    exact: bool = True
 
     def __str__(self) -> str:
         share = self.found_tokens / max(self.tokens, 1)
@@ -88,7 +93,8 @@ class PrefixStats:
             if (each := getattr(self, name)) is not None:
                 moved = "" if name == "device" else f"; {each.bytes_in / 1e6:,.0f} MB written, {each.bytes_out / 1e6:,.0f} MB read"
                 damaged = f", {self.damaged:,} dropped because they were damaged" if name == "disk" and self.damaged else ""
-                held = f"{each.pages:,} pages kept ({each.bytes / 1e6:,.0f} MB)"
+                pinned = f", {each.pinned:,} of them pinned" if each.pinned else ""
+                held = f"{each.pages:,} pages kept ({each.bytes / 1e6:,.0f} MB){pinned}"
                 lines.append(f"{name}: {held}, found {each.hits:,} times, {each.evictions:,} evicted{damaged}{moved}")
         return "\n".join(lines)
 
@@ -117,6 +123,8 @@ class Prefixes:
         for group in self.spec.groups:
             # Weakly, so that an engine that nobody holds any more gives its stores back at once.
             groups.allocators[group.name].on_evict = functools.partial(_tell_evicted, weakref.ref(self), group.name)
+        self.stores = [each for each in (host, disk) if each is not None]
+        self.pins = Pins(self)
         self._seen = PrefixStats(0, 0, 0, 0.0, 0, StoreStats(), StoreStats(), StoreStats())
 
     def chain(self, root: bytes, salt: str | None) -> Chain:
@@ -130,6 +138,9 @@ class Prefixes:
         device, host, disk = (dataclasses.replace(each) for each in (self._seen.device, self._seen.host, self._seen.disk))
         device.pages = sum(map(len, self._device.values()))
         device.bytes = sum(len(each) * self.spec.bytes_per_page(name, self._indexes) for name, each in self._device.items())
+        device.pinned = sum(map(len, self.pins.pages.values()))
+        for store, each in ((self.host, host), (self.disk, disk)):
+            each.pinned = 0 if store is None else sum(key in store for _, key in self.pins.states)
         if self.host is not None:
             host.pages, host.bytes, host.evictions = len(self.host), self.host.used_bytes, self.host.evictions
         if self.disk is not None:
@@ -155,7 +166,7 @@ class Prefixes:
         started = time.monotonic()
         while count := self._known(digests):
             try:
-                taken = self._take(sequence, digests[:count])
+                taken = self.take(sequence, digests[:count])
             except OutOfPages:
                 break
             if taken:
@@ -165,11 +176,8 @@ class Prefixes:
         self._seen.wait_s += time.monotonic() - started
         return chain.length
 
-    def written(self, sequence: Holder, chain: Chain, tokens: Sequence[int], first: int, how: Callable[[int], str]) -> None:
-        """A chunk of prefill wrote the tokens from position `first` on as that of a new prompt does. tokens: all of the sequence. how: as
-        in `adopt`. Does nothing if tokens before them were written otherwise."""
-        if first != chain.length or chain.path != dispatch.forced_path():
-            return
+    def written(self, sequence: Holder, chain: Chain, tokens: Sequence[int], how: Callable[[int], str]) -> None:
+        """A sequence holds pages with these tokens from its beginning, written as `how` says. Keep those that are full."""
         chain.length = last = len(tokens)
         known = len(chain.digests)
         for start in range(known * self.grain, last - self.grain + 1, self.grain):
@@ -177,8 +185,54 @@ class Prefixes:
             chain.digests.append(_digest(before, tokens[start : start + self.grain], how(start)))
         for number in range(known, len(chain.digests)):
             self._keep(sequence, number, chain.digests[number])
-        if chain.digests and last % (STATE_CHUNKS * self._groups.chunk) == 0 and last == len(chain.digests) * self.grain:
+
+    def written_state(self, sequence: Holder, chain: Chain) -> None:
+        """Prefill has just written a sequence's last tokens: keep the state of its recurrent layers, if it ends at a border of chunks."""
+        border = chain.length % (STATE_CHUNKS * self._groups.chunk) == 0
+        if chain.digests and border and chain.length == len(chain.digests) * self.grain:
             self._keep_states(sequence, chain.digests[-1])
+
+    def pin(self, digests: list[bytes], length: int) -> int:
+        """Pin the prefix of these grains: all of them, or up to the last border at which a state is kept. Returns its tokens.
+
+        length: tokens of the prompt, for the message. ValueError for a prefix that is not known; others as of `Pins.add`.
+        """
+        border = STATE_CHUNKS * self._groups.chunk // self.grain if self.spec.row_groups else 1
+        count = len(digests) // border * border
+        if not count:
+            raise ValueError(f"{length:,} tokens cannot be pinned: give at least {border * self.grain:,}, which is what is kept as one")
+        if (known := self._known(digests[:count])) < count:
+            raise ValueError(
+                f"{count * self.grain:,} tokens would be pinned, and only the first {known * self.grain:,} are known: prefill the prompt "
+                "first, with the same cache_salt"
+            )
+        return self.pins.add(digests[:count])
+
+    def digests(self, chain: Chain, tokens: Sequence[int], how: Callable[[int], str]) -> list[bytes]:
+        """Of the full grains of a prompt. how: as in `adopt`."""
+        return self._digests(chain.root, tokens, how)
+
+    def total(self, group: str) -> int:
+        """Pages of a layer group on the device."""
+        return self._groups.allocators[group].total
+
+    def state_keys(self, digests: Sequence[bytes]) -> dict[str, bytes]:
+        """Key of the state after these grains, for each layer group that has states."""
+        return {name: _named(digests[-1], name, 0) for name in self.spec.row_groups}
+
+    def places(self, digests: Sequence[bytes]) -> dict[str, tuple[list[int], int]]:
+        """Of the pages of these grains, by layer group: those on the device, and how many are elsewhere. States are left out."""
+        found = {}
+        for name, first in self._first(len(digests)).items():
+            if name not in self.spec.row_groups:
+                keys, here = self._units(name, digests, first), self._device[name]
+                found[name] = [here[key] for key in keys if key in here], sum(key not in here for key in keys)
+        return found
+
+    def release(self, pages: PageIds) -> None:
+        """A holder gives its pages up."""
+        for name, held in pages.items():
+            self._groups.allocators[name].release([page for page in held if page >= 0])
 
     # Inside
 
@@ -196,7 +250,7 @@ class Prefixes:
         return [_named(digests[page // each], group, page % each) for page in range(first, len(digests) * each)]
 
     def _there(self, group: str, key: bytes) -> bool:
-        return key in self._device[group] or (self.host is not None and key in self.host) or (self.disk is not None and key in self.disk)
+        return key in self._device[group] or any(key in store for store in self.stores)
 
     def _first(self, count: int) -> dict[str, int]:
         """The first page of each group that a sequence of `count` grains needs."""
@@ -218,11 +272,12 @@ class Prefixes:
                 return count
         return 0
 
-    def _take(self, sequence: Holder, digests: list[bytes]) -> bool:
+    def take(self, sequence: Holder, digests: list[bytes], *, states: bool = True) -> bool:
         """Give a sequence the pages of these grains. False if a page turned out to be lost or damaged: then it has none. OutOfPages if
-        there are too few free pages for those that have to be copied."""
+        there are too few free pages for those that have to be copied. states: those of recurrent layers, too."""
         first = self._first(len(digests))
-        wanted = {name: self._units(name, digests, first[name]) for name in first}
+        names = [name for name in first if states or name not in self.spec.row_groups]
+        wanted = {name: self._units(name, digests, first[name]) for name in names}
         resident = {name: {key: self._device[name][key] for key in keys if key in self._device[name]} for name, keys in wanted.items()}
         absent = {name: [key for key in keys if key not in resident[name]] for name, keys in wanted.items()}
         owned: dict[str, list[int]] = {}
@@ -236,10 +291,10 @@ class Prefixes:
                 owned[name] = owned[name] + pages
             whole = all(self._bring(name, absent[name], taken[name]) for name in absent)
         except BaseException:
-            self._release(owned)
+            self.release(owned)
             raise
         if not whole:
-            self._release(owned)
+            self.release(owned)
             return False
         for name, keys in wanted.items():
             copied = dict(zip(absent[name], taken[name], strict=True))
@@ -249,14 +304,9 @@ class Prefixes:
             at = resident[name] | copied
             sequence.pages[name] = [-1] * first[name] + [at[key] for key in keys]
             self._seen.device.hits += len(resident[name])
-            for store in (self.host, self.disk):
-                if store is not None:
-                    store.used(reversed(absent[name]))  # the beginning of a prompt is of more use than its end
+            for store in self.stores:
+                store.used(reversed(absent[name]))  # the beginning of a prompt is of more use than its end
         return True
-
-    def _release(self, owned: dict[str, list[int]]) -> None:
-        for name, pages in owned.items():
-            self._groups.allocators[name].release(pages)
 
     def _bring(self, group: str, keys: list[bytes], pages: list[int]) -> bool:
         """Copy blocks from host memory or disk to pages. False as soon as one is missing. Reads of the disk run ahead of the copies."""
@@ -314,7 +364,7 @@ class Prefixes:
 
     def _copy(self, group: str, pages: dict[bytes, int]) -> None:
         """Copy pages to the stores that do not have them. Does not wait for the device."""
-        stores = [each for each in (self.host, self.disk) if each is not None and each.takes]
+        stores = [each for each in self.stores if each.takes]
         absent = [key for key in pages if any(key not in store for store in stores)]
         for key, block in zip(absent, read_blocks(self._pool, self.spec, group, [pages[key] for key in absent]), strict=True):
             there = block if self.host is None or key in self.host else self._to_host(key, block)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -55,14 +56,17 @@ def block_bytes(spec: CacheSpec, group: str) -> int:
 
 
 def read_stored(pool: Pool, spec: CacheSpec, ids: Mapping[str, Int[np.ndarray, " n"]]) -> Stored:
-    """The pages `ids` of each layer group, in host memory. The device holds copies of few of them at a time. Waits for it."""
+    """The pages `ids` of each layer group, in host memory. The device holds copies of few of them at a time: it makes those of the next
+    pages while these are copied. Waits for it."""
     pool.check()
     stored = {name: np.empty((len(pages), block_bytes(spec, name)), np.uint8) for name, pages in ids.items()}
-    for name, pages in ids.items():
-        for start in range(0, len(pages), PIECE):
-            blocks = jax.device_get(read_blocks(pool, spec, name, pages[start : start + PIECE]))
-            for place, block in enumerate(blocks, start):
-                stored[name][place] = block
+    starts = [(name, start) for name, pages in ids.items() for start in range(0, len(pages), PIECE)]
+    coming: deque[list[Block]] = deque()
+    for number, (name, start) in enumerate(starts):
+        for other, first in starts[number + len(coming) : number + 2]:
+            coming.append(read_blocks(pool, spec, other, ids[other][first : first + PIECE]))
+        for place, block in enumerate(jax.device_get(coming.popleft()), start):
+            stored[name][place] = block
     return stored
 
 

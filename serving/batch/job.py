@@ -66,12 +66,14 @@ def run_file(
     defaults: Defaults = Defaults(),  # noqa: B008
     overwrite: bool = False,
     console: Console | None = None,
+    stores: bool = False,
 ) -> Summary:
     """Answer every line of the file `source` and write the answers to `out` in the same order; returns the closing figures.
 
     Answers are written to `out` + ".partial" as they complete. A killed job that is run again does only what is missing. ValueError if
     model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, slots, defaults or input are not those it began with. `out`
-    appears complete at the end; ValueError if it exists already, unless overwrite. console: where to show progress; None: nowhere.
+    appears complete at the end; ValueError if it exists already, unless overwrite. console: where to show progress; None: nowhere. stores:
+    show what pages are kept where, too, where the engine keeps any.
     """
     source, out = Path(source), Path(out)
     check_paths(source, out, overwrite)
@@ -87,7 +89,10 @@ def run_file(
             summary.add(result, earlier=True)
         missing = [record for record in records if record.line not in partial.earlier]
         work = {record.line: record.size // 4 + record.sampling.get("max_new_tokens", 1) for record in records}
-        with JobProgress(work, partial.earlier, console or Console(quiet=True)) as progress:
+        kept = {} if engine.stats() is None else {"found": lambda: engine.stats().found_tokens}
+        if kept and stores:
+            kept["below"] = lambda: str(engine.stats())
+        with JobProgress(work, partial.earlier, console or Console(quiet=True), **kept) as progress:
             for result in _answer(missing, engine, policy=policy, slots=slots, on_token=progress.token, on_prefill=progress.prefill):
                 partial.append(result)
                 summary.add(result)
@@ -137,6 +142,7 @@ def check_paths(source: Path, out: Path, overwrite: bool) -> None:
 
 def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path, defaults: Defaults, slots: int | None) -> dict[str, Any]:
     """Everything that the answers depend on. It must be equal to continue an earlier run."""
+    stats = engine.stats()
     with open(source, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {
@@ -147,6 +153,7 @@ def describe_job(engine: Engine, policy: str | DecodePolicy | None, source: Path
         "page size": engine.page_size,
         "prefill chunk": engine.prefill_chunk,
         "dtype": str(engine.dtype),
+        "--reuse-any": None if stats is None or stats.exact else True,
         "--max-batch": slots,
         "--max-new-tokens": defaults.max_new_tokens,
         "--temperature": defaults.temperature,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvjax.cache import OutOfPages
 from kvjax.serving.batch.records import CHAT, Record
 from pallas_kernels.bench.results import finite
 
@@ -22,7 +23,8 @@ INVALID = "invalid_request_error"
 class Result:
     """A record's answer. output: the line, ready for JSON. Counts are in tokens; blocks and keys per step as in `Completion`.
 
-    Tokens, blocks and keys count all samples.
+    Tokens, blocks and keys count all samples. found_tokens: those of the prompt that were found, and not computed. out_of_pages: whether it
+    failed because the pool is too small.
     """
 
     line: int
@@ -33,12 +35,14 @@ class Result:
     blocks_per_step: float = 0.0
     keys_per_step: float = 0.0
     samples: int = 1
+    found_tokens: int = 0
+    out_of_pages: bool = False
 
 
 def answered(record: Record, completion: Completion, *, model: str, tokenizer: Any) -> Result:
     """The result of a completion. If it has an error, or log-probabilities that are not finite, the result is that of `refused`."""
     if completion.error is not None:
-        return refused(record, str(completion.error))
+        return dataclasses.replace(refused(record, str(completion.error)), out_of_pages=isinstance(completion.error, OutOfPages))
     choices = completion.choices or (completion,)
     generated = sum(len(choice.token_ids) for choice in choices)
     blocks, keys = (_per_step(choices, field) for field in ("blocks_per_step", "keys_per_step"))
@@ -46,7 +50,7 @@ def answered(record: Record, completion: Completion, *, model: str, tokenizer: A
     output = _plain(record, choices, counts) if record.endpoint is None else _openai(record, choices, counts, model, tokenizer)
     if finite(output) is not output:
         return refused(record, "the model gave log-probabilities that are not finite; try --dtype float32")
-    return Result(line=record.line, output=output, failed=False, samples=len(choices), **counts)
+    return Result(record.line, output, failed=False, samples=len(choices), found_tokens=completion.found_tokens, **counts)
 
 
 def _per_step(choices: Sequence[Completion], field: str) -> float:
@@ -159,7 +163,8 @@ class Summary:
 
     records, errors, prompt_tokens, generated_tokens: counts of the whole output. earlier: records that an earlier run had finished.
     seconds, and the tokens per second: those of this run alone. blocks_per_step and keys_per_step: means over all decode steps.
-    first_errors: (line, message) of the first records that failed, by line. ignored: how many records gave each field that changes nothing.
+    found_tokens: of the prompts of this run, those that were found and not computed. first_errors: (line, message) of the first records
+    that failed, by line. ignored: how many records gave each field that changes nothing.
     """
 
     records: int = 0
@@ -167,11 +172,13 @@ class Summary:
     earlier: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    found_tokens: int = 0
     seconds: float = 0.0
     first_errors: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     ignored: dict[str, int] = dataclasses.field(default_factory=dict)
     _new_prompt_tokens: int = 0
     _new_generated_tokens: int = 0
+    _out_of_pages: int = 0
     _steps: int = 0
     _blocks: float = 0.0
     _keys: float = 0.0
@@ -187,6 +194,8 @@ class Summary:
         self.generated_tokens += result.generated_tokens
         if not earlier:
             self._new_prompt_tokens += result.prompt_tokens
+            self.found_tokens += result.found_tokens
+            self._out_of_pages += result.out_of_pages
             self._new_generated_tokens += result.generated_tokens
         # The first token of a sample comes from prefill; each later one took a step.
         steps = max(result.generated_tokens - result.samples, 0)
@@ -201,8 +210,14 @@ class Summary:
 
     @property
     def all_tokens_per_second(self) -> float:
-        """Prompt and generated tokens per second of this run."""
-        return (self._new_prompt_tokens + self._new_generated_tokens) / self.seconds if self.seconds else 0.0
+        """Computed tokens per second of this run, of prompts and answers. Tokens that were found are not computed."""
+        computed = self._new_prompt_tokens - self.found_tokens + self._new_generated_tokens
+        return computed / self.seconds if self.seconds else 0.0
+
+    @property
+    def nothing_fitted(self) -> bool:
+        """Whether no record has an answer, and some because the pool is too small for them."""
+        return self._out_of_pages > 0 and self.errors == self.records
 
     @property
     def blocks_per_step(self) -> float:
@@ -217,9 +232,14 @@ class Summary:
     def __str__(self) -> str:
         earlier = f", {self.earlier:,} from an earlier run" if self.earlier else ""
         rates = f"{self.tokens_per_second:,.1f} generated, {self.all_tokens_per_second:,.1f} with prompts"
+        found = ""
+        if self.found_tokens:
+            found = f" ({self.found_tokens:,} of this run were found, not computed)"
+            every = self.all_tokens_per_second + self.found_tokens / self.seconds if self.seconds else 0.0
+            rates = rates.replace("with prompts", f"with computed prompts, {every:,.1f} with found ones, too")
         rows = [
             ("records", f"{self.records:,} ({self.errors:,} errors{earlier})"),
-            ("prompt tokens", f"{self.prompt_tokens:,}"),
+            ("prompt tokens", f"{self.prompt_tokens:,}{found}"),
             ("generated tokens", f"{self.generated_tokens:,}"),
             ("tokens per second", f"{rates} (in {self.seconds:,.1f} s, compilation included)"),
         ]

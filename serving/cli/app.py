@@ -20,6 +20,7 @@ from kvjax.serving.cli.bill import bill_app, regime_map_command
 from kvjax.serving.cli.doctor import doctor_command
 from kvjax.serving.cli.echo import echo_command
 from kvjax.serving.cli.fidelity import fidelity_command
+from kvjax.serving.cli.help_pages import WholeSentences
 from kvjax.serving.cli.needle import needle_command
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
@@ -37,11 +38,13 @@ from kvjax.serving.cli.options import (
     PolicyOption,
     PoolHostMemoryOption,
     PrefillOption,
+    ReuseAnyOption,
     ReuseOption,
     SeedOption,
     TokensOption,
     byte_count,
     load_model,
+    named_as_options,
     number,
     read_text,
     stores,
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="kvjax",
+    cls=WholeSentences,
     help="Long-context language-model inference in JAX: batch jobs, single prompts, scores and needle tests.",
     no_args_is_help=True,
     add_completion=False,
@@ -134,11 +138,15 @@ def batch_command(
     device_memory: DeviceMemoryOption = None,
     pool_host_memory: PoolHostMemoryOption = None,
     reuse: ReuseOption = False,
+    reuse_any: ReuseAnyOption = False,
     host_memory: HostMemoryOption = None,
     disk: DiskOption = None,
     disk_size: DiskSizeOption = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")] = False,
     fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Exit with status 1 if a record could not be answered.")] = False,
+    progress: Annotated[
+        bool, typer.Option("--progress", help="Also show which pages are kept where, what was found, and what was copied, while it runs.")
+    ] = False,
 ) -> None:
     """Answer every record of a file.
 
@@ -152,7 +160,9 @@ def batch_command(
     from kvjax.serving.batch.records import Defaults
 
     check_paths(source, out, overwrite)
-    kept = stores(reuse, host_memory, disk, disk_size)
+    kept = stores(reuse, reuse_any, host_memory, disk, disk_size)
+    if progress and not any(kept.values()):
+        raise typer.BadParameter("shows pages that are kept: give --reuse, --host-memory or --disk, too", param_hint="--progress")
     loaded = load_model(model, dtype, max_positions)
     defaults = Defaults(max_new_tokens, temperature, seed)
     if pages is None and device_memory is None:
@@ -160,11 +170,13 @@ def batch_command(
         pages = max(1, min(needed, _plan_beside_weights(loaded, policy, page_size).pages_that_fit))
     sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory}
     sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk}
-    engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes, **kept)
+    with named_as_options():
+        engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes, **kept)
     policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
     typer.echo(f"{model}, {policies}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
+    shown = {"console": Console(stderr=True), "stores": progress}
     try:
-        summary = run_file(source, out, engine, slots=max_batch, defaults=defaults, overwrite=overwrite, console=Console(stderr=True))
+        summary = run_file(source, out, engine, slots=max_batch, defaults=defaults, overwrite=overwrite, **shown)
     except KeyboardInterrupt:
         typer.echo(f"interrupted; the answers so far are in {partial_path(out)}: run the same command again to continue", err=True)
         raise
@@ -178,7 +190,9 @@ def batch_command(
         typer.echo(message if named else f"line {line}: {message}", err=True)
     if summary.errors > len(summary.first_errors):
         typer.echo(f"and {summary.errors - len(summary.first_errors):,} more with an error; see {out}", err=True)
-    if fail_on_error and summary.errors:
+    if no_room := summary.nothing_fitted:
+        typer.echo("no record fits into the pool: give more --pages or --device-memory, or fewer --max-new-tokens", err=True)
+    if no_room or (fail_on_error and summary.errors):
         raise typer.Exit(1)
 
 
@@ -430,7 +444,8 @@ def _engine(
         pages = max(1, -(-tokens // page_size))
         _check_fits(model, policy, tokens, pages, page_size)
     sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
-    return Engine(model, policy, prefill=prefill, batch_buckets=(1,), **sizes)
+    with named_as_options():
+        return Engine(model, policy, prefill=prefill, batch_buckets=(1,), **sizes)
 
 
 def _check_fits(model: Model, policy: str | None, tokens: int, pages: int, page_size: int) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.serving.cli import scheduling
+from kvjax.serving.cli.help_pages import WholeSentences
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
     ImplementationOption,
@@ -22,7 +23,10 @@ from kvjax.serving.cli.options import (
 from pallas_kernels.extras import needs_extras
 
 bench_app = typer.Typer(
-    help="Time whole models. Single ops: python -m pallas_kernels.bench --help.", no_args_is_help=True, rich_markup_mode=None
+    cls=WholeSentences,
+    help="Time whole models. Single ops: python -m pallas_kernels.bench --help.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 

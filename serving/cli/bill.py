@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.serving.cli.help_pages import WholeSentences
 from kvjax.serving.cli.options import (
     ChunkOption,
     DtypeOption,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvjax.model import ModelConfig
 
 bill_app = typer.Typer(
+    cls=WholeSentences,
     help="The cost of decode steps and prefill: fit it, predict it, and record how well policies agree with dense.",
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -7,8 +7,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -183,6 +183,14 @@ ReuseOption = Annotated[
         "do so, too. A larger --device-memory keeps more.",
     ),
 ]
+ReuseAnyOption = Annotated[
+    bool,
+    typer.Option(
+        "--reuse-any",
+        help="As --reuse, but also find pages that were written in another way: by other prefill policies, in other chunks, or by decode "
+        "steps. Answers may differ a little with what was found.",
+    ),
+]
 ImplementationOption = Annotated[
     str | None,
     typer.Option(help="Run the ops as another platform does: xla, cudnn or blackwell. [default: the best here]", show_default=False),
@@ -204,13 +212,40 @@ def named_run(kind: str, implementation: str | None) -> dict[str, str]:
     return {"bench": kind} if implementation is None else {"bench": f"{kind}-forced", "implementation": implementation}
 
 
-def stores(reuse: bool, host_memory: int | None, disk: Path | None, disk_size: int | None) -> StoreOptions:
+def stores(reuse: bool, reuse_any: bool, host_memory: int | None, disk: Path | None, disk_size: int | None) -> StoreOptions:
     """The stores of an engine. Called before JAX starts: it asks JAX for as much pinned host memory as `--host-memory` needs."""
     if (disk is None) != (disk_size is None):
         raise typer.BadParameter("--disk and --disk-size go together: give both, or neither", param_hint="--disk")
     if host_memory is not None:
         os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory // 10**9 + 2))
-    return {"reuse": reuse or None, "host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size}
+    return {"reuse": "any" if reuse_any else reuse or None, "host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size}
+
+
+OPTION_OF = {
+    "pages": "--pages",
+    "page_size": "--page-size",
+    "prefill_chunk": "--prefill-chunk",
+    "device_bytes": "--device-memory",
+    "pool_host_bytes": "--pool-host-memory",
+    "host_bytes": "--host-memory",
+    "disk_bytes": "--disk-size",
+    "batch_buckets": "--max-batch",
+}
+"""Options of the command line, by the arguments of an engine that they give."""
+
+
+@contextmanager
+def named_as_options() -> Iterator[None]:
+    """A ValueError about arguments of an engine names the options that gave them."""
+    try:
+        yield
+    except ValueError as error:
+        # The word "pages" alone means pages; before a number, the argument.
+        words = "|".join(name for name in OPTION_OF if name != "pages")
+        said = re.sub(rf"\b({words})\b|^pages (?=\d)", lambda found: OPTION_OF[found[0].strip()] + " " * found[0].endswith(" "), str(error))
+        if said == str(error):
+            raise
+        raise ValueError(said) from error
 
 
 def load_model(model: str, dtype: Dtype | None, max_positions: int | None) -> Model:

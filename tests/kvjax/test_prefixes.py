@@ -291,7 +291,8 @@ def test_blocks_hold_all_of_a_page(name):
 
 def test_wrong_sizes_and_policies_are_refused(model, tmp_path):
     for named, said in (
-        ({"reuse": 1}, "True, False, or None"),
+        ({"reuse": "all"}, "got 'all'"),
+        ({"reuse": 1}, "True, False, None, or 'any', got 1"),
         ({"reuse": False, "host_bytes": 10**6}, "reuse is False"),
         ({"disk": tmp_path / "a"}, "go together"),
         ({"disk_bytes": 10**6}, "go together"),

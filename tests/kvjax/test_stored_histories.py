@@ -7,13 +7,16 @@ import time
 from typing import ClassVar
 
 import jax
+import numpy as np
 import pytest
+import store_mutants
 from histories import FAMILIES, LARGE, History, Sizes, engine_for, run_histories
 from quick_cases import rest_long
 from tiny_models import make_family
 
-from kvjax import MeasureOnceMaskOnce
+from kvjax import MeasureOnceMaskOnce, OutOfPages
 from kvjax.cache import PageAllocator, prefixes
+from kvjax.cache.pins import Pin
 from kvjax.cache.transfer import block_bytes
 
 pytestmark = pytest.mark.bits
@@ -29,13 +32,19 @@ class StoredHistory(History):
     """Prompts begin like one of a few texts, so that many are found. totals: of all histories, what was found and given up."""
 
     totals: ClassVar[collections.Counter[str]] = collections.Counter()
+    stores: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0), (5, 0), (0, 9), (5, 9))
+    """Pages of host memory and of the disk: one of these."""
+    reuse: ClassVar[str | bool] = True
+    texts_drawn: ClassVar[int] = 2
 
     def make_engine(self):
         spec = self.model.config.cache_spec(self.sizes.page)
-        self.texts = self.random.integers(0, self.model.config.vocab_size, (2, self.sizes.longest)).tolist()
+        self.texts = self.random.integers(0, self.model.config.vocab_size, (self.texts_drawn, self.sizes.longest)).tolist()
         page = sum(block_bytes(spec, group.name) for group in spec.groups)
-        host, disk = {"host_bytes": 5 * page}, {"disk": self.folder / f"pages-{time.monotonic_ns()}", "disk_bytes": 9 * page}
-        return engine_for(self.model, self.sizes, reuse=True, **({}, host, disk, host | disk)[self.random.integers(4)])
+        host, disk = self.stores[self.random.integers(len(self.stores))]
+        stores = {"host_bytes": host * page} if host else {}
+        stores |= {"disk": self.folder / f"pages-{time.monotonic_ns()}", "disk_bytes": disk * page} if disk else {}
+        return engine_for(self.model, self.sizes, reuse=self.reuse, **stores)
 
     def run(self, length):
         super().run(2 * length)
@@ -134,3 +143,111 @@ def test_the_comparison_sees_a_page_that_was_given_to_others(tmp_path, monkeypat
     monkeypatch.setattr(PageAllocator, "take", take)
     with pytest.raises((AssertionError, ValueError, KeyError)):
         run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, StoredHistory)
+
+
+class BusyHistory(StoredHistory):
+    """Prompts come and go, so that most of what is found comes back from another store."""
+
+    stores: ClassVar[tuple[tuple[int, int], ...]] = ((12, 24),)
+    texts_drawn: ClassVar[int] = 4
+
+    def possible_calls(self):
+        return ["prefill"] if len(self.held) < 2 else ["prefill", "free", "free", "decode"]
+
+    def prefill_options(self):
+        return {}
+
+
+def test_busy_histories_are_right_and_bring_pages_back(tmp_path, totals):
+    """Where nothing is taken out."""
+    run_histories(make_family("llama"), range(6), tmp_path, SHORT_CHUNKS, BusyHistory)
+    assert min(totals[what] for what in ("host hits", "disk hits", "device evictions", "host evictions")) > 0
+
+
+@pytest.mark.parametrize("mutant", store_mutants.CORRUPTING)
+def test_the_comparison_sees_a_barrier_that_is_missing(mutant, tmp_path, monkeypatch):
+    store_mutants.CORRUPTING[mutant](monkeypatch)
+    with pytest.raises(AssertionError, match="differ"):
+        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, BusyHistory)
+
+
+def test_the_comparison_sees_pages_that_get_their_owner_too_late(tmp_path, monkeypatch):
+    store_mutants.owned_after_taken(monkeypatch)
+    with pytest.raises((AssertionError, ValueError)):
+        run_histories(make_family("llama"), range(20, 60), tmp_path, SHORT_CHUNKS, BusyHistory)
+
+
+class DamageHistory(BusyHistory):
+    """Host memory holds almost nothing, so that pages come back from disk. damaged: pages that the disk dropped, of all histories."""
+
+    stores: ClassVar[tuple[tuple[int, int], ...]] = ((1, 8),)
+    damaged: ClassVar[int] = 0
+
+    def differences(self):
+        DamageHistory.damaged += self.engine.stats().damaged
+        return super().differences()
+
+
+def test_digests_find_a_slot_that_was_given_to_others_and_the_comparison_sees_it_without_them(tmp_path, monkeypatch):
+    """Two barriers, one behind the other."""
+    store_mutants.slot_still_named(monkeypatch)
+    DamageHistory.damaged = 0
+    run_histories(make_family("llama"), range(4), tmp_path, SHORT_CHUNKS, DamageHistory)
+    assert DamageHistory.damaged > 0
+    store_mutants.digests_not_looked_at(monkeypatch)
+    with pytest.raises(AssertionError, match="differ"):
+        run_histories(make_family("llama"), range(40), tmp_path, SHORT_CHUNKS, DamageHistory)
+
+
+class AnyHistory(StoredHistory):
+    """Pages count however they were written, and prompts begin like sequences that are gone, the tokens of their steps included."""
+
+    stores: ClassVar[tuple[tuple[int, int], ...]] = ((0, 0), (12, 0), (5, 24))
+
+    reuse: ClassVar[str | bool] = "any"
+
+    def free(self):
+        held = self.pick()
+        self.texts.append((held.tokens * 3)[: self.sizes.longest])
+        self.engine.free(held.sequence)
+        self.held = [each for each in self.held if each is not held]
+
+    def draw_prompt(self):
+        return self.texts[-1 - self.random.integers(min(4, len(self.texts)))][: self.random.integers(40, self.sizes.longest * 3 // 4)]
+
+    def differences(self):
+        """Sequences whose next step is not near the full forward. Everything was written densely."""
+        wrong = 0
+        for each in self.held:
+            token = self.draw_token()
+            try:
+                (logits,) = self.engine.decode([each.sequence], [token])
+            except OutOfPages:
+                continue
+            text = np.zeros(self.sizes.longest + self.sizes.page, int)
+            text[: len(each.tokens) + 1] = [*each.tokens, token]
+            wrong += not np.allclose(logits, self.model.full_forward(text)[len(each.tokens)], rtol=0, atol=1e-4)
+        self.totals["tokens found"] += self.engine.stats().found_tokens
+        self.engine.close()
+        return wrong
+
+
+DENSE = dataclasses.replace(SHORT_CHUNKS, policies=("dense",), pages=40)
+
+
+@pytest.mark.parametrize("name", rest_long(("llama", "gemma3_text", "qwen3_5_text", "shared"), "gemma3_text"))
+def test_pages_written_in_any_way_are_near_the_full_forward(name, tmp_path, totals):
+    run_histories(make_family(name), range(8), tmp_path, DENSE, AnyHistory)
+    assert totals["tokens found"] > 100
+
+
+def test_the_full_forward_sees_pages_kept_in_another_order(tmp_path, monkeypatch):
+    honest = prefixes.Prefixes._keep
+
+    def keep(kept, sequence, number, digest):
+        turned = {name: [*pages[1:], pages[0]] for name, pages in sequence.pages.items()}
+        honest(kept, Pin(sequence.length, turned, {}), number, digest)
+
+    monkeypatch.setattr(prefixes.Prefixes, "_keep", keep)
+    with pytest.raises((AssertionError, ValueError), match="differ"):
+        run_histories(make_family("llama"), range(40), tmp_path, DENSE, AnyHistory)

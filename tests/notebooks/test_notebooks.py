@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent.parent / "notebooks").glob("*.ipynb"))
@@ -75,3 +76,11 @@ def test_it_runs(path):
     if path.stem == "prefill_masks":
         assert names["kept"]["vertical slash"] < 0.97 < names["kept"]["measure once"] <= names["kept"]["oracle"]
         assert names["error"]["damped"] < names["error"]["off"] < names["error"]["plain"]
+    if path.stem == "one_document_many_questions":
+        assert all(names["same"])
+        assert sum(names["right"]) >= len(names["right"]) // 2
+        assert names["places"][0, :3].sum() == 0
+        assert names["places"][1:, 3].max() <= 2
+        assert (names["places"][:, :3].sum(0) > 0).all()
+        assert np.median(names["seconds"]["warm"]) < np.median(names["seconds"]["cold"])
+        assert names["on_device"] == names["kept"] // 128

@@ -132,7 +132,7 @@ WRONG = [
     (GENERATE + " --pages 99999999999", "99999999999"),
     (GENERATE + " --page-size 0", "got 0"),
     (GENERATE + " --page-size -4", "-4"),
-    (GENERATE + " --prefill-chunk 1", "prefill_chunk 1"),
+    (GENERATE + " --prefill-chunk 1", "--prefill-chunk 1"),
     (GENERATE + " --dtype float64", "float64"),
     (GENERATE + " --policy delta:1+1/1", "delta:1+1/1"),
     ("generate --file {none} --model {model}", "no file"),

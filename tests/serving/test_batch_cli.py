@@ -92,6 +92,75 @@ def test_batch_prints_the_first_errors_and_fails_on_request(kvjax, model_folder,
     assert re.search("^input line 1: the line is not JSON", err, re.MULTILINE), "the line is named once"
 
 
+@pytest.mark.parametrize("way", ["--reuse", "--reuse-any"])
+def test_batch_finds_what_records_share_and_says_so(kvjax, model_folder, tmp_path, monkeypatch, way):
+    from kvjax.serving import progress
+
+    monkeypatch.setattr(progress, "LOG_SECONDS", -1.0)
+    records = [{"id": n, "prompt": "lantern marble " * 20 + f"question {n}", "max_new_tokens": 3} for n in range(4)]
+    source = write(tmp_path / "in.jsonl", records)
+    arguments = ("batch", source, "--model", model_folder, "--max-batch", 1, "--page-size", 16, "--prefill-chunk", 16)
+    status, out, err = kvjax(*arguments, "--out", tmp_path / "out.jsonl", way, "--host-memory", "1MB", "--progress")
+    assert status == 0, err
+    assert re.search(r"prompt tokens .*\([0-9]+ of this run were found, not computed\)", out)
+    assert re.search(r"with computed prompts, [0-9.,]+ with found ones, too", out)
+    assert re.search(r"^[1-4]/4 records, .* found.*\n.*fetching them took.*\ndevice: .*\nhost: .*MB written", err, re.MULTILINE)
+    assert kvjax(*arguments, "--out", tmp_path / "plain.jsonl")[0] == 0
+    assert lines(tmp_path / "out.jsonl") == lines(tmp_path / "plain.jsonl")
+
+
+def test_a_job_begun_with_other_pages_counting_is_not_continued(kvjax, model_folder, tmp_path, monkeypatch):
+    from kvjax.serving.batch import journal
+
+    source = write(tmp_path / "in.jsonl", RECORDS[:3])
+    arguments = ("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--max-new-tokens", 2, *PAGES)
+    with monkeypatch.context() as patched:
+        patched.setattr(journal.Journal, "_append", lambda *_: 1 / 0)
+        assert kvjax(*arguments)[0] == 1
+    status, _, err = kvjax(*arguments, "--reuse-any")
+    assert status == 2
+    assert "was begun with --reuse-any None, and this run has True" in err
+    assert kvjax(*arguments, "--reuse")[0] == 0
+
+
+def test_stores_are_shown_only_where_there_are_any(kvjax, model_folder, tmp_path):
+    source = write(tmp_path / "in.jsonl", RECORDS[:1])
+    status, _, err = kvjax("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--progress")
+    assert status == 2
+    assert "give --reuse, --host-memory or --disk, too" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--host-memory", "1KB"), "--host-memory of 1,000 is less than one page of every layer group"),
+        (("--disk", "{}/pages", "--disk-size", "1KB"), "--disk-size of 1,000 is less than one page"),
+        (("--device-memory", "1KB"), "--device-memory of 1,000 holds no page"),
+        (("--device-memory", "1MB", "--pages", "3"), "--pages 3 and --device-memory 1,000,000 both give the pool's size"),
+        (("--prefill-chunk", "24"), "--prefill-chunk 24"),
+        (("--host-memory", "100TB"), "--host-memory of 100,000,000,000,000 is more than this machine's memory"),
+    ],
+)
+def test_errors_about_sizes_name_the_options(kvjax, model_folder, tmp_path, options, said):
+    source = write(tmp_path / "in.jsonl", RECORDS[:1])
+    named = [option.format(tmp_path) for option in options]
+    status, _, err = kvjax("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, *PAGES, *named)
+    assert status == 2
+    assert said in err
+    assert not re.search("host_bytes|disk_bytes|device_bytes|prefill_chunk|page_size", err)
+
+
+def test_a_pool_too_small_for_every_record_fails(kvjax, model_folder, tmp_path):
+    records = [{"id": n, "prompt": "lantern marble " * 30} for n in range(2)]
+    source = write(tmp_path / "in.jsonl", records)
+    arguments = ("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--pages", 1, *PAGES)
+    status, _, err = kvjax(*arguments)
+    assert status == 1
+    assert "no record fits into the pool: give more --pages or --device-memory" in err
+    write(source, [*records, {"id": "short", "prompt": "amber", "max_new_tokens": 2}])
+    assert kvjax(*arguments, "--overwrite")[0] == 0
+
+
 def test_batch_decodes_as_many_together_as_it_is_told(kvjax, model_folder, tmp_path, monkeypatch):
     from kvjax.serving.batch import job as batch
     from kvjax.serving.batch import results

@@ -80,7 +80,7 @@ def test_version(kvjax):
         (["batch", "{in}", "--out", "{in}", "--model", "{model}"], "is the input"),
         (["batch", "{in}", "--out", "{out}", "--model", "{none}"], "none"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--policy", "best"], "policy 'best' is not understood"),
-        (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--page-size", "100"], "prefill_chunk 512"),
+        (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--page-size", "100"], "--prefill-chunk 512"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--prefill", "top:8"], "prefill policy 'top:8' is not understood"),
         (["generate", "x", "--model", "{model}", "--prefill", "momo:4/8"], "k_exact 8 exceeds k 4"),
         (["batch", "{in}", "--out", "{out}", "--model", "{model}", "--max-batch", "0"], "--max-batch"),
@@ -122,6 +122,15 @@ def test_a_traceback_is_shown_on_request(kvjax, tmp_path):
     status, _, err = kvjax("--traceback", "plan", "--model", tmp_path)
     assert status == 2
     assert "Traceback" in err
+
+
+@pytest.mark.parametrize("group", [(), ("bench",), ("bill",)])
+def test_lists_of_commands_have_whole_sentences(kvjax, monkeypatch, group):
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = kvjax(*group, "--help")
+    assert status == 0
+    assert "..." not in out.partition("Commands:")[2]
+    assert len(out.partition("Commands:")[2].splitlines()) > 2
 
 
 def test_help_lists_what_answers_prompts_first(kvjax):

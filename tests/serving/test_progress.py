@@ -85,3 +85,27 @@ def test_a_job_that_goes_on_counts_what_was_done_before():
         clock.now += 1
         progress.prefill(20)
     assert progress.seconds_left == pytest.approx(140 / 20, abs=1)
+
+
+def test_tokens_that_were_found_have_no_rate_and_stores_are_shown(monkeypatch):
+    monkeypatch.setattr(progress_module, "LOG_SECONDS", -1.0)
+    written, clock, found = io.StringIO(), Clock(), 5000
+    shown = {"found": lambda: found, "below": lambda: f"disk: found {found}"}
+    with JobProgress({1: 2000}, (), Console(file=written), clock, **shown) as progress:
+        clock.now += 10
+        found += 900  # while the job runs
+        progress.prefill(1000)
+        clock.now += 0.2
+        progress.prefill(20)
+    assert "0/1 records, 10 prompt + 0.0 generated tokens/s, 900 found" in written.getvalue()
+    assert written.getvalue().count("\ndisk: found 5900\n") == 2
+
+
+def test_stores_are_shown_below_the_bar():
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=100)
+    with JobProgress({1: 10}, (), console, below=lambda: "host: 12 pages kept") as progress:
+        progress.prefill(5)
+    bar, _, below = written.getvalue().rpartition("host: 12 pages kept")
+    assert "0/1" in bar
+    assert "0/1" not in below

@@ -172,3 +172,22 @@ def test_the_summary_adds_up():
 
 def test_a_summary_without_steps_names_none():
     assert "per step" not in str(Summary(records=1, errors=1, seconds=1.0))
+
+
+def test_tokens_that_were_found_are_in_no_rate_of_computed_ones():
+    summary = Summary()
+    summary.add(Result(1, {}, False, 1000, 50, found_tokens=900))
+    summary.add(Result(2, {}, False, 5000, 50, found_tokens=4000), earlier=True)
+    summary.seconds = 10.0
+    assert (summary.found_tokens, summary.all_tokens_per_second) == (900, 15.0)
+    assert "6,000 (900 of this run were found, not computed)" in str(summary)
+    assert "5.0 generated, 15.0 with computed prompts, 105.0 with found ones, too" in str(summary)
+
+
+def test_a_pool_too_small_for_every_record_is_no_success():
+    summary = Summary()
+    summary.add(Result(1, {"error": "x"}, True, out_of_pages=True))
+    summary.add(Result(2, {"error": "y"}, True))
+    assert summary.nothing_fitted
+    summary.add(Result(3, {}, False))
+    assert not summary.nothing_fitted

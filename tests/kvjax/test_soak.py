@@ -1,0 +1,163 @@
+"""Random requests on an engine whose stores are all full and give pages up, for as long as you like: answers, memory and files.
+
+`make test` runs it for some seconds. `pytest -m long tests/kvjax/test_soak.py` runs it for `--soak-minutes`, 30 by default.
+"""
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import make_family
+
+from kvjax import Engine, Request, Sampling, Scheduler
+from kvjax.cache import OutOfPages
+from kvjax.cache.transfer import block_bytes
+
+pytestmark = pytest.mark.bits
+
+PAGE, PAGES, LONGEST = 16, 22, 160
+SIZES = {"pages": PAGES, "page_size": PAGE, "prefill_chunk": PAGE, "batch_buckets": (2,), "policies": ("quest:1",)}
+ROUND = 6
+"""Requests that run together."""
+GROWTH = 0.02
+"""The most by which resident memory may grow."""
+
+
+def resident_bytes() -> int:
+    """Memory of this process, on Linux."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclasses.dataclass
+class Seen:
+    """What a soak did. memory: resident bytes after each round; files: bytes on disk, and the most that they may have."""
+
+    requests: int = 0
+    tokens: int = 0
+    wrong: int = 0
+    pins: int = 0
+    cancelled: int = 0
+    memory: list[int] = dataclasses.field(default_factory=list)
+    files: int = 0
+    limit: int = 0
+
+    @property
+    def growth(self) -> float:
+        """From the second quarter of the time to the last one, by medians. In the first quarter programs are compiled and stores fill."""
+        quarter = max(len(self.memory) // 4, 1)
+        before, after = (np.median(part) for part in (self.memory[quarter : 2 * quarter], self.memory[-quarter:]))
+        return after / before - 1
+
+
+class Soak:
+    """An engine with stores, and one without, which answers each request alone."""
+
+    def __init__(self, model, folder, seed: int):
+        spec = model.config.cache_spec(PAGE)
+        page = sum(block_bytes(spec, group.name) for group in spec.groups)
+        self.folder, self.random, self.seen = folder, np.random.default_rng(seed), Seen(limit=9 * page)
+        self.engine = Engine(model, host_bytes=6 * page, disk=folder, disk_bytes=9 * page, **SIZES)
+        self.alone = Engine(model, **SIZES)
+        self.texts = self.random.integers(0, model.config.vocab_size, (4, LONGEST)).tolist()
+        self.vocabulary, self.pinned = model.config.vocab_size, []
+
+    def draw(self) -> Request:
+        """A prompt that begins like one of a few texts."""
+        random = self.random
+        prompt = self.texts[random.integers(len(self.texts))][: random.integers(20, LONGEST - 20)]
+        if random.integers(2):
+            prompt = prompt + random.integers(0, self.vocabulary, 5).tolist()
+        sampling = Sampling(int(random.integers(1, 9)), float(random.integers(2)), seed=int(random.integers(100)), logprobs=True)
+        policy, salt = (None, "quest:1")[random.integers(2)], (None, None, None, "a")[random.integers(4)]
+        return Request(tuple(prompt), sampling, policy=policy, cache_salt=salt, priority=int(random.integers(2)))
+
+    def round(self) -> None:
+        scheduler = Scheduler(self.engine, slots=2)
+        handles = [scheduler.submit(self.draw()) for _ in range(ROUND)]
+        dropped = handles[self.random.integers(ROUND)] if self.random.integers(3) == 0 else None
+        while any(handle.completion is None for handle in handles):
+            scheduler.step()
+            if dropped is not None and dropped.completion is None and self.random.integers(4) == 0:
+                scheduler.cancel(dropped)
+                self.seen.cancelled += 1
+        for handle in handles:
+            if handle is not dropped:
+                self.compare(handle)
+        self.turn_pins(handles[0].request)
+        self.seen.memory.append(resident_bytes())
+        self.seen.files = sum(file.stat().st_size for file in self.folder.glob("*.bin"))
+
+    def compare(self, handle) -> None:
+        scheduler = Scheduler(self.alone, slots=1)
+        expected = scheduler.submit(handle.request)
+        while expected.completion is None:
+            scheduler.step()
+        found, right = handle.completion, expected.completion
+        assert right.error is None
+        self.seen.requests += 1
+        self.seen.tokens += found.prompt_tokens + len(found.token_ids)
+        self.seen.wrong += (found.token_ids, found.logprobs, found.error) != (right.token_ids, right.logprobs, None)
+
+    def turn_pins(self, request: Request) -> None:
+        """Pin the beginning of a prompt, for some rounds."""
+        while self.pinned and self.random.integers(2):
+            self.engine.unpin(*self.pinned.pop(0))
+        asked = list(request.prompt[:64]), request.cache_salt
+        if not self.pinned and len(asked[0]) == 64:
+            try:
+                self.engine.pin(*asked)
+            except (ValueError, OutOfPages):  # it was given up meanwhile
+                return
+            self.pinned.append(asked)
+            self.seen.pins += 1
+
+
+def soak(name: str, folder, seconds: float, seed: int = 0) -> tuple[Seen, object]:
+    """Rounds until the time is over."""
+    running, ends = Soak(make_family(name), folder, seed), time.monotonic() + seconds
+    while time.monotonic() < ends or len(running.seen.memory) < 12:
+        running.round()
+    while running.pinned:
+        running.engine.unpin(*running.pinned.pop())
+    assert running.engine.allocators["full"].free == PAGES
+    stats = running.engine.stats()
+    running.engine.close()
+    return running.seen, stats
+
+
+def check(seen: Seen, stats) -> None:
+    assert seen.wrong == 0
+    assert seen.requests > 20
+    assert seen.pins > 0
+    assert 0 < seen.files <= seen.limit
+    assert stats.damaged == 0
+    assert stats.found_tokens > 0
+    for store in (stats.device, stats.host, stats.disk):
+        assert store.evictions > 0
+        assert store.hits > 0
+
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads the memory of the process from Linux")
+
+
+@needs_proc
+def test_a_short_soak(tmp_path):
+    check(*soak("llama", tmp_path / "pages", 15))
+
+
+@needs_proc
+@pytest.mark.long
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5_text"])
+def test_a_long_soak(name, tmp_path, request, capsys):
+    minutes = request.config.getoption("--soak-minutes") / 3
+    seen, stats = soak(name, tmp_path / "pages", 60 * minutes, seed=os.getpid())
+    with capsys.disabled():
+        print(f"\n{name}, {minutes:.1f} min, seed {os.getpid()}: {seen.requests:,} requests of {seen.tokens:,} tokens, {seen.wrong} differ")
+        print(f"{seen.pins:,} pins, {seen.cancelled:,} cancelled; memory {seen.memory[-1] / 1e6:,.0f} MB, {seen.growth:+.2%}")
+        print(f"files {seen.files:,} of {seen.limit:,} bytes\n{stats}")
+    check(seen, stats)
+    assert abs(seen.growth) < GROWTH
