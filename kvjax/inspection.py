@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Float32, Int32
 from kvjax.cache import Cache
 from kvjax.cache.types import LayerCache
 from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext
+from kvjax.policies.decode.base import attend_listed
 from kvjax.slots import NextPages
 from kvjax.steps import decode
-from pallas_kernels.gather_attention import gather_attention
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,9 +75,7 @@ def watch(
         pages = jnp.arange(ctx.page_table.shape[1], dtype=jnp.int32)
         ids = jnp.where(pages * ctx.page_size < ctx.lengths[:, None], pages, -1)[:, None]
         blocks = Blocks(jnp.repeat(ids, layer.pages.kv_heads, axis=1), ctx.page_size)
-    listed = {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
-    static = {"sm_scale": ctx.sm_scale, "return_block_lse": True}
-    _, _, lse = gather_attention(query, layer.pages, ctx.frames, ctx.lengths, **static, **listed)
+    _, lse = attend_listed(query, layer, ctx, blocks, return_block_lse=True)
     return blocks, lse, scores
 
 

@@ -66,7 +66,7 @@ def prefill_layers(
         layers = _replace(layers, layer, write(cache, layers, layer, heads, positions, valid, indexes, frames))
         at = cache.spec.paged.index(layer)
         where = cache.table_of(layer), starts, cache.lengths
-        ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, indexer=asked_of(heads), moved=frames)
+        ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, indexer=asked_of(heads), moved=frames, rope=heads.rope)
         known = () if learning is None else tuple(states[at] for states in learning.states)
         out, states = attend_chunk(policy, heads, pages_of(cache.spec, layers, layer, owners), ctx, learning, known)
         return out, (layers, (*learned, states))
@@ -172,7 +172,7 @@ def decode(
         read = pages_of(spec, layers, layer)
         place, count = spec.paged.index(layer), len(spec.paged)
         sizes = {"layer": place, "num_layers": count, "page_size": page_size, "sm_scale": heads.sm_scale}
-        ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads), moved=frames)
+        ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads), moved=frames, rope=heads.rope)
         reader, before = reader_of(policy, heads), states[place]
         out, blocks, state = _read_by_turns(reader, heads.q, read, ctx, before)
         if watch is not None:

@@ -20,16 +20,17 @@ def _read(text: str) -> DecodePolicy | None:
     """The policy of a built-in name; ValueError for numbers that it cannot have."""
     if text == "dense":
         return Dense()
-    if match := re.fullmatch(r"window:(\d+)\+(\d+)", text):
-        return Window(int(match[1]), int(match[2]))
-    if match := re.fullmatch(r"window:(\d+)", text):
+    if match := re.fullmatch(r"window:(\d+)(?:\+(\d+))?(\+release)?(\+remap)?", text):
+        changes = match[3] is not None, match[4] is not None
+        if match[2]:
+            return Window(int(match[1]), int(match[2]), *changes)
         keys = int(match[1])
         if keys <= WINDOW_SINK:
             raise ValueError(
                 f"policy {text!r}: the {keys} keys of window:KEYS count {WINDOW_SINK} sink tokens, which leaves no window: "
                 f"use more than {WINDOW_SINK}, or window:SINK+WINDOW"
             )
-        return Window(WINDOW_SINK, keys - WINDOW_SINK)
+        return Window(WINDOW_SINK, keys - WINDOW_SINK, *changes)
     if match := re.fullmatch(r"tokens:(\d+)", text):
         return TopTokens(int(match[1]))
     if match := re.fullmatch(r"(top|mean|quest):(\d+)", text):
