@@ -9,7 +9,13 @@ from kvjax.cache import OutOfPages
 from kvjax.cache.groups import GroupPages
 from kvjax.memory import MemoryPlan
 from kvjax.model import ModelConfig
+from kvjax.policies.decode import DecodePolicy, Window
+from kvjax.policies.prefill import PrefillPolicy, SinkWindow
+from kvjax.release import kept_by
 from kvjax.sequences import CachedSequence
+
+MOST_POSITIONS = 2**24
+"""Positions that float32, in which angles of RoPE are computed, holds exactly."""
 
 
 class Capacity:
@@ -17,15 +23,24 @@ class Capacity:
 
     def __init__(self, config: ModelConfig, groups: GroupPages, plan: Callable[[], MemoryPlan]):
         self.config, self._groups, self._plan = config, groups, plan
+        self._page_size = min(group.page_size for group in groups.spec.groups)
         self._longest = min(config.max_positions, groups.longest)
 
-    def check_length(self, tokens: int) -> None:
-        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small."""
+    def check_length(self, tokens: int, policy: DecodePolicy | PrefillPolicy | None = None) -> None:
+        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small.
+
+        policy: the one that reads them, which may count positions in the cache, or give pages back; None: neither.
+        """
         if tokens <= self._longest:
             return
-        if tokens > self.config.max_positions:
-            known = f"the model's {self.config.max_positions:,} positions{self.config.for_longer(tokens)}"
+        remapped = isinstance(policy, Window | SinkWindow) and policy.remap
+        most = MOST_POSITIONS if remapped else self.config.max_positions
+        if tokens > most:
+            known = f"the model's {most:,} positions{self.config.for_longer(tokens)}"
+            known = f"the {most:,} positions that float32 counts exactly, by which keys are rotated" if remapped else known
             raise ValueError(f"a sequence of {tokens:,} tokens is longer than {known}")
+        if policy is not None and kept_by(policy, self._page_size) is not None:
+            return  # it gives pages back: those that it needs are checked when they are taken
         for name, count in self._groups.needed(tokens).items():
             if count > (total := self._groups.allocators[name].total):
                 raise self._advised(OutOfPages(count, self._groups.allocators[name].free, total, group=name))

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import PageAllocator, copy_page
-from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
 from kvjax.cache.prefixes import PrefixStats
@@ -27,7 +26,7 @@ from kvjax.chunks import ChunkRun, Prefiller
 from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DecodeRunner, Launched, padded_rows
 from kvjax.guard import CallGuard, guarded
-from kvjax.inspection import StepRead, inspect_step, read_of
+from kvjax.inspection import StepRead, inspect
 from kvjax.memory import MemoryPlan, memory_plan, pool_size
 from kvjax.model import Model, fingerprint
 from kvjax.outcomes import Reads
@@ -35,8 +34,10 @@ from kvjax.plans import Chunk, Decoded, DecodeGroup, Prefilled, StepPlan, StepRe
 from kvjax.policies.choice import Choice
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
+from kvjax.release import PageRelease
 from kvjax.reuse import StoreOptions, make_reuse
 from kvjax.sampling import Sampled, Sampling, SamplingRows
+from kvjax.saved import restore_sequence, save_sequence
 from kvjax.sequences import CachedSequence, check_usable
 from kvjax.slots import Slots
 from kvjax.steps import decode_and_sample, decode_step
@@ -86,17 +87,19 @@ class Engine:
         self.policy, self.policies = self._declared.policy, self._declared.policies
         self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
         sizes = {"page_size": page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
+        sizes["reach"] = self._declared.reach
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
         pages = pool_size(plan, self.config, pages, device_bytes)
-        self._groups = GroupPages(self.spec, plan.pool_pages(pages), self.prefill_chunk)
+        self._groups = GroupPages(self.spec, plan.pool_pages(pages), self.prefill_chunk, self._declared.reach)
+        self._release = PageRelease(self._groups, self.page_size, self.policy, self._declared.reach)
         self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
         self._pool = Pool(self.spec.empty(plan.pool_pages(pages), self.indexes))
         self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, **stores)
         self._runs: dict[CachedSequence, ChunkRun] = {}
-        self._runner = DecodeRunner(model, self._pool, self._groups, self._declared)
+        self._runner = DecodeRunner(model, self._pool, self._groups, self._declared, self._release)
         self.sequences: set[CachedSequence] = set()
 
     @property
@@ -133,9 +136,11 @@ class Engine:
         """Pages that `tokens` tokens take in a layer group that keeps all of them."""
         return -(-tokens // self.page_size)
 
-    def check_length(self, tokens: int) -> None:
-        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small."""
-        self._capacity.check_length(tokens)
+    def check_length(self, tokens: int, policy: DecodePolicy | None = None) -> None:
+        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small.
+
+        policy: decodes the sequence to that length, and may count positions in the cache or give pages back. None: it is prefilled."""
+        self._capacity.check_length(tokens, self.prefill_policy if policy is None else policy)
 
     @property
     def last_choice(self) -> Choice | None:
@@ -177,7 +182,7 @@ class Engine:
         prompt: where the engine reuses pages, the sequence begins with the longest prefix of these tokens that is known, at most all but
         the last token: write the rest, `prompt[sequence.length :]`. cache_salt: only prompts of the same salt share pages.
         """
-        sequence = CachedSequence([], pages=self._groups.new())
+        sequence = self._release.new_sequence()
         self.sequences.add(sequence)
         if prompt is not None:
             with self._kept(sequence):
@@ -204,12 +209,13 @@ class Engine:
         optional_function("on_tokens", on_tokens)
         prompts = [self.check_tokens(prompt) for prompt in listed(prompts, "prompts", PROMPTS_REMEDY)]
         for prompt in prompts:
-            self.check_length(len(prompt) + reserve)
+            self.check_length(len(prompt))
+            self.check_length(len(prompt) + reserve, self.policy)
         if self._reuse is None:  # else prompts may share pages
             needed = [self._groups.needed(len(prompt) + reserve) for prompt in prompts]
             with self._capacity.advice():
                 self._groups.check_free({name: sum(each[name] for each in needed) for name in self.allocators})
-        sequences = [CachedSequence([], pages=self._groups.new()) for _ in prompts]
+        sequences = [self._release.new_sequence() for _ in prompts]
         with self._kept(*sequences):
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 self._adopt(sequence, prompt, cache_salt)
@@ -260,18 +266,7 @@ class Engine:
         The step runs as in `decode`, and attends to the listed blocks once more for the scores. Sequences, states of learning policies,
         `last_reads` and `last_choice` do not change. Waits for the device. Raises as `decode` does.
         """
-        self._check_live(sequences)
-        ones = [[token] for token in listed(tokens, "tokens", "give one of every sequence")]
-        padded, given = padded_rows(sequences, ones, self.batch_buckets, self.config.vocab_size)
-        kept, pages = (self.last_reads, self.last_choice), [sequence.page_counts() for sequence in sequences]
-        try:
-            launched = self._launch(inspect_step, padded, given, policy)
-            launched.slots.forget()  # the step's result is dropped
-            return read_of(launched.policy, len(sequences), *launched.results)
-        finally:
-            self._runner.last_reads, self._declared.last_choice = kept
-            for sequence, counts in zip(sequences, pages, strict=True):
-                self._groups.keep(sequence, counts)
+        return inspect(self, sequences, tokens, policy)
 
     @guarded
     def step(self, plan: StepPlan) -> StepResult:
@@ -338,6 +333,7 @@ class Engine:
             list(sequence.tokens), sequence.length, self._groups.new(), sequence.logits, dict(sequence.states), sequence.open_chunk
         )
         child.prefix = None if sequence.prefix is None else sequence.prefix.copy()
+        child.keeping = None if sequence.keeping is None else sequence.keeping.copy()
         with self._kept(child), self._capacity.advice():
             opened = self._groups.fork(sequence, child)
             if opened is not None:
@@ -392,12 +388,7 @@ class Engine:
         if `.tokens` does not hold the token of every position.
         """
         self._check_live([sequence])
-        if len(sequence.tokens) != sequence.length:
-            raise ValueError(f"{sequence.length} tokens were written, but .tokens holds {len(sequence.tokens)}: append those decoded first")
-        self.check_tokens(sequence.tokens)
-        self._pool.check()
-        stored = read_pages(self._pool, self.spec, self._groups.stored(sequence))
-        write_sequence(path, self._header, sequence.tokens, stored, self.guard.interrupt_point)
+        save_sequence(self, sequence, path)
 
     @guarded
     def restore(self, path: str | Path) -> CachedSequence:
@@ -405,20 +396,16 @@ class Engine:
 
         `.logits` is None: extend it, or decode the next token.
         """
-        sizes = {"spec": self.spec, "vocab_size": self.config.vocab_size}
-        tokens, layers = read_sequence(path, self._header, interrupt_point=self.guard.interrupt_point, **sizes)
-        self.check_length(len(tokens))
-        sequence = CachedSequence(tokens, pages=self._groups.new())
-        with self._kept(sequence):
-            self._take_back(sequence, len(tokens), layers)
-        return sequence
+        return restore_sequence(self, path)
 
     @guarded
     def suspend(self, sequence: CachedSequence) -> None:
         """Move the sequence's pages and states to host memory, and free them on the device. Call `resume` before you use it again; its bits
         are then the same. Waits for the device."""
         self._check_live([sequence])
-        sequence.keep_on_host(read_pages(self._pool, self.spec, self._groups.stored(sequence, self.prefill_chunk)))
+        self._release.settle()
+        held = self._groups.held(sequence, self.prefill_chunk)
+        sequence.keep_on_host(read_pages(self._pool, self.spec, self._groups.ids(sequence, held)), held)
         self._groups.keep_written(sequence, 0)
         sequence.pages = self._groups.new()
 
@@ -428,8 +415,8 @@ class Engine:
         self._check_live([sequence], ready=False)
         if sequence.suspended is None:
             raise ValueError("the sequence is not suspended: only a sequence that Engine.suspend moved to host memory can be resumed")
-        self._take_back(sequence, sequence.length, sequence.suspended, self.prefill_chunk)
-        sequence.suspended = None
+        self._take_back(sequence, sequence.length, sequence.suspended, sequence.held)
+        sequence.suspended, sequence.held = None, {}
 
     @guarded
     def warmup(self, *, batch: int = 1, tokens: int | None = None, policy: str | DecodePolicy | None = None) -> None:
@@ -509,17 +496,19 @@ class Engine:
         """A chunk of the sequence's next tokens, with pages for them, before its first slice of layers."""
         chunk = self.prefill_chunk
         policy = only or self._declared.choose_prefill(self.prefill_policy, sequence.length // chunk * chunk)
+        self._release.check(policy, [sequence], "prefill")
         self._groups.give_back(sequence)
         self.reserve([sequence], min(len(tokens), chunk - sequence.length % chunk))
         return self._prefiller.begin(sequence, tokens, policy, all_logits=all_logits, always=only is not None)
 
-    def _take_back(self, sequence: CachedSequence, length: int, stored: Stored, grain: int | None = None) -> None:
-        """Give a sequence without pages the pages of its first `length` tokens, and write `stored` to them. OutOfPages changes nothing."""
+    def _take_back(self, sequence: CachedSequence, length: int, stored: Stored, held: Mapping[str, Sequence[int]]) -> None:
+        """Give a sequence of `length` tokens, which has no pages, its logical pages `held`, and write `stored` to them. OutOfPages changes
+        nothing."""
         with self._capacity.advice():
-            self._groups.fill(sequence, length, grain)
+            self._groups.fill(sequence, held)
         sequence.length, opened = length, length % self.page_size > 0
         try:
-            write_pages(self._pool, self.spec, self._groups.stored(sequence, grain), stored, opened=opened, indexes=self.indexes)
+            write_pages(self._pool, self.spec, self._groups.ids(sequence, held), stored, opened=opened, indexes=self.indexes)
             self.guard.interrupt_point()
         except BaseException:
             self._groups.keep_written(sequence, 0)
@@ -580,10 +569,11 @@ class Engine:
         if not slots.hold(padded):
             self._check_live([each for each in padded if each is not None])
             self._declared.states.check_learned(policy, padded)
+            self._release.check(policy, padded)
             slots.fill(padded)
         elif self._runs:
             self._check_live(slots.live)
-        self.check_length(slots.longest + num_tokens)
+        self.check_length(slots.longest + num_tokens, policy)
         return slots
 
     def _check_live(self, sequences: Sequence[CachedSequence], *, ready: bool = True) -> None:

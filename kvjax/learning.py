@@ -158,7 +158,7 @@ def _check(policy: LearnsFromPrefill, page_size: int, prefill_chunk: int) -> Non
     asked = policy.prefill_mass
     if not isinstance(asked, PrefillMass):
         raise ValueError(f"policy {policy}: prefill_mass must be a kvjax.policies.decode.PrefillMass or None, got {asked!r}")
-    if page_size % asked.block_size:
+    if page_size % asked.tokens(page_size):
         raise ValueError(f"policy {policy} asks for blocks of {asked.block_size} tokens, which do not divide the page size {page_size}")
     if asked.queries is not None and asked.queries > prefill_chunk:
         raise ValueError(
@@ -209,9 +209,10 @@ def _mass(
         lse = None if lse is None else _rows(lse, offset, count)
     if lse is None:
         _, lse = flash_attention(query, layer.pages, ctx.frames, starts, ctx.lengths, sm_scale=ctx.sm_scale)
-    sizes = {"block_size": asked.block_size, "sm_scale": ctx.sm_scale}
+    size = asked.tokens(layer.pages.page_size)
+    sizes = {"block_size": size, "sm_scale": ctx.sm_scale}
     mass = block_mass(query, layer.pages, ctx.frames, starts, ctx.lengths, lse, first, **sizes)
-    return fitted(mass, learning.max_pages * layer.pages.page_size // asked.block_size), first
+    return fitted(mass, learning.max_pages * layer.pages.page_size // size), first
 
 
 def _rows(array: Array, offset: Int[Array, "B"], count: int) -> Array:

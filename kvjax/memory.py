@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import WHOLE, IndexSpec, OutOfPages
-from kvjax.cache.groups import most_pages
+from kvjax.cache.groups import Reach, most_pages, window_of
 from kvjax.checks import whole_number
 from kvjax.model import ModelConfig
 
@@ -149,6 +149,7 @@ def memory_plan(
     available_bytes: int | None = None,
     sequences: int = 8,
     prefill_chunk: int = 512,
+    reach: Reach | None = None,
 ) -> MemoryPlan:
     """The plan for a model, weights and cache in its compute_dtype.
 
@@ -161,6 +162,7 @@ def memory_plan(
             initialises it.
         sequences: how many are live at a time: an engine's largest batch bucket.
         prefill_chunk: tokens prefilled at a time; layers with a window keep them beside their window.
+        reach: (sink_tokens, window_tokens) that sequences keep in layers without a window; None: every token.
     """
     if weights_bytes is None:
         weights_bytes = config.num_params * jnp.dtype(config.compute_dtype).itemsize
@@ -169,8 +171,9 @@ def memory_plan(
         raise ValueError("a model without a layer of attention has no pages: an engine needs one")
     groups = []
     for group in spec.groups:
-        most = most_pages(group, prefill_chunk)
-        sizes = len(spec.layers_of(group.name)), group.page_size, spec.bytes_per_page(group.name, indexes), group.window
+        most, window = most_pages(group, prefill_chunk, reach), window_of(group, reach)
+        sizes = len(spec.layers_of(group.name)), group.page_size, spec.bytes_per_page(group.name, indexes)
+        sizes = *sizes, None if window is None else window[1]
         groups.append(GroupPlan(group.name, *sizes, None if math.isinf(most) else most))
     available = free_bytes() if available_bytes is None else available_bytes
     return MemoryPlan(weights_bytes, available, tuple(groups), sequences)

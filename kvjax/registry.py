@@ -23,7 +23,8 @@ _OWN_FORMS = "a registered name, FILE.py:CLASS or FILE.py:CLASS:ARGS (as my_file
 DECODE_FORMS = (
     "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (tokens, 128 of them sinks); of both, window:...+release gives the "
     "other pages back, window:...+remap counts positions in the cache, and +release+remap does both, "
-    "top:K, mean:K (blocks of 128), quest:K (blocks of 16), tokens:K (of models with an indexer of tokens), auto, auto:LEVEL, " + _OWN_FORMS
+    "top:K, mean:K (blocks of 128), quest:K (blocks of 16), tokens:K (of models with an indexer of tokens), "
+    "heavy:K (pages of most attention; others are given back), heavy-tokens:K (tokens of most attention), auto, auto:LEVEL, " + _OWN_FORMS
 )
 PREFILL_FORMS = (
     "dense, bounds:K (blocks of 128; bounds:K+sparse is sparse in shorter prompts too), "

@@ -15,7 +15,7 @@ from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.outcomes import Reads, pack
-from kvjax.policies.decode import Blocks, DecodePolicy, SelectContext
+from kvjax.policies.decode import Blocks, DecodePolicy, KeepsByMass, SelectContext
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy
 from kvjax.sampling import Sampled, SamplingRows, accept, count_tokens, sample
 from kvjax.slots import NextPages, name_pages
@@ -160,6 +160,8 @@ def decode(
     valid = jnp.broadcast_to(active[:, None], positions.shape)
     lengths = jnp.where(active, cache.lengths + num_tokens, 0)
     spec, tables = cache.spec, frame_tables(cache)
+    if isinstance(policy, KeepsByMass):
+        states = policy.settle(states, cache.lengths, spec.group_of(spec.paged[0]).page_size)
 
     def mix(layer: int, heads: LayerInput, carry):
         layers, states, listed = carry

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from kvjax.cache.groups import first_stored, pages_for
+from kvjax.cache.groups import Reach, stored_pages
 from kvjax.cache.spec import CacheSpec, RecurrentSpec
 from kvjax.cache.transfer import Stored, stored_shapes
 from kvjax.checks import file_path
@@ -67,8 +67,9 @@ def write_sequence(
 
 def read_sequence(
     path: str | Path, header: dict, *, spec: CacheSpec, vocab_size: int, interrupt_point: Callable[[], None]
-) -> tuple[list[int], Stored]:
-    """Tokens and stored arrays of each layer of `spec`, from a file that `write_sequence` wrote.
+) -> tuple[list[int], Stored, tuple[str, Reach] | None]:
+    """Tokens and stored arrays of each layer of `spec`, from a file that `write_sequence` wrote; and, if its pages outside sinks and window
+    were given back, by which policy, and what these are.
 
     ValueError if the file is damaged, if its header is not `header` (the message names the field), or if tensors are missing, surplus, or
     of another shape, dtype or range than tokens and spec require.
@@ -94,17 +95,17 @@ def read_sequence(
             if set(file.keys()) != names:
                 odd = sorted(set(file.keys()) ^ names)[0]
                 raise ValueError(f"{path} {'lacks' if odd in names else 'has a surplus'} tensor {odd!r}; this engine has {count} layers")
-            tokens = _tokens(path, file, vocab_size)
+            tokens, keeps = _tokens(path, file, vocab_size), _keeps(path, stored)
             found = []
             for number, layer in enumerate(spec.layers):
                 interrupt_point()
                 group = spec.group_of(number)
-                pages = pages_for(len(tokens), group) - first_stored(group, len(tokens))
+                pages = len(stored_pages(group, len(tokens), None if keeps is None else keeps[1]))
                 shapes = stored_shapes(spec, number, pages)
                 found.append({name: _tensor(path, file, f"layers.{number}.{name}", [*x.shape], x.dtype.name) for name, x in shapes.items()})
                 if isinstance(layer, RecurrentSpec):
                     _check_first(path, int(found[-1]["first"][0]), len(tokens), layer.page_size)
-            return tokens, found
+            return tokens, found, keeps
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable kvjax sequence file: {error}") from error
 
@@ -124,6 +125,17 @@ def _header(path: Path, metadata: dict[str, str]) -> dict:
     if not isinstance(stored, dict):
         raise ValueError(f"{path} does not name the model that made it in its header; prefill again and save it again")
     return stored
+
+
+def _keeps(path: Path, header: dict) -> tuple[str, Reach] | None:
+    """The policy that gave pages back, and the sinks and window that it kept; None if the file has all pages."""
+    if (keeps := header.get("keeps")) is None:
+        return None
+    reach = keeps.get("reach") if isinstance(keeps, dict) else None
+    pair = isinstance(reach, list) and len(reach) == 2 and all(isinstance(count, int) and count >= 0 for count in reach)
+    if not pair or not isinstance(keeps.get("policy"), str):
+        raise ValueError(f"{path} has {keeps!r:.60} in its header, which is no policy with sinks and a window; prefill again")
+    return keeps["policy"], (reach[0], reach[1])
 
 
 def _tokens(path: Path, file: Any, vocab_size: int) -> list[int]:

@@ -10,6 +10,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from kvjax.cache.groups import Reach
 from kvjax.cache.types import IndexSpec, LayerCache
 from kvjax.layers import Rope
 from kvjax.rope import turned
@@ -71,14 +72,9 @@ class SelectContext:
         return self.page_table if self.moved is None else self.moved
 
 
-Reach = tuple[int, int]
-"""(sink_tokens, window_tokens): the first tokens of a sequence, and the last ones up to a query, its own included."""
-
-
 @runtime_checkable
 class GivesPagesBack(Protocol):
-    """What a decode policy says about the tokens that it reads, so that an engine can give pages back. Optional; both methods return None in
-    policies that do not say.
+    """What a decode policy says about the tokens that it reads, so that an engine can give pages back. Optional.
 
     An engine gives back the pages of a sequence that a policy which keeps less decodes, from its first step on. After that only this policy
     can decode the sequence, or one whose reach lies within what is kept.

@@ -6,6 +6,7 @@ import re
 
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.dense import Dense
+from kvjax.policies.decode.heavy import HeavyPages, HeavyTokens
 from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
 from kvjax.policies.decode.window import Window
@@ -33,6 +34,8 @@ def _read(text: str) -> DecodePolicy | None:
         return Window(WINDOW_SINK, keys - WINDOW_SINK, *changes)
     if match := re.fullmatch(r"tokens:(\d+)", text):
         return TopTokens(int(match[1]))
+    if match := re.fullmatch(r"(heavy|heavy-tokens):(\d+)", text):
+        return {"heavy": HeavyPages, "heavy-tokens": HeavyTokens}[match[1]](int(match[2]))
     if match := re.fullmatch(r"(top|mean|quest):(\d+)", text):
         k = int(match[2])
         if match[1] == "quest":
@@ -46,7 +49,7 @@ _NAMES = Registry(
     forms=FORMS,
     remedy="inherit from kvjax.policies.decode.Stateless",
     parts=("select", "learns", "indexes", "init", "observe", "attend", "describe"),
-    reserved=("dense", "window", "top", "mean", "quest", "tokens", "auto"),
+    reserved=("dense", "window", "top", "mean", "quest", "tokens", "heavy", "heavy-tokens", "auto"),
     read=_read,
 )
 register, name_of, identity, is_built_in = _NAMES.register, _NAMES.name_of, _NAMES.identity, _NAMES.is_built_in
