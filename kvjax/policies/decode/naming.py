@@ -22,16 +22,16 @@ def _read(text: str) -> DecodePolicy | None:
     if text == "dense":
         return Dense()
     if match := re.fullmatch(r"window:(\d+)(?:\+(\d+))?(\+release)?(\+remap)?", text):
-        changes = match[3] is not None, match[4] is not None
+        changes = {"release": match[3] is not None, "remap": match[4] is not None}
         if match[2]:
-            return Window(int(match[1]), int(match[2]), *changes)
+            return Window(int(match[1]), int(match[2]), **changes)
         keys = int(match[1])
         if keys <= WINDOW_SINK:
             raise ValueError(
                 f"policy {text!r}: the {keys} keys of window:KEYS count {WINDOW_SINK} sink tokens, which leaves no window: "
                 f"use more than {WINDOW_SINK}, or window:SINK+WINDOW"
             )
-        return Window(WINDOW_SINK, keys - WINDOW_SINK, *changes)
+        return Window(WINDOW_SINK, keys - WINDOW_SINK, **changes)
     if match := re.fullmatch(r"tokens:(\d+)", text):
         return TopTokens(int(match[1]))
     if match := re.fullmatch(r"(heavy|heavy-tokens):(\d+)", text):

@@ -25,8 +25,8 @@ class Window(Stateless):
 
     sink_tokens: int
     window_tokens: int
-    release: bool = False
-    remap: bool = False
+    release: bool = dataclasses.field(default=False, kw_only=True)
+    remap: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         for name, least in (("sink_tokens", 0), ("window_tokens", 1)):  # a window holds the current token

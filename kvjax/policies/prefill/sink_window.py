@@ -30,7 +30,7 @@ class SinkWindow(DenseWhereCovered):
     sink_tokens: int = 64
     window_tokens: int = 1024
     gamma: int | None = None
-    remap: bool = False
+    remap: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         check_sizes(self, sink_tokens=0, window_tokens=1, **({} if self.gamma is None else {"gamma": 1}))
