@@ -47,9 +47,13 @@ class Capacity:
 
     def check_room(self, tokens: int, spare: int, held: CachedSequence | None) -> None:
         """`Engine.check_room`."""
-        counts = {} if held is None else {name: sum(page >= 0 for page in pages) for name, pages in held.pages.items()}
+        if held is not None and held.suspended is not None:
+            needed, counts = self._groups.needed_again(held.held, held.length, tokens), {}
+        else:
+            needed = self._groups.needed(tokens)
+            counts = {} if held is None else {name: sum(page >= 0 for page in pages) for name, pages in held.pages.items()}
         with self.advice():
-            self._groups.check_free({name: count + spare - counts.get(name, 0) for name, count in self._groups.needed(tokens).items()})
+            self._groups.check_free({name: count + spare - counts.get(name, 0) for name, count in needed.items()})
 
     @contextlib.contextmanager
     def advice(self) -> Iterator[None]:

@@ -170,7 +170,10 @@ class Engine:
         return len(self._prefiller.slices) - (0 if run is None else run.done)
 
     def check_room(self, tokens: int, spare: int = 0, held: CachedSequence | None = None) -> None:
-        """OutOfPages unless a new sequence of `tokens` tokens fits, less what it holds, and `spare` pages of each layer group stay free."""
+        """OutOfPages unless a sequence of `tokens` tokens fits, and `spare` pages of each layer group stay free.
+
+        held: the sequence, if it is not new: the pages that it holds are not needed, and if it is suspended, only those that it held are.
+        """
         self._capacity.check_room(tokens, spare, held)
 
     # Sequences

@@ -229,7 +229,7 @@ class Scheduler:
         # One spare page for each sample that will need another, so that a request is not suspended right after its admission.
         spare = sum(self.engine.grows(each.sequence, each.sampling.max_new_tokens - each.issued) for each in self._running())
         if isinstance(entry, Sample):
-            self.engine.check_room(entry.sequence.length + 1, spare)
+            self.engine.check_room(entry.sequence.length + 1, spare, entry.sequence)
             self.engine.resume(entry.sequence)
             self._waiting.remove(entry)
             self._run(entry, np.array(entry.ids[-1:], np.int32))

@@ -24,8 +24,8 @@ FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_5_text", "deepseek_v32", "sh
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of engines: tokens of a page, of a chunk and of the longest sequence; pages, the prefill policy, and their own policy. Of steps: their
-    policies, and tokens of those with drafts."""
+    """Of engines: tokens of a page, of a chunk and of the longest sequence; pages, the prefill policy, and their own policy. Of steps:
+    their policies, and tokens of those with drafts."""
 
     page: int = 16
     chunk: int = 32

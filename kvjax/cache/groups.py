@@ -85,6 +85,11 @@ class GroupPages:
         most = {group.name: most_pages(group, self.chunk, self.reach) for group in self.spec.groups}
         return {group.name: min(pages_for(tokens, group), most[group.name]) for group in self.spec.groups}
 
+    def needed_again(self, held: Mapping[str, Sequence[int]], length: int, tokens: int) -> dict[str, int]:
+        """The pages of each group that a sequence of `length` tokens takes, if it gets its logical pages `held` back and grows to
+        `tokens`."""
+        return {group.name: len(held[group.name]) + pages_for(tokens, group) - pages_for(length, group) for group in self.spec.groups}
+
     def give_back(self, sequence: Holder) -> None:
         """Release the pages that no later query reads: those between the sinks and the window of the chunk that holds the next token."""
         start = sequence.length // self.chunk * self.chunk

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kept_attention import attended, lose_free_pages, sinks_and_window
 
-from kvjax import Engine, OutOfPages, generate
+from kvjax import Engine, OutOfPages, Request, Sampling, Scheduler, generate
 from kvjax.cache import groups
 from kvjax.cache.tables import table_width
 from kvjax.policies.decode import Window, parse
@@ -262,6 +262,43 @@ def test_a_scheduler_runs_prompts_and_answers_larger_than_the_pool(model, rollin
     small, whole = (generate(each, text[:250], **asked) for each in (rolling, large))
     assert small.token_ids == whole.token_ids
     assert len(small.token_ids) == 150
+
+
+def test_a_suspended_sequence_needs_only_the_pages_that_it_had(model):
+    engine = engine_of(model, policies="dense", pages=12)
+    (sequence,) = engine.prefill([[1] * 100])
+    for _ in range(30):
+        engine.decode([sequence], [[1] * 16])
+    with pytest.raises(OutOfPages, match="30 needed, and the pool has only 12"):
+        engine.check_room(sequence.length + 1, 0, sequence)
+    most = len(held(sequence))
+    engine.suspend(sequence)
+    count = len(sequence.held["full"])
+    assert 4 < count <= most
+    engine.check_room(sequence.length + 1, 12 - count, sequence)
+    with pytest.raises(OutOfPages, match="13 needed"):
+        engine.check_room(sequence.length + 1, 13 - count, sequence)
+    engine.resume(sequence)
+    assert len(held(sequence)) == count
+
+
+@pytest.mark.parametrize("policy", [GIVES, "heavy:1"])
+def test_preempted_answers_longer_than_the_pool_have_the_same_tokens(model, policy):
+    prompts = [[5] * 20, [9, 4] * 12, [7, 7, 1] * 9]
+    engines = [engine_of(model, policy, policies="dense", pages=pages, batch_buckets=(4,)) for pages in (10, 100)]
+    schedulers = [Scheduler(engine, slots=3) for engine in engines]
+    answers = []
+    for scheduler in schedulers:
+        sampling = Sampling(max_new_tokens=250, ignore_eos=True)
+        handles = [scheduler.submit(Request(prompt, sampling)) for prompt in prompts]
+        while not scheduler.idle:
+            scheduler.step()
+        answers.append([handle.completion.token_ids for handle in handles])
+        assert not scheduler.engine.sequences
+        assert scheduler.engine.allocators["full"].free == scheduler.engine.allocators["full"].total
+    assert answers[0] == answers[1]
+    assert [len(each) for each in answers[0]] == [250] * 3
+    assert schedulers[0].preemptions > schedulers[1].preemptions == 0
 
 
 def test_warming_up_takes_no_more_pages_than_a_sequence(rolling, engine):

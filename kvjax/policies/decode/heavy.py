@@ -20,6 +20,10 @@ from kvjax.policies.decode.base import Blocks, Stateless
 from kvjax.policies.decode.mass import PrefillMass, mass_of_step
 
 
+DEFAULT_PAGE = 128
+"""Tokens of a page, if an engine names no other size."""
+
+
 @flax.struct.dataclass
 class HeavyState:
     """What `HeavyPages` knows in one layer. mass: attention mass of each logical page, summed over heads and queries. kept: the distant
@@ -125,7 +129,8 @@ class HeavyPages(Stateless):
 
     def describe(self) -> str:
         """For reports."""
-        return f"{self} ({self.sink} sink + {self.local} local + {self.k} pages of most attention, others given back)"
+        keys = f"{(self.sink + self.local + self.k) * DEFAULT_PAGE:,} keys in pages of {DEFAULT_PAGE}"
+        return f"{self} ({keys}: {self.sink} sink + {self.local} local + {self.k} pages of most attention, others given back)"
 
 
 @dataclasses.dataclass(frozen=True)
