@@ -193,5 +193,6 @@ class DecodeRunner:
                 self._groups.give_back(sequence)
         for sequence, state in zip(slots.live, learned, strict=False):
             sequence.states[launched.policy] = state
-        counts = [written] * len(slots.live) if isinstance(written, int) else written[slots.rows].tolist()
-        self._release.after_step(launched.policy, slots.live, counts)
+        if self._release.gives_back(launched.policy):
+            counts = [written] * len(slots.live) if isinstance(written, int) else written[slots.rows].tolist()
+            self._release.after_step(launched.policy, slots.live, counts)

@@ -87,11 +87,13 @@ class PageRelease:
                     f"name a window within, or prefill the text again"
                 )
 
+    def gives_back(self, policy: DecodePolicy) -> bool:
+        """Whether a policy gives pages of its sequences back."""
+        return kept_by(policy, self._page_size) is not None
+
     def after_step(self, policy: DecodePolicy, sequences: Sequence[CachedSequence], written: Sequence[int]) -> None:
-        """A step of a policy is done. It wrote so many tokens of each sequence. Gives back pages, if the policy does so."""
+        """A step of a policy that gives pages back is done. It wrote so many tokens of each sequence."""
         kept = kept_by(policy, self._page_size)
-        if kept is None:
-            return
         self._step += 1
         by_mass = isinstance(policy, KeepsByMass)
         for sequence, count in zip(sequences, written, strict=True):

@@ -19,7 +19,6 @@ from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, Stateless
 from kvjax.policies.decode.mass import PrefillMass, mass_of_step
 
-
 DEFAULT_PAGE = 128
 """Tokens of a page, if an engine names no other size."""
 
@@ -52,6 +51,11 @@ class HeavyPages(Stateless):
     def __post_init__(self):
         for name, least in (("k", 1), ("sink", 0), ("local", 1)):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+
+    @property
+    def keys(self) -> int:
+        """The most keys that a KV head reads per step, in pages of `DEFAULT_PAGE` tokens."""
+        return (self.sink + self.local + self.k) * DEFAULT_PAGE
 
     @property
     def prefill_mass(self) -> PrefillMass:
@@ -129,7 +133,7 @@ class HeavyPages(Stateless):
 
     def describe(self) -> str:
         """For reports."""
-        keys = f"{(self.sink + self.local + self.k) * DEFAULT_PAGE:,} keys in pages of {DEFAULT_PAGE}"
+        keys = f"{self.keys:,} keys in pages of {DEFAULT_PAGE}"
         return f"{self} ({keys}: {self.sink} sink + {self.local} local + {self.k} pages of most attention, others given back)"
 
 
