@@ -18,6 +18,7 @@ from kvjax.cache.pool import Layers, Pool, first_array
 from kvjax.cache.tables import table_width
 from kvjax.checks import token_ids
 from kvjax.declared import DeclaredPolicies
+from kvjax.learning import rows_of
 from kvjax.model import Model
 from kvjax.outcomes import Reads
 from kvjax.plans import DecodeGroup
@@ -182,7 +183,8 @@ class DecodeRunner:
         learned = []
         if not self._declared.states.stateless(launched.policy) and jax.tree.leaves(states):
             try:
-                learned = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states) for row in slots.rows]
+                rows = rows_of(states)
+                learned = [rows[row] for row in slots.rows]
             except BaseException:  # no memory on the device, say
                 slots.forget()
                 raise
