@@ -12,7 +12,7 @@ from kvjax import Engine, OutOfPages, Request, Sampling, Scheduler, generate
 from kvjax.cache import groups
 from kvjax.cache.tables import table_width
 from kvjax.policies.decode import Window, parse
-from kvjax.policies.prefill import SinkWindow, parse_prefill
+from kvjax.policies.prefill import DensePrefill, SinkWindow, parse_prefill
 from kvjax.release import kept_from_the_start, within
 
 P, CHUNK, SINK, NEAR = 16, 32, 16, 40
@@ -174,6 +174,30 @@ def test_who_reads_more_than_was_kept_is_refused(engine, text, policy):
         engine.decode([sequence], [1], policy)
     assert np.isfinite(np.asarray(before)).all()
     engine.decode([sequence], [1])  # it goes on
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything(Window):
+    """Inherits the numbers of a window, and reads everything."""
+
+    def select(self, query, layer, ctx, state):
+        return None, state
+
+
+@dataclasses.dataclass(frozen=True)
+class AllOfIt(SinkWindow):
+    """The same for prefill."""
+
+    def attend_sparse(self, query, layer, ctx):
+        return DensePrefill().attend(query, layer, ctx)
+
+
+def test_a_subclass_of_a_window_is_not_taken_for_one(model, engine, text):
+    (sequence,) = engine.prefill([text[:PROMPT]])
+    engine.decode([sequence], [1])
+    with pytest.raises(ValueError, match="no longer has"):
+        engine.decode([sequence], [1], Everything(SINK, NEAR))
+    assert engine_of(model, prefill=AllOfIt(SINK, NEAR))._declared.reach is None
 
 
 def test_prefill_that_reads_more_is_refused_and_one_within_is_not(model, engine, text):

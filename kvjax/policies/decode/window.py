@@ -44,13 +44,13 @@ class Window(Stateless):
         """The tokens of both parts."""
         return {"sink_tokens": (self.sink_tokens, 1), "window_tokens": (self.window_tokens, 1)}
 
-    def reach(self, page_size: int) -> tuple[int, int]:
-        """Sinks and window."""
-        return self.sink_tokens, self.window_tokens
+    def reach(self, page_size: int) -> tuple[int, int] | None:
+        """Sinks and window; None in a subclass that lists other blocks, which has to say so itself."""
+        return (self.sink_tokens, self.window_tokens) if type(self).select is Window.select else None
 
     def keeps(self, page_size: int) -> tuple[int, int] | None:
         """Sinks and window with `release`; else every page."""
-        return self.reach(page_size) if self.release else None
+        return (self.sink_tokens, self.window_tokens) if self.release else None
 
     def select(self, query, layer, ctx, state):
         """Sink pages, and the pages from the oldest token that any current query may see to the newest."""

@@ -45,8 +45,10 @@ class SinkWindow(DenseWhereCovered):
         return self.gamma is None
 
     def reach(self, page_size: int) -> tuple[int, int] | None:
-        """Sinks and window, outside which no query reads a key; None with correction, whose queries read every key."""
-        return (self.sink_tokens, self.window_tokens) if self.gamma is None else None
+        """Sinks and window, outside which no query reads a key; None with correction, whose queries read every key, and in a subclass that
+        attends in another way."""
+        own = type(self).attend_sparse is SinkWindow.attend_sparse
+        return (self.sink_tokens, self.window_tokens) if own and self.gamma is None else None
 
     def check_pages(self, page_size: int) -> None:
         """ValueError for sinks that are not whole pages, where they are remapped."""
