@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import PageAllocator, copy_page
+from kvjax.cache import PageAllocator
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
 from kvjax.cache.prefixes import PrefixStats
-from kvjax.cache.transfer import Stored, read_pages, write_pages
 from kvjax.capacity import Capacity
 from kvjax.checks import PROMPTS_REMEDY, check_model, engine_sizes, listed, optional_function, token_ids, whole_number
 from kvjax.chunks import ChunkRun, Prefiller
@@ -27,8 +26,8 @@ from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DecodeRunner, Launched, padded_rows
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect
-from kvjax.memory import MemoryPlan, memory_plan, pool_size
-from kvjax.model import Model, fingerprint
+from kvjax.memory import MemoryPlan, memory_plan, pool_pages
+from kvjax.model import Model
 from kvjax.outcomes import Reads
 from kvjax.plans import Chunk, Decoded, DecodeGroup, Prefilled, StepPlan, StepResult, check_plan
 from kvjax.policies.choice import Choice
@@ -37,7 +36,7 @@ from kvjax.policies.prefill import PrefillPolicy
 from kvjax.release import PageRelease
 from kvjax.reuse import StoreOptions, make_reuse
 from kvjax.sampling import Sampled, Sampling, SamplingRows
-from kvjax.saved import restore_sequence, save_sequence
+from kvjax.sequence_copies import SequenceCopies
 from kvjax.sequences import CachedSequence, check_usable
 from kvjax.slots import Slots
 from kvjax.steps import decode_and_sample, decode_step
@@ -55,7 +54,8 @@ class Engine:
     others that calls may name; sealing builds the indexes of all. pages: size of the pool; None fits it to free memory. page_size and
     prefill_chunk: in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`); None as for
     policy. batch_buckets: decode batches are padded to the next of these sizes; a sequence's bits are the same in every batch of a bucket.
-    sequences: those not freed yet. device_bytes: size of the pool in bytes, in place of pages. stores: reuse, host_bytes, disk,
+    sequences: those not freed yet. device_bytes: size of the pool in bytes, in place of pages. pool_host_bytes: host memory for pages of
+    running sequences that the device has no room for; there they are read in place (docs/tiers.md). stores: reuse, host_bytes, disk,
     disk_bytes say which pages outlive their sequences: see `kvjax.reuse.StoreOptions`.
 
     Use it from one thread at a time. A call while another thread is in a method raises RuntimeError, and does not disturb the other call.
@@ -75,6 +75,7 @@ class Engine:
         prefill: str | PrefillPolicy | None = None,
         batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
         device_bytes: int | None = None,
+        pool_host_bytes: int | None = None,
         **stores: Unpack[StoreOptions],
     ):
         check_model(model, "Engine")
@@ -91,14 +92,16 @@ class Engine:
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
-        pages = pool_size(plan, self.config, pages, device_bytes)
-        self._groups = GroupPages(self.spec, plan.pool_pages(pages), self.prefill_chunk, self._declared.reach)
+        totals = pool_pages(plan, self.config, pages, device_bytes, pool_host_bytes)
+        self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, hot=bool(self.indexes), reach=self._declared.reach)
         self._release = PageRelease(self._groups, self.page_size, self.policy, self._declared.reach)
         self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
-        self._pool = Pool(self.spec.empty(plan.pool_pages(pages), self.indexes))
+        self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames)
         self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, **stores)
         self._runs: dict[CachedSequence, ChunkRun] = {}
+        copied = self._pool, self._groups, self._capacity, self._release, self.indexes
+        self._copies = SequenceCopies(model, *copied, self.prefill_chunk, self.guard)
         self._runner = DecodeRunner(model, self._pool, self._groups, self._declared, self._release)
         self.sequences: set[CachedSequence] = set()
 
@@ -331,18 +334,8 @@ class Engine:
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same history: sealed pages are shared, the open one is copied. Raises OutOfPages."""
         self._check_live([sequence])
-        self._pool.check()
-        child = CachedSequence(
-            list(sequence.tokens), sequence.length, self._groups.new(), sequence.logits, dict(sequence.states), sequence.open_chunk
-        )
-        child.prefix = None if sequence.prefix is None else sequence.prefix.copy()
-        child.keeping = None if sequence.keeping is None else sequence.keeping.copy()
-        with self._kept(child), self._capacity.advice():
-            opened = self._groups.fork(sequence, child)
-            if opened is not None:
-                sources, targets = (tuple(np.int32(ids[layer.group]) for layer in self.spec.layers) for ids in opened)
-                self._pool.run(copy_page, self._pool.layers, sources, targets)
-            self.guard.interrupt_point()
+        child = self._copies.fork(sequence)
+        self.sequences.add(child)
         return child
 
     @guarded
@@ -391,7 +384,7 @@ class Engine:
         if `.tokens` does not hold the token of every position.
         """
         self._check_live([sequence])
-        save_sequence(self, sequence, path)
+        self._copies.save(sequence, path)
 
     @guarded
     def restore(self, path: str | Path) -> CachedSequence:
@@ -399,27 +392,22 @@ class Engine:
 
         `.logits` is None: extend it, or decode the next token.
         """
-        return restore_sequence(self, path)
+        sequence = self._copies.restore(path)
+        self.sequences.add(sequence)
+        return sequence
 
     @guarded
     def suspend(self, sequence: CachedSequence) -> None:
         """Move the sequence's pages and states to host memory, and free them on the device. Call `resume` before you use it again; its bits
         are then the same. Waits for the device."""
         self._check_live([sequence])
-        self._release.settle()
-        held = self._groups.held(sequence, self.prefill_chunk)
-        sequence.keep_on_host(read_pages(self._pool, self.spec, self._groups.ids(sequence, held)), held)
-        self._groups.keep_written(sequence, 0)
-        sequence.pages = self._groups.new()
+        self._copies.suspend(sequence)
 
     @guarded
     def resume(self, sequence: CachedSequence) -> None:
         """Bring a suspended sequence back to the device. If there are too few pages, it stays suspended and OutOfPages is raised."""
         self._check_live([sequence], ready=False)
-        if sequence.suspended is None:
-            raise ValueError("the sequence is not suspended: only a sequence that Engine.suspend moved to host memory can be resumed")
-        self._take_back(sequence, sequence.length, sequence.suspended, sequence.held)
-        sequence.suspended, sequence.held = None, {}
+        self._copies.resume(sequence)
 
     @guarded
     def warmup(self, *, batch: int = 1, tokens: int | None = None, policy: str | DecodePolicy | None = None) -> None:
@@ -504,19 +492,6 @@ class Engine:
         self.reserve([sequence], min(len(tokens), chunk - sequence.length % chunk))
         return self._prefiller.begin(sequence, tokens, policy, all_logits=all_logits, always=only is not None)
 
-    def _take_back(self, sequence: CachedSequence, length: int, stored: Stored, held: Mapping[str, Sequence[int]]) -> None:
-        """Give a sequence of `length` tokens, which has no pages, its logical pages `held`, and write `stored` to them. OutOfPages changes
-        nothing."""
-        with self._capacity.advice():
-            self._groups.fill(sequence, held)
-        sequence.length, opened = length, length % self.page_size > 0
-        try:
-            write_pages(self._pool, self.spec, self._groups.ids(sequence, held), stored, opened=opened, indexes=self.indexes)
-            self.guard.interrupt_point()
-        except BaseException:
-            self._groups.keep_written(sequence, 0)
-            raise
-
     def _take_pages(self, groups: Sequence[DecodeGroup], chunks: Sequence[Chunk]) -> None:
         """Take pages for everything that a plan writes, and begin its chunks. After an error none were taken, and no chunk was begun."""
         self._check_live(StepPlan(tuple(groups), tuple(chunks)).sequences(), ready=False)
@@ -585,7 +560,3 @@ class Engine:
     def check_tokens(self, tokens: Sequence[int]) -> list[int]:
         """`kvjax.checks.token_ids` of this model's vocabulary."""
         return token_ids(tokens, self.config.vocab_size)
-
-    @functools.cached_property
-    def _header(self) -> dict:
-        return {"model": fingerprint(self.model), "page_size": self.page_size, "dtype": str(self.dtype)}

@@ -136,6 +136,13 @@ class CachedSequence:
         # Nothing can fail from here on.
         self.logits, self.states, self.open_chunk, self.suspended, self.held = logits, states, opened, stored, held
 
+    def twin(self, pages: dict[str, list[int]]) -> CachedSequence:
+        """A second sequence of the same tokens, states and logits, with pages of its own."""
+        other = CachedSequence(list(self.tokens), self.length, pages, self.logits, dict(self.states), self.open_chunk)
+        other.prefix = None if self.prefix is None else self.prefix.copy()
+        other.keeping = None if self.keeping is None else self.keeping.copy()
+        return other
+
     def page_counts(self) -> dict[str, int]:
         """Pages in its page tables, by layer group. Pages that are reserved or were given back are included."""
         return {name: len(pages) for name, pages in self.pages.items()}

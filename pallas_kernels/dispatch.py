@@ -31,6 +31,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "append_tokens": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "block_mass": ("mosaic_gpu", "xla", "reference"),
     "block_sparse_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
+    "copy_tiles": ("mosaic_gpu", "xla", "reference"),
     "flash_attention": ("mosaic_gpu", "mosaic_tpu", "cudnn", "xla", "reference"),
     "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "gated_delta": ("xla", "reference"),

@@ -9,17 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.flax import save_file
+from safetensors.numpy import save_file
 
 from kvjax.cache.groups import Reach, stored_pages
-from kvjax.cache.spec import CacheSpec, RecurrentSpec
-from kvjax.cache.transfer import Stored, stored_shapes
+from kvjax.cache.spec import CacheSpec
+from kvjax.cache.transfer import Stored, arrays_of_rows, block_bytes
 from kvjax.checks import file_path
 
-FORMAT, FORMER = "kvjax sequence 2", "kvjax sequence 1"
+FORMAT, FORMER = "kvjax sequence 3", ("kvjax sequence 1", "kvjax sequence 2")
 UNSIGNED = "0" * 64
 """Takes the place of the SHA-256 in the header while the file is hashed: the digest covers every byte except its own."""
 PIECE = 1 << 24
@@ -30,10 +29,10 @@ def write_sequence(
     path: str | Path,
     header: dict,
     tokens: list[int],
-    layers: Stored,
+    stored: Stored,
     interrupt_point: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write what `kvjax.cache.transfer` stores of each layer (keys and values in logical order, without pages before a window; a row of
+    """Write what `kvjax.cache.transfer` stores of each layer group (blocks in logical order, without pages before a window; a row of
     state). It writes beside `path`, then renames. If anything fails, no file is left.
 
     header: what must match on loading (model, page size, dtype). Indexes are not stored, because they are a function of the keys.
@@ -47,9 +46,7 @@ def write_sequence(
         raise ValueError(f"{path} is a folder; name a file to write")
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is a device or a pipe, which a saved file would replace; name a file to write")
-    tensors = {"tokens": jax.numpy.asarray(np.asarray(tokens, np.int32))}
-    for number, layer in enumerate(layers):
-        tensors |= {f"layers.{number}.{name}": jax.numpy.asarray(x) for name, x in layer.items()}
+    tensors = {"tokens": np.asarray(tokens, np.int32)} | {f"pages.{name}": blocks for name, blocks in stored.items()}
     partial = path.with_name(path.name + ".partial")
     try:
         save_file(tensors, str(partial), metadata={"format": FORMAT, "header": json.dumps(header), "sha256": UNSIGNED})
@@ -68,7 +65,7 @@ def write_sequence(
 def read_sequence(
     path: str | Path, header: dict, *, spec: CacheSpec, vocab_size: int, interrupt_point: Callable[[], None]
 ) -> tuple[list[int], Stored, tuple[str, Reach] | None]:
-    """Tokens and stored arrays of each layer of `spec`, from a file that `write_sequence` wrote; and, if its pages outside sinks and window
+    """Tokens and blocks of each layer group of `spec`, from a file that `write_sequence` wrote; and, if its pages outside sinks and window
     were given back, by which policy, and what these are.
 
     ValueError if the file is damaged, if its header is not `header` (the message names the field), or if tensors are missing, surplus, or
@@ -78,34 +75,31 @@ def read_sequence(
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     try:
-        with safe_open(str(path), framework="flax") as file:
+        with safe_open(str(path), framework="np") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") == FORMER:
-                raise ValueError(f"{path} was saved by an earlier version, without a digest: prefill again and save it again")
+            if metadata.get("format") in FORMER:
+                raise ValueError(f"{path} was saved by an earlier version ({metadata['format']}): prefill again and save it again")
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"{path} is not a kvjax sequence file (format {metadata.get('format')!r}, expected {FORMAT!r})")
             _check_digest(path, metadata.get("sha256", ""), interrupt_point)
-            stored = _header(path, metadata)
+            made_with = _header(path, metadata)
             for name, value in header.items():
-                if stored.get(name) != value:
-                    raise ValueError(f"{path} was made with {name} {stored.get(name)!r}, this engine has {value!r}; prefill again")
-            count = len(spec.layers)
-            kinds = [stored_shapes(spec, number, 0) for number in range(count)]
-            names = {"tokens", *(f"layers.{number}.{name}" for number, each in enumerate(kinds) for name in each)}
+                if made_with.get(name) != value:
+                    raise ValueError(f"{path} was made with {name} {made_with.get(name)!r}, this engine has {value!r}; prefill again")
+            names = {"tokens", *(f"pages.{group.name}" for group in spec.groups)}
             if set(file.keys()) != names:
                 odd = sorted(set(file.keys()) ^ names)[0]
-                raise ValueError(f"{path} {'lacks' if odd in names else 'has a surplus'} tensor {odd!r}; this engine has {count} layers")
-            tokens, keeps = _tokens(path, file, vocab_size), _keeps(path, stored)
-            found = []
-            for number, layer in enumerate(spec.layers):
+                groups = ", ".join(group.name for group in spec.groups)
+                raise ValueError(f"{path} {'lacks' if odd in names else 'has a surplus'} tensor {odd!r}; the layer groups are {groups}")
+            tokens, keeps, stored = _tokens(path, file, vocab_size), _keeps(path, made_with), {}
+            for group in spec.groups:
                 interrupt_point()
-                group = spec.group_of(number)
-                pages = len(stored_pages(group, len(tokens), None if keeps is None else keeps[1]))
-                shapes = stored_shapes(spec, number, pages)
-                found.append({name: _tensor(path, file, f"layers.{number}.{name}", [*x.shape], x.dtype.name) for name, x in shapes.items()})
-                if isinstance(layer, RecurrentSpec):
-                    _check_first(path, int(found[-1]["first"][0]), len(tokens), layer.page_size)
-            return tokens, found, keeps
+                count = len(stored_pages(group, len(tokens), None if keeps is None else keeps[1]))
+                stored[group.name] = _tensor(path, file, f"pages.{group.name}", [count, block_bytes(spec, group.name)], "U8")
+            for name in spec.row_groups:
+                for number, arrays in arrays_of_rows(spec, name, stored[name]).items():
+                    _check_first(path, int(arrays["first"][0]), len(tokens), spec.layers[number].page_size)
+            return tokens, stored, keeps
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable kvjax sequence file: {error}") from error
 
@@ -142,22 +136,21 @@ def _tokens(path: Path, file: Any, vocab_size: int) -> list[int]:
     shape = file.get_slice("tokens").get_shape()
     if len(shape) != 1 or shape[0] < 1:
         raise ValueError(f"{path} has tokens of shape {shape}, but needs a row of at least one")
-    tokens = np.asarray(_tensor(path, file, "tokens", shape, "int32"))
+    tokens = _tensor(path, file, "tokens", shape, "I32")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise ValueError(f"{path} holds token {low if low < 0 else high}, which is outside the vocabulary of {vocab_size}")
     return tokens.tolist()
 
 
-def _tensor(path: Path, file: Any, name: str, shape: list[int], dtype: str) -> jax.Array:
-    """A tensor of the file; ValueError if it is not of this shape and dtype. The shape is compared before anything is read."""
-    found = file.get_slice(name).get_shape()
-    if found != shape:
-        raise ValueError(f"{path} has {name} of shape {found}, but this engine's tokens and pages need {shape}")
-    tensor = file.get_tensor(name)
-    if tensor.dtype.name != dtype:
-        raise ValueError(f"{path} has {name} in {tensor.dtype}, but this engine works in {dtype}")
-    return tensor
+def _tensor(path: Path, file: Any, name: str, shape: list[int], dtype: str) -> np.ndarray:
+    """A tensor of the file; ValueError if it is not of this shape and dtype (safetensors' name). Both are compared first."""
+    held = file.get_slice(name)
+    if held.get_shape() != shape:
+        raise ValueError(f"{path} has {name} of shape {held.get_shape()}, but this engine's tokens and pages need {shape}")
+    if held.get_dtype() != dtype:
+        raise ValueError(f"{path} has {name} in {held.get_dtype()}, but it must be {dtype}")
+    return file.get_tensor(name)
 
 
 def _check_digest(path: Path, digest: str, interrupt_point: Callable[[], None]) -> None:

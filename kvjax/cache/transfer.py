@@ -1,8 +1,5 @@
-"""Copies pages and states of a sequence to host memory and back, a few at a time, so one program serves sequences of every length.
-
-`read_pages` and `write_pages` move whole sequences, layer by layer. `read_blocks` and `write_blocks` move pages on their own: a block is
-all of one page, over all layers of its group, in one array of bytes.
-"""
+"""Copies pages and states of sequences to host memory and back, as blocks: a block is all of one page, over all layers of its group, in one
+array of bytes. A few are copied in one call, so one program serves sequences of every length."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Int, UInt8
 
 from kvjax.cache.pool import Pool, first_array
 from kvjax.cache.spec import CacheSpec
@@ -23,9 +20,6 @@ from kvjax.cache.writes import seal
 
 PIECE = 16
 """Pages copied in one call: 117 MB for a 7B model."""
-
-Stored = list[Mapping[str, np.ndarray]]
-"""For each layer, `stored_arrays` of a sequence's pages in logical order, or of its row of state."""
 
 
 def stored_arrays(layer: LayerCache | None) -> dict[str, Array]:
@@ -47,47 +41,12 @@ def stored_shapes(spec: CacheSpec, number: int, pages: int) -> dict[str, jax.Sha
     return jax.eval_shape(lambda: stored_arrays(spec.layers[number].empty(*sizes)))
 
 
-def read_pages(pool: Pool, spec: CacheSpec, ids: Mapping[str, Int[np.ndarray, " n"]]) -> Stored:
-    """The pages `ids` of each layer group, in host memory. Waits for the device."""
-    pool.check()
-    paged, rows = _by_kind(spec)
-    stored: list[dict[str, np.ndarray]] = [{} for _ in spec.layers]
-    for numbers, pieces in ((paged, _pieces(ids, 0, paged, spec)), (rows, _row_pieces(ids, rows, spec))):
-        layers = tuple(pool.layers[number] for number in numbers)
-        found = [jax.device_get(_gather(layers, tuple(piece[spec.layers[number].group] for number in numbers))) for piece in pieces]
-        for place, number in enumerate(numbers):
-            count = len(ids[spec.layers[number].group])
-            if not count:
-                stored[number] = {name: np.zeros(x.shape, x.dtype) for name, x in stored_shapes(spec, number, 0).items()}
-                continue
-            names = found[0][place]
-            stored[number] = {name: np.concatenate([piece[place][name] for piece in found])[:count] for name in names}
-    return stored
-
-
-def write_pages(
-    pool: Pool, spec: CacheSpec, ids: Mapping[str, Int[np.ndarray, " n"]], stored: Stored, *, opened: bool, indexes: tuple[IndexSpec, ...]
-) -> None:
-    """Write the stored arrays of each layer to the pages `ids` of its layer group, and build the indexes of the sealed ones.
-
-    opened: whether the last page is open.
-    """
-    paged, rows = _by_kind(spec)
-    nowhere = max((pool.layers[number].pages.num_pages for number in paged), default=0)
-    sealed = {name: np.where(np.arange(len(group)) < len(group) - opened, group, nowhere) for name, group in ids.items()}
-    for number, (piece, closed) in enumerate(zip(_pieces(ids, nowhere, paged, spec), _pieces(sealed, nowhere, paged, spec), strict=True)):
-        part = slice(number * PIECE, (number + 1) * PIECE)
-        values = [{name: _padded(x[part]) for name, x in stored[layer].items()} for layer in paged]
-        places = [tuple(of[spec.layers[layer].group] for layer in paged) for of in (piece, closed)]
-        pool.run(_scatter, pool.layers, *places, values, numbers=paged, indexes=indexes)
-    for piece in _row_pieces(ids, rows, spec):
-        place = tuple(piece[spec.layers[layer].group] for layer in rows)
-        pool.run(_scatter, pool.layers, place, place, [stored[layer] for layer in rows], numbers=rows, indexes=())
-
-
 Block = UInt8[Array, " bytes"]
 """One page of a layer group, or one sequence's row of state: the bytes of `stored_arrays` of every layer that holds it, one after the
 other. Wider words, which need no conversion, were slower (docs/tiers.md)."""
+
+Stored = dict[str, UInt8[np.ndarray, "n bytes"]]
+"""A sequence in host memory: by layer group, the blocks of its pages in logical order, or of its row of state."""
 
 
 def block_bytes(spec: CacheSpec, group: str) -> int:
@@ -95,33 +54,73 @@ def block_bytes(spec: CacheSpec, group: str) -> int:
     return sum(map(_size, _arrays_of(spec, _holding(spec, group))))
 
 
-def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int]) -> list[Block]:
+def read_stored(pool: Pool, spec: CacheSpec, ids: Mapping[str, Int[np.ndarray, " n"]]) -> Stored:
+    """The pages `ids` of each layer group, in host memory. The device holds copies of few of them at a time. Waits for it."""
+    pool.check()
+    stored = {name: np.empty((len(pages), block_bytes(spec, name)), np.uint8) for name, pages in ids.items()}
+    for name, pages in ids.items():
+        for start in range(0, len(pages), PIECE):
+            blocks = jax.device_get(read_blocks(pool, spec, name, pages[start : start + PIECE]))
+            for place, block in enumerate(blocks, start):
+                stored[name][place] = block
+    return stored
+
+
+def arrays_of_rows(spec: CacheSpec, group: str, rows: UInt8[np.ndarray, "n bytes"]) -> dict[int, dict[str, np.ndarray]]:
+    """What blocks of a layer group hold: for each layer, its `stored_arrays`, of as many pages as there are blocks."""
+    found: dict[int, dict[str, np.ndarray]] = {}
+    start = 0
+    for number in _holding(spec, group):
+        found[number] = {}
+        for array in _arrays_of(spec, (number,)):
+            name, shape, dtype = array
+            part = np.ascontiguousarray(rows[:, start : start + _size(array)])
+            found[number][name] = part.view(jnp.dtype(dtype)).reshape(len(rows), *shape)
+            start += _size(array)
+    return found
+
+
+def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int] | Int[np.ndarray, " n"]) -> list[Block]:
     """The pages `ids` of a layer group, each as a block on the device. Does not wait for the device."""
     pool.check()
     layers = tuple(pool.layers[number] for number in _holding(spec, group))
     found: list[Block] = []
-    for piece in _blocks_of(ids, 0):
-        found += _pack(layers, piece)
+    for piece, frames in zip(_pieces(ids, 0), _pieces(pool.frames_of(group, ids), 0), strict=True):
+        found += _pack(layers, piece, frames)
     return found[: len(ids)]
 
 
 def write_blocks(
-    pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int], blocks: Sequence[Block], *, indexes: tuple[IndexSpec, ...]
+    pool: Pool,
+    spec: CacheSpec,
+    group: str,
+    ids: Sequence[int] | Int[np.ndarray, " n"],
+    blocks: Sequence[Block] | UInt8[np.ndarray, "n bytes"],
+    *,
+    indexes: tuple[IndexSpec, ...],
+    opened: bool = False,
 ) -> None:
-    """Write blocks of sealed pages, or of rows of state, to the pages `ids` of their layer group, and build the pages' indexes. Blocks may
-    be in any memory."""
+    """Write blocks to the pages `ids` of their layer group, or to rows of state, and build the indexes of the sealed pages.
+
+    blocks: in any memory. opened: whether the last page is open.
+    """
+    pool.bind({group: ids})
     (device,) = first_array(pool.layers).devices()
     numbers = _holding(spec, group)
     nowhere = len(next(iter(stored_arrays(pool.layers[numbers[0]]).values())))
-    for place, piece in enumerate(_blocks_of(ids, nowhere)):
+    kinds = {"numbers": numbers, "indexes": indexes, "shapes": _arrays_of(spec, numbers)}
+    sealed = np.array(ids, np.int32)
+    sealed[len(ids) - opened :] = nowhere
+    rows = (_pieces(each, nowhere) for each in (ids, pool.frames_of(group, ids), sealed))
+    for place, pieces in enumerate(zip(*rows, strict=True)):
+        piece = pieces[0]
         given = tuple(blocks[place * PIECE : (place + 1) * PIECE])
         given = tuple(jax.device_put(given, jax.sharding.SingleDeviceSharding(device)))
         given += given[-1:] * (len(piece) - len(given))  # of pages that are nowhere
-        kinds = {"numbers": numbers, "indexes": indexes, "shapes": _arrays_of(spec, numbers)}
-        pool.run(_unpack, pool.layers, piece, given, **kinds)
+        pool.run(_unpack, pool.layers, *pieces, given, **kinds)
 
 
-def _blocks_of(ids: Sequence[int], fill: int) -> Iterator[Int[np.ndarray, " n"]]:
+def _pieces(ids: Sequence[int] | Int[np.ndarray, " n"], fill: int) -> Iterator[Int[np.ndarray, " n"]]:
     """Ids in rows of PIECE, the last one padded; a row of one where there is one."""
     for start in range(0, len(ids), PIECE):
         row = np.full(1 if len(ids) == 1 else PIECE, fill, np.int32)
@@ -139,6 +138,7 @@ Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 """Of the arrays of a block, in order: name, shape and dtype."""
 
 
+@functools.lru_cache(maxsize=256)  # to find shapes takes a millisecond for each layer
 def _arrays_of(spec: CacheSpec, numbers: tuple[int, ...]) -> Shapes:
     kinds = [stored_shapes(spec, number, 1) for number in numbers]
     return tuple((name, each.shape[1:], each.dtype.name) for layer in kinds for name, each in sorted(layer.items()))
@@ -149,46 +149,14 @@ def _size(array: tuple[str, tuple[int, ...], str]) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
-def _by_kind(spec: CacheSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Numbers of the layers with pages of their own, and of those with rows of state."""
-    return spec.holding, tuple(number for number in range(len(spec.layers)) if number not in spec.paged)
-
-
-def _row_pieces(ids: Mapping[str, Int[np.ndarray, " n"]], rows: tuple[int, ...], spec: CacheSpec) -> list[dict[str, Int[np.ndarray, " 1"]]]:
-    """The row of state of each group that has one: one piece, or none for a sequence without a row."""
-    named = {spec.layers[number].group for number in rows}
-    return [{name: ids[name] for name in named}] if named and all(len(ids[name]) for name in named) else []
-
-
-def _pieces(
-    ids: Mapping[str, Int[np.ndarray, " n"]], fill: int, layers: tuple[int, ...], spec: CacheSpec
-) -> list[dict[str, Int[np.ndarray, " PIECE"]]]:
-    """The ids of the layers' groups in rows of PIECE, padded."""
-    own = {name: ids[name] for name in dict.fromkeys(spec.layers[number].group for number in layers)}
-    count = -(-max((len(group) for group in own.values()), default=0) // PIECE)
-    pieces: list[dict[str, np.ndarray]] = [{} for _ in range(count)]
-    for name, group in own.items():
-        rows = np.full(count * PIECE, fill, np.int32)
-        rows[: len(group)] = group
-        for piece, row in zip(pieces, rows.reshape(count, PIECE), strict=True):
-            piece[name] = row
-    return pieces
-
-
-def _padded(pages: Float[np.ndarray, "n K P D"]) -> Float[np.ndarray, "PIECE K P D"]:
-    filled = np.zeros((PIECE, *pages.shape[1:]), pages.dtype)
-    filled[: len(pages)] = pages
-    return filled
+def _places(layer: LayerCache, name: str, ids: Int[Array, " n"], frames: Int[Array, " n"]) -> Int[Array, " n"]:
+    """Where an array of a layer has pages: keys and values lie in frames, everything else is found by page id."""
+    return frames if name in ("k", "v") and not isinstance(layer, SlotLayer) else ids
 
 
 @jax.jit
-def _gather(layers: tuple[LayerCache, ...], ids: tuple[Int[Array, " n"], ...]) -> list[dict[str, Array]]:
-    return [{name: x[own] for name, x in stored_arrays(layer).items()} for layer, own in zip(layers, ids, strict=True)]
-
-
-@jax.jit
-def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"]) -> tuple[Block, ...]:
-    parts = [x[ids] for layer in layers for _, x in sorted(stored_arrays(layer).items())]
+def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"], frames: Int[Array, " n"]) -> tuple[Block, ...]:
+    parts = [x[_places(layer, name, ids, frames)] for layer in layers for name, x in sorted(stored_arrays(layer).items())]
     rows = jnp.concatenate([lax.bitcast_convert_type(part, jnp.uint8).reshape(len(ids), -1) for part in parts], axis=1)
     return tuple(rows[place] for place in range(len(ids)))
 
@@ -197,13 +165,16 @@ def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"]) -> tuple[Block,
 def _unpack(
     layers: tuple[LayerCache, ...],
     ids: Int[Array, " n"],
+    frames: Int[Array, " n"],
+    sealed: Int[Array, " n"],
     blocks: tuple[Block, ...],
     *,
     numbers: tuple[int, ...],
     indexes: tuple[IndexSpec, ...],
     shapes: Shapes,
 ) -> tuple[LayerCache, ...]:
-    """`layers` with the blocks written to the pages `ids` of the layers `numbers`, and their indexes built. DONATES layers."""
+    """`layers` with the blocks written to the pages `ids`, which lie in `frames`, of the layers `numbers`, and the indexes of the `sealed`
+    ones built. Ids past the pool are skipped. A layer builds those of `indexes` that it has. DONATES layers."""
     rows, parts, start = jnp.stack(blocks), [], 0
     for array in shapes:
         name, shape, dtype = array
@@ -211,40 +182,17 @@ def _unpack(
         part = rows[:, start : start + _size(array)].reshape(len(blocks), *shape, *([width] if width > 1 else []))
         parts.append((name, lax.bitcast_convert_type(part, jnp.dtype(dtype))))
         start += _size(array)
-    values, place = [], 0
+    filled, place = list(layers), 0
     for number in numbers:
-        count = len(stored_arrays(layers[number]))
-        values.append(dict(parts[place : place + count]))
-        place += count
-    places = (ids,) * len(numbers)
-    return _placed(layers, places, places, values, numbers=numbers, indexes=indexes)
-
-
-def _placed(
-    layers: tuple[LayerCache, ...],
-    ids: tuple[Int[Array, " n"], ...],
-    sealed: tuple[Int[Array, " n"], ...],
-    stored: list[dict[str, Array]],
-    *,
-    numbers: tuple[int, ...],
-    indexes: tuple[IndexSpec, ...],
-) -> tuple[LayerCache, ...]:
-    """`layers`, with the stored arrays of `numbers` written to `ids` and the indexes of `sealed` pages built. Ids past the pool are
-    skipped. A layer builds those of `indexes` that it has."""
-    restored = list(layers)
-    for number, own, closed, values in zip(numbers, ids, sealed, stored, strict=True):
-        layer = layers[number]
-        put = {name: x.at[own].set(values[name], mode="drop") for name, x in stored_arrays(layer).items()}
+        layer, own = layers[number], stored_arrays(layers[number])
+        values = dict(parts[place : place + len(own)])
+        place += len(own)
+        put = {name: x.at[_places(layer, name, ids, frames)].set(values[name], mode="drop") for name, x in own.items()}
         if isinstance(layer, SlotLayer):
-            restored[number] = layer.replace(**put)
-            continue
-        if isinstance(layer, LatentPages):
-            restored[number] = LatentPages(layer.pages.replace(k=put.pop("k")), put)
-            continue
-        kinds = tuple(spec for spec in indexes if spec.name in layer.index)
-        restored[number] = PagedKV(layer.pages.replace(**put), seal(layer.index, put["k"], closed, kinds))
-    return tuple(restored)
-
-
-_scatter = jax.jit(_placed, static_argnames=("numbers", "indexes"), donate_argnames="layers")
-"""`_placed`, jitted. DONATES layers."""
+            filled[number] = layer.replace(**put)
+        elif isinstance(layer, LatentPages):
+            filled[number] = LatentPages(layer.pages.replace(k=put.pop("k")), put)
+        else:
+            kinds = tuple(spec for spec in indexes if spec.name in layer.index)
+            filled[number] = PagedKV(layer.pages.replace(**put), seal(layer.index, values["k"], sealed, kinds))
+    return tuple(filled)

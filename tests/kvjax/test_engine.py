@@ -14,7 +14,7 @@ import pytest
 
 from kvjax import Engine, OutOfPages, memory_plan
 from kvjax.cache import IndexSpec
-from kvjax.cache.transfer import PIECE, _scatter
+from kvjax.cache.transfer import PIECE, _arrays_of, _unpack, block_bytes
 from kvjax.cache.writes import copy_page
 from kvjax.model import LongRope
 from kvjax.policies.decode import Blocks, TopBlocks, TopTokens, select_and_attend
@@ -495,9 +495,10 @@ def test_a_sequence_that_grew_again_in_other_pages_is_read_there(model, text):
 def test_fork_and_restore_hold_no_second_copy_of_the_cache(model):
     engine = Engine(model, "quest:2", pages=2048, page_size=128)
     layers, size = engine._pool.layers, sum(layer.pages.k.nbytes + layer.pages.v.nbytes for layer in engine._pool.layers)
-    page, pages = jnp.int32(0), (jnp.zeros(PIECE, jnp.int32),) * len(layers)
-    stored = [{"k": layer.pages.k[:PIECE], "v": layer.pages.v[:PIECE]} for layer in layers]
+    page, pages = jnp.int32(0), jnp.zeros(PIECE, jnp.int32)
+    blocks = (jnp.zeros(block_bytes(engine.spec, "full"), jnp.uint8),) * PIECE
     copied = copy_page.lower(layers, (page,) * len(layers), (page,) * len(layers)).compile()
-    restored = _scatter.lower(layers, pages, pages, stored, numbers=engine.spec.paged, indexes=engine.indexes).compile()
+    kinds = {"numbers": engine.spec.holding, "indexes": engine.indexes, "shapes": _arrays_of(engine.spec, engine.spec.holding)}
+    restored = _unpack.lower(layers, pages, pages, blocks, **kinds).compile()
     for compiled in (copied, restored):
         assert compiled.memory_analysis().temp_size_in_bytes < size / 20

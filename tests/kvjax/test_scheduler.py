@@ -446,7 +446,7 @@ def test_pages_that_others_hold_are_an_error_of_the_one_that_needs_them(engine, 
 
 def _resume_without_pages(monkeypatch):
     """Pages are taken, but nothing is written to them."""
-    monkeypatch.setattr("kvjax.engine.write_pages", lambda *args, **kwargs: None)
+    monkeypatch.setattr("kvjax.sequence_copies.write_blocks", lambda *args, **kwargs: None)
 
 
 def _counts_forgotten(monkeypatch):

@@ -3,11 +3,10 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import SafetensorError
-from safetensors.flax import save_file
+from safetensors.numpy import save_file
 
 from kvjax import Engine
 from kvjax.cache import files
@@ -16,6 +15,8 @@ from kvjax.cache.files import write_sequence
 pytestmark = pytest.mark.bits
 
 PAGES, PAGE, LENGTH = 12, 16, 40
+BLOCK = 2 * 2 * PAGE * 4 * 4
+"""Bytes of a page: keys and values of two heads of dimension 4, in float32."""
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +92,13 @@ def test_a_file_that_was_cut_is_refused(engine, saved, tmp_path, length, unchang
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"pages": 1}, r"layers.0.k of shape \[1, 2, 16, 4\], but this engine's tokens and pages need \[3, 2, 16, 4\]"),
-        ({"pages": 4}, r"layers.0.k of shape \[4, "),
-        ({"head_dim": 1}, r"shape \[3, 2, 16, 1\]"),
-        ({"heads": 1}, r"shape \[3, 1, 16, 4\]"),
-        ({"dtype": jnp.bfloat16}, "layers.0.k in bfloat16, but this engine works in float32"),
-        ({"dtype": jnp.int32}, "layers.0.k in int32"),
-        ({"layers": 0}, "lacks tensor 'layers.0.k'"),
-        ({"layers": 2}, "has a surplus tensor 'layers.1.k'; this engine has 1 layers"),
+        ({"pages": 1}, r"pages.full of shape \[1, 1024\], but this engine's tokens and pages need \[3, 1024\]"),
+        ({"pages": 4}, r"pages.full of shape \[4, "),
+        ({"bytes": 512}, r"shape \[3, 512\]"),
+        ({"dtype": np.int8}, "pages.full in I8, but it must be U8"),
+        ({"dtype": np.float32}, "pages.full in F32"),
+        ({"groups": []}, "lacks tensor 'pages.full'"),
+        ({"groups": ["full", "window:32"]}, "has a surplus tensor 'pages.window:32'; the layer groups are full"),
         ({"tokens": [97] * LENGTH}, "holds token 97, which is outside the vocabulary of 97"),
         ({"tokens": [-1] * LENGTH}, "holds token -1"),
         ({"tokens": []}, r"tokens of shape \[0\]"),
@@ -113,11 +113,10 @@ def test_a_file_that_was_cut_is_refused(engine, saved, tmp_path, length, unchang
 )
 def test_a_file_of_other_tensors_is_refused_though_its_digest_is_right(engine, tmp_path, change, match, unchanged):
     path = tmp_path / "sequence"
-    shape = (change.get("pages", 3), change.get("heads", 2), PAGE, change.get("head_dim", 4))
-    layer = jnp.zeros(shape, change.get("dtype", jnp.float32))
+    blocks = np.zeros((change.get("pages", 3), change.get("bytes", BLOCK)), change.get("dtype", np.uint8))
     tokens = change.get("tokens", [1] * LENGTH)
-    header = change.get("whole header", engine._header | change.get("header", {}))
-    write_sequence(path, header, tokens, [{"k": layer, "v": layer}] * change.get("layers", 1))
+    header = change.get("whole header", engine._copies.header | change.get("header", {}))
+    write_sequence(path, header, tokens, dict.fromkeys(change.get("groups", ["full"]), blocks))
     with pytest.raises(ValueError, match=match):
         engine.restore(path)
 
@@ -125,25 +124,26 @@ def test_a_file_of_other_tensors_is_refused_though_its_digest_is_right(engine, t
 def test_what_these_tests_write_is_accepted_where_nothing_is_changed(engine, saved, tmp_path):
     (tmp_path / "whole").write_bytes(saved)
     engine.free(engine.restore(tmp_path / "whole"))
-    layer = jnp.zeros((3, 2, PAGE, 4))
-    write_sequence(tmp_path / "sequence", engine._header, [1] * LENGTH, [{"k": layer, "v": layer}])
+    blocks = np.zeros((3, BLOCK), np.uint8)
+    write_sequence(tmp_path / "sequence", engine._copies.header, [1] * LENGTH, {"full": blocks})
     engine.free(engine.restore(tmp_path / "sequence"))
 
 
 def test_tokens_beyond_the_positions_are_refused(engine, tmp_path, unchanged):
-    layer = jnp.zeros((313, 2, PAGE, 4))
-    write_sequence(tmp_path / "sequence", engine._header, [1] * 5000, [{"k": layer, "v": layer}])
+    blocks = np.zeros((313, BLOCK), np.uint8)
+    write_sequence(tmp_path / "sequence", engine._copies.header, [1] * 5000, {"full": blocks})
     with pytest.raises(ValueError, match="5,000 tokens is longer than the model's 4,096 positions"):
         engine.restore(tmp_path / "sequence")
 
 
-def test_a_file_of_an_earlier_version_is_refused_in_one_sentence(engine, saved, tmp_path, unchanged):
-    path = tmp_path / "old"
-    metadata = {"format": "kvjax sequence 1", "header": json.dumps(engine._header)}
-    save_file({"tokens": jnp.zeros(3, jnp.int32)}, str(path), metadata=metadata)
-    with pytest.raises(ValueError, match="saved by an earlier version, without a digest: prefill again and save it again"):
+@pytest.mark.parametrize("former", ["kvjax sequence 1", "kvjax sequence 2"])
+def test_a_file_of_an_earlier_version_is_refused_in_one_sentence(engine, tmp_path, former, unchanged):
+    path, tokens = tmp_path / "old", {"tokens": np.zeros(3, np.int32)}
+    metadata = {"format": former, "header": json.dumps(engine._copies.header)}
+    save_file(tokens, str(path), metadata=metadata)
+    with pytest.raises(ValueError, match=rf"saved by an earlier version \({former}\): prefill again and save it again"):
         engine.restore(path)
-    save_file({"tokens": jnp.zeros(3, jnp.int32)}, str(path), metadata=metadata | {"format": files.FORMAT})
+    save_file(tokens, str(path), metadata=metadata | {"format": files.FORMAT})
     with pytest.raises(ValueError, match="is damaged"):
         engine.restore(path)
     with pytest.raises(ValueError, match="there is no file"):

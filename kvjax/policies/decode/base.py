@@ -65,6 +65,8 @@ class SelectContext:
     moved: Int[Array, "B M"] | None = None
     """Frames, where they are not the page ids."""
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
+    border: int | None = flax.struct.field(pytree_node=False, default=None)
+    """The first frame in host memory; None where all lie on the device."""
 
     @property
     def frames(self) -> Int[Array, "B M"]:
