@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.memory import memory_plan
     from kvjax.model import ModelConfig
     from kvjax.models import CausalLM, load, save
-    from kvjax.policies.decode import Dense, TopBlocks, Window
+    from kvjax.policies.decode import Dense, HeavyPages, HeavyTokens, TopBlocks, Window
     from kvjax.policies.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
     from kvjax.requests import Completion, Request
     from kvjax.sampling import NotFinite, Sampling
@@ -47,6 +47,8 @@ __all__ = [
     "Dense",
     "DensePrefill",
     "Engine",
+    "HeavyPages",
+    "HeavyTokens",
     "MeanPooled",
     "MeasureOnceMaskOnce",
     "ModelConfig",
@@ -79,6 +81,8 @@ _HOMES = {
     "Dense": "kvjax.policies.decode",
     "DensePrefill": "kvjax.policies.prefill",
     "Engine": "kvjax.engine",
+    "HeavyPages": "kvjax.policies.decode",
+    "HeavyTokens": "kvjax.policies.decode",
     "MeanPooled": "kvjax.policies.prefill",
     "MeasureOnceMaskOnce": "kvjax.policies.prefill",
     "ModelConfig": "kvjax.model",

@@ -94,7 +94,7 @@ def attend_hot(
     if query.shape[1] > 1 and jax.tree.leaves(state):
         return None  # tokens of a drafted step attend one by one
     blocks, state = policy.select(query, layer, ctx, state)
-    if blocks is None or blocks.ids.ndim != 3 or blocks.block_size != ctx.page_size:
+    if blocks is None or blocks.ids.ndim != 3 or blocks.block_size != ctx.page_size or blocks.remapped:
         return None
     where = (blocks.ids, ctx.page_table, ctx.frames, ctx.lengths)
     hot, pages, frames, count = fetch(hot, layer.pages, *where, num_queries=query.shape[1], border=ctx.border)

@@ -9,7 +9,13 @@ from kvjax.cache import OutOfPages
 from kvjax.cache.groups import GroupPages
 from kvjax.memory import MemoryPlan
 from kvjax.model import ModelConfig
+from kvjax.policies.decode import DecodePolicy, Window
+from kvjax.policies.prefill import PrefillPolicy, SinkWindow
+from kvjax.release import kept_by
 from kvjax.sequences import CachedSequence
+
+MOST_POSITIONS = 2**24
+"""Positions that float32, in which angles of RoPE are computed, holds exactly."""
 
 
 class Capacity:
@@ -21,24 +27,37 @@ class Capacity:
     def __init__(self, config: ModelConfig, groups: GroupPages, plan: Callable[[], MemoryPlan]):
         self.config, self._groups, self._plan = config, groups, plan
         self.pinned: Callable[[], dict[str, int]] | None = None
+        self._page_size = min(group.page_size for group in groups.spec.groups)
         self._longest = min(config.max_positions, groups.longest)
 
-    def check_length(self, tokens: int) -> None:
-        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small."""
+    def check_length(self, tokens: int, policy: DecodePolicy | PrefillPolicy | None = None) -> None:
+        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small.
+
+        policy: the one that reads them, which may count positions in the cache, or give pages back; None: neither.
+        """
         if tokens <= self._longest:
             return
-        if tokens > self.config.max_positions:
-            known = f"the model's {self.config.max_positions:,} positions{self.config.for_longer(tokens)}"
+        remapped = isinstance(policy, Window | SinkWindow) and policy.remap
+        most = MOST_POSITIONS if remapped else self.config.max_positions
+        if tokens > most:
+            known = f"the model's {most:,} positions{self.config.for_longer(tokens)}"
+            known = f"the {most:,} positions that float32 counts exactly, by which keys are rotated" if remapped else known
             raise ValueError(f"a sequence of {tokens:,} tokens is longer than {known}")
+        if policy is not None and kept_by(policy, self._page_size) is not None:
+            return  # it gives pages back: those that it needs are checked when they are taken
         for name, count in self._groups.needed(tokens).items():
             if count > (total := self._groups.allocators[name].total):
                 raise self._advised(OutOfPages(count, self._groups.allocators[name].free, total, group=name))
 
     def check_room(self, tokens: int, spare: int, held: CachedSequence | None) -> None:
         """`Engine.check_room`."""
-        counts = {} if held is None else {name: sum(page >= 0 for page in pages) for name, pages in held.pages.items()}
+        if held is not None and held.suspended is not None:
+            needed, counts = self._groups.needed_again(held.held, held.length, tokens), {}
+        else:
+            needed = self._groups.needed(tokens)
+            counts = {} if held is None else {name: sum(page >= 0 for page in pages) for name, pages in held.pages.items()}
         with self.advice():
-            self._groups.check_free({name: count + spare - counts.get(name, 0) for name, count in self._groups.needed(tokens).items()})
+            self._groups.check_free({name: count + spare - counts.get(name, 0) for name, count in needed.items()})
 
     @contextlib.contextmanager
     def advice(self) -> Iterator[None]:

@@ -10,9 +10,10 @@ from kvjax.checks import listed
 from kvjax.learning import PolicyStates
 from kvjax.model import Model, ModelConfig
 from kvjax.policies.choice import Choice, ChoosesDecode, ChoosesPrefill
-from kvjax.policies.decode import DecodePolicy, Dense, TopTokens, check_budgets, parse
-from kvjax.policies.prefill import DensePrefill, PrefillPolicy, TopTokensPrefill, indexes_of, parse_prefill
+from kvjax.policies.decode import DecodePolicy, Dense, TopTokens, Window, check_budgets, parse
+from kvjax.policies.prefill import DensePrefill, PrefillPolicy, SinkWindow, TopTokensPrefill, indexes_of, parse_prefill
 from kvjax.policies.prefill.lists import TileLists
+from kvjax.release import kept_from_the_start
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,9 @@ class DeclaredPolicies:
     """Decode policies and the prefill policy of an engine, and the indexes that sealing builds for them.
 
     policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. states: those
-    of learning policies. last_choice, last_prefill_choice: the latest choices of policies such as `auto`. ValueError for policies that do
-    not fit the sizes or the model's layers.
+    of learning policies. reach: what every sequence keeps from its first token on (`kvjax.release.kept_from_the_start`). last_choice,
+    last_prefill_choice: the latest choices of policies such as `auto`. ValueError for policies that do not fit the sizes or the model's
+    layers.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class DeclaredPolicies:
         self.indexes = tuple(dict.fromkeys(spec for indexes in scanned for spec in indexes))
         if isinstance(self.prefill, TileLists):
             self.prefill.check_pages(page_size)
+        _check_remap(f"prefill {self.prefill}", self.prefill, model.config, page_size)
+        self.reach = kept_from_the_start(self.policies, self.prefill, page_size)
 
     def find(self, policy: str | DecodePolicy | None) -> DecodePolicy:
         """The policy of a call; None is the engine's own. ValueError if it scans an index that the engine does not build."""
@@ -119,6 +123,7 @@ class DeclaredPolicies:
         policy = parse(policy)
         check_budgets(policy, table_width(-(-self.model.config.max_positions // self.page_size)) * self.page_size)
         _check_layers(f"policy {policy}", policy, TopTokens, ChoosesDecode, self.model.config)
+        _check_remap(f"policy {policy}", policy, self.model.config, self.page_size)
         if not isinstance(policy, ChoosesDecode):
             return policy
         if policy not in self._choosers:
@@ -136,3 +141,14 @@ def _check_layers(said: str, policy: DecodePolicy | PrefillPolicy, ranks: type, 
         own = " or ".join(dict.fromkeys(map(str, own_policies(config))))
         needs = "has no evidence about" if isinstance(policy, chooses) else f"scans the index {indexes_of(policy)[0].name}, not kept in"
         raise ValueError(f"{said} {needs} layers of latent attention, as this model has: leave it out for {own}, or name dense or window")
+
+
+def _check_remap(said: str, policy: DecodePolicy | PrefillPolicy, config: ModelConfig, page_size: int) -> None:
+    """ValueError for a policy that counts positions in the cache, where the model or its pages do not allow it."""
+    if not isinstance(policy, Window | SinkWindow) or not policy.remap:
+        return
+    policy.check_pages(page_size)
+    if config.latent:
+        raise ValueError(f"{said} turns rotated queries, which layers of latent attention do not have: leave out +remap")
+    if (keys := policy.sink_tokens + policy.window_tokens) > config.max_positions:
+        raise ValueError(f"{said} counts {keys:,} positions in the cache, and the model has {config.max_positions:,}: use a smaller window")

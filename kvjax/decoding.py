@@ -18,11 +18,13 @@ from kvjax.cache.pool import Layers, Pool, first_array
 from kvjax.cache.tables import table_width
 from kvjax.checks import token_ids
 from kvjax.declared import DeclaredPolicies
+from kvjax.learning import rows_of
 from kvjax.model import Model
 from kvjax.outcomes import Reads
 from kvjax.plans import DecodeGroup
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy
+from kvjax.release import PageRelease
 from kvjax.sampling import Sampled, Sampling, SamplingRows, check_rows
 from kvjax.sequences import CachedSequence
 from kvjax.slots import Slots, in_bucket
@@ -81,8 +83,8 @@ class Launched:
 class DecodeRunner:
     """Runs decode steps. The slots of every policy and batch size stay on the device. last_reads: what the latest step reads."""
 
-    def __init__(self, model: Model, pool: Pool, groups: GroupPages, declared: DeclaredPolicies):
-        self.model = model
+    def __init__(self, model: Model, pool: Pool, groups: GroupPages, declared: DeclaredPolicies, release: PageRelease):
+        self.model, self._release = model, release
         self._pool, self._groups, self._declared = pool, groups, declared
         self._slots: dict[tuple[int, DecodePolicy], Slots] = {}
         self._rows: tuple[SamplingRows | None, int] = None, 0  # the latest, and the slots that they are known to fit
@@ -180,7 +182,8 @@ class DecodeRunner:
         learned = []
         if not self._declared.states.stateless(launched.policy) and jax.tree.leaves(states):
             try:
-                learned = [jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states) for row in slots.rows]
+                rows = rows_of(states)
+                learned = [rows[row] for row in slots.rows]
             except BaseException:  # no memory on the device, say
                 slots.forget()
                 raise
@@ -191,3 +194,6 @@ class DecodeRunner:
                 self._groups.give_back(sequence)
         for sequence, state in zip(slots.live, learned, strict=False):
             sequence.states[launched.policy] = state
+        if self._release.gives_back(launched.policy):
+            counts = [written] * len(slots.live) if isinstance(written, int) else written[slots.rows].tolist()
+            self._release.after_step(launched.policy, slots.live, counts)

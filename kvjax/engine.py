@@ -25,7 +25,7 @@ from kvjax.chunks import ChunkRun, Prefiller
 from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DecodeRunner, Launched, padded_rows
 from kvjax.guard import CallGuard, guarded
-from kvjax.inspection import StepRead, inspect_step, read_of
+from kvjax.inspection import StepRead, inspect
 from kvjax.memory import MemoryPlan, memory_plan, pool_pages
 from kvjax.model import Model
 from kvjax.outcomes import Reads
@@ -33,6 +33,7 @@ from kvjax.plans import Chunk, Decoded, DecodeGroup, Prefilled, StepPlan, StepRe
 from kvjax.policies.choice import Choice
 from kvjax.policies.decode import DecodePolicy
 from kvjax.policies.prefill import PrefillPolicy
+from kvjax.release import PageRelease
 from kvjax.reuse import StoreOptions, make_reuse, reusing
 from kvjax.sampling import Sampled, Sampling, SamplingRows
 from kvjax.sequence_copies import SequenceCopies
@@ -87,19 +88,22 @@ class Engine:
         self.policy, self.policies = self._declared.policy, self._declared.policies
         self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
         sizes = {"page_size": page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
+        sizes["reach"] = self._declared.reach
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
         totals = pool_pages(plan, self.config, pages, device_bytes, pool_host_bytes)
-        self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, hot=bool(self.indexes))
+        self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, hot=bool(self.indexes), reach=self._declared.reach)
+        self._release = PageRelease(self._groups, self.page_size, self.policy, self._declared.reach)
         self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
         self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames)
         self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, **stores)
         self._capacity.pinned = None if self._reuse is None else self._reuse.pinned
         self._runs: dict[CachedSequence, ChunkRun] = {}
-        self._copies = SequenceCopies(model, self._pool, self._groups, self._capacity, self.indexes, self.prefill_chunk, self.guard)
-        self._runner = DecodeRunner(model, self._pool, self._groups, self._declared)
+        copied = self._pool, self._groups, self._capacity, self._release, self.indexes
+        self._copies = SequenceCopies(model, *copied, self.prefill_chunk, self.guard)
+        self._runner = DecodeRunner(model, self._pool, self._groups, self._declared, self._release)
         self.sequences: set[CachedSequence] = set()
 
     @property
@@ -136,9 +140,11 @@ class Engine:
         """Pages that `tokens` tokens take in a layer group that keeps all of them."""
         return -(-tokens // self.page_size)
 
-    def check_length(self, tokens: int) -> None:
-        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small."""
-        self._capacity.check_length(tokens)
+    def check_length(self, tokens: int, policy: DecodePolicy | None = None) -> None:
+        """ValueError if a sequence of `tokens` tokens is longer than the model's positions, OutOfPages if the whole pool is too small.
+
+        policy: decodes the sequence to that length, and may count positions in the cache or give pages back. None: it is prefilled."""
+        self._capacity.check_length(tokens, self.prefill_policy if policy is None else policy)
 
     @property
     def last_choice(self) -> Choice | None:
@@ -168,7 +174,10 @@ class Engine:
         return len(self._prefiller.slices) - (0 if run is None else run.done)
 
     def check_room(self, tokens: int, spare: int = 0, held: CachedSequence | None = None) -> None:
-        """OutOfPages unless a new sequence of `tokens` tokens fits, less what it holds, and `spare` pages of each layer group stay free."""
+        """OutOfPages unless a sequence of `tokens` tokens fits, and `spare` pages of each layer group stay free.
+
+        held: the sequence, if it is not new: the pages that it holds are not needed, and if it is suspended, only those that it held are.
+        """
         self._capacity.check_room(tokens, spare, held)
 
     # Sequences
@@ -180,7 +189,7 @@ class Engine:
         prompt: where the engine reuses pages, the sequence begins with the longest prefix of these tokens that is known, at most all but
         the last token: write the rest, `prompt[sequence.length :]`. cache_salt: only prompts of the same salt share pages.
         """
-        sequence = CachedSequence([], pages=self._groups.new())
+        sequence = self._release.new_sequence()
         self.sequences.add(sequence)
         if prompt is not None:
             with self._kept(sequence):
@@ -207,12 +216,13 @@ class Engine:
         optional_function("on_tokens", on_tokens)
         prompts = [self.check_tokens(prompt) for prompt in listed(prompts, "prompts", PROMPTS_REMEDY)]
         for prompt in prompts:
-            self.check_length(len(prompt) + reserve)
+            self.check_length(len(prompt))
+            self.check_length(len(prompt) + reserve, self.policy)
         if self._reuse is None:  # else prompts may share pages
             needed = [self._groups.needed(len(prompt) + reserve) for prompt in prompts]
             with self._capacity.advice():
                 self._groups.check_free({name: sum(each[name] for each in needed) for name in self.allocators})
-        sequences = [CachedSequence([], pages=self._groups.new()) for _ in prompts]
+        sequences = [self._release.new_sequence() for _ in prompts]
         with self._kept(*sequences):
             for sequence, prompt in zip(sequences, prompts, strict=True):
                 self._adopt(sequence, prompt, cache_salt)
@@ -263,18 +273,7 @@ class Engine:
         The step runs as in `decode`, and attends to the listed blocks once more for the scores. Sequences, states of learning policies,
         `last_reads` and `last_choice` do not change. Waits for the device. Raises as `decode` does.
         """
-        self._check_live(sequences)
-        ones = [[token] for token in listed(tokens, "tokens", "give one of every sequence")]
-        padded, given = padded_rows(sequences, ones, self.batch_buckets, self.config.vocab_size)
-        kept, pages = (self.last_reads, self.last_choice), [sequence.page_counts() for sequence in sequences]
-        try:
-            launched = self._launch(inspect_step, padded, given, policy)
-            launched.slots.forget()  # the step's result is dropped
-            return read_of(launched.policy, len(sequences), *launched.results)
-        finally:
-            self._runner.last_reads, self._declared.last_choice = kept
-            for sequence, counts in zip(sequences, pages, strict=True):
-                self._groups.keep(sequence, counts)
+        return inspect(self, sequences, tokens, policy)
 
     @guarded
     def step(self, plan: StepPlan) -> StepResult:
@@ -507,6 +506,7 @@ class Engine:
         """A chunk of the sequence's next tokens, with pages for them, before its first slice of layers."""
         chunk = self.prefill_chunk
         policy = only or self._declared.choose_prefill(self.prefill_policy, sequence.length // chunk * chunk)
+        self._release.check(policy, [sequence], "prefill")
         self._groups.give_back(sequence)
         self.reserve([sequence], min(len(tokens), chunk - sequence.length % chunk))
         return self._prefiller.begin(sequence, tokens, policy, all_logits=all_logits, always=only is not None)
@@ -566,10 +566,11 @@ class Engine:
         if not slots.hold(padded):
             self._check_live([each for each in padded if each is not None])
             self._declared.states.check_learned(policy, padded)
+            self._release.check(policy, padded)
             slots.fill(padded)
         elif self._runs:
             self._check_live(slots.live)
-        self.check_length(slots.longest + num_tokens)
+        self.check_length(slots.longest + num_tokens, policy)
         return slots
 
     def _check_live(self, sequences: Sequence[CachedSequence], *, ready: bool = True) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,16 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from kvjax.cache import Cache
 from kvjax.cache.types import LayerCache
+from kvjax.checks import listed
+from kvjax.decoding import padded_rows
 from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext
+from kvjax.policies.decode.base import attend_listed
+from kvjax.sequences import CachedSequence
 from kvjax.slots import NextPages
 from kvjax.steps import decode
-from pallas_kernels.gather_attention import gather_attention
+
+if TYPE_CHECKING:
+    from kvjax.engine import Engine
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,9 +82,7 @@ def watch(
         pages = jnp.arange(ctx.page_table.shape[1], dtype=jnp.int32)
         ids = jnp.where(pages * ctx.page_size < ctx.lengths[:, None], pages, -1)[:, None]
         blocks = Blocks(jnp.repeat(ids, layer.pages.kv_heads, axis=1), ctx.page_size)
-    listed = {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
-    static = {"sm_scale": ctx.sm_scale, "return_block_lse": True}
-    _, _, lse = gather_attention(query, layer.pages, ctx.frames, ctx.lengths, **static, **listed)
+    _, lse = attend_listed(query, layer, ctx, blocks, return_block_lse=True)
     return blocks, lse, scores
 
 
@@ -91,6 +96,23 @@ def inspect_step(decoder, policy, indexes, params, cache: Cache, tokens, active,
         watch=lambda *seen: watched.append(watch(*seen)),
     )
     return logits, tuple(watched), *after
+
+
+def inspect(engine: Engine, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None) -> StepRead:
+    """`Engine.inspect`."""
+    engine._check_live(sequences)
+    ones = [[token] for token in listed(tokens, "tokens", "give one of every sequence")]
+    padded, given = padded_rows(sequences, ones, engine.batch_buckets, engine.config.vocab_size)
+    runner, declared = engine._runner, engine._declared
+    kept, pages = (runner.last_reads, declared.last_choice), [sequence.page_counts() for sequence in sequences]
+    try:
+        launched = engine._launch(inspect_step, padded, given, policy)
+        launched.slots.forget()  # the step's result is dropped
+        return read_of(launched.policy, len(sequences), *launched.results)
+    finally:
+        runner.last_reads, declared.last_choice = kept
+        for sequence, counts in zip(sequences, pages, strict=True):
+            engine._groups.keep(sequence, counts)
 
 
 def read_of(policy: DecodePolicy, rows: int, logits: Float32[Array, "B 1 V"], watched: tuple[Any, ...]) -> StepRead:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,7 @@ class PolicyStates:
         self.max_pages = -(-config.max_positions // page_size)
         self.specs = state_specs(config, page_size, self.max_pages)
         self._none: dict[DecodePolicy, States] = {}  # of policies without any state
+        self._fresh: dict[DecodePolicy, States] = {}
 
     def check_declared(self, policy: DecodePolicy) -> None:
         """ValueError for a policy that learns from prefill and was not declared to the engine."""
@@ -112,7 +114,9 @@ class PolicyStates:
 
     def fresh(self, policy: DecodePolicy) -> States:
         """A policy's states of one sequence before its first token."""
-        return tuple(policy.init(spec, 1) for spec in self.specs)
+        if policy not in self._fresh:
+            self._fresh[policy] = tuple(policy.init(spec, 1) for spec in self.specs)
+        return self._fresh[policy]
 
     def of_batch(self, policy: DecodePolicy, slots: Sequence[CachedSequence | None]) -> States:
         """Per layer, the policy's state of all slots. A sequence that it has not seen gets a fresh state; ValueError if the policy should
@@ -126,7 +130,7 @@ class PolicyStates:
                 self._none[policy] = fresh
             return fresh
         rows = [slot.states.get(policy, fresh) if slot else fresh for slot in slots]
-        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
+        return rows[0] if len(rows) == 1 else _join(tuple(rows))
 
     def before_chunk(self, sequence: CachedSequence, start: int, first: int, *, whole: bool) -> tuple[Learning | None, OpenChunk | None]:
         """What a prefill step over the chunk from `start` on learns, if `first` is the first token that it writes.
@@ -145,6 +149,22 @@ class PolicyStates:
         return Learning(states, np.array([opened.position], np.int32), told, self.max_pages), opened
 
 
+def rows_of(states: States) -> tuple[States, ...]:
+    """The states of each row of a batch, in one call."""
+    size = jax.tree.leaves(states)[0].shape[0]
+    return (states,) if size == 1 else _split(states, size)
+
+
+@jax.jit
+def _join(rows: tuple[States, ...]) -> States:
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def _split(states: States, size: int) -> tuple[States, ...]:
+    return tuple(jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], states) for row in range(size))
+
+
 def after_chunk(
     sequence: CachedSequence, learning: Learning | None, opened: OpenChunk | None, learned: tuple[States, ...], written: Sequence[int]
 ) -> None:
@@ -158,7 +178,7 @@ def _check(policy: LearnsFromPrefill, page_size: int, prefill_chunk: int) -> Non
     asked = policy.prefill_mass
     if not isinstance(asked, PrefillMass):
         raise ValueError(f"policy {policy}: prefill_mass must be a kvjax.policies.decode.PrefillMass or None, got {asked!r}")
-    if page_size % asked.block_size:
+    if page_size % asked.tokens(page_size):
         raise ValueError(f"policy {policy} asks for blocks of {asked.block_size} tokens, which do not divide the page size {page_size}")
     if asked.queries is not None and asked.queries > prefill_chunk:
         raise ValueError(
@@ -209,9 +229,10 @@ def _mass(
         lse = None if lse is None else _rows(lse, offset, count)
     if lse is None:
         _, lse = flash_attention(query, layer.pages, ctx.frames, starts, ctx.lengths, sm_scale=ctx.sm_scale)
-    sizes = {"block_size": asked.block_size, "sm_scale": ctx.sm_scale}
+    size = asked.tokens(layer.pages.page_size)
+    sizes = {"block_size": size, "sm_scale": ctx.sm_scale}
     mass = block_mass(query, layer.pages, ctx.frames, starts, ctx.lengths, lse, first, **sizes)
-    return fitted(mass, learning.max_pages * layer.pages.page_size // asked.block_size), first
+    return fitted(mass, learning.max_pages * layer.pages.page_size // size), first
 
 
 def _rows(array: Array, offset: Int[Array, "B"], count: int) -> Array:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import WHOLE, IndexSpec, OutOfPages
-from kvjax.cache.groups import most_pages
+from kvjax.cache.groups import Reach, most_pages, window_of
 from kvjax.checks import whole_number
 from kvjax.model import ModelConfig
 
@@ -156,6 +156,7 @@ def memory_plan(
     available_bytes: int | None = None,
     sequences: int = 8,
     prefill_chunk: int = 512,
+    reach: Reach | None = None,
 ) -> MemoryPlan:
     """The plan for a model, weights and cache in its compute_dtype.
 
@@ -168,6 +169,7 @@ def memory_plan(
             initialises it.
         sequences: how many are live at a time: an engine's largest batch bucket.
         prefill_chunk: tokens prefilled at a time; layers with a window keep them beside their window.
+        reach: (sink_tokens, window_tokens) that sequences keep in layers without a window; None: every token.
     """
     if weights_bytes is None:
         weights_bytes = config.num_params * jnp.dtype(config.compute_dtype).itemsize
@@ -176,9 +178,9 @@ def memory_plan(
         raise ValueError("a model without a layer of attention has no pages: an engine needs one")
     groups = []
     for group in spec.groups:
-        most = most_pages(group, prefill_chunk)
+        most, window = most_pages(group, prefill_chunk, reach), window_of(group, reach)
         bytes_of = spec.bytes_per_page(group.name, indexes), spec.bytes_per_frame(group.name)
-        sizes = len(spec.layers_of(group.name)), group.page_size, *bytes_of, group.window
+        sizes = len(spec.layers_of(group.name)), group.page_size, *bytes_of, None if window is None else window[1]
         groups.append(GroupPlan(group.name, *sizes, None if math.isinf(most) else most))
     available = free_bytes() if available_bytes is None else available_bytes
     return MemoryPlan(weights_bytes, available, tuple(groups), sequences)
@@ -203,7 +205,10 @@ def pool_size(
     if pool_host_bytes is not None:
         check_host_bytes("pool_host_bytes", whole_number("pool_host_bytes", pool_host_bytes, 1, 2**63))
         if not plan.frame_bytes:
-            raise ValueError("every layer of this model has a window or a state, whose pages stay on the device: leave pool_host_bytes out")
+            raise ValueError(
+                "every layer of this model, or what the engine's policies keep of it, is a window or a state, whose pages stay on the "
+                "device: leave pool_host_bytes out"
+            )
         host = pool_host_bytes // plan.frame_bytes
         if not host:
             raise ValueError(f"pool_host_bytes of {pool_host_bytes:,} holds no page: a page takes {plan.frame_bytes:,} bytes there")

@@ -34,7 +34,7 @@ class Heads:
 
     sm_scale: factor of logits. window: how many latest tokens a query sees, its own included; None: all before it. share_with: the number
     of the layer that keys and values belong to; None: the layer itself. If the decoder does not have that layer, as in a slice of a model's
-    layers, k and v are None.
+    layers, k and v are None. rope: how q and k were rotated; None: a policy cannot turn q to other positions.
     """
 
     q: Float[Array, "B T H D"]
@@ -43,6 +43,7 @@ class Heads:
     sm_scale: float = flax.struct.field(pytree_node=False)
     window: int | None = flax.struct.field(pytree_node=False, default=None)
     share_with: int | None = flax.struct.field(pytree_node=False, default=None)
+    rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
 
 
 @flax.struct.dataclass
@@ -117,6 +118,11 @@ class Latents:
     @property
     def share_with(self) -> None:
         """None: a layer reads its own rows."""
+        return None
+
+    @property
+    def rope(self) -> None:
+        """None: queries lie in the space of latents, and are not turned to other positions."""
         return None
 
 

@@ -21,15 +21,17 @@ from typing import Any
 
 _OWN_FORMS = "a registered name, FILE.py:CLASS or FILE.py:CLASS:ARGS (as my_file.py:Mine:8/recent=4)"
 DECODE_FORMS = (
-    "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (tokens, 128 of them sinks), "
-    "top:K, mean:K (blocks of 128), quest:K (blocks of 16), tokens:K (of models with an indexer of tokens), auto, auto:LEVEL, " + _OWN_FORMS
+    "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (tokens, 128 of them sinks); of both, window:...+release gives the "
+    "other pages back, window:...+remap counts positions in the cache, and +release+remap does both, "
+    "top:K, mean:K (blocks of 128), quest:K (blocks of 16), tokens:K (of models with an indexer of tokens), "
+    "heavy:K (pages of most attention; others are given back), heavy-tokens:K (tokens of most attention), auto, auto:LEVEL, " + _OWN_FORMS
 )
 PREFILL_FORMS = (
     "dense, bounds:K (blocks of 128; bounds:K+sparse is sparse in shorter prompts too), "
     "bounds:SHARE (as bounds:0.01: the fewest blocks that miss less attention), "
     "momo:K/EXACT (as momo:128/8: K blocks of 64, EXACT of them exactly; suffixes change it: +quantile, +score, +untrimmed, +plain, "
     "+uncorrected, +gamma4, +gamma1), "
-    "window:SINK+WINDOW (tokens, as window:64+1024), "
+    "window:SINK+WINDOW (tokens, as window:64+1024; window:64+1024+remap counts positions in the cache), "
     "delta:SINK+WINDOW/GAMMA (the same, corrected by every GAMMAth query), mean:K, oracle:K, vertical-slash:BLOCKS+BANDS, "
     "flex:GAMMA, xattention:THRESHOLD, bfla:MASS (shares of attention, as flex:0.9), "
     "tokens:K (of models with an indexer of tokens), "

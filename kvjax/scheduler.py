@@ -231,7 +231,7 @@ class Scheduler:
         # One spare page for each sample that will need another, so that a request is not suspended right after its admission.
         spare = sum(self.engine.grows(each.sequence, each.sampling.max_new_tokens - each.issued) for each in self._running())
         if isinstance(entry, Sample):
-            self.engine.check_room(entry.sequence.length + 1, spare)
+            self.engine.check_room(entry.sequence.length + 1, spare, entry.sequence)
             self.engine.resume(entry.sequence)
             self._waiting.remove(entry)
             self._run(entry, np.array(entry.ids[-1:], np.int32))
@@ -261,8 +261,9 @@ class Scheduler:
                 raise ValueError("stop strings need a tokenizer, and the model has none")
             engine.check_tokens(handle._ids)
             longest = len(handle._ids) + sampling.max_new_tokens - 1
-            engine.check_length(longest)
+            engine.check_length(handle.prompt_tokens)
             policy = self.policy if handle.request.policy is None else engine.declared(handle.request.policy)
+            engine.check_length(longest, policy)
             handle._policy = engine.chosen(policy, [longest] * self.slots)
         except Exception as error:  # the caller's tokenizer, chat template or policy may raise anything
             return error

@@ -112,7 +112,8 @@ def continuation_logprobs(
 
 
 def _score_pair(engine: Engine, prompt: Sequence[int], continuation: Sequence[int], policy: DecodePolicy) -> Score:
-    engine.check_length(len(prompt) + len(continuation) - 1)
+    engine.check_length(len(prompt))
+    engine.check_length(len(prompt) + len(continuation) - 1, policy)
     with engine.guard:  # no Ctrl-C before the sequence is freed
         (sequence,) = engine.prefill([prompt])
         try:

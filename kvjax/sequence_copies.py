@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
 
 from kvjax.cache.files import read_sequence, write_sequence
-from kvjax.cache.groups import GroupPages
+from kvjax.cache.groups import GroupPages, stored_pages
 from kvjax.cache.pool import Pool
 from kvjax.cache.transfer import Stored, read_stored, write_blocks
 from kvjax.cache.types import IndexSpec
@@ -17,7 +17,9 @@ from kvjax.capacity import Capacity
 from kvjax.checks import token_ids
 from kvjax.guard import CallGuard
 from kvjax.model import Model, fingerprint
-from kvjax.sequences import CachedSequence
+from kvjax.policies.decode import KeepsByMass, name_of, parse
+from kvjax.release import PageRelease, kept_by
+from kvjax.sequences import CachedSequence, Keeping
 
 
 class SequenceCopies:
@@ -32,11 +34,12 @@ class SequenceCopies:
         pool: Pool,
         groups: GroupPages,
         capacity: Capacity,
+        release: PageRelease,
         indexes: tuple[IndexSpec, ...],
         chunk: int,
         guard: CallGuard,
     ):
-        self.model, self.spec = model, groups.spec
+        self.model, self.spec, self._release = model, groups.spec, release
         self._pool, self._groups, self._capacity, self._indexes, self._chunk, self._guard = pool, groups, capacity, indexes, chunk, guard
         self._page_size = min(group.page_size for group in self.spec.groups)
         self._fingerprint: str | None = None
@@ -49,25 +52,43 @@ class SequenceCopies:
         return {"model": self._fingerprint, "page_size": self._page_size, "dtype": dtype}
 
     def save(self, sequence: CachedSequence, path: str | Path) -> None:
-        """Write pages and tokens to a file. ValueError if `.tokens` does not hold the token of every position."""
+        """Write pages and tokens to a file. ValueError if `.tokens` does not hold the token of every position, and after a policy that
+        chose pages by mass."""
         if len(sequence.tokens) != sequence.length:
             raise ValueError(f"{sequence.length} tokens were written, but .tokens holds {len(sequence.tokens)}: append those decoded first")
         token_ids(sequence.tokens, self.model.config.vocab_size)
-        stored = read_stored(self._pool, self.spec, self._groups.stored(sequence))
-        write_sequence(path, self.header, sequence.tokens, stored, self._guard.interrupt_point)
+        header, keeping = self.header, sequence.keeping
+        if keeping is not None:
+            if isinstance(keeping.policy, KeepsByMass):
+                raise ValueError(
+                    f"policy {keeping.policy} chose which pages of the sequence to keep, by what it learned, which files do not hold: "
+                    "suspend the sequence instead, or save it before the policy decodes it"
+                )
+            header = header | {"keeps": {"policy": name_of(keeping.policy), "reach": list(keeping.reach)}}
+        stored = read_stored(self._pool, self.spec, self._groups.ids(sequence, self._groups.held(sequence)))
+        write_sequence(path, header, sequence.tokens, stored, self._guard.interrupt_point)
 
     def restore(self, path: str | Path) -> CachedSequence:
         """A sequence from a file. ValueError if it does not fit this engine, or is damaged; OutOfPages."""
         sizes = {"spec": self.spec, "vocab_size": self.model.config.vocab_size}
-        tokens, stored = read_sequence(path, self.header, interrupt_point=self._guard.interrupt_point, **sizes)
-        self._capacity.check_length(len(tokens))
-        sequence = CachedSequence(tokens, pages=self._groups.new())
-        self._take_back(sequence, len(tokens), stored)
+        tokens, stored, keeps = read_sequence(path, self.header, interrupt_point=self._guard.interrupt_point, **sizes)
+        sequence, reach = self._release.new_sequence(), None
+        if keeps is not None:
+            name, reach = keeps
+            policy = parse(name)
+            if kept_by(policy, self._page_size) != reach:
+                raise ValueError(f"{path} holds the pages that policy {name} keeps, which are other ones now; prefill again")
+            sequence.keeping = Keeping(policy, reach)
+        self._capacity.check_length(len(tokens), None if sequence.keeping is None else sequence.keeping.policy)
+        sequence.tokens = tokens
+        self._take_back(sequence, len(tokens), stored, {each.name: stored_pages(each, len(tokens), reach) for each in self.spec.groups})
         return sequence
 
     def suspend(self, sequence: CachedSequence) -> None:
         """Move pages and states to host memory, and free them on the device."""
-        sequence.keep_on_host(read_stored(self._pool, self.spec, self._groups.stored(sequence, self._chunk)))
+        self._release.settle()
+        held = self._groups.held(sequence, self._chunk)
+        sequence.keep_on_host(read_stored(self._pool, self.spec, self._groups.ids(sequence, held)), held)
         self._groups.keep_written(sequence, 0)
         sequence.pages = self._groups.new()
 
@@ -75,8 +96,8 @@ class SequenceCopies:
         """Bring a suspended sequence back. After OutOfPages it stays suspended."""
         if sequence.suspended is None:
             raise ValueError("the sequence is not suspended: only a sequence that Engine.suspend moved to host memory can be resumed")
-        self._take_back(sequence, sequence.length, sequence.suspended, self._chunk)
-        sequence.suspended = None
+        self._take_back(sequence, sequence.length, sequence.suspended, sequence.held)
+        sequence.suspended, sequence.held = None, {}
 
     def fork(self, sequence: CachedSequence) -> CachedSequence:
         """A second sequence with the same history. OutOfPages."""
@@ -89,13 +110,14 @@ class SequenceCopies:
             self._guard.interrupt_point()
         return child
 
-    def _take_back(self, sequence: CachedSequence, length: int, stored: Stored, grain: int | None = None) -> None:
-        """Give a sequence without pages the pages of its first `length` tokens, and write `stored` to them. OutOfPages changes nothing."""
+    def _take_back(self, sequence: CachedSequence, length: int, stored: Stored, held: Mapping[str, Sequence[int]]) -> None:
+        """Give a sequence of `length` tokens, which has no pages, its logical pages `held`, and write `stored` to them. OutOfPages changes
+        nothing."""
         with self._capacity.advice():
-            self._groups.fill(sequence, length, grain)
+            self._groups.fill(sequence, held)
         sequence.length, opened = length, length % self._page_size > 0
         with self._emptied_on_error(sequence):
-            for name, pages in self._groups.stored(sequence, grain).items():
+            for name, pages in self._groups.ids(sequence, held).items():
                 open_page = opened and name not in self.spec.row_groups
                 write_blocks(self._pool, self.spec, name, pages, stored[name], indexes=self._indexes, opened=open_page)
             self._guard.interrupt_point()

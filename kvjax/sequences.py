@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 if TYPE_CHECKING:
+    from kvjax.cache.groups import Reach
     from kvjax.cache.prefixes import Chain
     from kvjax.cache.transfer import Stored
     from kvjax.learning import OpenChunk
@@ -29,18 +30,38 @@ class Growth:
         self.tokens, self.whole = 0, True
 
 
+@dataclasses.dataclass
+class Keeping:
+    """What a sequence keeps, once a policy that gives pages back decodes it (`kvjax.release`).
+
+    policy: that policy. reach: the sinks and window beside which all pages go by themselves; None where the policy chooses pages by mass.
+    Then: distant: the pages that it has chosen. decided: the first page that no choice has weighed. asked: the page of the next token at
+    the latest choice that the host has asked for.
+    """
+
+    policy: DecodePolicy
+    reach: Reach | None
+    distant: list[int] = dataclasses.field(default_factory=list)
+    decided: int = 0
+    asked: int = -1
+
+    def copy(self) -> Keeping:
+        return dataclasses.replace(self, distant=list(self.distant))
+
+
 class CachedSequence:
     """A sequence whose keys and values lie in an engine's pages.
 
     tokens: the written tokens that the host has read. length: how many tokens were written. pages: by layer group, the page ids in order,
-    including reserved ones, -1 for those that a window gave back. logits: next-token logits `[V]` float32 after the last prefill or extend;
+    including reserved ones, -1 for those that were given back. logits: next-token logits `[V]` float32 after the last prefill or extend;
     None after anything else. states: those of learning policies, per layer. open_chunk: what prefill needs to continue, so that policies
     learn the same however a prompt is cut; None after decoding. suspended: its pages in host memory, after `Engine.suspend`; else None.
+    held: which logical pages these are, by layer group. keeping: which policy gives pages of it back, and what stays; None: everything.
     prefix: what prefix it begins with, where the engine reuses pages. growth: the batch in which it has been decoded since `length` and
     `pages` were last set; None before the next decode step.
     """
 
-    __slots__ = ("_growth", "_length", "_pages", "logits", "open_chunk", "prefix", "states", "suspended", "tokens")
+    __slots__ = ("_growth", "_length", "_pages", "held", "keeping", "logits", "open_chunk", "prefix", "states", "suspended", "tokens")
 
     def __init__(
         self,
@@ -50,12 +71,15 @@ class CachedSequence:
         logits: Float[Array, " V"] | None = None,
         states: dict[DecodePolicy, tuple[Any, ...]] | None = None,
         open_chunk: OpenChunk | None = None,
+        keeping: Keeping | None = None,
     ):
         self._growth: Growth | None = None
         self._length, self._pages = length, {} if pages is None else pages
         self.tokens, self.logits, self.open_chunk = tokens, logits, open_chunk
         self.states = {} if states is None else states
         self.suspended: Stored | None = None
+        self.held: dict[str, list[int]] = {}
+        self.keeping = keeping
         self.prefix: Chain | None = None
 
     @property
@@ -77,6 +101,11 @@ class CachedSequence:
         self._pages = pages
 
     @property
+    def reach(self) -> Reach | None:
+        """Sinks and window that it keeps in layer groups without a window of their own; None: no page goes by itself."""
+        return None if self.keeping is None else self.keeping.reach
+
+    @property
     def growth(self) -> Growth | None:
         return self._growth
 
@@ -96,8 +125,8 @@ class CachedSequence:
     def __repr__(self) -> str:
         return f"CachedSequence(length={self.length}, pages={max(map(len, self.pages.values()), default=0)})"
 
-    def keep_on_host(self, stored: Stored) -> None:
-        """Move states and logits to host memory, and note that its pages are there. Waits for the device."""
+    def keep_on_host(self, stored: Stored, held: dict[str, list[int]]) -> None:
+        """Move states and logits to host memory, and note that its logical pages `held` are there. Waits for the device."""
 
         def moved(states: Mapping[DecodePolicy, tuple[Any, ...]]) -> dict[DecodePolicy, tuple[Any, ...]]:
             return {policy: jax.device_get(each) for policy, each in states.items()}  # policies have no order, which a pytree needs
@@ -105,12 +134,13 @@ class CachedSequence:
         logits, states = jax.device_get(self.logits), moved(self.states)
         opened = None if self.open_chunk is None else dataclasses.replace(self.open_chunk, states=moved(self.open_chunk.states))
         # Nothing can fail from here on.
-        self.logits, self.states, self.open_chunk, self.suspended = logits, states, opened, stored
+        self.logits, self.states, self.open_chunk, self.suspended, self.held = logits, states, opened, stored, held
 
     def twin(self, pages: dict[str, list[int]]) -> CachedSequence:
         """A second sequence of the same tokens, states and logits, with pages of its own."""
         other = CachedSequence(list(self.tokens), self.length, pages, self.logits, dict(self.states), self.open_chunk)
         other.prefix = None if self.prefix is None else self.prefix.copy()
+        other.keeping = None if self.keeping is None else self.keeping.copy()
         return other
 
     def page_counts(self) -> dict[str, int]:

@@ -15,8 +15,9 @@ from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.outcomes import Reads, pack
-from kvjax.policies.decode import Blocks, DecodePolicy, SelectContext
+from kvjax.policies.decode import Blocks, DecodePolicy, KeepsByMass, SelectContext
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy
+from kvjax.release import reach_of
 from kvjax.sampling import Sampled, SamplingRows, accept, count_tokens, sample
 from kvjax.slots import NextPages, name_pages
 from pallas_kernels import pages
@@ -57,7 +58,7 @@ def prefill_layers(
     tables, missing = frame_tables(cache), None
     if tables:
         first = fresh if learning is None else jnp.minimum(fresh, learning.first)
-        missing = sum(_missing_in_prefill(cache, layer, tables, first) for layer in cache.spec.paged) + jnp.zeros_like(fresh)
+        missing = sum(_missing_in_prefill(policy, cache, layer, tables, first) for layer in cache.spec.paged) + jnp.zeros_like(fresh)
 
     def mix(layer: int, heads: LayerInput, carry):
         layers, learned = carry
@@ -68,7 +69,7 @@ def prefill_layers(
         layers = _replace(layers, layer, write(cache, layers, layer, heads, positions, valid, indexes, frames))
         at = cache.spec.paged.index(layer)
         where = cache.table_of(layer), starts, cache.lengths
-        ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, indexer=asked_of(heads), moved=frames)
+        ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, indexer=asked_of(heads), moved=frames, rope=heads.rope)
         known = () if learning is None else tuple(states[at] for states in learning.states)
         read = pages_of(cache.spec, layers, layer, owners)
         read, ctx = stage(read, ctx) if staged and frames is not None else (read, ctx)
@@ -79,12 +80,14 @@ def prefill_layers(
     return x, cache.replace(layers=layers), tuple(zip(*learned, strict=True)), missing
 
 
-def _missing_in_prefill(cache: Cache, layer: int, tables: dict[str, Array], first: Int[Array, "B"]) -> Int[Array, "B"] | int:
+def _missing_in_prefill(
+    policy: PrefillPolicy, cache: Cache, layer: int, tables: dict[str, Array], first: Int[Array, "B"]
+) -> Int[Array, "B"] | int:
     """How many pages without a frame queries from `first` on may read in a layer, including the pages that are written."""
     group = cache.spec.group_of(layer)
     if group.name not in tables:
         return 0
-    window = None if group.window is None else (0, group.window)
+    window = reach_of(policy, group.page_size) if group.window is None else (0, group.window)
     return pages.missing(tables[group.name], cache.lengths, page_size=group.page_size, window=window, num_queries=cache.lengths - first)
 
 
@@ -166,6 +169,8 @@ def decode(
     valid = jnp.broadcast_to(active[:, None], positions.shape)
     lengths = jnp.where(active, cache.lengths + num_tokens, 0)
     spec, tables = cache.spec, frame_tables(cache)
+    if isinstance(policy, KeepsByMass):
+        states = policy.settle(states, cache.lengths, spec.group_of(spec.paged[0]).page_size)
 
     def mix(layer: int, heads: LayerInput, carry):
         layers, states, listed, hot, copied = carry
@@ -179,7 +184,7 @@ def decode(
         place, count = spec.paged.index(layer), len(spec.paged)
         sizes = {"layer": place, "num_layers": count, "page_size": page_size, "sm_scale": heads.sm_scale}
         border = None if frames is None else cache.residency[spec.layers[layer].group].border
-        ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads), moved=frames, border=border)
+        ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads), moved=frames, border=border, rope=heads.rope)
         reader, before = reader_of(policy, heads), states[place]
         owner = layer if spec.layers[layer].share_with is None else spec.layers[layer].share_with
         if hot and hot[owner] is not None and (found := attend_hot(reader, heads.q, read, ctx, before, hot[owner])) is not None:

@@ -24,25 +24,27 @@ def warm_up(engine: Engine, *, batch: int, tokens: int | None, policy: str | Dec
     """`Engine.warmup`."""
     positions = engine.config.max_positions
     tokens = min(engine.page_size, positions) if tokens is None else whole_number("tokens", tokens, 1)
-    engine.check_length(tokens)
-    longest = engine.pages_for(tokens)
+    engine.check_length(tokens, engine.declared(policy))
+    longest, most = engine.pages_for(tokens), max(tokens, positions)
     sequences = engine.prefill([[0]] * batch, cache_salt=os.urandom(16).hex())  # nobody finds what warming up leaves
     try:
         slots, rows = in_bucket(sequences, engine.batch_buckets), SamplingRows.of([None])
         sample_first(sequences[0].logits, rows, np.ones(1, np.int32))
         rows = SamplingRows.of([None] * len(slots))
         for width in table_widths(longest):
-            tokens = min(width * engine.page_size, longest * engine.page_size, positions)
+            tokens = min(width * engine.page_size, longest * engine.page_size, most)
             engine.reserve(sequences[:1], tokens - sequences[0].length)
             for each in possible_prefills(engine.prefill_policy, tokens, engine.prefill_chunk):
                 with engine._reserved(sequences[:1], 1):
                     engine._write(sequences[0], [0], all_logits=False, only=each)
+            keeping = sequences[0].keeping
             written, sequences[0].length = sequences[0].length, tokens - 1
             for each in engine._declared.possible(policy, longest * engine.page_size, batch):
                 engine.guard.interrupt_point()
+                engine._groups.skip(sequences[0])
                 jax.block_until_ready(engine.decode_and_sample(slots, np.zeros(len(slots), np.int32), rows, each))
                 sequences[0].length = tokens - 1
-            sequences[0].length = written
+            sequences[0].length, sequences[0].keeping = written, keeping
     finally:
         for sequence in sequences:
             engine.free(sequence)

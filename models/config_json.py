@@ -20,7 +20,7 @@ from kvjax.models.fields import boolean as _boolean
 from kvjax.models.fields import integer as _integer
 from kvjax.models.fields import number as _number
 from kvjax.models.fields import size as _size
-from kvjax.models.rope import mscale
+from kvjax.rope import mscale
 
 Fields = Mapping[str, Any]
 

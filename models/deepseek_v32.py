@@ -17,7 +17,7 @@ from kvjax.layers import LatentLayer, LayerConfig, Mlp, Rope, RopeScaling
 from kvjax.model import ModelConfig
 from kvjax.models.family import Family
 from kvjax.models.fields import integer, size
-from kvjax.models.rope import mscale
+from kvjax.rope import mscale
 
 ATTENTION, DENSE = "deepseek_sparse_attention", "dense"
 SIZES = {

@@ -24,8 +24,8 @@ FAMILIES = ("llama", "qwen3", "gemma3_text", "qwen3_5_text", "deepseek_v32", "sh
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of engines: tokens of a page, of a chunk and of the longest sequence; pages, and the prefill policy. Of steps: their policies, and
-    tokens of those with drafts."""
+    """Of engines: tokens of a page, of a chunk and of the longest sequence; pages, the prefill policy, and their own policy. Of steps:
+    their policies, and tokens of those with drafts."""
 
     page: int = 16
     chunk: int = 32
@@ -34,11 +34,17 @@ class Sizes:
     drafts: tuple[int, ...] = (4, 8, 16)
     pages: int = 40
     prefill: str | PrefillPolicy | None = None
+    own: str | None = None
 
 
 SMALL = Sizes()
 FEW = Sizes(policies=("dense", "quest:1"), drafts=(4,))
 """Few programs, which take longer to compile than to run."""
+GIVES = "window:8+24+release"
+LATE = Sizes(policies=(GIVES,), drafts=(4,), prefill="window:8+24")
+"""Sequences give pages back from their first step on."""
+EARLY = dataclasses.replace(LATE, own=GIVES)
+"""And before, while they are prefilled."""
 LARGE = Sizes(128, 256, 960, ("dense", "top:1", "window:64+192"))
 """Whose pages the kernels for GPUs read."""
 
@@ -205,7 +211,8 @@ class History:
         """A call that must be refused, and must change nothing."""
         vocabulary, longest = self.model.config.vocab_size, self.sizes.pages * self.sizes.page
         calls = [lambda: self.engine.prefill([[1, vocabulary]]), lambda: self.engine.prefill([[]]), lambda: self.engine.prefill([[1.5]])]
-        calls += [lambda: self.engine.prefill([[1] * (longest + 1)])]
+        if self.engine._release.reach is None:  # else a prompt of any length fits
+            calls += [lambda: self.engine.prefill([[1] * (longest + 1)])]
         if self.held:
             sequence = self.pick().sequence
             calls += [lambda: self.engine.extend(sequence, [-1]), lambda: self.engine.decode([sequence, sequence], [1, 2])]
@@ -249,7 +256,7 @@ class History:
 
 def engine_for(model, sizes, **stores):
     fields = {"pages": sizes.pages, "page_size": sizes.page, "prefill_chunk": sizes.chunk, "batch_buckets": (BUCKET, ROWS)}
-    return Engine(model, policies=sizes.policies, prefill=sizes.prefill, **fields, **stores)
+    return Engine(model, sizes.own, policies=sizes.policies, prefill=sizes.prefill, **fields, **stores)
 
 
 def draft_step(engine, sequences, rows, policy) -> list[int]:

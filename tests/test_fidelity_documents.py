@@ -17,6 +17,24 @@ def test_the_page_is_what_the_panels_make():
     assert rendered(text.replace("200/200", "199/200").replace("197/200", "200/200"), PANELS) == text
 
 
+RELEASED = load([ROOT / "benchmarks/results/cpu/fidelity-released.json"])
+
+
+def test_the_part_on_pages_given_back_is_what_its_panel_makes():
+    text = (ROOT / "docs/fidelity.md").read_text(encoding="utf-8")
+    assert rendered(text, RELEASED, "released") == text
+    assert rendered(text.replace("window:640+release", "window:641+release"), RELEASED, "released") != text  # outside of the part
+    with pytest.raises(ValueError, match="there is no part between <!-- fidelity:other -->"):
+        rendered(text, RELEASED, "other")
+
+
+def test_giving_pages_back_changes_no_figure():
+    """A window that forgot its sinks, or gave a page back too early, would differ."""
+    rows = {row["policy"]: row for row in RELEASED[0]["forced"]}
+    for name in ("kl", "agreement", "perplexity"):
+        assert rows["window:640"][name] == rows["window:640+release"][name] != rows["window:1664+release"][name]
+
+
 def test_a_page_without_the_marks_is_refused():
     with pytest.raises(ValueError, match="there is no part between"):
         rendered("nothing", PANELS)

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from kvjax.cache.groups import first_stored, pages_for
+from kvjax.cache.groups import Reach, stored_pages
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.transfer import Stored, arrays_of_rows, block_bytes
 from kvjax.checks import file_path
@@ -64,8 +64,9 @@ def write_sequence(
 
 def read_sequence(
     path: str | Path, header: dict, *, spec: CacheSpec, vocab_size: int, interrupt_point: Callable[[], None]
-) -> tuple[list[int], Stored]:
-    """Tokens and blocks of each layer group of `spec`, from a file that `write_sequence` wrote.
+) -> tuple[list[int], Stored, tuple[str, Reach] | None]:
+    """Tokens and blocks of each layer group of `spec`, from a file that `write_sequence` wrote; and, if its pages outside sinks and window
+    were given back, by which policy, and what these are.
 
     ValueError if the file is damaged, if its header is not `header` (the message names the field), or if tensors are missing, surplus, or
     of another shape, dtype or range than tokens and spec require.
@@ -90,15 +91,15 @@ def read_sequence(
                 odd = sorted(set(file.keys()) ^ names)[0]
                 groups = ", ".join(group.name for group in spec.groups)
                 raise ValueError(f"{path} {'lacks' if odd in names else 'has a surplus'} tensor {odd!r}; the layer groups are {groups}")
-            tokens, stored = _tokens(path, file, vocab_size), {}
+            tokens, keeps, stored = _tokens(path, file, vocab_size), _keeps(path, made_with), {}
             for group in spec.groups:
                 interrupt_point()
-                shape = [pages_for(len(tokens), group) - first_stored(group, len(tokens)), block_bytes(spec, group.name)]
-                stored[group.name] = _tensor(path, file, f"pages.{group.name}", shape, "U8")
+                count = len(stored_pages(group, len(tokens), None if keeps is None else keeps[1]))
+                stored[group.name] = _tensor(path, file, f"pages.{group.name}", [count, block_bytes(spec, group.name)], "U8")
             for name in spec.row_groups:
                 for number, arrays in arrays_of_rows(spec, name, stored[name]).items():
                     _check_first(path, int(arrays["first"][0]), len(tokens), spec.layers[number].page_size)
-            return tokens, stored
+            return tokens, stored, keeps
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a readable kvjax sequence file: {error}") from error
 
@@ -118,6 +119,17 @@ def _header(path: Path, metadata: dict[str, str]) -> dict:
     if not isinstance(stored, dict):
         raise ValueError(f"{path} does not name the model that made it in its header; prefill again and save it again")
     return stored
+
+
+def _keeps(path: Path, header: dict) -> tuple[str, Reach] | None:
+    """The policy that gave pages back, and the sinks and window that it kept; None if the file has all pages."""
+    if (keeps := header.get("keeps")) is None:
+        return None
+    reach = keeps.get("reach") if isinstance(keeps, dict) else None
+    pair = isinstance(reach, list) and len(reach) == 2 and all(isinstance(count, int) and count >= 0 for count in reach)
+    if not pair or not isinstance(keeps.get("policy"), str):
+        raise ValueError(f"{path} has {keeps!r:.60} in its header, which is no policy with sinks and a window; prefill again")
+    return keeps["policy"], (reach[0], reach[1])
 
 
 def _tokens(path: Path, file: Any, vocab_size: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -23,11 +23,18 @@ PageIds = dict[str, list[int]]
 """The pages of one sequence, by group: logical page -> page id, including reserved ones; -1 for a page that a window gave back."""
 
 
+Reach = tuple[int, int]
+"""(sink_tokens, window_tokens): the first tokens of a sequence, and the last ones up to a query, its own included."""
+
+
 class Holder(Protocol):
-    """A sequence: its number of written tokens, and its pages."""
+    """A sequence: its number of written tokens, its pages, and what it keeps in groups without a window of their own; None: every page."""
 
     length: int
     pages: PageIds
+
+    @property
+    def reach(self) -> Reach | None: ...
 
 
 class GroupPages:
@@ -35,12 +42,12 @@ class GroupPages:
 
     totals: pages of each group. host: how many of them lie in host memory, in groups that keep all tokens. chunk: tokens that prefill
     writes at a time; a window group keeps the pages that the next token's chunk reads. hot: whether steps list pages, so that a part of the
-    device's is worth more as a hot buffer. has_windows: whether any group gives pages back. frames: of the groups with pages in host
-    memory.
+    device's is worth more as a hot buffer. reach: what every new sequence keeps in groups without a window; None: every page. has_windows:
+    whether any group gives pages back by itself. frames: of the groups with pages in host memory.
     """
 
-    def __init__(self, spec: CacheSpec, totals: Mapping[str, int], host: int, chunk: int, *, hot: bool):
-        self.spec, self.chunk, totals = spec, chunk, dict(totals)
+    def __init__(self, spec: CacheSpec, totals: Mapping[str, int], host: int, chunk: int, *, hot: bool, reach: Reach | None = None):
+        self.spec, self.chunk, self.reach, totals = spec, chunk, reach, dict(totals)
         self.frames: dict[str, Frames] = {}
         for group in spec.groups if host else ():
             if group.window is None and group.page_size != WHOLE:
@@ -68,7 +75,7 @@ class GroupPages:
         bounds = [float("inf")]
         for group in self.spec.groups:
             total = self.allocators[group.name].total
-            if most_pages(group, self.chunk) > total:
+            if most_pages(group, self.chunk, self.reach) > total:
                 bounds.append(total * group.page_size)
         return min(bounds)
 
@@ -96,16 +103,32 @@ class GroupPages:
 
     def needed(self, tokens: int) -> dict[str, int]:
         """The most pages of each group that a new sequence of `tokens` tokens takes."""
-        return {group.name: min(pages_for(tokens, group), most_pages(group, self.chunk)) for group in self.spec.groups}
+        most = {group.name: most_pages(group, self.chunk, self.reach) for group in self.spec.groups}
+        return {group.name: min(pages_for(tokens, group), most[group.name]) for group in self.spec.groups}
+
+    def needed_again(self, held: Mapping[str, Sequence[int]], length: int, tokens: int) -> dict[str, int]:
+        """The pages of each group that a sequence of `length` tokens takes, if it gets its logical pages `held` back and grows to
+        `tokens`."""
+        return {group.name: len(held[group.name]) + pages_for(tokens, group) - pages_for(length, group) for group in self.spec.groups}
 
     def give_back(self, sequence: Holder) -> None:
-        """Release the pages that no later query reads: those before the window of the chunk that holds the next token."""
+        """Release the pages that no later query reads: those between the sinks and the window of the chunk that holds the next token."""
         start = sequence.length // self.chunk * self.chunk
         for group in self.spec.groups:
-            ids, page = sequence.pages[group.name], first_read(group, start) - 1
-            while page >= 0 and ids[page] >= 0:  # pages before one that was given back were given back too
+            ids, page, sinks = sequence.pages[group.name], first_read(group, start, sequence.reach) - 1, sink_pages(group, sequence.reach)
+            while page >= sinks and ids[page] >= 0:  # pages before one that was given back were given back too
                 self.allocators[group.name].release([ids[page]])
                 ids[page], page = -1, page - 1
+
+    def release(self, sequence: Holder, numbers: Iterable[int]) -> None:
+        """Release these logical pages, if the sequence holds them, in every group that keeps all tokens."""
+        for group in self.spec.groups:
+            if group.window is None and group.page_size != WHOLE:
+                ids = sequence.pages[group.name]
+                held = [number for number in numbers if number < len(ids) and ids[number] >= 0]
+                self.allocators[group.name].release([ids[number] for number in held])
+                for number in held:
+                    ids[number] = -1
 
     def keep(self, sequence: Holder, counts: Mapping[str, int]) -> None:
         """Release all pages of each group after the first `counts`. `sequence.pages` becomes a new dict. By this, slots notice that page
@@ -121,14 +144,22 @@ class GroupPages:
         counts = {group.name: pages_for(length, group) for group in self.spec.groups}
         self.keep(sequence, {name: max(count, (least or {}).get(name, 0)) for name, count in counts.items()})
 
-    def fill(self, sequence: Holder, length: int, grain: int | None = None) -> None:
-        """Take pages for the first `length` tokens of a sequence that holds none, except those that no later query reads. grain: as in
-        `stored`."""
-        first = {group.name: first_stored(group, length, grain) for group in self.spec.groups}
-        count = {group.name: pages_for(length, group) - first[group.name] for group in self.spec.groups}
-        self.check_free(count)
-        for name in first:
-            sequence.pages[name] = [-1] * first[name] + self.allocators[name].take(count[name])
+    def fill(self, sequence: Holder, numbers: Mapping[str, Sequence[int]]) -> None:
+        """Take pages for these logical pages, ascending, of a sequence that holds none."""
+        self.check_free({name: len(each) for name, each in numbers.items()})
+        for name, each in numbers.items():
+            ids = [-1] * (each[-1] + 1 if each else 0)
+            for number, page in zip(each, self.allocators[name].take(len(each)), strict=True):
+                ids[number] = page
+            sequence.pages[name] = ids
+
+    def skip(self, sequence: Holder) -> None:
+        """Name no page for tokens before `sequence.length` beyond the last page, as if they had been given back. For a sequence that only
+        seems to have so many tokens (`kvjax.warmup`)."""
+        for group in self.spec.groups:
+            if window_of(group, sequence.reach) is not None:
+                ids = sequence.pages[group.name]
+                ids += [-1] * (sequence.length // group.page_size - len(ids))
 
     def fork(self, parent: Holder, child: Holder) -> tuple[dict[str, int], dict[str, int]] | None:
         """Share the parent's sealed pages with the child, and take a new page for each open one. Returns source and target of the open page
@@ -155,11 +186,15 @@ class GroupPages:
         counts = {group.name: pages_for(length, group) for group in self.spec.groups}
         return {name: page_table([sequence.pages[name][:count]], staged_width(count)) for name, count in counts.items()}
 
-    def stored(self, sequence: Holder, grain: int | None = None) -> dict[str, Int[np.ndarray, " n"]]:
-        """Ids of the pages that a file of the sequence stores, by group. grain: as in `first_stored`."""
-        first = {group.name: first_stored(group, sequence.length, grain) for group in self.spec.groups}
-        last = {group.name: pages_for(sequence.length, group) for group in self.spec.groups}
-        return {name: np.asarray(ids[first[name] : last[name]], np.int32) for name, ids in sequence.pages.items()}
+    def held(self, sequence: Holder, grain: int | None = None) -> dict[str, list[int]]:
+        """The logical pages of a sequence that must be stored, and that it holds, by group. grain: as in `stored_pages`."""
+        pages = sequence.pages
+        wanted = {group.name: stored_pages(group, sequence.length, sequence.reach, grain) for group in self.spec.groups}
+        return {name: [number for number in numbers if pages[name][number] >= 0] for name, numbers in wanted.items()}
+
+    def ids(self, sequence: Holder, numbers: Mapping[str, Sequence[int]]) -> dict[str, Int[np.ndarray, " n"]]:
+        """Ids of logical pages of a sequence, by group."""
+        return {name: np.array([sequence.pages[name][number] for number in each], np.int32) for name, each in numbers.items()}
 
     def written(self, sequence: Holder, first: int, last: int) -> PageIds:
         """Pages of a sequence that hold the positions [first, last), by group."""
@@ -168,7 +203,9 @@ class GroupPages:
 
     def _missing(self, group: GroupSpec, sequence: Holder, tokens: int) -> int:
         # A step writes up to MOST_TOKENS at once, past the end of a chunk too.
-        ahead = tokens if group.window is None else min(tokens, max(self.chunk - sequence.length % self.chunk, MOST_TOKENS))
+        ahead = (
+            tokens if window_of(group, sequence.reach) is None else min(tokens, max(self.chunk - sequence.length % self.chunk, MOST_TOKENS))
+        )
         return max(0, pages_for(sequence.length + ahead, group) - len(sequence.pages[group.name]))
 
 
@@ -177,9 +214,23 @@ def pages_for(tokens: int, group: GroupSpec) -> int:
     return -(-tokens // group.page_size)
 
 
-def first_read(group: GroupSpec, position: int) -> int:
-    """The first page that a query at `position`, or a later one, reads."""
-    return 0 if group.window is None else max(0, position - group.window + 1) // group.page_size
+def window_of(group: GroupSpec, reach: Reach | None) -> Reach | None:
+    """Sinks and window that a sequence keeps in a group; None: every page. reach: as in `Holder`."""
+    if group.page_size == WHOLE:
+        return None
+    return reach if group.window is None else (0, group.window)
+
+
+def sink_pages(group: GroupSpec, reach: Reach | None) -> int:
+    """Pages at the beginning that a sequence keeps beside its window."""
+    window = window_of(group, reach)
+    return 0 if window is None else -(-window[0] // group.page_size)
+
+
+def first_read(group: GroupSpec, position: int, reach: Reach | None = None) -> int:
+    """The first page, sinks aside, that a query at `position`, or a later one, reads."""
+    window = window_of(group, reach)
+    return 0 if window is None else max(0, position - window[1] + 1) // group.page_size
 
 
 def first_stored(group: GroupSpec, length: int, grain: int | None = None) -> int:
@@ -189,12 +240,22 @@ def first_stored(group: GroupSpec, length: int, grain: int | None = None) -> int
     return first_read(group, length // grain * grain)
 
 
-def most_pages(group: GroupSpec, chunk: int) -> int | float:
-    """The most pages that a sequence of any length holds: those of a window, a chunk and the tokens of one step, and one more, because a
-    window may begin inside a page. 1 if one page holds the whole sequence."""
+def stored_pages(group: GroupSpec, length: int, reach: Reach | None = None, grain: int | None = None) -> list[int]:
+    """The logical pages that must be stored of a sequence of `length` tokens. reach: as in `Holder`. grain: as in `first_stored`."""
+    grain = grain or group.page_size
+    first = first_read(group, length // grain * grain, reach)
+    return [*range(min(sink_pages(group, reach), first)), *range(first, pages_for(length, group))]
+
+
+def most_pages(group: GroupSpec, chunk: int, reach: Reach | None = None) -> int | float:
+    """The most pages that a sequence of any length holds: those of sinks, a window, a chunk and the tokens of one step, and one more,
+    because a window may begin inside a page. 1 if one page holds the whole sequence. reach: as in `Holder`."""
     if group.page_size == WHOLE:
         return 1
-    return float("inf") if group.window is None else pages_for(group.window - 1 + chunk + MOST_TOKENS - 1, group) + 1
+    window = window_of(group, reach)
+    if window is None:
+        return float("inf")
+    return pages_for(window[1] - 1 + chunk + MOST_TOKENS - 1, group) + 1 + sink_pages(group, reach)
 
 
 def hot_frames(device: int, chunk: int) -> int:

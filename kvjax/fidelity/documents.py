@@ -1,8 +1,9 @@
-"""Writes the marked part of docs/fidelity.md from committed panels.
+"""Writes a marked part of docs/fidelity.md from committed panels.
 
     python -m kvjax.fidelity.documents benchmarks/results/h200/fidelity-*.json --into docs/fidelity.md --plots docs/fidelity
 
-replaces the part between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, and draws the pictures of the first panel of `load`.
+replaces the part between `<!-- fidelity:evidence -->` and `<!-- /fidelity -->`, and draws the pictures of the first panel of `load`. With
+`--part released` it replaces the part of that name.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ import typer
 
 from kvjax.fidelity.report import kinds_rows, panel_rows, remarks
 from pallas_kernels.bench.report import markdown, source
-
-MARK = re.compile(r"(<!-- fidelity:evidence -->\n).*?(<!-- /fidelity -->)", re.DOTALL)
 
 
 def evidence(panels: Sequence[dict[str, Any]]) -> str:
@@ -37,11 +36,12 @@ def _panel(figures: dict[str, Any]) -> str:
     return "\n\n".join((*parts, "\n".join(f"* {line}" for line in remarks(figures)), source(figures)))
 
 
-def rendered(text: str, panels: Sequence[dict[str, Any]]) -> str:
-    """A document with its marked part written anew. ValueError if it has none."""
-    if not MARK.search(text):
-        raise ValueError("there is no part between <!-- fidelity:evidence --> and <!-- /fidelity -->")
-    return MARK.sub(lambda found: f"{found[1]}{evidence(panels)}\n{found[2]}", text)
+def rendered(text: str, panels: Sequence[dict[str, Any]], part: str = "evidence") -> str:
+    """A document with the marked part of this name written anew. ValueError if it has none."""
+    mark = re.compile(rf"(<!-- fidelity:{re.escape(part)} -->\n).*?(<!-- /fidelity -->)", re.DOTALL)
+    if not mark.search(text):
+        raise ValueError(f"there is no part between <!-- fidelity:{part} --> and <!-- /fidelity -->")
+    return mark.sub(lambda found: f"{found[1]}{evidence(panels)}\n{found[2]}", text)
 
 
 def load(files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -58,11 +58,12 @@ def _place(panel: dict[str, Any]) -> tuple[int, int, int]:
 def write_document(
     files: Annotated[list[Path], typer.Argument(metavar="PANEL.json...", help="Panels of kvjax fidelity.")],
     into: Annotated[Path, typer.Option(help="Document whose marked part is replaced.")],
+    part: Annotated[str, typer.Option(help="Name of the marked part.")] = "evidence",
     plots: Annotated[Path | None, typer.Option(help="Folder for the pictures of the panel that stands first.")] = None,
 ) -> None:
     """Make the tables and pictures of a document from panels."""
     panels = load(files)
-    into.write_text(rendered(into.read_text(encoding="utf-8"), panels), encoding="utf-8")
+    into.write_text(rendered(into.read_text(encoding="utf-8"), panels, part), encoding="utf-8")
     if plots is not None:
         from kvjax.fidelity.plots import draw
 

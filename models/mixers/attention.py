@@ -19,7 +19,7 @@ def attend_heads(
 ) -> tuple[Float[Array, "B T H*D"], Any]:
     """See `kvjax.models.decoder.MIXERS`."""
     q, k, v, gate = _heads(config, params, x, tokens)
-    out, state = mix(Heads(q, k, v, config.sm_scale, config.window, config.share_with), state)
+    out, state = mix(Heads(q, k, v, config.sm_scale, config.window, config.share_with, config.rope), state)
     out = out.astype(x.dtype) if gate is None else out.astype(x.dtype) * jax.nn.sigmoid(gate)
     return out.reshape(*x.shape[:2], -1), state
 

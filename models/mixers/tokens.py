@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxtyping import Array, Float, Float32, Int
 
+from kvjax import rope
 from kvjax.layers import Rope
 from kvjax.model import LayerInput
-from kvjax.models import rope
 
 Rotation = tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]
 """Cosine and sine of the angle of each pair."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from histories import FAMILIES, LARGE, SMALL, History, engine_for, run_histories
+from histories import FAMILIES, LARGE, LATE, SMALL, History, engine_for, run_histories
 from quick_cases import rest_long
 from tiny_models import make_family
 
@@ -209,3 +209,30 @@ def test_sizes_that_cannot_be_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             Engine(model, "quest:1", page_size=16, prefill_chunk=32, **sizes)
+
+
+class ReleasingHistory(History):
+    """The same, where sequences give pages back. No step scans an index, so there is no hot buffer."""
+
+    def make_engine(self):
+        frame = memory_plan(self.model.config, page_size=self.sizes.page).frame_bytes
+        return engine_for(self.model, dataclasses.replace(self.sizes, pages=FRAMES.device), pool_host_bytes=FRAMES.host * frame)
+
+
+@pytest.mark.bits
+def test_pages_that_are_given_back_leave_host_memory_too(tmp_path):
+    counts = run_histories(make_family("llama"), range(6), tmp_path, LATE, ReleasingHistory)
+    assert counts["sequences compared"] > 3
+
+
+@pytest.mark.bits
+def test_heavy_hitters_in_host_memory_have_the_same_bits():
+    model, text = make_family("llama"), [3, 5, 8, 13] * 40
+    frame = memory_plan(model.config, page_size=16).frame_bytes
+    sizes = {"page_size": 16, "prefill_chunk": 32, "batch_buckets": (1,)}
+    here, there = Engine(model, "heavy:2", pages=40, **sizes), Engine(model, "heavy:2", pages=8, pool_host_bytes=32 * frame, **sizes)
+    (one,), (two,) = here.prefill([text]), there.prefill([text])
+    for token in text[:60]:
+        np.testing.assert_array_equal(here.decode([one], [token]), there.decode([two], [token]))
+    assert [page >= 0 for page in one.pages["full"]] == [page >= 0 for page in two.pages["full"]]
+    assert there.allocators["full"].total - there.allocators["full"].free <= 1 + 2 + 4 + 1

@@ -232,8 +232,8 @@ def test_a_policy_that_learns_from_prefill_is_declared_first(engine, text):
     [
         (lambda: Heavy(queries=64), "asks for the last 64 queries, but a chunk has 32 tokens"),
         (lambda: Heavy(block_size=12), "blocks of 12 tokens, which do not divide the page size 16"),
-        (lambda: Heavy(queries=0), "queries must be an int of at least 1, got 0"),
-        (lambda: Heavy(block_size=True), "block_size must be an int of at least 1, got True"),
+        (lambda: Heavy(queries=0), "queries must be an int of at least 1, or None, got 0"),
+        (lambda: Heavy(block_size=True), "block_size must be an int of at least 1, or None, got True"),
         (lambda: Wanting(), "prefill_mass must be a kvjax.policies.decode.PrefillMass or None, got 7"),
     ],
 )

@@ -215,7 +215,7 @@ def test_reports_name_a_policy_so_that_it_is_found_again(file):
 
 def test_a_journal_sees_an_edit_of_the_file(file):
     before = identity(parse(f"{file}:Mine"))
-    assert "my_file.py:Mine, Mine(sink_tokens=1, window_tokens=7), file with SHA-256" in before
+    assert "my_file.py:Mine, Mine(sink_tokens=1, window_tokens=7, release=False, remap=False), file with SHA-256" in before
     file.write_text(FILE + "\n# edited\n")
     assert identity(parse(f"{file}:Mine")) != before
     assert identity(Dense()) == "Dense()"

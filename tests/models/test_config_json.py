@@ -19,8 +19,9 @@ from released_models import (
 )
 from tiny_models import altered, flat
 
+from kvjax import rope
 from kvjax.model import RopeScaling
-from kvjax.models import config_json, rope
+from kvjax.models import config_json
 from kvjax.models.families import FAMILIES
 
 GOLDEN = Path(__file__).with_name("golden")

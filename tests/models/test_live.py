@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.models import load, read_config, rope, save
+from kvjax import rope
+from kvjax.models import load, read_config, save
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

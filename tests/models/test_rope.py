@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import rope
 from kvjax.model import LongRope
-from kvjax.models import config_json, rope
+from kvjax.models import config_json
 from pallas_kernels.bench.top_k.score_rows import Yarn
 from pallas_kernels.elementwise import rotate
 

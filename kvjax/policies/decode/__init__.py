@@ -3,6 +3,7 @@
 from kvjax.policies.decode.base import (
     Blocks,
     DecodePolicy,
+    GivesPagesBack,
     IndexerQuery,
     ScoresBlocks,
     SelectContext,
@@ -12,7 +13,8 @@ from kvjax.policies.decode.base import (
     select_and_attend,
 )
 from kvjax.policies.decode.dense import Dense
-from kvjax.policies.decode.mass import LearnsFromPrefill, MassContext, PrefillMass, largest_blocks, mass_of_step
+from kvjax.policies.decode.heavy import HeavyPages, HeavyTokens
+from kvjax.policies.decode.mass import KeepsByMass, LearnsFromPrefill, MassContext, PrefillMass, largest_blocks, mass_of_step
 from kvjax.policies.decode.naming import FORMS, identity, name_of, parse, register
 from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
@@ -23,7 +25,11 @@ __all__ = [
     "Blocks",
     "DecodePolicy",
     "Dense",
+    "GivesPagesBack",
+    "HeavyPages",
+    "HeavyTokens",
     "IndexerQuery",
+    "KeepsByMass",
     "LearnsFromPrefill",
     "MassContext",
     "PrefillMass",

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Protocol, runtime_checkable
 
 import flax.struct
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from kvjax.cache.groups import Reach
 from kvjax.cache.types import IndexSpec, LayerCache
+from kvjax.layers import Rope
+from kvjax.rope import turned
 from pallas_kernels.gather_attention import gather_attention
+from pallas_kernels.merge import merge_attention
 
 State = Any
 """Per-layer state of a policy: a pytree whose leaves have the batch as first axis; `()` for policies without state."""
@@ -22,12 +28,14 @@ class Blocks:
 
     ids: logical block numbers, ascending, -1 where there is none (at the end, or in place of a token without a page). block_size: tokens.
     window: None, or (sink_tokens, window_tokens): within the listed blocks, attention reads only the first `sink_tokens` of the sequence
-    and the last `window_tokens` up to each query.
+    and the last `window_tokens` up to each query. remapped: the list begins with sink_tokens // block_size sink blocks, whose keys are
+    read as if sinks and window stood side by side (`Window`).
     """
 
     ids: Int[Array, "B *T K W"]
     block_size: int = flax.struct.field(pytree_node=False)
     window: tuple[int, int] | None = flax.struct.field(pytree_node=False, default=None)
+    remapped: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 @flax.struct.dataclass
@@ -43,7 +51,8 @@ class SelectContext:
     """What a policy may use besides the query: static sizes, and the arrays that say where the sequences are.
 
     lengths include the current tokens. sm_scale: factor of logits. indexer: None in models without a lightning indexer. page_table: page
-    ids; use them for rows of an index. frames: where the bytes of these pages are; use them for ops that read keys.
+    ids; use them for rows of an index. frames: where the bytes of these pages are; use them for ops that read keys. rope: how queries and
+    keys were rotated; None in layers of latent attention.
     """
 
     page_table: Int[Array, "B M"]
@@ -55,6 +64,7 @@ class SelectContext:
     indexer: IndexerQuery | None = None
     moved: Int[Array, "B M"] | None = None
     """Frames, where they are not the page ids."""
+    rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
     border: int | None = flax.struct.field(pytree_node=False, default=None)
     """The first frame in host memory; None where all lie on the device."""
 
@@ -62,6 +72,24 @@ class SelectContext:
     def frames(self) -> Int[Array, "B M"]:
         """Logical page -> frame, -1 where there is none."""
         return self.page_table if self.moved is None else self.moved
+
+
+@runtime_checkable
+class GivesPagesBack(Protocol):
+    """What a decode policy says about the tokens that it reads, so that an engine can give pages back. Optional.
+
+    An engine gives back the pages of a sequence that a policy which keeps less decodes, from its first step on. After that only this policy
+    can decode the sequence, or one whose reach lies within what is kept.
+    """
+
+    def reach(self, page_size: int) -> Reach | None:
+        """Sinks and window outside which no query reads a key; None: it may read any."""
+        ...
+
+    def keeps(self, page_size: int) -> Reach | None:
+        """Sinks and window that stay in memory for queries to come; None: everything does. A policy that also keeps pages of its choice, by
+        what it has learned, is a `kvjax.policies.decode.mass.KeepsByMass`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +161,34 @@ def select_and_attend(
             f"policy {policy}: select must return (Blocks, state), or (None, state) to read every block; it returned ({kinds})"
         )
     blocks, state = selected
-    listed = {} if blocks is None else {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
-    static = {"sm_scale": ctx.sm_scale, "return_block_lse": policy.learns}
-    out, _, *block_lse = gather_attention(query, layer.pages, ctx.frames, ctx.lengths, **static, **listed)
+    out, *block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=policy.learns)
     return out, blocks, policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state
+
+
+def attend_listed(
+    query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, blocks: Blocks | None, *, return_block_lse: bool
+) -> tuple[Array, ...]:
+    """Attention over a policy's list: the output, and if asked for, the log-sum-exp `[B, T, H, W]` of each listed block."""
+    listed = {} if blocks is None else {"block_size": blocks.block_size, "window": blocks.window}
+    gather = functools.partial(gather_attention, sm_scale=ctx.sm_scale, return_block_lse=return_block_lse, **listed)
+    where = layer.pages, ctx.frames, ctx.lengths
+    sinks = blocks.window[0] // blocks.block_size if blocks is not None and blocks.remapped else 0
+    if not sinks:
+        out, _, *block_lse = gather(query, *where, blocks=None if blocks is None else blocks.ids)
+        return out, *block_lse
+    positions = ctx.lengths[:, None] - query.shape[1] + jnp.arange(query.shape[1], dtype=jnp.int32)
+    near = turned(query, ctx.rope, cache_positions(positions, blocks.window) - positions)
+    parts = [gather(near, *where, blocks=blocks.ids[..., :sinks]), gather(query, *where, blocks=blocks.ids[..., sinks:])]
+    out, _ = merge_attention(*([part[place] for part in parts] for place in range(2)))
+    return (out, jnp.concatenate([part[2] for part in parts], axis=3)) if return_block_lse else (out,)
+
+
+def cache_positions(positions: Int[Array, "..."], window: tuple[int, int]) -> Int[Array, "..."]:
+    """Where a query stands in a cache of sinks and window alone: its position, or, once tokens have left, the last place of the cache.
+
+    window: (sink_tokens, window_tokens). Source: StreamingLLM (arXiv 2309.17453, section 3.2).
+    """
+    return jnp.minimum(positions, sum(window) - 1)
 
 
 class Stateless:
@@ -155,6 +207,14 @@ class Stateless:
     def budgets(self) -> dict[str, tuple[int, int]]:
         """Budgets by field: the value, and how many tokens one unit is. An engine refuses more than its page tables can hold."""
         return {}
+
+    def reach(self, page_size: int) -> Reach | None:
+        """Any key may be read."""
+        return None
+
+    def keeps(self, page_size: int) -> Reach | None:
+        """No page is given back."""
+        return None
 
     def observe(self, blocks, block_lse, ctx, state) -> State:
         """No state to update."""

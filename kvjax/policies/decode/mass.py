@@ -13,24 +13,30 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from kvjax.cache.groups import Reach
 from kvjax.policies.decode.base import Blocks, SelectContext, State
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillMass:
-    """What a policy gets from prefill: the attention mass of blocks of `block_size` tokens, summed over queries.
+    """What a policy gets from prefill: the attention mass of blocks of `block_size` tokens (None: of pages), summed over queries.
 
     queries: how many last queries of each chunk; None: every query of the prompt. A chunk has the engine's `prefill_chunk` tokens, and
     begins at a multiple of that. In a chunk that is not full, the last queries are the last ones written.
     """
 
-    block_size: int
+    block_size: int | None
     queries: int | None = None
 
     def __post_init__(self):
-        for name, value in (("block_size", self.block_size), ("queries", 1 if self.queries is None else self.queries)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        for name in ("block_size", "queries"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be an int of at least 1, or None, got {value!r}")
+
+    def tokens(self, page_size: int) -> int:
+        """Tokens of a block."""
+        return page_size if self.block_size is None else self.block_size
 
 
 @flax.struct.dataclass
@@ -64,6 +70,28 @@ class LearnsFromPrefill(Protocol):
     def observe_prefill(self, mass: Float32[Array, "B H S"], ctx: MassContext, state: State) -> State:
         """Update the state with the mass of one chunk's observed queries; each query adds 1 in total. S = max_pages * page_size /
         block_size of `StateSpec`."""
+        ...
+
+
+@runtime_checkable
+class KeepsByMass(Protocol):
+    """The part of a decode policy that chooses by attention mass which distant pages a sequence keeps. Optional.
+
+    A page holds all layers of its layer group, so the choice needs the states of all layers. A step makes it on the device before its first
+    layer, and reads by it at once. The engine gives the other pages back two steps later, so that it never waits for the device.
+    """
+
+    def keeps(self, page_size: int) -> Reach:
+        """Sinks and window that it keeps beside the pages that it chooses (`kvjax.policies.decode.base.GivesPagesBack`)."""
+        ...
+
+    def settle(self, states: tuple[State, ...], lengths: Int[Array, "B"], page_size: int) -> tuple[State, ...]:
+        """The states of all layers with the choice for the next token. lengths: tokens written. The choice may change only where the next
+        token opens a page, or other policies decoded since. A page that was left out once must not come back."""
+        ...
+
+    def chosen(self, states: tuple[State, ...]) -> Int[Array, "B k"]:
+        """The logical pages between sinks and window that it keeps, -1 where there is none."""
         ...
 
 

@@ -6,6 +6,7 @@ import re
 
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.dense import Dense
+from kvjax.policies.decode.heavy import HeavyPages, HeavyTokens
 from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
 from kvjax.policies.decode.window import Window
@@ -20,18 +21,21 @@ def _read(text: str) -> DecodePolicy | None:
     """The policy of a built-in name; ValueError for numbers that it cannot have."""
     if text == "dense":
         return Dense()
-    if match := re.fullmatch(r"window:(\d+)\+(\d+)", text):
-        return Window(int(match[1]), int(match[2]))
-    if match := re.fullmatch(r"window:(\d+)", text):
+    if match := re.fullmatch(r"window:(\d+)(?:\+(\d+))?(\+release)?(\+remap)?", text):
+        changes = {"release": match[3] is not None, "remap": match[4] is not None}
+        if match[2]:
+            return Window(int(match[1]), int(match[2]), **changes)
         keys = int(match[1])
         if keys <= WINDOW_SINK:
             raise ValueError(
                 f"policy {text!r}: the {keys} keys of window:KEYS count {WINDOW_SINK} sink tokens, which leaves no window: "
                 f"use more than {WINDOW_SINK}, or window:SINK+WINDOW"
             )
-        return Window(WINDOW_SINK, keys - WINDOW_SINK)
+        return Window(WINDOW_SINK, keys - WINDOW_SINK, **changes)
     if match := re.fullmatch(r"tokens:(\d+)", text):
         return TopTokens(int(match[1]))
+    if match := re.fullmatch(r"(heavy|heavy-tokens):(\d+)", text):
+        return {"heavy": HeavyPages, "heavy-tokens": HeavyTokens}[match[1]](int(match[2]))
     if match := re.fullmatch(r"(top|mean|quest):(\d+)", text):
         k = int(match[2])
         if match[1] == "quest":
@@ -45,7 +49,7 @@ _NAMES = Registry(
     forms=FORMS,
     remedy="inherit from kvjax.policies.decode.Stateless",
     parts=("select", "learns", "indexes", "init", "observe", "attend", "describe"),
-    reserved=("dense", "window", "top", "mean", "quest", "tokens", "auto"),
+    reserved=("dense", "window", "top", "mean", "quest", "tokens", "heavy", "heavy-tokens", "auto"),
     read=_read,
 )
 register, name_of, identity, is_built_in = _NAMES.register, _NAMES.name_of, _NAMES.identity, _NAMES.is_built_in

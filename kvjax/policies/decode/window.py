@@ -15,14 +15,25 @@ class Window(Stateless):
     """The first `sink_tokens` and the last `window_tokens`, the current one included; exact to the token.
 
     The list names the pages that hold them; the kernel masks the rest of the first and of the oldest page.
+
+    release: give back the pages outside sinks and window, so that a sequence of any length takes the same memory. remap: read sinks as if
+    they stood right before the window, which is StreamingLLM's rule: positions are those in the cache and never exceed sinks and window, so
+    a sequence may be longer than the model's positions. Then sinks are whole pages. False: positions are those in the text.
+
+    Keys stay as they were rotated. With remap the query is turned for the sinks, because only its distance to a key matters.
     """
 
     sink_tokens: int
     window_tokens: int
+    release: bool = dataclasses.field(default=False, kw_only=True)
+    remap: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         for name, least in (("sink_tokens", 0), ("window_tokens", 1)):  # a window holds the current token
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+        for name in ("release", "remap"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.60}")
 
     @property
     def keys(self) -> int:
@@ -33,10 +44,22 @@ class Window(Stateless):
         """The tokens of both parts."""
         return {"sink_tokens": (self.sink_tokens, 1), "window_tokens": (self.window_tokens, 1)}
 
+    def reach(self, page_size: int) -> tuple[int, int] | None:
+        """Sinks and window; None in a subclass that lists other blocks, which has to say so itself."""
+        return (self.sink_tokens, self.window_tokens) if type(self).select is Window.select else None
+
+    def keeps(self, page_size: int) -> tuple[int, int] | None:
+        """Sinks and window with `release`; else every page."""
+        return (self.sink_tokens, self.window_tokens) if self.release else None
+
     def select(self, query, layer, ctx, state):
         """Sink pages, and the pages from the oldest token that any current query may see to the newest."""
         batch, num_tokens = query.shape[:2]
         size = ctx.page_size
+        if self.remap:
+            self.check_pages(size)
+            if ctx.rope is None:
+                raise ValueError(f"policy {self} turns rotated queries, which layers of latent attention do not have: leave out +remap")
         sinks = -(-self.sink_tokens // size)
         # A window of n tokens touches at most this many pages. Each further query token moves it by one token.
         local = (self.window_tokens + num_tokens - 2) // size + 2
@@ -48,15 +71,30 @@ class Window(Stateless):
         ids = jnp.where(ids <= newest[:, None] // size, ids, -1).astype(jnp.int32)
         num_kv_heads = layer.pages.kv_heads
         blocks = jnp.broadcast_to(ids[:, None], (batch, num_kv_heads, ids.shape[1]))
-        return Blocks(blocks, size, (self.sink_tokens, self.window_tokens)), state
+        return Blocks(blocks, size, (self.sink_tokens, self.window_tokens), self.remap), state
+
+    def check_pages(self, page_size: int) -> None:
+        """ValueError for sinks that are not whole pages, where they are remapped."""
+        if self.remap:
+            check_sinks(f"policy {self}", self.sink_tokens, page_size)
 
     def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
         """Keys a KV head attends to in one step of a sequence of `length` tokens."""
         return min(length, self.sink_tokens + self.window_tokens)
 
     def __str__(self) -> str:
-        return f"window:{self.sink_tokens}+{self.window_tokens}"
+        return f"window:{self.sink_tokens}+{self.window_tokens}" + "+release" * self.release + "+remap" * self.remap
 
     def describe(self) -> str:
         """For reports."""
-        return f"{self} ({self.keys:,} keys: {self.sink_tokens} sink + {self.window_tokens} latest)"
+        more = ", other pages given back" * self.release + ", positions in the cache" * self.remap
+        return f"{self} ({self.keys:,} keys: {self.sink_tokens} sink + {self.window_tokens} latest{more})"
+
+
+def check_sinks(said: str, sink_tokens: int, page_size: int) -> None:
+    """ValueError for remapped sinks that are not whole pages. said: the policy, as the message names it."""
+    if sink_tokens % page_size:
+        raise ValueError(
+            f"{said} reads sinks apart from the window, so they must be whole pages of {page_size} tokens: use "
+            f"{-(-sink_tokens // page_size) * page_size} sink tokens, or leave out +remap"
+        )

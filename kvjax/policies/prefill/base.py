@@ -8,6 +8,7 @@ import flax.struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.types import IndexSpec, PagedKV
+from kvjax.layers import Rope
 from kvjax.policies.decode.base import IndexerQuery
 
 
@@ -19,7 +20,8 @@ class PrefillContext:
     Queries at or past lengths are padding: their outputs are not used, and they must not influence the others. layer: its number among
     those that attend to pages. It is an array, because slices of equal layers run one program: use `jax.lax.cond`, not `if`.
 
-    page_table: page ids; use them for rows of an index. frames: where the bytes of these pages are; use them for ops that read keys.
+    page_table: page ids; use them for rows of an index. frames: where the bytes of these pages are; use them for ops that read keys. rope:
+    how queries and keys were rotated; None in layers of latent attention.
     """
 
     page_table: Int[Array, "B M"]
@@ -30,6 +32,7 @@ class PrefillContext:
     indexer: IndexerQuery | None = None
     moved: Int[Array, "B M"] | None = None
     """Frames, where they are not the page ids."""
+    rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def frames(self) -> Int[Array, "B M"]:

@@ -35,8 +35,8 @@ def _read(text: str) -> PrefillPolicy | None:
         return MeasureOnceMaskOnce(
             k=k, k_exact=k_exact, **({"k_trim": k} | {f: v for change in changes for f, v in CHANGES[change].items()})
         )
-    if match := re.fullmatch(r"window:(\d+)\+(\d+)", text):
-        return SinkWindow(*map(int, match.groups()))
+    if match := re.fullmatch(r"window:(\d+)\+(\d+)(\+remap)?", text):
+        return SinkWindow(int(match[1]), int(match[2]), remap=match[3] is not None)
     if match := re.fullmatch(r"delta:(\d+)\+(\d+)/(\d+)", text):
         return SinkWindow(*map(int, match.groups()))
     if match := re.fullmatch(r"vertical-slash:(\d+)\+(\d+)", text):

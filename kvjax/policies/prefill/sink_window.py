@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
+
+from kvjax.policies.decode.base import cache_positions
+from kvjax.policies.decode.window import check_sinks
 from kvjax.policies.prefill.delta import delta_correction
 from kvjax.policies.prefill.lists import DenseWhereCovered, check_sizes
+from kvjax.rope import turned
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.merge import merge_attention
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 
 
@@ -16,19 +22,38 @@ class SinkWindow(DenseWhereCovered):
 
     gamma: None: no correction. Else every gamma-th query attends to everything and corrects those after it (equation 3). Delta Attention
     (arXiv 2505.11254) corrects another sparse attention in the same way.
+
+    remap: read sinks as if they stood right before the window of each query, as `kvjax.policies.decode.Window` does; not together with
+    gamma.
     """
 
     sink_tokens: int = 64
     window_tokens: int = 1024
     gamma: int | None = None
+    remap: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         check_sizes(self, sink_tokens=0, window_tokens=1, **({} if self.gamma is None else {"gamma": 1}))
+        if not isinstance(self.remap, bool):
+            raise ValueError(f"remap must be True or False, got {self.remap!r:.60}")
+        if self.remap and self.gamma is not None:
+            raise ValueError(f"gamma {self.gamma} corrects by attention at absolute positions, which remap changes: leave one of them out")
 
     @property
     def queries_stand_alone(self) -> bool:
         """True without delta correction."""
         return self.gamma is None
+
+    def reach(self, page_size: int) -> tuple[int, int] | None:
+        """Sinks and window, outside which no query reads a key; None with correction, whose queries read every key, and in a subclass that
+        attends in another way."""
+        own = type(self).attend_sparse is SinkWindow.attend_sparse
+        return (self.sink_tokens, self.window_tokens) if own and self.gamma is None else None
+
+    def check_pages(self, page_size: int) -> None:
+        """ValueError for sinks that are not whole pages, where they are remapped."""
+        if self.remap:
+            check_sinks(f"prefill {self}", self.sink_tokens, page_size)
 
     @property
     def dense_tokens(self) -> int:
@@ -38,6 +63,8 @@ class SinkWindow(DenseWhereCovered):
     def attend_sparse(self, query, layer, ctx):
         """Attention within sinks and window, corrected if gamma is given."""
         pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
+        if self.remap:
+            return self._attend_remapped(query, layer, ctx)
         sparse, _ = flash_attention(query, *pages, window=(self.sink_tokens, self.window_tokens), sm_scale=ctx.sm_scale)
         if self.gamma is None:
             return sparse
@@ -47,11 +74,30 @@ class SinkWindow(DenseWhereCovered):
         )
         return delta_correction(sparse, exact, self.gamma)
 
+    def _attend_remapped(self, query, layer, ctx):
+        """Attention to the sinks with turned queries, and to the window as it is."""
+        self.check_pages(layer.pages.page_size)
+        if ctx.rope is None:
+            raise ValueError(f"prefill {self} turns rotated queries, which layers of latent attention do not have: leave out +remap")
+        window = self.sink_tokens, self.window_tokens
+        positions = ctx.starts[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)
+        near = turned(query, ctx.rope, cache_positions(positions, window) - positions)
+        in_sinks = jnp.arange(ctx.frames.shape[1]) < self.sink_tokens // layer.pages.page_size
+        parts = [
+            flash_attention(
+                asked, layer.pages, jnp.where(own, ctx.frames, -1), ctx.starts, ctx.lengths, window=window, sm_scale=ctx.sm_scale
+            )
+            for asked, own in ((near, in_sinks), (query, ~in_sinks))
+        ]
+        return merge_attention(*zip(*parts, strict=True))[0]
+
     def __str__(self) -> str:
         tokens = f"{self.sink_tokens}+{self.window_tokens}"
-        return f"window:{tokens}" if self.gamma is None else f"delta:{tokens}/{self.gamma}"
+        return f"window:{tokens}" + "+remap" * self.remap if self.gamma is None else f"delta:{tokens}/{self.gamma}"
 
     def describe(self) -> str:
         """For reports."""
-        corrected = "" if self.gamma is None else f", corrected in full from every {self.gamma}th query"
+        corrected = (
+            ", positions in the cache" * self.remap if self.gamma is None else f", corrected in full from every {self.gamma}th query"
+        )
         return f"{self} prefill ({self.dense_tokens:,} keys: {self.sink_tokens} sink + {self.window_tokens} latest{corrected})"

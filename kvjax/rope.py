@@ -12,9 +12,10 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.layers import LongRope, Rope, RopeScaling
+from pallas_kernels.elementwise import rotate
 
 
 @functools.lru_cache(maxsize=64)
@@ -86,3 +87,13 @@ def rotation(rope: Rope, positions: Int[Array, "B T"]) -> tuple[Float32[Array, "
     angles = positions.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies(rope), jnp.float32)
     factor = rope.scaling.attention_factor if rope.scaling else 1.0
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def turned(x: Float[Array, "B T N D"], rope: Rope, by: Int[Array, "B T"]) -> Float[Array, "B T N D"]:
+    """Rotated heads, turned on by so many positions (tokens, below 0 for back): as if they had been rotated at position + by.
+
+    Attention depends only on differences of positions. So turning a query moves it with respect to all keys that it then reads, and no key
+    is touched. Computed in float32, returned in x's dtype.
+    """
+    angles = by.astype(jnp.float32)[..., None, None] * jnp.asarray(frequencies(rope), jnp.float32)
+    return rotate(x, jnp.cos(angles), jnp.sin(angles))
