@@ -18,10 +18,10 @@ from kvjax.cache import Cache, CacheSpec, IndexSpec, LatentPages, LayerCache, Pa
 from kvjax.cache.hot import HotTiles, fetch
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence
-from kvjax.policies.decode import Blocks, DecodePolicy, IndexerQuery, SelectContext, Window
+from kvjax.policies.decode import Blocks, DecodePolicy, IndexerQuery, SelectContext, Stateless, TopBlocks, Window
+from kvjax.policies.decode.base import attend_listed
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy
 from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.gather_attention import gather_attention
 
 
 def write(
@@ -90,19 +90,19 @@ def attend_hot(
     policy: DecodePolicy, query: Float[Array, "B T H D"], layer: PagedKV, ctx: SelectContext, state: Any, hot: HotTiles
 ) -> tuple[Float[Array, "B T H D"], Blocks, Any, PagedKV, HotTiles, Int[Array, "B"]] | None:
     """`policy.attend` through a hot buffer: output, list and state, the layer and the buffer afterwards, and how many listed blocks came
-    from host memory. None where the policy does not list whole pages for all queries together; these are read where they lie."""
-    if query.shape[1] > 1 and jax.tree.leaves(state):
-        return None  # tokens of a drafted step attend one by one
+    from host memory. None where the policy does not list whole pages for all queries together, or attends by an op of its own: then pages
+    are read where they lie."""
+    if type(policy).attend not in (Stateless.attend, TopBlocks.attend) or (query.shape[1] > 1 and jax.tree.leaves(state)):
+        return None  # another op than attention over the list, or one for each drafted token
     blocks, state = policy.select(query, layer, ctx, state)
-    if blocks is None or blocks.ids.ndim != 3 or blocks.block_size != ctx.page_size or blocks.remapped:
+    if blocks is None or blocks.ids.ndim != 3 or blocks.block_size != ctx.page_size:
         return None
     where = (blocks.ids, ctx.page_table, ctx.frames, ctx.lengths)
     hot, pages, frames, count = fetch(hot, layer.pages, *where, num_queries=query.shape[1], border=ctx.border)
-    listed = {"blocks": blocks.ids, "block_frames": frames, "block_size": ctx.page_size, "window": blocks.window}
-    static = {"sm_scale": ctx.sm_scale, "return_block_lse": policy.learns}
-    out, _, *block_lse = gather_attention(query, pages, ctx.frames, ctx.lengths, **listed, **static)
+    layer = layer.replace(pages=pages)
+    out, *block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=policy.learns, frames=frames)
     state = policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state
-    return out, blocks, state, layer.replace(pages=pages), hot, count
+    return out, blocks, state, layer, hot, count
 
 
 def recall_chunk(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import PageAllocator
 from kvjax.cache.groups import GroupPages
-from kvjax.cache.pool import Pool
+from kvjax.cache.pool import Pool, PoolStats
 from kvjax.cache.prefixes import PrefixStats
 from kvjax.capacity import Capacity
 from kvjax.checks import PROMPTS_REMEDY, check_model, engine_sizes, listed, optional_function, token_ids, whole_number
@@ -440,6 +440,10 @@ class Engine:
     def stats(self) -> PrefixStats | None:
         """What reused pages are where, and what was found; None where the engine reuses nothing."""
         return None if self._reuse is None else self._reuse.stats()
+
+    def pool_stats(self) -> PoolStats | None:
+        """Where pages of running sequences lie, and what has moved; None without `pool_host_bytes`. Waits for the device."""
+        return self._pool.stats()
 
     @guarded
     def close(self) -> None:

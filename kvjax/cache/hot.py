@@ -22,6 +22,7 @@ from pallas_kernels.place_tiles import WAYS, place_tiles
 @flax.struct.dataclass
 class HotTiles:
     """What one layer's hot buffer holds. tags: page ids, -1 where there is none. ages: the step that used a tile last. now: steps so far.
+    asked: tiles of sealed pages in host memory that steps have listed so far. from_host: those of them that came, or were read, from there.
 
     Tile (h, s, w) is head h of frame `first + s * WAYS + w`, in device memory. Shared by all sequences, because a sealed page does not
     change. A page whose id gets a new content must be forgotten first (`forget`).
@@ -30,6 +31,8 @@ class HotTiles:
     tags: Int32[Array, "K S WAYS"]
     ages: Int32[Array, "K S WAYS"]
     now: Int32[Array, ""]
+    asked: Int32[Array, ""]
+    from_host: Int32[Array, ""]
     first: int = flax.struct.field(pytree_node=False)
 
 
@@ -38,7 +41,8 @@ def empty_hot(kv_heads: int, first: int, frames: int) -> HotTiles | None:
     if frames < WAYS:
         return None
     places = (kv_heads, frames // WAYS, WAYS)
-    return HotTiles(jnp.full(places, -1, jnp.int32), jnp.zeros(places, jnp.int32), jnp.int32(0), first)
+    none = jnp.zeros((), jnp.int32)
+    return HotTiles(jnp.full(places, -1, jnp.int32), jnp.zeros(places, jnp.int32), none, none + 0, none + 0, first)
 
 
 def fetch(
@@ -64,7 +68,10 @@ def fetch(
     pages = copy_tiles(pages, placed.sources, placed.targets)
     copied = (placed.sources >= 0).reshape(len(blocks), -1).sum(axis=1, dtype=jnp.int32)
     in_place = (placed.block_frames >= border).sum((1, 2), dtype=jnp.int32)
-    return HotTiles(placed.tags, placed.ages, now, hot.first), pages, placed.block_frames, copied + in_place
+    asked = hot.asked + (placed.block_frames >= hot.first).sum(dtype=jnp.int32)
+    count = copied + in_place
+    after = HotTiles(placed.tags, placed.ages, now, asked, hot.from_host + count.sum(dtype=jnp.int32), hot.first)
+    return after, pages, placed.block_frames, count
 
 
 @functools.partial(jax.jit, donate_argnames="hot")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,30 @@ from kvjax.cache.writes import copy_page, move_frames
 Layers = tuple[LayerCache | None, ...]
 MOVES = (1, 4, 16, 64)
 """How many pages one program moves to host memory. There are few sizes, so that few programs are compiled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolStats:
+    """Where the pages of running sequences lie, and what has moved since the engine was made.
+
+    device_pages, host_pages: pages there now. moved_bytes: keys and values that were moved to host memory, to make room. asked, found: tiles
+    (one KV head of a page, in one layer) of pages in host memory that steps have listed through the hot buffer, and those of them that were
+    in it. host_read_bytes: what the others took over the bus. Tiles that steps read in place without the buffer, as dense ones do, are not
+    counted.
+    """
+
+    device_pages: int
+    host_pages: int
+    moved_bytes: int
+    asked: int
+    found: int
+    host_read_bytes: int
+
+    def __str__(self) -> str:
+        hits = f"; steps found {self.found / self.asked:.0%} of {self.asked:,} of its tiles in the hot buffer" if self.asked else ""
+        read = f", and read {self.host_read_bytes / 1e6:,.0f} MB" if self.asked else ""
+        moved = f"{self.moved_bytes / 1e6:,.0f} MB moved to host memory"
+        return f"running sequences: {self.device_pages:,} pages on the device, {self.host_pages:,} in host memory; {moved}{hits}{read}"
 
 
 class Pool:
@@ -65,6 +90,24 @@ class Pool:
         self._hot = cache.hot or self._hot
         layers = self._layers
         return (*layers[:first], *cache.layers, *(() if last is None else layers[last:])), latest
+
+    def stats(self) -> PoolStats | None:
+        """What happened so far; None where no page may lie in host memory. Waits for the device."""
+        if not self.frames:
+            return None
+        buffers = [(each, self._layers[number].pages) for number, each in enumerate(self._hot) if each is not None]
+        counts = [
+            (int(each.asked), int(each.from_host), sum(x.nbytes // x.shape[0] // x.shape[1] for x in jax.tree.leaves(pages)))
+            for each, pages in buffers
+        ]
+        return PoolStats(
+            device_pages=sum(frames.on_device for frames in self.frames.values()),
+            host_pages=sum(frames.on_host for frames in self.frames.values()),
+            moved_bytes=sum(frames.moved * self.spec.bytes_per_frame(name) for name, frames in self.frames.items()),
+            asked=sum(asked for asked, _, _ in counts),
+            found=sum(asked - read for asked, read, _ in counts),
+            host_read_bytes=sum(read * size for _, read, size in counts),
+        )
 
     def bind(self, pages: Mapping[str, Sequence[int]]) -> None:
         """Give these pages, which are going to be written, frames. By layer group, ids below 0 are skipped."""

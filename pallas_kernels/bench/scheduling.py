@@ -75,6 +75,27 @@ def reuse_cells(row: Row) -> tuple[str, ...]:
     return shape, what, f"{row['chunk']:,}", f"found: {row['store']}", f"{row['median_s']:.3f}", *shown
 
 
+def tiers_cells(row: Row) -> tuple[str, ...]:
+    """Milliseconds of a step, and what of its bytes came over the bus."""
+    shape, device = f"{row['shape']}, {row['layers']} layers", row["device_bytes"]
+    there = "everything" if device is None else f"{device / 1e9:.1f} GB"
+    step = row["median_s"]
+    moved = ("-", "-", "-")
+    if row["host_bytes"]:
+        moved = (
+            f"{row['host_bytes'] / 1e6:,.0f}",
+            f"{1 - row['host_bytes'] / row['read_bytes']:.0%}",
+            f"{row['host_bytes'] / row['rate'] * 1e3:.2f}",
+        )
+    sizes = tokens_text(row["tokens"]), f"`{row['policy']}`", f"{row['cache_bytes'] / 1e9:.1f}", there
+    return shape, *sizes, f"{step * 1e3:.2f}", f"{1 / step:.1f}", f"{row['read_bytes'] / 1e6:,.0f}", *moved, f"{row['rate'] / 1e9:.1f}"
+
+
+def lists_cells(row: Row) -> tuple[str, ...]:
+    """What lists of consecutive steps share."""
+    return row["model"], f"{row['tokens']:,}", f"`{row['policy']}`", f"{row['steps']}", f"{row['shared_with_step_before']:.0%}"
+
+
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
     "host": (
         ("what", "rows", "pages", "own us", "own us, p95", "JAX's call us", "JAX's release us", "all us", "JAX's copy us"),
@@ -88,6 +109,24 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
     "cold": (("shape", "prefill", "prompt", "programs", "tracing s", "lowering s", "compiling s", "waiting s"), cold_cells),
     "transformers": (("model", "dtype", "what", "by", "ms", "error of logits", "equal tokens"), transformers_cells),
     "reuse": (("shape", "tokens", "chunk", "prompt", "first token s", "GB", "plain GB/s", "floor s"), reuse_cells),
+    "tiers": (
+        (
+            "shape",
+            "tokens",
+            "policy",
+            "cache GB",
+            "on the device",
+            "step ms",
+            "tokens/s",
+            "read MB",
+            "from host MB",
+            "hits",
+            "bus ms",
+            "plain GB/s",
+        ),
+        tiers_cells,
+    ),
+    "lists": (("model", "tokens", "policy", "steps", "in the step before, too"), lists_cells),
     "programs": (("shape", "job", "programs", "most of them"), programs_cells),
 }
 """`bench` of a result -> columns, and the function that makes the cells of a row."""
@@ -97,6 +136,6 @@ def made(kind: str, rows: list[Row]) -> str:
     """The table of a kind, for a document. Of rows for the same case the last is kept."""
     columns, cells = TABLES[kind]
     told = ("what", "rows", "pages", "shape", "layers", "policy", "prefill", "prompt", "requests", "chunk", "max_gap_ms")
-    told += ("op", "model", "dtype", "tokens", "implementation", "store")
+    told += ("op", "model", "dtype", "tokens", "implementation", "store", "device_bytes")
     latest = {tuple(row.get(name) for name in told): row for row in rows}
     return markdown(columns, map(cells, latest.values()))

@@ -1,6 +1,7 @@
 """`kvjax bench tiers`: decode steps of a sequence that is larger than the device's share of the cache, beside its floors.
 
-The sequence's pages hold random numbers; there is no prefill. A page is on the device or in host memory, where kernels read it in place.
+The sequence's pages hold random numbers; there is no prefill. A page lies on the device or in host memory, where kernels read it in place,
+or through the hot buffer. The row to compare with has everything on the device, where that fits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.model import ModelConfig
-from kvjax.policies.decode import DecodePolicy, parse
+from kvjax.policies.decode import DecodePolicy
 from kvjax.sampling import SamplingRows
 from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.decode import PAGE_SIZE
@@ -29,56 +30,81 @@ COPY = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Tiered:
-    """What to time. tokens: of the sequence. device_bytes: for pages, indexes and everything else of the cache on the device; None:
-    everything is there. steps: in a round."""
+    """What to time. tokens: of the sequence. device_bytes: what the cache may take on the device, indexes included; None: all of it lies
+    there. steps: in a round."""
 
     shape: str
     config: ModelConfig
     tokens: int
-    policies: tuple[str, ...]
-    device_bytes: int | None
+    policies: tuple[DecodePolicy, ...]
+    device_bytes: tuple[int | None, ...]
     steps: int
     rounds: int
 
+    def __post_init__(self):
+        for name in ("tokens", "steps", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.tokens + self._later > self.config.max_positions:
+            raise ValueError(
+                f"{self.tokens:,} tokens and {self._later:,} steps are more than the model's {self.config.max_positions:,} positions"
+            )
+
+    @property
+    def _later(self) -> int:
+        return self.steps * (self.rounds + 1)
+
+    @property
+    def pages(self) -> int:
+        """Pages of the sequence at its end."""
+        return -(-(self.tokens + self._later) // PAGE_SIZE) + 1
+
 
 def tiered_rows(plan: Tiered, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
-    """A row for each policy: median seconds of a step, the bytes that it read from host memory, and these bytes at the rate of a plain copy
-    from pinned host memory."""
+    """A row for each size of the device and policy: median seconds of a step, the bytes of keys and values that it read, those of them that
+    came from host memory, and the rate of a plain copy from pinned host memory, in bytes per second."""
     say("weights")
     model = random_model(plan.config)
-    pages = -(-(plan.tokens + 2 * plan.steps * (plan.rounds + 2)) // PAGE_SIZE) + 1
     frame = plan.config.cache_spec(PAGE_SIZE).bytes_per_frame("full")
-    sizes = {"pages": pages} if plan.device_bytes is None else {"device_bytes": plan.device_bytes, "pool_host_bytes": pages * frame}
     rate = _copy_rate()
-    say("pages")
-    engine = HollowEngine(model, policies=tuple(map(parse, plan.policies)), batch_buckets=(1,), **sizes)
-    engine.fill_pages()
-    for name in plan.policies:
-        say(name)
-        sequence = engine.hollow_sequence(plan.tokens)
-        seconds, host_bytes = _time_steps(engine, sequence, parse(name), plan)
-        moved, host_pages = statistics.median(host_bytes), engine.host_pages
-        engine.free(sequence)
-        yield {
-            "shape": plan.shape,
-            "layers": len(plan.config.layers),
-            "tokens": plan.tokens,
-            "policy": name,
-            "device_bytes": plan.device_bytes,
-            "host_pages": host_pages,
-            "median_s": statistics.median(seconds),
-            "samples": len(seconds),
-            "host_bytes": moved,
-            "rate": rate,
-        }
-    del engine
-    gc.collect()
+    for device_bytes in plan.device_bytes:
+        sizes = {"pages": plan.pages + 1}
+        if device_bytes is not None:
+            sizes = {"device_bytes": device_bytes, "pool_host_bytes": plan.pages * frame}
+        say("pages")
+        engine = HollowEngine(model, policies=plan.policies, batch_buckets=(1,), **sizes)
+        engine.fill_pages()
+        for policy in plan.policies:
+            say(str(policy))
+            sequence = engine.hollow_sequence(plan.tokens)
+            seconds, read, from_host = _time_steps(engine, sequence, policy, plan)
+            host_pages = engine.host_pages
+            engine.free(sequence)
+            yield {
+                "shape": plan.shape,
+                "layers": len(plan.config.layers),
+                "tokens": plan.tokens,
+                "policy": str(policy),
+                "device_bytes": device_bytes,
+                "cache_bytes": plan.pages * frame,
+                "host_pages": host_pages,
+                "median_s": statistics.median(seconds),
+                "samples": len(seconds),
+                "read_bytes": statistics.mean(read),
+                "host_bytes": statistics.mean(from_host),
+                "rate": rate,
+            }
+        del engine
+        gc.collect()
 
 
-def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePolicy, plan: Tiered) -> tuple[list[float], list[float]]:
-    """Seconds of a step, from rounds of steps of which each is fed the token of the one before, and bytes that steps read from the host."""
+def _time_steps(
+    engine: HollowEngine, sequence: CachedSequence, policy: DecodePolicy, plan: Tiered
+) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of a step, of rounds in which each step is fed the token of the one before; the bytes that steps read, and from the host."""
     rows, tokens = SamplingRows.of([None]), jnp.zeros(1, jnp.int32)
-    seconds, host_bytes = [], []
+    config, size = engine.config.attention[0], jnp.dtype(engine.config.compute_dtype).itemsize
+    seconds, read, from_host = [], [], []
     for number in range(plan.rounds + 1):
         reads = []
         started = time.perf_counter()
@@ -86,10 +112,11 @@ def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePo
             tokens = engine.decode_and_sample([sequence], tokens, rows, policy).tokens
             reads.append(engine.last_reads)
         jax.block_until_ready(tokens)
-        if number:  # the first one compiles
+        if number:  # the first one compiles, and fills the hot buffer
             seconds.append((time.perf_counter() - started) / plan.steps)
-            host_bytes += [0.0 if each.host_bytes is None else float(np.asarray(each.host_bytes).sum()) for each in reads]
-    return seconds, host_bytes
+            read += [float(np.asarray(each.keys).sum()) * 2 * config.head_dim * size for each in reads]
+            from_host += [0.0 if each.host_bytes is None else float(np.asarray(each.host_bytes).sum()) for each in reads]
+    return seconds, read, from_host
 
 
 def _copy_rate() -> float:

@@ -42,6 +42,7 @@ from kvjax.serving.cli.options import (
     ReuseOption,
     SeedOption,
     TokensOption,
+    allow_host_pages,
     byte_count,
     load_model,
     named_as_options,
@@ -160,6 +161,8 @@ def batch_command(
     from kvjax.serving.batch.records import Defaults
 
     check_paths(source, out, overwrite)
+    if pool_host_memory is not None:
+        allow_host_pages()
     kept = stores(reuse, reuse_any, host_memory, disk, disk_size)
     if progress and not any(kept.values()):
         raise typer.BadParameter("shows pages that are kept: give --reuse, --host-memory or --disk, too", param_hint="--progress")
@@ -181,8 +184,9 @@ def batch_command(
         typer.echo(f"interrupted; the answers so far are in {partial_path(out)}: run the same command again to continue", err=True)
         raise
     finally:
-        if (stats := engine.stats()) is not None:
-            typer.echo(str(stats), err=True)
+        for stats in (engine.stats(), engine.pool_stats()):
+            if stats is not None:
+                typer.echo(str(stats), err=True)
         engine.close()
     typer.echo(str(summary))
     for line, message in summary.first_errors:

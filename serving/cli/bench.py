@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.serving.cli import scheduling
+from kvjax.serving.cli import scheduling, tiers
 from kvjax.serving.cli.help_pages import WholeSentences
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
@@ -250,5 +250,5 @@ def _measured(plan: Any, json_out: Path | None, console: Any, implementation: st
     return rows
 
 
-for _name, _command in scheduling.COMMANDS.items():
+for _name, _command in (scheduling.COMMANDS | tiers.COMMANDS).items():
     bench_app.command(_name)(_command)

@@ -212,6 +212,13 @@ def named_run(kind: str, implementation: str | None) -> dict[str, str]:
     return {"bench": kind} if implementation is None else {"bench": f"{kind}-forced", "implementation": implementation}
 
 
+def allow_host_pages() -> None:
+    """Called before JAX starts, where `--pool-host-memory` is given: XLA takes pages in host memory for device memory, and would spend
+    seconds on making each program smaller."""
+    flag = "--xla_gpu_memory_limit_slop_factor=1000"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
 def stores(reuse: bool, reuse_any: bool, host_memory: int | None, disk: Path | None, disk_size: int | None) -> StoreOptions:
     """The stores of an engine. Called before JAX starts: it asks JAX for as much pinned host memory as `--host-memory` needs."""
     if (disk is None) != (disk_size is None):

@@ -62,8 +62,8 @@ def throughput_command(
     """Time requests through the scheduler, from the first submit to the last completion, with random weights and no bound on gaps."""
     from kvjax.serving.bench.traffic import Traffic, throughput_row
 
-    config = _config(shape, layers, dtype)
-    plan = _plan(Traffic, shape, config, requests=requests, prompt=prompt, answer=answer, prefill=prefill, chunk=chunk)
+    config = config_of_shape(shape, layers, dtype)
+    plan = plan_of(Traffic, shape, config, requests=requests, prompt=prompt, answer=answer, prefill=prefill, chunk=chunk)
     run(json_out, "throughput", lambda say: (throughput_row(plan, policy, say) for policy in policies.split(",")))
 
 
@@ -90,9 +90,9 @@ def gaps_command(
     """
     from kvjax.serving.bench.traffic import Gaps, gaps_row
 
-    config = _config(shape, layers, dtype)
+    config = config_of_shape(shape, layers, dtype)
     sizes = {"prompt": prompt, "computed": computed, "neighbours": neighbours, "history": history, "chunk": chunk, "seconds": seconds}
-    plan = _plan(Gaps, shape, config, max_gap_ms=max_gap_ms, prefill=prefill, policy=policy, **sizes)
+    plan = plan_of(Gaps, shape, config, max_gap_ms=max_gap_ms, prefill=prefill, policy=policy, **sizes)
     run(json_out, "gaps", lambda say: [gaps_row(plan, say)])
 
 
@@ -114,7 +114,7 @@ def cold_command(
     programs."""
     from kvjax.serving.bench.compiling import cold_row
 
-    config = _config(shape, layers, dtype)
+    config = config_of_shape(shape, layers, dtype)
     sizes = {"prompt": prompt, "computed": computed, "chunk": chunk, "prefill": prefill, "policy": policy}
     run(json_out, "cold", lambda say: [cold_row(shape, config, **sizes)])
 
@@ -139,7 +139,7 @@ def reuse_command(
     from kvjax.serving.bench.reuse import Reused, reuse_rows
 
     sizes = {"tokens": tokens, "own": own, "chunk": chunk, "rounds": rounds, "folder": folder}
-    plan = _plan(Reused, shape, _config(shape, layers, dtype), **sizes)
+    plan = plan_of(Reused, shape, config_of_shape(shape, layers, dtype), **sizes)
     run(json_out, "reuse", lambda say: reuse_rows(plan, say))
 
 
@@ -156,12 +156,13 @@ def programs_command(
     """Count the programs that a mixed job compiles: several lengths and policies, greedy and sampled, in four slots."""
     from kvjax.serving.bench.compiling import programs_row
 
-    config, known = _config(shape, layers, dtype), parse_lengths(lengths)
+    config, known = config_of_shape(shape, layers, dtype), parse_lengths(lengths)
     sizes = {"lengths": known, "policies": tuple(policies.split(",")), "chunk": chunk, "prefill": prefill}
     run(json_out, "programs", lambda say: [programs_row(shape, config, **sizes)])
 
 
-def _config(shape: str, layers: int | None, dtype: str) -> ModelConfig:
+def config_of_shape(shape: str, layers: int | None, dtype: str) -> ModelConfig:
+    """The configuration of `--shape`, `--layers` and `--dtype`."""
     from kvjax.serving.bench.decode import config_of
 
     check_dtype(dtype)
@@ -174,7 +175,8 @@ def check_dtype(dtype: str) -> None:
         raise typer.BadParameter(f"{dtype!r} is none of bfloat16, float16, float32", param_hint="--dtype")
 
 
-def _plan(kind: type, *args: Any, **fields: Any) -> Any:
+def plan_of(kind: type, *args: Any, **fields: Any) -> Any:
+    """A plan of a benchmark; BadParameter where its sizes do not fit together."""
     try:
         return kind(*args, **fields)
     except ValueError as error:

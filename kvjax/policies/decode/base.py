@@ -166,19 +166,31 @@ def select_and_attend(
 
 
 def attend_listed(
-    query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, blocks: Blocks | None, *, return_block_lse: bool
+    query: Float[Array, "B T H D"],
+    layer: LayerCache,
+    ctx: SelectContext,
+    blocks: Blocks | None,
+    *,
+    return_block_lse: bool,
+    frames: Int[Array, "B K W"] | None = None,
 ) -> tuple[Array, ...]:
-    """Attention over a policy's list: the output, and if asked for, the log-sum-exp `[B, T, H, W]` of each listed block."""
+    """Attention over a policy's list: the output, and if asked for, the log-sum-exp `[B, T, H, W]` of each listed block.
+
+    frames: of the listed blocks, where KV heads find a page in different ones; None: as the context says.
+    """
     listed = {} if blocks is None else {"block_size": blocks.block_size, "window": blocks.window}
     gather = functools.partial(gather_attention, sm_scale=ctx.sm_scale, return_block_lse=return_block_lse, **listed)
     where = layer.pages, ctx.frames, ctx.lengths
     sinks = blocks.window[0] // blocks.block_size if blocks is not None and blocks.remapped else 0
     if not sinks:
-        out, _, *block_lse = gather(query, *where, blocks=None if blocks is None else blocks.ids)
+        out, _, *block_lse = gather(query, *where, blocks=None if blocks is None else blocks.ids, block_frames=frames)
         return out, *block_lse
     positions = ctx.lengths[:, None] - query.shape[1] + jnp.arange(query.shape[1], dtype=jnp.int32)
     near = turned(query, ctx.rope, cache_positions(positions, blocks.window) - positions)
-    parts = [gather(near, *where, blocks=blocks.ids[..., :sinks]), gather(query, *where, blocks=blocks.ids[..., sinks:])]
+    parts = []
+    for asked, part in ((near, slice(None, sinks)), (query, slice(sinks, None))):
+        of_part = None if frames is None else frames[..., part]
+        parts.append(gather(asked, *where, blocks=blocks.ids[..., part], block_frames=of_part))
     out, _ = merge_attention(*([part[place] for part in parts] for place in range(2)))
     return (out, jnp.concatenate([part[2] for part in parts], axis=3)) if return_block_lse else (out,)
 

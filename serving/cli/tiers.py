@@ -1,0 +1,66 @@
+"""`kvjax bench tiers` and `lists`: sequences larger than the device. JAX is imported inside the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvjax.serving.cli.options import JsonOption, allow_host_pages, byte_count, token_count, whole
+from kvjax.serving.cli.scheduling import BenchDtypeOption, LayersOption, ShapeOption, config_of_shape, plan_of, run
+
+
+def tiers_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    tokens: Annotated[int, typer.Option(help="Tokens of the sequence.", **token_count())] = 2**20,
+    device_memory: Annotated[
+        int | None,
+        typer.Option(help="What the cache takes on the device, as 8GB; the rest lies in host memory.", show_default=False, **byte_count()),
+    ] = None,
+    resident: Annotated[bool, typer.Option("--resident", help="Time it with everything on the device, too.")] = False,
+    policies: Annotated[str, typer.Option(help="Decode policies, separated by commas.")] = "top:32,dense",
+    fresh: Annotated[int, typer.Option(help="Time top:K with lists that share nothing between steps, too; 0: not.", **whole(0))] = 0,
+    recorded: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Time the lists of this file of `kvjax bench lists`, too.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps in a round.", **whole())] = 16,
+    rounds: Annotated[int, typer.Option(help="Timed rounds.", **whole())] = 8,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time decode steps of a sequence whose pages lie in host memory where the device has no room for them.
+
+    Weights and pages are random; there is no prefill.
+    """
+    allow_host_pages()
+    from kvjax.serving.bench.decode import policies_of
+    from kvjax.serving.bench.lists import Fresh, Replayed
+    from kvjax.serving.bench.tiers import Tiered, tiered_rows
+
+    named = [*policies_of(policies)] if policies else []
+    named += [Fresh(fresh)] if fresh else []
+    named += [Replayed.of(recorded)] if recorded else []
+    if not named:
+        raise typer.BadParameter("name at least one policy", param_hint="--policies")
+    sizes = (*([device_memory] if device_memory else []), *([None] if resident or not device_memory else []))
+    fields = {"tokens": tokens, "policies": tuple(named), "device_bytes": sizes, "steps": steps, "rounds": rounds}
+    plan = plan_of(Tiered, shape, config_of_shape(shape, layers, dtype), **fields)
+    run(json_out, "tiers", lambda say: tiered_rows(plan, say))
+
+
+def lists_command(
+    tokens: Annotated[int, typer.Option(help="Tokens of text before the first step.", **token_count(2048, 32_000))] = 16_384,
+    steps: Annotated[int, typer.Option(help="Steps to record.", **whole(2))] = 64,
+    k: Annotated[int, typer.Option("--k", help="Distant pages that each KV head lists.", **whole())] = 32,
+    json_out: JsonOption = None,
+) -> None:
+    """Record which pages the embedded model lists in consecutive steps, for `kvjax bench tiers --recorded`."""
+    from kvjax.serving.bench.lists import recorded_row
+
+    run(json_out, "lists", lambda say: [recorded_row(tokens, steps, k)])
+
+
+COMMANDS = {"tiers": tiers_command, "lists": lists_command}
+"""Of `kvjax bench`."""
