@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import recurrent
-from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, append, append_latents
+from kvjax.cache import Cache, CacheSpec, IndexSpec, LatentPages, LayerCache, PagedKV, append, append_latents
+from kvjax.cache.hot import HotTiles, fetch
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence
-from kvjax.policies.decode import DecodePolicy, IndexerQuery, Window
+from kvjax.policies.decode import Blocks, DecodePolicy, IndexerQuery, SelectContext, Window
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.gather_attention import gather_attention
 
 
 def write(
@@ -68,6 +72,37 @@ def attend_chunk(
     pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
     out, _ = flash_attention(given.q, *pages, window=(0, given.window), sm_scale=ctx.sm_scale)
     return out, known
+
+
+def stage(layer: PagedKV | LatentPages, ctx: PrefillContext) -> tuple[PagedKV | LatentPages, PrefillContext]:
+    """The layer with copies of all pages of the context's page table in place of its pool, and the context with their places.
+
+    Memory: the pages of one layer, `B * M` of them. Traffic: each is read once, over the bus where it lies in host memory.
+    """
+    frames = ctx.frames
+    # Without the barrier XLA may copy a page again for each tile that reads it.
+    pages = jax.lax.optimization_barrier(jax.tree.map(lambda pool: pool[jnp.maximum(frames, 0).reshape(-1)], layer.pages))
+    places = jnp.where(frames >= 0, jnp.arange(frames.size, dtype=jnp.int32).reshape(frames.shape), -1)
+    return layer.replace(pages=pages), ctx.replace(moved=places)
+
+
+def attend_hot(
+    policy: DecodePolicy, query: Float[Array, "B T H D"], layer: PagedKV, ctx: SelectContext, state: Any, hot: HotTiles
+) -> tuple[Float[Array, "B T H D"], Blocks, Any, PagedKV, HotTiles, Int[Array, "B"]] | None:
+    """`policy.attend` through a hot buffer: output, list and state, the layer and the buffer afterwards, and how many listed blocks came
+    from host memory. None where the policy does not list whole pages for all queries together; these are read where they lie."""
+    if query.shape[1] > 1 and jax.tree.leaves(state):
+        return None  # tokens of a drafted step attend one by one
+    blocks, state = policy.select(query, layer, ctx, state)
+    if blocks is None or blocks.ids.ndim != 3 or blocks.block_size != ctx.page_size:
+        return None
+    where = (blocks.ids, ctx.page_table, ctx.frames, ctx.lengths)
+    hot, pages, frames, count = fetch(hot, layer.pages, *where, num_queries=query.shape[1], border=ctx.border)
+    listed = {"blocks": blocks.ids, "block_frames": frames, "block_size": ctx.page_size, "window": blocks.window}
+    static = {"sm_scale": ctx.sm_scale, "return_block_lse": policy.learns}
+    out, _, *block_lse = gather_attention(query, pages, ctx.frames, ctx.lengths, **listed, **static)
+    state = policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state
+    return out, blocks, state, layer.replace(pages=pages), hot, count
 
 
 def recall_chunk(

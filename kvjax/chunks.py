@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import Cache, CacheSpec, IndexSpec
+from kvjax.cache import CacheSpec, IndexSpec
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
 from kvjax.learning import Learning, OpenChunk, PolicyStates, after_chunk
@@ -68,8 +68,9 @@ class ChunkRun:
     """A chunk that is being prefilled: the tokens `written` of `sequence`, which then has `last` tokens.
 
     ends: whether no token that it was given is left for a later chunk; only then it has logits. whole: whether a new prompt would run this
-    policy from `first` on. done: slices that have run. x: token ids `[1, T]` before the first slice, hidden states `[1, T, E]` after every
-    slice, and last, logits `[V]` or `[T, V]`, if it has any.
+    policy from `first` on. staged: whether pages are copied to device memory before a layer reads them, as some lie on the host. done:
+    slices that have run. x: token ids `[1, T]` before the first slice, hidden states `[1, T, E]` after every slice, and last, logits `[V]`
+    or `[T, V]`, if it has any.
     """
 
     sequence: CachedSequence
@@ -84,6 +85,7 @@ class ChunkRun:
     learning: Learning | None
     opened: OpenChunk | None
     tables: dict[str, Int[np.ndarray, "1 M"]]
+    staged: bool
     x: Array | np.ndarray
     done: int = 0
     learned: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
@@ -129,9 +131,11 @@ class Prefiller:
         learning, opened = self._states.before_chunk(sequence, start, first, whole=whole or always)
         if opened is not None:
             ids[0, opened.position - start : first - start] = opened.tokens
-        tables = self._groups.tables([sequence])
+        self._pool.bind(self._groups.written(sequence, first, last))
+        staged = self._pool.any_on_host(sequence.pages)
+        tables = self._groups.staged_tables(sequence, last) if staged else self._groups.tables([sequence])
         ends = len(written) == len(tokens)
-        return ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, learning, opened, tables, ids)
+        return ChunkRun(sequence, written, first, last, start, policy, ends, whole, all_logits, learning, opened, tables, staged, ids)
 
     def advance(self, run: ChunkRun, slices: int | None = None) -> bool:
         """Run the next slices of a chunk (None: all that are left). True after the last one: the tokens are written, and `run.x` holds
@@ -157,11 +161,11 @@ class Prefiller:
     def _next_slice(self, run: ChunkRun) -> None:
         part, decoder, params = self.slices[run.done], self.model.decoder, self.model.params
         x = run.x if run.done else embed_chunk(decoder, decoder.params_of(params, 0, 0), run.x)
-        layers = self._pool.layers
         tables = {group.name: run.tables[group.name] for group in part.spec.groups}
         # Layers of other slices are left out, so that only this slice's pages are donated; those that it reads beside them are not.
-        cache = Cache(layers[part.first : part.last], tables, np.array([run.last], np.int32), part.spec)
-        run.x, _, learned, _ = self._pool.run(
+        cache = self._pool.cache(part.spec, tables, np.array([run.last], np.int32), part.first, part.last)
+        layers = self._pool.layers
+        run.x, _, learned, missing = self._pool.run(
             prefill_slice,
             part.decoder,
             run.policy,
@@ -174,7 +178,9 @@ class Prefiller:
             np.int32(part.place),
             tuple(layers[owner] for owner in part.owners),
             learning=None if run.learning is None else run.learning.of_layers(part.place, part.end),
-            kept=lambda result: ((*layers[: part.first], *result[1].layers, *layers[part.last :]), result[0]),
+            staged=run.staged,
+            kept=lambda result: self._pool.keep(result[1], result[0], part.first, part.last),
         )
+        self._pool.expect_none(missing)
         run.learned.append(learned)
         run.done += 1

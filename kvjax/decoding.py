@@ -67,12 +67,6 @@ def _host_tokens(tokens: Any, sequences: Sequence[CachedSequence | None], vocab_
     return ids.astype(np.int32)
 
 
-def _kept(result: tuple) -> tuple[Layers, Array]:
-    """The pages in a decode step's result, and one of its outputs."""
-    *_, cache, _, reads = result
-    return cache.layers, reads.keys
-
-
 @dataclasses.dataclass(eq=False, slots=True)
 class Launched:
     """A decode step that was launched: its policy, its results other than the cache, the policy's states, and the cache."""
@@ -137,7 +131,7 @@ class DecodeRunner:
         logits = shape_of((vocab_size,), np.float32, like=pages)
         yield functools.partial(sample_first, logits, one, shape_of((1,), np.int32), counts)
         tables = {name: shape_of((size, width), np.int32) for name, width in widths.items()}
-        cache = Cache(self._pool.layers, tables, shape_of((size,), np.int32), self._groups.spec)
+        cache = self._pool.cache(self._groups.spec, tables, shape_of((size,), np.int32))
         states = self._declared.states.of_batch(policy, [sequence] + [None] * (size - 1))
         counts = shape_of((size, vocab_size), np.int32) if rows.penalises else None
         tokens = shape_of((size,), np.int32, like=pages)
@@ -157,18 +151,23 @@ class DecodeRunner:
         change."""
         if isinstance(policy, ChoosesDecode):
             policy = self._declared.choose(policy, [length + num_tokens for length in slots.lengths])
-        cache, following = slots.cache(self._pool.layers, num_tokens)
+        cache, following = slots.cache(self._pool, num_tokens)
         if self._ahead.running:
             self._ahead.wait((policy, slots.size, *(cache.page_tables[group.name].shape[1] for group in cache.spec.groups)))
         states = self._declared.states.of_batch(policy, slots.sequences)
         args = (self.model.decoder, policy, self._declared.indexes, self.model.params, cache, tokens, slots.active, states, *rest)
         try:
-            results = self._pool.run(step, *args, following=following, kept=_kept)
+            results = self._pool.run(step, *args, following=following, kept=self._kept)
         except BaseException:
             slots.forget()
             raise
         *results, cache, states, self.last_reads = results
         return Launched(policy, slots, results, states, cache)
+
+    def _kept(self, result: tuple) -> tuple[Layers, Array]:
+        """The pages in a decode step's result, and one of its outputs."""
+        *_, cache, _, reads = result
+        return self._pool.keep(cache, reads.keys)
 
     def keep_sampled(self, launched: Launched, sampled: Sampled, *, drafted: bool) -> None:
         """Keep the result of a step that sampled. Waits for the device if it had drafts."""

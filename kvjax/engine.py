@@ -26,7 +26,7 @@ from kvjax.declared import DeclaredPolicies
 from kvjax.decoding import DecodeRunner, Launched, padded_rows
 from kvjax.guard import CallGuard, guarded
 from kvjax.inspection import StepRead, inspect_step, read_of
-from kvjax.memory import MemoryPlan, memory_plan, pool_size
+from kvjax.memory import MemoryPlan, memory_plan, pool_pages
 from kvjax.model import Model
 from kvjax.outcomes import Reads
 from kvjax.plans import Chunk, Decoded, DecodeGroup, Prefilled, StepPlan, StepResult, check_plan
@@ -53,7 +53,8 @@ class Engine:
     others that calls may name; sealing builds the indexes of all. pages: size of the pool; None fits it to free memory. page_size and
     prefill_chunk: in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`); None as for
     policy. batch_buckets: decode batches are padded to the next of these sizes; a sequence's bits are the same in every batch of a bucket.
-    sequences: those not freed yet. device_bytes: size of the pool in bytes, in place of pages. stores: reuse, host_bytes, disk,
+    sequences: those not freed yet. device_bytes: size of the pool in bytes, in place of pages. pool_host_bytes: host memory for pages of
+    running sequences that the device has no room for; there they are read in place (docs/tiers.md). stores: reuse, host_bytes, disk,
     disk_bytes say which pages outlive their sequences: see `kvjax.reuse.StoreOptions`.
 
     Use it from one thread at a time. A call while another thread is in a method raises RuntimeError, and does not disturb the other call.
@@ -73,6 +74,7 @@ class Engine:
         prefill: str | PrefillPolicy | None = None,
         batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
         device_bytes: int | None = None,
+        pool_host_bytes: int | None = None,
         **stores: Unpack[StoreOptions],
     ):
         check_model(model, "Engine")
@@ -88,10 +90,10 @@ class Engine:
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
-        pages = pool_size(plan, self.config, pages, device_bytes)
-        self._groups = GroupPages(self.spec, plan.pool_pages(pages), self.prefill_chunk)
+        totals = pool_pages(plan, self.config, pages, device_bytes, pool_host_bytes)
+        self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, hot=bool(self.indexes))
         self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
-        self._pool = Pool(self.spec.empty(plan.pool_pages(pages), self.indexes))
+        self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames)
         self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, **stores)
         self._capacity.pinned = None if self._reuse is None else self._reuse.pinned

@@ -31,14 +31,16 @@ class GroupPlan:
     """The pages of a layer group, and the device memory that they take.
 
     layers: how many, including those that read another layer's pages. page_size: tokens, or WHOLE where a page is a sequence's row of
-    state. page_bytes: bytes of a page in all of these layers, indexes included. window: how many latest tokens they read; None: all. most:
-    the most pages that a sequence can hold; None where it holds all of its tokens.
+    state. page_bytes: bytes of a page in all of these layers, indexes included. frame_bytes: those of its keys and values, which may lie in
+    host memory. window: how many latest tokens they read; None: all. most: the most pages that a sequence can hold; None where it holds all
+    of its tokens.
     """
 
     name: str
     layers: int
     page_size: int
     page_bytes: int
+    frame_bytes: int
     window: int | None
     most: int | None
 
@@ -70,6 +72,11 @@ class MemoryPlan:
     def page_bytes(self) -> int:
         """Bytes of a page in all layers that have pages."""
         return sum(group.page_bytes for group in self.groups if group.page_size != WHOLE)
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes that a page in host memory takes there: keys and values of the groups that keep all tokens."""
+        return sum(group.frame_bytes for group in self.groups if group.most is None)
 
     @property
     def state_bytes(self) -> int:
@@ -170,7 +177,8 @@ def memory_plan(
     groups = []
     for group in spec.groups:
         most = most_pages(group, prefill_chunk)
-        sizes = len(spec.layers_of(group.name)), group.page_size, spec.bytes_per_page(group.name, indexes), group.window
+        bytes_of = spec.bytes_per_page(group.name, indexes), spec.bytes_per_frame(group.name)
+        sizes = len(spec.layers_of(group.name)), group.page_size, *bytes_of, group.window
         groups.append(GroupPlan(group.name, *sizes, None if math.isinf(most) else most))
     available = free_bytes() if available_bytes is None else available_bytes
     return MemoryPlan(weights_bytes, available, tuple(groups), sequences)
@@ -183,17 +191,48 @@ def default_pages(plan: MemoryPlan, config: ModelConfig) -> int:
     return max(1, min(wanted, plan.pages_that_fit))
 
 
-def pool_size(plan: MemoryPlan, config: ModelConfig, pages: int | None, device_bytes: int | None) -> int:
-    """The pages of an engine's pool: `pages`, or as many as `device_bytes` hold, or the default. ValueError for both, or none that fits."""
+def pool_size(
+    plan: MemoryPlan, config: ModelConfig, pages: int | None, device_bytes: int | None, pool_host_bytes: int | None = None
+) -> tuple[int, int]:
+    """The pages of an engine's pool on the device, and in host memory. On the device: `pages`, or as many as `device_bytes` hold beside the
+    indexes of all pages, or the default. In host memory: as many as `pool_host_bytes` hold.
+
+    ValueError for both of the first two, or for sizes in which no page fits.
+    """
+    host = 0
+    if pool_host_bytes is not None:
+        check_host_bytes("pool_host_bytes", whole_number("pool_host_bytes", pool_host_bytes, 1, 2**63))
+        if not plan.frame_bytes:
+            raise ValueError("every layer of this model has a window or a state, whose pages stay on the device: leave pool_host_bytes out")
+        host = pool_host_bytes // plan.frame_bytes
+        if not host:
+            raise ValueError(f"pool_host_bytes of {pool_host_bytes:,} holds no page: a page takes {plan.frame_bytes:,} bytes there")
     if device_bytes is not None:
         device_bytes = whole_number("device_bytes", device_bytes, 1, 2**63)
     if pages is not None and device_bytes is not None:
         raise ValueError(f"pages {pages} and device_bytes {device_bytes:,} both give the pool's size: leave one of them out")
     if device_bytes is not None:
-        pages = plan.most_pages(device_bytes)
-        if not pages:
-            raise ValueError(f"device_bytes of {device_bytes:,} holds no page: the smallest pool takes {plan.pool_bytes(1):,} bytes")
-    return default_pages(plan, config) if pages is None else check_pool(plan, whole_number("pages", pages, 1, 2**63))
+        pages = plan.most_pages(device_bytes + host * plan.frame_bytes) - host
+        if pages < 1:
+            smallest = plan.pool_bytes(host + 1) - host * plan.frame_bytes
+            beside = f" with the indexes of {host:,} pages in host memory" if host else ""
+            raise ValueError(f"device_bytes of {device_bytes:,} holds no page: the smallest pool takes {smallest:,} bytes{beside}")
+        return pages, host
+    return default_pages(plan, config) if pages is None else check_pool(plan, whole_number("pages", pages, 1, 2**63)), host
+
+
+def pool_pages(plan: MemoryPlan, *sizes) -> tuple[dict[str, int], int]:
+    """The pages of each layer group of an engine's pool, and how many of those that keep all tokens lie in host memory. sizes: those of
+    `pool_size`, which says what is raised."""
+    device, host = pool_size(plan, *sizes)
+    return plan.pool_pages(device + host), host
+
+
+def check_host_bytes(name: str, total: int) -> None:
+    """ValueError for more host memory than the machine has. name: that of the argument."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if total > memory:
+        raise ValueError(f"{name} of {total:,} is more than this machine's memory, {memory:,} bytes: give less")
 
 
 def free_bytes() -> int:

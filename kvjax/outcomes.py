@@ -22,12 +22,13 @@ class Reads:
     """What a step's attention read, summed over layers and KV heads: listed blocks, and keys attended (in tokens).
 
     missing: listed blocks and written tokens whose pages no frame holds, which is an error (`kvjax.cache.check_missing`); None where the
-    cache has no residency.
+    cache has no residency. host_bytes: of keys and values that were read from host memory; None where no page lies there.
     """
 
     blocks: Int[Array, "B"]
     keys: Int[Array, "B"]
     missing: Int[Array, "B"] | None = None
+    host_bytes: Float32[Array, "B"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -21,13 +21,14 @@ import kvjax
 from kvjax.cache.allocator import OutOfPages
 from kvjax.cache.disk_store import DiskStore
 from kvjax.cache.groups import GroupPages
-from kvjax.cache.host_store import HostStore, check_host_bytes
+from kvjax.cache.host_store import HostStore
 from kvjax.cache.pool import Pool, first_array
 from kvjax.cache.prefixes import Prefixes, PrefixStats
 from kvjax.cache.spec import MOST_TOKENS
 from kvjax.cache.transfer import block_bytes, read_blocks
 from kvjax.checks import check_salt, whole_number
 from kvjax.declared import DeclaredPolicies
+from kvjax.memory import check_host_bytes
 from kvjax.model import Model, fingerprint
 from kvjax.policies.prefill import identity
 from kvjax.sequences import CachedSequence
@@ -94,7 +95,7 @@ def make_reuse(
     sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups}
     host = None
     if host_bytes is not None:
-        check_host_bytes(whole_number("host_bytes", host_bytes, 1, 2**63))
+        check_host_bytes("host_bytes", whole_number("host_bytes", host_bytes, 1, 2**63))
         if host_bytes < (page := sum(sizes.values())):
             raise ValueError(f"host_bytes of {host_bytes:,} is less than one page of every layer group, {page:,} bytes: give more")
         host = HostStore(host_bytes, device, sizes)

@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.cache.groups import GroupPages
 from kvjax.cache.pool import Pool
 from kvjax.cache.transfer import Stored, read_stored, write_blocks
 from kvjax.cache.types import IndexSpec
-from kvjax.cache.writes import copy_page
 from kvjax.capacity import Capacity
 from kvjax.checks import token_ids
 from kvjax.guard import CallGuard
@@ -87,8 +85,7 @@ class SequenceCopies:
         with self._emptied_on_error(child), self._capacity.advice():
             opened = self._groups.fork(sequence, child)
             if opened is not None:
-                sources, targets = (tuple(np.int32(ids[layer.group]) for layer in self.spec.layers) for ids in opened)
-                self._pool.run(copy_page, self._pool.layers, sources, targets)
+                self._pool.copy(*opened)
             self._guard.interrupt_point()
         return child
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache import Cache, CacheSpec, LayerCache
+from kvjax.cache import Cache, CacheSpec
+from kvjax.cache.pool import Pool
 from kvjax.cache.tables import narrower, page_table, table_width
 from kvjax.sequences import CachedSequence, Growth
 
@@ -89,12 +90,13 @@ class Slots:
         near = [self.live[place] for place in self._near_a_limit(num_tokens)]
         return [each for each in near if each.length + num_tokens > self._room(each)]
 
-    def cache(self, layers: tuple[LayerCache | None, ...], num_tokens: int) -> tuple[Cache, NextPages]:
+    def cache(self, pool: Pool, num_tokens: int) -> tuple[Cache, NextPages]:
         """The cache that a step of `num_tokens` tokens reads and writes, and the pages that `name_pages` adds to its tables. Every sequence
-        must have its pages. The step DONATES page tables and lengths: call `advance` with its result, or `forget` if it fails."""
+        must have its pages. The step DONATES all of it: call `advance` with its result, or `forget` if it fails."""
         if near := self._near_a_limit(num_tokens):
             for place in near:
                 sequence = self.live[place]
+                self._bind_next(pool, sequence)
                 self._limits[place] = self._growth.tokens + self._name_next(self.rows[place], sequence) - sequence.length
             self._nearest = min(self._limits)
         if self._dirty or not self._holds[0] < self.longest + num_tokens <= self._holds[1]:
@@ -108,7 +110,7 @@ class Slots:
             )
         if self._named is None:
             self._named = {name: ids.copy() for name, ids in self._next.items()}  # as above
-        return Cache(layers, self._tables, self._device_lengths, self.spec), self._named
+        return pool.cache(self.spec, self._tables, self._device_lengths), self._named
 
     def advance(self, cache: Cache, written: int | Int[np.ndarray, "B"]) -> None:
         """Keep a step's tables, and let the sequences grow. written: tokens by which each filled slot grew."""
@@ -137,6 +139,12 @@ class Slots:
     def _room(self, sequence: CachedSequence) -> int:
         """Tokens that fit into a sequence's pages."""
         return min([len(sequence.pages[group.name]) * group.page_size for group in self.spec.groups])
+
+    def _bind_next(self, pool: Pool, sequence: CachedSequence) -> None:
+        """Give the page of a sequence's next token, and the page after it, frames."""
+        if pool.frames:
+            places = {group.name: sequence.length // group.page_size for group in self.spec.groups}
+            pool.bind({name: sequence.pages[name][first : first + 2] for name, first in places.items()})
 
     def _name_next(self, row: int, sequence: CachedSequence) -> int:
         """Update `_next` of a row from its sequence's pages, which must have been taken. Returns the row's limit: the end of a page."""

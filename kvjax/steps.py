@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attend import asked_of, attend_chunk, pages_of, reader_of, recall_chunk, recall_tokens, write
+from kvjax.attend import asked_of, attend_chunk, attend_hot, pages_of, reader_of, recall_chunk, recall_tokens, stage, write
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
@@ -35,6 +35,7 @@ def prefill_layers(
     owners: tuple[LayerCache, ...] = (),
     *,
     learning: Learning | None = None,
+    staged: bool = False,
 ) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...], Int[Array, "B"] | None]:
     """Take one chunk of each row through the decoder's layers: a model's, or a slice of them (`of_layers`). Each writes it to its pages.
 
@@ -48,7 +49,8 @@ def prefill_layers(
     The chunk covers positions [starts, starts + T). Of these, [fresh, cache.lengths) are written (cache.lengths counts them); the other
     rows are padding. A token's row depends only on its absolute position, so its bits do not depend on how the history was cut into calls.
     They may depend on how the layers were cut. learning: decode policies that learn from prefill; their states after the chunk are
-    returned, per policy and layer.
+    returned, per policy and layer. staged: copy the rows' pages to device memory before a layer attends to them (`stage`), because some lie
+    in host memory, and attention reads them many times. The bits are the same.
     """
     positions = starts[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
@@ -68,7 +70,9 @@ def prefill_layers(
         where = cache.table_of(layer), starts, cache.lengths
         ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, indexer=asked_of(heads), moved=frames)
         known = () if learning is None else tuple(states[at] for states in learning.states)
-        out, states = attend_chunk(policy, heads, pages_of(cache.spec, layers, layer, owners), ctx, learning, known)
+        read = pages_of(cache.spec, layers, layer, owners)
+        read, ctx = stage(read, ctx) if staged and frames is not None else (read, ctx)
+        out, states = attend_chunk(policy, heads, read, ctx, learning, known)
         return out, (layers, (*learned, states))
 
     x, (layers, learned) = decoder.run_layers(params, x, positions, mix, (cache.layers, ()))
@@ -84,7 +88,9 @@ def _missing_in_prefill(cache: Cache, layer: int, tables: dict[str, Array], firs
     return pages.missing(tables[group.name], cache.lengths, page_size=group.page_size, window=window, num_queries=cache.lengths - first)
 
 
-prefill_slice = functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")(prefill_layers)
+prefill_slice = functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "staged"), donate_argnames="cache")(
+    prefill_layers
+)
 """`prefill_layers`, jitted. DONATES cache."""
 
 
@@ -162,28 +168,35 @@ def decode(
     spec, tables = cache.spec, frame_tables(cache)
 
     def mix(layer: int, heads: LayerInput, carry):
-        layers, states, listed = carry
+        layers, states, listed, hot, copied = carry
         if isinstance(heads, Recurrence):
             out, after = recall_tokens(cache, layers, layer, heads, active)
-            return out, (_replace(layers, layer, after), states, listed)
+            return out, (_replace(layers, layer, after), states, listed, hot, copied)
         table, page_size = cache.table_of(layer), spec.group_of(layer).page_size
         frames = tables.get(spec.layers[layer].group)
         layers = _replace(layers, layer, write(cache, layers, layer, heads, positions, valid, indexes, frames))
         read = pages_of(spec, layers, layer)
         place, count = spec.paged.index(layer), len(spec.paged)
         sizes = {"layer": place, "num_layers": count, "page_size": page_size, "sm_scale": heads.sm_scale}
-        ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads), moved=frames)
+        border = None if frames is None else cache.residency[spec.layers[layer].group].border
+        ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads), moved=frames, border=border)
         reader, before = reader_of(policy, heads), states[place]
-        out, blocks, state = _read_by_turns(reader, heads.q, read, ctx, before)
+        owner = layer if spec.layers[layer].share_with is None else spec.layers[layer].share_with
+        if hot and hot[owner] is not None and (found := attend_hot(reader, heads.q, read, ctx, before, hot[owner])) is not None:
+            out, blocks, state, after, buffer, count = found
+            layers, hot, copied = _replace(layers, owner, after), _replace(hot, owner, buffer), _replace(copied, place, count)
+        else:
+            out, blocks, state = _read_by_turns(reader, heads.q, read, ctx, before)
         if watch is not None:
             watch(reader, heads.q, read, ctx, blocks, before)
-        return out, (layers, _replace(states, place, state), (*listed, blocks))
+        return out, (layers, _replace(states, place, state), (*listed, blocks), hot, copied)
 
-    hidden, (layers, states, listed) = decoder.hidden(params, tokens, positions, mix, (cache.layers, states, ()))
+    start = (cache.layers, states, (), cache.hot, (None,) * len(spec.paged))
+    hidden, (layers, states, listed, hot, copied) = decoder.hidden(params, tokens, positions, mix, start)
     reads = _count_reads(listed, lengths, spec, num_tokens)
     if tables:
-        reads = reads.replace(missing=_count_missing(listed, tables, positions, valid, lengths, spec))
-    after = cache.replace(layers=layers, lengths=jnp.where(active, lengths, cache.lengths))
+        reads = _count_frames(reads, listed, copied, cache, tables, positions, valid, lengths)
+    after = cache.replace(layers=layers, hot=hot, lengths=jnp.where(active, lengths, cache.lengths))
     return decoder.logits(params, hidden), after, states, reads
 
 
@@ -305,28 +318,48 @@ def _count_listed(
     return Reads(there.sum(lists, dtype=jnp.int32), jnp.where(there, keys, 0).sum(lists, dtype=jnp.int32))
 
 
-def _count_missing(
+def _count_frames(
+    reads: Reads,
     listed: tuple[Blocks | None, ...],
+    from_host: tuple[Int[Array, "B"] | None, ...],
+    cache: Cache,
     tables: dict[str, Int[Array, "B M"]],
     positions: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
     lengths: Int[Array, "B"],
-    spec: CacheSpec,
-) -> Int[Array, "B"]:
-    """`Reads.missing`. listed: one per layer that attends to pages. tables: tables of frames."""
-    total = jnp.zeros_like(lengths)
-    for layer, blocks in zip(spec.paged, listed, strict=True):
-        group = spec.group_of(layer)
+) -> Reads:
+    """`reads` with `missing`, and with `host_bytes` where pages may lie in host memory.
+
+    listed: one per layer that attends to pages. from_host: how many of its blocks came from host memory, where a hot buffer counted them;
+    else None. tables: tables of frames. Layers with lists of one kind are counted together.
+    """
+    spec, missing, host_bytes = cache.spec, jnp.zeros_like(lengths), jnp.zeros(lengths.shape, jnp.float32)
+    kinds: dict[tuple, list[Blocks | None]] = {}
+    for layer, blocks, counted in zip(spec.paged, listed, from_host, strict=True):
+        group, kind = spec.group_of(layer), spec.layers[layer]
         if group.name not in tables:
             continue
-        frames = tables[group.name]
-        lists = {} if blocks is None else {"blocks": blocks.ids, "block_size": blocks.block_size, "window": blocks.window}
-        total += pages.missing(frames, lengths, page_size=group.page_size, num_queries=positions.shape[1], **lists)
-        if spec.layers[layer].share_with is not None:
-            continue  # it writes nothing
-        nowhere = pages.physical(frames, positions // group.page_size, valid, -1) < 0
-        total += (valid & nowhere).sum(axis=1, dtype=jnp.int32)
-    return total
+        size, heads = (group.page_size, kind.kv_heads) if blocks is None else (blocks.block_size, 1)
+        size_bytes = heads * size * (kind.width // kind.kv_heads) * jnp.dtype(kind.dtype).itemsize
+        shape = None if blocks is None else (size, blocks.window, blocks.ids.shape[:-2], blocks.ids.shape[-1])
+        kinds.setdefault((group, size_bytes, shape, counted is not None), []).append(blocks)
+        host_bytes += 0.0 if counted is None else float(size_bytes) * counted
+    for (group, size_bytes, shape, is_counted), lists in kinds.items():
+        frames, sizes = tables[group.name], {"page_size": group.page_size, "num_queries": positions.shape[1]}
+        if shape is not None:  # the lists of all layers, as if of more KV heads
+            sizes |= {"blocks": jnp.concatenate([blocks.ids for blocks in lists], axis=-2), "block_size": shape[0], "window": shape[1]}
+        read, frame = pages.frames_read(frames, lengths, **sizes)
+        layers, axes = 1 if shape is not None else len(lists), range(1, read.ndim)
+        missing += layers * (read & (frame < 0)).sum(axes, dtype=jnp.int32)
+        if not is_counted and (border := cache.residency[group.name].border) is not None:
+            host_bytes += float(layers * size_bytes) * (read & (frame >= border)).sum(axes, dtype=jnp.float32)
+    for number in spec.holding:
+        group = spec.group_of(number)
+        if group.name in tables:
+            nowhere = pages.physical(tables[group.name], positions // group.page_size, valid, -1) < 0
+            missing += (valid & nowhere).sum(axis=1, dtype=jnp.int32)
+    on_host = any(each.border is not None for each in cache.residency.values())
+    return reads.replace(missing=missing, host_bytes=host_bytes if on_host else None)
 
 
 def _replace(items: tuple, index: int, item) -> tuple:

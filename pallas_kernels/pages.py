@@ -150,7 +150,17 @@ def check_frames(table: Array, frames: Array | None) -> None:
         raise ValueError(f"frames must be int32 of the page table's shape, or None where the frame of a page is its id; got {arrays}")
 
 
-def missing(
+def missing(frames: Int[Array, "B M"], lengths: Int[Array, "B"], blocks: Int[Array, "B *T K W"] | None = None, **sizes) -> Int[Array, "B"]:
+    """Count the listed blocks of each row that some query would attend to and whose page has no frame, over all lists of the row.
+
+    Ops read nothing where a table says -1. So any count above 0 is an error, which the caller has to raise. Blocks that a window leaves out
+    need no frame. Arguments as of `frames_read`.
+    """
+    read, frame = frames_read(frames, lengths, blocks, **sizes)
+    return (read & (frame < 0)).sum(range(1, read.ndim), dtype=jnp.int32)
+
+
+def frames_read(
     frames: Int[Array, "B M"],
     lengths: Int[Array, "B"],
     blocks: Int[Array, "B *T K W"] | None = None,
@@ -159,11 +169,8 @@ def missing(
     block_size: int | None = None,
     window: tuple[int, int] | None = None,
     num_queries: int = 1,
-) -> Int[Array, "B"]:
-    """Count the listed blocks of each row that some query would attend to and whose page has no frame, over all lists of the row.
-
-    Ops read nothing where a table says -1. So any count above 0 is an error, which the caller has to raise. Blocks that a window leaves out
-    need no frame.
+) -> tuple[Bool[Array, "B *T K W"], Int[Array, "B *T K W"]]:
+    """Which listed blocks some query attends to, and the frames of their pages. Without a list, K is 1.
 
     Args:
         frames: int32, logical page -> frame, -1 where there is none.
@@ -189,7 +196,7 @@ def missing(
         read &= (start < window[0]) | (start + block_size > first - window[1] + 1)
     page = jnp.where(read, start // page_size, 0).reshape(batch, -1)
     frame = jnp.take_along_axis(frames, page, axis=1, mode="fill", fill_value=-1).reshape(blocks.shape)
-    return (read & (frame < 0)).sum(range(1, blocks.ndim), dtype=jnp.int32)
+    return read, frame
 
 
 def check_scale(sm_scale: float) -> None:

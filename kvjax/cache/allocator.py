@@ -26,12 +26,14 @@ class PageAllocator:
     The page released last is handed out first, so page numbers depend on history, but results must not.
 
     A page that is kept (`keep`) holds something that may be wanted again. Without owners it is idle: it counts as free, and `take` hands it
-    out only when no other page is left. on_evict: called then with the page, whose content is lost.
+    out only when no other page is left. on_evict: called then with the page, whose content is lost. on_free: called with each page whose
+    content nobody needs any more, evicted ones included.
     """
 
-    def __init__(self, total: int, on_evict: Callable[[int], None] | None = None):
+    def __init__(self, total: int):
         self.total = total = whole_number("pages", total, 1)
-        self.on_evict = on_evict
+        self.on_evict: Callable[[int], None] | None = None
+        self.on_free: Callable[[Sequence[int]], None] | None = None
         self._free = list(range(total - 1, -1, -1))
         self._owners = [0] * total
         self._kept: dict[int, bool] = {}  # whether the page was found again
@@ -61,6 +63,8 @@ class PageAllocator:
             self._free.append(page)
             if self.on_evict is not None:
                 self.on_evict(page)
+            if self.on_free is not None:
+                self.on_free([page])
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._owners[page] = 1
@@ -94,12 +98,15 @@ class PageAllocator:
     def release(self, pages: Sequence[int]) -> None:
         """Remove an owner from each of `pages`. Pages without owners become free, or idle where they are kept: the last of `pages` is then
         the first to go, because a prefix is of use without what follows it, and not the other way round."""
-        idle = []
+        idle, freed = [], []
         for page in pages:
             if self._owners[page] == 0:
                 raise ValueError(f"page {page} is already free")
             self._owners[page] -= 1
             if self._owners[page] == 0:
                 (idle if page in self._kept else self._free).append(page)
+                freed += [] if page in self._kept else [page]
+        if self.on_free is not None:
+            self.on_free(freed)
         for page in reversed(idle):
             self._idle.add(page, used=self._kept[page])

@@ -9,8 +9,15 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.cache.allocator import OutOfPages, PageAllocator
+from kvjax.cache.frames import Frames
+from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec
-from kvjax.cache.tables import page_table
+from kvjax.cache.tables import page_table, staged_width
+from kvjax.cache.types import IndexSpec, LayerCache
+from pallas_kernels.place_tiles import WAYS
+
+HOT_SHARE = 0.75
+"""Share of the device's frames that holds copies of the host's tiles, where pages lie in host memory."""
 
 PageIds = dict[str, list[int]]
 """The pages of one sequence, by group: logical page -> page id, including reserved ones; -1 for a page that a window gave back."""
@@ -26,14 +33,29 @@ class Holder(Protocol):
 class GroupPages:
     """The pages of every layer group, and the sequences that hold them.
 
-    totals: pages of each group. chunk: tokens that prefill writes at a time; a window group keeps the pages that the next token's chunk
-    reads. has_windows: whether any group gives pages back.
+    totals: pages of each group. host: how many of them lie in host memory, in groups that keep all tokens. chunk: tokens that prefill
+    writes at a time; a window group keeps the pages that the next token's chunk reads. hot: whether steps list pages, so that a part of the
+    device's is worth more as a hot buffer. has_windows: whether any group gives pages back. frames: of the groups with pages in host
+    memory.
     """
 
-    def __init__(self, spec: CacheSpec, totals: Mapping[str, int], chunk: int):
-        self.spec, self.chunk = spec, chunk
+    def __init__(self, spec: CacheSpec, totals: Mapping[str, int], host: int, chunk: int, *, hot: bool):
+        self.spec, self.chunk, totals = spec, chunk, dict(totals)
+        self.frames: dict[str, Frames] = {}
+        for group in spec.groups if host else ():
+            if group.window is None and group.page_size != WHOLE:
+                copies = hot_frames(totals[group.name] - host, -(-chunk // group.page_size)) if hot else 0
+                totals[group.name] -= copies
+                self.frames[group.name] = Frames(FrameCounts(totals[group.name] - host, copies, host))
         self.allocators = {group.name: PageAllocator(totals[group.name]) for group in spec.groups}
+        for name, frames in self.frames.items():
+            self.allocators[name].on_free = frames.release
         self.has_windows = any(group.window is not None for group in spec.groups)
+
+    def empty(self, indexes: tuple[IndexSpec, ...]) -> tuple[LayerCache | None, ...]:
+        """The arrays of all pages, as `CacheSpec.empty` makes them. MemoryError, NotImplementedError: see `kvjax.cache.spanning.empty`."""
+        totals = {name: each.total for name, each in self.allocators.items()}
+        return self.spec.empty(totals, indexes, {name: frames.counts for name, frames in self.frames.items()})
 
     @property
     def used(self) -> dict[str, int]:
@@ -128,11 +150,21 @@ class GroupPages:
         """Page tables of a batch, by group."""
         return {group.name: page_table([slot.pages[group.name] if slot else () for slot in slots]) for group in self.spec.groups}
 
+    def staged_tables(self, sequence: Holder, length: int) -> dict[str, Int[np.ndarray, "1 M"]]:
+        """Page tables of a sequence's first `length` tokens, as wide as staging needs, by group."""
+        counts = {group.name: pages_for(length, group) for group in self.spec.groups}
+        return {name: page_table([sequence.pages[name][:count]], staged_width(count)) for name, count in counts.items()}
+
     def stored(self, sequence: Holder, grain: int | None = None) -> dict[str, Int[np.ndarray, " n"]]:
         """Ids of the pages that a file of the sequence stores, by group. grain: as in `first_stored`."""
         first = {group.name: first_stored(group, sequence.length, grain) for group in self.spec.groups}
         last = {group.name: pages_for(sequence.length, group) for group in self.spec.groups}
         return {name: np.asarray(ids[first[name] : last[name]], np.int32) for name, ids in sequence.pages.items()}
+
+    def written(self, sequence: Holder, first: int, last: int) -> PageIds:
+        """Pages of a sequence that hold the positions [first, last), by group."""
+        places = {group.name: slice(first // group.page_size, pages_for(last, group)) for group in self.spec.groups}
+        return {name: sequence.pages[name][place] for name, place in places.items()}
 
     def _missing(self, group: GroupSpec, sequence: Holder, tokens: int) -> int:
         # A step writes up to MOST_TOKENS at once, past the end of a chunk too.
@@ -163,3 +195,9 @@ def most_pages(group: GroupSpec, chunk: int) -> int | float:
     if group.page_size == WHOLE:
         return 1
     return float("inf") if group.window is None else pages_for(group.window - 1 + chunk + MOST_TOKENS - 1, group) + 1
+
+
+def hot_frames(device: int, chunk: int) -> int:
+    """How many of a group's frames on the device are a hot buffer, if other pages lie in host memory. chunk: pages of a chunk of prefill,
+    which need places of their own, as open pages do."""
+    return max(0, min(int(HOT_SHARE * device), device - 2 * chunk)) // WAYS * WAYS

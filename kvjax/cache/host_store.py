@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Mapping
 
 import jax
@@ -19,13 +18,6 @@ KIND = "pinned_host"
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PIECE = 1 << 28
 """Bytes that are pinned at a time."""
-
-
-def check_host_bytes(total: int) -> None:
-    """ValueError for more host memory than the machine has."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if total > memory:
-        raise ValueError(f"host_bytes of {total:,} is more than this machine's memory, {memory:,} bytes: give less")
 
 
 class HostStore:

@@ -1,30 +1,153 @@
-"""The pages on the device. If a jitted call that consumes them fails, this is reported."""
+"""The pages that an engine's programs read and write. If a jitted call that consumes them fails, this is reported."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jaxtyping import Array, Int
 
-from kvjax.cache.types import LayerCache, SlotLayer
+from kvjax.cache.frames import Frames
+from kvjax.cache.hot import HotTiles, empty_hot, forget
+from kvjax.cache.residency import Residency, check_missing
+from kvjax.cache.spec import CacheSpec
+from kvjax.cache.types import Cache, LayerCache, PagedKV, SlotLayer
+from kvjax.cache.writes import copy_page, move_frames
 
 Layers = tuple[LayerCache | None, ...]
+MOVES = (1, 4, 16, 64)
+"""How many pages one program moves to host memory. There are few sizes, so that few programs are compiled."""
 
 
 class Pool:
-    """The layers' pages. Every step consumes them (they are donated) and returns them."""
+    """The layers' pages. Every step consumes them (they are donated) and returns them.
 
-    def __init__(self, layers: Layers):
-        self.layers = layers
+    frames: those of the layer groups whose pages may lie in host memory. In other groups the frame of a page is its id.
+    """
+
+    def __init__(self, layers: Layers, spec: CacheSpec, frames: Mapping[str, Frames] | None = None):
+        self.frames, self.spec = dict(frames or {}), spec
+        self._layers = layers
+        self._residency: dict[str, Residency] = {}
+        self._hot = tuple(self._empty_hot(number) for number in range(len(spec.layers))) if self.frames else ()
+        self._missing: list[jax.Array] = []  # counts of chunks of prefill that were not looked at yet
         self._latest: jax.Array | None = None  # an output of the latest call, which shows whether it failed
         self._failure: Exception | None = None
+
+    @property
+    def layers(self) -> Layers:
+        """The pages of each layer. Pages that have to move are moved first."""
+        for name, frames in self.frames.items():
+            if frames.moving:
+                self._move(name, frames.take_moves())
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: Layers) -> None:
+        self._layers = layers
+
+    def cache(self, spec: CacheSpec, tables: dict[str, Any], lengths: Any, first: int = 0, last: int | None = None) -> Cache:
+        """What a step over layers [first, last) reads and writes. spec: of these layers. The step DONATES it: give its result to `keep`."""
+        layers = self.layers[first:last]
+        for name, frames in self.frames.items():
+            if frames.changed:
+                self._residency[name] = Residency(jax.device_put(frames.frame_of.copy()), frames.counts.border)
+                frames.changed = False
+        residency = {group.name: self._residency[group.name] for group in spec.groups if group.name in self.frames}
+        return Cache(layers, tables, lengths, spec, residency, self._hot_buffers() if last is None else ())
+
+    def keep(self, cache: Cache, latest: Array, first: int = 0, last: int | None = None) -> tuple[Layers, Array]:
+        """For `run`: all pages, those of layers [first, last) taken from a step's result. latest: another of its outputs."""
+        self._residency |= cache.residency
+        self._hot = cache.hot or self._hot
+        layers = self._layers
+        return (*layers[:first], *cache.layers, *(() if last is None else layers[last:])), latest
+
+    def bind(self, pages: Mapping[str, Sequence[int]]) -> None:
+        """Give these pages, which are going to be written, frames. By layer group, ids below 0 are skipped."""
+        for name, frames in self.frames.items():
+            frames.bind(pages.get(name, ()))
+
+    def any_on_host(self, pages: Mapping[str, Sequence[int]]) -> bool:
+        """Whether any of these pages lies in host memory. By layer group; ids below 0 are skipped."""
+        return any(
+            (frames.frame_of[[page for page in pages[name] if page >= 0]] >= frames.counts.border).any()
+            for name, frames in self.frames.items()
+        )
+
+    def frames_of(self, group: str, pages: Any) -> Int[np.ndarray, "..."]:
+        """The frames of pages of a layer group, which must have some. Ids outside the pool, which writes skip, stay as they are."""
+        pages = np.asarray(pages, np.int32)
+        if group not in self.frames:
+            return pages
+        known = self.frames[group].frame_of
+        inside = (pages >= 0) & (pages < len(known))
+        found = np.where(inside, known[np.where(inside, pages, 0)], pages)
+        if (inside & (found < 0)).any():
+            raise RuntimeError(
+                f"pages {pages[inside & (found < 0)].tolist()} of layer group {group} hold nothing: no frame was given to them"
+            )
+        return found
+
+    def copy(self, sources: Mapping[str, int], targets: Mapping[str, int]) -> None:
+        """Copy one page of each layer group to another, which gets a frame. Nothing is copied where both are the same."""
+        self.bind({name: [target] for name, target in targets.items() if target != sources[name]})
+
+        def of_layers(ids: Mapping[str, int]) -> list[tuple[np.int32, ...]]:
+            frames = {name: 0 if sources[name] == targets[name] else self.frames_of(name, page) for name, page in ids.items()}
+            return [tuple(np.int32(each[layer.group]) for layer in self.spec.layers) for each in (ids, frames)]
+
+        (source, source_frames), (target, target_frames) = of_layers(sources), of_layers(targets)
+        self.run(copy_page, self.layers, source, target, source_frames, target_frames)
+
+    def expect_none(self, missing: Array | None) -> None:
+        """Look at a chunk's count of missing pages as soon as it is known, without waiting for it. MissingPages for an earlier one."""
+        if missing is not None:
+            self._missing.append(missing)
+        while self._missing and (self._missing[0].is_ready() or len(self._missing) > 64):
+            check_missing(self._missing.pop(0))
+
+    def _empty_hot(self, number: int) -> HotTiles | None:
+        """A layer's hot buffer; None where it has none."""
+        layer, frames = self._layers[number], self.frames.get(self.spec.layers[number].group)
+        if frames is None or not isinstance(layer, PagedKV):
+            return None
+        return empty_hot(layer.pages.kv_heads, frames.counts.device, frames.counts.hot)
+
+    def _hot_buffers(self) -> tuple[HotTiles | None, ...]:
+        """Every layer's hot buffer, without pages that got a new content."""
+        for name, frames in self.frames.items():
+            bound, numbers = frames.take_bound(), [number for number in self.spec.layers_of(name) if self._hot[number] is not None]
+            if bound and numbers:
+                dead = np.zeros(len(frames.frame_of), bool)
+                dead[bound] = True
+                without = iter(forget(tuple(self._hot[number] for number in numbers), dead))
+                self._hot = tuple(next(without) if number in numbers else each for number, each in enumerate(self._hot))
+        return self._hot
+
+    def _move(self, group: str, moves: Int[np.ndarray, "n 2"]) -> None:
+        """Copy frames of a layer group to others, in all of its layers."""
+        numbers = tuple(number for number in self.spec.layers_of(group) if self.spec.layers[number].share_with is None)
+        done = 0
+        while done < len(moves):
+            size = max(each for each in MOVES if each == 1 or each <= len(moves) - done)
+            part = moves[done : done + size]
+            padded = np.full((size, 2), -1, np.int32)
+            padded[: len(part)] = part
+            try:
+                self.run(move_frames, self._layers, padded[:, 0].copy(), padded[:, 1].copy(), numbers=numbers)
+            except BaseException as error:  # frames are recorded as moved already
+                self._failure = self._failure or RuntimeError(f"pages could not be moved to host memory: {error}")
+                raise
+            done += size
 
     @functools.cached_property
     def on_cpu(self) -> bool:
         """Whether the pages are in the memory of a CPU."""
-        return any(device.platform == "cpu" for device in first_array(self.layers).devices())
+        return any(device.platform == "cpu" for device in first_array(self._layers).devices())
 
     def run(self, step: Callable, *args: Any, kept: Callable[[Any], tuple[Layers, jax.Array]] | None = None, **kwargs: Any) -> Any:
         """Call a jitted function that consumes the pages, and keep the pages that it returns. An error while tracing or compiling is raised
@@ -47,7 +170,8 @@ class Pool:
         error: what the latest call raised. Without it this does not wait for the device: a call that is still running passes, and only the
         first array is checked, because a call that fails after it has begun raises, or its outputs do.
         """
-        lost = first_array(self.layers).is_deleted() if error is None else any(leaf.is_deleted() for leaf in jax.tree.leaves(self.layers))
+        layers = self._layers
+        lost = first_array(layers).is_deleted() if error is None else any(leaf.is_deleted() for leaf in jax.tree.leaves(layers))
         latest = self._latest
         if self._failure is None:
             if lost:

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 
 @flax.struct.dataclass
 class Residency:
-    """Frames of a layer group's pages, in all of its layers. frame_of: by page id; -1 where no frame holds the page.
+    """Frames of a layer group's pages, in all of its layers. frame_of: by page id; -1 where no frame holds the page. border: frames from
+    this one on lie in host memory; None: all lie on the device.
 
     To move a page is to copy its bytes and to write its entry here: page tables name ids, and rows of indexes are found by id.
     """
 
     frame_of: Int[Array, " ids"]
+    border: int | None = flax.struct.field(pytree_node=False, default=None)
 
     def frames(self, table: Int[Array, "B M"]) -> Int[Array, "B M"]:
         """The frames of a table of page ids, -1 where there is no page or no frame."""

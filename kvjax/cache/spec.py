@@ -10,6 +10,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.types import IndexSpec, LayerCache, SlotLayer, empty_latents, empty_layer
 
 WHOLE = 1 << 30
@@ -54,11 +55,13 @@ class PagedSpec:
         """Elements of a token that attention reads."""
         return 2 * self.kv_heads * self.head_dim
 
-    def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = ()) -> LayerCache | None:
-        """`num_pages` zeroed pages, with the indexes; None for a layer that reads another's."""
+    def empty(
+        self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), frames: FrameCounts | None = None
+    ) -> LayerCache | None:
+        """`num_pages` zeroed pages, with the indexes; None for a layer that reads another's. frames: as in `empty_layer`."""
         if self.share_with is not None:
             return None
-        return empty_layer(num_pages, self.kv_heads, page_size, self.head_dim, jnp.dtype(self.dtype), indexes)
+        return empty_layer(num_pages, self.kv_heads, page_size, self.head_dim, jnp.dtype(self.dtype), indexes, frames)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +90,13 @@ class LatentSpec:
         """Elements of a token that attention reads; values are a part of keys."""
         return self.latent_dim + self.rope_dim
 
-    def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = ()) -> LayerCache:
-        """`num_pages` zeroed pages. NotImplementedError for indexes other than the indexer's keys, which are always there."""
+    def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), frames: FrameCounts | None = None) -> LayerCache:
+        """`num_pages` zeroed pages. frames: as in `empty_layer`. NotImplementedError for indexes other than the
+        indexer's keys, which are always there."""
         if indexes:
             raise NotImplementedError(f"latent pages have the indexer's keys and no other index, asked for {indexes[0].name}")
         sizes = (num_pages, page_size, self.latent_dim, self.rope_dim, self.index_dim)
-        return empty_latents(*sizes, jnp.dtype(self.dtype), jnp.dtype(self.index_dtype))
+        return empty_latents(*sizes, jnp.dtype(self.dtype), jnp.dtype(self.index_dtype), frames)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +150,9 @@ class RecurrentSpec:
         """Elements of a token that go through the convolution: its queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-    def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = ()) -> SlotLayer:
-        """`num_pages` rows of zeros, each for `self.page_size` tokens, whatever the group's page size is. There is nothing to index."""
+    def empty(self, num_pages: int, page_size: int, indexes: tuple[IndexSpec, ...] = (), frames: FrameCounts | None = None) -> SlotLayer:
+        """`num_pages` rows of zeros, each for `self.page_size` tokens, whatever the group's page size is. There is nothing to
+        index, and nothing in host memory."""
         rows = self.page_size + min(self.page_size, MOST_TOKENS) - 1
         gates = num_pages, rows, self.value_heads
         return SlotLayer(
@@ -232,19 +237,28 @@ class CacheSpec:
         """KV heads that all layers together read."""
         return sum(layer.kv_heads for layer in self.layers)
 
-    def empty(self, pages: Mapping[str, int], indexes: tuple[IndexSpec, ...] = ()) -> tuple[LayerCache | None, ...]:
+    def empty(
+        self, pages: Mapping[str, int], indexes: tuple[IndexSpec, ...] = (), frames: Mapping[str, FrameCounts] | None = None
+    ) -> tuple[LayerCache | None, ...]:
         """Zeroed pages of every layer, None for one that reads another's. pages: how many, by group. indexes: those of layers that read all
-        tokens."""
-        return tuple(self._empty(number, pages[layer.group], indexes) for number, layer in enumerate(self.layers))
+        tokens. frames: where pages lie, for groups with pages in host memory."""
+        known = frames or {}
+        return tuple(self._empty(number, pages[layer.group], indexes, known.get(layer.group)) for number, layer in enumerate(self.layers))
 
     def bytes_per_page(self, group: str, indexes: tuple[IndexSpec, ...] = ()) -> int:
         """Bytes of one page of a group, in all layers that hold it, indexes included."""
         layers = jax.eval_shape(lambda: [self._empty(number, 1, indexes) for number in self.layers_of(group)])
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
 
+    def bytes_per_frame(self, group: str) -> int:
+        """Bytes of keys and values of one page of a group, in all layers that hold it: what moves between device and host memory."""
+        layers = jax.eval_shape(lambda: [self._empty(number, 1, ()) for number in self.layers_of(group)])
+        pages = [layer.pages for layer in layers if layer is not None and not isinstance(layer, SlotLayer)]
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
+
     def _named(self, name: str) -> GroupSpec:
         return next(group for group in self.groups if group.name == name)
 
-    def _empty(self, number: int, pages: int, indexes: tuple[IndexSpec, ...]) -> LayerCache | None:
+    def _empty(self, number: int, pages: int, indexes: tuple[IndexSpec, ...], frames: FrameCounts | None = None) -> LayerCache | None:
         group = self.group_of(number)
-        return self.layers[number].empty(pages, group.page_size, indexes if group.window is None else ())
+        return self.layers[number].empty(pages, group.page_size, indexes if group.window is None else (), frames)

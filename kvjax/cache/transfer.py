@@ -89,8 +89,8 @@ def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int] | In
     pool.check()
     layers = tuple(pool.layers[number] for number in _holding(spec, group))
     found: list[Block] = []
-    for piece in _pieces(ids, 0):
-        found += _pack(layers, piece)
+    for piece, frames in zip(_pieces(ids, 0), _pieces(pool.frames_of(group, ids), 0), strict=True):
+        found += _pack(layers, piece, frames)
     return found[: len(ids)]
 
 
@@ -108,17 +108,20 @@ def write_blocks(
 
     blocks: in any memory. opened: whether the last page is open.
     """
+    pool.bind({group: ids})
     (device,) = first_array(pool.layers).devices()
     numbers = _holding(spec, group)
     nowhere = len(next(iter(stored_arrays(pool.layers[numbers[0]]).values())))
     kinds = {"numbers": numbers, "indexes": indexes, "shapes": _arrays_of(spec, numbers)}
     sealed = np.array(ids, np.int32)
     sealed[len(ids) - opened :] = nowhere
-    for place, (piece, closed) in enumerate(zip(_pieces(ids, nowhere), _pieces(sealed, nowhere), strict=True)):
+    rows = (_pieces(each, nowhere) for each in (ids, pool.frames_of(group, ids), sealed))
+    for place, pieces in enumerate(zip(*rows, strict=True)):
+        piece = pieces[0]
         given = tuple(blocks[place * PIECE : (place + 1) * PIECE])
         given = tuple(jax.device_put(given, jax.sharding.SingleDeviceSharding(device)))
         given += given[-1:] * (len(piece) - len(given))  # of pages that are nowhere
-        pool.run(_unpack, pool.layers, piece, closed, given, **kinds)
+        pool.run(_unpack, pool.layers, *pieces, given, **kinds)
 
 
 def _pieces(ids: Sequence[int] | Int[np.ndarray, " n"], fill: int) -> Iterator[Int[np.ndarray, " n"]]:
@@ -139,6 +142,7 @@ Shapes = tuple[tuple[str, tuple[int, ...], str], ...]
 """Of the arrays of a block, in order: name, shape and dtype."""
 
 
+@functools.lru_cache(maxsize=256)  # to find shapes takes a millisecond for each layer
 def _arrays_of(spec: CacheSpec, numbers: tuple[int, ...]) -> Shapes:
     kinds = [stored_shapes(spec, number, 1) for number in numbers]
     return tuple((name, each.shape[1:], each.dtype.name) for layer in kinds for name, each in sorted(layer.items()))
@@ -149,9 +153,14 @@ def _size(array: tuple[str, tuple[int, ...], str]) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
+def _places(layer: LayerCache, name: str, ids: Int[Array, " n"], frames: Int[Array, " n"]) -> Int[Array, " n"]:
+    """Where an array of a layer has pages: keys and values lie in frames, everything else is found by page id."""
+    return frames if name in ("k", "v") and not isinstance(layer, SlotLayer) else ids
+
+
 @jax.jit
-def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"]) -> tuple[Block, ...]:
-    parts = [x[ids] for layer in layers for _, x in sorted(stored_arrays(layer).items())]
+def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"], frames: Int[Array, " n"]) -> tuple[Block, ...]:
+    parts = [x[_places(layer, name, ids, frames)] for layer in layers for name, x in sorted(stored_arrays(layer).items())]
     rows = jnp.concatenate([lax.bitcast_convert_type(part, jnp.uint8).reshape(len(ids), -1) for part in parts], axis=1)
     return tuple(rows[place] for place in range(len(ids)))
 
@@ -160,6 +169,7 @@ def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"]) -> tuple[Block,
 def _unpack(
     layers: tuple[LayerCache, ...],
     ids: Int[Array, " n"],
+    frames: Int[Array, " n"],
     sealed: Int[Array, " n"],
     blocks: tuple[Block, ...],
     *,
@@ -167,8 +177,8 @@ def _unpack(
     indexes: tuple[IndexSpec, ...],
     shapes: Shapes,
 ) -> tuple[LayerCache, ...]:
-    """`layers` with the blocks written to the pages `ids` of the layers `numbers`, and the indexes of the `sealed` ones built. Ids past the
-    pool are skipped. A layer builds those of `indexes` that it has. DONATES layers."""
+    """`layers` with the blocks written to the pages `ids`, which lie in `frames`, of the layers `numbers`, and the indexes of the `sealed`
+    ones built. Ids past the pool are skipped. A layer builds those of `indexes` that it has. DONATES layers."""
     rows, parts, start = jnp.stack(blocks), [], 0
     for array in shapes:
         name, shape, dtype = array
@@ -181,12 +191,12 @@ def _unpack(
         layer, own = layers[number], stored_arrays(layers[number])
         values = dict(parts[place : place + len(own)])
         place += len(own)
-        put = {name: x.at[ids].set(values[name], mode="drop") for name, x in own.items()}
+        put = {name: x.at[_places(layer, name, ids, frames)].set(values[name], mode="drop") for name, x in own.items()}
         if isinstance(layer, SlotLayer):
             filled[number] = layer.replace(**put)
         elif isinstance(layer, LatentPages):
             filled[number] = LatentPages(layer.pages.replace(k=put.pop("k")), put)
         else:
             kinds = tuple(spec for spec in indexes if spec.name in layer.index)
-            filled[number] = PagedKV(layer.pages.replace(**put), seal(layer.index, put["k"], sealed, kinds))
+            filled[number] = PagedKV(layer.pages.replace(**put), seal(layer.index, values["k"], sealed, kinds))
     return tuple(filled)

@@ -12,7 +12,10 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from kvjax.cache import spanning
+from kvjax.cache.hot import HotTiles
 from kvjax.cache.residency import Residency
+from kvjax.cache.spanning import FrameCounts
 from pallas_kernels.indexer_scores.api import FP8
 from pallas_kernels.page_index import INDEX_ROWS
 from pallas_kernels.pages import CODES, Pages
@@ -113,7 +116,7 @@ class Cache:
     layers: one entry per layer, no stacked axis, so that updates stay in place; None for a layer that reads another's pages. page_tables:
     per layer group, logical page -> page id, -1 where there is none. lengths: tokens written; includes the current ones when attention
     reads it. spec: describes `layers`. residency: where pages lie, by layer group; in groups that it does not name, a page's frame is its
-    id.
+    id. hot: the layers' hot buffers, or none.
     """
 
     layers: tuple[LayerCache | None, ...]
@@ -121,6 +124,7 @@ class Cache:
     lengths: Int[Array, "B"]
     spec: CacheSpec = flax.struct.field(pytree_node=False)
     residency: dict[str, Residency] = flax.struct.field(default_factory=dict)
+    hot: tuple[HotTiles | None, ...] = ()
 
     def table_of(self, layer: int) -> Int[Array, "B M"]:
         """The page table of a layer's group."""
@@ -128,21 +132,41 @@ class Cache:
 
 
 def empty_layer(
-    num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: jnp.dtype, indexes: tuple[IndexSpec, ...]
+    num_pages: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+    indexes: tuple[IndexSpec, ...],
+    frames: FrameCounts | None = None,
 ) -> PagedKV:
-    """A layer of zeroed pages: 2 * num_pages * num_kv_heads * page_size * head_dim elements of `dtype`, and the declared indexes."""
+    """A layer of zeroed pages: 2 * num_pages * num_kv_heads * page_size * head_dim elements of `dtype`, and the declared indexes.
+
+    frames: where the pages lie, if some lie in host memory; their indexes do not. None: all on the device.
+    """
     pages = (num_pages, num_kv_heads, page_size, head_dim)
     return PagedKV(
-        pages=Pages(jnp.zeros(pages, dtype), jnp.zeros(pages, dtype)),
+        pages=Pages(_frames(pages, dtype, frames), _frames(pages, dtype, frames)),
         index={spec.name: jnp.zeros(spec.shape(*pages), dtype) for spec in indexes},
     )
 
 
+def _frames(shape: tuple[int, ...], dtype: jnp.dtype, frames: FrameCounts | None) -> Array:
+    return jnp.zeros(shape, dtype) if frames is None else spanning.empty((frames.total, *shape[1:]), dtype, frames.border)
+
+
 def empty_latents(
-    num_pages: int, page_size: int, latent_dim: int, rope_dim: int, index_dim: int, dtype: jnp.dtype, index_dtype: jnp.dtype | None = None
+    num_pages: int,
+    page_size: int,
+    latent_dim: int,
+    rope_dim: int,
+    index_dim: int,
+    dtype: jnp.dtype,
+    index_dtype: jnp.dtype | None = None,
+    frames: FrameCounts | None = None,
 ) -> LatentPages:
     """A layer of zeroed latent pages: num_pages * page_size * (latent_dim + rope_dim) elements of `dtype` and as many times index_dim of
-    `index_dtype` (default `dtype`), with a float32 scale per token where that is float8_e4m3fn.
+    `index_dtype` (default `dtype`), with a float32 scale per token where that is float8_e4m3fn. frames: as in `empty_layer`.
 
     ValueError for a dtype other than float32, bfloat16 and float16, which for the indexer's keys may be float8_e4m3fn too.
     """
@@ -154,5 +178,5 @@ def empty_latents(
     index = {INDEXER: jnp.zeros((num_pages, page_size, index_dim), index_dtype)}
     if index_dtype.name == FP8:
         index[INDEXER_SCALES] = jnp.ones((num_pages, page_size), jnp.float32)
-    latents = jnp.zeros((num_pages, 1, page_size, latent_dim + rope_dim), dtype)
+    latents = _frames((num_pages, 1, page_size, latent_dim + rope_dim), dtype, frames)
     return LatentPages(Pages(latents, value_dim=latent_dim), index)

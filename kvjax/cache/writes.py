@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.types import INDEXER, INDEXER_SCALES, IndexSpec, LatentPages, LayerCache, PagedKV
 from pallas_kernels import dispatch
 from pallas_kernels.append_tokens import append_tokens
+from pallas_kernels.copy_tiles import copy_tiles
 from pallas_kernels.indexer_scores import quantize_keys
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import CODES, physical
@@ -82,10 +83,9 @@ def append_latents(
 
 
 def seal(
-    index: dict[str, Float[Array, "N K nb R D"]], k_pages: Float[Array, "N K P D"], pages: Int[Array, " n"], indexes: tuple[IndexSpec, ...]
+    index: dict[str, Float[Array, "N K nb R D"]], keys: Float[Array, "n K P D"], pages: Int[Array, " n"], indexes: tuple[IndexSpec, ...]
 ) -> dict[str, Float[Array, "N K nb R D"]]:
-    """Build the indexes of `pages` (physical; numbers outside the pool are skipped) from their keys."""
-    keys = k_pages.at[pages].get(mode="fill", fill_value=0)
+    """Build the indexes of `pages` (ids; numbers outside the pool are skipped) from their keys."""
     built = dict(index)
     for spec in indexes:
         rows = page_index(keys, kind=spec.kind, block_size=spec.block_size)
@@ -93,12 +93,46 @@ def seal(
     return built
 
 
+Places = tuple[Int[Array, ""], ...]
+"""A page of each layer: its id, or its frame."""
+
+
 @functools.partial(jax.jit, donate_argnames="layers")
 def copy_page(
-    layers: tuple[LayerCache | None, ...], sources: tuple[Int[Array, ""], ...], targets: tuple[Int[Array, ""], ...]
+    layers: tuple[LayerCache | None, ...],
+    sources: Places,
+    targets: Places,
+    source_frames: Places | None = None,
+    target_frames: Places | None = None,
 ) -> tuple[LayerCache | None, ...]:
-    """Every layer that has pages with its page `sources[layer]` copied to page `targets[layer]`, indexes included. DONATES layers."""
-    copied = []
-    for layer, source, target in zip(layers, sources, targets, strict=True):
-        copied.append(jax.tree.map(lambda array, source=source, target=target: array.at[target].set(array[source]), layer))
-    return tuple(copied)
+    """Every layer that has pages with its page `sources[layer]` copied to page `targets[layer]`, indexes included. DONATES layers.
+
+    source_frames, target_frames: of these pages; None: their ids.
+    """
+    source_frames, target_frames = source_frames or sources, target_frames or targets
+
+    def copied(tree, source, target):
+        return jax.tree.map(lambda array: array.at[target].set(array[source]), tree)
+
+    result = []
+    for layer, *ids, source, target in zip(layers, sources, targets, source_frames, target_frames, strict=True):
+        if isinstance(layer, PagedKV | LatentPages):
+            layer = type(layer)(copied(layer.pages, source, target), copied(layer.index, *ids))
+        else:
+            layer = copied(layer, *ids)
+        result.append(layer)
+    return tuple(result)
+
+
+@functools.partial(jax.jit, static_argnames="numbers", donate_argnames="layers")
+def move_frames(
+    layers: tuple[LayerCache | None, ...], sources: Int[Array, " n"], targets: Int[Array, " n"], *, numbers: tuple[int, ...]
+) -> tuple[LayerCache | None, ...]:
+    """The layers `numbers` with the keys and values of frames `sources` copied to frames `targets`; targets below 0 are skipped. Rows
+    of indexes stay where they are. DONATES layers."""
+    moved = list(layers)
+    for number in numbers:
+        pages = layers[number].pages
+        every_head = [jnp.broadcast_to(frames[:, None], (len(frames), pages.kv_heads)) for frames in (sources, targets)]
+        moved[number] = layers[number].replace(pages=copy_tiles(pages, *every_head))
+    return tuple(moved)

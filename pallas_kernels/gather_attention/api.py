@@ -34,6 +34,7 @@ def gather_attention(
     lengths: Int[Array, "B"],
     *,
     blocks: Int[Array, "B *T K W"] | None = None,
+    block_frames: Int[Array, "B K W"] | None = None,
     block_size: int | None = None,
     window: tuple[int, int] | None = None,
     sm_scale: float,
@@ -55,6 +56,8 @@ def gather_attention(
             exist or have no frame are not read; `pallas_kernels.pages.missing` counts them. `[B, K, W]` is one list for all T queries.
             `[B, T, K, W]` is one list per query: each query is then a row of its own, which shares the page table and reads its own list.
             None reads every block (dense).
+        block_frames: int32, the frame of each listed block's page, -1 where there is none; the table is then not read. Only with one list
+            for all T queries.
         block_size: tokens per block, divides P (default P). The block LSE has one value per block of this size.
         window: (sink_tokens, window_tokens). Of the listed keys, only those at positions < sink_tokens or > query position - window_tokens
             are attended.
@@ -85,11 +88,17 @@ def gather_attention(
         )
     if blocks is not None and blocks.dtype != jnp.int32:
         raise ValueError(f"blocks must be int32; got {arrays}")
+    if block_frames is not None and (blocks is None or blocks.ndim != 3 or block_frames.shape != blocks.shape):
+        arrays = dispatch.signature(blocks=blocks, block_frames=block_frames)
+        raise ValueError(f"block_frames must have the shape of blocks [B, K, W], one list for all queries; got {arrays}")
+    if block_frames is not None and block_frames.dtype != jnp.int32:
+        raise ValueError(f"block_frames must be int32; got {block_frames.dtype}")
     call = Call(block_size, window, sm_scale, return_block_lse, config)
     signature = f"{arrays} block_size {block_size} window {window}" + (f" value_dim {pages.value_dim}" if pages.v is None else "")
+    signature += "" if block_frames is None else " block_frames"
     if blocks is None or blocks.ndim == 3:
-        return dispatch.run("gather_attention", implementation, signature, call, q, pages, table, lengths, blocks)
+        return dispatch.run("gather_attention", implementation, signature, call, q, pages, table, lengths, blocks, block_frames)
     rows, tables, ends = as_rows(q, table, lengths, 1)
     lists = blocks.reshape(-1, *blocks.shape[2:])
-    results = dispatch.run("gather_attention", implementation, signature, call, rows, pages, tables, ends, lists)
+    results = dispatch.run("gather_attention", implementation, signature, call, rows, pages, tables, ends, lists, None)
     return tuple(x.reshape(batch, num_queries, *x.shape[2:]) for x in results)

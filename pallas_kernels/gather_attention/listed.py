@@ -67,24 +67,30 @@ def scratch(s: Shape, words: dict[str, int]) -> dict:
     return s.scratch() | floats | {name: plgpu.SMEM((n,), jnp.int32) for name, n in words.items()}
 
 
-def copy_list(s: Shape, unit, blocks_ref, table_ref, lengths_ref, table_width: int, scratch) -> None:
-    """By single threads: the list of `blocks` `[B, K, W]` to shared memory, and what `locate` finds."""
+def copy_list(s: Shape, unit, blocks_ref, table_ref, lengths_ref, table_width: int | None, scratch) -> None:
+    """By single threads: the list of `blocks` `[B, K, W]` to shared memory, and what `locate` finds. table_width: None where the table is
+    `block_frames` `[B, K, W]`, the frames of the listed blocks."""
     threads, row = s.warpgroups * 128, unit // s.num_kv_heads
     for start in range(0, s.width, threads):
         i = lanes.thread() + start
         with lanes.when(i < s.width):
             lanes.store_shared(scratch["ids_s"], i, lanes.load_global(blocks_ref, unit * s.width + i))
     lanes.cta_barrier(threads)
-    locate(s, lanes.load_global(lengths_ref, row), table_ref, row, table_width, scratch)
+    length = lanes.load_global(lengths_ref, row)
+    if table_width is None:
+        locate(s, length, table_ref, unit, None, scratch)
+    else:
+        locate(s, length, table_ref, row, table_width, scratch)
 
 
-def locate(s: Shape, length, table_ref, row, table_width: int, scratch) -> None:
+def locate(s: Shape, length, table_ref, row, table_width: int | None, scratch) -> None:
     """By single threads: write to `scratch["pages_s"]` the page of each listed block, -1 where there is none; behind them the row's length.
 
-    row: of the page table. Every tile needs the pages, and reads them faster from shared than from global memory. Nothing past the row is
-    read, whatever the length.
+    row: of the page table, or of the frames of listed blocks where table_width is None. Every tile needs the pages, and reads them faster
+    from shared than from global memory. Nothing past the row is read, whatever the length.
     """
-    threads, in_table = s.warpgroups * 128, lanes.minimum(length, table_width * s.page_size)
+    threads = s.warpgroups * 128
+    in_table = length if table_width is None else lanes.minimum(length, table_width * s.page_size)
     with lanes.when(lanes.thread() == 0):
         lanes.store_shared(scratch["pages_s"], s.width, length)
     for start in range(0, s.width, threads):
@@ -92,7 +98,10 @@ def locate(s: Shape, length, table_ref, row, table_width: int, scratch) -> None:
         with lanes.when(i < s.width):
             token = lanes.load_shared(scratch["ids_s"], i)[0] * s.block_size
             there = (token >= 0) & (token < in_table)
-            page = lanes.load_global(table_ref, row * table_width + lanes.where(there, token, 0) // s.page_size)
+            if table_width is None:
+                page = lanes.load_global(table_ref, row * s.width + i)
+            else:
+                page = lanes.load_global(table_ref, row * table_width + lanes.where(there, token, 0) // s.page_size)
             lanes.store_shared(scratch["pages_s"], i, lanes.where(there, page, -1))
     lanes.cta_barrier(threads)
 
@@ -144,15 +153,16 @@ def launch(s: Shape, kernel, out_type: list, scratch_types, **options):
 
 
 @functools.partial(jax.jit, static_argnames="s")
-def attend_listed(s: Shape, q, pages, table, lengths, blocks):
+def attend_listed(s: Shape, q, pages, table, lengths, blocks, block_frames=None):
     """`attend` as a kernel of its own, over the lists `blocks` `[B, K, W]`; returns out and lse."""
+    table, table_width = (table, table.shape[1]) if block_frames is None else (block_frames, None)
 
     def listed_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, blocks_ref, out_ref, lse_ref, **scratch):
         unit, cta = lax.axis_index("unit"), lax.axis_index("cta")
 
         @lanes.stage(unit=unit)
         def copy(inputs, scratch, unit):
-            copy_list(s, unit, *inputs, table.shape[1], scratch)
+            copy_list(s, unit, *inputs, table_width, scratch)
 
         copy((blocks_ref, table_ref, lengths_ref), {name: scratch[name] for name in list_words(s)})
         attend(s, unit, cta, jnp.int32(s.width), (q_ref, k_ref, v_ref), (out_ref, lse_ref), scratch)

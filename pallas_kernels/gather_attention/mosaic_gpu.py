@@ -57,7 +57,7 @@ class Config:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
 
 
-def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
+def unsupported(call: Call, q, pages, table, lengths, blocks, block_frames=None) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
     if reason := unlike(pages):
         return reason
@@ -74,22 +74,24 @@ def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
         return f"block_size must be 16, 32, 64 or 128, got {call.block_size}"
     if dispatch.has_wgmma():
         return None
+    if block_frames is not None:
+        return "without `wgmma` it finds frames in the page table alone, not in block_frames"
     if call.config is not None and (call.config.tile_tokens or call.config.array_code):
         return "without `wgmma` a config has no tile_tokens and no array_code"
     return turns.unsupported(call, q, pages)
 
 
-def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=None):
+def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=None, *, interpret=None):
     """See `pallas_kernels.gather_attention.gather_attention`. config: a `Config`, or None. interpret: for tests."""
-    reason = unsupported(call, q, pages, table, lengths, blocks)
+    reason = unsupported(call, q, pages, table, lengths, blocks, block_frames)
     if reason:
         raise NotImplementedError(f"gather_attention 'mosaic_gpu': {reason}")
     most = tiles.ROWS if dispatch.has_wgmma() else decode_turns.most_rows(q.shape[3], call.window is not None)
     size = queries_per_tile(q.shape[1], q.shape[2] // pages.kv_heads, most)
     if size < q.shape[1]:
         rows = as_rows(q, table, lengths, size)
-        lists = None if blocks is None else jnp.repeat(blocks, q.shape[1] // size, axis=0)
-        found = gather_attention(call, rows[0], pages, *rows[1:], lists, interpret=interpret)
+        lists = [None if each is None else jnp.repeat(each, q.shape[1] // size, axis=0) for each in (blocks, block_frames)]
+        found = gather_attention(call, rows[0], pages, *rows[1:], *lists, interpret=interpret)
         return tuple(x.reshape(*q.shape[:2], *x.shape[2:]) for x in found)
     if call.config is None and blocks is not None and not call.return_block_lse:
         sizes = {"width": blocks.shape[2], "block_size": call.block_size, "words": {}}
@@ -98,8 +100,9 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=
             if not turns.unsupported_list(q, pages, **sizes):
                 return tuple(turns.attend_listed(turns.list_shape(q, pages, **sizes, **logits), q, pages, table, lengths, blocks))
         elif not listed.unsupported(q, pages, **sizes):
-            return tuple(listed.attend_listed(listed.shape_of(q, pages, **sizes, **logits), q, pages, table, lengths, blocks))
-    return _attend(dataclasses.replace(call, config=call.config or Config()), q, pages, table, lengths, blocks, interpret=interpret)
+            return tuple(listed.attend_listed(listed.shape_of(q, pages, **sizes, **logits), q, pages, table, lengths, blocks, block_frames))
+    arrays = (q, pages, table, lengths, blocks, block_frames)
+    return _attend(dataclasses.replace(call, config=call.config or Config()), *arrays, interpret=interpret)
 
 
 def queries_per_tile(num_queries: int, group: int, most: int = tiles.ROWS) -> int:
@@ -108,14 +111,15 @@ def queries_per_tile(num_queries: int, group: int, most: int = tiles.ROWS) -> in
 
 
 @functools.partial(jax.jit, static_argnames=("call", "interpret"))
-def _attend(call: Call, q, pages, table, lengths, blocks, *, interpret):
+def _attend(call: Call, q, pages, table, lengths, blocks, block_frames, *, interpret):
     if not dispatch.has_wgmma():
         return _attend_turns(call, q, pages, table, lengths, blocks)
     s = _shape(call, q, pages, blocks)
     width = table.shape[1] * s.page_size // s.block_size if blocks is None else blocks.shape[2]
-    launch = _launch(s, width if call.return_block_lse else None, call.config.array_code, interpret)
+    launch = _launch(s, width if call.return_block_lse else None, block_frames is not None, call.config.array_code, interpret)
     queries = tiles.padded_queries(s, q) if call.config.array_code else q
-    out, lse, *block_lse = launch(queries, pages.k, pages.v, table, lengths, *(() if blocks is None else (blocks,)))
+    lists = [each for each in (blocks, block_frames) if each is not None]
+    out, lse, *block_lse = launch(queries, pages.k, pages.v, table, lengths, *lists)
     if call.config.array_code:
         out, lse = merge.merge_attention([out[:, :, i] for i in range(s.splits)], [lse[:, :, i] for i in range(s.splits)])
         out, lse = _heads_last(s, out).astype(q.dtype), _heads_last(s, lse)
@@ -123,14 +127,16 @@ def _attend(call: Call, q, pages, table, lengths, blocks, *, interpret):
         out, lse = split_merge.merge(s, out, lse)
     if not call.return_block_lse:
         return out, lse
-    there = _there(s, width, table, lengths, blocks)
+    there = _there(s, width, table, lengths, blocks, block_frames)
     of_blocks = jnp.where(there[..., None], block_lse[0][:, :, :width], -jnp.inf)
     return out, lse, _heads_last(s, of_blocks.swapaxes(2, 3))
 
 
-def _there(s: tiles.Shape, width: int, table, lengths, blocks):
+def _there(s: tiles.Shape, width: int, table, lengths, blocks, block_frames=None):
     """Which listed blocks have a written key and a frame, `[B, K or 1, W]`."""
     ids = jnp.arange(width, dtype=jnp.int32)[None, None] if blocks is None else blocks
+    if block_frames is not None:
+        return (ids >= 0) & (block_frames >= 0) & (ids * s.block_size < lengths[:, None, None])
     page_ids = jnp.take_along_axis(table[:, None], jnp.clip(ids * s.block_size // s.page_size, 0, table.shape[1] - 1), axis=2)
     there = (ids >= 0) & (ids * s.block_size < table.shape[1] * s.page_size) & (page_ids >= 0)
     return there & (ids * s.block_size < lengths[:, None, None])
@@ -175,8 +181,9 @@ def _heads_last(s: tiles.Shape, x):
     return x.swapaxes(1, 2).reshape(s.batch, s.num_queries, s.num_heads, *x.shape[4:])
 
 
-def _launch(s: tiles.Shape, block_lse_width: int | None, array_code: bool, interpret):
-    """The kernel of the spans, as a function of (queries, k, v, table, lengths, blocks?)."""
+def _launch(s: tiles.Shape, block_lse_width: int | None, framed: bool, array_code: bool, interpret):
+    """The kernel of the spans, as a function of (queries, k, v, table, lengths, blocks?, block_frames?). framed: whether it takes
+    the last."""
     scratch = s.scratch() | {"rows_s": plgpu.SMEM((tiles.ROWS,), jnp.float32)}
     if array_code:
         parts = (s.batch, s.num_kv_heads, s.splits, s.rows)
@@ -191,6 +198,7 @@ def _launch(s: tiles.Shape, block_lse_width: int | None, array_code: bool, inter
 
     def span_kernel(q_ref, k_ref, v_ref, table_ref, lengths_ref, *refs, **scratch):
         blocks_ref, refs = (None, refs) if s.width is None else (refs[0], refs[1:])
+        frames_ref, refs = (refs[0], refs[1:]) if framed else (None, refs)
         out_ref, lse_ref, *block_lse_ref = refs
         split, head, row = (lax.axis_index(name) for name in ("split", "head", "row"))
         length = lengths_ref[row]
@@ -209,7 +217,9 @@ def _launch(s: tiles.Shape, block_lse_width: int | None, array_code: bool, inter
 
         first, count = tiles.span(s, split, tiles.number_of_tiles(s, length))
 
-        def page_of(_, start):
+        def page_of(entry, start):
+            if framed:
+                return frames_ref[row, head, entry]
             return table_ref[row, lax.div(start, jnp.int32(s.page_size))]
 
         place = functools.partial(tiles.places, s, lambda entry: blocks_ref[row, head, entry], page_of, length)

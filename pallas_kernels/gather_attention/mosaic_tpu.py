@@ -103,7 +103,7 @@ def sizes_of(call: Call, q, pages, table, blocks) -> _Sizes:
     )
 
 
-def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
+def unsupported(call: Call, q, pages, table, lengths, blocks, block_frames=None) -> str | None:
     """Why this kernel cannot take this valid input, with the values, or None if it can. Uses only shapes and dtypes.
 
     Raises ValueError for a config that is not a `Config`.
@@ -112,6 +112,8 @@ def unsupported(call: Call, q, pages, table, lengths, blocks) -> str | None:
     arrays = dispatch.signature(q=q, **pages.arrays, table=table, blocks=blocks)
     if reason := unlike(pages):
         return reason
+    if block_frames is not None:
+        return f"it finds frames in the page table alone, not in block_frames; got {arrays}"
     if "float16" in (q.dtype.name, pages.k_format.codes):
         return f"TPUs do not compute in float16, only in bfloat16 and float32; got {arrays}"
     if q.shape[3] % LANES:
@@ -147,14 +149,14 @@ def vmem_bytes_of_rows(sizes: _Sizes, q, return_block_lse: bool) -> int:
     return moved + 2 * sizes.rows * sizes.lse_groups * LANES * 4 * return_block_lse
 
 
-def gather_attention(call: Call, q, pages, table, lengths, blocks, *, interpret=False) -> tuple[jax.Array, ...]:
+def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=None, *, interpret=False) -> tuple[jax.Array, ...]:
     """See `pallas_kernels.gather_attention.gather_attention`. config: a `Config`, or None for `Config()`.
 
     interpret: False, or `pltpu.InterpretParams(...)` to run on a CPU; for tests.
 
     Raises NotImplementedError, with the sentence of `unsupported`, for input that this kernel cannot take; ValueError for another config.
     """
-    reason = unsupported(call, q, pages, table, lengths, blocks)
+    reason = unsupported(call, q, pages, table, lengths, blocks, block_frames)
     if reason is not None:
         raise NotImplementedError(f"implementation 'mosaic_tpu' of gather_attention: {reason}")
     sizes = sizes_of(call, q, pages, table, blocks)

@@ -14,14 +14,14 @@ from pallas_kernels.gather_attention.api import Call
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def gather_attention(call: Call, q, pages, table, lengths, blocks):
+def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=None):
     """See `pallas_kernels.gather_attention.gather_attention`; takes no config."""
     window, block_size, sm_scale = call.window, call.block_size, call.sm_scale
     page_size, num_queries, num_heads, num_kv_heads = pages.page_size, q.shape[1], q.shape[2], pages.kv_heads
 
-    def of_head(q, kv_head, listed, table, length):  # q [T, D]
+    def of_head(q, kv_head, listed, frames, table, length):  # q [T, D]
         pos = listed[:, None] * block_size + jnp.arange(block_size)
-        page = table[jnp.clip(pos // page_size, 0, table.size - 1)]
+        page = table[jnp.clip(pos // page_size, 0, table.size - 1)] if block_frames is None else frames[:, None]
         there = (listed >= 0)[:, None] & (page >= 0) & (pos < length)
         read = (pool[page, kv_head, pos % page_size].astype(jnp.float32) for pool in (pages.k, pages.values))
         keys, values = (jnp.where(there[..., None], x, 0) for x in read)
@@ -39,7 +39,8 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks):
     if blocks is None:
         blocks = jnp.tile(jnp.arange(table.shape[1] * page_size // block_size), (q.shape[0], num_kv_heads, 1))
     group = num_heads // num_kv_heads
-    of_heads = jax.vmap(of_head, in_axes=(1, 0, 0, None, None), out_axes=1)
-    of_rows = jax.vmap(of_heads, in_axes=(0, None, 0, 0, 0))
-    results = of_rows(q, jnp.arange(num_heads) // group, jnp.repeat(blocks, group, axis=1), table, lengths)
+    of_heads = jax.vmap(of_head, in_axes=(1, 0, 0, 0, None, None), out_axes=1)
+    of_rows = jax.vmap(of_heads, in_axes=(0, None, 0, 0, 0, 0))
+    lists, frames = (jnp.repeat(each, group, axis=1) for each in (blocks, blocks if block_frames is None else block_frames))
+    results = of_rows(q, jnp.arange(num_heads) // group, lists, frames, table, lengths)
     return results if call.return_block_lse else results[:2]

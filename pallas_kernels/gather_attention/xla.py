@@ -35,27 +35,27 @@ class Config:
                 raise ValueError(f"{name} must be a positive int, got {getattr(self, name)!r}")
 
 
-def gather_attention(call: Call, q, pages, table, lengths, blocks):
+def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=None):
     """See `pallas_kernels.gather_attention.gather_attention`. config: a `Config`; None: tiles that fit a CPU's caches, and on other devices
     all rows together, in tiles as large as `tiles.MEMORY` allows."""
     if call.config is None and tiles.on_cpu():
         call = dataclasses.replace(call, config=Config())
-    return _attend(call, q, pages, table, lengths, blocks)
+    return _attend(call, q, pages, table, lengths, blocks, block_frames)
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def _attend(call: Call, q, pages, table, lengths, blocks):
+def _attend(call: Call, q, pages, table, lengths, blocks, block_frames):
     block_size, num_kv_heads, page_size = call.block_size, pages.kv_heads, pages.page_size
     width = table.shape[1] * (page_size // block_size) if blocks is None else blocks.shape[2]
     cut, rows = _cut(call, q, pages, width, listed=blocks is not None)
 
     def row(args):
-        q, table, length, ids = args
+        q, table, length, ids, frames = args
         num_queries, num_heads, head_dim = q.shape
         q = q.reshape(num_queries, num_kv_heads, -1, head_dim).swapaxes(0, 1).reshape(num_kv_heads, -1, head_dim)
         query_pos = length - num_queries + jnp.arange(num_queries, dtype=jnp.int32)
         query_pos = jnp.repeat(query_pos, num_heads // num_kv_heads)
-        ids, frames = _list(ids, table, length, num_kv_heads, page_size, block_size, cut.width)
+        ids, frames = _list(ids, frames, table, length, num_kv_heads, page_size, block_size, cut.width)
         used = jnp.max(jnp.where(ids >= 0, jnp.arange(ids.shape[1], dtype=jnp.int32) + 1, 0))
 
         def fold(start, size, carry):
@@ -78,7 +78,7 @@ def _attend(call: Call, q, pages, table, lengths, blocks):
         heads_last = (x.reshape(num_kv_heads, num_queries, -1, *x.shape[2:]).swapaxes(0, 1) for x in found)
         return tuple(x.reshape(num_queries, num_heads, *x.shape[3:]) for x in heads_last)
 
-    out, lse, *block_lse = jax.lax.map(row, (q, table, lengths, blocks), batch_size=math.gcd(q.shape[0], rows))
+    out, lse, *block_lse = jax.lax.map(row, (q, table, lengths, blocks, block_frames), batch_size=math.gcd(q.shape[0], rows))
     return (out, lse, *(x[..., :width] for x in block_lse))
 
 
@@ -100,16 +100,24 @@ def _cut(call: Call, q: Array, pages: Pages, width: int, *, listed: bool) -> tup
 
 
 def _list(
-    ids: Int[Array, "K W"] | None, table: Int[Array, "M"], length: Array, num_kv_heads: int, page_size: int, block_size: int, width: int
+    ids: Int[Array, "K W"] | None,
+    frames: Int[Array, "K W"] | None,
+    table: Int[Array, "M"],
+    length: Array,
+    num_kv_heads: int,
+    page_size: int,
+    block_size: int,
+    width: int,
 ) -> tuple[Array, Array]:
-    """Block ids to walk through and the frames of their pages, `[K, width]`.
+    """Block ids to walk through and the frames of their pages, `[K, width]`. frames: of the ids; None: as the table says.
 
     Both are -1 where the block does not exist, has no page, or has no written token.
     """
     per_page = page_size // block_size
     if ids is None:
         ids = jnp.broadcast_to(jnp.arange(table.shape[0] * per_page, dtype=jnp.int32), (num_kv_heads, table.shape[0] * per_page))
-    frames = table.at[jnp.maximum(ids, 0) // per_page].get(mode="fill", fill_value=-1)
+    if frames is None:
+        frames = table.at[jnp.maximum(ids, 0) // per_page].get(mode="fill", fill_value=-1)
     there = (ids >= 0) & (frames >= 0) & (ids * block_size < length)
     padding = ((0, 0), (0, width - ids.shape[1]))
     return tuple(jnp.pad(jnp.where(there, x, -1), padding, constant_values=-1) for x in (ids, frames))

@@ -18,6 +18,7 @@ from kvjax.model import ModelConfig, uniform_config
 from kvjax.models import CausalLM
 from kvjax.models.decoder import TransformerDecoder
 from kvjax.plans import Chunk, Decoded, Prefilled, StepPlan, StepResult
+from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.decode import random_params
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
@@ -47,6 +48,19 @@ class HollowEngine(Engine):
             before, after = self._pool.layers[:number], self._pool.layers[number + 1 :]
             key = jax.random.fold_in(jax.random.key(seed), number)
             self._pool.run(_filled, self._pool.layers[number], key, kept=functools.partial(_between, before, after))
+
+    def hollow_sequence(self, tokens: int) -> CachedSequence:
+        """A sequence of so many tokens without prefill: its pages hold whatever they hold."""
+        sequence = self.new_sequence()
+        self.reserve([sequence], tokens)
+        self._pool.bind(self._groups.written(sequence, 0, tokens))
+        sequence.tokens, sequence.length = [0] * tokens, tokens
+        return sequence
+
+    @property
+    def host_pages(self) -> int:
+        """Pages of running sequences in host memory."""
+        return sum(frames.on_host for frames in self._pool.frames.values())
 
     def step(self, plan: StepPlan) -> StepResult:
         """As `Engine.step`, but chunks at the hollow beginning of a prompt only add to the sequence's tokens and length."""
@@ -94,8 +108,8 @@ class PassingDecoder(TransformerDecoder):
 
     def hidden(self, params: Any, tokens: jax.Array, positions: jax.Array, mix: Any, state: Any) -> tuple[jax.Array, Any]:
         """The embeddings, and an unchanged state with no list for any layer."""
-        layers, states, *_ = state
-        return self.embed(params, tokens), (layers, states, (None,) * len(layers))
+        layers, states, _, *rest = state
+        return self.embed(params, tokens), (layers, states, (None,) * len(layers), *rest)
 
 
 @functools.lru_cache(maxsize=1)
@@ -141,11 +155,20 @@ def _between(before: tuple, after: tuple, made: PagedKV) -> tuple[tuple, jax.Arr
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _filled(layer: PagedKV, key: jax.Array) -> PagedKV:
-    """A layer with random pages and indexes made of them, of the same kinds as before. DONATES layer."""
-    shape, dtype = layer.pages.k.shape, layer.pages.k.dtype
-    k, v = (jax.random.normal(each, shape, dtype) for each in jax.random.split(key))
-    index = {}
-    for name, rows in layer.index.items():
-        kind = name.rstrip("0123456789")
-        index[name] = page_index(k, kind=kind, block_size=int(name.removeprefix(kind))).astype(rows.dtype)
-    return PagedKV(Pages(k, v), index)
+    """A layer with random pages and indexes made of them, of the same kinds as before. A few pages at a time, in place. DONATES layer."""
+    total = layer.pages.num_pages
+    piece = next(size for size in (64, 32, 16, 8, 4, 2, 1) if size <= total)
+
+    def fill(number, layer: PagedKV) -> PagedKV:
+        first = jnp.minimum(number * piece, total - piece)
+        shape, dtype = (piece, *layer.pages.k.shape[1:]), layer.pages.k.dtype
+        k, v = (jax.random.normal(each, shape, dtype) for each in jax.random.split(jax.random.fold_in(key, number)))
+        index = {}
+        for name, rows in layer.index.items():
+            kind = name.rstrip("0123456789")
+            made = page_index(k, kind=kind, block_size=int(name.removeprefix(kind))).astype(rows.dtype)
+            index[name] = jax.lax.dynamic_update_slice_in_dim(rows, made, first, axis=0)
+        put = [jax.lax.dynamic_update_slice_in_dim(pool, new, first, axis=0) for pool, new in ((layer.pages.k, k), (layer.pages.v, v))]
+        return PagedKV(Pages(*put), index)
+
+    return jax.lax.fori_loop(0, -(-total // piece), fill, layer)

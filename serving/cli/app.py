@@ -36,6 +36,7 @@ from kvjax.serving.cli.options import (
     PageSizeOption,
     PagesOption,
     PolicyOption,
+    PoolHostMemoryOption,
     PrefillOption,
     ReuseAnyOption,
     ReuseOption,
@@ -135,6 +136,7 @@ def batch_command(
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
     device_memory: DeviceMemoryOption = None,
+    pool_host_memory: PoolHostMemoryOption = None,
     reuse: ReuseOption = False,
     reuse_any: ReuseAnyOption = False,
     host_memory: HostMemoryOption = None,
@@ -166,7 +168,8 @@ def batch_command(
     if pages is None and device_memory is None:
         needed = pages_of_job(source, defaults, loaded, max_batch, page_size)
         pages = max(1, min(needed, _plan_beside_weights(loaded, policy, page_size).pages_that_fit))
-    sizes = {"pages": pages, "device_bytes": device_memory, "page_size": page_size, "prefill_chunk": prefill_chunk}
+    sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory}
+    sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk}
     with named_as_options():
         engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes, **kept)
     policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
@@ -291,14 +294,17 @@ def plan_command(
         float | None,
         typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False, **number(above=0, most=2**30)),
     ] = None,
-    host_memory: Annotated[int | None, typer.Option(help="Host memory for pages, as 64GB.", show_default=False, **byte_count())] = None,
-    disk_size: Annotated[int | None, typer.Option(help="Disk for pages, as 200GB.", show_default=False, **byte_count())] = None,
+    pool_host_memory: PoolHostMemoryOption = None,
+    host_memory: Annotated[
+        int | None, typer.Option(help="Host memory for kept pages, as 64GB.", show_default=False, **byte_count())
+    ] = None,
+    disk_size: Annotated[int | None, typer.Option(help="Disk for kept pages, as 200GB.", show_default=False, **byte_count())] = None,
 ) -> None:
     """Print the memory of weights and cache, and how many pages fit. Reads only the model's configuration."""
 
     from kvjax.cache.transfer import block_bytes
     from kvjax.declared import own_policies
-    from kvjax.memory import memory_plan
+    from kvjax.memory import memory_plan, pool_size
     from kvjax.models.loading import read_config
     from kvjax.policies.choice import ChoosesDecode
     from kvjax.policies.decode import parse
@@ -314,6 +320,11 @@ def plan_command(
     chosen, spec = own_policies(config)[0] if chosen is None else chosen, config.cache_spec(page_size)
     plan = memory_plan(config, page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
     typer.echo(f"{model} in {config.compute_dtype}, {chosen.describe()}\n{plan}")
+    if pool_host_memory is not None:
+        with named_as_options():
+            device, host = pool_size(plan, config, None, max(1, plan.available_bytes - plan.weights_bytes), pool_host_memory)
+        more = f"{(device + host) * page_size:,} tokens, with {device:,} pages beside their indexes on the device"
+        typer.echo(f"pool's host pages    {host:>12,}  ({more})")
     for name, size in (("host", host_memory), ("disk", disk_size)):
         if size is not None:
             count = size // sum(block_bytes(spec, group.name) for group in spec.groups)

@@ -143,6 +143,16 @@ DeviceMemoryOption = Annotated[
     int | None,
     typer.Option("--device-memory", help="Size of the pool on the device, as 8GB; instead of --pages.", show_default=False, **byte_count()),
 ]
+PoolHostMemoryOption = Annotated[
+    int | None,
+    typer.Option(
+        "--pool-host-memory",
+        help="Host memory for pages of running sequences that the device has no room for, as 56GB. Answers do not change; steps read there "
+        "what the policy lists, over the bus.",
+        show_default=False,
+        **byte_count(),
+    ),
+]
 HostMemoryOption = Annotated[
     int | None,
     typer.Option(
@@ -216,6 +226,7 @@ OPTION_OF = {
     "page_size": "--page-size",
     "prefill_chunk": "--prefill-chunk",
     "device_bytes": "--device-memory",
+    "pool_host_bytes": "--pool-host-memory",
     "host_bytes": "--host-memory",
     "disk_bytes": "--disk-size",
     "batch_buckets": "--max-batch",

@@ -55,6 +55,8 @@ class SelectContext:
     indexer: IndexerQuery | None = None
     moved: Int[Array, "B M"] | None = None
     """Frames, where they are not the page ids."""
+    border: int | None = flax.struct.field(pytree_node=False, default=None)
+    """The first frame in host memory; None where all lie on the device."""
 
     @property
     def frames(self) -> Int[Array, "B M"]:

@@ -1,0 +1,95 @@
+"""Where the pages of a layer group lie: in frames of device memory, or in frames of host memory, which kernels read in place.
+
+A page gets a frame when it is first written, on the device. When the device has none left, the page that has been there longest moves to
+host memory. A page's id stays the same for its life; only its frame changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.cache.spanning import FrameCounts
+
+
+class Frames:
+    """The frames of one layer group, on the host.
+
+    frame_of: by page id, -1 for a page without a frame. changed: whether that has changed since the
+    caller last set this to False. moved: pages that moved to host memory so far.
+    """
+
+    def __init__(self, counts: FrameCounts):
+        self.counts, self.moved = counts, 0
+        self.frame_of = np.full(counts.device + counts.host, -1, np.int32)
+        self.changed = True
+        self._free_device = list(range(counts.device - 1, -1, -1))
+        self._free_host = list(range(counts.total - 1, counts.border - 1, -1))
+        self._bound: list[int] = []
+        self._there: dict[int, None] = {}  # pages on the device, those that have been there longest first
+        self._moves: dict[int, tuple[int, int]] = {}  # by page: its frame before, and the one that its bytes have to be copied to
+
+    @property
+    def on_device(self) -> int:
+        """Pages in frames of the device."""
+        return len(self._there)
+
+    @property
+    def on_host(self) -> int:
+        """Pages in frames of host memory."""
+        return self.counts.host - len(self._free_host)
+
+    def bind(self, pages: Sequence[int]) -> None:
+        """Give each of these pages that has no frame one, on the device if possible. Other pages may have to move: see `take_moves`."""
+        new = [page for page in pages if page >= 0 and self.frame_of[page] < 0]
+        kept = set(pages) if new else set()
+        for page in new:
+            if not self._free_device and self._free_host:
+                self._move_out(kept)
+            on_device = bool(self._free_device)
+            self.frame_of[page] = (self._free_device if on_device else self._free_host).pop()
+            if on_device:
+                self._there[page] = None
+            self.changed = True
+        self._bound += new
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Nobody needs the content of these pages any more: their frames are free."""
+        for page in pages:
+            frame = int(self.frame_of[page])
+            if frame < 0:
+                continue
+            self._moves.pop(page, None)
+            self._there.pop(page, None)
+            (self._free_device if frame < self.counts.device else self._free_host).append(frame)
+            self.frame_of[page], self.changed = -1, True
+
+    def take_moves(self) -> Int[np.ndarray, "n 2"]:
+        """Frames whose bytes have to be copied, from and to, before anything is written to a page that was bound since the last call. No
+        frame is written to twice, or read after it was written to."""
+        moves, self._moves = np.array(list(self._moves.values()), np.int32).reshape(-1, 2), {}
+        return moves
+
+    def take_bound(self) -> list[int]:
+        """Pages that got a frame since the last call: what they held before is gone."""
+        bound, self._bound = self._bound, []
+        return bound
+
+    @property
+    def moving(self) -> bool:
+        """Whether `take_moves` has any."""
+        return bool(self._moves)
+
+    def _move_out(self, kept: set[int]) -> None:
+        """Move the page that has been on the device longest to host memory; none if all of them are among `kept`."""
+        page = next((page for page in self._there if page not in kept), None)
+        if page is None:
+            return
+        before, after = int(self.frame_of[page]), self._free_host.pop()
+        del self._there[page]
+        self._free_device.append(before)
+        self._moves[page] = (before, after)
+        self.frame_of[page] = after
+        self.moved += 1

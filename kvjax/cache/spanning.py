@@ -1,0 +1,259 @@
+"""Arrays whose first rows lie in device memory and whose other rows lie in host memory, at consecutive addresses.
+
+A program reads and writes such an array as any other of its device: kernels reach the host's rows over the bus. JAX has no public way to
+make one. So on NVIDIA GPUs this file reserves a range of addresses with CUDA's driver, maps memory of both kinds into it, and hands it to
+JAX through DLPack. That a donated array of this kind is updated in place, and not copied, is checked before the first one is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.dlpack
+import jax.numpy as jnp
+from jaxtyping import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class FrameCounts:
+    """Frames of a layer group, in this order: on the device; there too, for copies of the host's tiles (`kvjax.cache.hot`); in host memory.
+    There are as many pages as frames of the first and the last kind."""
+
+    device: int
+    hot: int
+    host: int
+
+    @property
+    def border(self) -> int:
+        """The first frame in host memory."""
+        return self.device + self.hot
+
+    @property
+    def total(self) -> int:
+        """All frames."""
+        return self.border + self.host
+
+
+ON_DEVICE, ON_HOST = 1, 3
+"""Kinds of places of CUDA memory: a device, a host's NUMA node."""
+DEVICE_VMM, HOST_NUMA_ID = 102, 134
+"""Numbers of CUDA's device attributes: whether memory can be mapped to reserved addresses; the NUMA node next to the device."""
+CUDA_OUT_OF_MEMORY = 2
+PIECE = 1 << 30
+"""Bytes that are mapped at a time."""
+DLPACK_CUDA = 2
+DLPACK_FLOAT, DLPACK_BFLOAT = 2, 4
+
+
+def empty(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
+    """An array whose rows from `device_rows` on lie in host memory. It may hold anything.
+
+    On a CPU it is one plain array of zeros, since there both kinds of memory are the same. The border between both memories is rounded up
+    to whole pieces of 2 MB of device memory. The memory is given back when JAX has no use for the array any more.
+
+    Raises:
+        NotImplementedError: for devices other than CPUs and NVIDIA GPUs, and where donated arrays of this kind are copied.
+        MemoryError: if host or device memory does not suffice.
+    """
+    platform = jax.devices()[0].platform
+    if platform == "cpu" or device_rows >= shape[0]:
+        return jnp.zeros(shape, dtype)
+    if platform != "gpu" or "cuda" not in jax.devices()[0].client.platform_version.lower():
+        raise NotImplementedError(
+            f"pages in host memory are read in place on CPUs and NVIDIA GPUs, not on {platform}: give no pool_host_bytes"
+        )
+    _check_donation()
+    return _mapped(shape, jnp.dtype(dtype), device_rows)
+
+
+@functools.cache
+def _check_donation() -> None:
+    """NotImplementedError if a program copies a donated array of this kind."""
+    array = _mapped((2, 1 << 20), jnp.dtype("float32"), 1)
+    before = array.unsafe_buffer_pointer()
+    update = jax.jit(lambda x: x.at[:, 0].set(jnp.arange(2, dtype=x.dtype)), donate_argnums=0)
+    after = update(array)
+    if after.unsafe_buffer_pointer() != before or after[:, 0].tolist() != [0, 1]:
+        raise NotImplementedError(
+            f"JAX {jax.__version__} copies a donated array that spans device and host memory: give no pool_host_bytes"
+        )
+
+
+def _mapped(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
+    """An array over a new range of addresses."""
+    row = math.prod(shape[1:]) * dtype.itemsize
+    memory = _Range(device_rows * row, (shape[0] - device_rows) * row)
+    return jax.dlpack.from_dlpack(_Exported(memory, shape, dtype))
+
+
+class _Place(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int), ("number", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp. kind 1: pinned."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("handles", ctypes.c_int),
+        ("place", _Place),
+        ("unused", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc. flags 3: read and write."""
+
+    _fields_ = (("place", _Place), ("flags", ctypes.c_int))
+
+
+@functools.cache
+def _cuda() -> ctypes.CDLL:
+    """CUDA's driver. NotImplementedError if the device cannot map memory to reserved addresses."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    if not _attribute(driver, DEVICE_VMM):
+        raise NotImplementedError("this GPU's driver maps no memory to reserved addresses: give no pool_host_bytes")
+    return driver
+
+
+def _attribute(driver: ctypes.CDLL, number: int) -> int:
+    found = ctypes.c_int()
+    _check(driver, driver.cuDeviceGetAttribute(ctypes.byref(found), number, 0), "cuDeviceGetAttribute")
+    return found.value
+
+
+def _check(driver: ctypes.CDLL, code: int, call: str, memory: str = "") -> None:
+    if code == CUDA_OUT_OF_MEMORY and memory:
+        raise MemoryError(f"{memory} does not suffice")
+    if code:
+        name = ctypes.c_char_p()
+        driver.cuGetErrorName(code, ctypes.byref(name))
+        raise RuntimeError(f"CUDA's {call} failed: {(name.value or str(code).encode()).decode()}")
+
+
+class _Range:
+    """Consecutive addresses over `device_bytes` of device memory, rounded up to whole pieces, and `host_bytes` of host memory."""
+
+    def __init__(self, device_bytes: int, host_bytes: int):
+        self._driver, self._number = _cuda(), ctypes.c_ulonglong(0)
+        driver = self._driver
+        device = _Properties(kind=1, place=_Place(ON_DEVICE, 0))
+        host = _Properties(kind=1, place=_Place(ON_HOST, max(_attribute(driver, HOST_NUMA_ID), 0)))
+        grain = math.lcm(self._grain(device), self._grain(host))
+        first = -(-device_bytes // grain) * grain
+        self.bytes = -(-(device_bytes + host_bytes) // grain) * grain
+        address = ctypes.c_ulonglong()
+        self._call("cuMemAddressReserve", ctypes.byref(address), _size(self.bytes), _size(0), ctypes.c_ulonglong(0), ctypes.c_ulonglong(0))
+        self.address, self._mapped = address.value, 0
+        try:
+            advice = "JAX holds most of it: set XLA_PYTHON_CLIENT_MEM_FRACTION to less before JAX starts, or give less device_bytes; it"
+            self._map(device, first, f"device memory for {device_bytes:,} bytes of pages beside what JAX holds ({advice})")
+            self._map(host, self.bytes - first, f"host memory for {host_bytes:,} bytes of pages (give less pool_host_bytes); it")
+            access = _Access(_Place(ON_DEVICE, 0), 3)
+            self._call("cuMemSetAccess", ctypes.c_ulonglong(self.address), _size(self.bytes), ctypes.byref(access), _size(1))
+        except BaseException:
+            self.free()
+            raise
+
+    def _call(self, name: str, *args, memory: str = "") -> None:
+        _check(self._driver, getattr(self._driver, name)(*args), name, memory)
+
+    def _grain(self, properties: _Properties) -> int:
+        found = ctypes.c_size_t()
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(found), ctypes.byref(properties), 0)
+        return found.value
+
+    def _map(self, properties: _Properties, count: int, memory: str) -> None:
+        """Map `count` bytes of new memory after what is mapped."""
+        while count > 0:
+            piece, handle = min(count, PIECE), ctypes.c_ulonglong()
+            self._call("cuMemCreate", ctypes.byref(handle), _size(piece), ctypes.byref(properties), ctypes.c_ulonglong(0), memory=memory)
+            place = ctypes.c_ulonglong(self.address + self._mapped)
+            try:
+                self._call("cuMemMap", place, _size(piece), _size(0), handle, ctypes.c_ulonglong(0))
+            finally:
+                self._driver.cuMemRelease(handle)  # the mapping keeps it
+            self._mapped += piece
+            count -= piece
+
+    def free(self) -> None:
+        """Give the memory and the addresses back."""
+        number = type(self._number)
+        if self._mapped:
+            self._driver.cuMemUnmap(number(self.address), number(self._mapped))
+        self._driver.cuMemAddressFree(number(self.address), number(self.bytes))
+
+
+_size = ctypes.c_size_t
+
+
+class _Tensor(ctypes.Structure):
+    """DLManagedTensor of DLPack, with the parts of DLTensor in order."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+_exported: dict[int, _Exported] = {}
+"""Arrays that JAX still uses, by the address of their `_Tensor`."""
+
+
+def _make_deleter():
+    exported, free = _exported, _Range.free  # when Python ends, it empties modules before JAX gives up its arrays
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def delete(address: int) -> None:
+        if (array := exported.pop(address, None)) is not None:
+            free(array.memory)
+
+    return delete
+
+
+_delete = _make_deleter()
+
+
+class _Exported:
+    """A range as an object that `jax.dlpack.from_dlpack` takes."""
+
+    def __init__(self, memory: _Range, shape: tuple[int, ...], dtype: jnp.dtype):
+        self.memory = memory
+        self._shape = (ctypes.c_int64 * len(shape))(*shape)
+        self._strides = (ctypes.c_int64 * len(shape))(*(math.prod(shape[axis + 1 :]) for axis in range(len(shape))))
+        code = DLPACK_BFLOAT if dtype == jnp.bfloat16 else DLPACK_FLOAT
+        self._tensor = _Tensor(
+            data=memory.address,
+            device=(ctypes.c_int32 * 2)(DLPACK_CUDA, 0),
+            ndim=len(shape),
+            code=code,
+            bits=8 * dtype.itemsize,
+            lanes=1,
+            shape=self._shape,
+            strides=self._strides,
+            deleter=ctypes.cast(_delete, ctypes.c_void_p),
+        )
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return DLPACK_CUDA, 0
+
+    def __dlpack__(self, **options):
+        address = ctypes.addressof(self._tensor)
+        _exported[address] = self
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return new(address, b"dltensor", None)

@@ -1,0 +1,100 @@
+"""copy_tiles in Pallas Mosaic GPU: a CTA per tile, in place; each thread has several loads of 16 bytes in flight.
+
+Memory traffic: each copied tile once in and once out. Many CTAs at once keep the bus to host memory busy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.copy_tiles.api import Call
+from pallas_kernels.hopper import lanes
+
+THREADS = 128
+UNROLLED = 8
+"""Pieces of each array that a thread has in flight."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Everything that the kernel's code depends on. tile_bytes: of a tile, for each array of the pool."""
+
+    num_kv_heads: int
+    tile_bytes: tuple[int, ...]
+
+
+def unsupported(call: Call, pages, sources, targets) -> str | None:
+    """Why this kernel cannot take this valid input, or None if it can."""
+    sizes = _shape(pages).tile_bytes
+    if any(size % 16 for size in sizes):
+        return f"tiles must be multiples of 16 bytes, got {sizes}"
+    return None
+
+
+def copy_tiles(call: Call, pages, sources, targets):
+    """See `pallas_kernels.copy_tiles.copy_tiles`; takes no config."""
+    if reason := unsupported(call, pages, sources, targets):
+        raise NotImplementedError(f"copy_tiles 'mosaic_gpu': {reason}")
+    return _copy(_shape(pages), pages, sources, targets)
+
+
+def _shape(pages) -> Shape:
+    pools = [pool for pool in (pages.k, pages.v) if pool is not None]
+    return Shape(pages.kv_heads, tuple(pool.shape[2] * pool.shape[3] * pool.dtype.itemsize for pool in pools))
+
+
+@functools.partial(jax.jit, static_argnames="s")
+def _copy(s: Shape, pages, sources, targets):
+    lanes.check_version()
+    pools, tree = jax.tree.flatten(pages)
+    refs = [jax.new_ref(pool) for pool in pools]  # updated in place: the compiled call returns its operands as its results
+
+    def copy_kernel(sources_ref, targets_ref, *pool_refs):
+        @lanes.stage(unit=lax.axis_index("unit"))
+        def run(arrays, _, unit):
+            copy_tile(s, unit, *arrays)
+
+        run((sources_ref, targets_ref, pool_refs), ())
+
+    plgpu.kernel(copy_kernel, grid=(sources.size,), grid_names=("unit",))(sources, targets, *refs)
+    return jax.tree.unflatten(tree, [jax.freeze(ref) for ref in refs])
+
+
+def copy_tile(s: Shape, unit, sources_ref, targets_ref, pool_refs) -> None:
+    """By single threads: copy the tile of entry `unit`, counted over entries and heads."""
+    head = unit % s.num_kv_heads
+    source, target = (lanes.load_global(ref, unit) for ref in (sources_ref, targets_ref))
+    with lanes.when((source >= 0) & (target >= 0)):
+        before, after = (frame * s.num_kv_heads + head for frame in (source, target))
+        for size, ref in zip(s.tile_bytes, pool_refs, strict=True):
+            _copy_array(size, ref, before, after)
+
+
+def _copy_array(size: int, ref, before, after) -> None:
+    """Copy tile number `before` of an array to number `after`."""
+    pieces = size // 16
+    whole = pieces // (THREADS * UNROLLED) * (THREADS * UNROLLED)
+
+    def turn(start):
+        places = [(lanes.thread() + (start + n * THREADS)) * 16 for n in range(UNROLLED)]
+        held = [lanes.load_written_16_bytes(ref, place, block=before, block_bytes=size) for place in places]
+        for place, words in zip(places, held, strict=True):
+            lanes.store_global_16_bytes(ref, place, *words, block=after, block_bytes=size)
+        return []
+
+    def rest(start):
+        place = lanes.thread() + start
+        with lanes.when(place < pieces):
+            words = lanes.load_written_16_bytes(ref, place * 16, block=before, block_bytes=size)
+            lanes.store_global_16_bytes(ref, place * 16, *words, block=after, block_bytes=size)
+        return []
+
+    if whole:
+        lanes.loop(whole, [], turn, step=THREADS * UNROLLED)
+    if whole < pieces:
+        lanes.loop(pieces, [], rest, start=whole, step=THREADS)

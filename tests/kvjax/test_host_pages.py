@@ -1,0 +1,211 @@
+"""Running sequences that are larger than the device: pages in host memory, read in place or through the hot buffer, change no bits."""
+
+import collections
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from histories import FAMILIES, LARGE, SMALL, History, engine_for, run_histories
+from quick_cases import rest_long
+from tiny_models import make_family
+
+from kvjax import Engine, attend
+from kvjax.cache import hot
+from kvjax.cache.frames import Frames
+from kvjax.cache.pool import Pool
+from kvjax.cache.spanning import FrameCounts
+from kvjax.memory import memory_plan
+
+FRAMES = FrameCounts(device=6, hot=8, host=34)
+"""Of the engines: as many pages as those of `Sizes`."""
+
+
+class HostHistory(History):
+    """An engine with a few pages on the device, and the others in host memory. totals: of all histories."""
+
+    totals: ClassVar[collections.Counter[str]] = collections.Counter()
+
+    def make_engine(self):
+        frame = memory_plan(self.model.config, page_size=self.sizes.page).frame_bytes
+        few = dataclasses.replace(self.sizes, pages=FRAMES.device + (0 if self.model.config.latent else FRAMES.hot))
+        reuse = True if self.random.integers(2) else None
+        return engine_for(self.model, few, pool_host_bytes=FRAMES.host * frame, reuse=reuse)
+
+    def differences(self):
+        frames, buffers = self.engine._pool.frames["full"], [each for each in self.engine._pool._hot if each is not None]
+        assert frames.counts == (dataclasses.replace(FRAMES, hot=0) if self.model.config.latent else FRAMES)
+        self.totals.update({"moved": frames.moved, "hot tiles": sum(int((each.tags >= 0).sum()) for each in buffers)})
+        return super().differences()
+
+
+@pytest.fixture
+def totals():
+    """The counts of the test's histories."""
+    HostHistory.totals = collections.Counter()
+    return HostHistory.totals
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", rest_long({name: name for name in FAMILIES}, "llama", "deepseek_v32"))
+def test_pages_in_host_memory_change_no_bits(name, tmp_path, totals):
+    counts = run_histories(make_family(name), range(8), tmp_path, SMALL, HostHistory)
+    assert counts["sequences compared"] > 3
+    assert totals["moved"] > 20
+    assert totals["hot tiles"] > (0 if name != "deepseek_v32" else -1)
+
+
+@pytest.mark.bits
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("dtype", "count"), [("float32", 250), ("bfloat16", 100)])
+def test_pages_in_host_memory_change_no_bits_in_many_histories(name, dtype, count, tmp_path, totals, capsys):
+    counts = run_histories(make_family(name, dtype=dtype), range(1000, 1000 + count), tmp_path, SMALL, HostHistory)
+    with capsys.disabled():
+        print(f"\n{name} {dtype}: {dict(counts)}, {dict(totals)}, 0 differences")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pages_in_host_memory_change_no_bits_on_a_gpu(name, tmp_path, totals):
+    counts = run_histories(make_family(name, head_dim=128, window=200, dtype="bfloat16"), range(50), tmp_path, LARGE, HostHistory)
+    print(f"\n{name}: {dict(counts)}, {dict(totals)}, 0 differences")
+    assert counts["sequences compared"] > 20
+
+
+# What must fail: each order that the bits need, taken away.
+
+
+def _late_moves(monkeypatch):
+    """Pages are copied to host memory one call too late: after their frames were written again."""
+    honest, held = Frames.take_moves, {}
+
+    def late(frames):
+        before = held.pop(id(frames), np.zeros((0, 2), np.int32))
+        held[id(frames)] = honest(frames)
+        return before
+
+    monkeypatch.setattr(Frames, "take_moves", late)
+
+
+def _no_moves(monkeypatch):
+    """Pages get frames in host memory, and are not copied there."""
+    monkeypatch.setattr(Frames, "take_moves", lambda frames: (frames._moves.clear(), np.zeros((0, 2), np.int32))[1])
+
+
+def _ids_for_frames(monkeypatch):
+    """A transfer takes page ids for frames."""
+    monkeypatch.setattr(Pool, "frames_of", lambda pool, group, pages: np.asarray(pages, np.int32))
+
+
+def _nothing_is_forgotten(monkeypatch):
+    """The hot buffer keeps tiles of pages whose ids got a new content."""
+    monkeypatch.setattr(Frames, "take_bound", lambda frames: [])
+
+
+def _open_pages_are_kept(monkeypatch):
+    """The hot buffer keeps tiles of pages that are still written to."""
+    honest = hot.fetch
+
+    def fetch(buffer, pages, blocks, table, frames, lengths, **sizes):
+        return honest(buffer, pages, blocks, table, frames, lengths + pages.page_size, **sizes)
+
+    monkeypatch.setattr(attend, "fetch", fetch)
+
+
+def _late_copies(monkeypatch):
+    """Attention reads the hot buffer as it was before the missing tiles were copied there."""
+    honest = hot.fetch
+
+    def fetch(buffer, pages, *lists, **sizes):
+        buffer, _, frames, count = honest(buffer, pages, *lists, **sizes)
+        return buffer, pages, frames, count
+
+    monkeypatch.setattr(attend, "fetch", fetch)
+
+
+MUTANTS = (_late_moves, _no_moves, _ids_for_frames, _nothing_is_forgotten, _open_pages_are_kept, _late_copies)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_an_order_taken_away_corrupts(mutant, tmp_path, monkeypatch):
+    jax.clear_caches()
+    mutant(monkeypatch)
+    try:
+        with pytest.raises((AssertionError, RuntimeError), match=r"differ|hold nothing"):
+            run_histories(make_family("llama"), range(60), tmp_path, SMALL, HostHistory)
+    finally:
+        jax.clear_caches()
+
+
+class TestFrames:
+    """The host's record of frames."""
+
+    def test_the_page_that_has_been_there_longest_moves(self):
+        frames = Frames(FrameCounts(2, 0, 3))
+        frames.bind([0, 1])
+        frames.bind([4])
+        assert frames.frame_of.tolist() == [2, 1, -1, -1, 0]
+        assert frames.take_moves().tolist() == [[0, 2]]
+        assert (frames.on_device, frames.on_host, frames.moved) == (2, 1, 1)
+
+    def test_pages_that_are_bound_together_do_not_push_each_other_out(self):
+        frames = Frames(FrameCounts(2, 0, 3))
+        frames.bind([0, 1, 2, 3])
+        assert frames.frame_of.tolist() == [0, 1, 2, 3, -1]
+        assert not frames.moving
+
+    def test_a_released_page_does_not_move(self):
+        frames = Frames(FrameCounts(1, 0, 2))
+        frames.bind([0])
+        frames.bind([1])
+        frames.release([0, 2])
+        assert frames.take_moves().size == 0
+        frames.bind([2])
+        assert frames.take_moves().tolist() == [[0, 1]]
+
+    def test_every_page_has_room(self):
+        frames = Frames(FrameCounts(2, 8, 3))
+        for page in range(5):
+            frames.bind([page])
+        assert sorted(frames.frame_of.tolist()) == [0, 1, 10, 11, 12]
+
+
+def test_a_fetch_holds_what_it_says():
+    """Random lists, more than the buffer holds: a held tile has the bytes of its page, and tiles of one list are found the next time."""
+    rng, counts, size = np.random.default_rng(0), FrameCounts(2, 16, 60), 4
+    pages = hot.Pages(*(jnp.asarray(rng.normal(size=(counts.total, 2, size, 8)), jnp.float32) for _ in range(2)))
+    original, buffer = pages, hot.empty_hot(2, counts.device, counts.hot)
+    table = jnp.asarray([rng.permutation(60) for _ in range(3)], jnp.int32)
+    frames, sizes = table + counts.border, {"num_queries": 1, "border": counts.border}
+    heads = jnp.broadcast_to(jnp.arange(2)[None, :, None], (3, 2, 5))
+    hits = 0
+    for number in range(30):
+        blocks = jnp.asarray([[rng.permutation(60)[:5] for _ in range(2)] for _ in range(3)], jnp.int32)
+        lengths = jnp.asarray(rng.integers(100, 60 * size + 1, 3), jnp.int32)
+        buffer, pages, found, count = hot.fetch(buffer, pages, blocks, table, frames, lengths, **sizes)
+        real = jnp.take_along_axis(frames, blocks.reshape(3, -1), axis=1).reshape(blocks.shape)
+        for pool, before in ((pages.k, original.k), (pages.v, original.v)):
+            assert jnp.array_equal(pool[found, heads], before[real, heads])
+        held = found < counts.border
+        assert not bool((held & ((blocks + 1) * size > lengths[:, None, None] - 1)).any()), "an open page is held"
+        hits += int(blocks.size - count.sum())
+        buffer, pages, same, count = hot.fetch(buffer, pages, blocks, table, frames, lengths, **sizes)
+        assert bool((same[held] == found[held]).all()), number
+        assert int(count.sum()) <= int((~held).sum()), number
+    assert hits > 20
+
+
+def test_sizes_that_cannot_be_are_refused():
+    model = make_family("llama")
+    for sizes, message in (
+        ({"pool_host_bytes": 1}, "pool_host_bytes of 1 holds no page"),
+        ({"pool_host_bytes": 2**62}, "more than this machine's memory"),
+        ({"pool_host_bytes": 10**6, "device_bytes": 1}, "device_bytes of 1 holds no page: .* with the indexes of"),
+        ({"pool_host_bytes": 0}, "pool_host_bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Engine(model, "quest:1", page_size=16, prefill_chunk=32, **sizes)
