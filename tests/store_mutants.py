@@ -20,7 +20,7 @@ def copied_before_written(patch):
 
     def keep(prefiller, *args, **kwargs):
         before = stale[id(prefiller._pool)] = copy.copy(prefiller._pool)
-        before.layers = jax.tree.map(jnp.copy, before.layers)
+        before.layers, before._latest = jax.tree.map(jnp.copy, before.layers), None
         return begin(prefiller, *args, **kwargs)
 
     patch.setattr(Prefiller, "begin", keep)

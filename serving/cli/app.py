@@ -325,7 +325,8 @@ def plan_command(
     plan = memory_plan(config, page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
     typer.echo(f"{model} in {config.compute_dtype}, {chosen.describe()}\n{plan}")
     if pool_host_memory is not None:
-        device, host = pool_size(plan, config, None, max(1, plan.available_bytes - plan.weights_bytes), pool_host_memory)
+        with named_as_options():
+            device, host = pool_size(plan, config, None, max(1, plan.available_bytes - plan.weights_bytes), pool_host_memory)
         more = f"{(device + host) * page_size:,} tokens, with {device:,} pages beside their indexes on the device"
         typer.echo(f"pool's host pages    {host:>12,}  ({more})")
     for name, size in (("host", host_memory), ("disk", disk_size)):

@@ -499,6 +499,6 @@ def test_fork_and_restore_hold_no_second_copy_of_the_cache(model):
     blocks = (jnp.zeros(block_bytes(engine.spec, "full"), jnp.uint8),) * PIECE
     copied = copy_page.lower(layers, (page,) * len(layers), (page,) * len(layers)).compile()
     kinds = {"numbers": engine.spec.holding, "indexes": engine.indexes, "shapes": _arrays_of(engine.spec, engine.spec.holding)}
-    restored = _unpack.lower(layers, pages, pages, blocks, **kinds).compile()
+    restored = _unpack.lower(layers, pages, pages, pages, blocks, **kinds).compile()
     for compiled in (copied, restored):
         assert compiled.memory_analysis().temp_size_in_bytes < size / 20
