@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from paging import gather_attention
 from quick_cases import rest_long
 
+from pallas_kernels import dispatch
 from pallas_kernels.gather_attention import mosaic_tpu
 
 pytestmark = pytest.mark.usefixtures("no_races")
