@@ -18,6 +18,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.append_tokens import append_tokens
 from pallas_kernels.block_mass import block_mass
 from pallas_kernels.block_sparse_attention import block_sparse_attention
+from pallas_kernels.copy_tiles import copy_tiles
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.gated_delta import delta_page
 from pallas_kernels.gather_attention import gather_attention
@@ -163,6 +164,12 @@ def _block_sparse(x: Inputs) -> Run:
     return lambda name: block_sparse_attention(q, *chunk, **options, window=WINDOW, sm_scale=SCALE, implementation=name)
 
 
+def _copy(x: Inputs) -> Run:
+    frames = jnp.asarray(x.random.permutation(x.pages.num_pages), jnp.int32)
+    sources, targets = (jnp.tile(each[:, None], (1, KV_HEADS)) for each in (frames[:2], frames[2:4]))
+    return lambda name: copy_tiles(x.pages, sources, targets.at[1, 0].set(-1), implementation=name)
+
+
 def _flash(x: Inputs) -> Run:
     q = x.queries(CHUNK)
     return lambda name: flash_attention(q, x.pages, x.table, x.starts, x.lengths, sm_scale=SCALE, implementation=name)
@@ -236,6 +243,7 @@ EXAMPLES: dict[str, Callable[[Inputs], Run]] = {
     "append_tokens": _append,
     "block_mass": _mass,
     "block_sparse_attention": _block_sparse,
+    "copy_tiles": _copy,
     "flash_attention": _flash,
     "gather_attention": _gather,
     "gated_delta": _delta,

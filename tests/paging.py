@@ -36,6 +36,12 @@ def block_mass(q, k, *arrays, **keywords):
     return _public("block_mass")(q, Pages(k, None, k.shape[-1]), *arrays, **keywords)
 
 
+def copy_tiles(k_pages, v_pages, sources, targets, *, value_dim=None, **keywords):
+    """Returns the pages of keys and those of values."""
+    pages = _public("copy_tiles")(Pages(k_pages, v_pages, value_dim), sources, targets, **keywords)
+    return pages.k, pages.v
+
+
 block_sparse_attention = _attention("block_sparse_attention")
 flash_attention = _attention("flash_attention")
 gather_attention = _attention("gather_attention")
@@ -46,6 +52,7 @@ OPS = {
     "append_tokens": append_tokens,
     "block_mass": block_mass,
     "block_sparse_attention": block_sparse_attention,
+    "copy_tiles": copy_tiles,
     "flash_attention": flash_attention,
     "gather_attention": gather_attention,
     "query_sparse_attention": query_sparse_attention,

@@ -27,7 +27,7 @@ MOVES = (1, 4, 16, 64)
 class PoolStats:
     """Where the pages of running sequences lie, and what has moved since the engine was made.
 
-    device_pages, host_pages: pages there now. moved_bytes: keys and values that were moved to host memory, to make room. asked, found: tiles
+    device_pages, host_pages: pages there now. moved_bytes: keys and values that moved to host memory, to make room. asked, found: tiles
     (one KV head of a page, in one layer) of pages in host memory that steps have listed through the hot buffer, and those of them that were
     in it. host_read_bytes: what the others took over the bus. Tiles that steps read in place without the buffer, as dense ones do, are not
     counted.

@@ -29,8 +29,8 @@ def copy_tiles(
 
     Args:
         pages: the pool.
-        sources, targets: int32, frames below N; an entry is skipped where either is below 0. No tile may be the target of two entries, or
-            source of one and target of another.
+        sources, targets: int32, frames below N; an entry is skipped where either is below 0. Entries with the same target must have the
+            same source: two rows of a batch may list one page. No tile may be the source of one entry and the target of another.
         config: settings of the implementation; none takes any.
         implementation: see `pallas_kernels.dispatch`.
 

@@ -16,7 +16,8 @@ from pallas_kernels.hopper import lanes
 
 @contextlib.contextmanager
 def kernels():
-    """Inside, `plgpu.kernel` runs on emulated threads, and nothing is compiled. What a kernel leaves unwritten is -99 or NaN."""
+    """Inside, `plgpu.kernel` runs on emulated threads, and nothing is compiled. What a kernel leaves unwritten is -99 or NaN. References
+    among its arguments hold afterwards what it wrote there."""
     with jax.disable_jit(), mock.patch.object(plgpu, "kernel", _kernel):
         yield
 
@@ -26,11 +27,13 @@ class _Axis:
         self.name = name
 
 
-def _kernel(body, *, out_type, grid, grid_names, num_threads=1, thread_name=None, scratch_types=(), cluster=(), cluster_names=()):
+def _kernel(body, *, out_type=(), grid, grid_names, num_threads=1, thread_name=None, scratch_types=(), cluster=(), cluster_names=()):
     outs = jax.tree.leaves(out_type)
 
     def launch(*inputs):
-        arrays = [np.array(x) for x in inputs] + [np.full(x.shape, -99 if x.dtype == np.int32 else np.nan, x.dtype) for x in outs]
+        arrays = [np.array(x[...] if isinstance(x, jax.Ref) else x) for x in inputs] + [
+            np.full(x.shape, -99 if x.dtype == np.int32 else np.nan, x.dtype) for x in outs
+        ]
         words = {f"scratch[{n}]": -(-math.prod(x.shape) * np.dtype(x.dtype).itemsize // 4) for n, x in enumerate(scratch_types)}
 
         def stage_of_all(arrays, scratch, **axes):
@@ -43,6 +46,9 @@ def _kernel(body, *, out_type, grid, grid_names, num_threads=1, thread_name=None
 
         sizes = {"clusters": math.prod(grid), "ctas": math.prod(cluster), "threads": 128 * num_threads}
         emulated_lanes.run_clusters(stage_of_all, **sizes, arrays=arrays, scratch_words=words, scalars=scalars)
+        for given, array in zip(inputs, arrays, strict=False):
+            if isinstance(given, jax.Ref):
+                given[...] = array
         return jax.tree.unflatten(jax.tree.structure(out_type), map(jax.numpy.asarray, arrays[len(inputs) :]))
 
     return launch

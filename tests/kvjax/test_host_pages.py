@@ -69,11 +69,13 @@ def test_pages_in_host_memory_change_no_bits_in_many_histories(name, dtype, coun
 
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("part", range(5))  # each a minute
 @pytest.mark.parametrize("name", FAMILIES)
-def test_pages_in_host_memory_change_no_bits_on_a_gpu(name, tmp_path, totals):
-    counts = run_histories(make_family(name, head_dim=128, window=200, dtype="bfloat16"), range(50), tmp_path, LARGE, HostHistory)
+def test_pages_in_host_memory_change_no_bits_on_a_gpu(name, part, tmp_path, totals):
+    model, seeds = make_family(name, head_dim=128, window=200, dtype="bfloat16"), range(10 * part, 10 * part + 10)
+    counts = run_histories(model, seeds, tmp_path, LARGE, HostHistory)
     print(f"\n{name}: {dict(counts)}, {dict(totals)}, 0 differences")
-    assert counts["sequences compared"] > 20
+    assert counts["sequences compared"] > 3
 
 
 # What must fail: each order that the bits need, taken away.

@@ -112,6 +112,17 @@ def lists_for(paged: Paged, listed: int, block_size: int, per_query: bool = Fals
     return found.reshape(*lead, *found.shape[1:])
 
 
+def tiles_apart(paged: Paged, blocks, block_size: int) -> tuple[jnp.ndarray, jnp.ndarray, jnp.ndarray]:
+    """k and v with the tiles of a page in another frame for each KV head, NaN in all other tiles; and the `block_frames` of `blocks`
+    `[B, K, W]`."""
+    rng, (pages, heads, page_size, _) = np.random.default_rng(4), paged.k.shape
+    frame_of = jnp.asarray(np.stack([rng.permutation(pages + 3)[:pages] for _ in range(heads)], 1), jnp.int32)
+    pools = [jnp.full((pages + 3, *x.shape[1:]), jnp.nan, x.dtype).at[frame_of, jnp.arange(heads)].set(x) for x in (paged.k, paged.v)]
+    page = jnp.maximum(blocks, 0) * block_size // page_size
+    ids = jnp.take_along_axis(paged.page_table, page.reshape(len(page), -1), axis=1, mode="fill", fill_value=-1).reshape(page.shape)
+    return *pools, jnp.where((blocks >= 0) & (ids >= 0), frame_of[ids, jnp.arange(heads)[:, None]], -1)
+
+
 def assert_rows_close(out, ref, tolerance: float) -> None:
     """||out - ref|| / ||ref|| of every row (last axis) within the tolerance; rows that are 0 in `ref` are exactly 0."""
     assert out.shape == ref.shape
@@ -255,6 +266,7 @@ def tools():
         make_paged = staticmethod(make_paged)
         random_blocks = staticmethod(random_blocks)
         lists_for = staticmethod(lists_for)
+        tiles_apart = staticmethod(tiles_apart)
         assert_rows_close = staticmethod(assert_rows_close)
         assert_lse_close = staticmethod(assert_lse_close)
         assert_chunk_close = staticmethod(assert_chunk_close)

@@ -112,6 +112,67 @@ def test_frames_apart_from_ids_give_the_same_bits(tools, form, op, name):
         same(tools, run(tools, form, op, name, pool, there, pool.frames), expected)
 
 
+# A list with frames of its own: the tiles of a page lie in another frame for each KV head.
+
+TABLES = {
+    "no page": lambda table: jnp.full_like(table, -1),
+    "wrong frames": lambda table: jnp.roll(table, 1, axis=1),
+    "one page wide": lambda table: jnp.full_like(table[:, :1], -1),
+}
+
+
+def run_apart(tools, name: str, change=lambda frames: frames, table: str = "no page", **changes):
+    """(found, expected): by `block_frames`, which `change` alters, and by the table."""
+    pool = pool_of(tools, "gather_attention", name.startswith("mosaic"))
+    blocks = keywords_of(tools, "a list", pool)["blocks"]
+    k, v, frames = tools.tiles_apart(pool.paged, blocks, pool.block_size)
+    call = functools.partial(run, tools, "a list", "gather_attention", name, pool, **changes)
+    found = call((k, v), TABLES[table](pool.ids), block_frames=change(frames))
+    return found, call((pool.paged.k, pool.paged.v), pool.ids)
+
+
+def takes_block_frames(name: str) -> bool:
+    return name != "mosaic_tpu" and (name != "mosaic_gpu" or dispatch.has_wgmma())
+
+
+APART = [name for name in dispatch.available("gather_attention") if takes_block_frames(name)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"return_block_lse": True}, {"window": (3, 40)}], ids=["list", "LSE of blocks", "window"])
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("name", APART)
+def test_a_list_with_frames_of_its_own_gives_the_same_bits(tools, name, table, changes):
+    same(tools, *run_apart(tools, name, table=table, **changes))
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_listed_block_without_a_frame_is_not_read(tools, name):
+    """The same as a list without it."""
+    pool = pool_of(tools, "gather_attention", name.startswith("mosaic"))
+    blocks = keywords_of(tools, "a list", pool)["blocks"]
+    gone = jnp.arange(blocks.shape[2]) % 3 == 1
+    found, _ = run_apart(tools, name, lambda frames: jnp.where(gone, -1, frames), return_block_lse=True)
+    kv = pool.paged.k, pool.paged.v
+    static = {"blocks": jnp.where(gone, -1, blocks), "return_block_lse": True}
+    same(tools, found, run(tools, "a list", "gather_attention", name, pool, kv, pool.ids, **static))
+
+
+APART_MUTANTS = {
+    "the table's": lambda frames: None,
+    "the first head's": lambda frames: jnp.broadcast_to(frames[:, :1], frames.shape),
+    "the neighbour's": lambda frames: jnp.roll(frames, 1, axis=0),
+    "those of the block before": lambda frames: jnp.roll(frames, 1, axis=2),
+    "one dropped": lambda frames: frames.at[0, 0, jnp.argmax(frames[0, 0] >= 0)].set(-1),
+}
+
+
+@pytest.mark.parametrize("mutant", APART_MUTANTS)
+@pytest.mark.parametrize("table", ["no page", "wrong frames"])
+def test_other_frames_than_those_of_the_list_fail(tools, mutant, table):
+    with pytest.raises(AssertionError):
+        same(tools, *run_apart(tools, "xla", APART_MUTANTS[mutant], table))
+
+
 LOST = {
     "bytes by page id": lambda ids, frames: (ids, ids),
     "index by frame": lambda ids, frames: (frames, frames),

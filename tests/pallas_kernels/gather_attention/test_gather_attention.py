@@ -23,7 +23,8 @@ IMPLEMENTATIONS = {"xla": SMALL_TILES, "xla, accelerator": as_on_accelerators.xl
 
 OTHER_CONFIGS = {"default": None, "3 rows of 8 tokens": xla.Config(tile_tokens=8, rows=3)}
 
-# inputs of `make_paged`, then: window; blocks = (listed places, block size, per query?) or None for dense.
+# inputs of `make_paged`, then: window; blocks = (listed places, block size, per query?) or None for dense; apart: the list has frames of
+# its own, and the table names no page.
 CASES = {
     "dense": {},
     "drafts": {"num_queries": 3},
@@ -32,6 +33,8 @@ CASES = {
     "blocks are pages": {"blocks": (6, 16)},
     "blocks of 4, drafts, window": {"num_queries": 3, "blocks": (17, 4), "window": (5, 20)},
     "tokens": {"blocks": (40, 1)},
+    "tiles apart, drafts, window": {"num_queries": 3, "blocks": (17, 4), "window": (5, 20), "apart": True},
+    "tiles apart, a page is missing": {"blocks": (6, 16), "hole": True, "kv_heads": 4, "group": 2, "apart": True},
     "one head": {"kv_heads": 1, "group": 1, "head_dim": 64},
     "one KV head of 8": {"kv_heads": 1, "group": 8, "blocks": (6, 16)},
     "groups of 7": {"group": 7, "head_dim": 128, "num_queries": 2},
@@ -57,11 +60,14 @@ def arguments(tools):
     @functools.cache
     def build(case: str):
         spec = dict(CASES[case])
-        window, blocks = spec.pop("window", None), spec.pop("blocks", None)
+        window, blocks, apart = (spec.pop(name, None) for name in ("window", "blocks", "apart"))
         paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
         keywords = {"sm_scale": paged.sm_scale, "window": window}
         if blocks is not None:
             keywords |= {"blocks": tools.lists_for(paged, *blocks), "block_size": blocks[1]}
+        if apart:
+            k, v, keywords["block_frames"] = tools.tiles_apart(paged, keywords["blocks"], blocks[1])
+            return (paged.q, k, v, jnp.full_like(paged.page_table, -1), paged.lengths), keywords
         return paged.arrays, keywords
 
     return build
@@ -73,6 +79,7 @@ QUICK = (
     "drafts in a window",
     "blocks of 4, drafts, window",
     "tokens",
+    "tiles apart, drafts, window",
     "blocks are pages",
     "8 drafts, a list each, window",
     "window of one token",
@@ -260,6 +267,20 @@ def _last_drafts_list(*arrays, blocks=None, **keywords):
     return SMALL_TILES(*arrays, blocks=jnp.broadcast_to(blocks[:, -1:], blocks.shape) if each else blocks, **keywords)
 
 
+def _first_heads_frames(*arrays, block_frames=None, **keywords):
+    frames = None if block_frames is None else jnp.broadcast_to(block_frames[:, :1], block_frames.shape)
+    return SMALL_TILES(*arrays, block_frames=frames, **keywords)
+
+
+def _no_frame_wraps_around(*arrays, block_frames=None, **keywords):
+    frames = None if block_frames is None else jnp.where(block_frames < 0, arrays[1].shape[0] - 1, block_frames)
+    return SMALL_TILES(*arrays, block_frames=frames, **keywords)
+
+
+def _frames_of_the_table(*arrays, block_frames=None, **keywords):
+    return SMALL_TILES(*arrays, **keywords)
+
+
 def _lse_in_base_2(*arrays, **keywords):
     out, lse, block_lse = SMALL_TILES(*arrays, **keywords)
     return out, lse / np.log(2), block_lse
@@ -300,6 +321,9 @@ MUTANTS = {
     "-1 in the list wraps": _no_block_wraps_around,
     "the first head's list": _first_heads_list,
     "the last draft's list": _last_drafts_list,
+    "the first head's frames of listed blocks": _first_heads_frames,
+    "frames of listed blocks from the table": _frames_of_the_table,
+    "-1 in the frames of listed blocks wraps": _no_frame_wraps_around,
     "LSE in base 2": _lse_in_base_2,
     "block LSE one place off": _block_lse_shifted,
     "multiplied in bfloat16": _multiplied_in_bfloat16,

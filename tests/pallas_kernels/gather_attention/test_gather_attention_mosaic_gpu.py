@@ -17,12 +17,13 @@ from paging import gather_attention
 from quick_cases import rest_long
 
 from pallas_kernels import dispatch
-from pallas_kernels.gather_attention import mosaic_gpu, xla
+from pallas_kernels.gather_attention import listed, mosaic_gpu, xla
 from pallas_kernels.gather_attention.api import Call
 from pallas_kernels.hopper import decode_tiles as tiles
 from pallas_kernels.pages import Pages
 
-# 1. Interpreted. inputs of `make_paged`, then: window; blocks = (listed places, block size) or None for dense; splits.
+# 1. Interpreted. inputs of `make_paged`, then: window; blocks = (listed places, block size) or None for dense; splits; apart: the list has
+# frames of its own.
 
 SMALL = {"dtype": "bfloat16", "head_dim": 64, "page_size": 128, "kv_heads": 1, "width": 3, "splits": 1}
 INTERPRETED = {
@@ -34,9 +35,11 @@ INTERPRETED = {
     "blocks of 16, float16": {"lengths": (150,), "dtype": "float16", "blocks": (14, 16)},
     "drafts, blocks of 32, pages of 64": {"lengths": (150,), "num_queries": 2, "page_size": 64, "blocks": (7, 32)},
     "16 drafts of groups of 8, two tiles of queries": {"lengths": (131,), "num_queries": 16, "group": 8, "width": 2},
+    "tiles apart": {"lengths": (300,), "kv_heads": 2, "group": 7, "blocks": (5, 128), "splits": 2, "apart": True},
+    "tiles apart, blocks of 32, a page is missing": {"lengths": (250,), "page_size": 64, "blocks": (7, 32), "hole": True, "apart": True},
     "4 drafts, a list each": {"lengths": (129,), "num_queries": 4, "group": 7, "page_size": 64, "blocks": (3, 64, True)},
 }
-FOR_BUGS = ("dense, two spans, an empty row", "drafts, blocks of 32, pages of 64")
+FOR_BUGS = ("dense, two spans, an empty row", "drafts, blocks of 32, pages of 64", "tiles apart")
 
 
 @pytest.fixture
@@ -45,7 +48,7 @@ def check(tools, interpreter):
 
     def run(case: str) -> None:
         spec = SMALL | INTERPRETED[case]
-        window, blocks, splits = (spec.pop(name, None) for name in ("window", "blocks", "splits"))
+        window, blocks, splits, apart = (spec.pop(name, None) for name in ("window", "blocks", "splits", "apart"))
         paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
         batch, page_size = len(paged.lengths), paged.k.shape[2]
         keywords = {"sm_scale": paged.sm_scale, "window": window, "blocks": None, "block_size": page_size, "return_block_lse": True}
@@ -53,11 +56,15 @@ def check(tools, interpreter):
             listed = tools.lists_for(paged, *blocks)
             listed = listed.at[-1, ..., :1, :].set(listed[-1, ..., -1:, :]) if batch == 1 else listed
             keywords |= {"blocks": listed, "block_size": blocks[1]}
-        expected = gather_attention(*paged.arrays, **keywords, implementation="reference")
+        arrays = paged.arrays
+        if apart:
+            k, v, keywords["block_frames"] = tools.tiles_apart(paged, keywords["blocks"], keywords["block_size"])
+            arrays = (paged.q, k, v, jnp.full_like(paged.page_table, -1), paged.lengths)
+        expected = gather_attention(*arrays, **keywords, implementation="reference")
         config = mosaic_gpu.Config(splits=splits, array_code=True)
         kernel = paging.implementation("gather_attention", "mosaic_gpu", interpret=interpreter.params)
         try:
-            found = kernel(*paged.arrays, **keywords, config=config)
+            found = kernel(*arrays, **keywords, config=config)
             jax.block_until_ready(found)
         except jax.errors.JaxRuntimeError as error:
             raise AssertionError("the interpreter stopped") from error
@@ -77,6 +84,7 @@ def check(tools, interpreter):
         "dense, two spans, an empty row",
         "drafts, blocks of 32, pages of 64",
         "two KV heads, full pages, head dim 128",
+        "tiles apart",
         "4 drafts, a list each",
     ),
 )
@@ -104,7 +112,13 @@ def _last_tile_dropped(monkeypatch):
     monkeypatch.setattr(tiles, "span", lambda *args: (span(*args)[0], jnp.maximum(span(*args)[1] - 1, 0)))
 
 
+def _frames_of_the_table(monkeypatch):
+    attend = mosaic_gpu._attend
+    monkeypatch.setattr(mosaic_gpu, "_attend", lambda *arrays, **static: attend(*arrays[:6], None, **static))
+
+
 BUGS = {
+    "frames of listed blocks from the table": _frames_of_the_table,
     "copies are not waited for": lambda patch: patch.setattr(plgpu, "barrier_wait", _nothing),
     "results are not published before they are stored": lambda patch: patch.setattr(plgpu, "commit_smem", _nothing),
     "stores are not waited for": lambda patch: patch.setattr(plgpu, "wait_smem_to_gmem", _nothing),
@@ -141,9 +155,10 @@ def production(
     width: int | None = None,
     dtype: str = "bfloat16",
     per_query: bool = False,
+    apart: bool = False,
     **static,
 ) -> tuple:
-    """(op, arrays, keywords) of a call over 128K tokens a row. per_query: a list for each query."""
+    """(op, arrays, keywords) of a call over 128K tokens a row. per_query: a list for each query. apart: frames of the list."""
     num_heads, kv_heads = heads
     pool, table = ((1024, kv_heads, page_size, head_dim), dtype), (batch, (128 << 10) // page_size)
     arrays = {"q": ((batch, num_queries, num_heads, head_dim), dtype), "k": pool, "v": pool, "table": (table, "int32")}
@@ -152,7 +167,8 @@ def production(
     if width is None:
         return "gather_attention", arrays, keywords | {"blocks": None}
     rows = (batch, num_queries) if per_query else (batch,)
-    return "gather_attention", arrays | {"blocks": ((*rows, kv_heads, width), "int32")}, keywords
+    lists = ("blocks", "block_frames") if apart else ("blocks",)
+    return "gather_attention", arrays | dict.fromkeys(lists, ((*rows, kv_heads, width), "int32")), keywords
 
 
 FORMS = {
@@ -183,6 +199,10 @@ SPILL_FREE = paging.for_each_model(production, FORMS) | {
     "pages of 64": production(page_size=64, width=37),
     "pages of 256": production(page_size=256, width=37, block_size=128),
     "tiles of 128": production(config=mosaic_gpu.Config(tile_tokens=128, stages=2)),
+    "tiles apart": production(width=37, apart=True),
+    "tiles apart, batch 8": production(batch=8, heads=(32, 8), width=37, apart=True),
+    "tiles apart, LSE of blocks": production(width=37, apart=True, return_block_lse=True),
+    "tiles apart, 16 drafts of groups of 8": production(heads=(32, 4), num_queries=16, width=37, apart=True),
     "one span": production(batch=8, width=13, config=mosaic_gpu.Config(splits=1)),
 }
 WIDE = {
@@ -203,6 +223,9 @@ WIDE = {
         "32/8 of 64, list, batch 40",
         "blocks of 32 with their LSE",
         "4 drafts, a list each, batch 8",
+        "tiles apart",
+        "tiles apart, LSE of blocks",
+        "tiles apart, 16 drafts of groups of 8",
         "list, 8 drafts, window",
         "head dim 256, list, float16",
     ),
@@ -216,6 +239,45 @@ def test_a_list_too_long_for_shared_memory_takes_spans(cuda):
     assert "span_kernel" in text
     assert "listed_kernel" not in text
     assert "listed_kernel" in cuda.lower(*production(width=592, block_size=16))
+
+
+def test_a_list_with_frames_takes_one_launch_or_spans_as_one_without(cuda):
+    for form, of in {"listed_kernel": {}, "span_kernel": {"return_block_lse": True}}.items():
+        for apart in (False, True):
+            assert form in cuda.lower(*production(width=37, apart=apart, **of))
+
+
+PLACES = (130, 3, 300)
+"""Places of lists: fewer than the kernel's threads, and more."""
+
+
+@pytest.mark.parametrize("width", PLACES)
+def test_on_emulated_threads_the_frames_of_a_list_are_found(emulated, width):
+    """For each unit, row and KV head: the list, its frames where the block is written, and the row's length. The single-launch form."""
+    rng, lengths = np.random.default_rng(width), np.array([700, 0, 129], np.int32)
+    blocks, frames = (rng.integers(-1, 8, (3, 2, width), np.int32) for _ in range(2))
+    _check_frames(emulated, blocks, frames, lengths, np.where((blocks >= 0) & (blocks * 128 < lengths[:, None, None]), frames, -1))
+    with pytest.raises(AssertionError):
+        _check_frames(emulated, blocks, frames, lengths, frames)
+
+
+def _check_frames(emulated, blocks, frames, lengths, expected) -> None:
+    (batch, heads, width), page = blocks.shape, jnp.zeros((1, blocks.shape[1], 128, 128), jnp.bfloat16)
+    sizes = {"width": width, "block_size": 128, "window": None, "sm_scale": 1.0, "words": {}}
+    s = listed.shape_of(jnp.zeros((batch, 1, heads, 128), jnp.bfloat16), Pages(page, page), **sizes)
+    found = emulated.run_clusters(
+        lambda arrays, scratch, unit: listed.copy_list(s, unit, *arrays, None, scratch),
+        clusters=batch * heads,
+        ctas=1,
+        threads=128 * s.warpgroups,
+        arrays=(blocks, frames, lengths),
+        scratch_words=listed.list_words(s),
+        scalars=lambda unit, cta: {"unit": unit},
+    )
+    for unit, words in enumerate(found):
+        row, head = divmod(unit, heads)
+        np.testing.assert_array_equal(words["ids_s"][0, :width], blocks[row, head])
+        np.testing.assert_array_equal(words["pages_s"][0], [*expected[row, head], lengths[row]])
 
 
 def test_compiles_without_spilling(spill_free):

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from paging import gather_attention
 from quick_cases import rest_long
 
+from pallas_kernels import dispatch
 from pallas_kernels.gather_attention import mosaic_tpu
 
 pytestmark = pytest.mark.usefixtures("no_races")
@@ -275,6 +276,16 @@ def test_what_it_cannot_do_is_refused_with_the_values(case):
     with pytest.raises(NotImplementedError) as error:
         jax.eval_shape(functools.partial(_op, **keywords), *arrays, blocks)
     assert reason in str(error.value)
+
+
+def test_frames_of_listed_blocks_are_refused_and_go_to_another(on_tpu):
+    *arrays, blocks = _shapes()
+    op = functools.partial(gather_attention, *arrays, blocks=blocks, block_frames=blocks, sm_scale=0.1)
+    with dispatch.listening() as heard:
+        jax.eval_shape(op)
+    assert heard["gather_attention"] == "xla"
+    with pytest.raises(NotImplementedError, match="it finds frames in the page table alone, not in block_frames; got"):
+        jax.eval_shape(functools.partial(op, implementation="mosaic_tpu"))
 
 
 @pytest.mark.parametrize("tile_tokens", [0, -1, 1.5])

@@ -19,7 +19,7 @@ KERNEL = functools.partial(gather_attention, implementation="mosaic_gpu")
 REFERENCE = functools.partial(gather_attention, implementation="reference")
 
 # Inputs of `make_paged` over these, then: window; blocks = (listed places, block size, per query?) or None for dense; block_size of
-# dense; lse: LSE of blocks; config.
+# dense; lse: LSE of blocks; config; apart: the list has frames of its own.
 BASE = {
     "lengths": (0, 1, 127, 128, 129, 300, 700, 768),
     "kv_heads": 4,
@@ -78,9 +78,13 @@ CASES = {
     "list equal scores": {"blocks": (33, 16), "keys": "equal"},
     "list batch of 40": {"blocks": (33, 16), "lengths": tuple(range(0, 760, 19))},
     "list batch of 1": {"blocks": (33, 16), "lengths": (700,), "kv_heads": 8, "group": 4},
+    "tiles apart": {"blocks": (6, 128), "apart": True},
+    "tiles apart, drafts in a window": {"blocks": (33, 16), "num_queries": 2, "window": (5, 200), "apart": True},
+    "tiles apart, LSE": {"blocks": (6, 128), "lse": True, "hole": True, "apart": True},
+    "tiles apart, 16 drafts of groups of 8": {"blocks": (33, 16), "num_queries": 16, "kv_heads": 2, "group": 8, "apart": True},
     "list in 2 spans": {"blocks": (33, 16), "config": Config(splits=2)},
 }
-ONLY_WGMMA = ("dense in tiles of 128", "dense array code")
+ONLY_WGMMA = ("dense in tiles of 128", "dense array code", *(case for case in CASES if "apart" in CASES[case]))
 FOR_MUTANTS = {
     "lists": ("list of pages", "list drafts in a window", "list huge logits", "4 drafts, a list each"),
     "spans": ("list, LSE, drafts in a window", "dense drafts, LSE", "dense huge logits"),
@@ -94,13 +98,17 @@ def arguments(tools):
     @functools.cache
     def build(case: str):
         spec = BASE | CASES[case]
-        window, blocks, block_size, lse, config = (spec.pop(name, None) for name in ("window", "blocks", "block_size", "lse", "config"))
+        names = ("window", "blocks", "block_size", "lse", "config", "apart")
+        window, blocks, block_size, lse, config, apart = (spec.pop(name, None) for name in names)
         paged = tools.make_paged(seed=sum(map(ord, case)), **spec)
         keywords = {"sm_scale": paged.sm_scale, "window": window, "return_block_lse": bool(lse), "block_size": block_size}
         if config:
             keywords["config"] = config
         if blocks is not None:
             keywords |= {"blocks": tools.lists_for(paged, *blocks), "block_size": blocks[1]}
+        if apart:
+            k, v, keywords["block_frames"] = tools.tiles_apart(paged, keywords["blocks"], blocks[1])
+            return (paged.q, k, v, jnp.full_like(paged.page_table, -1), paged.lengths), keywords
         return paged.arrays, keywords
 
     return build
@@ -129,7 +137,7 @@ def check(tools, arguments):
 @pytest.mark.parametrize("case", CASES)
 def test_matches_reference(check, tensor_cores, case):
     if tensor_cores != "wgmma" and case in ONLY_WGMMA:
-        pytest.skip("a setting of the form with wgmma")
+        pytest.skip("only the form with wgmma takes it")
     check(KERNEL, case)
 
 

@@ -128,6 +128,17 @@ BAD = {
     "block size 0": ({}, {"block_size": 0}, "block_size 0"),
     "list without heads": ({"blocks": (2, 4)}, {}, r"blocks must be \[B=2, K=2"),
     "list of other heads": ({"blocks": (2, 8, 4)}, {}, r"blocks must be \[B=2, K=2"),
+    "frames without a list": (
+        {"block_frames": (2, 2, 4)},
+        {},
+        r"block_frames must have the shape of blocks .*frames int32\[2, 2, 4\]",
+    ),
+    "frames of a shorter list": ({"blocks": (2, 2, 4), "block_frames": (2, 2, 3)}, {}, r"block_frames must have .*int32\[2, 2, 3\]"),
+    "frames for all heads": ({"blocks": (2, 2, 4), "block_frames": (2, 4)}, {}, r"block_frames must have the shape .*int32\[2, 4\]"),
+    "frames of a list per query": (
+        {"q": (2, 3, 8, 32), "blocks": (2, 3, 2, 4), "block_frames": (2, 3, 2, 4)},
+        *({}, r"one list for all queries; got .*int32\[2, 3, 2, 4\]"),
+    ),
     "window of none": ({}, {"window": (4, 0)}, r"window must be .* got \(4, 0\)"),
     "window as list": ({}, {"window": [4, 8]}, r"window must be a tuple"),
     "traced scale": ({}, {"sm_scale": jnp.float32(0.1)}, "sm_scale must be a number known when compiling"),
@@ -144,18 +155,18 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_wrong_input_is_refused(case):
     shapes, keywords, message = BAD[case]
-    integers = ("table", "lengths", "blocks")
+    integers = ("table", "lengths", "blocks", "block_frames")
     shapes = {"q": (2, 1, 8, 32), "k": (9, 2, 16, 32), "v": (9, 2, 16, 32), "table": (2, 4), "lengths": (2,)} | shapes
     arrays = {name: jnp.zeros(shape, jnp.int32 if name in integers else jnp.float32) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         gather_attention(**arrays, **({"sm_scale": 0.1} | keywords))
 
 
-@pytest.mark.parametrize("name", ["q", "table", "lengths", "blocks"])
+@pytest.mark.parametrize("name", ["q", "table", "lengths", "blocks", "block_frames"])
 def test_wrong_dtype_is_refused(tools, name):
     paged = tools.make_paged(lengths=(5, 6))
     arrays = dict(zip(("q", "k", "v", "table", "lengths"), paged.arrays, strict=True))
-    arrays["blocks"] = jnp.zeros((2, 2, 1), jnp.int32)
+    arrays["blocks"] = arrays["block_frames"] = jnp.zeros((2, 2, 1), jnp.int32)
     arrays[name] = arrays[name].astype(jnp.uint8)
     with pytest.raises(ValueError, match="uint8"):
         gather_attention(**arrays, sm_scale=0.1)

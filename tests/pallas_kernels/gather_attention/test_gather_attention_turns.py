@@ -175,6 +175,17 @@ def test_large_groups_are_refused(on_hopper, picked, heads, head_dim, reason):
     assert picked(call)["gather_attention"] == "mosaic_gpu"
 
 
+def test_frames_of_listed_blocks_are_refused(on_hopper, picked):
+    arrays = {"q": ((1, 1, 7, 128), "bfloat16"), "table": ((1, 4), "int32"), "lengths": ((1,), "int32")}
+    arrays |= dict.fromkeys(("k", "v"), ((8, 1, 64, 128), "bfloat16")) | dict.fromkeys(("blocks", "block_frames"), ((1, 1, 3), "int32"))
+    call = "gather_attention", arrays, {"sm_scale": 1.0}
+    with dispatch._forced(dispatch.BLACKWELL):
+        with pytest.raises(NotImplementedError, match="without `wgmma` it finds frames in the page table alone, not in block_frames"):
+            picked(call, implementation="mosaic_gpu")
+        assert picked(call)["gather_attention"] == "xla"
+    assert picked(call)["gather_attention"] == "mosaic_gpu"
+
+
 def test_a_config_of_the_other_form_is_refused(tools):
     paged = tools.make_paged(**(SMALL | {"lengths": (40,)}))
     with dispatch._forced(dispatch.BLACKWELL), pytest.raises(NotImplementedError, match="no tile_tokens"):
