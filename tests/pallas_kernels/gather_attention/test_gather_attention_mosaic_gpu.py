@@ -36,7 +36,7 @@ INTERPRETED = {
     "drafts, blocks of 32, pages of 64": {"lengths": (150,), "num_queries": 2, "page_size": 64, "blocks": (7, 32)},
     "16 drafts of groups of 8, two tiles of queries": {"lengths": (131,), "num_queries": 16, "group": 8, "width": 2},
     "tiles apart": {"lengths": (300,), "kv_heads": 2, "group": 7, "blocks": (5, 128), "splits": 2, "apart": True},
-    "tiles apart, blocks of 32, a page is missing": {"lengths": (250,), "page_size": 64, "blocks": (7, 32), "hole": True, "apart": True},
+    "tiles apart, blocks of 32, a page is missing": {"lengths": (150,), "page_size": 64, "blocks": (7, 32), "hole": True, "apart": True},
     "4 drafts, a list each": {"lengths": (129,), "num_queries": 4, "group": 7, "page_size": 64, "blocks": (3, 64, True)},
 }
 FOR_BUGS = ("dense, two spans, an empty row", "drafts, blocks of 32, pages of 64", "tiles apart")
