@@ -133,7 +133,7 @@ class DecodeRunner:
         logits = shape_of((vocab_size,), np.float32, like=pages)
         yield functools.partial(sample_first, logits, one, shape_of((1,), np.int32), counts)
         tables = {name: shape_of((size, width), np.int32) for name, width in widths.items()}
-        cache = self._pool.cache(self._groups.spec, tables, shape_of((size,), np.int32))
+        cache = self._pool.as_it_is(tables, shape_of((size,), np.int32))
         states = self._declared.states.of_batch(policy, [sequence] + [None] * (size - 1))
         counts = shape_of((size, vocab_size), np.int32) if rows.penalises else None
         tokens = shape_of((size,), np.int32, like=pages)

@@ -188,8 +188,8 @@ def decode(
         reader, before = reader_of(policy, heads), states[place]
         owner = layer if spec.layers[layer].share_with is None else spec.layers[layer].share_with
         if hot and hot[owner] is not None and (found := attend_hot(reader, heads.q, read, ctx, before, hot[owner])) is not None:
-            out, blocks, state, after, buffer, count = found
-            layers, hot, copied = _replace(layers, owner, after), _replace(hot, owner, buffer), _replace(copied, place, count)
+            out, blocks, state, read, buffer, count = found
+            layers, hot, copied = _replace(layers, owner, read), _replace(hot, owner, buffer), _replace(copied, place, count)
         else:
             out, blocks, state = _read_by_turns(reader, heads.q, read, ctx, before)
         if watch is not None:

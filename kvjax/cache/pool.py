@@ -84,6 +84,14 @@ class Pool:
         residency = {group.name: self._residency[group.name] for group in spec.groups if group.name in self.frames}
         return Cache(layers, tables, lengths, spec, residency, self._hot_buffers() if last is None else ())
 
+    def as_it_is(self, tables: dict[str, Any], lengths: Any) -> Cache:
+        """What a step over all layers takes, for its shapes alone: changes nothing, so that another thread may call it."""
+        residency = {
+            name: self._residency.get(name) or Residency(jax.ShapeDtypeStruct(frames.frame_of.shape, np.int32), frames.counts.border)
+            for name, frames in self.frames.items()
+        }
+        return Cache(self._layers, tables, lengths, self.spec, residency, self._hot)
+
     def keep(self, cache: Cache, latest: Array, first: int = 0, last: int | None = None) -> tuple[Layers, Array]:
         """For `run`: all pages, those of layers [first, last) taken from a step's result. latest: another of its outputs."""
         self._residency |= cache.residency

@@ -31,8 +31,8 @@ class HostHistory(History):
     def make_engine(self):
         frame = memory_plan(self.model.config, page_size=self.sizes.page).frame_bytes
         few = dataclasses.replace(self.sizes, pages=FRAMES.device + (0 if self.model.config.latent else FRAMES.hot))
-        reuse = True if self.random.integers(2) else None
-        return engine_for(self.model, few, pool_host_bytes=FRAMES.host * frame, reuse=reuse)
+        stores = ({}, {"reuse": True}, {"host_bytes": 5 * frame})[self.random.integers(3)]
+        return engine_for(self.model, few, pool_host_bytes=FRAMES.host * frame, **stores)
 
     def differences(self):
         frames, buffers = self.engine._pool.frames["full"], [each for each in self.engine._pool._hot if each is not None]
