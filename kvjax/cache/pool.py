@@ -14,8 +14,9 @@ from jaxtyping import Array, Int
 from kvjax.cache.frames import Frames
 from kvjax.cache.hot import HotTiles, empty_hot, forget
 from kvjax.cache.residency import Residency, check_missing
+from kvjax.cache.spanning import free_with
 from kvjax.cache.spec import CacheSpec
-from kvjax.cache.types import Cache, LayerCache, PagedKV, SlotLayer
+from kvjax.cache.types import Cache, LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.writes import copy_page, move_frames
 
 Layers = tuple[LayerCache | None, ...]
@@ -56,6 +57,8 @@ class Pool:
     def __init__(self, layers: Layers, spec: CacheSpec, frames: Mapping[str, Frames] | None = None):
         self.frames, self.spec = dict(frames or {}), spec
         self._layers = layers
+        if self.frames:
+            free_with(self, [leaf for layer in layers if isinstance(layer, PagedKV | LatentPages) for leaf in jax.tree.leaves(layer.pages)])
         self._residency: dict[str, Residency] = {}
         self._hot = tuple(self._empty_hot(number) for number in range(len(spec.layers))) if self.frames else ()
         self._missing: list[jax.Array] = []  # counts of chunks of prefill that were not looked at yet

@@ -11,6 +11,9 @@ import ctypes
 import dataclasses
 import functools
 import math
+import weakref
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.dlpack
@@ -52,8 +55,8 @@ DLPACK_FLOAT, DLPACK_BFLOAT = 2, 4
 def empty(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
     """An array whose rows from `device_rows` on lie in host memory. It may hold anything.
 
-    On a CPU it is one plain array of zeros, since there both kinds of memory are the same. The border between both memories is rounded up
-    to whole pieces of 2 MB of device memory. The memory is given back when JAX has no use for the array any more.
+    On a CPU it is one plain array of zeros, since there both kinds of memory are the same. On a GPU the border between both memories is
+    rounded up to whole pieces of 2 MB of device memory, and the memory is held until the owner that `free_with` names is gone.
 
     Raises:
         NotImplementedError: for devices other than CPUs and NVIDIA GPUs, and where donated arrays of this kind are copied.
@@ -70,6 +73,28 @@ def empty(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
     return _mapped(shape, jnp.dtype(dtype), device_rows)
 
 
+def free_with(owner: Any, arrays: Iterable[Array]) -> None:
+    """Give the memory of these arrays back when their owner is gone. Nothing else may use them, or what they become when they are donated,
+    any longer than that. Arrays that `empty` did not map are left alone.
+
+    JAX could be told to call Python when it needs an array no more. But it may do so in any thread, while another one waits for it and
+    holds Python's lock.
+    """
+    known = [_ranges.pop(array.unsafe_buffer_pointer(), None) for array in arrays] if _ranges else []
+    if ranges := [each for each in known if each is not None]:
+        weakref.finalize(owner, _free_all, ranges).atexit = False
+
+
+_ranges: dict[int, _Range] = {}
+"""Memory of arrays that have no owner yet, by address."""
+
+
+def _free_all(ranges: list[_Range]) -> None:
+    ranges[0].wait()
+    for each in ranges:
+        each.free()
+
+
 @functools.cache
 def _check_donation() -> None:
     """NotImplementedError if a program copies a donated array of this kind."""
@@ -77,7 +102,10 @@ def _check_donation() -> None:
     before = array.unsafe_buffer_pointer()
     update = jax.jit(lambda x: x.at[:, 0].set(jnp.arange(2, dtype=x.dtype)), donate_argnums=0)
     after = update(array)
-    if after.unsafe_buffer_pointer() != before or after[:, 0].tolist() != [0, 1]:
+    in_place = after.unsafe_buffer_pointer() == before and after[:, 0].tolist() == [0, 1]
+    del array, after
+    _free_all([_ranges.pop(before)])
+    if not in_place:
         raise NotImplementedError(
             f"JAX {jax.__version__} copies a donated array that spans device and host memory: give no pool_host_bytes"
         )
@@ -87,6 +115,7 @@ def _mapped(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array
     """An array over a new range of addresses."""
     row = math.prod(shape[1:]) * dtype.itemsize
     memory = _Range(device_rows * row, (shape[0] - device_rows) * row)
+    _ranges[memory.address] = memory
     return jax.dlpack.from_dlpack(_Exported(memory, shape, dtype))
 
 
@@ -140,8 +169,7 @@ class _Range:
     """Consecutive addresses over `device_bytes` of device memory, rounded up to whole pieces, and `host_bytes` of host memory."""
 
     def __init__(self, device_bytes: int, host_bytes: int):
-        self._driver, self._number = _cuda(), ctypes.c_ulonglong(0)
-        driver = self._driver
+        self._driver = driver = _cuda()
         device = _Properties(kind=1, place=_Place(ON_DEVICE, 0))
         host = _Properties(kind=1, place=_Place(ON_HOST, max(_attribute(driver, HOST_NUMA_ID), 0)))
         grain = math.lcm(self._grain(device), self._grain(host))
@@ -149,7 +177,7 @@ class _Range:
         self.bytes = -(-(device_bytes + host_bytes) // grain) * grain
         address = ctypes.c_ulonglong()
         self._call("cuMemAddressReserve", ctypes.byref(address), _size(self.bytes), _size(0), ctypes.c_ulonglong(0), ctypes.c_ulonglong(0))
-        self.address, self._mapped = address.value, 0
+        self.address, self._mapped, self.exported = address.value, 0, None
         try:
             advice = "JAX holds most of it: set XLA_PYTHON_CLIENT_MEM_FRACTION to less before JAX starts, or give less device_bytes; it"
             self._map(device, first, f"device memory for {device_bytes:,} bytes of pages beside what JAX holds ({advice})")
@@ -181,12 +209,24 @@ class _Range:
             self._mapped += piece
             count -= piece
 
+    def wait(self) -> None:
+        """Wait until the device has done all of its work."""
+        context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)  # JAX's own
+        try:
+            self._call("cuCtxPushCurrent_v2", context)
+            try:
+                self._call("cuCtxSynchronize")
+            finally:
+                self._driver.cuCtxPopCurrent_v2(ctypes.byref(context))
+        finally:
+            self._driver.cuDevicePrimaryCtxRelease_v2(0)
+
     def free(self) -> None:
         """Give the memory and the addresses back."""
-        number = type(self._number)
         if self._mapped:
-            self._driver.cuMemUnmap(number(self.address), number(self._mapped))
-        self._driver.cuMemAddressFree(number(self.address), number(self.bytes))
+            self._driver.cuMemUnmap(ctypes.c_ulonglong(self.address), _size(self._mapped))
+        self._driver.cuMemAddressFree(ctypes.c_ulonglong(self.address), _size(self.bytes))
 
 
 _size = ctypes.c_size_t
@@ -210,24 +250,6 @@ class _Tensor(ctypes.Structure):
     )
 
 
-_exported: dict[int, _Exported] = {}
-"""Arrays that JAX still uses, by the address of their `_Tensor`."""
-
-
-def _make_deleter():
-    exported, free = _exported, _Range.free  # when Python ends, it empties modules before JAX gives up its arrays
-
-    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    def delete(address: int) -> None:
-        if (array := exported.pop(address, None)) is not None:
-            free(array.memory)
-
-    return delete
-
-
-_delete = _make_deleter()
-
-
 class _Exported:
     """A range as an object that `jax.dlpack.from_dlpack` takes."""
 
@@ -245,15 +267,14 @@ class _Exported:
             lanes=1,
             shape=self._shape,
             strides=self._strides,
-            deleter=ctypes.cast(_delete, ctypes.c_void_p),
+            deleter=None,
         )
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return DLPACK_CUDA, 0
 
     def __dlpack__(self, **options):
-        address = ctypes.addressof(self._tensor)
-        _exported[address] = self
+        self.memory.exported = self  # JAX reads what is exported until it makes the array
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-        return new(address, b"dltensor", None)
+        return new(ctypes.addressof(self._tensor), b"dltensor", None)

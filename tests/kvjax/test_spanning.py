@@ -1,0 +1,134 @@
+"""Arrays over device and host memory, with a driver that only writes down what it is told. On a GPU, tests of engines use the real one."""
+
+import gc
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from kvjax.cache import spanning
+
+GRAIN = 1 << 21
+FIRST_ADDRESS = 1 << 40
+
+
+class Driver:
+    """CUDA's driver as far as `spanning` uses it. room: bytes of each kind of memory."""
+
+    def __init__(self, **room: int):
+        self.calls: list[tuple] = []
+        self.room = {spanning.ON_DEVICE: room.get("device", 1 << 40), spanning.ON_HOST: room.get("host", 1 << 40)}
+        self.mapped: list[tuple[int, int]] = []
+
+    def __getattr__(self, name):
+        return lambda *args: self.calls.append((name, *(getattr(each, "value", each) for each in args))) or 0
+
+    def names(self) -> list[str]:
+        return [name for name, *_ in self.calls]
+
+    def cuDeviceGetAttribute(self, found, number, device):
+        found._obj.value = 0
+        return 0
+
+    def cuMemGetAllocationGranularity(self, found, properties, option):
+        found._obj.value = GRAIN
+        return 0
+
+    def cuMemAddressReserve(self, address, size, *rest):
+        address._obj.value = FIRST_ADDRESS
+        self.calls.append(("reserve", size.value))
+        return 0
+
+    def cuMemCreate(self, handle, size, properties, flags):
+        kind = properties._obj.place.kind
+        if self.room[kind] < size.value:
+            return spanning.CUDA_OUT_OF_MEMORY
+        self.room[kind] -= size.value
+        self.calls.append(("create", kind, size.value))
+        return 0
+
+    def cuMemMap(self, place, size, *rest):
+        self.mapped.append((place.value, size.value))
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    def use(**room):
+        made = Driver(**room)
+        monkeypatch.setattr(spanning, "_cuda", lambda: made)
+        return made
+
+    return use
+
+
+def test_device_memory_comes_first_and_ends_at_a_whole_piece(driver, monkeypatch):
+    made = driver()
+    monkeypatch.setattr(spanning, "PIECE", 4 * GRAIN)
+    memory = spanning._Range(5 * GRAIN + 1, 3 * GRAIN)
+    assert memory.bytes == 9 * GRAIN
+    created = [call[1:] for call in made.calls if call[0] == "create"]
+    device, host = spanning.ON_DEVICE, spanning.ON_HOST
+    assert created == [(device, 4 * GRAIN), (device, 2 * GRAIN), (host, 3 * GRAIN)]
+    ends = [FIRST_ADDRESS, *(place + size for place, size in made.mapped)]
+    assert [place for place, _ in made.mapped] == ends[:-1]
+    assert made.names().count("cuMemRelease") == 3, "the mappings alone keep the memory"
+    memory.free()
+    assert made.calls[-2:] == [("cuMemUnmap", FIRST_ADDRESS, 9 * GRAIN), ("cuMemAddressFree", FIRST_ADDRESS, 9 * GRAIN)]
+
+
+@pytest.mark.parametrize(
+    ("room", "message"),
+    [
+        ({"device": GRAIN}, "device memory for 4,194,304 bytes .* give less device_bytes"),
+        ({"host": GRAIN}, "host memory .* pool_host_bytes"),
+    ],
+)
+def test_what_was_mapped_is_given_back_where_memory_does_not_suffice(driver, monkeypatch, room, message):
+    made = driver(**room)
+    monkeypatch.setattr(spanning, "PIECE", GRAIN)
+    with pytest.raises(MemoryError, match=message):
+        spanning._Range(2 * GRAIN, 2 * GRAIN)
+    done = sum(size for _, size in made.mapped)
+    assert made.calls[-2:] == [("cuMemUnmap", FIRST_ADDRESS, done), ("cuMemAddressFree", FIRST_ADDRESS, 4 * GRAIN)]
+
+
+def test_memory_goes_with_its_owner_and_not_before_the_device_is_done(driver):
+    made = driver()
+    memory = spanning._Range(GRAIN, GRAIN)
+    spanning._ranges[memory.address] = memory
+    array, other = (SimpleNamespace(unsafe_buffer_pointer=lambda at=at: at) for at in (FIRST_ADDRESS, 7))
+    owner = type("Owner", (), {})()
+    spanning.free_with(owner, [array, other])
+    assert not spanning._ranges
+    gc.collect()
+    assert "cuMemUnmap" not in made.names()
+    del owner
+    gc.collect()
+    names = made.names()
+    assert names.index("cuCtxPushCurrent_v2") < names.index("cuCtxSynchronize") < names.index("cuMemUnmap")
+    assert names[-2:] == ["cuMemUnmap", "cuMemAddressFree"]
+
+
+def test_other_errors_are_told_by_name(driver):
+    made = driver()
+    made.cuMemSetAccess = lambda *args: 1
+    with pytest.raises(RuntimeError, match="cuMemSetAccess failed: 1"):
+        spanning._Range(GRAIN, GRAIN)
+    assert made.names()[-1] == "cuMemAddressFree"
+
+
+def test_what_is_exported_says_where_and_what_it_is(driver):
+    driver()
+    memory = spanning._Range(GRAIN, GRAIN)
+    exported = spanning._Exported(memory, (4, 3, 5), jnp.dtype("bfloat16"))
+    tensor = exported._tensor
+    assert exported.__dlpack_device__() == (spanning.DLPACK_CUDA, 0) == tuple(tensor.device)
+    assert (tensor.data, tensor.ndim, tensor.code, tensor.bits, tensor.lanes) == (FIRST_ADDRESS, 3, spanning.DLPACK_BFLOAT, 16, 1)
+    assert (list(tensor.shape[:3]), list(tensor.strides[:3])) == ([4, 3, 5], [15, 5, 1])
+    assert tensor.deleter is None, "JAX would call it in any thread"
+
+
+def test_on_a_cpu_it_is_one_array():
+    array = spanning.empty((4, 2), jnp.dtype("float32"), 1)
+    assert (array.shape, array.dtype, float(array.sum())) == ((4, 2), jnp.float32, 0.0)
