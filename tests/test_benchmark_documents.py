@@ -94,7 +94,10 @@ def test_the_table_of_reuse_is_what_the_results_make():
     """After new measurements: the report's command with these files and docs/tiers.md."""
     text = (ROOT / "docs" / "tiers.md").read_text(encoding="utf-8")
     assert "<!-- bench:reuse -->" in text
-    assert report.rendered(text, report.load(RESULTS.parent.glob("*/reuse*.json"))) == text
+    assert "<!-- bench:tiers -->" in text
+    assert (
+        report.rendered(text, [run for name in ("reuse", "tiers") for run in report.load(RESULTS.parent.glob(f"*/{name}*.json"))]) == text
+    )
     (words,) = report.load([RESULTS.parent / "h100" / "designs-reuse-words.json"])
     computed, found = (
         [row["median_s"] for row in words["rows"] if (row["store"], row["op"]) == ("host", op)] for op in ("computed", "found")

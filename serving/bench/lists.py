@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.policies.decode import Blocks, TopBlocks
+from kvjax.policies.decode import Blocks, Stateless, TopBlocks
 from kvjax.serving.bench.decode import PAGE_SIZE
 
 
@@ -67,6 +67,7 @@ class Replayed(TopBlocks):
     """`top:K` that then reads recorded lists in turn, one for each step. file: of `kvjax bench lists`."""
 
     file: str = ""
+    attend = Stateless.attend
 
     @classmethod
     def of(cls, file: Path) -> Replayed:
@@ -89,10 +90,6 @@ class Replayed(TopBlocks):
         distant = self.sink + (distant - self.sink) * (last - self.local - self.sink) // (pages - self.local - self.sink)
         return _instead(real, distant, last, self), state
 
-    def attend(self, query, layer, ctx, state):
-        """Attention over the list."""
-        return super(TopBlocks, self).attend(query, layer, ctx, state)
-
     def __str__(self) -> str:
         return f"top:{self.k}, recorded"
 
@@ -100,6 +97,8 @@ class Replayed(TopBlocks):
 @dataclasses.dataclass(frozen=True)
 class Fresh(TopBlocks):
     """`top:K` that then reads other distant pages in each step than in those before it, of every KV head."""
+
+    attend = Stateless.attend
 
     def select(self, query, layer, ctx, state):
         """Sink, the next K distant pages in a fixed order, local."""
@@ -111,10 +110,6 @@ class Fresh(TopBlocks):
         apart = room // self.k
         place = (ctx.lengths[:, None, None] + heads * 7) % apart + jnp.arange(self.k) * apart
         return _instead(real, self.sink + place.astype(jnp.int32), last, self), state
-
-    def attend(self, query, layer, ctx, state):
-        """Attention over the list."""
-        return super(TopBlocks, self).attend(query, layer, ctx, state)
 
     def __str__(self) -> str:
         return f"top:{self.k}, nothing shared"

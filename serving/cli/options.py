@@ -215,8 +215,7 @@ def named_run(kind: str, implementation: str | None) -> dict[str, str]:
 def allow_host_pages() -> None:
     """Called before JAX starts, where `--pool-host-memory` is given: XLA takes pages in host memory for device memory, and would spend
     seconds on making each program smaller."""
-    flag = "--xla_gpu_memory_limit_slop_factor=1000"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_memory_limit_slop_factor=1000")
 
 
 def stores(reuse: bool, reuse_any: bool, host_memory: int | None, disk: Path | None, disk_size: int | None) -> StoreOptions:
