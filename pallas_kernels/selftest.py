@@ -25,6 +25,7 @@ from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.indexer_scores import indexer_scores
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
+from pallas_kernels.place_tiles import WAYS, place_tiles
 from pallas_kernels.project_tokens import project_tokens
 from pallas_kernels.query_sparse_attention import query_sparse_attention
 from pallas_kernels.select_blocks import select_blocks
@@ -199,6 +200,22 @@ def _index(x: Inputs) -> Run:
     return lambda name: page_index(x.pages.k, kind="mean", block_size=32, implementation=name)
 
 
+def _place(x: Inputs) -> Run:
+    # A set for each page: of several missing tiles in one set, any could get the place.
+    sets, wide = x.pages.num_pages, 8
+    blocks = np.stack([x.random.permutation(x.table.shape[1])[:wide] for _ in range(x.batch * KV_HEADS)]).reshape(x.batch, KV_HEADS, wide)
+    tags = np.arange(sets)[:, None] + sets * x.random.permuted(np.tile(np.arange(WAYS), (KV_HEADS, sets, 1)), axis=-1)
+    tags[:, ::2, 0] = np.arange(sets)[::2]  # held in any case
+    ages = x.random.permuted(np.tile(np.arange(WAYS), (KV_HEADS, sets, 1)), axis=-1)
+    border = sets * WAYS
+    arrays = [
+        jnp.asarray(each, jnp.int32)
+        for each in (blocks, x.table, jnp.where(x.table < 0, -1, border + x.table), x.lengths, tags, ages, WAYS)
+    ]
+    options = {"page_size": PAGE_SIZE, "num_queries": 1, "first": 0, "border": border}
+    return lambda name: place_tiles(*arrays, **options, implementation=name)
+
+
 def _project(x: Inputs) -> Run:
     width = HEADS * HEAD_DIM
     tokens, matrices, norm = x.normal(2, width), tuple(x.normal(512, width) for _ in range(2)), x.normal(width)
@@ -249,6 +266,7 @@ EXAMPLES: dict[str, Callable[[Inputs], Run]] = {
     "gated_delta": _delta,
     "indexer_scores": _indexer,
     "page_index": _index,
+    "place_tiles": _place,
     "project_tokens": _project,
     "query_sparse_attention": _query_sparse,
     "select_blocks": _select,

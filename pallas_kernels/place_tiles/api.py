@@ -54,9 +54,9 @@ def place_tiles(
     """Look up the listed tiles in a buffer on the device of tiles in host memory, and give those that are missing a place in it.
 
     A tile is one KV head of a page. Place (s, w) of KV head h is head h of frame `first + s * WAYS + w`; a page's tiles may lie in the
-    places of s = id % S. A missing tile takes the place of the one that was not used for longest, but not of one that this call lists. If
-    several missing tiles choose one place, one of them gets it, and the others stay in host memory. Which one is not determined, and no
-    result depends on it.
+    places of s = id % S. A missing tile takes the place of the one that was not used for longest. A tile that this call lists goes only
+    where all WAYS places hold such tiles; it is then read in host memory. If several missing tiles choose one place, one of them gets it,
+    and the others stay in host memory. Which one is not determined, and no result depends on it.
 
     Args:
         blocks: int32, the logical pages that each KV head reads, -1 for none: whole pages.
@@ -72,7 +72,8 @@ def place_tiles(
         implementation: see `pallas_kernels.dispatch`.
 
     Returns the frame of each listed tile (in the buffer, or as `frames` says, -1 for none); the copies that make it true, for `copy_tiles`,
-    n = B * W, -1 where there is none; and tags and ages afterwards, in place under jit with both donated.
+    n = B * W, -1 where there is none; and tags and ages afterwards, in place under jit with both donated, tags before ages: JAX gives
+    donated arrays of one shape to results in this order.
 
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
     """

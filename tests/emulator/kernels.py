@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
+from collections.abc import Sequence
 from unittest import mock
 
 import jax
@@ -15,10 +17,12 @@ from pallas_kernels.hopper import lanes
 
 
 @contextlib.contextmanager
-def kernels():
+def kernels(contested: Sequence[int] = ()):
     """Inside, `plgpu.kernel` runs on emulated threads, and nothing is compiled. What a kernel leaves unwritten is -99 or NaN. References
-    among its arguments hold afterwards what it wrote there."""
-    with jax.disable_jit(), mock.patch.object(plgpu, "kernel", _kernel):
+    among its arguments hold afterwards what it wrote there. contested: numbers of the arguments of which several threads may write one
+    word: one of them wins."""
+    names = [f"arrays[{n}]" for n in contested]
+    with jax.disable_jit(), mock.patch.object(plgpu, "kernel", functools.partial(_kernel, names)):
         yield
 
 
@@ -27,7 +31,9 @@ class _Axis:
         self.name = name
 
 
-def _kernel(body, *, out_type=(), grid, grid_names, num_threads=1, thread_name=None, scratch_types=(), cluster=(), cluster_names=()):
+def _kernel(
+    contested, body, *, out_type=(), grid, grid_names, num_threads=1, thread_name=None, scratch_types=(), cluster=(), cluster_names=()
+):
     outs = jax.tree.leaves(out_type)
 
     def launch(*inputs):
@@ -44,7 +50,7 @@ def _kernel(body, *, out_type=(), grid, grid_names, num_threads=1, thread_name=N
             places = (*np.unravel_index(cell, grid), *(np.unravel_index(cta, cluster) if cluster else ()))
             return dict(zip((*grid_names, *cluster_names), map(int, places), strict=True))
 
-        sizes = {"clusters": math.prod(grid), "ctas": math.prod(cluster), "threads": 128 * num_threads}
+        sizes = {"clusters": math.prod(grid), "ctas": math.prod(cluster), "threads": 128 * num_threads, "contested": contested}
         emulated_lanes.run_clusters(stage_of_all, **sizes, arrays=arrays, scratch_words=words, scalars=scalars)
         for given, array in zip(inputs, arrays, strict=False):
             if isinstance(given, jax.Ref):

@@ -307,13 +307,17 @@ class Machine(Copies):
         """Words now written by threads."""
         self._refuse_early(memory, threads, places)
         self._refuse_access(memory, threads, places, "writes", "read", memory.reads, reads=True)
-        self._refuse_access(memory, threads, places, "writes", "wrote", memory.writes)
+        if memory.contested:
+            order = np.argsort(threads * 40503 % 65536)  # the winner is the last one of an order that nobody should rely on
+            threads, places, data = threads[order], places[order], data[order]
+        else:
+            self._refuse_access(memory, threads, places, "writes", "wrote", memory.writes)
         self._refuse_access(memory, threads, places, "writes", "added to", memory.atomics)
         if memory.is_global and memory.read_only[places].any():
             raise Race(f"{self._name(threads[0])} writes {memory.name}, which is loaded as constant in the same launch")
         memory.data[places] = data
         bad = np.flatnonzero((memory.data[places] != data).any(1))
-        if len(bad):
+        if len(bad) and not memory.contested:
             raise Race(f"{self._name(threads[bad[0]])} and another thread write different words to one place of {memory.name} at once")
         self._note(memory, memory.writes, threads, places)
 
@@ -436,12 +440,20 @@ def run_cluster(
     return run_clusters(function, clusters=1, ctas=ctas, threads=threads, arrays=arrays, scratch_words=scratch_words, scalars=scalars)[0]
 
 
-def run_clusters(function, *, clusters: int, ctas: int, threads: int, arrays, scratch_words, scalars) -> list[dict[str, np.ndarray]]:
-    """The same for several clusters, one after another, as if at once. scalars: of a (cluster, CTA)."""
+def run_clusters(
+    function, *, clusters: int, ctas: int, threads: int, arrays, scratch_words, scalars, contested: Sequence[str] = ()
+) -> list[dict[str, np.ndarray]]:
+    """The same for several clusters, one after another, as if at once. scalars: of a (cluster, CTA). contested: names of global arrays
+    of which several threads may write one word: one of them wins."""
     if threads % 32 or sum(scratch_words.values()) > lanes.shared_words():
         raise ValueError(f"{threads} threads, {sum(scratch_words.values())} words of shared memory: none of a CTA")
     named, structure = jax.tree_util.tree_flatten_with_path(arrays)
     memories = [Memory.of_array(f"arrays{jax.tree_util.keystr(path)}", array) for path, array in named]
+    unknown = set(contested) - {memory.name for memory in memories}
+    if unknown:
+        raise ValueError(f"no arrays {sorted(unknown)}; there are {[memory.name for memory in memories]}")
+    for memory in memories:
+        memory.contested = memory.name in contested
     found, tick = [], 0
     for cluster in range(clusters):
         machine = Machine(ctas, threads, cluster, tick)

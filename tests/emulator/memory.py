@@ -44,7 +44,10 @@ class Log:
 
 
 class Memory:
-    """An array: words of global memory, or of the shared memory of each CTA of a cluster, one after another."""
+    """An array: words of global memory, or of the shared memory of each CTA of a cluster, one after another.
+
+    contested: several threads may write a word without a barrier between; one of them wins. Reads still need their barriers.
+    """
 
     def __init__(self, name: str, data: np.ndarray, size_bytes: int, *, ctas: int = 0):
         self.name, self.data, self.size_bytes, self.ctas = name, data, size_bytes, ctas
@@ -52,6 +55,7 @@ class Memory:
         self.known = None if self.is_global else np.zeros(len(data), bool)
         self.read_only = np.zeros(len(data), bool) if self.is_global else None
         self.on_the_way = None
+        self.contested = False
 
     @property
     def is_global(self) -> bool:

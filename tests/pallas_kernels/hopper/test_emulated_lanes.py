@@ -333,6 +333,36 @@ def test_a_whole_kernel(emulated_kernels, rank):
     np.testing.assert_array_equal(found, union_blocks(*arguments, **sizes, implementation="reference"))
 
 
+def _write_one_word(emulated, contested=(), barrier=True):
+    """128 threads write their numbers to one word, each warp in its own instruction; then all read it."""
+    out, seen = np.full(1, -1, np.int32), np.full(128, -1, np.int32)
+
+    def stage(arrays, scratch):
+        for warp in range(4):
+            with lanes.when(lanes.warp() == warp):
+                lanes.store_global(arrays[0], 0, lanes.thread())
+        if barrier:
+            lanes.cta_barrier(128)
+        lanes.store_global(arrays[1], lanes.thread(), lanes.load_written(arrays[0], 0, "i32", block=lanes.i32(0), block_bytes=4))
+
+    sizes = {"clusters": 1, "ctas": 1, "threads": 128, "scratch_words": {}, "scalars": lambda *_: {}}
+    emulated.run_clusters(stage, arrays=(out, seen), contested=contested, **sizes)
+    return out, seen
+
+
+def test_one_of_several_writers_wins_where_that_is_allowed(emulated):
+    out, seen = _write_one_word(emulated, contested=["arrays[0]"])
+    assert 96 <= out[0] < 128
+    assert (seen == out[0]).all()
+    assert out[0] != 127, "the last thread wins: a kernel could rely on that"
+    with pytest.raises(emulated.Race, match=r"writes word 0 of arrays\[0\], which|different words to one place of arrays\[0\]"):
+        _write_one_word(emulated)
+    with pytest.raises(emulated.Race, match=r"reads word 0 of arrays\[0\], which .* wrote; no barrier between"):
+        _write_one_word(emulated, contested=["arrays[0]"], barrier=False)
+    with pytest.raises(ValueError, match=r"no arrays \['arrays\[7\]'\]; there are \['arrays\[0\]', 'arrays\[1\]'\]"):
+        _write_one_word(emulated, contested=["arrays[7]"])
+
+
 def test_a_cluster_over_a_long_row_takes_seconds(emulated):
     """8 CTAs of 512 threads find the maximum of 32,768 scores through each other's shared memory."""
     x = np.random.default_rng(0).integers(-(2**30), 2**30, 32768).astype(np.int32)
