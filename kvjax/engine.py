@@ -442,7 +442,7 @@ class Engine:
         return None if self._reuse is None else self._reuse.stats()
 
     def pool_stats(self) -> PoolStats | None:
-        """Where pages of running sequences lie, and what has moved; None without `pool_host_bytes`. Waits for the device."""
+        """Where pages of the pool lie, and what has moved; None without `pool_host_bytes`. Waits for the device."""
         return self._pool.stats()
 
     @guarded

@@ -211,7 +211,7 @@ def pool_size(
             )
         host = pool_host_bytes // plan.frame_bytes
         if not host:
-            raise ValueError(f"pool_host_bytes of {pool_host_bytes:,} holds no page: a page takes {plan.frame_bytes:,} bytes there")
+            raise ValueError(f"pool_host_bytes of {pool_host_bytes:,} holds no page: give at least {plan.frame_bytes:,}")
     if device_bytes is not None:
         device_bytes = whole_number("device_bytes", device_bytes, 1, 2**63)
     if pages is not None and device_bytes is not None:
@@ -220,8 +220,8 @@ def pool_size(
         pages = plan.most_pages(device_bytes + host * plan.frame_bytes) - host
         if pages < 1:
             smallest = plan.pool_bytes(host + 1) - host * plan.frame_bytes
-            beside = f" with the indexes of {host:,} pages in host memory" if host else ""
-            raise ValueError(f"device_bytes of {device_bytes:,} holds no page: the smallest pool takes {smallest:,} bytes{beside}")
+            beside = f", for one page and the indexes of {host:,} pages in host memory" if host else ""
+            raise ValueError(f"device_bytes of {device_bytes:,} holds no page: give at least {smallest:,}{beside}")
         return pages, host
     return default_pages(plan, config) if pages is None else check_pool(plan, whole_number("pages", pages, 1, 2**63)), host
 

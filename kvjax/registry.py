@@ -21,8 +21,8 @@ from typing import Any
 
 _OWN_FORMS = "a registered name, FILE.py:CLASS or FILE.py:CLASS:ARGS (as my_file.py:Mine:8/recent=4)"
 DECODE_FORMS = (
-    "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (tokens, 128 of them sinks); of both, window:...+release gives the "
-    "other pages back, window:...+remap counts positions in the cache, and +release+remap does both, "
+    "dense, window:SINK+WINDOW (tokens, as window:64+4544), window:KEYS (tokens, 128 of them sinks), window:...+release (gives "
+    "other pages back), window:...+remap (counts positions in the cache), window:...+release+remap (does both), "
     "top:K, mean:K (blocks of 128), quest:K (blocks of 16), tokens:K (of models with an indexer of tokens), "
     "heavy:K (pages of most attention; others are given back), heavy-tokens:K (tokens of most attention), auto, auto:LEVEL, " + _OWN_FORMS
 )

@@ -88,8 +88,8 @@ def make_reuse(
         return None
     if learning := declared.states.policies:
         raise ValueError(
-            f"policy {learning[0]} learns from prefill, and a prompt whose pages are reused is not prefilled: leave reuse, host_bytes and "
-            "disk out, or name another policy"
+            f"policy {learning[0]} learns from prefill, and a prompt whose pages are reused is not prefilled: name another policy, or "
+            "make the engine without reuse of pages"
         )
     (device,) = first_array(pool.layers).devices()
     sizes = {group.name: block_bytes(groups.spec, group.name) for group in groups.spec.groups}

@@ -76,7 +76,10 @@ class Pins:
                         store.let_go(key)
                 return pin.length
         lengths = ", ".join(f"{length:,}" for length in sorted(pin.length for pin in self._pins.values()))
-        raise ValueError(f"no prefix of this prompt is pinned; pinned are {f'prefixes of {lengths} tokens' if lengths else 'none'}")
+        pinned = (
+            f"the pinned prefixes have {lengths} tokens: give all tokens of one, with its cache_salt" if lengths else "nothing is pinned"
+        )
+        raise ValueError(f"no prefix of this prompt is pinned; {pinned}")
 
     def _check_device(self, digests: Sequence[bytes]) -> None:
         held = self.pages

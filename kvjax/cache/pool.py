@@ -26,12 +26,12 @@ MOVES = (1, 4, 16, 64)
 
 @dataclasses.dataclass(frozen=True)
 class PoolStats:
-    """Where the pages of running sequences lie, and what has moved since the engine was made.
+    """Where the pages of the pool lie, and what has moved since the engine was made.
 
-    device_pages, host_pages: pages there now. moved_bytes: keys and values that moved to host memory, to make room. asked, found: tiles
-    (one KV head of a page, in one layer) of pages in host memory that steps have listed through the hot buffer, and those of them that were
-    in it. host_read_bytes: what the others took over the bus. Tiles that steps read in place without the buffer, as dense ones do, are not
-    counted.
+    device_pages, host_pages: pages there now, of sequences and of prompts that the engine keeps. moved_bytes: keys and values that moved to
+    host memory, to make room. asked, found: tiles (one KV head of a page, in one layer) of pages in host memory that steps have listed
+    through the hot buffer, and those of them that were in it. host_read_bytes: what the others took over the bus. Tiles that steps read in
+    place without the buffer, as dense ones do, are not counted.
     """
 
     device_pages: int
@@ -42,10 +42,14 @@ class PoolStats:
     host_read_bytes: int
 
     def __str__(self) -> str:
-        hits = f"; steps found {self.found / self.asked:.0%} of {self.asked:,} of its tiles in the hot buffer" if self.asked else ""
-        read = f", and read {self.host_read_bytes / 1e6:,.0f} MB" if self.asked else ""
+        hits = (
+            f"; steps listed {self.asked:,} tiles of pages there, found {self.found / self.asked:.0%} in the hot buffer"
+            if self.asked
+            else ""
+        )
+        read = f", and read {self.host_read_bytes / 1e6:,.0f} MB from host memory" if self.asked else ""
         moved = f"{self.moved_bytes / 1e6:,.0f} MB moved to host memory"
-        return f"running sequences: {self.device_pages:,} pages on the device, {self.host_pages:,} in host memory; {moved}{hits}{read}"
+        return f"pool: {self.device_pages:,} pages on the device, {self.host_pages:,} in host memory; {moved}{hits}{read}"
 
 
 class Pool:

@@ -200,11 +200,14 @@ class Prefixes:
         border = STATE_CHUNKS * self._groups.chunk // self.grain if self.spec.row_groups else 1
         count = len(digests) // border * border
         if not count:
-            raise ValueError(f"{length:,} tokens cannot be pinned: give at least {border * self.grain:,}, which is what is kept as one")
-        if (known := self._known(digests[:count])) < count:
             raise ValueError(
-                f"{count * self.grain:,} tokens would be pinned, and only the first {known * self.grain:,} are known: prefill the prompt "
-                "first, with the same cache_salt"
+                f"{length:,} tokens cannot be pinned, because pages are kept {border * self.grain:,} tokens at a time: give more"
+            )
+        if (known := self._known(digests[:count])) < count:
+            held = f"the first {known * self.grain:,}" if known else "none"
+            raise ValueError(
+                f"{count * self.grain:,} tokens cannot be pinned: the engine has pages of {held} of them. Prefill the prompt first, "
+                "with the same cache_salt"
             )
         return self.pins.add(digests[:count])
 

@@ -236,7 +236,7 @@ class Summary:
         if self.found_tokens:
             found = f" ({self.found_tokens:,} of this run were found, not computed)"
             every = self.all_tokens_per_second + self.found_tokens / self.seconds if self.seconds else 0.0
-            rates = rates.replace("with prompts", f"with computed prompts, {every:,.1f} with found ones, too")
+            rates = rates.replace("with prompts", f"with computed prompt tokens, {every:,.1f} with all prompt tokens")
         rows = [
             ("records", f"{self.records:,} ({self.errors:,} errors{earlier})"),
             ("prompt tokens", f"{self.prompt_tokens:,}{found}"),

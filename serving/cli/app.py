@@ -195,7 +195,9 @@ def batch_command(
     if summary.errors > len(summary.first_errors):
         typer.echo(f"and {summary.errors - len(summary.first_errors):,} more with an error; see {out}", err=True)
     if no_room := summary.nothing_fitted:
-        typer.echo("no record fits into the pool: give more --pages or --device-memory, or fewer --max-new-tokens", err=True)
+        typer.echo(
+            "no record fits into the pool: give more --pages, --device-memory or --pool-host-memory, or fewer --max-new-tokens", err=True
+        )
     if no_room or (fail_on_error and summary.errors):
         raise typer.Exit(1)
 
@@ -327,12 +329,12 @@ def plan_command(
     if pool_host_memory is not None:
         with named_as_options():
             device, host = pool_size(plan, config, None, max(1, plan.available_bytes - plan.weights_bytes), pool_host_memory)
-        more = f"{(device + host) * page_size:,} tokens, with {device:,} pages beside their indexes on the device"
-        typer.echo(f"pool's host pages    {host:>12,}  ({more})")
-    for name, size in (("host", host_memory), ("disk", disk_size)):
+        more = f"with {device:,} on the device, beside the indexes of all: {(device + host) * page_size:,} tokens"
+        typer.echo(f"pool in host memory  {host:>12,}  ({more})")
+    for name, size in (("kept in host memory", host_memory), ("kept on disk", disk_size)):
         if size is not None:
             count = size // sum(block_bytes(spec, group.name) for group in spec.groups)
-            typer.echo(f"pages on {name:<11} {count:>12,}  ({count * page_size:,} tokens)")
+            typer.echo(f"{name:<20} {count:>12,}  ({count * page_size:,} tokens)")
 
 
 @app.command("demo")

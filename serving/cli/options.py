@@ -141,14 +141,16 @@ TokensOption = Annotated[int, typer.Option(help="The most tokens to generate.", 
 SeedOption = Annotated[int, typer.Option(help="Seed of random draws.", **whole(0, 2**32 - 1))]
 DeviceMemoryOption = Annotated[
     int | None,
-    typer.Option("--device-memory", help="Size of the pool on the device, as 8GB; instead of --pages.", show_default=False, **byte_count()),
+    typer.Option(
+        "--device-memory", help="What the cache takes on the device, as 8GB; instead of --pages.", show_default=False, **byte_count()
+    ),
 ]
 PoolHostMemoryOption = Annotated[
     int | None,
     typer.Option(
         "--pool-host-memory",
-        help="Host memory for pages of running sequences that the device has no room for, as 56GB. Answers do not change; steps read there "
-        "what the policy lists, over the bus.",
+        help="Host memory for pages that the device has no room for, as 56GB: sequences can be larger than the device. Answers do not "
+        "change. Steps read there what the policy lists, over the bus.",
         show_default=False,
         **byte_count(),
     ),
@@ -173,7 +175,9 @@ DiskOption = Annotated[
 ]
 DiskSizeOption = Annotated[
     int | None,
-    typer.Option("--disk-size", help="Size of the files in --disk, as 200GB. They take it at once.", show_default=False, **byte_count()),
+    typer.Option(
+        "--disk-size", help="Size of the files in --disk, as 200GB. They have it from the start.", show_default=False, **byte_count()
+    ),
 ]
 ReuseOption = Annotated[
     bool,

@@ -204,9 +204,9 @@ def test_a_fetch_holds_what_it_says():
 def test_sizes_that_cannot_be_are_refused():
     model = make_family("llama")
     for sizes, message in (
-        ({"pool_host_bytes": 1}, "pool_host_bytes of 1 holds no page"),
+        ({"pool_host_bytes": 1}, "pool_host_bytes of 1 holds no page: give at least"),
         ({"pool_host_bytes": 2**62}, "more than this machine's memory"),
-        ({"pool_host_bytes": 10**6, "device_bytes": 1}, "device_bytes of 1 holds no page: .* with the indexes of"),
+        ({"pool_host_bytes": 10**6, "device_bytes": 1}, "device_bytes of 1 holds no page: give at least .* and the indexes of"),
         ({"pool_host_bytes": 0}, "pool_host_bytes"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -77,7 +77,7 @@ def test_pins_that_overlap_are_separate(model, text):
     crowd(engine, text)
     assert found(engine, text[:100]) == 96
     assert engine.unpin(text) == 96
-    with pytest.raises(ValueError, match="pinned are none"):
+    with pytest.raises(ValueError, match="nothing is pinned"):
         engine.unpin(text)
 
 
@@ -102,13 +102,13 @@ def test_pins_that_cannot_be_are_refused(model, text):
     prefill(engine, text[:100])
     for given, said in (
         (text[:10], "give at least 16"),
-        (text[100:200], "96 tokens would be pinned, and only the first 0 are known"),
-        (text[:180], "176 tokens would be pinned, and only the first 96 are known: prefill"),
+        (text[100:200], "96 tokens cannot be pinned: the engine has pages of none of them"),
+        (text[:180], "176 tokens cannot be pinned: the engine has pages of the first 96 of them. Prefill"),
         ([], "no tokens"),
     ):
         with pytest.raises(ValueError, match=said):
             engine.pin(given)
-    with pytest.raises(ValueError, match="first 0 are known"):
+    with pytest.raises(ValueError, match="pages of none of them"):
         engine.pin(text[:100], cache_salt="a")
     with pytest.raises(ValueError, match="no prefix of this prompt is pinned"):
         engine.unpin(text)

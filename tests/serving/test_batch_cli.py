@@ -103,7 +103,7 @@ def test_batch_finds_what_records_share_and_says_so(kvjax, model_folder, tmp_pat
     status, out, err = kvjax(*arguments, "--out", tmp_path / "out.jsonl", way, "--host-memory", "1MB", "--progress")
     assert status == 0, err
     assert re.search(r"prompt tokens .*\([0-9]+ of this run were found, not computed\)", out)
-    assert re.search(r"with computed prompts, [0-9.,]+ with found ones, too", out)
+    assert re.search(r"with computed prompt tokens, [0-9.,]+ with all prompt tokens", out)
     assert re.search(r"^[1-4]/4 records, .* found.*\n.*fetching them took.*\ndevice: .*\nhost: .*MB written", err, re.MULTILINE)
     assert kvjax(*arguments, "--out", tmp_path / "plain.jsonl")[0] == 0
     assert lines(tmp_path / "out.jsonl") == lines(tmp_path / "plain.jsonl")

@@ -181,7 +181,7 @@ def test_tokens_that_were_found_are_in_no_rate_of_computed_ones():
     summary.seconds = 10.0
     assert (summary.found_tokens, summary.all_tokens_per_second) == (900, 15.0)
     assert "6,000 (900 of this run were found, not computed)" in str(summary)
-    assert "5.0 generated, 15.0 with computed prompts, 105.0 with found ones, too" in str(summary)
+    assert "5.0 generated, 15.0 with computed prompt tokens, 105.0 with all prompt tokens" in str(summary)
 
 
 def test_a_pool_too_small_for_every_record_is_no_success():
