@@ -110,11 +110,10 @@ class Pool:
         """What happened so far; None where no page may lie in host memory. Waits for the device."""
         if not self.frames:
             return None
-        buffers = [(each, self._layers[number].pages) for number, each in enumerate(self._hot) if each is not None]
-        counts = [
-            (int(each.asked), int(each.from_host), sum(x.nbytes // x.shape[0] // x.shape[1] for x in jax.tree.leaves(pages)))
-            for each, pages in buffers
-        ]
+        held = [number for number, each in enumerate(self._hot) if each is not None]
+        tiles = [[x.nbytes // x.shape[0] // x.shape[1] for x in jax.tree.leaves(self._layers[number].pages)] for number in held]
+        found = jax.device_get([(self._hot[number].asked, self._hot[number].from_host) for number in held])
+        counts = [(int(asked), int(read), sum(sizes)) for (asked, read), sizes in zip(found, tiles, strict=True)]
         return PoolStats(
             device_pages=sum(frames.on_device for frames in self.frames.values()),
             host_pages=sum(frames.on_host for frames in self.frames.values()),
@@ -192,11 +191,9 @@ class Pool:
         done = 0
         while done < len(moves):
             size = max(each for each in MOVES if each == 1 or each <= len(moves) - done)
-            part = moves[done : done + size]
-            padded = np.full((size, 2), -1, np.int32)
-            padded[: len(part)] = part
+            sources, targets = moves[done : done + size].T.copy()
             try:
-                self.run(move_frames, self._layers, padded[:, 0].copy(), padded[:, 1].copy(), numbers=numbers)
+                self.run(move_frames, self._layers, sources, targets, numbers=numbers)
             except BaseException as error:  # frames are recorded as moved already
                 self._failure = self._failure or RuntimeError(f"pages could not be moved to host memory: {error}")
                 raise

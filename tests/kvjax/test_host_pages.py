@@ -12,11 +12,14 @@ from histories import FAMILIES, LARGE, LATE, SMALL, History, engine_for, run_his
 from quick_cases import rest_long
 from tiny_models import make_family
 
+import kvjax
 from kvjax import Engine, attend
 from kvjax.cache import hot
 from kvjax.cache.frames import Frames
 from kvjax.cache.pool import Pool
 from kvjax.cache.spanning import FrameCounts
+from kvjax.fidelity.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
+from kvjax.fidelity.retrieval import needle_exact_match, prompt_start
 from kvjax.memory import memory_plan
 
 FRAMES = FrameCounts(device=6, hot=8, host=34)
@@ -78,6 +81,39 @@ def test_pages_in_host_memory_change_no_bits_on_a_gpu(name, part, tmp_path, tota
     assert counts["sequences compared"] > 3
 
 
+def answers(length: int, trials: int, batch: int, policies: tuple[str, ...], share: float | None) -> list:
+    """What the embedded model says to questions about long texts, and what it read. share: of the cache on the device; None: all of it."""
+    model = kvjax.load("needle")
+    text, tokenizer = encode_text(model.tokenizer, documentation_text()), model.tokenizer
+    task = NeedleTask(tokenizer, text, vocabulary_words(tokenizer), distractors=16, prefix_ids=prompt_start(tokenizer))
+    pages = batch * (length // 128 + 4)
+    sizes = {"pages": pages}
+    if share is not None:
+        there = int(pages * share)
+        sizes = {"pages": there, "pool_host_bytes": (pages - there // 4) * memory_plan(model.config).frame_bytes}
+    engine = Engine(model, policies=policies, prefill_chunk=256, batch_buckets=(batch,), **sizes)
+    trials = task.trials(length - 64, trials, seed=3)
+    results = needle_exact_match(engine, trials, policies, tokenizer, batch=batch)
+    if share is not None:
+        assert engine.pool_stats().moved_bytes > 0
+        assert engine.pool_stats().found > 0
+    return [(each.policy, each.answers, each.keys_per_step) for each in results]
+
+
+@pytest.mark.parametrize(
+    ("length", "trials", "batch", "policies"),
+    [
+        pytest.param(3072, 2, 2, ("top:8",), id="short"),
+        pytest.param(8192, 8, 4, ("dense", "top:8"), marks=pytest.mark.long, id="8K"),
+        pytest.param(32_768, 200, 8, ("dense", "top:8", "top:32"), marks=pytest.mark.gpu, id="32K"),
+    ],
+)
+def test_needles_are_answered_the_same_with_a_quarter_of_the_cache_on_the_device(length, trials, batch, policies):
+    if trials == 200 and jax.default_backend() != "gpu":
+        pytest.skip("takes hours on a CPU")
+    assert answers(length, trials, batch, policies, 0.25) == answers(length, trials, batch, policies, None)
+
+
 # What must fail: each order that the bits need, taken away.
 
 
@@ -132,7 +168,7 @@ def _late_copies(monkeypatch):
 MUTANTS = (_late_moves, _no_moves, _ids_for_frames, _nothing_is_forgotten, _open_pages_are_kept, _late_copies)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", rest_long(MUTANTS, _late_moves, _late_copies))
 def test_an_order_taken_away_corrupts(mutant, tmp_path, monkeypatch):
     jax.clear_caches()
     mutant(monkeypatch)
