@@ -96,7 +96,7 @@ class Registry:
             return name
         policy = self.built_in(text := name.strip()) or self.find(text)
         if policy is None:
-            raise ValueError(f"{self.kind} {name!r} is not understood; there are {self.forms}{self._hint(text)}")
+            raise ValueError(f"{self.kind} {name!r} is not understood{self._hint(text) or f'; there are {self.forms}'}")
         return policy
 
     def built_in(self, name: str) -> Any | None:

@@ -201,7 +201,7 @@ class Prefixes:
         count = len(digests) // border * border
         if not count:
             raise ValueError(
-                f"{length:,} tokens cannot be pinned, because pages are kept {border * self.grain:,} tokens at a time: give more"
+                f"{length:,} tokens cannot be pinned: give at least {border * self.grain:,}, because that many are kept together"
             )
         if (known := self._known(digests[:count])) < count:
             held = f"the first {known * self.grain:,}" if known else "none"

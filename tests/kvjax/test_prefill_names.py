@@ -60,10 +60,15 @@ def test_names(name, policy):
     hash(policy)
 
 
-@pytest.mark.parametrize("name", ["momo", "momo:8", "momo:8/8+all", "mean:x", "window:5", "top:8"])
+@pytest.mark.parametrize("name", ["momo", "momo:8", "momo:8/8+all", "mean:x", "window:5"])
 def test_wrong_names_are_refused(name):
     with pytest.raises(ValueError, match="is not understood; there are dense, bounds:K"):
         parse_prefill(name)
+
+
+def test_the_name_of_a_decode_policy_is_refused_in_one_sentence():
+    with pytest.raises(ValueError, match=r"'top:8' is not understood. 'top:8' is a decode policy: give it as policy \(--policy\)$"):
+        parse_prefill("top:8")
 
 
 def test_what_is_no_policy_is_refused():

@@ -156,7 +156,7 @@ def test_a_pool_too_small_for_every_record_fails(kvjax, model_folder, tmp_path):
     arguments = ("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--pages", 1, *PAGES)
     status, _, err = kvjax(*arguments)
     assert status == 1
-    assert "no record fits into the pool: give more --pages or --device-memory" in err
+    assert "no record fits into the pool: give more --pages, --device-memory or --pool-host-memory" in err
     write(source, [*records, {"id": "short", "prompt": "amber", "max_new_tokens": 2}])
     assert kvjax(*arguments, "--overwrite")[0] == 0
 
