@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache.frames import Frames
-from kvjax.cache.hot import HotTiles, empty_hot, forget
+from kvjax.cache.hot import HotTiles, counted, empty_hot, forget
 from kvjax.cache.residency import Residency, check_missing
 from kvjax.cache.spanning import free_with
 from kvjax.cache.spec import CacheSpec
@@ -108,7 +108,7 @@ class Pool:
             return None
         buffers = [(each, self._layers[number].pages) for number, each in enumerate(self._hot) if each is not None]
         counts = [
-            (int(each.asked), int(each.from_host), sum(x.nbytes // x.shape[0] // x.shape[1] for x in jax.tree.leaves(pages)))
+            (counted(each.asked), counted(each.from_host), sum(x.nbytes // x.shape[0] // x.shape[1] for x in jax.tree.leaves(pages)))
             for each, pages in buffers
         ]
         return PoolStats(
