@@ -229,9 +229,13 @@ def test_decode_tells_of_missing_pages(monkeypatch):
     engine = Engine(model, page_size=16, prefill_chunk=32, batch_buckets=(1,), pages=6, pool_host_bytes=6 * frame)
     (sequence,) = engine.prefill([[3] * 16])
     monkeypatch.setattr(Pool, "bind", lambda pool, pages: None)
-    jax.block_until_ready(engine.decode([sequence], [3]))
+
+    def steps():  # the count of the first is known in its own call, or in the next
+        for token in range(2):
+            jax.block_until_ready(engine.decode([sequence], [token]))
+
     with pytest.raises(MissingPages, match="no store holds"):
-        engine.decode([sequence], [3])
+        steps()
 
 
 def test_sizes_that_cannot_be_are_refused():
