@@ -27,7 +27,7 @@ from kvjax.policies.decode import DecodePolicy
 from kvjax.release import PageRelease
 from kvjax.sampling import Sampled, Sampling, SamplingRows, check_rows
 from kvjax.sequences import CachedSequence
-from kvjax.slots import Slots, in_bucket
+from kvjax.slots import Slots, in_bucket, pages_of_step
 from kvjax.steps import decode_and_sample, sample_first
 
 DRAFTS = (1, 4, 8, 16)
@@ -138,7 +138,7 @@ class DecodeRunner:
         counts = shape_of((size, vocab_size), np.int32) if rows.penalises else None
         tokens = shape_of((size,), np.int32, like=pages)
         arrays = (model.params, cache, tokens, shape_of((size,), bool), states, rows, counts)
-        following = {name: shape_of((size, 2), np.int32) for name in tables}
+        following = {group.name: shape_of((size, pages_of_step(group.page_size)), np.int32) for group in self._groups.spec.groups}
         yield functools.partial(decode_and_sample, model.decoder, policy, self._declared.indexes, *arrays, following=following)
 
     def slots(self, policy: DecodePolicy, size: int) -> Slots:

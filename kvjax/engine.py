@@ -261,6 +261,7 @@ class Engine:
         padded, given = padded_rows(sequences, tokens, self.batch_buckets, self.config.vocab_size)
         launched = self._launch(decode_step, padded, given, policy, num_tokens=given.shape[1])
         self._runner.keep(launched, given.shape[1])
+        self._pool.expect_none(self.last_reads.missing)
         for sequence, row in zip(sequences, given.tolist(), strict=False):
             sequence.tokens += row
         logits = launched.results[0][: len(sequences)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import weakref
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -67,6 +69,8 @@ class PageRelease:
         self._groups, self._page_size, self._policy = groups, page_size, policy
         self._step = 0
         self._choices: collections.deque[_Choice] = collections.deque()
+        # Weakly, so that an engine that nobody holds any more goes at once.
+        groups.on_short = functools.partial(_settle, weakref.ref(self))
 
     def new_sequence(self) -> CachedSequence:
         """A sequence without tokens."""
@@ -125,10 +129,15 @@ class PageRelease:
 
     def _apply(self, choice: _Choice) -> None:
         keeping = choice.sequence.keeping
-        if not isinstance(keeping.policy, KeepsByMass):
-            return  # a narrower window has taken the sequence over
+        if keeping is None or not isinstance(keeping.policy, KeepsByMass):
+            return  # the step only warmed up, or a narrower window has taken the sequence over
         stay = set(np.asarray(choice.kept).reshape(-1).tolist())
         sinks = -(-kept_by(keeping.policy, self._page_size)[0] // self._page_size)
         held = [*keeping.distant, *range(max(keeping.decided, sinks), choice.first_local)]
         self._groups.release(choice.sequence, [page for page in held if page not in stay])
         keeping.distant, keeping.decided = [page for page in held if page in stay], max(keeping.decided, choice.first_local)
+
+
+def _settle(release: weakref.ref[PageRelease]) -> None:
+    if (alive := release()) is not None:
+        alive.settle()

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache import Cache, CacheSpec
+from kvjax.cache import MOST_TOKENS, Cache, CacheSpec
 from kvjax.cache.pool import Pool
 from kvjax.cache.tables import narrower, page_table, table_width
 from kvjax.sequences import CachedSequence, Growth
 
-NextPages = dict[str, Int[Array, "B 2"]]
-"""By layer group: the page of each row's next token, and the page after it; -1 where there is none."""
+NextPages = dict[str, Int[Array, "B n"]]
+"""By layer group: the page of each row's next token, and the pages after it, as many as a step may write to (`pages_of_step`); -1 where
+there is none."""
 
 
 class Slots:
@@ -43,7 +44,7 @@ class Slots:
         self._growth = Growth()  # of `live`
         self._limits: list[int] = []  # of `live`: up to what growth `_next` has their pages
         self._nearest = 0  # the smallest limit
-        self._next = {group.name: np.full((size, 2), -1, np.int32) for group in spec.groups}
+        self._next = {group.name: np.full((size, pages_of_step(group.page_size)), -1, np.int32) for group in spec.groups}
         self._named: NextPages | None = None  # `_next` as passed to a step; the call moves it to the device
         self._host_tables: dict[str, Int[np.ndarray, "B M"]] = {}
         self._holds = 0, 0  # bounds of the longest row for the current table width: more than, at most
@@ -141,22 +142,24 @@ class Slots:
         return min([len(sequence.pages[group.name]) * group.page_size for group in self.spec.groups])
 
     def _bind_next(self, pool: Pool, sequence: CachedSequence) -> None:
-        """Give the page of a sequence's next token, and the page after it, frames."""
+        """Give the page of a sequence's next token, and the pages after it that a step may write to, frames."""
         if pool.frames:
             places = {group.name: sequence.length // group.page_size for group in self.spec.groups}
-            pool.bind({name: sequence.pages[name][first : first + 2] for name, first in places.items()})
+            pool.bind({name: sequence.pages[name][first : first + self._next[name].shape[1]] for name, first in places.items()})
 
     def _name_next(self, row: int, sequence: CachedSequence) -> int:
         """Update `_next` of a row from its sequence's pages, which must have been taken. Returns the row's limit: the end of a page."""
         limits = []
         for group in self.spec.groups:
             ids, first = sequence.pages[group.name], sequence.length // group.page_size
-            following = [*ids[first : first + 2], -1, -1][:2]
+            known = self._next[group.name]
+            count = known.shape[1]
+            following = [*ids[first : first + count], *[-1] * count][:count]
             limits.append((first + 1) * group.page_size)
-            if (known := self._next[group.name])[row].tolist() != following:
+            if known[row].tolist() != following:
                 known[row], self._named = following, None
             if (table := self._host_tables.get(group.name)) is not None:
-                table[row, first : first + 2] = following[: max(0, table.shape[1] - first)]
+                table[row, first : first + count] = following[: max(0, table.shape[1] - first)]
         return min(limits)
 
     def _place_rows(self, num_tokens: int) -> None:
@@ -178,12 +181,17 @@ class Slots:
         self._dirty.clear()
 
 
+def pages_of_step(page_size: int) -> int:
+    """The most pages of this size that a step writes to in one row: it may begin at the end of a page."""
+    return 1 + -(-(MOST_TOKENS - 1) // page_size)
+
+
 def name_pages(cache: Cache, following: NextPages) -> Cache:
     """The cache, with the next pages of its rows added to the page tables."""
     tables = dict(cache.page_tables)
     rows = jnp.arange(cache.lengths.shape[0])[:, None]
     for group in cache.spec.groups:
-        places = cache.lengths[:, None] // group.page_size + jnp.arange(2)
+        places = cache.lengths[:, None] // group.page_size + jnp.arange(following[group.name].shape[1])
         tables[group.name] = tables[group.name].at[rows, places].set(following[group.name], mode="drop")
     return cache.replace(page_tables=tables)
 

@@ -27,7 +27,7 @@ class Frames:
         self.changed = True
         self._free_device = list(range(counts.device - 1, -1, -1))
         self._free_host = list(range(counts.total - 1, counts.border - 1, -1))
-        self._bound: list[int] = []
+        self._bound: set[int] = set()  # as many as there are pages at most, however long nobody asks
         self._there: dict[int, None] = {}  # pages on the device, those that have been there longest first
         self._moves: dict[int, tuple[int, int]] = {}  # by page: its frame before, and the one that its bytes have to be copied to
 
@@ -53,7 +53,7 @@ class Frames:
             if on_device:
                 self._there[page] = None
             self.changed = True
-        self._bound += new
+        self._bound.update(new)
 
     def release(self, pages: Iterable[int]) -> None:
         """Nobody needs the content of these pages any more: their frames are free."""
@@ -74,7 +74,7 @@ class Frames:
 
     def take_bound(self) -> list[int]:
         """Pages that got a frame since the last call: what they held before is gone."""
-        bound, self._bound = self._bound, []
+        bound, self._bound = sorted(self._bound), set()
         return bound
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -43,7 +43,8 @@ class GroupPages:
     totals: pages of each group. host: how many of them lie in host memory, in groups that keep all tokens. chunk: tokens that prefill
     writes at a time; a window group keeps the pages that the next token's chunk reads. hot: whether steps list pages, so that a part of the
     device's is worth more as a hot buffer. reach: what every new sequence keeps in groups without a window; None: every page. has_windows:
-    whether any group gives pages back by itself. frames: of the groups with pages in host memory.
+    whether any group gives pages back by itself. frames: of the groups with pages in host memory. on_short: called before OutOfPages is
+    raised; it may give pages back.
     """
 
     def __init__(self, spec: CacheSpec, totals: Mapping[str, int], host: int, chunk: int, *, hot: bool, reach: Reach | None = None):
@@ -58,6 +59,7 @@ class GroupPages:
         for name, frames in self.frames.items():
             self.allocators[name].on_free = frames.release
         self.has_windows = any(group.window is not None for group in spec.groups)
+        self.on_short: Callable[[], None] | None = None
 
     def empty(self, indexes: tuple[IndexSpec, ...]) -> tuple[LayerCache | None, ...]:
         """The arrays of all pages, as `CacheSpec.empty` makes them. MemoryError, NotImplementedError: see `kvjax.cache.spanning.empty`."""
@@ -96,6 +98,8 @@ class GroupPages:
 
     def check_free(self, needed: Mapping[str, int]) -> None:
         """OutOfPages unless every group has `needed` free pages."""
+        if self.on_short is not None and any(count > self.allocators[name].free for name, count in needed.items()):
+            self.on_short()
         for name, count in needed.items():
             allocator = self.allocators[name]
             if count > allocator.free:

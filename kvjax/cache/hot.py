@@ -12,17 +12,22 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Int32
 
 from pallas_kernels.copy_tiles import copy_tiles
 from pallas_kernels.pages import Pages
 from pallas_kernels.place_tiles import WAYS, place_tiles
 
+WORD = 30
+"""Bits of the lower word of a counter. A step counts fewer than 2 ** WORD tiles, so their sum fits into 31 bits."""
+
 
 @flax.struct.dataclass
 class HotTiles:
     """What one layer's hot buffer holds. tags: page ids, -1 where there is none. ages: the step that used a tile last. now: steps so far.
     asked: tiles of sealed pages in host memory that steps have listed so far. from_host: those of them that came, or were read, from there.
+    Both are counted in two words (`counted`): one of 32 bits is full after some hours of large batches.
 
     Tile (h, s, w) is head h of frame `first + s * WAYS + w`, in device memory. Shared by all sequences, because a sealed page does not
     change. A page whose id gets a new content must be forgotten first (`forget`).
@@ -31,8 +36,8 @@ class HotTiles:
     tags: Int32[Array, "K S WAYS"]
     ages: Int32[Array, "K S WAYS"]
     now: Int32[Array, ""]
-    asked: Int32[Array, ""]
-    from_host: Int32[Array, ""]
+    asked: Int32[Array, "2"]
+    from_host: Int32[Array, "2"]
     first: int = flax.struct.field(pytree_node=False)
 
 
@@ -41,8 +46,8 @@ def empty_hot(kv_heads: int, first: int, frames: int) -> HotTiles | None:
     if frames < WAYS:
         return None
     places = (kv_heads, frames // WAYS, WAYS)
-    none = jnp.zeros((), jnp.int32)
-    return HotTiles(jnp.full(places, -1, jnp.int32), jnp.zeros(places, jnp.int32), none, none + 0, none + 0, first)
+    asked, from_host = (jnp.zeros(2, jnp.int32) for _ in range(2))
+    return HotTiles(jnp.full(places, -1, jnp.int32), jnp.zeros(places, jnp.int32), jnp.zeros((), jnp.int32), asked, from_host, first)
 
 
 def fetch(
@@ -68,10 +73,21 @@ def fetch(
     pages = copy_tiles(pages, placed.sources, placed.targets)
     copied = (placed.sources >= 0).reshape(len(blocks), -1).sum(axis=1, dtype=jnp.int32)
     in_place = (placed.block_frames >= border).sum((1, 2), dtype=jnp.int32)
-    asked = hot.asked + (placed.block_frames >= hot.first).sum(dtype=jnp.int32)
+    asked = _add(hot.asked, (placed.block_frames >= hot.first).sum(dtype=jnp.int32))
     count = copied + in_place
-    after = HotTiles(placed.tags, placed.ages, now, asked, hot.from_host + count.sum(dtype=jnp.int32), hot.first)
+    after = HotTiles(placed.tags, placed.ages, now, asked, _add(hot.from_host, count.sum(dtype=jnp.int32)), hot.first)
     return after, pages, placed.block_frames, count
+
+
+def counted(words: Int32[Array, "2"]) -> int:
+    """What `asked` or `from_host` of a buffer has counted. Waits for the device."""
+    high, low = np.asarray(words).tolist()
+    return (high << WORD) + low
+
+
+def _add(words: Int32[Array, "2"], count: Int32[Array, ""]) -> Int32[Array, "2"]:
+    low = words[1] + count
+    return jnp.stack([words[0] + (low >> WORD), low & ((1 << WORD) - 1)])
 
 
 @functools.partial(jax.jit, donate_argnames="hot")

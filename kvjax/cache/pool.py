@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache.frames import Frames
-from kvjax.cache.hot import HotTiles, empty_hot, forget
+from kvjax.cache.hot import HotTiles, counted, empty_hot, forget
 from kvjax.cache.residency import Residency, check_missing
 from kvjax.cache.spanning import free_with
 from kvjax.cache.spec import CacheSpec
@@ -110,10 +110,11 @@ class Pool:
         """What happened so far; None where no page may lie in host memory. Waits for the device."""
         if not self.frames:
             return None
-        held = [number for number, each in enumerate(self._hot) if each is not None]
-        tiles = [[x.nbytes // x.shape[0] // x.shape[1] for x in jax.tree.leaves(self._layers[number].pages)] for number in held]
-        found = jax.device_get([(self._hot[number].asked, self._hot[number].from_host) for number in held])
-        counts = [(int(asked), int(read), sum(sizes)) for (asked, read), sizes in zip(found, tiles, strict=True)]
+        buffers = [(each, self._layers[number].pages) for number, each in enumerate(self._hot) if each is not None]
+        counts = [
+            (counted(each.asked), counted(each.from_host), sum(x.nbytes // x.shape[0] // x.shape[1] for x in jax.tree.leaves(pages)))
+            for each, pages in buffers
+        ]
         return PoolStats(
             device_pages=sum(frames.on_device for frames in self.frames.values()),
             host_pages=sum(frames.on_host for frames in self.frames.values()),

@@ -336,6 +336,25 @@ def test_generation_runs_with_many_samples(model):
     assert engine.allocators["full"].free == 80
 
 
+def test_a_full_pool_waits_for_what_was_chosen(model):
+    """A prompt takes the whole pool. Its second step needs a page before the choice of the first step is due."""
+    engine = Engine(model, "heavy:2", pages=10, page_size=16, prefill_chunk=32, batch_buckets=(1,))
+    (sequence,) = engine.prefill([[3, 5, 7] * 53])
+    for token in range(4):
+        engine.decode([sequence], [token])
+    assert sequence.length == 163
+    assert engine.allocators["full"].free == 3
+
+
+def test_a_warmed_up_engine_decodes(model):
+    """Warming up leaves choices of a sequence that nobody keeps."""
+    warm, cold = (Engine(model, "heavy:2", pages=20, page_size=16, prefill_chunk=32, batch_buckets=(1,)) for _ in range(2))
+    warm.warmup(tokens=200)
+    (one,), (two,) = warm.prefill([[3, 5, 7] * 40]), cold.prefill([[3, 5, 7] * 40])
+    for token in range(6):
+        np.testing.assert_array_equal(warm.decode([one], [token]), cold.decode([two], [token]))
+
+
 def test_names_and_what_they_say():
     assert parse("heavy:256") == HeavyPages(256)
     assert parse("heavy-tokens:1024") == HeavyTokens(1024)

@@ -14,7 +14,7 @@ from tiny_models import make_family
 
 import kvjax
 from kvjax import Engine, attend
-from kvjax.cache import hot
+from kvjax.cache import MissingPages, hot
 from kvjax.cache.frames import Frames
 from kvjax.cache.pool import Pool
 from kvjax.cache.spanning import FrameCounts
@@ -235,6 +235,43 @@ def test_a_fetch_holds_what_it_says():
         assert bool((same[held] == found[held]).all()), number
         assert int(count.sum()) <= int((~held).sum()), number
     assert hits > 20
+
+
+def test_counters_go_beyond_32_bits():
+    words = jnp.zeros(2, jnp.int32)
+    for _ in range(6):
+        words = hot._add(words, jnp.int32(2**30 - 1))
+    assert hot.counted(words) == 6 * (2**30 - 1)
+
+
+@pytest.mark.parametrize("page_size", [4, 8])
+@pytest.mark.parametrize("host", [0, 60])
+def test_a_drafted_step_may_write_to_several_small_pages(page_size, host):
+    """16 tokens over pages of 4 or 8: more than the page of the next token and the one after it."""
+    model, tokens = make_family("llama"), np.random.default_rng(0).integers(0, 97, 78).tolist()
+    places = {"pool_host_bytes": host * memory_plan(model.config, page_size=page_size).frame_bytes} if host else {}
+    engine = Engine(model, page_size=page_size, prefill_chunk=2 * page_size, batch_buckets=(1,), pages=6 if host else 60, **places)
+    (sequence,) = engine.prefill([tokens[:30]])
+    for start in range(30, 78, 16):
+        (logits,) = engine.decode([sequence], [tokens[start : start + 16]])
+        expected = model.full_forward(np.array(tokens[: start + 16]))[start:]
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_decode_tells_of_missing_pages(monkeypatch):
+    """Pages that got no frame are an error in calls of `decode` too, as soon as the count is known."""
+    model = make_family("llama")
+    frame = memory_plan(model.config, page_size=16).frame_bytes
+    engine = Engine(model, page_size=16, prefill_chunk=32, batch_buckets=(1,), pages=6, pool_host_bytes=6 * frame)
+    (sequence,) = engine.prefill([[3] * 16])
+    monkeypatch.setattr(Pool, "bind", lambda pool, pages: None)
+
+    def steps():  # the count of the first is known in its own call, or in the next
+        for token in range(2):
+            jax.block_until_ready(engine.decode([sequence], [token]))
+
+    with pytest.raises(MissingPages, match="no store holds"):
+        steps()
 
 
 def test_sizes_that_cannot_be_are_refused():
