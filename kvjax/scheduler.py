@@ -261,9 +261,9 @@ class Scheduler:
                 raise ValueError("stop strings need a tokenizer, and the model has none")
             engine.check_tokens(handle._ids)
             longest = len(handle._ids) + sampling.max_new_tokens - 1
-            engine.check_length(handle.prompt_tokens)
             policy = self.policy if handle.request.policy is None else engine.declared(handle.request.policy)
             engine.check_length(longest, policy)
+            engine.check_length(handle.prompt_tokens)  # prefill needs all of it, whatever steps give back
             handle._policy = engine.chosen(policy, [longest] * self.slots)
         except Exception as error:  # the caller's tokenizer, chat template or policy may raise anything
             return error

@@ -92,7 +92,7 @@ def test_results_record_checkpoint_and_policy(lm, arguments):
     assert recorded["model_name"] == arguments["pretrained"]
     assert recorded["model_fingerprint"] == fingerprint(load(arguments["pretrained"]))
     assert recorded["policy"] == POLICY
-    assert recorded["policy_in_full"] == "Window(sink_tokens=8, window_tokens=24)"
+    assert recorded["policy_in_full"] == "Window(sink_tokens=8, window_tokens=24, release=False, remap=False)"
     assert (recorded["prefill"], recorded["model_dtype"], recorded["page_size"]) == ("dense", "float32", 16)
     assert {"kvjax_version", "jax_version", "model_num_parameters", "model_device"} <= set(recorded)
 
