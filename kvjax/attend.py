@@ -92,7 +92,7 @@ def attend_hot(
     """`policy.attend` through a hot buffer: output, list and state, the layer and the buffer afterwards, and how many listed blocks came
     from host memory. None where the policy does not list whole pages for all queries together, or attends by an op of its own: then pages
     are read where they lie."""
-    if type(policy).attend not in (Stateless.attend, TopBlocks.attend) or (query.shape[1] > 1 and jax.tree.leaves(state)):
+    if not _attends_by_list(policy) or (query.shape[1] > 1 and jax.tree.leaves(state)):
         return None  # another op than attention over the list, or one for each drafted token
     blocks, state = policy.select(query, layer, ctx, state)
     if blocks is None or blocks.ids.ndim != 3 or blocks.block_size != ctx.page_size:
@@ -103,6 +103,13 @@ def attend_hot(
     out, *block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=policy.learns, frames=frames)
     state = policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state
     return out, blocks, state, layer, hot, count
+
+
+def _attends_by_list(policy: DecodePolicy) -> bool:
+    """Whether `policy.attend` is attention over what `policy.select` lists. `TopBlocks` attends by one op that also selects, so it is not
+    for a subclass that selects otherwise."""
+    kind = type(policy)
+    return kind.attend is Stateless.attend or (kind.attend is TopBlocks.attend and kind.select is TopBlocks.select)
 
 
 def recall_chunk(

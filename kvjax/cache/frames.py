@@ -17,8 +17,8 @@ from kvjax.cache.spanning import FrameCounts
 class Frames:
     """The frames of one layer group, on the host.
 
-    frame_of: by page id, -1 for a page without a frame. changed: whether that has changed since the
-    caller last set this to False. moved: pages that moved to host memory so far.
+    frame_of: by page id, -1 for a page without a frame. changed: whether that has changed since the caller last set this to False. moved:
+    pages that moved to host memory so far.
     """
 
     def __init__(self, counts: FrameCounts):

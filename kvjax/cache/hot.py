@@ -26,7 +26,7 @@ WORD = 30
 @flax.struct.dataclass
 class HotTiles:
     """What one layer's hot buffer holds. tags: page ids, -1 where there is none. ages: the step that used a tile last. now: steps so far.
-    asked: tiles of sealed pages in host memory that steps have listed so far. from_host: those of them that came, or were read, from there.
+    asked: tiles of pages in host memory that steps have listed so far. from_host: those of them that came, or were read, from there.
     Both are counted in two words (`counted`): one of 32 bits is full after some hours of large batches.
 
     Tile (h, s, w) is head h of frame `first + s * WAYS + w`, in device memory. Shared by all sequences, because a sealed page does not

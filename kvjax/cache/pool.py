@@ -110,11 +110,10 @@ class Pool:
         """What happened so far; None where no page may lie in host memory. Waits for the device."""
         if not self.frames:
             return None
-        buffers = [(each, self._layers[number].pages) for number, each in enumerate(self._hot) if each is not None]
-        counts = [
-            (counted(each.asked), counted(each.from_host), sum(x.nbytes // x.shape[0] // x.shape[1] for x in jax.tree.leaves(pages)))
-            for each, pages in buffers
-        ]
+        held = [number for number, each in enumerate(self._hot) if each is not None]
+        words = jax.device_get([(self._hot[number].asked, self._hot[number].from_host) for number in held])
+        tiles = [sum(x.nbytes // x.shape[0] // x.shape[1] for x in jax.tree.leaves(self._layers[number].pages)) for number in held]
+        counts = [(counted(asked), counted(read), size) for (asked, read), size in zip(words, tiles, strict=True)]
         return PoolStats(
             device_pages=sum(frames.on_device for frames in self.frames.values()),
             host_pages=sum(frames.on_host for frames in self.frames.values()),

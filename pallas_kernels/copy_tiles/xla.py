@@ -17,9 +17,7 @@ def _copy(pages, sources, targets):
     targets = jnp.where((sources >= 0) & (targets >= 0), targets, NOWHERE)
     sources = jnp.maximum(sources, 0)
     # Without the barrier XLA may fuse the write into later readers, which then need a copy of the whole pool.
-    return jax.lax.optimization_barrier(
-        jax.tree.map(lambda pool: pool.at[targets, heads].set(pool[sources, heads], mode="drop", unique_indices=False), pages)
-    )
+    return jax.lax.optimization_barrier(jax.tree.map(lambda pool: pool.at[targets, heads].set(pool[sources, heads], mode="drop"), pages))
 
 
 def copy_tiles(call: Call, pages, sources, targets):

@@ -75,6 +75,8 @@ def place_tiles(
     n = B * W, -1 where there is none; and tags and ages afterwards, in place under jit with both donated, tags before ages: JAX gives
     donated arrays of one shape to results in this order.
 
+    Source: none; a set-associative cache, as processors have, that gives up what was used least recently.
+
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
     """
     arrays = dispatch.signature(blocks=blocks, page_table=page_table, frames=frames, lengths=lengths, tags=tags, ages=ages)

@@ -21,6 +21,7 @@ from kvjax.cache.spanning import FrameCounts
 from kvjax.fidelity.needle import NeedleTask, documentation_text, encode_text, vocabulary_words
 from kvjax.fidelity.retrieval import needle_exact_match, prompt_start
 from kvjax.memory import memory_plan
+from kvjax.policies.decode import TopBlocks, Window
 
 FRAMES = FrameCounts(device=6, hot=8, host=34)
 """Of the engines: as many pages as those of `Sizes`."""
@@ -210,6 +211,28 @@ class TestFrames:
         for page in range(5):
             frames.bind([page])
         assert sorted(frames.frame_of.tolist()) == [0, 1, 10, 11, 12]
+
+
+def test_a_policy_that_attends_by_an_op_of_its_own_is_read_in_place():
+    """The hot buffer goes by what `select` lists; these attend to something else."""
+
+    class Selects(TopBlocks):
+        """`TopBlocks.attend` selects by itself."""
+
+        def select(self, query, layer, ctx, state):
+            raise AssertionError("asked for a list")
+
+    class Attends(Window):
+        def attend(self, query, layer, ctx, state):
+            raise AssertionError("never run")
+
+        select = Selects.select
+
+    query = jnp.zeros((1, 1, 1, 1))
+    for policy in (Selects(8), Attends(0, 64)):
+        assert attend.attend_hot(policy, query, None, None, (), None) is None
+    with pytest.raises(AttributeError):  # it goes on to look at the layer, which is none here
+        attend.attend_hot(TopBlocks(8), query, None, None, (), None)
 
 
 def test_a_fetch_holds_what_it_says():

@@ -34,8 +34,22 @@ class HeavyState:
     first_local: Int32[Array, "B"]
 
 
+class _Heavy(Stateless):
+    """What both forms share: three sizes, in pages or in tokens."""
+
+    learns = True
+
+    def __post_init__(self):
+        for name, least in (("k", 1), ("sink", 0), ("local", 1)):
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
+
+    def budgets(self) -> dict[str, tuple[int, int]]:
+        """Each part, in tokens; a page counts as one, the smallest there is."""
+        return {name: (getattr(self, name), 1) for name in ("k", "sink", "local")}
+
+
 @dataclasses.dataclass(frozen=True)
-class HeavyPages(Stateless):
+class HeavyPages(_Heavy):
     """The first `sink` pages, the last `local` ones (with the open page), and the `k` distant pages of most attention mass.
 
     Mass is what all queries paid: those of the prompt, and of every step of this policy. When a page stops being local, it is weighed
@@ -46,12 +60,6 @@ class HeavyPages(Stateless):
     sink: int = 1
     local: int = 4
 
-    learns = True
-
-    def __post_init__(self):
-        for name, least in (("k", 1), ("sink", 0), ("local", 1)):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
-
     @property
     def keys(self) -> int:
         """The most keys that a KV head reads per step, in pages of `DEFAULT_PAGE` tokens."""
@@ -61,10 +69,6 @@ class HeavyPages(Stateless):
     def prefill_mass(self) -> PrefillMass:
         """That of all queries, by page."""
         return PrefillMass(None)
-
-    def budgets(self) -> dict[str, tuple[int, int]]:
-        """Pages of each part, counted as of one token: the smallest page."""
-        return {name: (getattr(self, name), 1) for name in ("k", "sink", "local")}
 
     def keeps(self, page_size: int) -> tuple[int, int]:
         """Sink and local pages, in tokens; distant pages are kept by mass."""
@@ -138,7 +142,7 @@ class HeavyPages(Stateless):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeavyTokens(Stateless):
+class HeavyTokens(_Heavy):
     """Per KV head of each layer: the first `sink` tokens, the last `local` ones, and the `k` tokens between of most attention mass.
 
     Mass is what all queries of the KV head's group paid: those of the prompt, and of every step of this policy. No memory is given back.
@@ -149,12 +153,6 @@ class HeavyTokens(Stateless):
     sink: int = 128
     local: int = 512
 
-    learns = True
-
-    def __post_init__(self):
-        for name, least in (("k", 1), ("sink", 0), ("local", 1)):
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
-
     @property
     def keys(self) -> int:
         """The most keys that a KV head reads per step."""
@@ -164,10 +162,6 @@ class HeavyTokens(Stateless):
     def prefill_mass(self) -> PrefillMass:
         """That of all queries, by token."""
         return PrefillMass(1)
-
-    def budgets(self) -> dict[str, tuple[int, int]]:
-        """Tokens of each part."""
-        return {name: (getattr(self, name), 1) for name in ("k", "sink", "local")}
 
     def init(self, spec, batch):
         """No mass: `[B, K, S]` for tokens; -inf for one that was left out, for good."""
