@@ -50,6 +50,6 @@ def _compile(lowered: list[jax.stages.Lowered]) -> None:
         each.compile()
 
 
-def shape_of(shape: tuple[int, ...], dtype: Any, like: jax.Array | None = None) -> jax.ShapeDtypeStruct:
-    """In place of an array. like: an array on the same device, and committed to it if that one is."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=like.sharding if like is not None and like.committed else None)
+def shape_of(shape: tuple[int, ...], dtype: Any, committed_to: jax.sharding.Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """In place of an array. committed_to: where it is; None: not committed to any device."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=committed_to)

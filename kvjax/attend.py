@@ -18,7 +18,7 @@ from kvjax.cache import Cache, CacheSpec, IndexSpec, LatentPages, LayerCache, Pa
 from kvjax.cache.hot import HotTiles, fetch
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence
-from kvjax.policies.decode import Blocks, DecodePolicy, IndexerQuery, SelectContext, Stateless, TopBlocks, Window
+from kvjax.policies.decode import Blocks, DecodePolicy, IndexerQuery, SelectContext, Stateless, TopBlocks, TopTokens, Window
 from kvjax.policies.decode.base import attend_listed
 from kvjax.policies.prefill import PrefillContext, PrefillPolicy
 from pallas_kernels.flash_attention import flash_attention
@@ -92,7 +92,7 @@ def attend_hot(
     """`policy.attend` through a hot buffer: output, list and state, the layer and the buffer afterwards, and how many listed blocks came
     from host memory. None where the policy does not list whole pages for all queries together, or attends by an op of its own: then pages
     are read where they lie."""
-    if not _attends_by_list(policy) or (query.shape[1] > 1 and jax.tree.leaves(state)):
+    if not attends_by_list(policy) or isinstance(policy, TopTokens) or (query.shape[1] > 1 and jax.tree.leaves(state)):
         return None  # another op than attention over the list, or one for each drafted token
     blocks, state = policy.select(query, layer, ctx, state)
     if blocks is None or blocks.ids.ndim != 3 or blocks.block_size != ctx.page_size:
@@ -100,16 +100,45 @@ def attend_hot(
     where = (blocks.ids, ctx.page_table, ctx.frames, ctx.lengths)
     hot, pages, frames, count = fetch(hot, layer.pages, *where, num_queries=query.shape[1], border=ctx.border)
     layer = layer.replace(pages=pages)
-    out, *block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=policy.learns, frames=frames)
-    state = policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state
+    out, block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=policy.learns, frames=frames)
+    state = policy.observe(blocks, block_lse, ctx, state) if policy.learns else state
     return out, blocks, state, layer, hot, count
 
 
-def _attends_by_list(policy: DecodePolicy) -> bool:
+def attend_tokens(
+    policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: Any
+) -> tuple[Float[Array, "B T H D"], Blocks | None, Any]:
+    """`policy.attend`. Where pages are dealt out over the devices of a mesh, each reads those of the policy's list that it has."""
+    if not ctx.dealt_out:
+        return policy.attend(query, layer, ctx, state)
+    blocks, state = policy.select(query, layer, ctx, state)
+    listed = blocks
+    if blocks is not None and blocks.ids.ndim == 3 and blocks.ids.shape[1] == query.shape[1] > 1 and layer.pages.kv_heads == 1:
+        listed = blocks.replace(ids=blocks.ids[:, :, None])  # a list for each query
+    out, block_lse = attend_listed(query, layer, ctx, listed, return_block_lse=policy.learns)
+    return out, blocks, policy.observe(blocks, block_lse, ctx, state) if policy.learns else state
+
+
+def attends_by_list(policy: DecodePolicy) -> bool:
     """Whether `policy.attend` is attention over what `policy.select` lists. `TopBlocks` attends by one op that also selects, so it is not
-    for a subclass that selects otherwise."""
+    for a subclass that selects otherwise; nor is `TopTokens`."""
     kind = type(policy)
-    return kind.attend is Stateless.attend or (kind.attend is TopBlocks.attend and kind.select is TopBlocks.select)
+    own = any(kind.attend is each.attend and kind.select is each.select for each in (TopBlocks, TopTokens))
+    return kind.attend is Stateless.attend or own
+
+
+def bring(layer: PagedKV | LatentPages, ctx: PrefillContext, table: Int[Array, "B M"], indexes: tuple[IndexSpec, ...]):
+    """The layer with the pages of all devices of the context axis in place of its pool, and the context with their places.
+
+    table: page ids of the whole mesh. indexes: those that are brought, too. Memory: the pages of one layer, `B * M` of them, on every
+    device.
+    """
+    shards = ctx.shards
+    rows, places = shards.places(table, ctx.page_table)
+    names = layer.index if isinstance(layer, LatentPages) else [spec.name for spec in indexes]
+    index = {name: shards.brought(layer.index[name], rows) for name in names}
+    pages = jax.tree.map(lambda pool: shards.brought(pool, rows), layer.pages)
+    return type(layer)(*jax.lax.optimization_barrier((pages, index))), ctx.replace(page_table=places)
 
 
 def recall_chunk(

@@ -45,19 +45,22 @@ class Slice:
     owners: tuple[int, ...]
 
 
-def cut_layers(decoder: Decoder, spec: CacheSpec) -> tuple[Slice, ...]:
-    """The slices of a model. All have the same length, except the last, which may be shorter."""
-    counts = {size: len({each.decoder for each in _cut(decoder, spec, size)}) for size in SLICES}
-    return _cut(decoder, spec, min(SLICES, key=lambda size: counts[size]))
+def cut_layers(decoder: Decoder, spec: CacheSpec, tensor: int | None = None) -> tuple[Slice, ...]:
+    """The slices of a model. All have the same length, except the last, which may be shorter. tensor: over how many devices of a mesh heads
+    are split; None: no mesh."""
+    counts = {size: len({each.decoder for each in _cut(decoder, spec, size, tensor)}) for size in SLICES}
+    return _cut(decoder, spec, min(SLICES, key=lambda size: counts[size]), tensor)
 
 
-def _cut(decoder: Decoder, spec: CacheSpec, size: int) -> tuple[Slice, ...]:
+def _cut(decoder: Decoder, spec: CacheSpec, size: int, tensor: int | None) -> tuple[Slice, ...]:
     found, known, config = [], {}, decoder.config
     page_size = min(group.page_size for group in spec.groups)
     for first in range(0, len(spec.layers), size):
         last = min(first + size, len(spec.layers))
         own = decoder.of_layers(first, last)
-        own, layers = known.setdefault(own, (own, own.config.cache_spec(page_size)))  # identical objects compare equal at once
+        layers = own.config.cache_spec(page_size)
+        layers = layers if tensor is None else layers.on_mesh(tensor)
+        own, layers = known.setdefault(own, (own, layers))  # identical objects compare equal at once
         place = sum(number < first for number in spec.paged)
         found.append(Slice(first, last, own, layers, place, place + len(layers.paged), config.owners_before(first, last)))
     return tuple(found)
@@ -109,7 +112,7 @@ class Prefiller:
         self.model, self.indexes, self.chunk = model, indexes, chunk
         self.on_written: Callable[[ChunkRun], None] | None = None
         self._pool, self._groups, self._states = pool, groups, states
-        self.slices = cut_layers(model.decoder, groups.spec)
+        self.slices = cut_layers(model.decoder, groups.spec, None if pool.shards is None else pool.shards.tensor)
 
     def begin(
         self, sequence: CachedSequence, tokens: Sequence[int], policy: PrefillPolicy, *, all_logits: bool = False, always: bool = False
@@ -148,7 +151,7 @@ class Prefiller:
         decoder, params = self.model.decoder, self.model.decoder.params_of(self.model.params, 0, 0)
         places = np.array([run.start], np.int32), np.array([run.last], np.int32)
         if run.ends or run.all_logits:
-            run.x = row_logits(decoder, params, run.x, *places, all_logits=run.all_logits)
+            run.x = row_logits(decoder, params, run.x, *places, all_logits=run.all_logits, shards=self._pool.shards)
         sequence = run.sequence
         sequence.tokens += run.written
         sequence.length, sequence.logits = run.last, None
@@ -160,7 +163,7 @@ class Prefiller:
 
     def _next_slice(self, run: ChunkRun) -> None:
         part, decoder, params = self.slices[run.done], self.model.decoder, self.model.params
-        x = run.x if run.done else embed_chunk(decoder, decoder.params_of(params, 0, 0), run.x)
+        x = run.x if run.done else embed_chunk(decoder, decoder.params_of(params, 0, 0), run.x, self._pool.shards)
         tables = {group.name: run.tables[group.name] for group in part.spec.groups}
         # Layers of other slices are left out, so that only this slice's pages are donated; those that it reads beside them are not.
         cache = self._pool.cache(part.spec, tables, np.array([run.last], np.int32), part.first, part.last)
@@ -179,6 +182,7 @@ class Prefiller:
             tuple(layers[owner] for owner in part.owners),
             learning=None if run.learning is None else run.learning.of_layers(part.place, part.end),
             staged=run.staged,
+            shards=self._pool.shards,
             kept=lambda result: self._pool.keep(result[1], result[0], part.first, part.last),
         )
         self._pool.expect_none(missing)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+from jax.sharding import Mesh
+
+from kvjax.attend import attends_by_list
 from kvjax.cache.tables import table_width
 from kvjax.checks import listed
 from kvjax.learning import PolicyStates
 from kvjax.model import Model, ModelConfig
 from kvjax.policies.choice import Choice, ChoosesDecode, ChoosesPrefill
 from kvjax.policies.decode import DecodePolicy, Dense, TopTokens, Window, check_budgets, parse
+from kvjax.policies.decode.base import chooses_over_devices
 from kvjax.policies.prefill import DensePrefill, PrefillPolicy, SinkWindow, TopTokensPrefill, indexes_of, parse_prefill
 from kvjax.policies.prefill.lists import TileLists
 from kvjax.release import kept_from_the_start
+from kvjax.sharding import Shards
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +39,7 @@ class DeclaredPolicies:
 
     policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. states: those
     of learning policies. reach: what every sequence keeps from its first token on (`kvjax.release.kept_from_the_start`). last_choice,
-    last_prefill_choice: the latest choices of policies such as `auto`. ValueError for policies that do not fit the sizes or the model's
+    last_prefill_choice: the latest choices of policies such as `auto`. mesh: of the engine; None: one device. ValueError for policies that do not fit the sizes or the model's
     layers.
     """
 
@@ -47,6 +52,7 @@ class DeclaredPolicies:
         *,
         page_size: int,
         prefill_chunk: int,
+        mesh: Mesh | None = None,
     ):
         self.model, self.page_size, self.prefill_chunk = model, page_size, prefill_chunk
         self._choosers: dict[ChoosesDecode, ChoosesDecode] = {}
@@ -57,8 +63,12 @@ class DeclaredPolicies:
         self.policy = self._bound(own_policies(model.config)[0] if policy is None else policy)
         others = (others,) if isinstance(others, str) or hasattr(others, "select") else listed(others, "policies", "a name, or several")
         self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, others))))
-        self.states = PolicyStates(self.policies, model.config, page_size=page_size, prefill_chunk=prefill_chunk)
+        self._shards = None if mesh is None else Shards(mesh)
+        sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": 1 if mesh is None else self._shards.tensor}
+        self.states = PolicyStates(self.policies, model.config, **sizes)
         self.prefill = own_policies(model.config)[1] if prefill is None else parse_prefill(prefill)
+        for each in (*self.policies, self.prefill):
+            self._check_mesh(each)
         _check_layers(f"prefill {self.prefill}", self.prefill, TopTokensPrefill, ChoosesPrefill, model.config)
         if isinstance(self.prefill, ChoosesPrefill):
             self.prefill = self.prefill.bind(model, page_size=page_size, dtype=model.config.compute_dtype)
@@ -83,6 +93,7 @@ class DeclaredPolicies:
                 f"policy {chosen} needs the index {missing[0]}, which this engine does not build: name it in Engine(policies=...)"
             )
         self.states.check_declared(chosen)
+        self._check_mesh(chosen)
         self._found[policy] = chosen
         return chosen
 
@@ -129,6 +140,22 @@ class DeclaredPolicies:
         if policy not in self._choosers:
             self._choosers[policy] = policy.bind(self.model, page_size=self.page_size, dtype=self.model.config.compute_dtype)
         return self._choosers[policy]
+
+
+    def _check_mesh(self, policy: DecodePolicy | PrefillPolicy) -> None:
+        """ValueError for a policy that cannot run over the devices of the engine's mesh."""
+        shards = self._shards
+        if shards is None:
+            return
+        if isinstance(policy, ChoosesDecode | ChoosesPrefill):
+            raise ValueError(f"policy {policy} chooses by times of one device, and there are none of a mesh yet: name the policy that it is to choose")
+        if shards.context == 1 or not isinstance(policy, DecodePolicy):
+            return
+        if not chooses_over_devices(policy) or not attends_by_list(policy):
+            raise ValueError(
+                f"policy {policy} does not say that it chooses the same on every device where pages are dealt out (chooses_over_devices): use "
+                "a mesh with context=1, or another policy"
+            )
 
 
 def _check_layers(said: str, policy: DecodePolicy | PrefillPolicy, ranks: type, chooses: type, config: ModelConfig) -> None:

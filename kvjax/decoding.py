@@ -14,7 +14,7 @@ from jaxtyping import Array, Int, Int32
 from kvjax.ahead import CompileAhead, shape_of
 from kvjax.cache import Cache
 from kvjax.cache.groups import GroupPages
-from kvjax.cache.pool import Layers, Pool, first_array
+from kvjax.cache.pool import Layers, Pool, first_array, place_beside
 from kvjax.cache.tables import table_width
 from kvjax.checks import token_ids
 from kvjax.declared import DeclaredPolicies
@@ -127,19 +127,21 @@ class DecodeRunner:
         self, policy: DecodePolicy, sequence: CachedSequence, widths: dict[str, int], samplings: Sequence[Sampling | None]
     ) -> Iterator[functools.partial]:
         """Calls of `sample_first` and `decode_and_sample`, with shapes for arguments. widths: of the page tables, by layer group."""
-        model, size, vocab_size, pages = self.model, len(samplings), self.model.config.vocab_size, first_array(self._pool.layers)
+        model, size, vocab_size = self.model, len(samplings), self.model.config.vocab_size
+        beside = place_beside(self._pool.layers) if first_array(self._pool.layers).committed else None
         one, rows = SamplingRows.of(samplings[:1]), SamplingRows.of(samplings)
         counts = shape_of((vocab_size,), np.int32) if one.penalises else None
-        logits = shape_of((vocab_size,), np.float32, like=pages)
+        logits = shape_of((vocab_size,), np.float32, beside)
         yield functools.partial(sample_first, logits, one, shape_of((1,), np.int32), counts)
         tables = {name: shape_of((size, width), np.int32) for name, width in widths.items()}
         cache = self._pool.as_it_is(tables, shape_of((size,), np.int32))
         states = self._declared.states.of_batch(policy, [sequence] + [None] * (size - 1))
         counts = shape_of((size, vocab_size), np.int32) if rows.penalises else None
-        tokens = shape_of((size,), np.int32, like=pages)
+        tokens = shape_of((size,), np.int32, beside)
         arrays = (model.params, cache, tokens, shape_of((size,), bool), states, rows, counts)
         following = {group.name: shape_of((size, pages_of_step(group.page_size)), np.int32) for group in self._groups.spec.groups}
-        yield functools.partial(decode_and_sample, model.decoder, policy, self._declared.indexes, *arrays, following=following)
+        static = {"following": following, "shards": self._pool.shards}
+        yield functools.partial(decode_and_sample, model.decoder, policy, self._declared.indexes, *arrays, **static)
 
     def slots(self, policy: DecodePolicy, size: int) -> Slots:
         """The slots of a policy's batches of this size."""
@@ -159,7 +161,7 @@ class DecodeRunner:
         states = self._declared.states.of_batch(policy, slots.sequences)
         args = (self.model.decoder, policy, self._declared.indexes, self.model.params, cache, tokens, slots.active, states, *rest)
         try:
-            results = self._pool.run(step, *args, following=following, kept=self._kept)
+            results = self._pool.run(step, *args, following=following, shards=self._pool.shards, kept=self._kept)
         except BaseException:
             slots.forget()
             raise

@@ -13,6 +13,7 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import PageAllocator
@@ -37,6 +38,7 @@ from kvjax.release import PageRelease
 from kvjax.reuse import StoreOptions, make_reuse, reusing
 from kvjax.sampling import Sampled, Sampling, SamplingRows
 from kvjax.sequence_copies import SequenceCopies
+from kvjax.sharding import Shards, check_mesh, place_model, spec_on_mesh
 from kvjax.sequences import CachedSequence, check_usable
 from kvjax.slots import Slots
 from kvjax.steps import decode_and_sample, decode_step
@@ -55,7 +57,8 @@ class Engine:
     prefill_chunk: in tokens; the chunk is a multiple of the page. prefill: the prefill policy, or its name (`parse_prefill`); None as for
     policy. batch_buckets: decode batches are padded to the next of these sizes; a sequence's bits are the same in every batch of a bucket.
     sequences: those not freed yet. device_bytes: size of the pool in bytes, in place of pages. pool_host_bytes: host memory for pages of
-    running sequences that the device has no room for; there they are read in place (docs/tiers.md). stores: reuse, host_bytes, disk,
+    running sequences that the device has no room for; there they are read in place (docs/tiers.md). mesh: `kvjax.mesh(...)`, over whose
+    devices weights and pages are split (docs/devices.md). stores: reuse, host_bytes, disk,
     disk_bytes say which pages outlive their sequences: see `kvjax.reuse.StoreOptions`.
 
     Use it from one thread at a time. A call while another thread is in a method raises RuntimeError, and does not disturb the other call.
@@ -76,34 +79,38 @@ class Engine:
         batch_buckets: tuple[int, ...] = BATCH_BUCKETS,
         device_bytes: int | None = None,
         pool_host_bytes: int | None = None,
+        mesh: Mesh | None = None,
         **stores: Unpack[StoreOptions],
     ):
         check_model(model, "Engine")
+        check_mesh(mesh, pool_host_bytes, stores)
         self.guard = CallGuard("this engine")
-        self.model, self.config = model, model.config
+        self.model, self.config = model if mesh is None else place_model(model, mesh), model.config
         self.page_size, self.prefill_chunk, self.batch_buckets = engine_sizes(page_size, prefill_chunk, batch_buckets)
         self.dtype = jnp.dtype(self.config.compute_dtype)
-        self.spec = self.config.cache_spec(page_size)
-        self._declared = DeclaredPolicies(model, policy, policies, prefill, page_size=page_size, prefill_chunk=prefill_chunk)
+        self.spec = spec_on_mesh(self.config.cache_spec(page_size), mesh)
+        split = {"page_size": page_size, "prefill_chunk": prefill_chunk, "mesh": mesh}
+        self._declared = DeclaredPolicies(model, policy, policies, prefill, **split)
         self.policy, self.policies = self._declared.policy, self._declared.policies
         self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
         sizes = {"page_size": page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
-        sizes["reach"] = self._declared.reach
+        sizes |= {"reach": self._declared.reach, "mesh": mesh}
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
-        totals = pool_pages(plan, self.config, pages, device_bytes, pool_host_bytes)
-        self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, hot=bool(self.indexes), reach=self._declared.reach)
+        totals = pool_pages(plan, self.config, pages, device_bytes, pool_host_bytes, context=1 if mesh is None else Shards(mesh).context)
+        kept = {"hot": bool(self.indexes), "reach": self._declared.reach, "mesh": mesh}
+        self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, **kept)
         self._release = PageRelease(self._groups, self.page_size, self.policy, self._declared.reach)
         self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
-        self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames)
-        self._prefiller = Prefiller(model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
+        self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames, self._groups.shards)
+        self._prefiller = Prefiller(self.model, self._pool, self._groups, self._declared.states, self.indexes, self.prefill_chunk)
         self._reuse = make_reuse(model, self._pool, self._groups, self._declared, self._prefiller, **stores)
         self._capacity.pinned = None if self._reuse is None else self._reuse.pinned
         self._runs: dict[CachedSequence, ChunkRun] = {}
         copied = self._pool, self._groups, self._capacity, self._release, self.indexes
         self._copies = SequenceCopies(model, *copied, self.prefill_chunk, self.guard)
-        self._runner = DecodeRunner(model, self._pool, self._groups, self._declared, self._release)
+        self._runner = DecodeRunner(self.model, self._pool, self._groups, self._declared, self._release)
         self.sequences: set[CachedSequence] = set()
 
     @property

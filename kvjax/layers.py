@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 from kvjax.cache.spec import LatentSpec, PagedSpec, RecurrentSpec
 from kvjax.checks import whole_number
+from kvjax.sharding import Cut, cut, even, even_or_copied
 
 Shapes = dict[str, tuple[int, ...]]
 """Parameters by name, each with its shape."""
@@ -107,6 +108,7 @@ class AttentionLayer:
         gate: whether q's projection also gives, after each head's query, a gate for that head's output: out * sigmoid(gate).
         share_with: the number of an earlier layer whose keys and values this one reads; it then has only queries. None: its own.
             `ModelConfig` says which layers are possible.
+        copies: of the part of a layer that one device of a mesh has, how many devices have the same KV heads (`on_shards`).
     """
 
     num_heads: int
@@ -120,6 +122,7 @@ class AttentionLayer:
     qk_norm: bool = False
     gate: bool = False
     share_with: int | None = None
+    copies: int = 1
 
     def __post_init__(self):
         for name in ("num_heads", "num_kv_heads", "head_dim", "sm_scale"):
@@ -144,6 +147,24 @@ class AttentionLayer:
         found |= {"q_norm": (d,), "k_norm": (d,)} if self.qk_norm else {}
         unread = () if self.share_with is None else ("k", "v", "k_bias", "v_bias", "k_norm")
         return {name: shape for name, shape in found.items() if name not in unread}
+
+    def cuts(self, tensor: int) -> dict[str, Cut]:
+        """How parameters are cut over `tensor` devices. A device has whole KV heads, and all query heads of their groups; the output
+        projection takes an equal share of the heads on each. Parameters that are not named are whole on every device. ValueError if heads do
+        not divide."""
+        kv, out, group = self._kv_heads(tensor), even("query heads", self.num_heads, tensor), self.num_heads // self.num_kv_heads
+        heads = [[head for number in own for head in range(number * group, (number + 1) * group)] for own in kv]
+        q = cut(("heads", None), (heads, self.head_dim * (1 + self.gate)))
+        k = cut(("kv_heads", None), (kv, self.head_dim))
+        return _with_biases({"q": q, "k": k, "v": k}) | {"o": cut((None, "out_heads"), (out, self.head_dim))}
+
+    def on_shards(self, tensor: int) -> AttentionLayer:
+        """The layer as each of `tensor` devices has it."""
+        held, group = len(self._kv_heads(tensor)[0]), self.num_heads // self.num_kv_heads
+        return dataclasses.replace(self, num_heads=held * group, num_kv_heads=held, copies=held * tensor // self.num_kv_heads)
+
+    def _kv_heads(self, tensor: int) -> list[list[int]]:
+        return even_or_copied("KV heads", self.num_kv_heads, tensor)
 
     def describe(self) -> str:
         """Its heads, in words."""
@@ -195,6 +216,21 @@ class DeltaLayer:
         found: Shapes = {"qkv": (channels, hidden_size), "z": (values, hidden_size), "a": (heads, hidden_size), "b": (heads, hidden_size)}
         found |= {"conv": (channels, 1, self.conv_width), "decay_log": (heads,), "dt_bias": (heads,), "delta_norm": (self.value_dim,)}
         return found | {"o": (hidden_size, values)}
+
+    def cuts(self, tensor: int) -> dict[str, Cut]:
+        """How parameters are cut over `tensor` devices: by key heads, with their value heads. Others are whole on every device. ValueError
+        if heads do not divide."""
+        keys = even("key heads of a recurrent layer", self.key_heads, tensor)
+        values = even("value heads of a recurrent layer", self.value_heads, tensor)
+        sections = (keys, self.key_dim), (keys, self.key_dim), (values, self.value_dim)
+        found = {"qkv": cut(("channels", None), *sections), "conv": cut(("channels", None, None), *sections)}
+        found |= {"z": cut(("kv_heads", None), (values, self.value_dim)), "o": cut((None, "out_heads"), (values, self.value_dim))}
+        found |= dict.fromkeys(("a", "b"), cut(("kv_heads", None), (values, 1)))
+        return found | dict.fromkeys(("decay_log", "dt_bias"), cut(("kv_heads",), (values, 1)))
+
+    def on_shards(self, tensor: int) -> DeltaLayer:
+        """The layer as each of `tensor` devices has it."""
+        return dataclasses.replace(self, key_heads=self.key_heads // tensor, value_heads=self.value_heads // tensor)
 
     def describe(self) -> str:
         """Its heads, in words."""
@@ -259,6 +295,17 @@ class LatentLayer:
         found |= {"index_q": (index, self.query_rank), "index_k": (self.index_dim, hidden_size), "index_norm": (self.index_dim,)}
         return found | {"index_norm_bias": (self.index_dim,), "index_weights": (self.index_heads, hidden_size)}
 
+    def cuts(self, tensor: int) -> dict[str, Cut]:
+        """How parameters are cut over `tensor` devices: what each head has for itself. Latents and the indexer are whole on every device.
+        ValueError if heads do not divide."""
+        heads, query = even("heads", self.num_heads, tensor), self.nope_dim + self.rope.dim
+        found = {"q_b": cut(("heads", None), (heads, query)), "kv_b": cut(("heads", None), (heads, self.nope_dim + self.value_dim))}
+        return found | {"o": cut((None, "out_heads"), (heads, self.value_dim))}
+
+    def on_shards(self, tensor: int) -> LatentLayer:
+        """The layer as each of `tensor` devices has it."""
+        return dataclasses.replace(self, num_heads=self.num_heads // tensor)
+
     def describe(self) -> str:
         """Its heads, in words."""
         return f"{self.num_heads} heads over latents of {self.latent_dim}"
@@ -293,6 +340,21 @@ class Mlp:
         found: Shapes = {"gate": (self.size, hidden_size), "up": (self.size, hidden_size), "down": (hidden_size, self.size)}
         return found | ({"gate_bias": (self.size,), "up_bias": (self.size,), "down_bias": (hidden_size,)} if self.bias else {})
 
+    def cuts(self, tensor: int) -> dict[str, Cut]:
+        """How parameters are cut over `tensor` devices: by columns. ValueError if they do not divide."""
+        columns = even("MLP columns", self.size, tensor)
+        rows = cut(("mlp", None), (columns, 1))
+        return _with_biases({"gate": rows, "up": rows}) | {"down": cut((None, "mlp"), (columns, 1))}
+
+    def on_shards(self, tensor: int) -> Mlp:
+        """The MLP as each of `tensor` devices has it."""
+        return dataclasses.replace(self, size=self.size // tensor)
+
+
+def _with_biases(cuts: dict[str, Cut]) -> dict[str, Cut]:
+    """Cuts of matrices, and of the biases of their rows."""
+    return cuts | {f"{name}_bias": dataclasses.replace(each, axes=each.axes[:1]) for name, each in cuts.items()}
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
@@ -308,3 +370,11 @@ class LayerConfig:
         names = ("attn_norm", "mlp_norm", *(("attn_post_norm", "mlp_post_norm") if self.post_norms else ()))
         norms: Shapes = dict.fromkeys(names, (hidden_size,))
         return norms | self.mixer.shapes(hidden_size) | self.mlp.shapes(hidden_size)
+
+    def cuts(self, tensor: int) -> dict[str, Cut]:
+        """How the parameters of the layer are cut over `tensor` devices; others are whole on every device."""
+        return self.mixer.cuts(tensor) | self.mlp.cuts(tensor)
+
+    def on_shards(self, tensor: int) -> LayerConfig:
+        """The layer as each of `tensor` devices has it."""
+        return dataclasses.replace(self, mixer=self.mixer.on_shards(tensor), mlp=self.mlp.on_shards(tensor))

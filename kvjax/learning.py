@@ -65,22 +65,25 @@ def learns_from_prefill(policy: DecodePolicy) -> bool:
     return isinstance(policy, LearnsFromPrefill) and policy.prefill_mass is not None
 
 
-def state_specs(config: ModelConfig, page_size: int, max_pages: int) -> tuple[StateSpec, ...]:
-    """For each layer that attends to pages, the sizes from which a policy makes its state."""
+def state_specs(config: ModelConfig, page_size: int, max_pages: int, tensor: int = 1) -> tuple[StateSpec, ...]:
+    """For each layer that attends to pages, the sizes from which a policy makes its state. tensor: over how many devices heads are split;
+    the sizes are those over all of them."""
     mixers = [layer.mixer for layer in config.layers if not isinstance(layer.mixer, DeltaLayer)]
     rows = [
         (1, each.latent_dim + each.rope.dim) if isinstance(each, LatentLayer) else (each.num_kv_heads, each.head_dim) for each in mixers
     ]
-    return tuple(StateSpec(each.num_heads, *row, page_size, max_pages) for each, row in zip(mixers, rows, strict=True))
+    copies = [max(1, tensor // kv_heads) for kv_heads, _ in rows]
+    sizes = zip(mixers, rows, copies, strict=True)
+    return tuple(StateSpec(each.num_heads * many, row[0] * many, row[1], page_size, max_pages) for each, row, many in sizes)
 
 
 class PolicyStates:
-    """The states of an engine's policies. `policies`: those that learn from prefill.
+    """The states of an engine's policies. `policies`: those that learn from prefill. tensor: as in `state_specs`.
 
     ValueError for a policy that the engine's sizes do not allow.
     """
 
-    def __init__(self, policies: Sequence[DecodePolicy], config: ModelConfig, *, page_size: int, prefill_chunk: int):
+    def __init__(self, policies: Sequence[DecodePolicy], config: ModelConfig, *, page_size: int, prefill_chunk: int, tensor: int = 1):
         self.policies = tuple(policy for policy in policies if learns_from_prefill(policy))
         for policy in self.policies:
             _check(policy, page_size, prefill_chunk)
@@ -92,7 +95,7 @@ class PolicyStates:
                     "model has, do not compute them twice: name a policy that does not learn from prefill"
                 )
         self.max_pages = -(-config.max_positions // page_size)
-        self.specs = state_specs(config, page_size, self.max_pages)
+        self.specs = state_specs(config, page_size, self.max_pages, tensor)
         self._none: dict[DecodePolicy, States] = {}  # of policies without any state
         self._fresh: dict[DecodePolicy, States] = {}
 
@@ -205,7 +208,8 @@ def attend_and_learn(
     states = []
     for each, before in zip(learning.policies, known, strict=True):
         mass, first = masses[each.prefill_mass]
-        at = MassContext(first, ctx.lengths, layer=ctx.layer, page_size=layer.pages.page_size)
+        sizes = {"page_size": layer.pages.page_size, "shards": ctx.shards, "copies": ctx.copies}
+        at = MassContext(first, ctx.lengths, layer=ctx.layer, **sizes)
         states.append(each.observe_prefill(mass, at, before))
     return out, tuple(states)
 

@@ -9,11 +9,13 @@ import os
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from kvjax.cache import WHOLE, IndexSpec, OutOfPages
 from kvjax.cache.groups import Reach, most_pages, window_of
 from kvjax.checks import whole_number
 from kvjax.model import ModelConfig
+from kvjax.sharding import Shards
 
 DEVICE_SHARE, HOST_SHARE = 0.85, 0.5
 """Share of the free memory that a plan uses. It is larger on an accelerator, because other programs use the host's memory too."""
@@ -157,6 +159,7 @@ def memory_plan(
     sequences: int = 8,
     prefill_chunk: int = 512,
     reach: Reach | None = None,
+    mesh: Mesh | None = None,
 ) -> MemoryPlan:
     """The plan for a model, weights and cache in its compute_dtype.
 
@@ -170,16 +173,23 @@ def memory_plan(
         sequences: how many are live at a time: an engine's largest batch bucket.
         prefill_chunk: tokens prefilled at a time; layers with a window keep them beside their window.
         reach: (sink_tokens, window_tokens) that sequences keep in layers without a window; None: every token.
+        mesh: over whose devices weights and pages are split; bytes are then those of one device. None: one device.
     """
-    if weights_bytes is None:
-        weights_bytes = config.num_params * jnp.dtype(config.compute_dtype).itemsize
+    shards = None if mesh is None else Shards(mesh)
     spec = config.cache_spec(page_size)
+    if weights_bytes is None:
+        own = config if shards is None else config.on_shards(shards.tensor)
+        weights_bytes = own.num_params * jnp.dtype(config.compute_dtype).itemsize
+    if shards is not None:
+        spec = spec.on_mesh(shards.tensor).on_device(shards.tensor)
     if not spec.paged:
         raise ValueError("a model without a layer of attention has no pages: an engine needs one")
     groups = []
     for group in spec.groups:
         most, window = most_pages(group, prefill_chunk, reach), window_of(group, reach)
         bytes_of = spec.bytes_per_page(group.name, indexes), spec.bytes_per_frame(group.name)
+        if shards is not None and group.page_size != WHOLE:  # each device has some of the pages
+            bytes_of = tuple(-(-count // shards.context) for count in bytes_of)
         sizes = len(spec.layers_of(group.name)), group.page_size, *bytes_of, None if window is None else window[1]
         groups.append(GroupPlan(group.name, *sizes, None if math.isinf(most) else most))
     available = free_bytes() if available_bytes is None else available_bytes
@@ -226,11 +236,13 @@ def pool_size(
     return default_pages(plan, config) if pages is None else check_pool(plan, whole_number("pages", pages, 1, 2**63)), host
 
 
-def pool_pages(plan: MemoryPlan, *sizes) -> tuple[dict[str, int], int]:
+def pool_pages(plan: MemoryPlan, *sizes, context: int = 1) -> tuple[dict[str, int], int]:
     """The pages of each layer group of an engine's pool, and how many of those that keep all tokens lie in host memory. sizes: those of
-    `pool_size`, which says what is raised."""
+    `pool_size`, which says what is raised. context: pages are dealt out over so many devices, so their number is a multiple of it."""
     device, host = pool_size(plan, *sizes)
-    return plan.pool_pages(device + host), host
+    counts = plan.pool_pages(device + host)
+    rows = {group.name for group in plan.groups if group.page_size == WHOLE}
+    return {name: count if name in rows else -(-count // context) * context for name, count in counts.items()}, host
 
 
 def check_host_bytes(name: str, total: int) -> None:

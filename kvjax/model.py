@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.cache.spec import WHOLE, CacheSpec, GroupSpec
 from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig, LongRope, Mixer, Mlp, Rope, RopeScaling
+from kvjax.sharding import Shards
 
 Params = Any
 """A pytree of weights; the decoder that made it knows its structure."""
@@ -253,6 +254,11 @@ class ModelConfig:
         owners = tuple(self.owners[owner] if owner < 0 else self.layers[owner].mixer for owner in before)
         return dataclasses.replace(self, layers=tuple(layers), owners=owners)
 
+    def on_shards(self, tensor: int) -> ModelConfig:
+        """The model as each of `tensor` devices has it, but for the vocabulary. ValueError if heads or MLP columns do not divide."""
+        owners = tuple(mixer.on_shards(tensor) for mixer in self.owners)
+        return dataclasses.replace(self, layers=tuple(layer.on_shards(tensor) for layer in self.layers), owners=owners)
+
     @property
     def num_params(self) -> int:
         """Weights, counted from the shapes alone."""
@@ -359,6 +365,14 @@ class Decoder(Protocol):
 
     def params_of(self, params: Params, first: int, last: int) -> Params:
         """The parameters of layers [first, last) alone."""
+        ...
+
+    def on_shards(self, shards: Shards) -> Decoder:
+        """The functions of one device of a mesh, over its part of the parameters (`cuts`). Needed only on a mesh."""
+        ...
+
+    def cuts(self, params: Params, tensor: int) -> Params:
+        """How each of these parameters is cut over `tensor` devices, None for one that is whole on every device. Needed only on a mesh."""
         ...
 
     def run_layers(

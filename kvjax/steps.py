@@ -10,15 +10,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attend import asked_of, attend_chunk, attend_hot, pages_of, reader_of, recall_chunk, recall_tokens, stage, write
+from kvjax.attend import (
+    asked_of,
+    attend_chunk,
+    attend_hot,
+    attend_tokens,
+    bring,
+    pages_of,
+    reader_of,
+    recall_chunk,
+    recall_tokens,
+    stage,
+    write,
+)
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.outcomes import Reads, pack
 from kvjax.policies.decode import Blocks, DecodePolicy, KeepsByMass, SelectContext
-from kvjax.policies.prefill import PrefillContext, PrefillPolicy
+from kvjax.policies.prefill import PrefillContext, PrefillPolicy, indexes_of
 from kvjax.release import reach_of
 from kvjax.sampling import Sampled, SamplingRows, accept, count_tokens, sample
+from kvjax.sharding import WHOLE_COPY, Shards, layer_specs, on_mesh, on_mesh_alone, specs_of_states
 from kvjax.slots import NextPages, name_pages
 from pallas_kernels import pages
 
@@ -60,6 +73,9 @@ def prefill_layers(
         first = fresh if learning is None else jnp.minimum(fresh, learning.first)
         missing = sum(_missing_in_prefill(policy, cache, layer, tables, first) for layer in cache.spec.paged) + jnp.zeros_like(fresh)
 
+    shards = cache.shards
+    dealt_out = shards is not None and shards.context > 1
+
     def mix(layer: int, heads: LayerInput, carry):
         layers, learned = carry
         if isinstance(heads, Recurrence):
@@ -69,10 +85,15 @@ def prefill_layers(
         layers = _replace(layers, layer, write(cache, layers, layer, heads, positions, valid, indexes, frames))
         at = cache.spec.paged.index(layer)
         where = cache.table_of(layer), starts, cache.lengths
-        ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, indexer=asked_of(heads), moved=frames, rope=heads.rope)
+        given = {"indexer": asked_of(heads), "moved": frames, "rope": heads.rope}
+        split = {"shards": shards, "copies": cache.spec.layers[layer].copies}
+        ctx = PrefillContext(*where, layer=place + at, sm_scale=heads.sm_scale, **given, **split)
         known = () if learning is None else tuple(states[at] for states in learning.states)
         read = pages_of(cache.spec, layers, layer, owners)
         read, ctx = stage(read, ctx) if staged and frames is not None else (read, ctx)
+        if dealt_out:
+            whole = cache.page_tables[cache.spec.layers[layer].group]
+            read, ctx = bring(read, ctx, whole, indexes_of(policy) if heads.window is None else ())
         out, states = attend_chunk(policy, heads, read, ctx, learning, known)
         return out, (layers, (*learned, states))
 
@@ -91,16 +112,41 @@ def _missing_in_prefill(
     return pages.missing(tables[group.name], cache.lengths, page_size=group.page_size, window=window, num_queries=cache.lengths - first)
 
 
-prefill_slice = functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "staged"), donate_argnames="cache")(
-    prefill_layers
-)
-"""`prefill_layers`, jitted. DONATES cache."""
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "staged", "shards"), donate_argnames="cache")
+def prefill_slice(
+    decoder: Decoder,
+    policy: PrefillPolicy,
+    indexes: tuple[IndexSpec, ...],
+    params: Params,
+    cache: Cache,
+    x: Float[Array, "B T E"],
+    starts: Int[Array, "B"],
+    fresh: Int[Array, "B"],
+    place: int | Int[Array, ""] = 0,
+    owners: tuple[LayerCache, ...] = (),
+    *,
+    learning: Learning | None = None,
+    staged: bool = False,
+    shards: Shards | None = None,
+) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...], Int[Array, "B"] | None]:
+    """`prefill_layers`, jitted. DONATES cache. shards: of the mesh over which params and cache are split."""
+
+    def step(decoder, params, cache, owners, learning, *arrays):
+        x, *after = prefill_layers(decoder, policy, indexes, params, cache, *arrays, owners, learning=learning, staged=staged)
+        cache, learned, missing = after
+        return cache, x, learned, missing
+
+    states = () if learning is None else tuple(map(specs_of_states, learning.policies, learning.states))
+    specs = {0: layer_specs(owners), 1: None if learning is None else learning.replace(states=states, first=WHOLE_COPY)}
+    arrays, results = (owners, learning, x, starts, fresh, place), (WHOLE_COPY, states, WHOLE_COPY)
+    cache, x, learned, missing = on_mesh(shards, step, decoder, params, cache, arrays, specs=specs, results=results)
+    return x, cache, learned, missing
 
 
-@functools.partial(jax.jit, static_argnames="decoder")
-def embed_chunk(decoder: Decoder, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+@functools.partial(jax.jit, static_argnames=("decoder", "shards"))
+def embed_chunk(decoder: Decoder, params: Params, tokens: Int[Array, "B T"], shards: Shards | None = None) -> Float[Array, "B T E"]:
     """The input of the first layer."""
-    return decoder.embed(params, tokens)
+    return on_mesh_alone(shards, lambda decoder, params, tokens: decoder.embed(params, tokens), decoder, params, tokens)
 
 
 def chunk_logits(
@@ -115,10 +161,13 @@ def chunk_logits(
     return decoder.logits(params, x)
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "all_logits"))
-def row_logits(decoder, params, x: Float[Array, "1 T E"], starts, lengths, *, all_logits: bool) -> Float[Array, "*T V"]:
+@functools.partial(jax.jit, static_argnames=("decoder", "all_logits", "shards"))
+def row_logits(
+    decoder, params, x: Float[Array, "1 T E"], starts, lengths, *, all_logits: bool, shards: Shards | None = None
+) -> Float[Array, "*T V"]:
     """`chunk_logits` of a single row."""
-    return chunk_logits(decoder, params, x, starts, lengths, all_logits=all_logits)[0]
+    find = functools.partial(chunk_logits, all_logits=all_logits)
+    return on_mesh_alone(shards, find, decoder, params, x, starts, lengths)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "all_logits"), donate_argnames="cache")
@@ -184,7 +233,9 @@ def decode(
         place, count = spec.paged.index(layer), len(spec.paged)
         sizes = {"layer": place, "num_layers": count, "page_size": page_size, "sm_scale": heads.sm_scale}
         border = None if frames is None else cache.residency[spec.layers[layer].group].border
-        ctx = SelectContext(table, lengths, **sizes, indexer=asked_of(heads), moved=frames, border=border, rope=heads.rope)
+        given = {"indexer": asked_of(heads), "moved": frames, "border": border, "rope": heads.rope}
+        split = {"shards": cache.shards, "copies": spec.layers[layer].copies}
+        ctx = SelectContext(table, lengths, **sizes, **given, **split)
         reader, before = reader_of(policy, heads), states[place]
         owner = layer if spec.layers[layer].share_with is None else spec.layers[layer].share_with
         if hot and hot[owner] is not None and (found := attend_hot(reader, heads.q, read, ctx, before, hot[owner])) is not None:
@@ -198,23 +249,32 @@ def decode(
 
     start = (cache.layers, states, (), cache.hot, (None,) * len(spec.paged))
     hidden, (layers, states, listed, hot, copied) = decoder.hidden(params, tokens, positions, mix, start)
-    reads = _count_reads(listed, lengths, spec, num_tokens)
+    reads = _count_reads(listed, lengths, spec, num_tokens, cache.shards)
     if tables:
         reads = _count_frames(reads, listed, copied, cache, tables, positions, valid, lengths)
     after = cache.replace(layers=layers, hot=hot, lengths=jnp.where(active, lengths, cache.lengths))
     return decoder.logits(params, hidden), after, states, reads
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")
-def decode_step(decoder, policy, indexes, params, cache: Cache, tokens, active, states, following: NextPages | None = None):
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames="cache")
+def decode_step(
+    decoder, policy, indexes, params, cache: Cache, tokens, active, states, following: NextPages | None = None, shards: Shards | None = None
+):
     """`decode`, jitted; all of the tokens stay. DONATES cache."""
-    logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, tokens, active, states, following=following)
-    if tokens.shape[1] > 1:
-        states = states_after(states, jnp.full(tokens.shape[0], tokens.shape[1]))
+
+    def step(decoder, params, cache, tokens, active, states, following):
+        logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, tokens, active, states, following=following)
+        if tokens.shape[1] > 1:
+            states = states_after(states, jnp.full(tokens.shape[0], tokens.shape[1]))
+        return cache, logits, states, reads
+
+    kept = specs_of_states(policy, states)
+    arrays, results = (tokens, active, states, following), (WHOLE_COPY, kept, WHOLE_COPY)
+    cache, logits, states, reads = on_mesh(shards, step, decoder, params, cache, arrays, specs={2: kept}, results=results)
     return logits, cache, states, reads
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames=("cache", "counts"))
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames=("cache", "counts"))
 def decode_and_sample(
     decoder: Decoder,
     policy: DecodePolicy,
@@ -227,26 +287,35 @@ def decode_and_sample(
     rows: SamplingRows,
     counts: Int[Array, "B V"] | None = None,
     following: NextPages | None = None,
+    shards: Shards | None = None,
 ) -> tuple[Sampled, Int[Array, "B C"], Cache, tuple[Any, ...], Reads]:
     """One step from token to next token in one call. DONATES cache and counts.
 
     tokens: `[B]`, or `[B, T]`: each row's certain token and T - 1 drafts after it, -1 where there is none. Results then have an axis T,
     `accepted` says how many of a row's tokens stay, and cache, counts and states are those after them. counts: needed if `rows.penalises`:
     the tokens that each row held before this step; the step adds the tokens that it writes. The second result is everything that the host
-    reads of a step, in one array (`kvjax.outcomes.pack`).
+    reads of a step, in one array (`kvjax.outcomes.pack`). shards: of the mesh over which params and cache are split; each of its devices
+    samples the same.
     """
-    drafted = tokens if tokens.ndim == 2 else tokens[:, None]
-    no_draft = (drafted == -1) & (jnp.arange(drafted.shape[1]) > 0)  # other ids outside the vocabulary make the row not finite
-    written = jnp.where(no_draft, 0, drafted) if tokens.ndim == 2 else drafted
-    lengths = cache.lengths
-    logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, written, active, states, following=following)
-    if tokens.ndim == 1:
-        counts = count_tokens(counts, tokens, active) if rows.penalises else counts
-        sampled = sample(logits[:, 0], rows, cache.lengths, counts)
-        return sampled, pack(sampled, reads), cache, states, reads
-    sampled = accept(logits, rows, lengths, drafted, active, counts)
-    cache = cache.replace(lengths=lengths + sampled.accepted)
-    return sampled, pack(sampled, reads), cache, states_after(states, sampled.accepted), reads
+
+    def step(decoder, params, cache, tokens, active, states, rows, counts, following):
+        drafted = tokens if tokens.ndim == 2 else tokens[:, None]
+        no_draft = (drafted == -1) & (jnp.arange(drafted.shape[1]) > 0)  # other ids outside the vocabulary make the row not finite
+        written = jnp.where(no_draft, 0, drafted) if tokens.ndim == 2 else drafted
+        lengths = cache.lengths
+        logits, cache, states, reads = decode(decoder, policy, indexes, params, cache, written, active, states, following=following)
+        if tokens.ndim == 1:
+            counts = count_tokens(counts, tokens, active) if rows.penalises else counts
+            sampled = sample(logits[:, 0], rows, cache.lengths, counts)
+            return cache, sampled, pack(sampled, reads), states, reads
+        sampled = accept(logits, rows, lengths, drafted, active, counts)
+        cache = cache.replace(lengths=lengths + sampled.accepted)
+        return cache, sampled, pack(sampled, reads), states_after(states, sampled.accepted), reads
+
+    kept = specs_of_states(policy, states)
+    arrays, results = (tokens, active, states, rows, counts, following), (WHOLE_COPY, WHOLE_COPY, kept, WHOLE_COPY)
+    cache, sampled, packed, states, reads = on_mesh(shards, step, decoder, params, cache, arrays, specs={2: kept}, results=results)
+    return sampled, packed, cache, states, reads
 
 
 @jax.jit
@@ -264,12 +333,12 @@ def _read_by_turns(policy: DecodePolicy, query: Float[Array, "B T H D"], layer: 
     returned state then has an axis T after the batch: the state after each token."""
     count = query.shape[1]
     if count == 1 or not jax.tree.leaves(state):
-        return policy.attend(query, layer, ctx, state)
+        return attend_tokens(policy, query, layer, ctx, state)
     outs, lists, known = [], [], []
     for token in range(count):
         seen = jnp.maximum(ctx.lengths - (count - 1 - token), 0)
         own = jax.tree.map(lambda x, token=token: x[:, token : token + 1], (query, ctx.indexer))
-        out, blocks, state = policy.attend(own[0], layer, ctx.replace(lengths=seen, indexer=own[1]), state)
+        out, blocks, state = attend_tokens(policy, own[0], layer, ctx.replace(lengths=seen, indexer=own[1]), state)
         outs.append(out)
         lists.append(blocks)
         known.append(state)
@@ -284,23 +353,28 @@ def states_after(states: tuple[Any, ...], count: Int[Array, "B"]) -> tuple[Any, 
     return jax.tree.map(lambda leaf: leaf[rows, last], states)
 
 
-def _count_reads(listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], spec: CacheSpec, num_tokens: int) -> Reads:
+def _count_reads(
+    listed: tuple[Blocks | None, ...], lengths: Int[Array, "B"], spec: CacheSpec, num_tokens: int, shards: Shards | None
+) -> Reads:
     """Blocks listed and keys attended, summed over layers and KV heads. With several query tokens: what any of them attends.
 
     listed: one per layer that attends to pages, None for every page. Layers with lists of one kind are counted together, because separate
-    counts would need a launch each.
+    counts would need a launch each. shards: of a mesh; then the KV heads of all devices count, each once.
     """
     reads = Reads(jnp.zeros_like(lengths), jnp.zeros_like(lengths))
+    devices = 1 if shards is None else shards.tensor
     for group in spec.groups:
         own = [layer for layer, blocks in zip(spec.paged, listed, strict=True) if blocks is None and spec.layers[layer].group == group.name]
-        dense = sum(spec.layers[layer].kv_heads for layer in own)
+        dense = sum(spec.layers[layer].kv_heads * devices // spec.layers[layer].copies for layer in own)
         reads = Reads(reads.blocks + -(-lengths // group.page_size) * dense, reads.keys + lengths * dense)
     kinds: dict[tuple, list[Array]] = {}
-    for blocks in listed:
+    for layer, blocks in zip(spec.paged, listed, strict=True):
         if blocks is not None:
-            kinds.setdefault((blocks.block_size, blocks.window, blocks.ids.shape), []).append(blocks.ids)
-    for (size, window, _), ids in kinds.items():
-        reads = jax.tree.map(jnp.add, reads, _count_listed(jnp.stack(ids, axis=1), size, window, lengths, num_tokens))
+            kinds.setdefault((blocks.block_size, blocks.window, blocks.ids.shape, spec.layers[layer].copies), []).append(blocks.ids)
+    for (size, window, _, copies), ids in kinds.items():
+        counted = _count_listed(jnp.stack(ids, axis=1), size, window, lengths, num_tokens)
+        counted = counted if shards is None else jax.tree.map(lambda x, copies=copies: shards.over_heads(x, copies), counted)
+        reads = jax.tree.map(jnp.add, reads, counted)
     return reads
 
 

@@ -32,6 +32,7 @@ from kvjax.models.mixers.tokens import Tokens
 from kvjax.models.mlp.gated import gate_tokens
 from kvjax.models.products import biases_of, project
 from kvjax.recurrent import whole
+from kvjax.sharding import Shards, cut, even
 from pallas_kernels.elementwise import rms_norm
 
 MIXERS = {AttentionLayer: attend_heads, DeltaLayer: recall_states, LatentLayer: attend_latents}
@@ -47,10 +48,26 @@ class TransformerDecoder:
     """Pure functions over `init_params`' pytree (see `kvjax.model.Decoder`). Static and hashable: pass it to jit as a static argument."""
 
     config: ModelConfig
+    shards: Shards | None = None
+
+    def on_shards(self, shards: Shards) -> TransformerDecoder:
+        """The functions of one device of a mesh, for programs inside `jax.shard_map`."""
+        return TransformerDecoder(self.config.on_shards(shards.tensor), shards)
+
+    def cuts(self, params: Params, tensor: int) -> Params:
+        """How each of these parameters is cut over `tensor` devices; None: whole on every device. The vocabulary is padded to a multiple."""
+        vocab = cut(("vocab", None), (even("rows", -(-self.config.vocab_size // tensor) * tensor, tensor), 1))
+        layers = [layer.cuts(tensor) for layer in self.config.layers[: len(params["layers"])]]
+        found = {"embed": vocab, "final_norm": None, "lm_head": vocab}
+        of_layers = tuple({name: cuts.get(name) for name in own} for cuts, own in zip(layers, params["layers"], strict=True))
+        return {name: found[name] for name in params if name != "layers"} | {"layers": of_layers}
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """The input of the first layer. tokens: ids in [0, V); any other id, also -1, gives NaN, so pad with a real id."""
-        rows = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        if self.shards is None:
+            rows = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        else:
+            rows = self.shards.rows_of(params["embed"], tokens, self.config.vocab_size)
         rows, scale = rows.astype(self.config.compute_dtype), self.config.embed_scale
         return rows if scale is None else rows * jnp.asarray(scale, rows.dtype)
 
@@ -76,7 +93,7 @@ class TransformerDecoder:
         """
         if len(params["layers"]) != self.config.num_layers:
             raise ValueError(f"params have {len(params['layers'])} layers, but the configuration has {self.config.num_layers}")
-        tokens = Tokens(positions, self.config.norm_eps, self.config.norm_offset)
+        tokens = Tokens(positions, self.config.norm_eps, self.config.norm_offset, self.shards)
         mix = _sharing(mix, self.config.layers)
         for number, (layer, weights) in enumerate(zip(self.config.layers, params["layers"], strict=True)):
             x = jax.lax.optimization_barrier(x)  # else XLA keeps float32 inside a program, and rounds only at its end
@@ -103,9 +120,18 @@ class TransformerDecoder:
         post_norm: Float[Array, "E"] | None,
     ) -> Float[Array, "B T E"]:
         """x plus one half of a layer: `inner`, projected back and, if `post_norm` is given, normalised."""
+        if self.shards is not None:
+            return self._add_parts(x, inner, matrix, biases, post_norm)
         if post_norm is None:
             return project(inner, matrix, residual=x, **biases)[0]
         return x + self._norm(project(inner, matrix, **biases)[0], post_norm)
+
+    def _add_parts(self, x: Array, inner: Array, matrix: Array, biases: dict[str, Any], post_norm: Array | None) -> Float[Array, "B T E"]:
+        """`_add` where each device has some columns of the matrix."""
+        y = self.shards.sum(project(inner, matrix)[0])
+        for bias in biases.get("biases", ()):
+            y = y + bias
+        return x + (y if post_norm is None else self._norm(y, post_norm))
 
     def hidden(
         self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], mix: Mix, state: Any
@@ -122,7 +148,8 @@ class TransformerDecoder:
 
     def logits(self, params: Params, hidden: Float[Array, "... E"]) -> Float32[Array, "... V"]:
         """Next-token logits, float32 whatever the weights' dtype. Tied models read the embedding."""
-        return project(hidden, params["embed" if self.config.tie_embeddings else "lm_head"], out_dtype=jnp.float32)[0]
+        found = project(hidden, params["embed" if self.config.tie_embeddings else "lm_head"], out_dtype=jnp.float32)[0]
+        return found if self.shards is None else self.shards.joined(found)[..., : self.config.vocab_size]
 
 
 def _sharing(mix: Mix, layers: tuple[LayerConfig, ...]) -> Mix:

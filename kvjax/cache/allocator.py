@@ -110,3 +110,53 @@ class PageAllocator:
             self.on_free(freed)
         for page in reversed(idle):
             self._idle.add(page, used=self._kept[page])
+
+
+class PartedAllocator(PageAllocator):
+    """A pool of which each of `parts` devices holds an equal part: pages [d * n, (d + 1) * n) are those of device d.
+
+    Pages of a sequence are dealt out in turn, beginning with any device. So a caller says of which device it takes each page. No page is
+    kept without an owner.
+    """
+
+    def __init__(self, total: int, parts: int):
+        super().__init__(total)
+        if total % parts:
+            raise ValueError(f"{total} pages cannot be dealt out over {parts} devices evenly: use a multiple of {parts}")
+        self.parts, self.each = parts, total // parts
+        self._free = []  # `_of_part` has them
+        self._of_part = [list(range((part + 1) * self.each - 1, part * self.each - 1, -1)) for part in range(parts)]
+
+    @property
+    def free(self) -> int:
+        """Pages that a sequence could take, whichever device its first one lies on: those of the fullest device, times the devices."""
+        return self.parts * min(map(len, self._of_part))
+
+    def part_of_first(self) -> int:
+        """The device with most free pages: a new sequence begins there."""
+        return max(range(self.parts), key=lambda part: len(self._of_part[part]))
+
+    def lacking(self, parts: Sequence[int]) -> bool:
+        """Whether any device has too few pages for one on each of these devices."""
+        return any(parts.count(part) > len(free) for part, free in enumerate(self._of_part))
+
+    def take_from(self, parts: Sequence[int]) -> list[int]:
+        """Take one page of each of these devices, in order, with one owner each. After OutOfPages none were taken."""
+        if self.lacking(parts):
+            raise OutOfPages(len(parts), self.free, self.total)
+        pages = [self._of_part[part].pop() for part in parts]
+        for page in pages:
+            self._owners[page] = 1
+        return pages
+
+    def take(self, count: int) -> list[int]:
+        """Take `count` pages of neighbouring devices, as a new sequence does."""
+        first = self.part_of_first()
+        return self.take_from([(first + number) % self.parts for number in range(count)])
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Remove an owner from each of `pages`; those without one are free."""
+        super().release(pages)
+        for page in self._free:
+            self._of_part[page // self.each].append(page)
+        self._free = []

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 
-from kvjax.cache.allocator import OutOfPages, PageAllocator
+from kvjax.cache.allocator import OutOfPages, PageAllocator, PartedAllocator
 from kvjax.cache.frames import Frames
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import MOST_TOKENS, WHOLE, CacheSpec, GroupSpec
 from kvjax.cache.tables import page_table, staged_width
 from kvjax.cache.types import IndexSpec, LayerCache
+from kvjax.sharding import Shards
 from pallas_kernels.place_tiles import WAYS
 
 HOT_SHARE = 0.75
@@ -44,10 +47,21 @@ class GroupPages:
     writes at a time; a window group keeps the pages that the next token's chunk reads. hot: whether steps list pages, so that a part of the
     device's is worth more as a hot buffer. reach: what every new sequence keeps in groups without a window; None: every page. has_windows:
     whether any group gives pages back by itself. frames: of the groups with pages in host memory. on_short: called before OutOfPages is
-    raised; it may give pages back.
+    raised; it may give pages back. mesh: over whose devices heads are split and pages dealt out; None: one device. shards: the same, with
+    the pages of each device.
     """
 
-    def __init__(self, spec: CacheSpec, totals: Mapping[str, int], host: int, chunk: int, *, hot: bool, reach: Reach | None = None):
+    def __init__(
+        self,
+        spec: CacheSpec,
+        totals: Mapping[str, int],
+        host: int,
+        chunk: int,
+        *,
+        hot: bool,
+        reach: Reach | None = None,
+        mesh: Mesh | None = None,
+    ):
         self.spec, self.chunk, self.reach, totals = spec, chunk, reach, dict(totals)
         self.frames: dict[str, Frames] = {}
         for group in spec.groups if host else ():
@@ -55,7 +69,8 @@ class GroupPages:
                 copies = hot_frames(totals[group.name] - host, -(-chunk // group.page_size)) if hot else 0
                 totals[group.name] -= copies
                 self.frames[group.name] = Frames(FrameCounts(totals[group.name] - host, copies, host))
-        self.allocators = {group.name: PageAllocator(totals[group.name]) for group in spec.groups}
+        self.shards = None if mesh is None else _shards(mesh, spec, totals)
+        self.allocators = {group.name: self._allocator(group.name, totals[group.name]) for group in spec.groups}
         for name, frames in self.frames.items():
             self.allocators[name].on_free = frames.release
         self.has_windows = any(group.window is not None for group in spec.groups)
@@ -64,7 +79,8 @@ class GroupPages:
     def empty(self, indexes: tuple[IndexSpec, ...]) -> tuple[LayerCache | None, ...]:
         """The arrays of all pages, as `CacheSpec.empty` makes them. MemoryError, NotImplementedError: see `kvjax.cache.spanning.empty`."""
         totals = {name: each.total for name, each in self.allocators.items()}
-        return self.spec.empty(totals, indexes, {name: frames.counts for name, frames in self.frames.items()})
+        make = functools.partial(self.spec.empty, totals, indexes, {name: frames.counts for name, frames in self.frames.items()})
+        return make() if self.shards is None else self.shards.made(make)
 
     @property
     def used(self) -> dict[str, int]:
@@ -91,10 +107,15 @@ class GroupPages:
         for sequence in sequences:
             self.give_back(sequence)
         wanted = {group.name: [self._missing(group, each, tokens) for each in sequences] for group in self.spec.groups}
-        self.check_free({name: sum(counts) for name, counts in wanted.items()})
+        dealt = {name: self._parts(name, zip(sequences, counts, strict=True)) for name, counts in wanted.items()}
+        self.check_free({name: sum(counts) for name, counts in wanted.items() if dealt[name] is None})
+        for name, parts in dealt.items():
+            if parts is not None and (allocator := self.allocators[name]).lacking(sum(parts, [])):
+                raise OutOfPages(sum(wanted[name]), allocator.free, allocator.total, group=name)
         for name, counts in wanted.items():
-            for sequence, count in zip(sequences, counts, strict=True):
-                sequence.pages[name] += self.allocators[name].take(count)
+            for number, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+                allocator = self.allocators[name]
+                sequence.pages[name] += allocator.take(count) if dealt[name] is None else allocator.take_from(dealt[name][number])
 
     def check_free(self, needed: Mapping[str, int]) -> None:
         """OutOfPages unless every group has `needed` free pages."""
@@ -153,7 +174,13 @@ class GroupPages:
         self.check_free({name: len(each) for name, each in numbers.items()})
         for name, each in numbers.items():
             ids = [-1] * (each[-1] + 1 if each else 0)
-            for number, page in zip(each, self.allocators[name].take(len(each)), strict=True):
+            allocator = self.allocators[name]
+            if isinstance(allocator, PartedAllocator):
+                first = allocator.part_of_first()
+                taken = allocator.take_from([(first + number) % allocator.parts for number in each])
+            else:
+                taken = allocator.take(len(each))
+            for number, page in zip(each, taken, strict=True):
                 ids[number] = page
             sequence.pages[name] = ids
 
@@ -177,7 +204,8 @@ class GroupPages:
             self.allocators[name].share([page for page in child.pages[name] if page >= 0])
             if opened[name]:
                 sources[name] = parent.pages[name][sealed]
-                (targets[name],) = self.allocators[name].take(1)
+                dealt = self._parts(name, [(child, 1)])
+                (targets[name],) = self.allocators[name].take(1) if dealt is None else self.allocators[name].take_from(dealt[0])
                 child.pages[name].append(targets[name])
         return (sources, targets) if any(opened.values()) else None
 
@@ -205,12 +233,37 @@ class GroupPages:
         places = {group.name: slice(first // group.page_size, pages_for(last, group)) for group in self.spec.groups}
         return {name: sequence.pages[name][place] for name, place in places.items()}
 
+    def _allocator(self, name: str, total: int) -> PageAllocator:
+        parts = 1 if self.shards is None or name not in dict(self.shards.pages) else self.shards.context
+        return PageAllocator(total) if parts == 1 else PartedAllocator(total, parts)
+
+    def _parts(self, name: str, wanted: Iterable[tuple[Holder, int]]) -> list[list[int]] | None:
+        """For each sequence and number of pages, the devices of its next pages of a group; None where pages are not dealt out."""
+        allocator = self.allocators[name]
+        if not isinstance(allocator, PartedAllocator):
+            return None
+        found, fresh = [], allocator.part_of_first()
+        for sequence, count in wanted:
+            ids = sequence.pages[name]
+            held = next((number for number, page in enumerate(ids) if page >= 0), None)
+            first = fresh if held is None else ids[held] // allocator.each - held
+            found.append([(first + number) % allocator.parts for number in range(len(ids), len(ids) + count)])
+            fresh += held is None
+        return found
+
     def _missing(self, group: GroupSpec, sequence: Holder, tokens: int) -> int:
         # A step writes up to MOST_TOKENS at once, past the end of a chunk too.
         ahead = (
             tokens if window_of(group, sequence.reach) is None else min(tokens, max(self.chunk - sequence.length % self.chunk, MOST_TOKENS))
         )
         return max(0, pages_for(sequence.length + ahead, group) - len(sequence.pages[group.name]))
+
+
+def _shards(mesh: Mesh, spec: CacheSpec, totals: Mapping[str, int]) -> Shards:
+    """The mesh, with the pages that each of its devices has."""
+    context = Shards(mesh).context
+    dealt = [group for group in spec.groups if group.page_size != WHOLE] if context > 1 else []
+    return Shards(mesh, tuple((group.name, totals[group.name] // context) for group in dealt))
 
 
 def pages_for(tokens: int, group: GroupSpec) -> int:

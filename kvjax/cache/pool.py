@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from kvjax.cache.frames import Frames
@@ -18,6 +19,7 @@ from kvjax.cache.spanning import free_with
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.types import Cache, LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.writes import copy_page, move_frames
+from kvjax.sharding import Shards
 
 Layers = tuple[LayerCache | None, ...]
 MOVES = (1, 4, 16, 64)
@@ -55,11 +57,12 @@ class PoolStats:
 class Pool:
     """The layers' pages. Every step consumes them (they are donated) and returns them.
 
-    frames: those of the layer groups whose pages may lie in host memory. In other groups the frame of a page is its id.
+    frames: those of the layer groups whose pages may lie in host memory. In other groups the frame of a page is its id. shards: of the mesh
+    over which layers are split; None: one device.
     """
 
-    def __init__(self, layers: Layers, spec: CacheSpec, frames: Mapping[str, Frames] | None = None):
-        self.frames, self.spec = dict(frames or {}), spec
+    def __init__(self, layers: Layers, spec: CacheSpec, frames: Mapping[str, Frames] | None = None, shards: Shards | None = None):
+        self.frames, self.spec, self.shards = dict(frames or {}), spec, shards
         self._layers = layers
         if self.frames:
             free_with(self, [leaf for layer in layers if isinstance(layer, PagedKV | LatentPages) for leaf in jax.tree.leaves(layer.pages)])
@@ -158,7 +161,7 @@ class Pool:
             return [tuple(np.int32(each[layer.group]) for layer in self.spec.layers) for each in (ids, frames)]
 
         (source, source_frames), (target, target_frames) = of_layers(sources), of_layers(targets)
-        self.run(copy_page, self.layers, source, target, source_frames, target_frames)
+        self.run(copy_page, self.layers, source, target, source_frames, target_frames, self.shards)
 
     def expect_none(self, missing: Array | None) -> None:
         """Look at a chunk's count of missing pages as soon as it is known, without waiting for it. MissingPages for an earlier one."""
@@ -242,6 +245,12 @@ class Pool:
                 f"this engine lost its pages when a step failed ({type(self._failure).__name__}: {said:.200}): make a new engine, and "
                 "prefill again"
             ) from self._failure
+
+
+def place_beside(layers: Layers) -> jax.sharding.Sharding:
+    """Where to put what a program reads beside the pages: on their device, or on each of the mesh."""
+    sharding = first_array(layers).sharding
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
 
 
 def first_array(layers: Layers) -> jax.Array:

@@ -42,6 +42,7 @@ class PagedSpec:
     """A layer that keeps keys and values of every KV head. dtype: of both, by name.
 
     share_with: the number of the layer whose pages it reads, and then it keeps none; None: its own. Below 0: `CacheSpec.owners` has it.
+    copies: how many devices of a mesh keep each head (`CacheSpec.on_mesh`).
     """
 
     group: str
@@ -49,6 +50,16 @@ class PagedSpec:
     head_dim: int
     dtype: str
     share_with: int | None = None
+    copies: int = 1
+
+    def on_mesh(self, tensor: int) -> PagedSpec:
+        """The layer over all of `tensor` devices: a head for each device at least, some then being the same."""
+        copies = max(1, tensor // self.kv_heads)
+        return dataclasses.replace(self, kv_heads=self.kv_heads * copies, copies=copies)
+
+    def on_device(self, tensor: int) -> PagedSpec:
+        """What each of `tensor` devices has of the layer that `on_mesh` returned."""
+        return dataclasses.replace(self, kv_heads=self.kv_heads // tensor)
 
     @property
     def width(self) -> int:
@@ -77,8 +88,17 @@ class LatentSpec:
     index_dim: int
     dtype: str
     index_dtype: str
+    copies: int = 1
 
     share_with: ClassVar[None] = None
+
+    def on_mesh(self, tensor: int) -> LatentSpec:
+        """The layer over all of `tensor` devices, each of which keeps all rows."""
+        return dataclasses.replace(self, copies=tensor)
+
+    def on_device(self, tensor: int) -> LatentSpec:
+        """What each of `tensor` devices has of the layer: everything."""
+        return self
 
     @property
     def kv_heads(self) -> int:
@@ -139,6 +159,14 @@ class RecurrentSpec:
             raise ValueError(f"value_heads must be a multiple of key_heads, got {self.value_heads} and {self.key_heads}")
         if self.conv_width < 2:
             raise ValueError(f"conv_width must be at least 2 taps, got {self.conv_width}")
+
+    def on_mesh(self, tensor: int) -> RecurrentSpec:
+        """The layer over all of `tensor` devices: itself."""
+        return self
+
+    def on_device(self, tensor: int) -> RecurrentSpec:
+        """What each of `tensor` devices has of the layer: a part of the heads."""
+        return dataclasses.replace(self, key_heads=self.key_heads // tensor, value_heads=self.value_heads // tensor)
 
     @property
     def kv_heads(self) -> int:
@@ -208,6 +236,22 @@ class CacheSpec:
                 f"{said}: name a layer with pages of its own, in the same layer group and of the same KV heads, head dim and dtype; it is "
                 f"{owner}, and the reader {layer}"
             )
+
+    def on_mesh(self, tensor: int) -> CacheSpec:
+        """The cache over all devices, if heads are split over `tensor` of them."""
+        return dataclasses.replace(
+            self,
+            layers=tuple(layer.on_mesh(tensor) for layer in self.layers),
+            owners=tuple(layer.on_mesh(tensor) for layer in self.owners),
+        )
+
+    def on_device(self, tensor: int) -> CacheSpec:
+        """What each of `tensor` devices has of the cache that `on_mesh` returned."""
+        return dataclasses.replace(
+            self,
+            layers=tuple(layer.on_device(tensor) for layer in self.layers),
+            owners=tuple(layer.on_device(tensor) for layer in self.owners),
+        )
 
     def group_of(self, layer: int) -> GroupSpec:
         """The group of a layer."""

@@ -14,10 +14,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int, UInt8
 
-from kvjax.cache.pool import Pool, first_array
+from kvjax.cache.pool import Pool, place_beside
 from kvjax.cache.spec import CacheSpec
 from kvjax.cache.types import IndexSpec, LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.writes import seal
+from kvjax.sharding import Shards
 
 PIECE = 16
 """Pages copied in one call: 117 MB for a 7B model."""
@@ -109,17 +110,17 @@ def write_blocks(
     blocks: in any memory. opened: whether the last page is open.
     """
     pool.bind({group: ids})
-    (device,) = first_array(pool.layers).devices()
+    beside = place_beside(pool.layers)
     numbers = _holding(spec, group)
     nowhere = len(next(iter(stored_arrays(pool.layers[numbers[0]]).values())))
-    kinds = {"numbers": numbers, "indexes": indexes, "shapes": _arrays_of(spec, numbers)}
+    kinds = {"numbers": numbers, "indexes": indexes, "shapes": _arrays_of(spec, numbers), "shards": pool.shards}
     sealed = np.array(ids, np.int32)
     sealed[len(ids) - opened :] = nowhere
     rows = (_pieces(each, nowhere) for each in (ids, pool.frames_of(group, ids), sealed))
     for place, pieces in enumerate(zip(*rows, strict=True)):
         piece = pieces[0]
         given = tuple(blocks[place * PIECE : (place + 1) * PIECE])
-        given = tuple(jax.device_put(given, jax.sharding.SingleDeviceSharding(device)))
+        given = tuple(jax.device_put(given, beside))
         given += given[-1:] * (len(piece) - len(given))  # of pages that are nowhere
         pool.run(_unpack, pool.layers, *pieces, given, **kinds)
 
@@ -165,7 +166,7 @@ def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"], frames: Int[Arr
     return tuple(rows[place] for place in range(len(ids)))
 
 
-@functools.partial(jax.jit, static_argnames=("numbers", "indexes", "shapes"), donate_argnames="layers")
+@functools.partial(jax.jit, static_argnames=("numbers", "indexes", "shapes", "shards"), donate_argnames="layers")
 def _unpack(
     layers: tuple[LayerCache, ...],
     ids: Int[Array, " n"],
@@ -176,6 +177,7 @@ def _unpack(
     numbers: tuple[int, ...],
     indexes: tuple[IndexSpec, ...],
     shapes: Shapes,
+    shards: Shards | None,
 ) -> tuple[LayerCache, ...]:
     """`layers` with the blocks written to the pages `ids`, which lie in `frames`, of the layers `numbers`, and the indexes of the `sealed`
     ones built. Ids past the pool are skipped. A layer builds those of `indexes` that it has. DONATES layers."""
@@ -199,4 +201,4 @@ def _unpack(
         else:
             kinds = tuple(spec for spec in indexes if spec.name in layer.index)
             filled[number] = PagedKV(layer.pages.replace(**put), seal(layer.index, values["k"], sealed, kinds))
-    return tuple(filled)
+    return tuple(filled) if shards is None else shards.keep(tuple(filled))

@@ -22,6 +22,7 @@ from pallas_kernels.pages import CODES, Pages
 
 if TYPE_CHECKING:
     from kvjax.cache.spec import CacheSpec
+    from kvjax.sharding import Shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ LayerCache = PagedKV | LatentPages | SlotLayer
 
 @flax.struct.dataclass
 class Cache:
-    """What a jitted step reads and writes.
+    """What a jitted step reads and writes. shards: inside a program over a mesh, what it knows of it: layers are then this device's part.
 
     layers: one entry per layer, no stacked axis, so that updates stay in place; None for a layer that reads another's pages. page_tables:
     per layer group, logical page -> page id, -1 where there is none. lengths: tokens written; includes the current ones when attention
@@ -125,10 +126,12 @@ class Cache:
     spec: CacheSpec = flax.struct.field(pytree_node=False)
     residency: dict[str, Residency] = flax.struct.field(default_factory=dict)
     hot: tuple[HotTiles | None, ...] = ()
+    shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
 
     def table_of(self, layer: int) -> Int[Array, "B M"]:
-        """The page table of a layer's group."""
-        return self.page_tables[self.spec.layers[layer].group]
+        """The page table of a layer's group. On a mesh it names rows of this device's part of the pool."""
+        group = self.spec.layers[layer].group
+        return self.page_tables[group] if self.shards is None else self.shards.own_table(group, self.page_tables[group])
 
 
 def empty_layer(

@@ -6,6 +6,7 @@ All functions are pure; under jit with a donated cache the updates are in place.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from pallas_kernels.copy_tiles import copy_tiles
 from pallas_kernels.indexer_scores import quantize_keys
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import CODES, physical
+
+if TYPE_CHECKING:
+    from kvjax.sharding import Shards
 
 
 def append(
@@ -97,17 +101,18 @@ Places = tuple[Int[Array, ""], ...]
 """A page of each layer: its id, or its frame."""
 
 
-@functools.partial(jax.jit, donate_argnames="layers")
+@functools.partial(jax.jit, static_argnames="shards", donate_argnames="layers")
 def copy_page(
     layers: tuple[LayerCache | None, ...],
     sources: Places,
     targets: Places,
     source_frames: Places | None = None,
     target_frames: Places | None = None,
+    shards: Shards | None = None,
 ) -> tuple[LayerCache | None, ...]:
     """Every layer that has pages with its page `sources[layer]` copied to page `targets[layer]`, indexes included. DONATES layers.
 
-    source_frames, target_frames: of these pages; None: their ids.
+    source_frames, target_frames: of these pages; None: their ids. shards: of the mesh over which layers are split.
     """
     source_frames, target_frames = source_frames or sources, target_frames or targets
 
@@ -121,7 +126,7 @@ def copy_page(
         else:
             layer = copied(layer, *ids)
         result.append(layer)
-    return tuple(result)
+    return tuple(result) if shards is None else shards.keep(tuple(result))
 
 
 @functools.partial(jax.jit, static_argnames="numbers", donate_argnames="layers")

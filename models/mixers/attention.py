@@ -21,6 +21,7 @@ def attend_heads(
     q, k, v, gate = _heads(config, params, x, tokens)
     out, state = mix(Heads(q, k, v, config.sm_scale, config.window, config.share_with, config.rope), state)
     out = out.astype(x.dtype) if gate is None else out.astype(x.dtype) * jax.nn.sigmoid(gate)
+    out = out if tokens.shards is None else tokens.shards.own_heads(out, config.copies)
     return out.reshape(*x.shape[:2], -1), state
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Int
 from kvjax import rope
 from kvjax.layers import Rope
 from kvjax.model import LayerInput
+from kvjax.sharding import Shards
 
 Rotation = tuple[Float32[Array, "B T 1 D2"], Float32[Array, "B T 1 D2"]]
 """Cosine and sine of the angle of each pair."""
@@ -21,11 +22,12 @@ MixHere = Callable[[LayerInput, Any], tuple[Float[Array, "B T H D"], Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """positions: absolute. norm_eps, norm_offset: of every RMSNorm."""
+    """positions: absolute. norm_eps, norm_offset: of every RMSNorm. shards: of a mesh, on whose devices the layers are split; None: one."""
 
     positions: Int[Array, "B T"]
     norm_eps: float
     norm_offset: float = 0.0
+    shards: Shards | None = None
     _rotations: dict[Rope, Rotation] = dataclasses.field(default_factory=dict)
 
     def rotation(self, of: Rope) -> Rotation:

@@ -48,6 +48,19 @@ def score_blocks(
     return scores.max(axis=3)
 
 
+@functools.partial(jax.jit, static_argnames=("kind",))
+def score_listed(
+    q: Float[Array, "B T H D"], index: Float[Array, "N K nb R D"], places: Int[Array, "B T K W"], *, kind: str
+) -> Float[Array, "B T K W"]:
+    """Score of listed blocks, as `score_blocks` scores them. places: page * nb + block within the page; scores of -1 mean nothing."""
+    batch, num_queries, num_kv_heads, width = places.shape
+    at, per_page = jnp.maximum(places, 0), index.shape[2]
+    read = index[at // per_page, jnp.arange(num_kv_heads)[:, None], at % per_page].reshape(-1, 1, 1, *index.shape[3:])
+    alone = q.reshape(batch * num_queries * num_kv_heads, 1, -1, q.shape[3])
+    table = jnp.arange(places.size, dtype=jnp.int32).reshape(len(alone), width)
+    return score_blocks(alone, read, table, kind=kind).reshape(places.shape)
+
+
 @functools.partial(jax.jit, static_argnames=("call", "top_k"))
 def select_blocks(
     call: Call,

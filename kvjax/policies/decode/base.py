@@ -14,6 +14,7 @@ from kvjax.cache.groups import Reach
 from kvjax.cache.types import IndexSpec, LayerCache
 from kvjax.layers import Rope
 from kvjax.rope import turned
+from kvjax.sharding import Shards
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.merge import merge_attention
 
@@ -67,6 +68,19 @@ class SelectContext:
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
     border: int | None = flax.struct.field(pytree_node=False, default=None)
     """The first frame in host memory; None where all lie on the device."""
+    shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
+    """The mesh, on whose devices heads and pages are split; None: one device."""
+    copies: int = flax.struct.field(pytree_node=False, default=1)
+    """Devices of the mesh that have the same KV heads."""
+
+    @property
+    def dealt_out(self) -> bool:
+        """Whether other devices have some of the pages. The page table then names those of this device alone."""
+        return self.shards is not None and self.shards.context > 1
+
+    def over_heads(self, x: Array) -> Array:
+        """The sum over the heads of all devices, from the sum over those of this one."""
+        return x if self.shards is None else self.shards.over_heads(x, self.copies)
 
     @property
     def frames(self) -> Int[Array, "B M"]:
@@ -161,8 +175,8 @@ def select_and_attend(
             f"policy {policy}: select must return (Blocks, state), or (None, state) to read every block; it returned ({kinds})"
         )
     blocks, state = selected
-    out, *block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=policy.learns)
-    return out, blocks, policy.observe(blocks, block_lse[0], ctx, state) if policy.learns else state
+    out, block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=policy.learns)
+    return out, blocks, policy.observe(blocks, block_lse, ctx, state) if policy.learns else state
 
 
 def attend_listed(
@@ -173,26 +187,42 @@ def attend_listed(
     *,
     return_block_lse: bool,
     frames: Int[Array, "B K W"] | None = None,
-) -> tuple[Array, ...]:
-    """Attention over a policy's list: the output, and if asked for, the log-sum-exp `[B, T, H, W]` of each listed block.
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H W"] | None]:
+    """Attention over a policy's list: the output, and if asked for, the log-sum-exp of each listed block.
 
-    frames: of the listed blocks, where KV heads find a page in different ones; None: as the context says.
+    frames: of the listed blocks, where KV heads find a page in different ones; None: as the context says. Where pages are dealt out over
+    devices, each reads those that it has, and the results are merged.
     """
+    out, lse, block_lse = _attend_here(query, layer, ctx, blocks, return_block_lse, frames)
+    if ctx.dealt_out:
+        out, lse, block_lse = ctx.shards.merged(out, lse, block_lse)
+    return out, block_lse
+
+
+def _attend_here(
+    query: Float[Array, "B T H D"],
+    layer: LayerCache,
+    ctx: SelectContext,
+    blocks: Blocks | None,
+    return_block_lse: bool,
+    frames: Int[Array, "B K W"] | None,
+) -> tuple[Array, Array, Array | None]:
+    """Output, log-sum-exp, and that of each block, over the pages that this device has."""
     listed = {} if blocks is None else {"block_size": blocks.block_size, "window": blocks.window}
     gather = functools.partial(gather_attention, sm_scale=ctx.sm_scale, return_block_lse=return_block_lse, **listed)
     where = layer.pages, ctx.frames, ctx.lengths
     sinks = blocks.window[0] // blocks.block_size if blocks is not None and blocks.remapped else 0
     if not sinks:
-        out, _, *block_lse = gather(query, *where, blocks=None if blocks is None else blocks.ids, block_frames=frames)
-        return out, *block_lse
+        out, lse, *block_lse = gather(query, *where, blocks=None if blocks is None else blocks.ids, block_frames=frames)
+        return out, lse, block_lse[0] if block_lse else None
     positions = ctx.lengths[:, None] - query.shape[1] + jnp.arange(query.shape[1], dtype=jnp.int32)
     near = turned(query, ctx.rope, cache_positions(positions, blocks.window) - positions)
     parts = []
     for asked, part in ((near, slice(None, sinks)), (query, slice(sinks, None))):
         of_part = None if frames is None else frames[..., part]
         parts.append(gather(asked, *where, blocks=blocks.ids[..., part], block_frames=of_part))
-    out, _ = merge_attention(*([part[place] for part in parts] for place in range(2)))
-    return (out, jnp.concatenate([part[2] for part in parts], axis=3)) if return_block_lse else (out,)
+    out, lse = merge_attention(*([part[place] for part in parts] for place in range(2)))
+    return out, lse, jnp.concatenate([part[2] for part in parts], axis=3) if return_block_lse else None
 
 
 def cache_positions(positions: Int[Array, "..."], window: tuple[int, int]) -> Int[Array, "..."]:
@@ -207,6 +237,9 @@ class Stateless:
     """Base class of policies that learn nothing: no state, no attention mass, and no index unless a subclass names one."""
 
     learns = False
+    chooses_over_devices = False
+    """Whether `select` lists the same on every device of a mesh over which pages are dealt out (`SelectContext.dealt_out`). A class that
+    defines `select` says so itself."""
 
     def indexes(self) -> tuple[IndexSpec, ...]:
         """No index."""
@@ -239,6 +272,12 @@ class Stateless:
     def describe(self) -> str:
         """For reports: the name alone, unless a policy says more."""
         return str(self)
+
+
+def chooses_over_devices(policy: DecodePolicy) -> bool:
+    """Whether the class whose `select` a policy has says that it lists the same on every device, each of which has some of the pages."""
+    owner = next((kind for kind in type(policy).__mro__ if "select" in vars(kind)), None)
+    return owner is not None and vars(owner).get("chooses_over_devices", False)
 
 
 LEAST_ROOM = 2**20

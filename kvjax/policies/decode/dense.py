@@ -11,6 +11,8 @@ from kvjax.policies.decode.base import Stateless
 class Dense(Stateless):
     """Every key of the sequence."""
 
+    chooses_over_devices = True
+
     def select(self, query, layer, ctx, state):
         """No list: every block."""
         return None, state

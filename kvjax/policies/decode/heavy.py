@@ -17,7 +17,9 @@ from jaxtyping import Array, Float32, Int, Int32
 from kvjax.cache.spec import MOST_TOKENS
 from kvjax.checks import whole_number
 from kvjax.policies.decode.base import Blocks, Stateless
+from kvjax.policies.decode.candidates import ascending
 from kvjax.policies.decode.mass import PrefillMass, mass_of_step
+from kvjax.sharding import LogicalAxes
 
 DEFAULT_PAGE = 128
 """Tokens of a page, if an engine names no other size."""
@@ -60,6 +62,8 @@ class HeavyPages(_Heavy):
     sink: int = 1
     local: int = 4
 
+    chooses_over_devices = True
+
     @property
     def keys(self) -> int:
         """The most keys that a KV head reads per step, in pages of `DEFAULT_PAGE` tokens."""
@@ -92,7 +96,7 @@ class HeavyPages(_Heavy):
             lowest = jnp.finfo(mass.dtype).min
             weighed = jnp.where(candidates, jnp.maximum(jnp.nan_to_num(mass, nan=lowest), lowest), -jnp.inf)
             best, chosen = jax.lax.top_k(weighed, first.kept.shape[1])
-            kept = _ascending(jnp.where(best > -jnp.inf, chosen, -1))
+            kept = ascending(jnp.where(best > -jnp.inf, chosen, -1))
             return jnp.where(due[:, None], kept, first.kept), jnp.where(due, first_local, first.first_local)
 
         kept, begins = jax.lax.cond(due.any(), choose, lambda: (first.kept, first.first_local))
@@ -110,17 +114,17 @@ class HeavyPages(_Heavy):
         ends = state.first_local[:, None] + jnp.arange(room, dtype=jnp.int32)
         sinks = jnp.broadcast_to(jnp.arange(self.sink, dtype=jnp.int32), (ends.shape[0], self.sink))
         sinks = jnp.where(sinks < state.first_local[:, None], sinks, -1)
-        ids = _ascending(jnp.concatenate([sinks, state.kept, jnp.where(ends <= newest, ends, -1)], axis=1))
+        ids = ascending(jnp.concatenate([sinks, state.kept, jnp.where(ends <= newest, ends, -1)], axis=1))
         return Blocks(jnp.repeat(ids[:, None], layer.pages.kv_heads, axis=1), ctx.page_size), state
 
     def observe(self, blocks, block_lse, ctx, state):
         """Add the step's mass, summed over heads."""
         mass = mass_of_step(blocks, block_lse, ctx, ctx.page_size, state.mass.shape[1])
-        return state.replace(mass=state.mass + mass.sum(axis=1))
+        return state.replace(mass=state.mass + ctx.over_heads(mass.sum(axis=1)))
 
     def observe_prefill(self, mass, ctx, state):
         """Add the chunk's mass, summed over heads."""
-        return state.replace(mass=state.mass + mass.sum(axis=1))
+        return state.replace(mass=state.mass + ctx.over_heads(mass.sum(axis=1)))
 
     def keys_read(self, length: int, layer: int, page_size: int) -> int | None:
         """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included."""
@@ -153,6 +157,8 @@ class HeavyTokens(_Heavy):
     sink: int = 128
     local: int = 512
 
+    chooses_over_devices = True
+
     @property
     def keys(self) -> int:
         """The most keys that a KV head reads per step."""
@@ -162,6 +168,10 @@ class HeavyTokens(_Heavy):
     def prefill_mass(self) -> PrefillMass:
         """That of all queries, by token."""
         return PrefillMass(1)
+
+    def state_axes(self) -> LogicalAxes:
+        """KV heads are split over devices."""
+        return (None, "kv_heads", None)
 
     def init(self, spec, batch):
         """No mass: `[B, K, S]` for tokens; -inf for one that was left out, for good."""
@@ -181,7 +191,7 @@ class HeavyTokens(_Heavy):
         sinks = jnp.where(tokens[: self.sink] < first_local, tokens[: self.sink], -1)
         parts = sinks, jnp.where(best > -jnp.inf, chosen, -1), ends
         ids = jnp.concatenate([jnp.broadcast_to(part, (*state.shape[:2], part.shape[2])) for part in parts], axis=2)
-        return Blocks(_ascending(ids), 1), jnp.where(distant & ~kept, -jnp.inf, state)
+        return Blocks(ascending(ids), 1), jnp.where(distant & ~kept, -jnp.inf, state)
 
     def observe(self, blocks, block_lse, ctx, state):
         """Add the step's mass, summed over the query heads of each KV head."""
@@ -203,13 +213,6 @@ class HeavyTokens(_Heavy):
     def describe(self) -> str:
         """For reports."""
         return f"{self} ({self.keys:,} keys: {self.sink} sink + {self.local} latest + {self.k} tokens of most attention, per KV head)"
-
-
-def _ascending(ids: Int[Array, "... n"]) -> Int32[Array, "... n"]:
-    """Ids in order, and -1 at the end."""
-    behind = jnp.iinfo(jnp.int32).max
-    ids = jnp.sort(jnp.where(ids < 0, behind, ids).astype(jnp.int32), axis=-1)
-    return jnp.where(ids == behind, -1, ids)
 
 
 def _by_kv_head(mass: Float32[Array, "B H S"], kv_heads: int) -> Float32[Array, "B K S"]:

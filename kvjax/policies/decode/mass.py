@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.cache.groups import Reach
 from kvjax.policies.decode.base import Blocks, SelectContext, State
+from kvjax.sharding import Shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +42,19 @@ class PrefillMass:
 
 @flax.struct.dataclass
 class MassContext:
-    """The queries over which a mass is summed: those at positions [first, lengths) of each row. layer: an array, as in `PrefillContext`."""
+    """The queries over which a mass is summed: those at positions [first, lengths) of each row. layer: an array, as in `PrefillContext`.
+    shards, copies: as in `SelectContext`."""
 
     first: Int[Array, "B"]
     lengths: Int[Array, "B"]
     layer: int | Int[Array, ""]
     page_size: int = flax.struct.field(pytree_node=False)
+    shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
+    copies: int = flax.struct.field(pytree_node=False, default=1)
+
+    def over_heads(self, x: Array) -> Array:
+        """The sum over the heads of all devices, from the sum over those of this one."""
+        return x if self.shards is None else self.shards.over_heads(x, self.copies)
 
 
 @runtime_checkable

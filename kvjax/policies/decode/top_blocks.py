@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.types import IndexSpec, LatentPages, LayerCache
 from kvjax.checks import whole_number
-from kvjax.policies.decode.base import Blocks, Stateless, select_and_attend
-from pallas_kernels.select_blocks import score_blocks, select_blocks
+from kvjax.policies.decode.base import Blocks, SelectContext, Stateless, select_and_attend
+from kvjax.policies.decode.candidates import ascending, best_candidates
+from pallas_kernels.select_blocks import score_blocks, score_listed, select_blocks
 from pallas_kernels.selected_attention import selected_attention
 
 
@@ -34,6 +35,8 @@ class TopBlocks(Stateless):
     block_size: int = 128
     index: Literal["bounds", "mean"] = "bounds"
     dense_layers: int = 0
+
+    chooses_over_devices = True
 
     def __post_init__(self):
         for name, least in (("k", 0), ("sink", 0), ("local", 1), ("block_size", 1), ("dense_layers", 0)):
@@ -69,11 +72,11 @@ class TopBlocks(Stateless):
             sink=self.sink,
             local=self.local,
         )
-        return self._blocks(ids), state
+        return self._blocks(self._best_of_all(ids, query, layer, ctx) if ctx.dealt_out else ids), state
 
     def attend(self, query, layer, ctx, state):
         """Select and attend in one op, which a kernel can do in one launch."""
-        if ctx.layer < self.dense_layers:
+        if ctx.layer < self.dense_layers or ctx.dealt_out:
             return select_and_attend(self, query, layer, ctx, state)
         out, _, ids = selected_attention(
             *(query, layer.pages, self._index(layer), ctx.page_table, ctx.lengths),
@@ -86,6 +89,22 @@ class TopBlocks(Stateless):
             frames=ctx.moved,
         )
         return out, self._blocks(ids), state
+
+    def _best_of_all(self, ids: Int[Array, "B T K W"], query, layer: LayerCache, ctx: SelectContext) -> Int[Array, "B T K W"]:
+        """The list over the pages of all devices, from that over each one's own: the k best of what each found, with its scores."""
+        per_page = ctx.page_size // self.block_size
+        positions = (ctx.lengths[:, None] - query.shape[1] + jnp.arange(query.shape[1], dtype=jnp.int32))[..., None, None]
+        newest = jnp.where(positions >= 0, positions // self.block_size, -1)
+        first_local = jnp.clip(jnp.minimum(newest - self.local + 1, positions // ctx.page_size * per_page), 0)
+        distant = jnp.where((ids >= self.sink) & (ids < first_local), ids, -1)
+        rows = jnp.take_along_axis(ctx.page_table[:, None, None], jnp.maximum(distant, 0) // per_page, axis=3)
+        places = jnp.where((distant >= 0) & (rows >= 0), rows * per_page + jnp.maximum(distant, 0) % per_page, -1)
+        found = ctx.shards.candidates(score_listed(query, self._index(layer), places, kind=self.index), distant)
+        best = best_candidates(*found, self.k)
+        width = ids.shape[3] - self.sink - best.shape[3]
+        sinks, ends = jnp.arange(self.sink, dtype=jnp.int32), first_local + jnp.arange(width, dtype=jnp.int32)
+        parts = jnp.where(sinks < first_local, sinks, -1), jnp.where(ends <= newest, ends, -1)
+        return ascending(jnp.concatenate([*(jnp.broadcast_to(part, (*ids.shape[:3], part.shape[3])) for part in parts), best], axis=3))
 
     def scores(self, query, layer, ctx, state):
         """Scores of sealed pages by bounds or means, the best of several queries. Open pages are always read; their scores are -inf."""

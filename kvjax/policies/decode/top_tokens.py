@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.types import INDEXER, INDEXER_SCALES, LatentPages, LayerCache
 from kvjax.policies.decode.base import Blocks, IndexerQuery, SelectContext, State, Stateless, StateSpec
+from kvjax.policies.decode.candidates import ascending, best_candidates
+from kvjax.sharding import Shards
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.indexer_scores import indexer_scores
 from pallas_kernels.top_k import top_k
@@ -37,6 +39,8 @@ class TopTokens(Stateless):
 
     k: int = 2048
     hinted: bool = False
+
+    chooses_over_devices = True
 
     def __post_init__(self):
         if not isinstance(self.k, int) or self.k < 1:
@@ -64,7 +68,8 @@ class TopTokens(Stateless):
                 f"policy {self} carries a state int32 [{batch}, {self.k}], got {given}: start from policy.init, or leave hinted out"
             )
         hint = jnp.repeat(state, num_queries, axis=0) if self.hinted else None
-        ids = best_tokens(self.k, ctx.indexer, layer, ctx.page_table, ctx.lengths, _seen(ctx, num_queries), hint)
+        shards = ctx.shards if ctx.dealt_out else None
+        ids = best_tokens(self.k, ctx.indexer, layer, ctx.page_table, ctx.lengths, _seen(ctx, num_queries), hint, shards)
         if self.hinted:  # an inactive row keeps its hint
             state = jnp.where((ctx.lengths > 0)[:, None], ids[:, -1], state)
         return Blocks(ids, 1), state
@@ -99,18 +104,23 @@ def best_tokens(
     ends: Int[Array, "B"],
     seen: Int[Array, "B T"],
     hint: Int[Array, "B*T k"] | None = None,
+    shards: Shards | None = None,
 ) -> Int[Array, "B T k"]:
     """The k tokens that score best for each query, ascending, -1 where there is none. Of equal scores the earlier token wins.
 
+    shards: the mesh over whose devices pages are dealt out; page_table then names those of this device, and the list is over all of them.
     ends: positions of the queries are [ends - T, ends). seen: tokens that each query may attend to, its own included; 0 for none.
     """
     scales = layer.index.get(INDEXER_SCALES)
     scores = indexer_scores(indexer.q, indexer.weights, layer.index[INDEXER], page_table, ends, scales=scales)
-    _, ids = top_k(scores.reshape(-1, scores.shape[2]), k, hint=hint, lengths=seen.reshape(-1))
+    best, ids = top_k(scores.reshape(-1, scores.shape[2]), k, hint=hint, lengths=seen.reshape(-1))
     ids = ids.reshape(*seen.shape, k)
     # Tokens without a page score -inf, so `top_k` takes them where it finds no others.
     pages = jnp.take_along_axis(page_table[:, None], jnp.maximum(ids, 0) // layer.pages.page_size, axis=2)
-    return jnp.where(pages >= 0, ids, -1)
+    ids = jnp.where(pages >= 0, ids, -1)
+    if shards is None:
+        return ids
+    return ascending(best_candidates(*shards.candidates(best.reshape(ids.shape), ids), k))
 
 
 def read_tokens(

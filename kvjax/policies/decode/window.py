@@ -28,6 +28,8 @@ class Window(Stateless):
     release: bool = dataclasses.field(default=False, kw_only=True)
     remap: bool = dataclasses.field(default=False, kw_only=True)
 
+    chooses_over_devices = True
+
     def __post_init__(self):
         for name, least in (("sink_tokens", 0), ("window_tokens", 1)):  # a window holds the current token
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))

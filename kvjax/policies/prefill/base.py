@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.types import IndexSpec, PagedKV
 from kvjax.layers import Rope
 from kvjax.policies.decode.base import IndexerQuery
+from kvjax.sharding import Shards
 
 
 @flax.struct.dataclass
@@ -33,6 +34,10 @@ class PrefillContext:
     moved: Int[Array, "B M"] | None = None
     """Frames, where they are not the page ids."""
     rope: Rope | None = flax.struct.field(pytree_node=False, default=None)
+    shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
+    """The mesh, on whose devices heads are split; None: one device. Pages of other devices have been brought here."""
+    copies: int = flax.struct.field(pytree_node=False, default=1)
+    """Devices of the mesh that have the same KV heads."""
 
     @property
     def frames(self) -> Int[Array, "B M"]:

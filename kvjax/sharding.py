@@ -1,0 +1,376 @@
+"""How work is split over several devices: a mesh of two axes, and one table of logical axes that says along which each array is cut.
+
+`tensor` cuts heads, MLP columns and the vocabulary. `context` deals out the pages of every sequence, in turn. A step runs as one program in
+which each device sees only its part of weights and cache (`jax.shard_map`). `Shards` is what such a program knows about the mesh.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.types import Cache, LatentPages, LayerCache, SlotLayer
+from kvjax.checks import whole_number
+from pallas_kernels.merge import merge_attention
+
+if TYPE_CHECKING:
+    from kvjax.cache.spec import CacheSpec
+    from kvjax.model import Decoder, Model
+
+Layers = tuple[LayerCache | None, ...]
+
+CONTEXT, TENSOR = "context", "tensor"
+"""The axes of a mesh."""
+
+RULES = {
+    "vocab": TENSOR,
+    "heads": TENSOR,
+    "out_heads": TENSOR,
+    "kv_heads": TENSOR,
+    "channels": TENSOR,
+    "mlp": TENSOR,
+    "pages": CONTEXT,
+}
+"""Along which axis of a mesh a logical axis is cut. Others are whole on every device.
+
+heads: query heads. out_heads: the same heads, as the output projection takes them. channels: what goes through the convolution of a
+recurrent layer. pages: of a pool.
+"""
+
+LogicalAxes = tuple[str | None, ...]
+
+
+def mesh(*, tensor: int = 1, context: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh of `context * tensor` devices for `Engine(mesh=...)`.
+
+    Args:
+        tensor: over how many devices heads, MLPs and the vocabulary are split. Neighbours in `devices` share pages of the same tokens.
+        context: over how many devices the pages of each sequence are dealt out, a power of two.
+        devices: None: the first ones that JAX has.
+
+    Raises:
+        ValueError: for sizes below 1, a context that is no power of two, or too few devices.
+    """
+    tensor, context = whole_number("tensor", tensor, 1), whole_number("context", context, 1)
+    if context & (context - 1):
+        raise ValueError(f"context is {context}, and pages are dealt out over a power of two devices: use 2, 4 or 8")
+    devices = list(jax.devices() if devices is None else devices)
+    if tensor * context > len(devices):
+        raise ValueError(
+            f"tensor {tensor} x context {context} needs {tensor * context} devices, and there are {len(devices)}: use a smaller mesh"
+            + (
+                " (jax.config.update('jax_num_cpu_devices', 8) before anything else gives a CPU eight)"
+                if devices and devices[0].platform == "cpu"
+                else ""
+            )
+        )
+    return Mesh(np.array(devices[: tensor * context]).reshape(context, tensor), (CONTEXT, TENSOR))
+
+
+def spec_of(axes: LogicalAxes) -> PartitionSpec:
+    """How an array with these logical axes is cut."""
+    return PartitionSpec(*(RULES.get(axis) for axis in axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """What a program over a mesh knows about it. Static and hashable.
+
+    mesh: as `mesh` makes it. pages: by layer group whose pages are dealt out, how many each device holds; page ids [d * n, (d + 1) * n) lie
+    on device d of the context axis. Methods that take arrays are for programs inside `jax.shard_map`.
+    """
+
+    mesh: Mesh
+    pages: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self):
+        if not isinstance(self.mesh, Mesh) or self.mesh.axis_names != (CONTEXT, TENSOR):
+            raise ValueError(f"mesh must be one of kvjax.mesh(tensor=..., context=...), got {self.mesh!r:.100}")
+
+    @property
+    def tensor(self) -> int:
+        """Devices along the tensor axis."""
+        return self.mesh.shape[TENSOR]
+
+    @property
+    def context(self) -> int:
+        """Devices along the context axis."""
+        return self.mesh.shape[CONTEXT]
+
+    def placed(self, *axes: str | None) -> NamedSharding:
+        """The sharding of an array with these logical axes; without any, a copy on every device."""
+        return NamedSharding(self.mesh, spec_of(axes))
+
+    # Exchanges
+
+    def sum(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """The sum over the devices of the tensor axis, on all of them."""
+        return x if self.tensor == 1 else jax.lax.psum(x, TENSOR)
+
+    def joined(self, x: Float[Array, "... F"]) -> Float[Array, "... n*F"]:
+        """The parts of all devices of the tensor axis, side by side along the last axis."""
+        return x if self.tensor == 1 else jax.lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
+
+    def number(self, axis: str) -> Int[Array, ""]:
+        """This device's number along an axis."""
+        return jax.lax.axis_index(axis)
+
+    def rows_of(self, table: Float[Array, "V/n E"], ids: Int[Array, "B T"], count: int) -> Float[Array, "B T E"]:
+        """Rows of a table that is cut along its first axis; NaN for ids outside [0, count)."""
+        local = ids - (self.number(TENSOR) * table.shape[0] if self.tensor > 1 else 0)
+        rows = table.at[local].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return jnp.where(((ids >= 0) & (ids < count))[..., None], self.sum(rows), jnp.nan)
+
+    def own_heads(self, out: Float[Array, "B T H D"], copies: int) -> Float[Array, "B T H/copies D"]:
+        """This device's share of heads that `copies` neighbours along the tensor axis all have."""
+        if copies == 1:
+            return out
+        each = out.shape[2] // copies
+        return jax.lax.dynamic_slice_in_dim(out, (self.number(TENSOR) % copies) * each, each, axis=2)
+
+    def over_heads(self, x: Array, copies: int) -> Array:
+        """The sum over the heads of all devices of the tensor axis, from that over each one's own, `copies` of which have the same."""
+        counts = self.number(TENSOR) % copies == 0
+        return jax.lax.psum(jnp.where(counts, x, jnp.zeros_like(x)), TENSOR) if self.tensor > 1 else x
+
+    # Pages
+
+    def own_table(self, group: str, table: Int[Array, "B M"]) -> Int[Array, "B M"]:
+        """A table of page ids with this device's rows of the pool in their place; -1 for pages of other devices."""
+        sizes = dict(self.pages)
+        if self.context == 1 or group not in sizes:
+            return table
+        count = sizes[group]
+        return jnp.where((table >= 0) & (table // count == self.number(CONTEXT)), table % count, -1)
+
+    def merged(
+        self, out: Float[Array, "B T H D"], lse: Float[Array, "B T H"], block_lse: Float[Array, "B T H W"] | None = None
+    ) -> tuple[Array, Array, Array | None]:
+        """Attention over the keys of all devices of the context axis, from that over each one's own, in device order. block_lse: of listed
+        blocks, -inf on devices that do not hold them."""
+        if self.context == 1:
+            return out, lse, block_lse
+        outs, lses = (jax.lax.all_gather(x, CONTEXT) for x in (out, lse))
+        out, lse = merge_attention(list(outs), list(lses))
+        return out, lse, None if block_lse is None else jax.lax.pmax(block_lse, CONTEXT)
+
+    def candidates(self, *arrays: Array) -> tuple[Array, ...]:
+        """What each device of the context axis found, side by side along the last axis."""
+        return tuple(jax.lax.all_gather(x, CONTEXT, axis=x.ndim - 1, tiled=True) for x in arrays)
+
+    def places(self, table: Int[Array, "B M"], own: Int[Array, "B M"]) -> tuple[Int[Array, "B M/n"], Int[Array, "B M"]]:
+        """How to bring the pages of a table together: the rows of the pool that this device contributes, 0 where there is none, and the
+        place of each logical page among the contributions of all devices, one device after the other; -1 for none.
+
+        own: `own_table`. Pages of a row are dealt out in turn, beginning with any device.
+        """
+        (batch, width), count = table.shape, self.context
+        logical = jnp.arange(width, dtype=jnp.int32)
+        device = jax.lax.all_gather(own, CONTEXT)  # [n, B, M]
+        holder = jnp.argmax(device >= 0, axis=0).astype(jnp.int32)
+        first = jnp.max(jnp.where(table >= 0, (holder - logical) % count, 0), axis=1)
+        mine = (self.number(CONTEXT) - first) % count
+        rows = own.reshape(batch, width // count, count)
+        rows = jnp.take_along_axis(rows, jnp.broadcast_to(mine[:, None, None], (batch, width // count, 1)), axis=2)[..., 0]
+        each = batch * (width // count)
+        place = holder * each + jnp.arange(batch, dtype=jnp.int32)[:, None] * (width // count) + logical // count
+        return jnp.maximum(rows, 0), jnp.where(table >= 0, place, -1)
+
+    def brought(self, pool: Array, rows: Int[Array, "B n"]) -> Array:
+        """The rows of a pool that `places` names, of all devices one after the other."""
+        return jax.lax.all_gather(pool[rows.reshape(-1)], CONTEXT, axis=0, tiled=True)
+
+    # Programs
+
+    def run(self, function: Callable, arrays: tuple[Any, ...], in_specs: tuple[Any, ...], out_specs: tuple[Any, ...]) -> Any:
+        """`function(*arrays)` on every device of the mesh, over its part of the arrays. Specs are `PartitionSpec`s, or trees of them."""
+        # Results without an axis of the mesh are the same on every device. JAX cannot show this where a kernel computes them.
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arrays)
+
+    def made(self, make: Callable[[], Layers]) -> Layers:
+        """The layers of a pool that `make` makes, each part on its device from the start."""
+        specs = layer_specs(jax.eval_shape(make))
+        return jax.jit(make, out_shardings=jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs))()
+
+    def keep(self, layers: Layers) -> Layers:
+        """Layers of a pool, cut as they were, out of a program that is not split by `run`."""
+        return jax.lax.with_sharding_constraint(layers, jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), layer_specs(layers)))
+
+
+WHOLE_COPY = PartitionSpec()
+"""The same on every device."""
+
+
+def on_mesh(
+    shards: Shards | None,
+    step: Callable,
+    decoder: Decoder,
+    params: Any,
+    cache: Cache,
+    arrays: tuple[Any, ...] = (),
+    *,
+    specs: Mapping[int, Any] | None = None,
+    results: tuple[Any, ...],
+) -> Any:
+    """`step(decoder, params, cache, *arrays)`, which returns results and, first of them, the cache; on a mesh, on all of its devices.
+
+    Args:
+        shards: None: no mesh.
+        step: on a mesh it gets the decoder of one device, its part of params and cache, and `cache.shards`.
+        arrays: the same on every device, but for those that `specs` names by their place.
+        results: the specs of results after the cache.
+    """
+    if shards is None:
+        return step(decoder, params, cache, *arrays)
+    whole, given = cache.spec, dict(specs or {})
+
+    def on_device(params: Any, cache: Cache, *arrays: Any):
+        own = cache.replace(spec=whole.on_device(shards.tensor), shards=shards)
+        after, *found = step(decoder.on_shards(shards), params, own, *arrays)
+        return after.replace(spec=whole, shards=None), *found
+
+    places = cache_specs(cache)
+    of_arrays = tuple(given.get(number, WHOLE_COPY) for number in range(len(arrays)))
+    of_params = param_specs(decoder, params, shards.tensor)
+    return shards.run(on_device, (params, cache, *arrays), (of_params, places, *of_arrays), (places, *results))
+
+
+def check_mesh(mesh: Mesh | None, pool_host_bytes: int | None, stores: Mapping[str, Any]) -> None:
+    """NotImplementedError for options of an engine that do not go together with a mesh."""
+    given = [name for name, value in {"pool_host_bytes": pool_host_bytes, **stores}.items() if value]
+    if mesh is not None and given:
+        raise NotImplementedError(f"pages of a mesh are on its devices alone: leave out {', '.join(given)}, or the mesh")
+
+
+def spec_on_mesh(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
+    """The cache over all devices of an engine's mesh."""
+    return spec if mesh is None else spec.on_mesh(Shards(mesh).tensor)
+
+
+def place_model(model: Model, mesh: Mesh) -> Model:
+    """The model with its parameters on the devices of a mesh (`place_params`)."""
+    placed = copy.copy(model)
+    object.__setattr__(placed, "params", place_params(model.decoder, model.params, Shards(mesh)))  # a frozen dataclass, as a rule
+    return placed
+
+
+def place_params(decoder: Decoder, params: Any, shards: Shards) -> Any:
+    """The parameters, each device of the mesh with its part. Copies one tensor at a time through host memory; those that are placed already
+    stay. ValueError for a decoder that cannot be split, or whose heads do not divide."""
+    if not hasattr(decoder, "cuts"):
+        raise ValueError(f"{type(decoder).__name__} cannot be split over a mesh: it needs the methods cuts and on_shards of kvjax.model.Decoder")
+    return jax.tree.map(lambda each, leaf: _place(each, leaf, shards), decoder.cuts(params, shards.tensor), params, is_leaf=_is_cut)
+
+
+def _place(how: Cut | None, leaf: Array, shards: Shards) -> Array:
+    sharding = shards.placed() if how is None else shards.placed(*how.axes)
+    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+        return leaf
+    whole = np.asarray(leaf)
+    if how is None:
+        return jax.device_put(whole, sharding)
+    each = len(how.rows[0])
+    shape = tuple(each * shards.tensor if number == how.axis else size for number, size in enumerate(whole.shape))
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        rows = np.array(how.rows[(index[how.axis].start or 0) // each])
+        there = rows[rows < whole.shape[how.axis]]  # the vocabulary is padded
+        missing = [(0, each - len(there) if number == how.axis else 0) for number in range(whole.ndim)]
+        return np.pad(np.take(whole, there, axis=how.axis), missing)
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+def on_mesh_alone(shards: Shards | None, step: Callable, decoder: Decoder, params: Any, *arrays: Any) -> Any:
+    """`step(decoder, params, *arrays)`, which reads no cache, and whose results are the same on all devices."""
+    if shards is None:
+        return step(decoder, params, *arrays)
+    specs = param_specs(decoder, params, shards.tensor), *[WHOLE_COPY] * len(arrays)
+    own = decoder.on_shards(shards)
+    return shards.run(lambda params, *arrays: step(own, params, *arrays), (params, *arrays), specs, WHOLE_COPY)
+
+
+def param_specs(decoder: Decoder, params: Any, tensor: int) -> Any:
+    """The `PartitionSpec` of each parameter."""
+    return jax.tree.map(lambda each: WHOLE_COPY if each is None else spec_of(each.axes), decoder.cuts(params, tensor), is_leaf=_is_cut)
+
+
+def specs_of_states(policy: Any, states: Any) -> Any:
+    """The `PartitionSpec` of each array of a policy's states. Its `state_axes` names the axes of all of them, if it has any."""
+    spec = spec_of(policy.state_axes()) if hasattr(policy, "state_axes") else WHOLE_COPY
+    return jax.tree.map(lambda _: spec, states)
+
+
+def _is_cut(node: Any) -> bool:
+    return node is None or isinstance(node, Cut)
+
+
+def layer_specs(layers: Layers) -> Layers:
+    """The `PartitionSpec` of each array of a pool's layers, in the place of the array."""
+    return tuple(None if layer is None else _layer_specs(layer) for layer in layers)
+
+
+def _layer_specs(layer: LayerCache) -> LayerCache:
+    if isinstance(layer, SlotLayer):  # rows of state are not dealt out: every device along the context axis has all of them
+        per_head, rows = spec_of((None, "kv_heads")), spec_of((None, None, "kv_heads"))
+        return layer.replace(
+            start=per_head, inputs=spec_of((None, None, "channels")), g=rows, beta=rows, corrections=rows, first=WHOLE_COPY
+        )
+    axes = ("pages",) if isinstance(layer, LatentPages) else ("pages", "kv_heads")
+    return jax.tree.map(lambda _: spec_of(axes), layer)
+
+
+def cache_specs(cache: Cache) -> Cache:
+    """The `PartitionSpec` of each array of a cache, in the place of the array."""
+    return jax.tree.map(lambda _: WHOLE_COPY, cache).replace(layers=layer_specs(cache.layers))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a parameter is cut along the tensor axis. axes: its logical axes, one of which is cut. rows: along that axis, the rows that each
+    device has, in its order. Devices may have the same rows."""
+
+    axes: LogicalAxes
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def axis(self) -> int:
+        """The number of the axis that is cut."""
+        return next(number for number, name in enumerate(self.axes) if RULES.get(name) == TENSOR)
+
+
+Units = list[list[int]]
+"""Numbers of the units (heads, columns) that each device of the tensor axis has."""
+
+
+def even(what: str, count: int, parts: int) -> Units:
+    """Consecutive units for each of `parts` devices. ValueError if `count` units do not divide. what: their name."""
+    if count % parts:
+        raise ValueError(f"{count} {what} cannot be split over tensor={parts} devices, {count} / {parts} is no whole number: use a tensor "
+                         f"size that divides {count}")
+    each = count // parts
+    return [list(range(part * each, (part + 1) * each)) for part in range(parts)]
+
+
+def even_or_copied(what: str, count: int, parts: int) -> Units:
+    """As `even`; where there are fewer units than devices, one for each device, so that several devices hold the same."""
+    return [[part * count // parts] for part in range(parts)] if count < parts and parts % count == 0 else even(what, count, parts)
+
+
+def cut(axes: LogicalAxes, *sections: tuple[Units, int]) -> Cut:
+    """A cut of an axis that consists of sections, one after the other, each of units of equal size. sections: which units each device has,
+    and rows of a unit. A section holds each unit up to the largest number."""
+    parts, start = [[] for _ in sections[0][0]], 0
+    for units, size in sections:
+        for rows, own in zip(parts, units, strict=True):
+            rows += [start + unit * size + row for unit in own for row in range(size)]
+        start += (1 + max(max(own) for own in units)) * size
+    return Cut(axes, tuple(map(tuple, parts)))
