@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.scoring import Score, score
     from kvjax.sequences import CachedSequence
     from kvjax.serving import run_batch
+    from kvjax.sharding import mesh
     from pallas_kernels.dispatch import forced as dispatch
 
 __version__ = "0.2.0"
@@ -68,6 +69,7 @@ __all__ = [
     "generate",
     "load",
     "memory_plan",
+    "mesh",
     "run",
     "run_batch",
     "save",
@@ -101,6 +103,7 @@ _HOMES = {
     "generate": "kvjax.generation",
     "load": "kvjax.models",
     "memory_plan": "kvjax.memory",
+    "mesh": "kvjax.sharding",
     "run": "kvjax.generation",
     "run_batch": "kvjax.serving",
     "save": "kvjax.models",

@@ -141,14 +141,15 @@ class DeclaredPolicies:
             self._choosers[policy] = policy.bind(self.model, page_size=self.page_size, dtype=self.model.config.compute_dtype)
         return self._choosers[policy]
 
-
     def _check_mesh(self, policy: DecodePolicy | PrefillPolicy) -> None:
         """ValueError for a policy that cannot run over the devices of the engine's mesh."""
         shards = self._shards
         if shards is None:
             return
         if isinstance(policy, ChoosesDecode | ChoosesPrefill):
-            raise ValueError(f"policy {policy} chooses by times of one device, and there are none of a mesh yet: name the policy that it is to choose")
+            raise ValueError(
+                f"policy {policy} chooses by times of one device, and there are none of a mesh yet: name the policy that it is to choose"
+            )
         if shards.context == 1 or not isinstance(policy, DecodePolicy):
             return
         if not chooses_over_devices(policy) or not attends_by_list(policy):

@@ -38,8 +38,8 @@ from kvjax.release import PageRelease
 from kvjax.reuse import StoreOptions, make_reuse, reusing
 from kvjax.sampling import Sampled, Sampling, SamplingRows
 from kvjax.sequence_copies import SequenceCopies
-from kvjax.sharding import Shards, check_mesh, place_model, spec_on_mesh
 from kvjax.sequences import CachedSequence, check_usable
+from kvjax.sharding import Shards, check_mesh, place_model, spec_on_mesh
 from kvjax.slots import Slots
 from kvjax.steps import decode_and_sample, decode_step
 from kvjax.warmup import warm_up

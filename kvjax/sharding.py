@@ -266,7 +266,9 @@ def place_params(decoder: Decoder, params: Any, shards: Shards) -> Any:
     """The parameters, each device of the mesh with its part. Copies one tensor at a time through host memory; those that are placed already
     stay. ValueError for a decoder that cannot be split, or whose heads do not divide."""
     if not hasattr(decoder, "cuts"):
-        raise ValueError(f"{type(decoder).__name__} cannot be split over a mesh: it needs the methods cuts and on_shards of kvjax.model.Decoder")
+        raise ValueError(
+            f"{type(decoder).__name__} cannot be split over a mesh: it needs the methods cuts and on_shards of kvjax.model.Decoder"
+        )
     return jax.tree.map(lambda each, leaf: _place(each, leaf, shards), decoder.cuts(params, shards.tensor), params, is_leaf=_is_cut)
 
 
@@ -354,8 +356,10 @@ Units = list[list[int]]
 def even(what: str, count: int, parts: int) -> Units:
     """Consecutive units for each of `parts` devices. ValueError if `count` units do not divide. what: their name."""
     if count % parts:
-        raise ValueError(f"{count} {what} cannot be split over tensor={parts} devices, {count} / {parts} is no whole number: use a tensor "
-                         f"size that divides {count}")
+        raise ValueError(
+            f"{count} {what} cannot be split over tensor={parts} devices, {count} / {parts} is no whole number: use a tensor "
+            f"size that divides {count}"
+        )
     each = count // parts
     return [list(range(part * each, (part + 1) * each)) for part in range(parts)]
 

@@ -22,6 +22,8 @@ import pytest  # noqa: E402
 # One kind of program takes these emitters minutes and gigabytes: chains in which each step uses the last one's result several times, as
 # `union_blocks` has for the rows of a tile. Keep such chains short in tests, or give them the mark `long`.
 QUICK_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
+DEVICES = "--xla_force_host_platform_device_count=8"
+"""A CPU shows as eight devices, for tests of meshes. Everything else uses the first of them."""
 
 
 def pytest_addoption(parser):
@@ -32,6 +34,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Before the first program is compiled: XLA reads its flags once. Processes that tests start get them too."""
     flags = os.environ.get("XLA_FLAGS", "")
+    if DEVICES not in flags:
+        flags = os.environ["XLA_FLAGS"] = f"{flags} {DEVICES}".strip()
     if not config.getoption("--optimized") and QUICK_EMITTERS not in flags:  # workers have them from the process that started them
         os.environ["XLA_FLAGS"] = f"{flags} {QUICK_EMITTERS}".strip()
 

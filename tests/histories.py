@@ -9,6 +9,7 @@ model's own policies, which are dense but for an indexer's, the logits against o
 
 import collections
 import dataclasses
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -69,6 +70,9 @@ class Held:
 class History:
     """One engine under random calls, and the record beside it."""
 
+    shared: ClassVar[dict[str, Any]] = {}
+    """Options of the engine under test that the second one has, too."""
+
     def __init__(self, model, sizes: Sizes, seed: int, folder):
         if model.config.latent:  # pages without an index of blocks
             sizes = dataclasses.replace(sizes, policies=(str(own_policies(model.config)[0]), *sizes.policies[::2]))
@@ -80,7 +84,7 @@ class History:
 
     def make_engine(self) -> Engine:
         """The engine under test."""
-        return engine_for(self.model, self.sizes)
+        return engine_for(self.model, self.sizes, **self.shared)
 
     def run(self, length: int) -> None:
         for _ in range(length):
@@ -242,7 +246,7 @@ class History:
                 (logits,) = self.engine.decode([each.sequence], [token], policy)
             except OutOfPages:
                 continue
-            (alone,) = replayed(self.model, self.sizes, each, token, policy)
+            (alone,) = replayed(self.model, self.sizes, each, token, policy, **self.shared)
             wrong += not np.array_equal(np.asarray(logits), np.asarray(alone))
             steps = {how.policy if isinstance(how, Drafted) else how for how in each.written}
             near = self.engine.dtype == "float32" and self.sizes.prefill is None
@@ -254,9 +258,9 @@ class History:
         return wrong
 
 
-def engine_for(model, sizes, **stores):
+def engine_for(model, sizes, **options):
     fields = {"pages": sizes.pages, "page_size": sizes.page, "prefill_chunk": sizes.chunk, "batch_buckets": (BUCKET, ROWS)}
-    return Engine(model, sizes.own, policies=sizes.policies, prefill=sizes.prefill, **fields, **stores)
+    return Engine(model, sizes.own, policies=sizes.policies, prefill=sizes.prefill, **fields, **options)
 
 
 def draft_step(engine, sequences, rows, policy) -> list[int]:
@@ -267,9 +271,9 @@ def draft_step(engine, sequences, rows, policy) -> list[int]:
     return np.asarray(engine.decode_and_sample(slots, tokens, SamplingRows.of([None] * BUCKET), policy).accepted).tolist()
 
 
-def replayed(model, sizes, held: Held, token: int, policy: str):
+def replayed(model, sizes, held: Held, token: int, policy: str, **options):
     """Logits of the next step in an engine that ran nothing but this sequence's own record."""
-    engine = engine_for(model, sizes)
+    engine = engine_for(model, sizes, **options)
     sequence, at = None, 0
     while at < len(held.tokens):
         how, end = held.written[at], at + 1

@@ -45,6 +45,11 @@ class PageAllocator:
         return len(self._free) + len(self._idle)
 
     @property
+    def room(self) -> int:
+        """Pages that a sequence could take."""
+        return self.free
+
+    @property
     def kept(self) -> int:
         """Pages whose content is kept, with owners or without."""
         return len(self._kept)
@@ -129,6 +134,11 @@ class PartedAllocator(PageAllocator):
 
     @property
     def free(self) -> int:
+        """Pages without an owner."""
+        return sum(map(len, self._of_part))
+
+    @property
+    def room(self) -> int:
         """Pages that a sequence could take, whichever device its first one lies on: those of the fullest device, times the devices."""
         return self.parts * min(map(len, self._of_part))
 
@@ -143,7 +153,7 @@ class PartedAllocator(PageAllocator):
     def take_from(self, parts: Sequence[int]) -> list[int]:
         """Take one page of each of these devices, in order, with one owner each. After OutOfPages none were taken."""
         if self.lacking(parts):
-            raise OutOfPages(len(parts), self.free, self.total)
+            raise OutOfPages(len(parts), self.room, self.total)
         pages = [self._of_part[part].pop() for part in parts]
         for page in pages:
             self._owners[page] = 1

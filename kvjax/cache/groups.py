@@ -111,7 +111,7 @@ class GroupPages:
         self.check_free({name: sum(counts) for name, counts in wanted.items() if dealt[name] is None})
         for name, parts in dealt.items():
             if parts is not None and (allocator := self.allocators[name]).lacking(sum(parts, [])):
-                raise OutOfPages(sum(wanted[name]), allocator.free, allocator.total, group=name)
+                raise OutOfPages(sum(wanted[name]), allocator.room, allocator.total, group=name)
         for name, counts in wanted.items():
             for number, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
                 allocator = self.allocators[name]
@@ -119,12 +119,12 @@ class GroupPages:
 
     def check_free(self, needed: Mapping[str, int]) -> None:
         """OutOfPages unless every group has `needed` free pages."""
-        if self.on_short is not None and any(count > self.allocators[name].free for name, count in needed.items()):
+        if self.on_short is not None and any(count > self.allocators[name].room for name, count in needed.items()):
             self.on_short()
         for name, count in needed.items():
             allocator = self.allocators[name]
-            if count > allocator.free:
-                raise OutOfPages(count, allocator.free, allocator.total, group=name)
+            if count > allocator.room:
+                raise OutOfPages(count, allocator.room, allocator.total, group=name)
 
     def needed(self, tokens: int) -> dict[str, int]:
         """The most pages of each group that a new sequence of `tokens` tokens takes."""
