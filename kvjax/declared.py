@@ -39,8 +39,8 @@ class DeclaredPolicies:
 
     policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. states: those
     of learning policies. reach: what every sequence keeps from its first token on (`kvjax.release.kept_from_the_start`). last_choice,
-    last_prefill_choice: the latest choices of policies such as `auto`. mesh: of the engine; None: one device. ValueError for policies that do not fit the sizes or the model's
-    layers.
+    last_prefill_choice: the latest choices of policies such as `auto`. mesh: of the engine; None: one device. ValueError for policies that
+    do not fit the sizes or the model's layers.
     """
 
     def __init__(
@@ -154,8 +154,8 @@ class DeclaredPolicies:
             return
         if not chooses_over_devices(policy) or not attends_by_list(policy):
             raise ValueError(
-                f"policy {policy} does not say that it chooses the same on every device where pages are dealt out (chooses_over_devices): use "
-                "a mesh with context=1, or another policy"
+                f"policy {policy} does not say that it chooses the same on every device where pages are dealt out (chooses_over_devices): "
+                "use a mesh with context=1, or another policy"
             )
 
 

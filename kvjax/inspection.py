@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from kvjax.cache import Cache
+from kvjax.cache import Cache, CacheSpec, LatentSpec, PagedSpec
 from kvjax.cache.types import LayerCache
 from kvjax.checks import listed
 from kvjax.decoding import padded_rows
 from kvjax.policies.decode import Blocks, DecodePolicy, ScoresBlocks, SelectContext
 from kvjax.policies.decode.base import attend_listed
 from kvjax.sequences import CachedSequence
+from kvjax.sharding import WHOLE_COPY, Shards, on_mesh, spec_of, specs_of_states
 from kvjax.slots import NextPages
 from kvjax.steps import decode
 
@@ -78,6 +79,9 @@ def watch(
     state: the one that the policy selected with. Attends to the listed blocks once more, for the LSE.
     """
     scores = policy.scores(query, layer, ctx, state) if blocks is not None and isinstance(policy, ScoresBlocks) else None
+    if scores is not None and ctx.dealt_out:
+        own = jnp.repeat(ctx.page_table >= 0, scores.shape[2] // ctx.page_table.shape[1], axis=1)[:, None]
+        scores = ctx.shards.best_of(jnp.where(own, scores, -jnp.inf))
     if blocks is None:
         pages = jnp.arange(ctx.page_table.shape[1], dtype=jnp.int32)
         ids = jnp.where(pages * ctx.page_size < ctx.lengths[:, None], pages, -1)[:, None]
@@ -86,16 +90,41 @@ def watch(
     return blocks, lse, scores
 
 
-@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes"), donate_argnames="cache")
-def inspect_step(decoder, policy, indexes, params, cache: Cache, tokens, active, states, following: NextPages):
+@functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "shards"), donate_argnames="cache")
+def inspect_step(
+    decoder, policy, indexes, params, cache: Cache, tokens, active, states, following: NextPages, shards: Shards | None = None
+):
     """`kvjax.steps.decode`, which also returns, before the cache, what `watch` saw of every layer. DONATES cache."""
-    watched: list[Any] = []
-    logits, *after = decode(
-        *(decoder, policy, indexes, params, cache, tokens, active, states),
-        following=following,
-        watch=lambda *seen: watched.append(watch(*seen)),
-    )
-    return logits, tuple(watched), *after
+
+    def step(decoder, params, cache, tokens, active, states, following):
+        watched: list[Any] = []
+        logits, cache, states, reads = decode(
+            *(decoder, policy, indexes, params, cache, tokens, active, states),
+            following=following,
+            watch=lambda *seen: watched.append(watch(*seen)),
+        )
+        return cache, logits, tuple(watched), states, reads
+
+    kept, spec = specs_of_states(policy, states), cache.spec
+    of_kv_heads, of_heads = spec_of((None, "kv_heads")), spec_of((None, None, "heads"))
+    lists = [WHOLE_COPY if isinstance(spec.layers[number], LatentSpec) else of_kv_heads for number in spec.paged]
+    seen = tuple((heads, of_heads, heads) for heads in lists)
+    arrays, results = (tokens, active, states, following), (WHOLE_COPY, seen, kept, WHOLE_COPY)
+    cache, logits, watched, states, reads = on_mesh(shards, step, decoder, params, cache, arrays, specs={2: kept}, results=results)
+    return logits, _each_once(spec, watched), cache, states, reads
+
+
+def _each_once(spec: CacheSpec, watched: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What was seen of each KV head, where several devices have the same."""
+    found = []
+    for number, (blocks, lse, scores) in zip(spec.paged, watched, strict=True):
+        layer = spec.layers[number]
+        if isinstance(layer, PagedSpec) and layer.copies > 1:
+            blocks, scores = jax.tree.map(lambda x, copies=layer.copies: x[:, ::copies], (blocks, scores))
+            of_heads = lse.reshape(*lse.shape[:2], layer.kv_heads, -1, lse.shape[3])[:, :, :: layer.copies]
+            lse = of_heads.reshape(*lse.shape[:2], -1, lse.shape[3])
+        found.append((blocks, lse, scores))
+    return tuple(found)
 
 
 def inspect(engine: Engine, sequences: Sequence[CachedSequence], tokens: Sequence[int], policy: str | DecodePolicy | None) -> StepRead:

@@ -150,8 +150,8 @@ class AttentionLayer:
 
     def cuts(self, tensor: int) -> dict[str, Cut]:
         """How parameters are cut over `tensor` devices. A device has whole KV heads, and all query heads of their groups; the output
-        projection takes an equal share of the heads on each. Parameters that are not named are whole on every device. ValueError if heads do
-        not divide."""
+        projection takes an equal share of the heads on each. Parameters that are not named are whole everywhere. ValueError if heads do not
+        divide."""
         kv, out, group = self._kv_heads(tensor), even("query heads", self.num_heads, tensor), self.num_heads // self.num_kv_heads
         heads = [[head for number in own for head in range(number * group, (number + 1) * group)] for own in kv]
         q = cut(("heads", None), (heads, self.head_dim * (1 + self.gate)))

@@ -160,7 +160,11 @@ class Shards:
             return out, lse, block_lse
         outs, lses = (jax.lax.all_gather(x, CONTEXT) for x in (out, lse))
         out, lse = merge_attention(list(outs), list(lses))
-        return out, lse, None if block_lse is None else jax.lax.pmax(block_lse, CONTEXT)
+        return out, lse, None if block_lse is None else self.best_of(block_lse)
+
+    def best_of(self, x: Array) -> Array:
+        """The largest values that any device of the context axis has."""
+        return jax.lax.pmax(x, CONTEXT)
 
     def candidates(self, *arrays: Array) -> tuple[Array, ...]:
         """What each device of the context axis found, side by side along the last axis."""

@@ -55,7 +55,7 @@ class TransformerDecoder:
         return TransformerDecoder(self.config.on_shards(shards.tensor), shards)
 
     def cuts(self, params: Params, tensor: int) -> Params:
-        """How each of these parameters is cut over `tensor` devices; None: whole on every device. The vocabulary is padded to a multiple."""
+        """How each of these parameters is cut over `tensor` devices; None: whole on each. The vocabulary is padded to a multiple."""
         vocab = cut(("vocab", None), (even("rows", -(-self.config.vocab_size // tensor) * tensor, tensor), 1))
         layers = [layer.cuts(tensor) for layer in self.config.layers[: len(params["layers"])]]
         found = {"embed": vocab, "final_norm": None, "lm_head": vocab}

@@ -110,7 +110,7 @@ class GroupPages:
         dealt = {name: self._parts(name, zip(sequences, counts, strict=True)) for name, counts in wanted.items()}
         self.check_free({name: sum(counts) for name, counts in wanted.items() if dealt[name] is None})
         for name, parts in dealt.items():
-            if parts is not None and (allocator := self.allocators[name]).lacking(sum(parts, [])):
+            if parts is not None and (allocator := self.allocators[name]).lacking([part for each in parts for part in each]):
                 raise OutOfPages(sum(wanted[name]), allocator.room, allocator.total, group=name)
         for name, counts in wanted.items():
             for number, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):

@@ -177,7 +177,7 @@ def _unpack(
     numbers: tuple[int, ...],
     indexes: tuple[IndexSpec, ...],
     shapes: Shapes,
-    shards: Shards | None,
+    shards: Shards | None = None,
 ) -> tuple[LayerCache, ...]:
     """`layers` with the blocks written to the pages `ids`, which lie in `frames`, of the layers `numbers`, and the indexes of the `sealed`
     ones built. Ids past the pool are skipped. A layer builds those of `indexes` that it has. DONATES layers."""
