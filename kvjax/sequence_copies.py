@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kvjax.cache.files import read_sequence, write_sequence
 from kvjax.cache.groups import GroupPages, stored_pages
 from kvjax.cache.pool import Pool
-from kvjax.cache.transfer import Stored, read_stored, write_blocks
+from kvjax.cache.transfer import Stored, from_mesh, read_stored, to_mesh, write_blocks
 from kvjax.cache.types import IndexSpec
 from kvjax.capacity import Capacity
 from kvjax.checks import token_ids
@@ -42,6 +42,7 @@ class SequenceCopies:
         self.model, self.spec, self._release = model, groups.spec, release
         self._pool, self._groups, self._capacity, self._indexes, self._chunk, self._guard = pool, groups, capacity, indexes, chunk, guard
         self._page_size = min(group.page_size for group in self.spec.groups)
+        self._one_device = model.config.cache_spec(self._page_size)  # of files, whatever the mesh
         self._fingerprint: str | None = None
 
     @property
@@ -66,12 +67,16 @@ class SequenceCopies:
                 )
             header = header | {"keeps": {"policy": name_of(keeping.policy), "reach": list(keeping.reach)}}
         stored = read_stored(self._pool, self.spec, self._groups.ids(sequence, self._groups.held(sequence)))
+        if self._pool.shards is not None:
+            stored = from_mesh(self._one_device, self._pool.shards.tensor, stored)
         write_sequence(path, header, sequence.tokens, stored, self._guard.interrupt_point)
 
     def restore(self, path: str | Path) -> CachedSequence:
         """A sequence from a file. ValueError if it does not fit this engine, or is damaged; OutOfPages."""
-        sizes = {"spec": self.spec, "vocab_size": self.model.config.vocab_size}
+        sizes = {"spec": self._one_device, "vocab_size": self.model.config.vocab_size}
         tokens, stored, keeps = read_sequence(path, self.header, interrupt_point=self._guard.interrupt_point, **sizes)
+        if self._pool.shards is not None:
+            stored = to_mesh(self._one_device, self._pool.shards.tensor, stored)
         sequence, reach = self._release.new_sequence(), None
         if keeps is not None:
             name, reach = keeps

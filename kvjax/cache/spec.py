@@ -9,6 +9,8 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
 
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.types import IndexSpec, LayerCache, SlotLayer, empty_latents, empty_layer
@@ -167,6 +169,14 @@ class RecurrentSpec:
     def on_device(self, tensor: int) -> RecurrentSpec:
         """What each of `tensor` devices has of the layer: a part of the heads."""
         return dataclasses.replace(self, key_heads=self.key_heads // tensor, value_heads=self.value_heads // tensor)
+
+    def channel_order(self, tensor: int) -> Int[np.ndarray, " channels"]:
+        """The channels in the order in which `tensor` devices have them: each has queries, keys and values of its own heads."""
+        sections, start = [], 0
+        for heads, dim in ((self.key_heads, self.key_dim), (self.key_heads, self.key_dim), (self.value_heads, self.value_dim)):
+            sections.append(np.arange(start, start + heads * dim).reshape(tensor, -1))
+            start += heads * dim
+        return np.concatenate(sections, axis=1).reshape(-1)
 
     @property
     def kv_heads(self) -> int:

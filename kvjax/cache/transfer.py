@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Int, UInt8
 
 from kvjax.cache.pool import Pool, place_beside
-from kvjax.cache.spec import CacheSpec
+from kvjax.cache.spec import CacheSpec, PagedSpec, RecurrentSpec
 from kvjax.cache.types import IndexSpec, LatentPages, LayerCache, PagedKV, SlotLayer
 from kvjax.cache.writes import seal
 from kvjax.sharding import Shards
@@ -83,6 +83,42 @@ def arrays_of_rows(spec: CacheSpec, group: str, rows: UInt8[np.ndarray, "n bytes
             found[number][name] = part.view(jnp.dtype(dtype)).reshape(len(rows), *shape)
             start += _size(array)
     return found
+
+
+def from_mesh(spec: CacheSpec, tensor: int, stored: Stored) -> Stored:
+    """Blocks of a mesh as those of one device, so that a file fits every mesh: each KV head once, and heads in their own order. spec: of one
+    device. tensor: over how many devices heads are split."""
+    return {name: _converted(spec.on_mesh(tensor), name, rows, functools.partial(_gathered, spec, tensor)) for name, rows in stored.items()}
+
+
+def to_mesh(spec: CacheSpec, tensor: int, stored: Stored) -> Stored:
+    """The reverse of `from_mesh`."""
+    return {name: _converted(spec, name, rows, functools.partial(_dealt, spec, tensor)) for name, rows in stored.items()}
+
+
+def _converted(spec: CacheSpec, group: str, rows: UInt8[np.ndarray, "n bytes"], change: Callable) -> UInt8[np.ndarray, "n bytes"]:
+    """Blocks whose arrays are changed, each by its layer's number and its name."""
+    arrays = arrays_of_rows(spec, group, rows)
+    parts = [change(number, name, array) for number, named in arrays.items() for name, array in sorted(named.items())]
+    return np.concatenate([np.ascontiguousarray(part).reshape(len(rows), -1).view(np.uint8) for part in parts], axis=1)
+
+
+def _gathered(spec: CacheSpec, tensor: int, number: int, name: str, array: np.ndarray) -> np.ndarray:
+    layer = spec.layers[number]
+    if isinstance(layer, PagedSpec):
+        return array[:, :: layer.on_mesh(tensor).copies]
+    if isinstance(layer, RecurrentSpec) and name == "inputs":
+        return array[..., np.argsort(layer.channel_order(tensor))]
+    return array
+
+
+def _dealt(spec: CacheSpec, tensor: int, number: int, name: str, array: np.ndarray) -> np.ndarray:
+    layer = spec.layers[number]
+    if isinstance(layer, PagedSpec):
+        return np.repeat(array, layer.on_mesh(tensor).copies, axis=1)
+    if isinstance(layer, RecurrentSpec) and name == "inputs":
+        return array[..., layer.channel_order(tensor)]
+    return array
 
 
 def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int] | Int[np.ndarray, " n"]) -> list[Block]:

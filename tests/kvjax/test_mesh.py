@@ -1,7 +1,9 @@
 """Engines over a mesh of simulated devices: the results of one device, whatever is split, and the same bits in any company."""
 
 import dataclasses
+import itertools
 
+import jax
 import numpy as np
 import pytest
 from histories import FEW, History, run_histories
@@ -12,6 +14,7 @@ import kvjax
 from kvjax import Engine
 from kvjax.layers import DeltaLayer
 from kvjax.policies.decode import TopBlocks
+from kvjax.sharding import Shards
 
 PAGE, CHUNK = 16, 64
 POLICIES = {
@@ -134,3 +137,94 @@ def test_lists_and_scores_are_those_of_one_device(mesh, model, text):
         check_near(np.where(np.isinf(other.scores), 0, other.scores), np.where(np.isinf(one.scores), 0, one.scores))
         assert np.array_equal(np.isinf(other.scores), np.isinf(one.scores))
     check_near(seen[1].logits, seen[0].logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+def test_a_file_of_one_mesh_is_read_on_another(name, text, tmp_path):
+    model, path, logits = model_of(name), tmp_path / "sequence", []
+    places = [None, mesh_of("tensor 4"), mesh_of(BOTH)]
+    engines = [Engine(model, pages=64, page_size=PAGE, prefill_chunk=CHUNK, mesh=each, batch_buckets=(1,)) for each in places]
+    for one, other in itertools.permutations(engines, 2):
+        (sequence,) = one.prefill([text[:83]])
+        one.save(sequence, path)
+        restored = other.restore(path)
+        logits += [np.asarray(engine.decode([each], [5]))[0] for engine, each in ((one, sequence), (other, restored))]
+        one.free(sequence)
+        other.free(restored)
+    for found in logits[1:]:
+        check_near(found, logits[0])
+
+
+def without_exchange(monkeypatch, method):
+    """Programs in which a method of `Shards` exchanges nothing: the mutants of these tests."""
+    own = {
+        "sum": lambda self, x: x,
+        "merged": lambda self, out, lse, block_lse=None: (out, lse, block_lse),
+        "candidates": lambda self, *arrays: arrays,
+        "own_heads": lambda self, out, copies: out[:, :, : out.shape[2] // copies],
+        "own_table": lambda self, group, table: table % dict(self.pages)[group],
+        "rows_of": lambda self, table, ids, count: self.sum(table[ids % table.shape[0]]),
+        "over_heads": lambda self, x, copies: x,
+        "joined": lambda self, x: jax.numpy.tile(x, self.tensor),
+        "brought": lambda self, pool, rows: jax.numpy.tile(pool[rows.reshape(-1)], (self.context, *[1] * (pool.ndim - 1))),
+    }[method]
+    monkeypatch.setattr(Shards, method, own)
+
+
+MUTANTS = ("sum", "merged", "candidates", "own_heads", "own_table", "rows_of", "over_heads", "joined", "brought")
+
+
+@pytest.mark.parametrize("method", MUTANTS)
+def test_an_exchange_that_is_left_out_would_show(method, model, text, monkeypatch):
+    mesh = mesh_of("tensor 4" if method == "own_heads" else BOTH)
+    policy = POLICIES["heavy" if method == "over_heads" else "top"]
+    expected, reads = logits_of(model, None, policy, text[:203])
+    without_exchange(monkeypatch, method)
+    jax.clear_caches()  # programs of the sound method are known
+    try:
+        found, read = logits_of(model, mesh, policy, text[:203])
+    finally:
+        jax.clear_caches()
+    same = (read.blocks.tolist(), read.keys.tolist()) == (reads.blocks.tolist(), reads.keys.tolist())
+    assert not same or not np.allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_every_device_holds_its_part_alone(model):
+    engine = Engine(model, "top:1", pages=64, page_size=128, prefill_chunk=128, mesh=mesh_of(BOTH))
+    held = {path: leaf for path, leaf in jax.tree.leaves_with_path((engine.model.params["layers"], engine._pool.layers))}
+    for path, leaf in held.items():
+        (size,) = {shard.data.size for shard in leaf.addressable_shards}
+        name = jax.tree_util.keystr(path)
+        share = 4 if name.startswith("[1]") else 1 if "norm" in name else 2
+        assert size * share == leaf.size, name
+
+
+REFUSED = {
+    "3 devices of 4 heads": (lambda model: Engine(model, mesh=kvjax.mesh(tensor=3)), "4 query heads cannot be split over tensor=3"),
+    "too many": (lambda model: kvjax.mesh(tensor=4, context=4), "needs 16 devices, and there are 8"),
+    "no power of two": (lambda model: kvjax.mesh(context=3), "context is 3"),
+    "no devices": (lambda model: kvjax.mesh(tensor=0), "tensor"),
+    "not a mesh": (lambda model: Engine(model, mesh=(2, 2)), "kvjax.mesh"),
+    "auto": (lambda model: Engine(model, "auto", mesh=mesh_of(BOTH)), "none of a mesh"),
+    "another's policy": (lambda model: Engine(model, Foreign(), mesh=mesh_of(BOTH)), "chooses_over_devices"),
+}
+
+
+class Foreign(TopBlocks):
+    """A policy that lists by what it finds in its page table."""
+
+    def select(self, query, layer, ctx, state):
+        return super().select(query, layer, ctx, state)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_mesh_cannot_do_is_refused(case, model):
+    call, said = REFUSED[case]
+    with pytest.raises(ValueError, match=said):
+        call(model)
+
+
+def test_stores_and_host_memory_are_refused(model):
+    for options in ({"reuse": True}, {"pool_host_bytes": 10**6}):
+        with pytest.raises(NotImplementedError, match=next(iter(options))):
+            Engine(model, mesh=mesh_of(BOTH), **options)
