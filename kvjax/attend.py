@@ -20,7 +20,7 @@ from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence
 from kvjax.policies.decode import Blocks, DecodePolicy, IndexerQuery, SelectContext, Stateless, TopBlocks, TopTokens, Window
 from kvjax.policies.decode.base import attend_listed
-from kvjax.policies.prefill import PrefillContext, PrefillPolicy
+from kvjax.policies.prefill import PrefillContext, PrefillPolicy, query_tile_of
 from pallas_kernels.flash_attention import flash_attention
 
 
@@ -67,11 +67,19 @@ def attend_chunk(
 ) -> tuple[Float[Array, "B T H D"], tuple[Any, ...]]:
     """Attention of a chunk, and the states of learning policies after it. known: their states of this layer before it. In a layer with a
     window they learn nothing."""
-    if given.window is None:
+    if given.window is None and learning is not None:
         return attend_and_learn(policy, given.q, layer, ctx, learning, known)
-    pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
-    out, _ = flash_attention(given.q, *pages, window=(0, given.window), sm_scale=ctx.sm_scale)
-    return out, known
+
+    def attend(query: Array, ctx: PrefillContext) -> Array:
+        if given.window is None:
+            return attend_and_learn(policy, query, layer, ctx, None, known)[0]
+        pages = (layer.pages, ctx.frames, ctx.starts, ctx.lengths)
+        return flash_attention(query, *pages, window=(0, given.window), sm_scale=ctx.sm_scale)[0]
+
+    tile = query_tile_of(policy) if given.window is None else 1
+    if ctx.shards is not None and tile is not None and given.q.shape[1] % (2 * ctx.shards.context * tile) == 0:
+        return ctx.shards.by_queries(attend, given.q, ctx), known
+    return attend(given.q, ctx), known
 
 
 def stage(layer: PagedKV | LatentPages, ctx: PrefillContext) -> tuple[PagedKV | LatentPages, PrefillContext]:

@@ -24,6 +24,7 @@ from pallas_kernels.merge import merge_attention
 if TYPE_CHECKING:
     from kvjax.cache.spec import CacheSpec
     from kvjax.model import Decoder, Model
+    from kvjax.policies.prefill import PrefillContext
 
 Layers = tuple[LayerCache | None, ...]
 
@@ -191,6 +192,26 @@ class Shards:
     def brought(self, pool: Array, rows: Int[Array, "B n"]) -> Array:
         """The rows of a pool that `places` names, of all devices one after the other."""
         return jax.lax.all_gather(pool[rows.reshape(-1)], CONTEXT, axis=0, tiled=True)
+
+    def by_queries(self, attend: Callable, query: Float[Array, "B T H D"], ctx: PrefillContext) -> Float[Array, "B T H D"]:
+        """`attend(query, ctx)`, for which each device of the context axis attends for two parts of the queries: one from the front and one
+        from the back, because later queries see more keys. T must be a multiple of twice the devices."""
+        if self.context == 1:
+            return attend(query, ctx)
+        batch, size = query.shape[0], query.shape[1] // (2 * self.context)
+        mine = self.number(CONTEXT)
+        places = [mine * size, (2 * self.context - 1 - mine) * size]
+
+        def both(x: Array) -> Array:
+            return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, place, size, axis=1) for place in places])
+
+        twice = {name: jnp.concatenate([getattr(ctx, name)] * 2) for name in ("page_table", "lengths")}
+        twice |= {"moved": None if ctx.moved is None else jnp.concatenate([ctx.moved] * 2)}
+        starts = jnp.concatenate([ctx.starts + place for place in places])
+        out = attend(both(query), ctx.replace(**twice, starts=starts, indexer=jax.tree.map(both, ctx.indexer)))
+        every = jax.lax.all_gather(out, CONTEXT).reshape(self.context, 2, batch, size, *query.shape[2:3], out.shape[-1])
+        parts = jnp.concatenate([every[:, 0], every[::-1, 1]])
+        return jnp.moveaxis(parts, 0, 1).reshape(batch, query.shape[1], *out.shape[2:])
 
     # Programs
 
@@ -370,7 +391,14 @@ def even(what: str, count: int, parts: int) -> Units:
 
 def even_or_copied(what: str, count: int, parts: int) -> Units:
     """As `even`; where there are fewer units than devices, one for each device, so that several devices hold the same."""
-    return [[part * count // parts] for part in range(parts)] if count < parts and parts % count == 0 else even(what, count, parts)
+    if count < parts and parts % count == 0:
+        return [[part * count // parts] for part in range(parts)]
+    if count < parts:
+        raise ValueError(
+            f"{count} {what} cannot be copied to tensor={parts} devices evenly, {parts} / {count} is no whole number: use a size that "
+            f"divides {count}, or a multiple of it"
+        )
+    return even(what, count, parts)
 
 
 def cut(axes: LogicalAxes, *sections: tuple[Units, int]) -> Cut:

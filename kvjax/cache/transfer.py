@@ -86,7 +86,7 @@ def arrays_of_rows(spec: CacheSpec, group: str, rows: UInt8[np.ndarray, "n bytes
 
 
 def from_mesh(spec: CacheSpec, tensor: int, stored: Stored) -> Stored:
-    """Blocks of a mesh as those of one device, so that a file fits every mesh: each KV head once, and heads in their own order. spec: of one
+    """Blocks of a mesh as those of one device, so that a file fits every mesh: each KV head once, heads in their own order. spec: of one
     device. tensor: over how many devices heads are split."""
     return {name: _converted(spec.on_mesh(tensor), name, rows, functools.partial(_gathered, spec, tensor)) for name, rows in stored.items()}
 

@@ -157,6 +157,7 @@ def test_a_file_of_one_mesh_is_read_on_another(name, text, tmp_path):
 
 def without_exchange(monkeypatch, method):
     """Programs in which a method of `Shards` exchanges nothing: the mutants of these tests."""
+    sound = Shards.by_queries
     own = {
         "sum": lambda self, x: x,
         "merged": lambda self, out, lse, block_lse=None: (out, lse, block_lse),
@@ -165,13 +166,14 @@ def without_exchange(monkeypatch, method):
         "own_table": lambda self, group, table: table % dict(self.pages)[group],
         "rows_of": lambda self, table, ids, count: self.sum(table[ids % table.shape[0]]),
         "over_heads": lambda self, x, copies: x,
+        "by_queries": lambda self, attend, query, ctx: sound(self, attend, query, ctx)[:, ::-1],
         "joined": lambda self, x: jax.numpy.tile(x, self.tensor),
         "brought": lambda self, pool, rows: jax.numpy.tile(pool[rows.reshape(-1)], (self.context, *[1] * (pool.ndim - 1))),
     }[method]
     monkeypatch.setattr(Shards, method, own)
 
 
-MUTANTS = ("sum", "merged", "candidates", "own_heads", "own_table", "rows_of", "over_heads", "joined", "brought")
+MUTANTS = ("sum", "merged", "candidates", "own_heads", "own_table", "rows_of", "over_heads", "joined", "brought", "by_queries")
 
 
 @pytest.mark.parametrize("method", MUTANTS)
@@ -191,8 +193,7 @@ def test_an_exchange_that_is_left_out_would_show(method, model, text, monkeypatc
 
 def test_every_device_holds_its_part_alone(model):
     engine = Engine(model, "top:1", pages=64, page_size=128, prefill_chunk=128, mesh=mesh_of(BOTH))
-    held = {path: leaf for path, leaf in jax.tree.leaves_with_path((engine.model.params["layers"], engine._pool.layers))}
-    for path, leaf in held.items():
+    for path, leaf in jax.tree.leaves_with_path((engine.model.params["layers"], engine._pool.layers)):
         (size,) = {shard.data.size for shard in leaf.addressable_shards}
         name = jax.tree_util.keystr(path)
         share = 4 if name.startswith("[1]") else 1 if "norm" in name else 2
@@ -200,7 +201,7 @@ def test_every_device_holds_its_part_alone(model):
 
 
 REFUSED = {
-    "3 devices of 4 heads": (lambda model: Engine(model, mesh=kvjax.mesh(tensor=3)), "4 query heads cannot be split over tensor=3"),
+    "3 devices of 4 heads": (lambda model: Engine(model, mesh=kvjax.mesh(tensor=3)), "2 KV heads cannot be copied to tensor=3 devices"),
     "too many": (lambda model: kvjax.mesh(tensor=4, context=4), "needs 16 devices, and there are 8"),
     "no power of two": (lambda model: kvjax.mesh(context=3), "context is 3"),
     "no devices": (lambda model: kvjax.mesh(tensor=0), "tensor"),

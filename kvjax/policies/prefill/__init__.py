@@ -1,6 +1,6 @@
 """Prefill policies: how the queries of a prompt attend to it. `parse_prefill("momo:128/8")` finds one by name."""
 
-from kvjax.policies.prefill.base import PrefillContext, PrefillPolicy, indexes_of
+from kvjax.policies.prefill.base import PrefillContext, PrefillPolicy, indexes_of, query_tile_of
 from kvjax.policies.prefill.block_filter import BlockFilter
 from kvjax.policies.prefill.bounds import BoundsBlocks
 from kvjax.policies.prefill.bounds_share import BoundsShare
@@ -38,5 +38,6 @@ __all__ = [
     "indexes_of",
     "name_of",
     "parse_prefill",
+    "query_tile_of",
     "register",
 ]

@@ -47,7 +47,8 @@ class PrefillContext:
 
 @runtime_checkable
 class PrefillPolicy(Protocol):
-    """A frozen dataclass: static, hashable, holds no arrays. It may define `indexes` (`indexes_of`)."""
+    """A frozen dataclass: static, hashable, holds no arrays. It may define `indexes` (`indexes_of`), and `query_tile`
+    (`query_tile_of`)."""
 
     @property
     def queries_stand_alone(self) -> bool:
@@ -67,3 +68,9 @@ class PrefillPolicy(Protocol):
 def indexes_of(policy: PrefillPolicy) -> tuple[IndexSpec, ...]:
     """Indexes that sealing a page must build for a prefill policy: those of its `indexes()`, or none."""
     return policy.indexes() if hasattr(policy, "indexes") else ()
+
+
+def query_tile_of(policy: PrefillPolicy) -> int | None:
+    """How many queries, from a multiple of their number on, a policy looks at together: each device of a mesh may attend for some of a
+    chunk's tiles. None, unless the policy says: the whole chunk."""
+    return getattr(policy, "query_tile", None)

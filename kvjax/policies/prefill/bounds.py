@@ -19,6 +19,11 @@ class ByBounds(TileLists):
         """Bounds of its blocks."""
         return (IndexSpec("bounds", self.key_block),)
 
+    @property
+    def query_tile(self) -> int:
+        """Queries that share a list."""
+        return self.chi
+
     def check_pages(self, page_size: int) -> None:
         """ValueError unless pages of `page_size` tokens are whole blocks, no longer than the window."""
         super().check_pages(page_size)

@@ -16,6 +16,7 @@ class DensePrefill:
     """Every query attends to every earlier key."""
 
     queries_stand_alone = True
+    query_tile = 1
 
     def attend(self, query, layer, ctx):
         """Causal attention over all pages of the sequence."""

@@ -67,6 +67,11 @@ class MeasureOnceMaskOnce(TileLists):
             raise ValueError(f"k_exact {self.k_exact} exceeds k {self.k}, of which it is a part")
 
     @property
+    def query_tile(self) -> int:
+        """Queries that share a list."""
+        return self.chi
+
+    @property
     def row_window(self) -> int:
         """The window, in tokens, that a row's lists leave out: keys that the windows of all its gamma queries hold."""
         return max(1, self.window_tokens - self.gamma + 1)

@@ -44,6 +44,11 @@ class SinkWindow(DenseWhereCovered):
         """True without delta correction."""
         return self.gamma is None
 
+    @property
+    def query_tile(self) -> int:
+        """Queries that one exact query corrects."""
+        return 1 if self.gamma is None else self.gamma
+
     def reach(self, page_size: int) -> tuple[int, int] | None:
         """Sinks and window, outside which no query reads a key; None with correction, whose queries read every key, and in a subclass that
         attends in another way."""

@@ -30,6 +30,7 @@ class TopTokensPrefill:
     k: int = 2048
 
     queries_stand_alone = True
+    query_tile = 1
 
     def __post_init__(self):
         check_sizes(self, k=1)
