@@ -9,13 +9,11 @@ import os
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from kvjax.cache import WHOLE, IndexSpec, OutOfPages
 from kvjax.cache.groups import Reach, most_pages, window_of
 from kvjax.checks import whole_number
 from kvjax.model import ModelConfig
-from kvjax.sharding import Shards
 
 DEVICE_SHARE, HOST_SHARE = 0.85, 0.5
 """Share of the free memory that a plan uses. It is larger on an accelerator, because other programs use the host's memory too."""
@@ -159,7 +157,8 @@ def memory_plan(
     sequences: int = 8,
     prefill_chunk: int = 512,
     reach: Reach | None = None,
-    mesh: Mesh | None = None,
+    tensor: int = 1,
+    context: int = 1,
 ) -> MemoryPlan:
     """The plan for a model, weights and cache in its compute_dtype.
 
@@ -173,23 +172,23 @@ def memory_plan(
         sequences: how many are live at a time: an engine's largest batch bucket.
         prefill_chunk: tokens prefilled at a time; layers with a window keep them beside their window.
         reach: (sink_tokens, window_tokens) that sequences keep in layers without a window; None: every token.
-        mesh: over whose devices weights and pages are split; bytes are then those of one device. None: one device.
+        tensor, context: of the mesh over which weights and pages are split; bytes are then those of one device.
+
+    Raises ValueError for a model whose heads or MLP columns cannot be split over `tensor` devices, and for one without attention.
     """
-    shards = None if mesh is None else Shards(mesh)
-    spec = config.cache_spec(page_size)
+    own = config if tensor == 1 else config.on_shards(tensor)
+    spec = config.cache_spec(page_size).on_mesh(tensor).on_device(tensor)
     if weights_bytes is None:
-        own = config if shards is None else config.on_shards(shards.tensor)
-        weights_bytes = own.num_params * jnp.dtype(config.compute_dtype).itemsize
-    if shards is not None:
-        spec = spec.on_mesh(shards.tensor).on_device(shards.tensor)
+        vocabulary = own.vocab_size * own.hidden_size * (1 if own.tie_embeddings else 2)
+        weights_bytes = (own.num_params - vocabulary + -(-vocabulary // tensor)) * jnp.dtype(config.compute_dtype).itemsize
     if not spec.paged:
         raise ValueError("a model without a layer of attention has no pages: an engine needs one")
     groups = []
     for group in spec.groups:
         most, window = most_pages(group, prefill_chunk, reach), window_of(group, reach)
         bytes_of = spec.bytes_per_page(group.name, indexes), spec.bytes_per_frame(group.name)
-        if shards is not None and group.page_size != WHOLE:  # each device has some of the pages
-            bytes_of = tuple(-(-count // shards.context) for count in bytes_of)
+        if group.page_size != WHOLE:  # each device has some of the pages
+            bytes_of = tuple(-(-count // context) for count in bytes_of)
         sizes = len(spec.layers_of(group.name)), group.page_size, *bytes_of, None if window is None else window[1]
         groups.append(GroupPlan(group.name, *sizes, None if math.isinf(most) else most))
     available = free_bytes() if available_bytes is None else available_bytes

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.cache.spec import WHOLE, CacheSpec, GroupSpec
 from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig, LongRope, Mixer, Mlp, Rope, RopeScaling
-from kvjax.sharding import Shards
+from kvjax.sharding import Shards, whole_params
 
 Params = Any
 """A pytree of weights; the decoder that made it knows its structure."""
@@ -428,7 +428,8 @@ def fingerprint(model: Model) -> str:
     """
     digest = hashlib.sha256(_text(model.config).encode())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+        for path, whole in jax.tree_util.tree_leaves_with_path(whole_params(model.decoder, model.params)):
+            leaf = whole()
             digest.update(_sha256(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode()))
             digest.update(_content(leaf, pool))
     return f"sha256-{digest.hexdigest()[:32]}"

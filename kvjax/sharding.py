@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,11 +68,7 @@ def mesh(*, tensor: int = 1, context: int = 1, devices: Sequence[jax.Device] | N
     if tensor * context > len(devices):
         raise ValueError(
             f"tensor {tensor} x context {context} needs {tensor * context} devices, and there are {len(devices)}: use a smaller mesh"
-            + (
-                " (jax.config.update('jax_num_cpu_devices', 8) before anything else gives a CPU eight)"
-                if devices and devices[0].platform == "cpu"
-                else ""
-            )
+            + (" (for trials, the environment variable JAX_NUM_CPU_DEVICES=8 gives a CPU eight)" if devices[0].platform == "cpu" else "")
         )
     return Mesh(np.array(devices[: tensor * context]).reshape(context, tensor), (CONTEXT, TENSOR))
 
@@ -294,16 +291,17 @@ def place_params(decoder: Decoder, params: Any, shards: Shards) -> Any:
         raise ValueError(
             f"{type(decoder).__name__} cannot be split over a mesh: it needs the methods cuts and on_shards of kvjax.model.Decoder"
         )
-    return jax.tree.map(lambda each, leaf: _place(each, leaf, shards), decoder.cuts(params, shards.tensor), params, is_leaf=_is_cut)
+    return jax.tree.map(lambda each, leaf: place_param(each, leaf, shards), decoder.cuts(params, shards.tensor), params, is_leaf=_is_cut)
 
 
-def _place(how: Cut | None, leaf: Array, shards: Shards) -> Array:
+def place_param(how: Cut | None, leaf: Array | np.ndarray, shards: Shards) -> Array:
+    """One parameter, each device of the mesh with its part."""
     sharding = shards.placed() if how is None else shards.placed(*how.axes)
     if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
         return leaf
     whole = np.asarray(leaf)
     if how is None:
-        return jax.device_put(whole, sharding)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
     each = len(how.rows[0])
     shape = tuple(each * shards.tensor if number == how.axis else size for number, size in enumerate(whole.shape))
 
@@ -314,6 +312,29 @@ def _place(how: Cut | None, leaf: Array, shards: Shards) -> Array:
         return np.pad(np.take(whole, there, axis=how.axis), missing)
 
     return jax.make_array_from_callback(shape, sharding, part)
+
+
+def whole_params(decoder: Decoder, params: Any) -> Any:
+    """The reverse of `place_params`: for each parameter a function that returns it as it is on one device, in host memory."""
+    leaf = jax.tree.leaves(params)[0]
+    if (
+        not isinstance(leaf, jax.Array)
+        or not isinstance(leaf.sharding, NamedSharding)
+        or leaf.sharding.mesh.axis_names != (CONTEXT, TENSOR)
+    ):
+        return jax.tree.map(lambda leaf: lambda: leaf, params)
+    cuts = decoder.cuts(params, Shards(leaf.sharding.mesh).tensor)
+    sizes = {"vocab": decoder.config.vocab_size}
+    return jax.tree.map(lambda how, leaf: functools.partial(_whole, how, leaf, sizes), cuts, params, is_leaf=_is_cut)
+
+
+def _whole(how: Cut | None, leaf: Array, sizes: Mapping[str, int]) -> np.ndarray:
+    placed = np.asarray(leaf)
+    if how is None:
+        return placed
+    rows = np.concatenate([np.array(part) for part in how.rows])
+    _, first = np.unique(rows, return_index=True)  # where each row is first, in order
+    return np.take(placed, first[: sizes.get(how.axes[how.axis])], axis=how.axis)
 
 
 def on_mesh_alone(shards: Shards | None, step: Callable, decoder: Decoder, params: Any, *arrays: Any) -> Any:
@@ -334,6 +355,11 @@ def specs_of_states(policy: Any, states: Any) -> Any:
     """The `PartitionSpec` of each array of a policy's states. Its `state_axes` names the axes of all of them, if it has any."""
     spec = spec_of(policy.state_axes()) if hasattr(policy, "state_axes") else WHOLE_COPY
     return jax.tree.map(lambda _: spec, states)
+
+
+def leaves_of_cuts(cuts: Any) -> list[Cut | None]:
+    """The cuts of parameters, in the order of `jax.tree.leaves`."""
+    return jax.tree.leaves(cuts, is_leaf=_is_cut)
 
 
 def _is_cut(node: Any) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, Never
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
 from kvjax.model import ModelConfig
@@ -28,6 +29,7 @@ from kvjax.models.families import FAMILIES
 from kvjax.models.family import TENSORS
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
 from kvjax.models.transformers_import import import_transformers
+from kvjax.sharding import Shards, leaves_of_cuts, place_param
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +53,10 @@ def load(
     dtype: DTypeLike | DtypeName | None = None,
     max_positions: int | None = None,
     tokenizer: bool = True,
+    mesh: Mesh | None = None,
     **unknown: Never,
 ) -> CausalLM:
-    """Read a model from its folder or Hub id onto the default device.
+    """Read a model from its folder or Hub id onto the default device, or the devices of a mesh (`kvjax.mesh`), each with its part.
 
     dtype: of all parameters: float32, bfloat16 or float16 ("fp32", "bf16", "fp16" and "half" for short). "auto": the stored type. None:
     float32 on the CPU, which has no fast bfloat16, and the stored type elsewhere. max_positions: the longest sequence, in tokens; None:
@@ -76,9 +79,13 @@ def load(
     read_tokenizer = _tokenizer(folder, config) if tokenizer else None
     wanted, structure = checkpoint.wanted_tensors(config)
     chosen = _stored_dtype(wanted, tensors) if chosen is None else chosen
-    params = jax.tree.unflatten(structure, list(_place_all(wanted, tensors, chosen)))
     config = dataclasses.replace(config, compute_dtype=chosen.name)
-    return CausalLM(TransformerDecoder(config), params, read_tokenizer, str(path_or_id))
+    decoder = TransformerDecoder(config)
+    if mesh is None:
+        params = jax.tree.unflatten(structure, list(_place_all(wanted, tensors, chosen)))
+    else:
+        params = jax.tree.unflatten(structure, list(_place_parts(wanted, structure, tensors, decoder, mesh)))
+    return CausalLM(decoder, params, read_tokenizer, str(path_or_id))
 
 
 def _config(folder: Path, max_positions: int | None, dtype: str | None) -> ModelConfig:
@@ -114,6 +121,17 @@ def _place_all(wanted: list[Wanted], tensors: dict[str, Stored], dtype: np.dtype
                 placed = _write_rows(jnp.zeros(w.shape, dtype) if placed is None else placed, rows, np.int32(start))
             placed.block_until_ready()
         yield placed
+
+
+def _place_parts(
+    wanted: list[Wanted], structure: Any, tensors: dict[str, Stored], decoder: TransformerDecoder, mesh: Mesh
+) -> Iterator[Array]:
+    """Every parameter in turn, each device of the mesh with its part. The host holds one tensor at a time."""
+    shards, dtype = Shards(mesh), jnp.dtype(decoder.config.compute_dtype)
+    cuts = decoder.cuts(jax.tree.unflatten(structure, wanted), shards.tensor)
+    for each, how in zip(wanted, leaves_of_cuts(cuts), strict=True):
+        whole = np.concatenate([rows for _, rows in _pieces(tensors[each.name])]).astype(dtype)
+        yield place_param(how, whole, shards).block_until_ready()
 
 
 @functools.partial(jax.jit, donate_argnames="placed")

@@ -25,6 +25,7 @@ from kvjax.serving.cli.needle import needle_command
 from kvjax.serving.cli.options import (
     LARGEST_BATCH,
     ChunkOption,
+    ContextOption,
     DeviceMemoryOption,
     DiskOption,
     DiskSizeOption,
@@ -41,10 +42,12 @@ from kvjax.serving.cli.options import (
     ReuseAnyOption,
     ReuseOption,
     SeedOption,
+    TensorOption,
     TokensOption,
     allow_host_pages,
     byte_count,
     load_model,
+    mesh_of,
     named_as_options,
     number,
     read_text,
@@ -55,6 +58,8 @@ from kvjax.serving.cli.options import (
 from pallas_kernels.extras import MissingExtra, needs_extras
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from kvjax.engine import Engine
     from kvjax.memory import MemoryPlan
     from kvjax.model import Model
@@ -138,6 +143,8 @@ def batch_command(
     max_positions: MaxPositionsOption = None,
     device_memory: DeviceMemoryOption = None,
     pool_host_memory: PoolHostMemoryOption = None,
+    tensor: TensorOption = 1,
+    context: ContextOption = 1,
     reuse: ReuseOption = False,
     reuse_any: ReuseAnyOption = False,
     host_memory: HostMemoryOption = None,
@@ -166,12 +173,13 @@ def batch_command(
     kept = stores(reuse, reuse_any, host_memory, disk, disk_size)
     if progress and not any(kept.values()):
         raise typer.BadParameter("shows pages that are kept: give --reuse, --host-memory or --disk, too", param_hint="--progress")
-    loaded = load_model(model, dtype, max_positions)
+    devices = mesh_of(tensor, context)
+    loaded = load_model(model, dtype, max_positions, devices)
     defaults = Defaults(max_new_tokens, temperature, seed)
     if pages is None and device_memory is None:
         needed = pages_of_job(source, defaults, loaded, max_batch, page_size)
-        pages = max(1, min(needed, _plan_beside_weights(loaded, policy, page_size).pages_that_fit))
-    sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory}
+        pages = max(1, min(needed, _plan_beside_weights(loaded, policy, page_size, devices).pages_that_fit))
+    sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory, "mesh": devices}
     sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk}
     with named_as_options():
         engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes, **kept)
@@ -227,6 +235,8 @@ def generate_command(
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
+    tensor: TensorOption = 1,
+    context: ContextOption = 1,
 ) -> None:
     """Continue one prompt, and print the text as it is generated."""
     text = _prompt_text(prompt, file)
@@ -237,10 +247,11 @@ def generate_command(
     from kvjax.sampling import Sampling
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    loaded = load_model(model, dtype, max_positions)
+    devices = mesh_of(tensor, context)
+    loaded = load_model(model, dtype, max_positions, devices)
     messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
     ids = list(chat_ids(messages, loaded.tokenizer, {})) if chat else encode(loaded.tokenizer, text)
-    engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk, prefill)
+    engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk, prefill, devices)
     _stream(engine, ids, sampling, stats)
 
 
@@ -305,6 +316,8 @@ def plan_command(
         int | None, typer.Option(help="Host memory for kept pages, as 64GB.", show_default=False, **byte_count())
     ] = None,
     disk_size: Annotated[int | None, typer.Option(help="Disk for kept pages, as 200GB.", show_default=False, **byte_count())] = None,
+    tensor: TensorOption = 1,
+    context: ContextOption = 1,
 ) -> None:
     """Print the memory of weights and cache, and how many pages fit. Reads only the model's configuration."""
 
@@ -324,7 +337,8 @@ def plan_command(
         )
     config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
     chosen, spec = own_policies(config)[0] if chosen is None else chosen, config.cache_spec(page_size)
-    plan = memory_plan(config, page_size=page_size, indexes=chosen.indexes(), available_bytes=available)
+    sizes = {"available_bytes": available, "tensor": tensor, "context": context}
+    plan = memory_plan(config, page_size=page_size, indexes=chosen.indexes(), **sizes)
     typer.echo(f"{model} in {config.compute_dtype}, {chosen.describe()}\n{plan}")
     if pool_host_memory is not None:
         with named_as_options():
@@ -442,22 +456,29 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
 
 
 def _engine(
-    model: Model, policy: str | None, tokens: int, pages: int | None, page_size: int, prefill_chunk: int, prefill: str | None = None
+    model: Model,
+    policy: str | None,
+    tokens: int,
+    pages: int | None,
+    page_size: int,
+    prefill_chunk: int,
+    prefill: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Engine:
     """An engine for one sequence of up to `tokens` tokens."""
     from kvjax.engine import Engine
 
     if pages is None and page_size > 0:
         pages = max(1, -(-tokens // page_size))
-        _check_fits(model, policy, tokens, pages, page_size)
+        _check_fits(model, policy, tokens, pages, page_size, mesh)
     sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
     with named_as_options():
-        return Engine(model, policy, prefill=prefill, batch_buckets=(1,), **sizes)
+        return Engine(model, policy, prefill=prefill, batch_buckets=(1,), mesh=mesh, **sizes)
 
 
-def _check_fits(model: Model, policy: str | None, tokens: int, pages: int, page_size: int) -> None:
+def _check_fits(model: Model, policy: str | None, tokens: int, pages: int, page_size: int, mesh: Mesh | None) -> None:
     """ValueError if the pages of one sequence do not fit into memory."""
-    plan = _plan_beside_weights(model, policy, page_size)
+    plan = _plan_beside_weights(model, policy, page_size, mesh)
     if pages > plan.pages_that_fit:
         raise ValueError(
             f"{tokens:,} tokens take {pages:,} pages, but memory has room for {plan.pages_that_fit:,} beside the weights: "
@@ -465,7 +486,7 @@ def _check_fits(model: Model, policy: str | None, tokens: int, pages: int, page_
         )
 
 
-def _plan_beside_weights(model: Model, policy: str | None, page_size: int) -> MemoryPlan:
+def _plan_beside_weights(model: Model, policy: str | None, page_size: int, mesh: Mesh | None = None) -> MemoryPlan:
     """The memory plan beside loaded weights."""
 
     from kvjax.declared import own_policies
@@ -476,7 +497,9 @@ def _plan_beside_weights(model: Model, policy: str | None, page_size: int) -> Me
     chosen = own_policies(model.config)[0] if policy is None else parse(policy)
     if isinstance(chosen, ChoosesDecode):  # its candidates, and so its indexes, depend on this model's evidence
         chosen = chosen.bind(model, page_size=page_size, dtype=model.config.compute_dtype)
-    return memory_plan(model.config, page_size=page_size, indexes=chosen.indexes(), weights_bytes=0)
+    return memory_plan(
+        model.config, page_size=page_size, indexes=chosen.indexes(), weights_bytes=0, **({} if mesh is None else dict(mesh.shape))
+    )
 
 
 def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT", option: str = "--file") -> str:

@@ -19,6 +19,8 @@ from kvjax.registry import PREFILL_FORMS as PREFILLS
 from pallas_kernels.bench.options import JsonOption as JsonOption
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from kvjax.model import Model
     from kvjax.reuse import StoreOptions
 
@@ -145,6 +147,10 @@ DeviceMemoryOption = Annotated[
         "--device-memory", help="What the cache takes on the device, as 8GB; instead of --pages.", show_default=False, **byte_count()
     ),
 ]
+TensorOption = Annotated[int, typer.Option(help="Devices over which heads, MLPs and the vocabulary are split.", **whole(most=2**12))]
+ContextOption = Annotated[
+    int, typer.Option(help="Devices over which the pages of each sequence are dealt out, a power of two.", **whole(most=2**12))
+]
 PoolHostMemoryOption = Annotated[
     int | None,
     typer.Option(
@@ -258,11 +264,18 @@ def named_as_options() -> Iterator[None]:
         raise ValueError(said) from error
 
 
-def load_model(model: str, dtype: Dtype | None, max_positions: int | None) -> Model:
-    """The model of `--model`, with weights in `--dtype`, for sequences of up to `--max-positions`."""
+def load_model(model: str, dtype: Dtype | None, max_positions: int | None, mesh: Mesh | None = None) -> Model:
+    """The model of `--model`, with weights in `--dtype`, for sequences of up to `--max-positions`. mesh: of `mesh_of`."""
     from kvjax.models.loading import load
 
-    return load(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
+    return load(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions, mesh=mesh)
+
+
+def mesh_of(tensor: int, context: int) -> Mesh | None:
+    """The mesh of `--tensor` and `--context`; None for one device."""
+    from kvjax.sharding import mesh
+
+    return None if tensor == context == 1 else mesh(tensor=tensor, context=context)
 
 
 def read_text(path: Path, option: str) -> str:

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from histories import FEW, History, run_histories
 from quick_cases import rest_long
-from tiny_models import RECURRENT, make_family, remembering
+from tiny_models import RECURRENT, make_family, random_model, remembering
 
 import kvjax
 from kvjax import Engine
 from kvjax.layers import DeltaLayer
+from kvjax.model import fingerprint
 from kvjax.policies.decode import TopBlocks
-from kvjax.sharding import Shards
+from kvjax.sharding import Shards, place_params
 
 PAGE, CHUNK = 16, 64
 POLICIES = {
@@ -229,3 +230,16 @@ def test_stores_and_host_memory_are_refused(model):
     for options in ({"reuse": True}, {"pool_host_bytes": 10**6}):
         with pytest.raises(NotImplementedError, match=next(iter(options))):
             Engine(model, mesh=mesh_of(BOTH), **options)
+
+
+@pytest.mark.parametrize("mesh", [BOTH, "tensor 4"])
+def test_a_model_is_loaded_straight_to_its_devices(mesh, tmp_path):
+    """It is the same model, and its files fit."""
+    path, mesh = tmp_path / "model", mesh_of(mesh)
+    kvjax.save(random_model(), path)
+    one, other = kvjax.load(path, tokenizer=False), kvjax.load(path, tokenizer=False, mesh=mesh)
+    assert fingerprint(one) == fingerprint(other)
+    placed = place_params(one.decoder, one.params, Shards(mesh))
+    for ours, loaded in zip(jax.tree.leaves(placed), jax.tree.leaves(other.params), strict=True):
+        assert ours.sharding == loaded.sharding
+        assert np.array_equal(ours, loaded)
