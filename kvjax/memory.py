@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from kvjax.cache import WHOLE, IndexSpec, OutOfPages
 from kvjax.cache.groups import Reach, most_pages, window_of
+from kvjax.cache.spanning import supported
 from kvjax.checks import whole_number
 from kvjax.model import ModelConfig
 
@@ -117,7 +118,13 @@ class MemoryPlan:
         if group.page_size == WHOLE:
             return f"A page of this group is the state of one sequence: there are {error.total}, for the largest of batch_buckets"
         more = max(0, self.available_bytes - self.weights_bytes) // group.page_bytes
-        return f"A page holds {group.page_size} tokens and takes {group.page_bytes:,} bytes; memory has room for {more:,} more"
+        said = f"A page holds {group.page_size} tokens and takes {group.page_bytes:,} bytes; memory has room for {more:,} more"
+        if group.most is not None or not supported():
+            return said
+        return (
+            f"{said}. Others can lie in host memory, {self.frame_bytes:,} bytes each: give the engine (more) pool_host_bytes, "
+            "or kvjax batch --pool-host-memory"
+        )
 
     def __repr__(self) -> str:
         return str(self)
@@ -125,13 +132,16 @@ class MemoryPlan:
     def __str__(self) -> str:
         pages = self.pages_that_fit
         some = f"({pages * self.page_size:,} tokens)" if pages else "(the model does not fit)"
-        some = "(sequences of any length)" if pages == MOST_PAGES else some
+        fit = f"pages that fit       {pages:>12,}  {some}"
+        if pages == MOST_PAGES:
+            fit = f"pages that fit       {'no limit':>12}  (sequences of any length)"
+            fit += f"\ncache                {_size(self.pool_bytes(pages)):>12}  (for {self.sequences} sequences)"
         return "\n".join(
             (
                 f"weights              {_size(self.weights_bytes):>12}",
                 f"cache per 1K tokens  {_size(self.bytes_per_1k_tokens):>12}",
                 f"memory to use        {_size(self.available_bytes):>12}",
-                f"pages that fit       {pages:>12,}  {some}",
+                fit,
                 *(self._group_text(group, self.pool_pages(pages)[group.name]) for group in self.groups),
             )
         )

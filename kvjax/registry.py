@@ -109,7 +109,12 @@ class Registry:
         form = re.fullmatch(r"[a-z-]+:(.*)", name)
         if form and any(len(number) > 10 or int(number) > LARGEST for number in re.findall(r"(?<![0-9.])[0-9]+", form[1])):
             raise ValueError(f"{self.kind} {name!r} has a number above {LARGEST}, the largest possible: name a smaller one")
-        return self._read(name)
+        try:
+            return self._read(name)
+        except ValueError as error:
+            if name in str(error):
+                raise
+            raise ValueError(f"{self.kind} {name!r}: {error}") from None
 
     def is_built_in(self, name: str) -> bool:
         """Whether a built-in policy has this name."""

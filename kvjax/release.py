@@ -104,7 +104,7 @@ class PageRelease:
             if sequence.keeping is None or sequence.keeping.policy != policy:
                 self._groups.release(sequence, [] if sequence.keeping is None else sequence.keeping.distant)
                 sequence.keeping = Keeping(policy, None if by_mass else kept)
-                self._groups.give_back(sequence)
+                self._groups.give_back(sequence, narrowed=True)
             if by_mass:
                 self._note(policy, sequence, sequence.length - count, kept)
         while self._choices and self._choices[0].due <= self._step:

@@ -77,7 +77,7 @@ class _Job:
         time_ = self._clock()
         if now or time_ - self._updated >= UPDATE_SECONDS:
             self._updated = time_
-            self._bar.below = self._below()
+            self._bar.below = self._below() if self._console.is_terminal else ""  # it may wait for the device
             self._bar.update(self._task, completed=self._work, description=said)
         if not self._console.is_terminal and time_ - self._logged > LOG_SECONDS:
             self._logged = time_

@@ -136,14 +136,21 @@ class GroupPages:
         `tokens`."""
         return {group.name: len(held[group.name]) + pages_for(tokens, group) - pages_for(length, group) for group in self.spec.groups}
 
-    def give_back(self, sequence: Holder) -> None:
-        """Release the pages that no later query reads: those between the sinks and the window of the chunk that holds the next token."""
+    def give_back(self, sequence: Holder, *, narrowed: bool = False) -> None:
+        """Release the pages that no later query reads: those between the sinks and the window of the chunk that holds the next token.
+
+        narrowed: the sequence's reach has changed, so pages before one that was given back may still be there, as sinks of a wider reach.
+        False: none are, so the search ends at the first gap, and does not grow with the sequence.
+        """
         start = sequence.length // self.chunk * self.chunk
         for group in self.spec.groups:
-            ids, page, sinks = sequence.pages[group.name], first_read(group, start, sequence.reach) - 1, sink_pages(group, sequence.reach)
-            while page >= sinks and ids[page] >= 0:  # pages before one that was given back were given back too
-                self.allocators[group.name].release([ids[page]])
-                ids[page], page = -1, page - 1
+            ids, sinks = sequence.pages[group.name], sink_pages(group, sequence.reach)
+            for page in range(first_read(group, start, sequence.reach) - 1, sinks - 1, -1):
+                if ids[page] >= 0:
+                    self.allocators[group.name].release([ids[page]])
+                    ids[page] = -1
+                elif not narrowed:
+                    break
 
     def release(self, sequence: Holder, numbers: Iterable[int]) -> None:
         """Release these logical pages, if the sequence holds them, in every group that keeps all tokens."""

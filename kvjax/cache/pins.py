@@ -58,7 +58,7 @@ class Pins:
         pin = Pin(len(digests) * prefixes.grain, {}, prefixes.state_keys(digests))
         self._check_device(digests)
         self._check_stores(pin.states)
-        if not prefixes.take(pin, digests, states=False):
+        if not prefixes.take(pin, digests, to_pin=True):
             raise ValueError("a page of this prefix was damaged or lost, so it cannot be pinned: prefill the prompt again first")
         self._pins[last] = pin
         for key in pin.states.values():

@@ -275,11 +275,12 @@ class Prefixes:
                 return count
         return 0
 
-    def take(self, sequence: Holder, digests: list[bytes], *, states: bool = True) -> bool:
+    def take(self, sequence: Holder, digests: list[bytes], *, to_pin: bool = False) -> bool:
         """Give a sequence the pages of these grains. False if a page turned out to be lost or damaged: then it has none. OutOfPages if
-        there are too few free pages for those that have to be copied. states: those of recurrent layers, too."""
+        there are too few free pages for those that have to be copied. to_pin: for a pin, which takes no states of recurrent layers. No
+        prompt has asked for its pages, so they do not count as found."""
         first = self._first(len(digests))
-        names = [name for name in first if states or name not in self.spec.row_groups]
+        names = [name for name in first if not to_pin or name not in self.spec.row_groups]
         wanted = {name: self._units(name, digests, first[name]) for name in names}
         resident = {name: {key: self._device[name][key] for key in keys if key in self._device[name]} for name, keys in wanted.items()}
         absent = {name: [key for key in keys if key not in resident[name]] for name, keys in wanted.items()}
@@ -292,7 +293,7 @@ class Prefixes:
             taken = {name: self._groups.allocators[name].take(len(keys)) for name, keys in absent.items()}
             for name, pages in taken.items():
                 owned[name] = owned[name] + pages
-            whole = all(self._bring(name, absent[name], taken[name]) for name in absent)
+            whole = all(self._bring(name, absent[name], taken[name], counted=not to_pin) for name in absent)
         except BaseException:
             self.release(owned)
             raise
@@ -306,13 +307,14 @@ class Prefixes:
                     self._enter(name, key, page)
             at = resident[name] | copied
             sequence.pages[name] = [-1] * first[name] + [at[key] for key in keys]
-            self._seen.device.hits += len(resident[name])
+            self._seen.device.hits += 0 if to_pin else len(resident[name])
             for store in self.stores:
                 store.used(reversed(absent[name]))  # the beginning of a prompt is of more use than its end
         return True
 
-    def _bring(self, group: str, keys: list[bytes], pages: list[int]) -> bool:
-        """Copy blocks from host memory or disk to pages. False as soon as one is missing. Reads of the disk run ahead of the copies."""
+    def _bring(self, group: str, keys: list[bytes], pages: list[int], *, counted: bool) -> bool:
+        """Copy blocks from host memory or disk to pages. False as soon as one is missing. Reads of the disk run ahead of the copies.
+        counted: whether they count as found."""
         here = {} if self.host is None else {key: block for key in keys if (block := self.host.get(key)) is not None}
         reads: dict[bytes, Future] = {}
         for start in range(0, len(keys), PIECE):
@@ -321,9 +323,10 @@ class Prefixes:
                 reads |= {key: self.disk.read(key) for key in near if key not in reads and key not in here}
             piece = keys[start : start + PIECE]
             from_host = [here[key].nbytes for key in piece if key in here]
-            self._seen.host.hits += len(from_host)
+            self._seen.host.hits += counted * len(from_host)
             self._seen.host.bytes_out += sum(from_host)
             blocks = [here.pop(key) if key in here else self._from_disk(key, reads.pop(key, None)) for key in piece]
+            self._seen.disk.hits += counted * (sum(block is not None for block in blocks) - len(from_host))
             if any(block is None for block in blocks):
                 return False
             write_blocks(self._pool, self.spec, group, pages[start : start + PIECE], blocks, indexes=self._indexes)
@@ -333,7 +336,6 @@ class Prefixes:
         """A block that `read` has begun to read. It goes to host memory, too."""
         if read is None or (data := read.result()) is None:
             return None
-        self._seen.disk.hits += 1
         return data if self.host is None else self._to_host(key, data)
 
     def _to_host(self, key: bytes, block: Block) -> Block:

@@ -52,6 +52,12 @@ DLPACK_CUDA = 2
 DLPACK_FLOAT, DLPACK_BFLOAT = 2, 4
 
 
+def supported() -> bool:
+    """Whether pages can lie in host memory here: on CPUs and NVIDIA GPUs."""
+    device = jax.devices()[0]
+    return device.platform == "cpu" or (device.platform == "gpu" and "cuda" in device.client.platform_version.lower())
+
+
 def empty(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
     """An array whose rows from `device_rows` on lie in host memory. It may hold anything.
 
@@ -65,7 +71,7 @@ def empty(shape: tuple[int, ...], dtype: jnp.dtype, device_rows: int) -> Array:
     platform = jax.devices()[0].platform
     if platform == "cpu" or device_rows >= shape[0]:
         return jnp.zeros(shape, dtype)
-    if platform != "gpu" or "cuda" not in jax.devices()[0].client.platform_version.lower():
+    if not supported():
         raise NotImplementedError(
             f"pages in host memory are read in place on CPUs and NVIDIA GPUs, not on {platform}: give no pool_host_bytes"
         )

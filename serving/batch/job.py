@@ -73,7 +73,7 @@ def run_file(
     Answers are written to `out` + ".partial" as they complete. A killed job that is run again does only what is missing. ValueError if
     model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, slots, defaults or input are not those it began with. `out`
     appears complete at the end; ValueError if it exists already, unless overwrite. console: where to show progress; None: nowhere. stores:
-    show what pages are kept where, too, where the engine keeps any.
+    show what pages are kept where, and where those of the pool lie, too.
     """
     source, out = Path(source), Path(out)
     check_paths(source, out, overwrite)
@@ -90,8 +90,9 @@ def run_file(
         missing = [record for record in records if record.line not in partial.earlier]
         work = {record.line: record.size // 4 + record.sampling.get("max_new_tokens", 1) for record in records}
         kept = {} if engine.stats() is None else {"found": lambda: engine.stats().found_tokens}
-        if kept and stores:
-            kept["below"] = lambda: str(engine.stats())
+        told = [each for each in (engine.stats, engine.pool_stats) if each() is not None]
+        if told and stores:
+            kept["below"] = lambda: "\n".join(str(each()) for each in told)
         with JobProgress(work, partial.earlier, console or Console(quiet=True), **kept) as progress:
             for result in _answer(missing, engine, policy=policy, slots=slots, on_token=progress.token, on_prefill=progress.prefill):
                 partial.append(result)

@@ -29,7 +29,6 @@ from kvjax.serving.cli.options import (
     DeviceMemoryOption,
     DiskOption,
     DiskSizeOption,
-    Dtype,
     DtypeOption,
     HostMemoryOption,
     MaxPositionsOption,
@@ -45,7 +44,6 @@ from kvjax.serving.cli.options import (
     TensorOption,
     TokensOption,
     allow_host_pages,
-    byte_count,
     load_model,
     mesh_of,
     named_as_options,
@@ -55,6 +53,7 @@ from kvjax.serving.cli.options import (
     token_count,
     whole,
 )
+from kvjax.serving.cli.plan import plan_command
 from pallas_kernels.extras import MissingExtra, needs_extras
 
 if TYPE_CHECKING:
@@ -153,7 +152,10 @@ def batch_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")] = False,
     fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Exit with status 1 if a record could not be answered.")] = False,
     progress: Annotated[
-        bool, typer.Option("--progress", help="Also show which pages are kept where, what was found, and what was copied, while it runs.")
+        bool,
+        typer.Option(
+            "--progress", help="Also show which pages are kept where, what was found, and what was copied or moved, while it runs."
+        ),
     ] = False,
 ) -> None:
     """Answer every record of a file.
@@ -171,8 +173,10 @@ def batch_command(
     if pool_host_memory is not None:
         allow_host_pages()
     kept = stores(reuse, reuse_any, host_memory, disk, disk_size)
-    if progress and not any(kept.values()):
-        raise typer.BadParameter("shows pages that are kept: give --reuse, --host-memory or --disk, too", param_hint="--progress")
+    if progress and not any(kept.values()) and pool_host_memory is None:
+        raise typer.BadParameter(
+            "shows where pages are: give --reuse, --host-memory, --disk or --pool-host-memory, too", param_hint="--progress"
+        )
     devices = mesh_of(tensor, context)
     loaded = load_model(model, dtype, max_positions, devices)
     defaults = Defaults(max_new_tokens, temperature, seed)
@@ -297,58 +301,7 @@ def score_command(
     typer.echo(json.dumps(finite(figures), allow_nan=False))
 
 
-@app.command("plan")
-def plan_command(
-    model: ModelOption,
-    policy: PolicyOption = None,
-    page_size: PageSizeOption = 128,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False),
-    ] = None,
-    max_positions: MaxPositionsOption = None,
-    memory: Annotated[
-        float | None,
-        typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False, **number(above=0, most=2**30)),
-    ] = None,
-    pool_host_memory: PoolHostMemoryOption = None,
-    host_memory: Annotated[
-        int | None, typer.Option(help="Host memory for kept pages, as 64GB.", show_default=False, **byte_count())
-    ] = None,
-    disk_size: Annotated[int | None, typer.Option(help="Disk for kept pages, as 200GB.", show_default=False, **byte_count())] = None,
-    tensor: TensorOption = 1,
-    context: ContextOption = 1,
-) -> None:
-    """Print the memory of weights and cache, and how many pages fit. Reads only the model's configuration."""
-
-    from kvjax.cache.transfer import block_bytes
-    from kvjax.declared import own_policies
-    from kvjax.memory import memory_plan, pool_size
-    from kvjax.models.loading import read_config
-    from kvjax.policies.choice import ChoosesDecode
-    from kvjax.policies.decode import parse
-
-    available = None if memory is None else int(memory * 2**30)
-    chosen = None if policy is None else parse(policy)
-    if isinstance(chosen, ChoosesDecode):
-        raise typer.BadParameter(
-            f"{policy!r} builds the indexes of policies that it may choose, which depend on the weights; name one of those",
-            param_hint="--policy",
-        )
-    config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
-    chosen, spec = own_policies(config)[0] if chosen is None else chosen, config.cache_spec(page_size)
-    sizes = {"available_bytes": available, "tensor": tensor, "context": context}
-    plan = memory_plan(config, page_size=page_size, indexes=chosen.indexes(), **sizes)
-    typer.echo(f"{model} in {config.compute_dtype}, {chosen.describe()}\n{plan}")
-    if pool_host_memory is not None:
-        with named_as_options():
-            device, host = pool_size(plan, config, None, max(1, plan.available_bytes - plan.weights_bytes), pool_host_memory)
-        more = f"with {device:,} on the device, beside the indexes of all: {(device + host) * page_size:,} tokens"
-        typer.echo(f"pool in host memory  {host:>12,}  ({more})")
-    for name, size in (("kept in host memory", host_memory), ("kept on disk", disk_size)):
-        if size is not None:
-            count = size // sum(block_bytes(spec, group.name) for group in spec.groups)
-            typer.echo(f"{name:<20} {count:>12,}  ({count * page_size:,} tokens)")
+app.command("plan")(plan_command)
 
 
 @app.command("demo")

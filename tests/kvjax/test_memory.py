@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_models import RECURRENT, TINY, TinyModel, altered
 
-from kvjax import Engine, OutOfPages
+from kvjax import Engine, OutOfPages, memory
 from kvjax.cache import WHOLE
 from kvjax.memory import MOST_PAGES, check_pool, default_pages, memory_plan
 from kvjax.models.decoder import TransformerDecoder, init_params
@@ -80,11 +80,29 @@ def test_the_plan_says_per_group_what_fits():
     assert "layer group window:24 (2 layers): 4 pages, fewer than asked" in few
 
 
+def test_a_full_pool_names_host_memory_where_it_can_be_used(model, monkeypatch):
+    engine = Engine(model, pages=4, batch_buckets=(1,), **SIZES)
+    host = engine.memory_plan().frame_bytes
+    named = rf"Others can lie in host memory, {host:,} bytes each: give the engine \(more\) pool_host_bytes, or .* --pool-host-memory$"
+    with pytest.raises(OutOfPages, match=named):
+        engine.prefill([[1] * 90])
+    with pytest.raises(OutOfPages, match=named):
+        Engine(model, pages=4, pool_host_bytes=2 * host, batch_buckets=(1,), **SIZES).prefill([[1] * 120])
+    Engine(model, pages=4, pool_host_bytes=4 * host, batch_buckets=(1,), **SIZES).prefill([[1] * 120])
+    rolling = Engine(model, "window:4+16+release", prefill="window:4+16", pages=1, batch_buckets=(1,), **SIZES)
+    with pytest.raises(OutOfPages, match=r"memory has room for [\d,]+ more$"):  # pages of windows stay on the device
+        rolling.prefill([[1] * 90])
+    monkeypatch.setattr(memory, "supported", lambda: False)
+    with pytest.raises(OutOfPages, match=r"memory has room for [\d,]+ more$"):
+        engine.prefill([[1] * 90])
+
+
 def test_a_model_whose_layers_all_have_windows_serves_any_length():
     config = windowed(TINY, 24, 0, 1)
     plan = memory_plan(config, **SIZES, weights_bytes=0, available_bytes=10**7, sequences=2)
     assert (plan.pages_that_fit, plan.bytes_per_1k_tokens) == (MOST_PAGES, 0)
-    assert "(sequences of any length)" in str(plan)
+    assert "pages that fit           no limit  (sequences of any length)\ncache                " in str(plan)
+    assert f"{plan.pool_bytes(MOST_PAGES) / 1024:.1f} KiB  (for 2 sequences)" in str(plan)
     assert default_pages(plan, config) == 8 * 256
     assert memory_plan(config, **SIZES, weights_bytes=0, available_bytes=50_000, sequences=2).pages_that_fit == 50_000 // 8192
 

@@ -86,15 +86,35 @@ def test_pins_bring_pages_back_to_the_device(model, text, tmp_path):
     engine = Engine(model, pages=20, host_bytes=200 * page, **SIZES)
     prefill(engine, text[:100])
     crowd(engine, text)
+    before = engine.stats()
     engine.pin(text[:100])
-    hits = engine.stats().host.hits
-    assert hits >= 6
+    assert engine.stats().host.bytes_out - before.host.bytes_out == 6 * page
     crowd(engine, text)
     before = engine.stats().host.hits
     assert found(engine, text[:100]) == 96
     assert engine.stats().host.hits == before
     expected = prefill(Engine(model, pages=20, **SIZES), text[:101])
     np.testing.assert_array_equal(engine.prefill([text[:101]])[0].logits, expected)
+
+
+@pytest.mark.parametrize("where", ["device", "host", "disk"])
+def test_what_a_pin_takes_was_not_found_by_a_prompt(model, text, tmp_path, where):
+    page = sum(block_bytes(model.config.cache_spec(PAGE), group.name) for group in model.config.cache_spec(PAGE).groups)
+    disk = {"disk": tmp_path / "pages", "disk_bytes": 200 * page}
+    engine = Engine(model, pages=20, **SIZES, **{"device": {"reuse": True}, "host": {"host_bytes": 200 * page}, "disk": disk}[where])
+    prefill(engine, text[:100])
+    if where != "device":
+        crowd(engine, text)
+    before = getattr(engine.stats(), where).hits
+    assert engine.pin(text[:100]) == 96
+    assert getattr(engine.stats(), where).hits == before
+    engine.unpin(text[:100])
+    if where != "device":
+        crowd(engine, text)
+    before = getattr(engine.stats(), where).hits
+    assert found(engine, text[:100]) == 96
+    assert getattr(engine.stats(), where).hits == before + 6
+    engine.close()
 
 
 def test_pins_that_cannot_be_are_refused(model, text):

@@ -7,7 +7,7 @@ import pytest
 from tiny_models import altered
 
 from kvjax.cache import IndexSpec, PagedKV
-from kvjax.policies.decode import Dense, SelectContext, TopBlocks, Window, parse
+from kvjax.policies.decode import Dense, HeavyPages, SelectContext, TopBlocks, Window, parse
 from kvjax.policies.prefill import parse_prefill
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
@@ -219,6 +219,12 @@ def test_unknown_names_say_what_there_is(name):
         (lambda: TopBlocks(8, index="max"), "'max' is unknown"),
         (lambda: Window(-1, 5), "sink_tokens"),
         (lambda: Window(4, 0), "window_tokens must be at least 1"),
+        (lambda: HeavyPages(0), r"k must be at least 1, got 0: to keep nothing between .* use window:SINK\+WINDOW\+release"),
+        (lambda: parse("heavy:0"), "^policy 'heavy:0': k must be at least 1, got 0: to keep nothing"),
+        (lambda: parse("heavy-tokens:0"), "^policy 'heavy-tokens:0': k must be at least 1"),
+        (lambda: parse("window:4+0"), "^policy 'window:4\\+0': window_tokens must be at least 1"),
+        (lambda: parse("window:0"), "^policy 'window:0': the 0 keys"),
+        (lambda: parse_prefill("window:4+0"), "^prefill policy 'window:4\\+0'"),
     ],
 )
 def test_impossible_policies_are_refused_when_built(build, match):

@@ -1,4 +1,4 @@
-"""Any cut of a prompt gives the same bits in recurrent layers: with programs as users' are, since others are not equal."""
+"""Any cut of a prompt gives the same bits in recurrent layers."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import pytest
 from recurrent_rows import PAGE, Sequences, tokens_of
 from scheduling import same_next
 
-pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("everything_is_given_back")]
+pytestmark = [pytest.mark.bits, pytest.mark.usefixtures("everything_is_given_back")]
 
 
 @pytest.fixture(scope="module")

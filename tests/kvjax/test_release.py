@@ -460,3 +460,25 @@ def test_flags_are_true_or_false(wrong):
             SinkWindow(4, 8, **wrong)
     with pytest.raises(ValueError, match="leave one of them out"):
         dataclasses.replace(SinkWindow(4, 8, 2), remap=True)
+
+
+def test_a_narrower_window_gives_back_the_sinks_of_a_wider_one(engine, text):
+    """They lie before the pages that the wider one gave back."""
+    (sequence,) = engine.prefill([text[:PROMPT]])
+    decoded(engine, sequence, text[:4], "window:64+60+release")
+    assert held(sequence) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    decoded(engine, sequence, text[4:50], "window:64+60+release")
+    assert held(sequence) == [0, 1, 2, 3, 8, 9, 10, 11, 12]
+    narrow = Window(SINK, 20, release=True)
+    decoded(engine, sequence, text[:1], narrow)
+    assert held(sequence) == [0, 10, 11, 12]
+    looked_at = []
+
+    class Watched(list):
+        def __getitem__(self, place):
+            looked_at.append(place)
+            return super().__getitem__(place)
+
+    sequence.pages["full"] = Watched(sequence.pages["full"])
+    engine._groups.give_back(sequence)
+    assert looked_at == [9], "later calls do not go through all pages again"

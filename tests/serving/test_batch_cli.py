@@ -127,7 +127,21 @@ def test_stores_are_shown_only_where_there_are_any(kvjax, model_folder, tmp_path
     source = write(tmp_path / "in.jsonl", RECORDS[:1])
     status, _, err = kvjax("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--progress")
     assert status == 2
-    assert "give --reuse, --host-memory or --disk, too" in err
+    assert "give --reuse, --host-memory, --disk or --pool-host-memory, too" in " ".join(err.split())
+
+
+@pytest.mark.parametrize("kept", [(), ("--reuse",)])
+def test_progress_shows_where_the_pages_of_the_pool_lie(kvjax, model_folder, tmp_path, monkeypatch, kept):
+    from kvjax.serving import progress
+
+    monkeypatch.setattr(progress, "LOG_SECONDS", -1.0)
+    source = write(tmp_path / "in.jsonl", [{"id": n, "prompt": "lantern marble " * 40, "max_new_tokens": 3} for n in range(2)])
+    sizes = ("--max-batch", 1, "--page-size", 16, "--prefill-chunk", 16, "--pages", 2, "--pool-host-memory", "1MB")
+    status, _, err = kvjax("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, *sizes, *kept, "--progress")
+    assert status == 0, err
+    above = "device: .*\n" if kept else "[0-2]/2 records, .*\n"
+    shown = re.findall(rf"^{above}pool: 2 pages on the device, ([0-9]+) in host memory; [0-9.,]+ MB moved", err, re.MULTILINE)
+    assert len(shown) > 3, "at every line of the log, not only at the end"
 
 
 @pytest.mark.parametrize(

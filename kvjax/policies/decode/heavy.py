@@ -42,6 +42,8 @@ class _Heavy(Stateless):
     learns = True
 
     def __post_init__(self):
+        if self.k == 0:
+            raise ValueError("k must be at least 1, got 0: to keep nothing between sinks and latest tokens, use window:SINK+WINDOW+release")
         for name, least in (("k", 1), ("sink", 0), ("local", 1)):
             object.__setattr__(self, name, whole_number(name, getattr(self, name), least))
 

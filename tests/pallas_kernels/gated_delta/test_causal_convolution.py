@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.gated_delta import causal_convolution
 
-pytestmark = pytest.mark.optimized
+pytestmark = pytest.mark.bits
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
 # Lengths, width, dtype, whether there is a bias.
