@@ -113,6 +113,12 @@ def attend_hot(
     return out, blocks, state, layer, hot, count
 
 
+def lists_pages(policy: DecodePolicy, page_size: int) -> bool:
+    """Whether a step of one token goes through the hot buffer, in layers where `policy` has a list and the engine has a buffer: what
+    `attend_hot` finds when it runs, said before."""
+    return attends_by_list(policy) and not isinstance(policy, TopTokens) and getattr(policy, "block_size", None) in (None, page_size)
+
+
 def attend_tokens(
     policy: DecodePolicy, query: Float[Array, "B T H D"], layer: LayerCache, ctx: SelectContext, state: Any
 ) -> tuple[Float[Array, "B T H D"], Blocks | None, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from jax.sharding import Mesh
 
 from kvjax.attend import attends_by_list
+from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.tables import table_width
 from kvjax.checks import listed
 from kvjax.learning import PolicyStates
@@ -39,8 +40,8 @@ class DeclaredPolicies:
 
     policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. states: those
     of learning policies. reach: what every sequence keeps from its first token on (`kvjax.release.kept_from_the_start`). last_choice,
-    last_prefill_choice: the latest choices of policies such as `auto`. mesh: of the engine; None: one device. ValueError for policies that
-    do not fit the sizes or the model's layers.
+    last_prefill_choice: the latest choices of policies such as `auto`. mesh: of the engine; None: one device. frames: those of the engine, for
+    policies that choose; None where all pages lie on the device. ValueError for policies that do not fit the sizes or the model's layers.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class DeclaredPolicies:
         self._choosers: dict[ChoosesDecode, ChoosesDecode] = {}
         self._found: dict[str | DecodePolicy | None, DecodePolicy] = {}
         self._told: set[tuple[PrefillPolicy, bool]] = set()
+        self.frames: FrameCounts | None = None
         self.last_choice: Choice | None = None
         self.last_prefill_choice: Choice | None = None
         self.policy = self._bound(own_policies(model.config)[0] if policy is None else policy)
@@ -101,7 +103,7 @@ class DeclaredPolicies:
         """The policy that decodes sequences of these lengths in tokens: `policy`, or the one that it chooses. Logs a new choice."""
         if not isinstance(policy, ChoosesDecode):
             return policy
-        choice = policy.choose(lengths)
+        choice = policy.choose(lengths, *self._sizes)
         if self.last_choice is None or choice.policy != self.last_choice.policy:
             logger.info("%s: %s", policy, choice)
         self.last_choice = choice
@@ -127,7 +129,12 @@ class DeclaredPolicies:
     def possible(self, policy: str | DecodePolicy | None, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
         """The policies that may run for `batch` sequences of up to `longest` tokens when this one is named."""
         policy = self.find(policy)
-        return policy.possible(longest, batch) if isinstance(policy, ChoosesDecode) else (policy,)
+        return policy.possible(longest, batch, *self._sizes) if isinstance(policy, ChoosesDecode) else (policy,)
+
+    @property
+    def _sizes(self) -> tuple[FrameCounts, ...]:
+        """What policies that choose are told besides lengths."""
+        return () if self.frames is None else (self.frames,)
 
     def _bound(self, policy: str | DecodePolicy) -> DecodePolicy:
         """The policy of a name. A policy that chooses another, such as `auto`, is bound to this model, once."""

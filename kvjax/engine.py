@@ -101,6 +101,7 @@ class Engine:
         totals = pool_pages(plan, self.config, pages, device_bytes, pool_host_bytes, context=sizes.get("context", 1))
         kept = {"hot": bool(self.indexes), "reach": self._declared.reach, "mesh": mesh}
         self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, **kept)
+        self._declared.frames = next((each.counts for each in self._groups.frames.values()), None)
         self._release = PageRelease(self._groups, self.page_size, self.policy, self._declared.reach)
         self._capacity = Capacity(self.config, self._groups, self._plan_beside_weights)
         self._pool = Pool(self._groups.empty(self.indexes), self.spec, self._groups.frames, self._groups.shards)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache import WHOLE, IndexSpec, OutOfPages
-from kvjax.cache.groups import Reach, most_pages, window_of
-from kvjax.cache.spanning import supported
+from kvjax.cache.groups import Reach, frame_counts, most_pages, window_of
+from kvjax.cache.spanning import FrameCounts, supported
 from kvjax.checks import whole_number
 from kvjax.model import ModelConfig
 
@@ -223,26 +223,44 @@ def pool_size(
     host = 0
     if pool_host_bytes is not None:
         check_host_bytes("pool_host_bytes", whole_number("pool_host_bytes", pool_host_bytes, 1, 2**63))
-        if not plan.frame_bytes:
-            raise ValueError(
-                "every layer of this model, or what the engine's policies keep of it, is a window or a state, whose pages stay on the "
-                "device: leave pool_host_bytes out"
-            )
-        host = pool_host_bytes // plan.frame_bytes
-        if not host:
-            raise ValueError(f"pool_host_bytes of {pool_host_bytes:,} holds no page: give at least {plan.frame_bytes:,}")
+        host = _host_pages(plan, pool_host_bytes)
     if device_bytes is not None:
         device_bytes = whole_number("device_bytes", device_bytes, 1, 2**63)
     if pages is not None and device_bytes is not None:
         raise ValueError(f"pages {pages} and device_bytes {device_bytes:,} both give the pool's size: leave one of them out")
     if device_bytes is not None:
-        pages = plan.most_pages(device_bytes + host * plan.frame_bytes) - host
-        if pages < 1:
-            smallest = plan.pool_bytes(host + 1) - host * plan.frame_bytes
-            beside = f", for one page and the indexes of {host:,} pages in host memory" if host else ""
-            raise ValueError(f"device_bytes of {device_bytes:,} holds no page: give at least {smallest:,}{beside}")
-        return pages, host
+        return _device_pages(plan, device_bytes, host), host
     return default_pages(plan, config) if pages is None else check_pool(plan, whole_number("pages", pages, 1, 2**63)), host
+
+
+def pool_frames(plan: MemoryPlan, device_bytes: int, pool_host_bytes: int, *, prefill_chunk: int = 512, hot: bool) -> FrameCounts:
+    """The frames that an engine of these sizes has for pages of layers that keep all tokens, on any machine: how much memory this one has
+    does not count. hot: whether a policy of the engine needs an index. ValueError for sizes in which no page fits."""
+    host = _host_pages(plan, whole_number("pool_host_bytes", pool_host_bytes, 1, 2**63))
+    pages = _device_pages(plan, whole_number("device_bytes", device_bytes, 1, 2**63), host) + host
+    return frame_counts(pages, host, -(-prefill_chunk // plan.page_size), hot=hot)
+
+
+def _host_pages(plan: MemoryPlan, pool_host_bytes: int) -> int:
+    """Pages that so much host memory holds."""
+    if not plan.frame_bytes:
+        raise ValueError(
+            "every layer of this model, or what the engine's policies keep of it, is a window or a state, whose pages stay on the "
+            "device: leave pool_host_bytes out"
+        )
+    if pool_host_bytes < plan.frame_bytes:
+        raise ValueError(f"pool_host_bytes of {pool_host_bytes:,} holds no page: give at least {plan.frame_bytes:,}")
+    return pool_host_bytes // plan.frame_bytes
+
+
+def _device_pages(plan: MemoryPlan, device_bytes: int, host: int) -> int:
+    """Pages that so much device memory holds, beside the indexes of `host` pages in host memory."""
+    pages = plan.most_pages(device_bytes + host * plan.frame_bytes) - host
+    if pages < 1:
+        smallest = plan.pool_bytes(host + 1) - host * plan.frame_bytes
+        beside = f", for one page and the indexes of {host:,} pages in host memory" if host else ""
+        raise ValueError(f"device_bytes of {device_bytes:,} holds no page: give at least {smallest:,}{beside}")
+    return pages
 
 
 def pool_pages(plan: MemoryPlan, *sizes, context: int = 1) -> tuple[dict[str, int], int]:

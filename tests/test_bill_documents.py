@@ -1,5 +1,6 @@
 """Bills, evidence and docs/the-bill.md are what the committed measurements make."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -7,12 +8,13 @@ import jax
 import pytest
 
 from kvjax.bill import known_bills, recorded_evidence, recorded_prefill_evidence, step_bytes
+from kvjax.bill.bus_fitting import fit_bus, read_runs
 from kvjax.bill.evidence import with_panel
-from kvjax.bill.fitting import fit, merged, read_cells
+from kvjax.bill.fitting import fit, read_cells
 from kvjax.bill.prefill_bill import fit_prefill, known_prefill_bills
 from kvjax.bill.prefill_evidence import with_results
 from kvjax.bill.report import TABLES, rendered
-from kvjax.bill.step_bill import to_json
+from kvjax.bill.step_bill import from_json, to_json
 from kvjax.model import fingerprint
 from kvjax.models.loading import load
 from kvjax.policies.decode import parse
@@ -22,22 +24,23 @@ ROOT = Path(__file__).parent.parent
 
 
 def committed(made):
-    """The cells that a built-in bill says it was fitted to."""
-    runs = sorted((json.loads((ROOT / name).read_text()) for name in made.source.split()), key=lambda run: run["provenance"]["date"])
-    groups = [(key, cells) for run in runs for key, cells in read_cells(run, config_of).items()]
-    return merged(cell for key, cells in groups if (key[0], key[1], key[3]) == (made.device, made.model, made.dtype) for cell in cells)
+    """The cells that a built-in bill says it was fitted to: with everything on the device, and with pages in host memory."""
+    read = read_runs([json.loads((ROOT / name).read_text()) for name in made.source.split()], config_of)
+    (found,) = [cells for key, cells in read.items() if (key[0], key[1], key[3]) == (made.device, made.model, made.dtype)]
+    return found
 
 
 @pytest.mark.parametrize("made", known_bills(), ids=lambda made: f"{made.device}, {made.model}")
 def test_built_in_bills_are_the_fit_of_committed_rows(made):
     """After new measurements: the command at the top of docs/the-bill.md."""
     form = "scan" if any(price.per_byte for _, price in made.c1) else "fixed"
-    again = fit(
-        committed(made), config_of(made.model), device=made.device, model=made.model, dtype=made.dtype, source=made.source, form=form
-    )
+    (cells, tiered), named = committed(made), {"model": made.model, "source": made.source, "form": form}
+    again = fit(cells, config_of(made.model), device=made.device, dtype=made.dtype, **named)
+    again = dataclasses.replace(again, bus=fit_bus(cells, tiered, **named) if tiered else None)
     for one, other in zip(jax.tree.leaves(to_json(again)), jax.tree.leaves(to_json(made)), strict=True):
         assert one == (pytest.approx(other, rel=1e-6, abs=1e-15) if isinstance(other, float) else other)
     assert made.error <= 0.03
+    assert made.bus is None or made.bus.error < 0.05
 
 
 def test_the_page_is_what_the_bills_make():
@@ -52,7 +55,7 @@ def test_the_page_is_what_the_bills_make():
 
 def test_projections_without_overhead_are_the_bills():
     file = json.loads((ROOT / "kvjax/bill/bills/nvidia-h200.json").read_text())
-    for made, checked in zip(known_bills(), file["held_out"], strict=True):
+    for made, checked in zip(map(from_json, file["bills"]), file["held_out"], strict=True):
         config = config_of(made.model)
         for row in checked["projections"]:
             for policy, (fitted, free) in row["seconds"].items():

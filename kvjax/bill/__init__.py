@@ -2,6 +2,7 @@
 
 from kvjax.bill.auto_decode import Auto, Bound
 from kvjax.bill.auto_prefill import AutoPrefill, PrefillBound
+from kvjax.bill.bus import Bus
 from kvjax.bill.evidence import LEVELS, Evidence, Fidelity, PrefillEvidence, parse_level, recorded_evidence, recorded_prefill_evidence
 from kvjax.bill.prefill_bill import LayerSizes, PrefillBill, known_prefill_bills
 from kvjax.bill.step_bill import Bill, Prediction, known_bill, known_bills, load_bills
@@ -14,6 +15,7 @@ __all__ = [
     "AutoPrefill",
     "Bill",
     "Bound",
+    "Bus",
     "Evidence",
     "Fidelity",
     "LayerSizes",

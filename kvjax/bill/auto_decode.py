@@ -14,8 +14,10 @@ import jax
 
 from kvjax.bill.calibration import calibrate
 from kvjax.bill.evidence import Evidence, Fidelity, parse_level, qualified, recorded_evidence
-from kvjax.bill.step_bill import PROJECTED_GAIN, Bill, known_bill, sizes_of, worthwhile
+from kvjax.bill.step_bill import PROJECTED_GAIN, Bill, known_bill, sizes_of, with_known_bus, worthwhile
+from kvjax.bill.volume import pages_on_host
 from kvjax.cache import OutOfPages
+from kvjax.cache.spanning import FrameCounts
 from kvjax.model import Model, ModelConfig, fingerprint
 from kvjax.policies.choice import Choice, ChoosesDecode
 from kvjax.policies.decode.base import DecodePolicy, Stateless
@@ -84,6 +86,7 @@ class Auto(ChoosesDecode, Stateless):
                 except (ValueError, OutOfPages) as error:  # bad times, for instance on a busy machine, must not stop a job
                     lacking = f"there is no built-in bill of this model on this device, and none can be measured: {error}"
                     logger.warning("%s: %s; every step is dense", self, lacking)
+            bill = None if bill is None else with_known_bus(bill)
             found = dataclasses.replace(self, bound=dataclasses.replace(bound, bill=bill, lacking=lacking))
         return found
 
@@ -94,18 +97,26 @@ class Auto(ChoosesDecode, Stateless):
         lengths = sorted({row.length for row in rows})
         return tuple(dict.fromkeys(name for length in lengths for name in qualified(rows, self.fidelity, length)))
 
-    def choose(self, lengths: Sequence[int]) -> Choice:
-        """The choice for one step over sequences of these lengths in tokens, the current token of each included."""
+    def choose(self, lengths: Sequence[int], frames: FrameCounts | None = None) -> Choice:
+        """The choice for one step over sequences of these lengths in tokens, the current token of each included.
+
+        frames: those of an engine with pages in host memory. Which pages lie there, and what is found in the hot buffer, is then computed
+        from sizes and the bill's share of hits, never from what the engine holds at the moment. Of these sequences as many count as its
+        pool holds.
+        """
         size = self._bound().page_size
         mean = sum(lengths) / len(lengths)
         # Lengths are rounded up to whole pages, so that most steps find their decision among the earlier ones.
-        return self._decide(int(-(-mean // size)) * size, -(-max(lengths) // size) * size, len(lengths))
+        mean, longest, batch = int(-(-mean // size)) * size, -(-max(lengths) // size) * size, len(lengths)
+        if frames is not None:
+            batch = min(batch, max(1, (frames.device + frames.host) * size // mean))
+        return self._decide(mean, longest, batch, frames)
 
-    def possible(self, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
-        """The policies that may be chosen for `batch` sequences of up to `longest` tokens."""
+    def possible(self, longest: int, batch: int, frames: FrameCounts | None = None) -> tuple[DecodePolicy, ...]:
+        """The policies that may be chosen for `batch` sequences of up to `longest` tokens. frames: as for `choose`."""
         size = self._bound().page_size
         lengths = [size << power for power in range(max(1, longest // size).bit_length())]
-        return tuple(dict.fromkeys(self.choose([min(length, longest)] * batch).policy for length in (*lengths, longest)))
+        return tuple(dict.fromkeys(self.choose([min(length, longest)] * batch, frames).policy for length in (*lengths, longest)))
 
     def indexes(self):
         """The indexes of all candidates."""
@@ -144,7 +155,7 @@ class Auto(ChoosesDecode, Stateless):
         return self.bound
 
 
-def _choose(auto: Auto, mean: int, longest: int, batch: int) -> Choice:
+def _choose(auto: Auto, mean: int, longest: int, batch: int, frames: FrameCounts | None) -> Choice:
     bound, level = auto.bound, auto.level
     if not bound.evidence:
         advice = (
@@ -165,18 +176,25 @@ def _choose(auto: Auto, mean: int, longest: int, batch: int) -> Choice:
         advice = f"measure it: kvjax bench decode --policies dense,{','.join(names)} --json FILE, then kvjax bill fit FILE"
         unpriced = f"on record as {level} are {', '.join(names)}, for which the bill of {bound.bill.device} has no c1"
         return Choice(Dense(), f"{unpriced}; {advice}")
-    sizes = {"dtype": bound.dtype, "page_size": bound.page_size}
+    sizes, error, unknown = {"dtype": bound.dtype, "page_size": bound.page_size}, bound.bill.error, ()
+    if frames is not None and not bound.bill.knows_bus:
+        unknown = (f"the bill of {bound.bill.device} has no terms for pages in host memory, and counts them as on the device",)
+    elif frames is not None:
+        sizes["frames"], error = frames, max(error, bound.bill.bus.error if bound.bill.bus else 0.0)
     found = {name: bound.bill.predict(bound.config, name, mean, batch, **sizes) for name in ("dense", *priced)}
     seconds = {name: each.seconds for name, each in found.items()}
-    projected = [name for name in priced if found[name].projection]
-    best, chosen = min(priced, key=seconds.__getitem__), worthwhile(seconds, bound.bill.error, projected)
+    projected = [name for name in priced if found[name].projection or unknown]
+    best, chosen = min(priced, key=seconds.__getitem__), worthwhile(seconds, error, projected)
     times = (
         f"the bill of {bound.bill.device} gives {best}, the fastest on record as {level}, {seconds[best] * 1e3:.3f} ms against "
         f"{seconds['dense'] * 1e3:.3f} dense ({seconds['dense'] / seconds[best]:.3f}x) at {mean:,} tokens, batch {batch}"
     )
+    if "frames" in sizes:
+        pages = batch * -(-mean // bound.page_size)
+        times += f", {pages_on_host(frames, mean, batch, bound.page_size):,} of {pages:,} pages in host memory"
     if chosen == "dense":
-        asked = max(bound.bill.error, PROJECTED_GAIN if best in projected else 0)
+        asked = max(error, PROJECTED_GAIN if best in projected else 0)
         why = f"{times}, no gain above the {asked:.1%} that is asked for"
     else:
         why = f"{times}; evidence: {', '.join(sorted({row.source for row in bound.evidence if row.policy == best}))}"
-    return Choice(parse(chosen), why, seconds[chosen], seconds["dense"], found[chosen].projection)
+    return Choice(parse(chosen), why, seconds[chosen], seconds["dense"], (*found[chosen].projection, *unknown))

@@ -58,10 +58,14 @@ class Parameters:
 
     def seconds(self, cell: Cell) -> float:
         """Predicted time of a cell. KeyError for a policy whose c1 is neither measured nor between two measured ones."""
-        price = self.c1.get(cell.policy) or interpolated(parse(cell.policy), self.c1)
+        return self.on_device(cell.policy, cell.bytes)
+
+    def on_device(self, policy: str, moved: StepBytes) -> float:
+        """Predicted time of a policy's step without bytes that come from elsewhere. KeyError as for `seconds`."""
+        price = self.c1.get(policy) or interpolated(parse(policy), self.c1)
         if price is None:
-            raise KeyError(cell.policy)
-        return cell.bytes.total / self.bytes_per_s + self.c0 + price.fixed + price.per_byte * cell.bytes.index
+            raise KeyError(policy)
+        return moved.from_device / self.bytes_per_s + self.c0 + price.fixed + price.per_byte * moved.index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +139,7 @@ def solve(cells: Sequence[Cell], form: str = "fixed") -> Parameters:
             f"bandwidth and c0 need dense rows of at least two sizes, got {len(set(gigabytes))}: measure more lengths "
             "or batches (kvjax bench decode --policies dense,... --lengths 8k,32k,128k)"
         )
-    slope, c0 = _relative_fit([gigabytes, np.ones(len(dense))], dense, 0.0)
+    slope, c0 = relative_fit([gigabytes, np.ones(len(dense))], dense, 0.0)
     if slope * np.ptp(gigabytes) < 1e-3 * max(cell.seconds for cell in dense):
         raise ValueError("dense steps take no longer with more bytes, so there is no bandwidth to fit: measure longer sequences")
     c1 = {"dense": Price(0.0)}
@@ -146,14 +150,14 @@ def solve(cells: Sequence[Cell], form: str = "fixed") -> Parameters:
         if form == "none":
             c1[policy] = Price(0.0)
         elif form == "fixed" or len(set(scanned)) < 2:
-            c1[policy] = Price(*_relative_fit([np.ones(len(rows))], rows, known))
+            c1[policy] = Price(*relative_fit([np.ones(len(rows))], rows, known))
         else:
-            fixed, slower = _relative_fit([np.ones(len(rows)), scanned], rows, known)
+            fixed, slower = relative_fit([np.ones(len(rows)), scanned], rows, known)
             c1[policy] = Price(fixed, slower / 1e9)
     return Parameters(1e9 / slope, c0, c1)
 
 
-def _relative_fit(columns: Sequence[np.ndarray], cells: Sequence[Cell], known: Any) -> list[float]:
+def relative_fit(columns: Sequence[np.ndarray], cells: Sequence[Cell], known: Any) -> list[float]:
     """Coefficients >= 0 for which known + columns @ coefficients is closest to the times, by least squares of relative errors.
 
     A negative coefficient would predict a gain where nothing is saved, especially at lengths shorter than the measured ones.

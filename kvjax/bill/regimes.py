@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from kvjax.bill.step_bill import Bill
+from kvjax.cache.spanning import FrameCounts
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy
@@ -27,7 +28,8 @@ class RegimeMap:
     """The speed-up of a policy's step over dense, by batch and length (tokens).
 
     projected: whether a speed-up is not interpolated between measurements. fits: whether the cache fits in memory. model: the name of the
-    model whose steps these are; the bill may have been measured on another.
+    model whose steps these are; the bill may have been measured on another. frames: of an engine with pages in host memory; None: all lie
+    on the device.
     """
 
     bill: Bill
@@ -38,6 +40,7 @@ class RegimeMap:
     speedup: Float[np.ndarray, "batches lengths"]
     projected: Bool[np.ndarray, "batches lengths"]
     fits: Bool[np.ndarray, "batches lengths"]
+    frames: FrameCounts | None = None
 
     def figures(self) -> dict[str, Any]:
         """The map as a JSON object."""
@@ -48,6 +51,7 @@ class RegimeMap:
             "bill": str(self.bill),
             "lengths": self.lengths,
             "batches": self.batches,
+            "frames": None if self.frames is None else dataclasses.asdict(self.frames),
         } | arrays
 
 
@@ -62,27 +66,34 @@ def regime_map(
     page_size: int = 128,
     memory_bytes: int | None = None,
     model: str | None = None,
+    frames: FrameCounts | None = None,
+    hits: float | None = None,
 ) -> RegimeMap:
     """The speed-up of a policy at every length (tokens, ascending) and batch.
 
-    memory_bytes: of the device (None: everything fits). model: the name of the model of `config` (None: that of the bill's).
+    memory_bytes: of the device (None: everything fits). model: the name of the model of `config` (None: that of the bill's). frames, hits:
+    as for `Bill.predict`; what fits is then what these frames hold.
     """
     policy = parse(policy)
     dtype = bill.dtype if dtype is None else dtype
+    if frames is not None and memory_bytes is not None:
+        raise ValueError(f"memory_bytes {memory_bytes:,} and frames {frames} both say what fits: leave one of them out")
     if not lengths or not batches:
         raise ValueError(f"a map needs lengths and batches, got {list(lengths)} and {list(batches)}")
     available = 2**63 if memory_bytes is None else memory_bytes
     computed = dataclasses.replace(config, compute_dtype=dtype)
     plan = memory_plan(computed, page_size=page_size, indexes=policy.indexes(), available_bytes=available)
+    room = plan.pages_that_fit if frames is None else frames.device + frames.host
+    options = {"dtype": dtype, "page_size": page_size, "frames": frames, "hits": hits}
     shape = len(batches), len(lengths)
     speedup, projected, fits = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape, bool)
     for row, batch in enumerate(batches):
         for column, length in enumerate(lengths):
-            dense, sparse = (bill.predict(config, each, length, batch, dtype=dtype, page_size=page_size) for each in ("dense", policy))
+            dense, sparse = (bill.predict(config, each, length, batch, **options) for each in ("dense", policy))
             speedup[row, column] = dense.seconds / sparse.seconds
             projected[row, column] = bool(sparse.projection)
-            fits[row, column] = batch * -(-length // page_size) <= plan.pages_that_fit
-    return RegimeMap(bill, model or bill.model, name_of(policy), tuple(lengths), tuple(batches), speedup, projected, fits)
+            fits[row, column] = batch * -(-length // page_size) <= room
+    return RegimeMap(bill, model or bill.model, name_of(policy), tuple(lengths), tuple(batches), speedup, projected, fits, frames)
 
 
 def crossover(
@@ -138,7 +149,8 @@ def draw(found: RegimeMap, axis: Axes, measured: Sequence[tuple[int, int]] = ())
     token_ticks(axis.xaxis, found.lengths)
     token_ticks(axis.yaxis, found.batches, most=8)
     note = "" if not found.projected.any() else " (projection)" if found.projected.all() else " (pale: projection)"
-    axis.set_title(f"{found.policy}{note}\n{found.bill.device}, {found.model}")
+    tiers = "" if found.frames is None else f", {found.frames.device:,} pages on the device"
+    axis.set_title(f"{found.policy}{note}\n{found.bill.device}, {found.model}{tiers}")
 
 
 def save(maps: Sequence[RegimeMap], file: Path, measured: Sequence[tuple[int, int]] = ()) -> None:

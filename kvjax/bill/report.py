@@ -1,6 +1,7 @@
 """How good a bill is, as figures for JSON, as tables for the terminal, and as the marked parts of a document.
 
-`kvjax bill fit --into DOCUMENT` writes each table of `TABLES` between the marks `<!-- bill:NAME -->` and `<!-- /bill -->` of a document.
+`kvjax bill fit --into DOCUMENT` writes each table of `TABLES` and `TIER_TABLES` between the marks `<!-- bill:NAME -->` and
+`<!-- /bill -->` of a document.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvjax.bill.bus_fitting import HELD_OUT, TERMS, tier_errors, tier_forecasts
 from kvjax.bill.fitting import FORMS, GROUPS, Cell, errors, forecasts
 from kvjax.bill.regimes import crossover
 from kvjax.bill.regret import regrets, summary
 from pallas_kernels.bench.report import markdown
 
 if TYPE_CHECKING:
+    from kvjax.bill.bus_fitting import TierCell
     from kvjax.bill.step_bill import Bill, Prediction
     from kvjax.model import ModelConfig
 
 MARK = re.compile(r"(<!-- bill:([\w-]+) -->\n).*?(<!-- /bill -->)", re.DOTALL)
 IN_SAMPLE = "nothing"
+TIER_ERRORS = ("seconds", "speedup", "from_sizes")
 
 
 def checks(cells: Sequence[Cell], form: str) -> dict[str, Any]:
@@ -80,6 +84,56 @@ def regret_table(file: dict[str, Any]) -> Rows:
     return ("model", "allowed", "held out together", "cells", "mean regret", "worst regret", "worst against dense", "always dense"), rows
 
 
+def tier_checks(base: Sequence[Cell], cells: Sequence[TierCell], form: str) -> dict[str, Any]:
+    """Errors on held-out cells with pages in host memory, by what is held out and by the terms of the bus; and every cell, held out by
+    length and device size. form: of c1.
+
+    errors: {group: {terms: `tier_errors`}}. impossible: {group: why}, for groups that cannot be held out with these cells. cells: measured
+    and predicted seconds.
+    """
+    found: dict[str, Any] = {"errors": {}, "impossible": {}, "cells": []}
+    for by in HELD_OUT:
+        try:
+            found["errors"][by] = {terms: tier_errors(tier_forecasts(base, cells, by, form, terms)) for terms in TERMS}
+        except ValueError as error:
+            found["impossible"][by] = str(error)
+    if "cell" in found["errors"]:
+        for each in tier_forecasts(base, cells, "cell", form):
+            cell = each.cell
+            fields = {name: getattr(cell, name) for name in ("length", "policy", "lists", "device_bytes", "hits")}
+            moved = {"in_place": cell.bytes.in_place, "listed": cell.bytes.listed}
+            found["cells"].append(
+                fields | moved | {"measured_s": cell.seconds, "predicted_s": each.seconds, "from_sizes_s": each.from_sizes}
+            )
+    return found
+
+
+def bus_table(file: dict[str, Any]) -> Rows:
+    """Columns and rows: the fitted terms of pages in host memory."""
+    rows = []
+    for bill in file["bills"]:
+        if (bus := bill.get("bus")) is not None:
+            hits = "not measured" if bus["hits"] is None else f"{bus['hits']:.0%}"
+            rates = f"{bus['in_place_per_s'] / 1e9:.1f}", f"{bus['copied_per_s'] / 1e9:.1f}", f"{bus['layer_s'] * 1e6:.1f}"
+            rows.append((bill["device"], bill["model"], *rates, hits))
+    return ("device", "model", "GB/s in place", "GB/s copied", "us a layer", "hits of recorded lists"), rows
+
+
+def bus_error_table(file: dict[str, Any]) -> Rows:
+    """Columns and rows: errors on cells with pages in host memory."""
+    rows = []
+    for bill, checked in zip(file["bills"], file.get("held_out_tiers", ()), strict=False):
+        if checked is None:
+            continue
+        for by, forms in checked["errors"].items():
+            for terms, found in forms.items():
+                shown = [f"{part['mean']:.1%}, {part['worst']:.1%}" if (part := found[name]) else "-" for name in TIER_ERRORS]
+                rows.append((bill["model"], f"a {by}", TERMS[terms], str(found["count"]), *shown))
+        rows += [(bill["model"], f"a {by}", f"cannot be: {why}", "", "", "", "") for by, why in checked["impossible"].items()]
+    heads = "time: mean, worst error", "speed-up: mean, worst error", "time from sizes: mean, worst error"
+    return ("model", "held out together", "terms", "cells", *heads), rows
+
+
 PROJECTED = (2**13, 2**15, 2**17, 2**19, 2**20)
 """Lengths, in tokens, of the rows of `projections`."""
 
@@ -123,28 +177,36 @@ def known_from(found: Prediction) -> str:
     return "projection" if found.projection else "measurements"
 
 
-def crossing(bill: Bill, config: ModelConfig, policy: str, batch: int) -> tuple[str, str, str, str]:
-    """The length from which a policy is faster than dense at a batch, and whether that was measured: the cells of `CROSSINGS`."""
-    start = crossover(bill, config, policy, batch)
+def crossing(bill: Bill, config: ModelConfig, policy: str, batch: int, **options: Any) -> tuple[str, str, str, str]:
+    """The length from which a policy is faster than dense at a batch, and whether that was measured: the cells of `CROSSINGS`. options: as
+    for `Bill.predict`."""
+    start = crossover(bill, config, policy, batch, **options)
     if start is None:
         return policy, f"{batch}", "never", "-"
-    found = bill.predict(config, policy, start, batch)
+    found = bill.predict(config, policy, start, batch, **options)
     beside = [max((size for size, *_ in bill.measured if size <= batch), default=0)]
     beside.append(min((size for size, *_ in bill.measured if size >= batch), default=0))
     known = "measurements at this batch" if beside[0] == batch else f"between batches {beside[0]} and {beside[1]}; this one not measured"
     return policy, f"{batch}", f"from {start:,} tokens", f"projection: {'; '.join(found.projection)}" if found.projection else known
 
 
-TABLES = {"parameters": parameter_table, "errors": error_table, "regret": regret_table, "projections": projection_table}
+TABLES = {
+    "parameters": parameter_table,
+    "errors": error_table,
+    "regret": regret_table,
+    "projections": projection_table,
+}
+TIER_TABLES = {"bus": bus_table, "bus-errors": bus_error_table}
+"""Tables of files with terms of pages in host memory."""
 
 
 def rendered(text: str, file: dict[str, Any]) -> str:
-    """A document with every marked part written anew. ValueError for a name that is not in `TABLES`, and for a mark that is not closed."""
-    marks = MARK.findall(text)
-    if unknown := sorted({name for _, name, _ in marks} - set(TABLES)):
-        raise ValueError(f"no part is called {unknown[0]!r}; there are {', '.join(TABLES)}")
+    """A document with every marked part written anew. ValueError for a name that no table has, and for a mark that is not closed."""
+    marks, tables = MARK.findall(text), TABLES | TIER_TABLES
+    if unknown := sorted({name for _, name, _ in marks} - set(tables)):
+        raise ValueError(f"no part is called {unknown[0]!r}; there are {', '.join(tables)}")
     if len(marks) != text.count("<!-- bill:"):
         raise ValueError("a mark <!-- bill:NAME --> is not followed by <!-- /bill -->")
     made = file["provenance"]
     source = f"{made['date'][:10]}; `{made['command']}`."
-    return MARK.sub(lambda found: f"{found[1]}{markdown(*TABLES[found[2]](file))}\n\n{source}\n{found[3]}", text)
+    return MARK.sub(lambda found: f"{found[1]}{markdown(*tables[found[2]](file))}\n\n{source}\n{found[3]}", text)

@@ -1,8 +1,9 @@
-"""The bill: what a step costs in seconds, t = bytes / bandwidth + c0 + c1(policy).
+"""The bill: what a step costs in seconds, t = bytes / bandwidth + c0 + c1(policy), and more where pages lie in host memory.
 
 Source: "Attention Pays Its Bill" (BRL-2026-07), section 9, equation 2. c0 is the time of a step besides its bytes, for every policy. c1 is
 the time to select the blocks. Both belong to the device, the model and the engine that were measured. The paper's c1 is a constant. Here it
-may have a second part, per byte of index scanned; `kvjax.bill.fitting` fits both forms.
+may have a second part, per byte of index scanned; `kvjax.bill.fitting` fits both forms. The terms of pages in host memory are ours, too:
+`kvjax.bill.bus`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvjax.bill.bus import Bus, bus_from_json, check_hits
 from kvjax.bill.volume import StepBytes, step_bytes
+from kvjax.cache.spanning import FrameCounts
 from kvjax.model import ModelConfig, uniform_fields
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.naming import name_of, parse
@@ -37,11 +40,12 @@ class Price(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """Seconds of one step and the bytes it reads. projection: the reasons why the seconds are not interpolated between measurements; empty
-    if they are."""
+    if they are. bus_bytes: those of the bytes that come from pages in host memory, over the bus."""
 
     seconds: float
     bytes: StepBytes
     projection: tuple[str, ...] = ()
+    bus_bytes: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Bill:
     bytes_per_s: bandwidth. c0: seconds per step. c1: the `Price` of selecting, by policy name. measured: (batch, shortest, longest),
     lengths in tokens, ascending. error: mean relative error of the speed-up of cells that were held out. source: files of the measurements.
     links: bytes per second at which keys and values come from other tiers, by tier. assumed: fields that were set by hand; every prediction
-    is then a projection.
+    is then a projection. bus: the terms of pages in host memory; None: not measured.
     """
 
     device: str
@@ -67,6 +71,7 @@ class Bill:
     source: str
     links: tuple[tuple[str, float], ...] = ()
     assumed: tuple[str, ...] = ()
+    bus: Bus | None = None
 
     def __post_init__(self):
         if not (self.bytes_per_s > 0 and self.c0 >= 0 and self.error >= 0):
@@ -86,30 +91,43 @@ class Bill:
         cache_dtype: Any = None,
         page_size: int = 128,
         tier: str = "device",
+        frames: FrameCounts | None = None,
+        hits: float | None = None,
     ) -> Prediction:
         """Time and bytes of one step of `batch` sequences of `length` tokens. dtype: None is the measured one.
 
+        frames: those of an engine with pages in host memory, as for `step_bytes`. hits: the share of listed bytes of pages there that is
+        found in the hot buffer; None: the measured default, or 0 without one.
+
         For another model, the bytes are computed for it, and c0 and c1 are scaled by its number of layers. The result is a projection for
         another model, for a length or batch outside the measured ones, for another dtype and for another tier. Raises ValueError for a
-        policy without a price here and for a tier without a link, and what `step_bytes` raises.
+        policy without a price here, for a tier without a link, and for frames without bus terms and without a link "host"; and what
+        `step_bytes` raises.
         """
         policy = parse(policy)
         dtype = self.dtype if dtype is None else str(dtype)
-        moved = step_bytes(config, policy, length, batch, dtype=dtype, cache_dtype=cache_dtype, page_size=page_size, tier=tier)
+        sizes = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size}
+        moved = step_bytes(config, policy, length, batch, **sizes, tier=tier, frames=frames)
         price, guessed = self.price(policy)
         layers = config.num_layers / self.sizes[0]
         # The price per byte is not scaled, because the bytes of index already grow with the layers.
         seconds = moved.from_device / self.bytes_per_s + (self.c0 + price.fixed) * layers + price.per_byte * moved.index
-        if moved.from_device < moved.total:
+        reasons, measured, bus_bytes = [*self.assumed, *guessed], self.measured, 0.0
+        if tier != "device":
             seconds += moved.kv / self._link(tier)
-        reasons = [*self.assumed, *guessed]
+        if frames is not None:
+            bus, share, why = self._bus_terms(moved, hits)
+            seconds, bus_bytes, measured = seconds + bus.seconds(moved, share), moved.in_place + moved.copied(share), bus.measured
+            reasons += why
+            if (needed := batch * -(-length // page_size)) > frames.device + frames.host:
+                reasons.append(f"the pool has {frames.device + frames.host:,} pages, and these sequences need {needed:,}")
         if sizes_of(config) != self.sizes:
             reasons.append(f"measured on {self.model}, c0 and c1 scaled by layers ({layers:.3g})")
         if dtype != self.dtype or str(cache_dtype or dtype) != dtype:
             reasons.append(f"measured in {self.dtype}, not in {cache_dtype or dtype}")
         if tier != "device":
             reasons.append(f"measured with keys and values on the device, not on {tier}")
-        return Prediction(seconds, moved, (*reasons, *self._outside(length, batch)))
+        return Prediction(seconds, moved, (*reasons, *_outside(measured, length, batch)), bus_bytes)
 
     def speedup(self, config: ModelConfig, policy: str | DecodePolicy, length: int, batch: int = 1, **options: Any) -> float:
         """The predicted time of dense divided by that of the policy. options: as for `predict`."""
@@ -136,10 +154,24 @@ class Bill:
         policy, prices = parse(policy), {"dense": Price(0.0), **dict(self.c1)}
         return name_of(policy) in prices or interpolated(policy, prices) is not None
 
+    @property
+    def knows_bus(self) -> bool:
+        """Whether `predict` can price pages in host memory."""
+        return self.bus is not None or "host" in dict(self.links)
+
     def projected(self, why: str, **changes: Any) -> Bill:
         """This bill with fields set by hand (another chip's bytes_per_s, c0=0, links). Every prediction of it is a projection that says
         `why`."""
         return dataclasses.replace(self, **changes, assumed=(*self.assumed, why))
+
+    def with_link(self, tier: str, gigabytes_per_s: float) -> Bill:
+        """The projection to another rate from a tier ("host", "disk"), in GB/s. For "host" it takes the place of measured rates of the
+        bus."""
+        rate, changes = gigabytes_per_s * 1e9, {}
+        if tier == "host" and self.bus is not None:
+            changes["bus"] = dataclasses.replace(self.bus, in_place_per_s=rate, copied_per_s=rate)
+        links = tuple(dict(self.links, **{tier: rate}).items())
+        return self.projected(f"a {tier} link of {gigabytes_per_s:g} GB/s", links=links, **changes)
 
     def without_overhead(self) -> Bill:
         """The projection to a runtime without overhead, whose steps take time only for bytes and selecting: c0 = 0 (BRL-2026-07, section
@@ -154,28 +186,40 @@ class Bill:
         places = ", ".join(f"batch {batch} from {shortest:,} to {longest:,} tokens" for batch, shortest, longest in self.measured)
         return (
             f"{self.device}, {self.model}, {self.dtype}: {self.bytes_per_s / 1e12:.3f} TB/s, c0 {self.c0 * 1e3:.3f} ms, {prices}; "
-            f"measured at {places}" + "".join(f"; PROJECTION: {why}" for why in self.assumed)
+            f"measured at {places}" + f"; {self.bus}" * (self.bus is not None) + "".join(f"; PROJECTION: {why}" for why in self.assumed)
         )
 
-    def _outside(self, length: int, batch: int) -> tuple[str, ...]:
-        """The reason why a length and a batch lie outside the measured ones; empty if they do not."""
-        below = max((row for row in self.measured if row[0] <= batch), default=None)
-        above = min((row for row in self.measured if row[0] >= batch), default=None)
-        if below is None or above is None:
-            return (f"batch {batch:,} lies outside the measured {self.measured[0][0]:,} to {self.measured[-1][0]:,}",)
-        beyond = [row for row in dict.fromkeys((below, above)) if not row[1] <= length <= row[2]]
-        return tuple(
-            f"length {length:,} lies outside the {first:,} to {last:,} measured at batch {size}" for size, first, last in beyond[:1]
-        )
+    def _bus_terms(self, moved: StepBytes, hits: float | None) -> tuple[Bus, float, list[str]]:
+        """The terms of pages in host memory, the share of hits, and why these are a projection."""
+        bus, reasons = self.bus, []
+        if bus is None:
+            link = self._link("host")
+            bus = Bus(self.model, link, link, 0.0, None, self.measured, self.error, self.source)
+            reasons.append("the work of the hot buffer was not measured, and counts as none")
+        if bus.model != self.model:
+            reasons.append(f"the bus was measured on {bus.model}")
+        if hits is None and bus.hits is None and moved.listed:
+            reasons.append("no share of hits was measured, and none is assumed")
+        return bus, check_hits((bus.hits or 0.0) if hits is None else hits), reasons
 
     def _link(self, tier: str) -> float:
         try:
             return dict(self.links)[tier]
         except KeyError:
             raise ValueError(
-                f"the bill of {self.device} has no bandwidth for the tier {tier!r}; "
+                f"the bill of {self.device} has no bandwidth for the tier {tier!r}; fit one to rows of kvjax bench tiers (host), or "
                 f'put one in: bill.projected("a {tier} link of 52 GB/s", links=(({tier!r}, 52e9),))'
             ) from None
+
+
+def _outside(measured: tuple[tuple[int, int, int], ...], length: int, batch: int) -> tuple[str, ...]:
+    """The reason why a length and a batch lie outside the measured ones; empty if they do not."""
+    below = max((row for row in measured if row[0] <= batch), default=None)
+    above = min((row for row in measured if row[0] >= batch), default=None)
+    if below is None or above is None:
+        return (f"batch {batch:,} lies outside the measured {measured[0][0]:,} to {measured[-1][0]:,}",)
+    beyond = [row for row in dict.fromkeys((below, above)) if not row[1] <= length <= row[2]]
+    return tuple(f"length {length:,} lies outside the {first:,} to {last:,} measured at batch {size}" for size, first, last in beyond[:1])
 
 
 def interpolated(policy: DecodePolicy, prices: Mapping[str, Price]) -> Price | None:
@@ -230,7 +274,8 @@ def to_json(bill: Bill) -> dict[str, Any]:
 
 
 def from_json(fields: dict[str, Any]) -> Bill:
-    """A bill from its JSON object. ValueError for missing or unknown fields, which it names."""
+    """A bill from its JSON object. ValueError for missing or unknown fields, which it names; a file without `bus` is an older one."""
+    fields = {"bus": None} | fields
     names = {field.name for field in dataclasses.fields(Bill)}
     if set(fields) != names:
         raise ValueError(f"a bill has the fields {', '.join(sorted(names))}; different here: {', '.join(sorted(names ^ set(fields)))}")
@@ -238,6 +283,7 @@ def from_json(fields: dict[str, Any]) -> Bill:
     sizes = tuple(given[name] for name in SIZES) if isinstance(given, dict) else tuple(given)
     pairs = {"c1": tuple((name, Price(**price)) for name, price in fields["c1"].items()), "links": tuple(fields["links"].items())}
     rest = {"sizes": sizes, "assumed": tuple(fields["assumed"]), "measured": tuple(map(tuple, fields["measured"]))}
+    rest["bus"] = None if fields["bus"] is None else bus_from_json(fields["bus"])
     return Bill(**(fields | pairs | rest))
 
 
@@ -261,3 +307,10 @@ def known_bill(device: str, config: ModelConfig, dtype: str) -> Bill | None:
     of_device = [bill for bill in known_bills() if bill.device == device]
     same = [bill for bill in of_device if bill.sizes == sizes_of(config) and bill.dtype == dtype]
     return next(iter(same + of_device), None)
+
+
+def with_known_bus(bill: Bill) -> Bill:
+    """The bill with the bus terms of a built-in bill of its device, if it has none of its own and there is one. The bus is the device's,
+    not the model's; still, predictions by another model's terms are projections."""
+    known = (each.bus for each in known_bills() if each.device == bill.device and each.bus is not None)
+    return bill if bill.bus is not None else dataclasses.replace(bill, bus=next(known, None))

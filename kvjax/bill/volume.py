@@ -14,7 +14,9 @@ from typing import Any
 import jax.dtypes
 import jax.numpy as jnp
 
-from kvjax.cache.spec import LatentSpec
+from kvjax.attend import lists_pages
+from kvjax.cache.spanning import FrameCounts
+from kvjax.cache.spec import LatentSpec, PagedSpec
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy
 from kvjax.policies.decode.top_tokens import TopTokens
@@ -25,13 +27,21 @@ TIERS = ("device", "host", "disk")
 
 @dataclasses.dataclass(frozen=True)
 class StepBytes:
-    """Bytes that one step reads: `weights`, `index` and `states` (of recurrent layers) from device memory, `kv` from `tier`."""
+    """Bytes that one step reads: `weights`, `index` and `states` (of recurrent layers) from device memory, `kv` from `tier`.
+
+    Of `kv`, in an engine with pages in host memory: in_place: read there, over the bus. listed: of pages there, looked up in the hot
+    buffer; those not found are copied over the bus first, and all are read on the device. hot_layers: layers that look up lists in a hot
+    buffer.
+    """
 
     weights: int
     kv: int
     index: int
     tier: str = "device"
     states: int = 0
+    in_place: int = 0
+    listed: int = 0
+    hot_layers: int = 0
 
     def __post_init__(self):
         if self.tier not in TIERS:
@@ -45,7 +55,11 @@ class StepBytes:
     @property
     def from_device(self) -> int:
         """Bytes that come from device memory."""
-        return self.total if self.tier == "device" else self.total - self.kv
+        return self.total - (self.in_place if self.tier == "device" else self.kv)
+
+    def copied(self, hits: float) -> float:
+        """Bytes that are copied over the bus to the hot buffer, if a share of `hits` of the listed ones is found there."""
+        return self.listed * (1 - hits)
 
 
 def step_bytes(
@@ -58,6 +72,7 @@ def step_bytes(
     cache_dtype: Any = None,
     page_size: int = 128,
     tier: str = "device",
+    frames: FrameCounts | None = None,
 ) -> StepBytes:
     """Bytes of one step of `batch` sequences of `length` tokens each, the current token included.
 
@@ -66,18 +81,27 @@ def step_bytes(
     whatever the batch; but if the embedding is not also the head, only one row of it per sequence. Index rows are counted for whole pages,
     in layers where the policy selects. In layers of latents, the indexer's key of every token is counted, if the policy ranks by it.
 
-    Raises ValueError for sizes below 1 and unknown dtypes, and NotImplementedError for a policy that does not say what it reads.
+    frames: those of an engine with pages in host memory (`kvjax.memory.pool_frames`). The pages that the device has no frames for are the
+    first ones of each sequence. Of a list, as many keys lie there as the policy's `keys_among` says; without that method they count as
+    spread evenly.
+
+    Raises ValueError for sizes below 1, unknown dtypes, and frames with another tier; NotImplementedError for a policy that does not say
+    what it reads.
     """
     for name, value in (("length", length), ("batch", batch), ("page_size", page_size)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if not hasattr(policy, "keys_read"):
         raise NotImplementedError(f"policy {policy} does not say what it reads: give it keys_read(length, layer, page_size)")
+    if frames is not None and tier != "device":
+        raise ValueError(f"frames say which pages lie in host memory, and tier {tier!r} that all of them lie there: give one of both")
     dtype = config.compute_dtype if dtype is None else dtype
     weights = config.num_params
     if not config.tie_embeddings:
         weights += (batch - config.vocab_size) * config.hidden_size
-    kv_elements = index_elements = 0
+    kv_elements = index_elements = hot_layers = 0
+    in_place = listed = 0.0
+    away = 0.0 if frames is None else pages_on_host(frames, length, batch, page_size) / batch  # pages of each sequence
     spec = config.cache_spec(page_size)
     for place, number in enumerate(spec.paged):
         layer, window = spec.layers[number], spec.group_of(number).window
@@ -86,18 +110,43 @@ def step_bytes(
             continue
         keys = policy.keys_read(length, place, page_size)
         kv_elements += (length if keys is None else keys) * layer.width
+        there = _keys_on_host(policy, away * page_size, length, place, page_size) * layer.width
+        if frames is not None and frames.hot and keys is not None and isinstance(layer, PagedSpec) and lists_pages(policy, page_size):
+            hot_layers, listed = hot_layers + 1, listed + there
+        else:
+            in_place += there
         if isinstance(layer, LatentSpec):
             index_elements += length * layer.index_dim if isinstance(policy, TopTokens) else 0
         elif keys is not None:
             sizes = (-(-length // page_size), layer.kv_heads, page_size, layer.head_dim)
             index_elements += sum(math.prod(index.shape(*sizes)) for index in policy.indexes())
+    stored = dtype if cache_dtype is None else cache_dtype
     return StepBytes(
         weights=_bytes(weights, dtype),
-        kv=_bytes(batch * kv_elements, dtype if cache_dtype is None else cache_dtype),
+        kv=_bytes(batch * kv_elements, stored),
         index=_bytes(batch * index_elements, dtype),
         tier=tier,
         states=batch * sum(spec.bytes_per_page(group) for group in spec.row_groups),
+        in_place=_bytes(round(batch * in_place), stored),
+        listed=_bytes(round(batch * listed), stored),
+        hot_layers=hot_layers,
     )
+
+
+def pages_on_host(frames: FrameCounts, length: int, batch: int = 1, page_size: int = 128) -> int:
+    """How many pages of `batch` sequences of `length` tokens lie in host memory, if these frames hold nothing else. The device keeps the
+    newest pages."""
+    return max(0, batch * -(-length // page_size) - frames.device)
+
+
+def _keys_on_host(policy: DecodePolicy, first: float, length: int, layer: int, page_size: int) -> float:
+    """Keys of a step that are among the first `first` tokens of a sequence, which lie in host memory."""
+    if not first:
+        return 0.0
+    first, keys = min(first, length), policy.keys_read(length, layer, page_size)
+    if keys is None:
+        return first
+    return policy.keys_among(first, length, layer, page_size) if hasattr(policy, "keys_among") else keys * first / length
 
 
 def _bytes(elements: int, dtype: Any) -> int:

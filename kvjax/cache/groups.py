@@ -66,9 +66,8 @@ class GroupPages:
         self.frames: dict[str, Frames] = {}
         for group in spec.groups if host else ():
             if group.window is None and group.page_size != WHOLE:
-                copies = hot_frames(totals[group.name] - host, -(-chunk // group.page_size)) if hot else 0
-                totals[group.name] -= copies
-                self.frames[group.name] = Frames(FrameCounts(totals[group.name] - host, copies, host))
+                counts = frame_counts(totals[group.name], host, -(-chunk // group.page_size), hot=hot)
+                totals[group.name], self.frames[group.name] = counts.device + counts.host, Frames(counts)
         self.shards = None if mesh is None else _shards(mesh, spec, totals)
         self.allocators = {group.name: self._allocator(group.name, totals[group.name]) for group in spec.groups}
         for name, frames in self.frames.items():
@@ -320,6 +319,13 @@ def most_pages(group: GroupSpec, chunk: int, reach: Reach | None = None) -> int 
     if window is None:
         return float("inf")
     return pages_for(window[1] - 1 + chunk + MOST_TOKENS - 1, group) + 1 + sink_pages(group, reach)
+
+
+def frame_counts(pages: int, host: int, chunk: int, *, hot: bool) -> FrameCounts:
+    """Frames of a layer group that has memory for `pages` pages, for `host` of them in host memory. chunk: pages of a chunk of prefill.
+    hot: whether steps list pages, so that a part of the device's is worth more as a hot buffer."""
+    copies = hot_frames(pages - host, chunk) if hot else 0
+    return FrameCounts(pages - host - copies, copies, host)
 
 
 def hot_frames(device: int, chunk: int) -> int:

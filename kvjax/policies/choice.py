@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Self
 
+from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.types import IndexSpec
 from kvjax.model import Model
 from kvjax.policies.decode.base import DecodePolicy
@@ -47,12 +48,13 @@ class ChoosesDecode(abc.ABC):
         """What any policy that may be chosen needs sealing to build. Asked after `bind`."""
 
     @abc.abstractmethod
-    def choose(self, lengths: Sequence[int]) -> Choice:
-        """The choice for sequences of these lengths in tokens, the current ones included."""
+    def choose(self, lengths: Sequence[int], frames: FrameCounts | None = None) -> Choice:
+        """The choice for sequences of these lengths in tokens, the current ones included. frames: those of an engine with pages in host
+        memory; an engine without passes none."""
 
     @abc.abstractmethod
-    def possible(self, longest: int, batch: int) -> tuple[DecodePolicy, ...]:
-        """The policies that may be chosen for `batch` sequences of up to `longest` tokens."""
+    def possible(self, longest: int, batch: int, frames: FrameCounts | None = None) -> tuple[DecodePolicy, ...]:
+        """The policies that may be chosen for `batch` sequences of up to `longest` tokens. frames: as for `choose`."""
 
 
 class ChoosesPrefill(abc.ABC):

@@ -79,6 +79,9 @@ def tiers_cells(row: Row) -> tuple[str, ...]:
     """Milliseconds of a step, and what of its bytes came over the bus."""
     shape, device = f"{row['shape']}, {row['layers']} layers", row["device_bytes"]
     there = "everything" if device is None else f"{device / 1e9:.1f} GB"
+    sizes = tokens_text(row["tokens"]), f"`{row['policy']}`", f"{row['cache_bytes'] / 1e9:.1f}", there
+    if "skipped" in row:
+        return shape, *sizes, "does not fit", *["-"] * 6
     step = row["median_s"]
     moved = ("-", "-", "-")
     if row["host_bytes"]:
@@ -87,7 +90,6 @@ def tiers_cells(row: Row) -> tuple[str, ...]:
             f"{1 - row['host_bytes'] / row['read_bytes']:.0%}",
             f"{row['host_bytes'] / row['rate'] * 1e3:.2f}",
         )
-    sizes = tokens_text(row["tokens"]), f"`{row['policy']}`", f"{row['cache_bytes'] / 1e9:.1f}", there
     return shape, *sizes, f"{step * 1e3:.2f}", f"{1 / step:.1f}", f"{row['read_bytes'] / 1e6:,.0f}", *moved, f"{row['rate'] / 1e9:.1f}"
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import PagedKV
+from kvjax.cache.frames import Frames
 from kvjax.engine import Engine
 from kvjax.model import ModelConfig, uniform_config
 from kvjax.models import CausalLM
@@ -50,12 +51,20 @@ class HollowEngine(Engine):
             self._pool.run(_filled, self._pool.layers[number], key, kept=functools.partial(_between, before, after))
 
     def hollow_sequence(self, tokens: int) -> CachedSequence:
-        """A sequence of so many tokens without prefill: its pages hold whatever they hold."""
+        """A sequence of so many tokens without prefill: its pages hold whatever they hold, and lie where prefill would leave them."""
         sequence = self.new_sequence()
         self.reserve([sequence], tokens)
-        self._pool.bind(self._groups.written(sequence, 0, tokens))
+        for start in range(0, tokens, self.prefill_chunk):
+            self._pool.bind(self._groups.written(sequence, start, min(start + self.prefill_chunk, tokens)))
+            for frames in self._pool.frames.values():
+                frames.take_moves()  # nothing has to be copied
         sequence.tokens, sequence.length = [0] * tokens, tokens
         return sequence
+
+    @property
+    def frames(self) -> dict[str, Frames]:
+        """Where the pages of each layer group lie that may lie in host memory."""
+        return self._pool.frames
 
     @property
     def host_pages(self) -> int:
@@ -157,7 +166,8 @@ def _between(before: tuple, after: tuple, made: PagedKV) -> tuple[tuple, jax.Arr
 def _filled(layer: PagedKV, key: jax.Array) -> PagedKV:
     """A layer with random pages and indexes made of them, of the same kinds as before. A few pages at a time, in place. DONATES layer."""
     total = layer.pages.num_pages
-    piece = next(size for size in (64, 32, 16, 8, 4, 2, 1) if size <= total)
+    least = min(total, *(len(rows) for rows in layer.index.values()), 64)  # a hot buffer has frames, and no rows of an index
+    piece = next(size for size in (64, 32, 16, 8, 4, 2, 1) if size <= least)
 
     def fill(number, layer: PagedKV) -> PagedKV:
         first = jnp.minimum(number * piece, total - piece)

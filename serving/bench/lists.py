@@ -11,13 +11,14 @@ import functools
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.bill.bus_fitting import RECORDED
 from kvjax.policies.decode import Blocks, Stateless, TopBlocks
 from kvjax.serving.bench.decode import PAGE_SIZE
 
@@ -68,6 +69,12 @@ class Replayed(TopBlocks):
 
     file: str = ""
     attend = Stateless.attend
+    lists: ClassVar[str] = RECORDED
+
+    @property
+    def recorded_steps(self) -> int:
+        """Steps whose lists the file has."""
+        return _recorded(self.file)[0].shape[1]
 
     @classmethod
     def of(cls, file: Path) -> Replayed:
@@ -91,7 +98,7 @@ class Replayed(TopBlocks):
         return _instead(real, distant, last, self), state
 
     def __str__(self) -> str:
-        return f"top:{self.k}, recorded"
+        return f"top:{self.k}, {self.lists}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +106,7 @@ class Fresh(TopBlocks):
     """`top:K` that then reads other distant pages in each step than in those before it, of every KV head."""
 
     attend = Stateless.attend
+    lists: ClassVar[str] = "nothing shared"
 
     def select(self, query, layer, ctx, state):
         """Sink, the next K distant pages in a fixed order, local."""
@@ -112,7 +120,7 @@ class Fresh(TopBlocks):
         return _instead(real, self.sink + place.astype(jnp.int32), last, self), state
 
     def __str__(self) -> str:
-        return f"top:{self.k}, nothing shared"
+        return f"top:{self.k}, {self.lists}"
 
 
 def _instead(real: Blocks, distant: Int[jax.Array, "B K k"], last: Int[jax.Array, "B 1 1"], policy: TopBlocks) -> Blocks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,106 +18,154 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.bill.bus_fitting import OWN
+from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
-from kvjax.policies.decode import DecodePolicy
+from kvjax.outcomes import Reads
+from kvjax.policies.decode import DecodePolicy, TopBlocks, name_of
 from kvjax.sampling import SamplingRows
 from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.bench.hollow import HollowEngine, random_model
+from kvjax.serving.bench.lists import Fresh, Replayed
 
 COPY = 1 << 30
 """Bytes of a plain copy, whose rate is the floor's."""
 
 
+LEAST = 2
+"""Steps before the timed ones: one compiles, one shows how long a step takes."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiered:
-    """What to time. tokens: of the sequence. device_bytes: what the cache may take on the device, indexes included; None: all of it lies
-    there. steps: in a round."""
+    """What to time. tokens: of the sequences, one at a time. device_bytes: what the cache may take on the device, indexes included, in an
+    engine whose host memory holds the longest sequence; None: all of it lies on the device. steps: in a round, at most. seconds: how long
+    the timed rounds of a row may take; slow steps, as dense ones over the bus, then run fewer to a round, but at least one."""
 
     shape: str
     config: ModelConfig
-    tokens: int
+    tokens: tuple[int, ...]
     policies: tuple[DecodePolicy, ...]
     device_bytes: tuple[int | None, ...]
     steps: int
     rounds: int
+    seconds: float = 60.0
 
     def __post_init__(self):
-        for name in ("tokens", "steps", "rounds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.tokens + self._later > self.config.max_positions:
+        for name, values in (("tokens", self.tokens), ("steps", (self.steps,)), ("rounds", (self.rounds,))):
+            if not values or min(values) < 1:
+                raise ValueError(f"{name} must be at least 1, got {values}")
+        if max(self.tokens) + self.later > self.config.max_positions:
             raise ValueError(
-                f"{self.tokens:,} tokens and {self._later:,} steps are more than the model's {self.config.max_positions:,} positions"
+                f"{max(self.tokens):,} tokens and {self.later:,} steps are more than the model's {self.config.max_positions:,} positions"
             )
+        for policy in self.policies:
+            if isinstance(policy, Replayed) and self.later > policy.recorded_steps and any(self.device_bytes):
+                fewer = max(1, policy.recorded_steps // 8 - 1)
+                raise ValueError(
+                    f"{policy.file} has lists of {policy.recorded_steps} steps, and {self.later} steps would read some twice, which the "
+                    f"hot buffer would then know: give fewer steps and rounds, as --steps 8 --rounds {fewer}"
+                )
 
     @property
-    def _later(self) -> int:
-        return self.steps * (self.rounds + 1)
+    def later(self) -> int:
+        """The most steps of a row."""
+        return max(self.steps, LEAST) + self.steps * self.rounds
 
-    @property
-    def pages(self) -> int:
-        """Pages of the sequence at its end."""
-        return -(-(self.tokens + self._later) // PAGE_SIZE) + 1
+    def pages(self, tokens: int) -> int:
+        """Pages of a sequence of so many tokens at its end."""
+        return -(-(tokens + self.later) // PAGE_SIZE) + 1
 
 
 def tiered_rows(plan: Tiered, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
-    """A row for each size of the device and policy: median seconds of a step, the bytes of keys and values that it read, those of them that
-    came from host memory, and the rate of a plain copy from pinned host memory, in bytes per second."""
+    """A row for each size of the device, length and policy: median seconds of a step; the bytes of keys and values that it read; those of
+    them that came from host memory; those that it listed there and looked up in the hot buffer, and those of these that were copied; and
+    the rate of a plain copy from pinned host memory, in bytes per second. `skipped` is set if everything on the device does not fit
+    there."""
     say("weights")
     model = random_model(plan.config)
     frame = plan.config.cache_spec(PAGE_SIZE).bytes_per_frame("full")
     rate = _copy_rate()
     for device_bytes in plan.device_bytes:
-        sizes = {"pages": plan.pages + 1}
-        if device_bytes is not None:
-            sizes = {"device_bytes": device_bytes, "pool_host_bytes": plan.pages * frame}
+        lengths, beyond = list(plan.tokens), []
+        if device_bytes is None:
+            indexes = tuple(dict.fromkeys(spec for policy in plan.policies for spec in policy.indexes()))
+            fit_in = memory_plan(plan.config, page_size=PAGE_SIZE, indexes=indexes, weights_bytes=0).pages_that_fit
+            lengths, beyond = ([each for each in plan.tokens if (plan.pages(each) + 1 <= fit_in) is fits] for fits in (True, False))
+        for tokens in beyond:
+            why = f"{plan.pages(tokens) + 1:,} pages are more than the {fit_in:,} that fit on the device"
+            yield from (_named(plan, tokens, policy, None, frame) | {"skipped": why} for policy in plan.policies)
+        if not lengths:
+            continue
+        pages = plan.pages(max(lengths))
+        sizes = {"pages": pages + 1} if device_bytes is None else {"device_bytes": device_bytes, "pool_host_bytes": pages * frame}
         say("pages")
         engine = HollowEngine(model, policies=plan.policies, batch_buckets=(1,), **sizes)
         engine.fill_pages()
-        for policy in plan.policies:
-            say(str(policy))
-            sequence = engine.hollow_sequence(plan.tokens)
-            seconds, read, from_host = _time_steps(engine, sequence, policy, plan)
-            host_pages = engine.host_pages
+        for tokens, policy in itertools.product(lengths, plan.policies):
+            say(f"{tokens:,} tokens, {policy}")
+            sequence = engine.hollow_sequence(tokens)
+            measured = _time_steps(engine, sequence, policy, plan)
+            measured["host_pages"] = engine.host_pages
             engine.free(sequence)
-            yield {
-                "shape": plan.shape,
-                "layers": len(plan.config.layers),
-                "tokens": plan.tokens,
-                "policy": str(policy),
-                "device_bytes": device_bytes,
-                "cache_bytes": plan.pages * frame,
-                "host_pages": host_pages,
-                "median_s": statistics.median(seconds),
-                "samples": len(seconds),
-                "read_bytes": statistics.mean(read),
-                "host_bytes": statistics.mean(from_host),
-                "rate": rate,
-            }
+            yield _named(plan, tokens, policy, device_bytes, frame) | measured | {"rate": rate}
         del engine
         gc.collect()
 
 
-def _time_steps(
-    engine: HollowEngine, sequence: CachedSequence, policy: DecodePolicy, plan: Tiered
-) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of a step, of rounds in which each step is fed the token of the one before; the bytes that steps read, and from the host."""
+def _named(plan: Tiered, tokens: int, policy: DecodePolicy, device_bytes: int | None, frame: int) -> dict[str, Any]:
+    """The fields of a row that say what it is. name: of the policy whose work the step does. lists: who chose what it reads."""
+    replaced = isinstance(policy, Fresh | Replayed)
+    return {
+        "shape": plan.shape,
+        "layers": len(plan.config.layers),
+        "dtype": plan.config.compute_dtype,
+        "tokens": tokens,
+        "policy": str(policy),
+        "name": name_of(TopBlocks(policy.k)) if replaced else name_of(policy),
+        "lists": policy.lists if replaced else OWN,
+        "device_bytes": device_bytes,
+        "cache_bytes": plan.pages(tokens) * frame,
+    }
+
+
+def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePolicy, plan: Tiered) -> dict[str, Any]:
+    """Times rounds in which each step is fed the token of the one before, and counts the bytes that their steps read."""
     rows, tokens = SamplingRows.of([None]), jnp.zeros(1, jnp.int32)
     config, size = engine.config.attention[0], jnp.dtype(engine.config.compute_dtype).itemsize
-    seconds, read, from_host = [], [], []
-    for number in range(plan.rounds + 1):
-        reads = []
-        started = time.perf_counter()
-        for _ in range(plan.steps):
+    width, first = 2 * config.head_dim * size, sequence.length
+
+    def run(count: int) -> tuple[float, list[Reads]]:
+        nonlocal tokens
+        reads, started = [], time.perf_counter()
+        for _ in range(count):
             tokens = engine.decode_and_sample([sequence], tokens, rows, policy).tokens
             reads.append(engine.last_reads)
         jax.block_until_ready(tokens)
-        if number:  # the first one compiles, and fills the hot buffer
-            seconds.append((time.perf_counter() - started) / plan.steps)
-            read += [float(np.asarray(each.keys).sum()) * 2 * config.head_dim * size for each in reads]
-            from_host += [0.0 if each.host_bytes is None else float(np.asarray(each.host_bytes).sum()) for each in reads]
-    return seconds, read, from_host
+        return time.perf_counter() - started, reads
+
+    run(1)
+    steps = max(1, min(plan.steps, int(plan.seconds / plan.rounds / run(1)[0])))
+    run(max(0, steps - LEAST))  # fills the hot buffer
+    before, warm = engine.pool_stats(), sequence.length - first
+    rounds = [run(steps) for _ in range(plan.rounds)]
+    after, reads = engine.pool_stats(), [each for _, round_reads in rounds for each in round_reads]
+    asked = found = 0
+    if after is not None:
+        asked, found = after.asked - before.asked, after.found - before.found
+    frames = [frames.counts for frames in engine.frames.values()]
+    return {
+        "frames": list(dataclasses.astuple(frames[0])) if frames else None,
+        "steps": steps,
+        "mean_length": first + warm + (len(reads) + 1) // 2,
+        "median_s": statistics.median(seconds / steps for seconds, _ in rounds),
+        "samples": len(rounds),
+        "read_bytes": statistics.mean(float(np.asarray(each.keys).sum()) * width for each in reads),
+        "host_bytes": statistics.mean(0.0 if each.host_bytes is None else float(np.asarray(each.host_bytes).sum()) for each in reads),
+        "asked_bytes": asked * width * PAGE_SIZE / len(reads),
+        "copied_bytes": (asked - found) * width * PAGE_SIZE / len(reads),
+    }
 
 
 def _copy_rate() -> float:

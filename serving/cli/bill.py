@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +16,9 @@ from kvjax.serving.cli.options import (
     JsonOption,
     MaxPositionsOption,
     PageSizeOption,
+    byte_count,
     load_model,
+    named_as_options,
     number,
     parse_lengths,
     read_json,
@@ -24,8 +28,11 @@ from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.bill import Bill
+    from kvjax.bill.bus_fitting import TierCell
     from kvjax.bill.fitting import Cell
+    from kvjax.cache.spanning import FrameCounts
     from kvjax.model import ModelConfig
+    from kvjax.policies.decode import DecodePolicy
 
 bill_app = typer.Typer(
     cls=WholeSentences,
@@ -34,7 +41,9 @@ bill_app = typer.Typer(
     rich_markup_mode=None,
 )
 
-RunsArgument = Annotated[list[Path], typer.Argument(metavar="RESULT.json...", help="Results of kvjax bench decode.")]
+RunsArgument = Annotated[
+    list[Path], typer.Argument(metavar="RESULT.json...", help="Results of kvjax bench decode and of kvjax bench tiers.")
+]
 ShapeOption = Annotated[
     str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, qwen2.5-0.5b, tiny, or a model folder or hub id, of which only config.json is read.")
 ]
@@ -51,6 +60,34 @@ BandwidthOption = Annotated[
 ]
 NoOverheadOption = Annotated[bool, typer.Option("--no-overhead", help="Set c0 to 0. Every figure is then a projection.")]
 
+DeviceShareOption = Annotated[
+    int | None,
+    typer.Option(
+        "--device-memory",
+        help="What an engine's cache takes on the device, as 8GB, with --pool-host-memory for pages that it has no room for.",
+        show_default=False,
+        **byte_count(),
+    ),
+]
+PoolShareOption = Annotated[
+    int | None,
+    typer.Option(
+        "--pool-host-memory", help="Host memory for pages of an engine, as 56GB, with --device-memory.", show_default=False, **byte_count()
+    ),
+]
+HitsOption = Annotated[
+    float | None,
+    typer.Option(
+        help="Share, 0 to 1, of what steps list in host memory that the hot buffer holds. [default: the bill's, which was measured]",
+        show_default=False,
+        **number(least=0, most=1),
+    ),
+]
+LinkOption = Annotated[
+    float | None,
+    typer.Option(help="GB/s from host or disk; every figure is then a projection.", show_default=False, **number(above=0)),
+]
+
 
 @bill_app.command("fit")
 def fit_command(
@@ -63,10 +100,12 @@ def fit_command(
 ) -> None:
     """Fit the bill to measured steps. Print its error on held-out cells, and the time lost by choosing with it.
 
-    Bandwidth and c0 are fitted to dense rows only. There is one bill for each device, model and dtype in the results.
+    Bandwidth and c0 are fitted to dense rows only. There is one bill for each device, model and dtype in the results. Rows of kvjax bench
+    tiers give the terms of pages in host memory; those with everything on the device count as rows of kvjax bench decode.
     """
+    from kvjax.bill.bus_fitting import fit_bus
     from kvjax.bill.fitting import FORMS, fit
-    from kvjax.bill.report import TABLES, checks, projections, rendered
+    from kvjax.bill.report import TABLES, TIER_TABLES, checks, projections, rendered, tier_checks
     from kvjax.bill.step_bill import to_json
     from kvjax.serving.bench.decode import config_of
     from pallas_kernels.bench.formats import show, table
@@ -77,15 +116,19 @@ def fit_command(
     measured = _cells(results)
     if not measured:
         raise typer.BadParameter(f"no row of {', '.join(map(str, results))} has a time to fit", param_hint="RESULT.json...")
-    figures: dict[str, Any] = {"form": form, "bills": [], "held_out": []}
+    figures: dict[str, Any] = {"form": form, "bills": [], "held_out": [], "held_out_tiers": []}
     source = " ".join(map(_in_repository, results))
-    for (device, shape, layers, dtype), cells in measured.items():
+    for (device, shape, layers, dtype), (cells, tiered) in measured.items():
         config = config_of(shape, layers)
         bill = fit(cells, config, device=device, model=shape, dtype=dtype, source=source, form=form)
+        if tiered:
+            bill = dataclasses.replace(bill, bus=fit_bus(cells, tiered, model=shape, source=source, form=form))
         typer.echo(str(bill))
         figures["bills"].append(to_json(bill))
         figures["held_out"].append(checks(cells, form) | {"projections": projections(bill, config)})
-    show(*(table(*make(figures), title=name, left=2) for name, make in TABLES.items()))
+        figures["held_out_tiers"].append(tier_checks(cells, tiered, form) if tiered else None)
+    shown = {name: make(figures) for name, make in (TABLES | TIER_TABLES).items()}
+    show(*(table(*made, title=name, left=2) for name, made in shown.items() if made[1]))
     if json_out is not None:
         write_result(json_out, figures)
     for document in into or ():
@@ -107,7 +150,10 @@ def predict_command(
     ] = None,
     page_size: PageSizeOption = 128,
     tier: Annotated[str, typer.Option(help="Where keys and values are: device, host or disk.")] = "device",
-    link: Annotated[float | None, typer.Option(help="GB/s from host or disk.", show_default=False, **number(above=0))] = None,
+    link: LinkOption = None,
+    device_memory: DeviceShareOption = None,
+    pool_host_memory: PoolShareOption = None,
+    hits: HitsOption = None,
     bandwidth: BandwidthOption = None,
     no_overhead: NoOverheadOption = False,
 ) -> None:
@@ -120,19 +166,25 @@ def predict_command(
     bill = _bill(fit, device, shape, bandwidth, no_overhead)
     if tier != "device" and link is None:
         raise typer.BadParameter(f"keys and values on {tier!r} need --link, the GB/s from there", param_hint="--tier")
+    config, named = config_of(shape), policies_of(policies)
+    computed = dataclasses.replace(config, compute_dtype=dtype or bill.dtype)
+    frames = _frames(computed, named, page_size, device_memory, pool_host_memory, hits)
+    if frames is not None and tier != "device":
+        raise typer.BadParameter(f"{tier!r} puts all keys and values there: leave out --device-memory", param_hint="--tier")
     if link is not None:
-        bill = bill.projected(f"a {tier} link of {link:g} GB/s", links=((tier, link * 1e9),))
-    config, options = config_of(shape), {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size, "tier": tier}
-    columns = ("tokens", "batch", "policy", "GB weights", "GB K and V", "GB index", "ms", "x dense", "from")
+        bill = bill.with_link("host" if frames is not None else tier, link)
+    options = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size, "tier": tier, "frames": frames, "hits": hits}
+    columns = ("tokens", "batch", "policy", "GB weights", "GB K and V", "GB index", "GB over the bus", "ms", "x dense", "from")
     rows: list[tuple[str, ...]] = []
     reasons: dict[str, None] = {}
     for length in parse_lengths(lengths):
         for batch in parse_lengths(batches, "batches"):
             dense = bill.predict(config, "dense", length, batch, **options)
-            for policy in policies_of(policies):
+            for policy in named:
                 found = bill.predict(config, policy, length, batch, **options)
                 reasons |= dict.fromkeys(found.projection)
-                gigabytes = (f"{count / 1e9:.3f}" for count in (found.bytes.weights, found.bytes.kv, found.bytes.index))
+                counts = found.bytes.weights, found.bytes.kv, found.bytes.index, found.bus_bytes
+                gigabytes = (f"{count / 1e9:.3f}" for count in counts)
                 figures = f"{found.seconds * 1e3:.3f}", f"{dense.seconds / found.seconds:.2f}", known_from(found)
                 rows.append((f"{length:,}", str(batch), name_of(policy), *gigabytes, *figures))
     typer.echo(str(bill))
@@ -175,13 +227,20 @@ def choose_command(
     ] = None,
     dtype: DtypeOption = None,
     max_positions: MaxPositionsOption = None,
+    device_memory: DeviceShareOption = None,
+    pool_host_memory: PoolShareOption = None,
 ) -> None:
-    """Print which policy `auto` would run on this device, and why. For decoding, a device without a built-in bill is calibrated."""
+    """Print which policy `auto` would run on this device, and why. For decoding, a device without a built-in bill is calibrated.
+
+    With --device-memory and --pool-host-memory, it is the choice of an engine of these sizes.
+    """
 
     from kvjax.bill import Auto, AutoPrefill
 
     if device is not None and not prefill:
         raise typer.BadParameter("needs --prefill: decoding is calibrated on this device", param_hint="--device")
+    if prefill and (device_memory or pool_host_memory):
+        raise typer.BadParameter("is about decoding, and --prefill is not", param_hint="--device-memory")
     cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
     auto = AutoPrefill(level) if prefill else Auto(level)
     loaded = load_model(model, dtype, max_positions)
@@ -195,8 +254,9 @@ def choose_command(
         return
     auto = auto.bind(loaded, **sizes)
     typer.echo(auto.describe())
+    frames = _frames(loaded.config, (auto,), 128, device_memory, pool_host_memory, chunk=prefill_chunk)
     for length, batch in cells:
-        typer.echo(f"{length:,} tokens, batch {batch}: {auto.choose([length] * batch)}")
+        typer.echo(f"{length:,} tokens, batch {batch}: {auto.choose([length] * batch, frames)}")
 
 
 @bill_app.command("evidence")
@@ -290,18 +350,25 @@ def regime_map_command(
     measured: Annotated[
         list[Path] | None, typer.Option(help="Results of kvjax bench decode, whose cells are marked; may be given several times.")
     ] = None,
+    device_memory: DeviceShareOption = None,
+    pool_host_memory: PoolShareOption = None,
+    hits: HitsOption = None,
+    link: LinkOption = None,
     bandwidth: BandwidthOption = None,
     no_overhead: NoOverheadOption = False,
     out: Annotated[Path, typer.Option("--out", "-o", dir_okay=False, help="File for the picture (PNG).")] = Path("regime-map.png"),
     json_out: JsonOption = None,
 ) -> None:
-    """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill. Projections are pale."""
+    """Draw where sparse decoding is faster than dense, over length and batch, from a fitted bill. Projections are pale.
+
+    With --device-memory and --pool-host-memory, steps read pages in host memory where the device has no room for them.
+    """
     needs_extras("kvjax regime-map", "plots")
     import numpy as np
 
     from kvjax.bill.regimes import regime_map, save
     from kvjax.bill.report import BATCHES, CROSSINGS, crossing
-    from kvjax.serving.bench.decode import config_of
+    from kvjax.serving.bench.decode import config_of, policies_of
     from pallas_kernels.bench.formats import show, table
     from pallas_kernels.bench.results import write_result
 
@@ -311,37 +378,70 @@ def regime_map_command(
             raise typer.BadParameter(f"needs the smallest and the largest, as 4,64; got {pair}", param_hint=option)
     bill, config = _bill(fit, device, shape, bandwidth, no_overhead), config_of(shape)
     grid, sizes_drawn = ([int(n) for n in dict.fromkeys(np.geomspace(*pair, 65).round().astype(int))] for pair in (ends, sizes))
-    held = None if memory is None else int(memory * 2**30)
-    maps = [
-        regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held, model=Path(shape).name) for policy in policies.split(",")
-    ]
+    held, named = None if memory is None else int(memory * 2**30), policies_of(policies)
+    frames = _frames(dataclasses.replace(config, compute_dtype=bill.dtype), named, 128, device_memory, pool_host_memory, hits)
+    if memory is not None and frames is not None:
+        raise typer.BadParameter("says what fits on the device, as --device-memory does: leave one of them out", param_hint="--memory")
+    if link is not None and frames is None:
+        raise typer.BadParameter("needs --device-memory and --pool-host-memory", param_hint="--link")
+    if link is not None:
+        bill = bill.with_link("host", link)
+    tiers = {"frames": frames, "hits": hits}
+    maps = [regime_map(bill, config, policy, grid, sizes_drawn, memory_bytes=held, model=Path(shape).name, **tiers) for policy in named]
+    if frames is not None and not any(found.fits.any() for found in maps):
+        raise typer.BadParameter(
+            f"{frames.device + frames.host:,} pages do not hold a sequence of {ends[0]:,} tokens", param_hint="--pool-host-memory"
+        )
     if not any(found.fits.any() for found in maps):
         raise typer.BadParameter(f"{memory:g} GiB do not hold the weights and one sequence of {ends[0]:,} tokens", param_hint="--memory")
-    dots = {(cell.length, cell.batch) for cells in _cells(measured or []).values() for cell in cells}
+    dots: set[tuple[int, int]] = set()
+    for cells, tiered in _cells(measured or []).values():
+        dots |= {(cell.length, cell.batch) for cell in cells} | {(cell.length, 1) for cell in tiered}
     save(maps, out, sorted(dots))
     typer.echo(str(bill))
-    rows = [crossing(bill, config, found.policy, batch) for found in maps for batch in BATCHES if sizes[0] <= batch <= sizes[1]]
+    rows = [crossing(bill, config, found.policy, batch, **tiers) for found in maps for batch in BATCHES if sizes[0] <= batch <= sizes[1]]
     show(table(CROSSINGS, rows, left=4))
     if json_out is not None:
         write_result(json_out, {"maps": [found.figures() for found in maps]})
     typer.echo("written: " + ", ".join(map(str, filter(None, (out, json_out)))))
 
 
-def _cells(files: list[Path]) -> dict[tuple[str, str, int, str], list[Cell]]:
-    """The cells of several results, the older first, by (device, shape, layers, dtype)."""
-    from kvjax.bill.fitting import merged, read_cells
+def _cells(files: list[Path]) -> dict[tuple[str, str, int, str], tuple[list[Cell], list[TierCell]]]:
+    """The cells of several results, by (device, shape, layers, dtype): with everything on the device, and with pages in
+    host memory."""
+    from kvjax.bill.bus_fitting import read_runs
     from kvjax.serving.bench.decode import config_of
 
-    found: dict[tuple[str, str, int, str], list[Cell]] = {}
-    runs = [(file, read_json(file, "a result of kvjax bench decode")) for file in files]
+    runs = [(file, read_json(file, "a result of kvjax bench decode or tiers")) for file in files]
     try:
-        for _, run in sorted(runs, key=lambda pair: pair[1]["provenance"]["date"]):
-            for key, cells in read_cells(run, config_of).items():
-                found.setdefault(key, []).extend(cells)
+        return read_runs([run for _, run in runs], config_of)
     except KeyError as error:
         names = ", ".join(str(file) for file, _ in runs)
-        raise typer.BadParameter(f"{error} is missing from a result of kvjax bench decode; look at {names}") from None
-    return {key: merged(cells) for key, cells in found.items()}
+        raise typer.BadParameter(f"{error} is missing from a result of kvjax bench decode or tiers; look at {names}") from None
+
+
+def _frames(
+    config: ModelConfig,
+    policies: Sequence[DecodePolicy],
+    page_size: int,
+    device_memory: int | None,
+    pool_host_memory: int | None,
+    hits: float | None = None,
+    chunk: int = 512,
+) -> FrameCounts | None:
+    """The frames of an engine of these sizes that declares dense and these policies; None without sizes."""
+    from kvjax.memory import memory_plan, pool_frames
+
+    if (device_memory is None) != (pool_host_memory is None):
+        raise typer.BadParameter("are only together the sizes of an engine", param_hint="--device-memory and --pool-host-memory")
+    if device_memory is None:
+        if hits is not None:
+            raise typer.BadParameter("needs --device-memory and --pool-host-memory", param_hint="--hits")
+        return None
+    indexes = tuple(dict.fromkeys(spec for policy in policies for spec in policy.indexes()))
+    plan = memory_plan(config, page_size=page_size, indexes=indexes, weights_bytes=0, available_bytes=0, prefill_chunk=chunk)
+    with named_as_options():
+        return pool_frames(plan, device_memory, pool_host_memory, prefill_chunk=chunk, hot=bool(indexes))
 
 
 def _bill(fit: Path | None, device: str, shape: str, bandwidth: float | None, no_overhead: bool) -> Bill:

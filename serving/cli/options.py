@@ -91,15 +91,23 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 def byte_count() -> Any:
     """Arguments of typer.Option for a number of bytes, as 8GB or 512MiB."""
+    return {"parser": _bytes_of, "metavar": "<size>"}
 
-    def parsed(text: object) -> int:
-        word = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", str(text).strip())
-        count = int(float(word[1]) * UNITS[word[2].upper()]) if word and word[2].upper() in UNITS else 0
-        if not 1 <= count < 2**60:
-            raise typer.BadParameter(f"must be a size above 0 with a unit (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB), as 8GB, got {text}")
-        return count
 
-    return {"parser": parsed, "metavar": "<size>"}
+def byte_counts(text: str, option: str) -> tuple[int, ...]:
+    """Several of them, with commas between them. option: its name."""
+    try:
+        return tuple(map(_bytes_of, text.split(",")))
+    except typer.BadParameter as error:
+        raise typer.BadParameter(error.message, param_hint=option) from None
+
+
+def _bytes_of(text: object) -> int:
+    word = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([A-Za-z]*)", str(text).strip())
+    count = int(float(word[1]) * UNITS[word[2].upper()]) if word and word[2].upper() in UNITS else 0
+    if not 1 <= count < 2**60:
+        raise typer.BadParameter(f"must be a size above 0 with a unit (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB), as 8GB, got {text}")
+    return count
 
 
 class Dtype(enum.StrEnum):

@@ -7,18 +7,23 @@ from typing import Annotated
 
 import typer
 
-from kvjax.serving.cli.options import JsonOption, allow_host_pages, byte_count, token_count, whole
+from kvjax.serving.cli.options import JsonOption, allow_host_pages, byte_counts, number, parse_lengths, token_count, whole
 from kvjax.serving.cli.scheduling import BenchDtypeOption, LayersOption, ShapeOption, config_of_shape, plan_of, run
 
 
 def tiers_command(
     shape: ShapeOption = "qwen2.5-7b",
-    tokens: Annotated[int, typer.Option(help="Tokens of the sequence.", **token_count())] = 2**20,
+    tokens: Annotated[str, typer.Option(help="Tokens of the sequences, separated by commas.")] = "1m",
     device_memory: Annotated[
-        int | None,
-        typer.Option(help="What the cache takes on the device, as 8GB; the rest lies in host memory.", show_default=False, **byte_count()),
+        str | None,
+        typer.Option(
+            help="What the cache takes on the device, as 8GB; the rest lies in host memory. Several sizes are separated by commas.",
+            show_default=False,
+        ),
     ] = None,
-    resident: Annotated[bool, typer.Option("--resident", help="Time it with everything on the device, too.")] = False,
+    resident: Annotated[
+        bool, typer.Option("--resident", help="Time sequences with everything on the device, too, where that fits.")
+    ] = False,
     policies: Annotated[str, typer.Option(help="Decode policies, separated by commas.")] = "top:32,dense",
     fresh: Annotated[int, typer.Option(help="Time top:K with lists that share nothing between steps, too; 0: not.", **whole(0))] = 0,
     recorded: Annotated[
@@ -26,13 +31,17 @@ def tiers_command(
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps in a round.", **whole())] = 16,
     rounds: Annotated[int, typer.Option(help="Timed rounds.", **whole())] = 8,
+    seconds: Annotated[
+        float, typer.Option(help="How long the rounds of a row may take; slow steps then run fewer to a round.", **number(above=0))
+    ] = 60.0,
     dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
     json_out: JsonOption = None,
 ) -> None:
-    """Time decode steps of a sequence whose pages lie in host memory where the device has no room for them.
+    """Time decode steps of sequences whose pages lie in host memory where the device has no room for them.
 
-    Weights and pages are random; there is no prefill.
+    Weights and pages are random; there is no prefill. `kvjax bill fit` takes the result: it needs --resident, several --tokens, the policy
+    dense, --fresh and --recorded (docs/the-bill.md).
     """
     allow_host_pages()
     from kvjax.serving.bench.decode import policies_of
@@ -44,8 +53,9 @@ def tiers_command(
     named += [Replayed.of(recorded)] if recorded else []
     if not named:
         raise typer.BadParameter("name at least one policy", param_hint="--policies")
-    sizes = (*([device_memory] if device_memory else []), *([None] if resident or not device_memory else []))
-    fields = {"tokens": tokens, "policies": tuple(named), "device_bytes": sizes, "steps": steps, "rounds": rounds}
+    sizes = byte_counts(device_memory, "--device-memory") if device_memory else ()
+    fields = {"tokens": parse_lengths(tokens, "tokens"), "policies": tuple(named), "steps": steps, "rounds": rounds, "seconds": seconds}
+    fields["device_bytes"] = (*sizes, *([None] if resident or not sizes else []))
     plan = plan_of(Tiered, shape, config_of_shape(shape, layers, dtype), **fields)
     run(json_out, "tiers", lambda say: tiered_rows(plan, say))
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from planted_tiers import sizes, tier_run
 
 from kvjax.bill import load_bills, step_bytes
 from kvjax.bill.evidence import read_evidence
@@ -110,6 +111,60 @@ def test_a_fitted_bill_predicts_and_draws(kvjax, runs):
     assert len(found["speedup"]) == len(found["batches"])
 
 
+TIERS = ("--device-memory", "8GB", "--pool-host-memory", "60GB")
+
+
+@pytest.fixture
+def tiers(tmp_path):
+    """A result as `kvjax bench tiers` writes it, with times of a planted law."""
+    (tmp_path / "tiers.json").write_text(json.dumps(tier_run()))
+    return "tiers.json"
+
+
+def test_fit_takes_rows_of_pages_in_host_memory(kvjax, tiers):
+    Path("page.md").write_text("<!-- bill:bus -->\n<!-- /bill -->\n<!-- bill:bus-errors -->\n<!-- /bill -->\n")
+    status, out, err = kvjax("bill", "fit", tiers, "--json", "bill.json", "--into", "page.md")
+    assert status == 0, err
+    assert "bus: 40.0 GB/s in place, 50.0 GB/s copied, 12.0 us a layer, hits 70%, error 0.0%" in " ".join(out.split())
+    (bill,) = load_bills(Path("bill.json"))
+    assert bill.bus.copied_per_s == pytest.approx(50e9)
+    text = Path("page.md").read_text()
+    assert "| Planted 9000 | qwen2.5-7b | 40.0 | 50.0 | 12.0 | 70% |" in text
+    assert "| qwen2.5-7b | a device size | bytes over the bus alone | 32 |" in text
+    held = json.loads(Path("bill.json").read_text())["held_out_tiers"][0]["errors"]["length"]
+    assert held["all"]["seconds"]["worst"] < 1e-6 < 0.05 < held["none"]["seconds"]["worst"]
+
+    frames, length = sizes(), 2**19
+    arguments = ("--fit", "bill.json", "--lengths", "512k", "--batches", "1", "--policies", "dense,top:32")
+    status, out, err = kvjax("bill", "predict", *arguments, *TIERS)
+    assert status == 0, err
+    for policy in ("dense", "top:32"):
+        found = bill.predict(QWEN, policy, length, frames=frames)
+        assert f"{found.seconds * 1e3:.3f}" in out
+        assert f"{found.bus_bytes / 1e9:.3f}" in out
+    assert f"{bill.predict(QWEN, 'top:32', length, frames=frames, hits=0.2).seconds * 1e3:.3f}" not in out
+    assert (
+        f"{bill.predict(QWEN, 'top:32', length, frames=frames, hits=0.2).seconds * 1e3:.3f}"
+        in kvjax("bill", "predict", *arguments, *TIERS, "--hits", 0.2)[1]
+    )
+    assert "projection: a host link of 10 GB/s" in kvjax("bill", "predict", *arguments, *TIERS, "--link", 10)[1]
+    assert f"{bill.predict(QWEN, 'dense', length).seconds * 1e3:.3f}" in kvjax("bill", "predict", *arguments)[1]
+
+
+@pytest.mark.long
+def test_the_map_of_an_engine_with_pages_in_host_memory(kvjax, tiers):
+    kvjax("bill", "fit", tiers, "--json", "bill.json")
+    drawn = ("--fit", "bill.json", "--policies", "top:32", "--lengths", "16k,512k", "--json", "map.json", "-o", "map.png")
+    status, out, err = kvjax("regime-map", *drawn, *TIERS, "--measured", tiers)
+    assert status == 0, err
+    assert re.search(r"top:32 │ 1 +│ from [\d,]+ tokens", out)
+    (found,) = json.loads(Path("map.json").read_text())["maps"]
+    kvjax("regime-map", *drawn)
+    (without,) = json.loads(Path("map.json").read_text())["maps"]
+    assert found["speedup"][0][-1] > 2 * without["speedup"][0][-1]
+    assert (found["frames"]["host"], without["frames"]) == (sizes().host, None)
+
+
 def test_the_built_in_bill_is_the_default(kvjax):
     status, out, _ = kvjax("bill", "predict", "--lengths", "128k", "--batches", "1")
     assert status == 0
@@ -148,6 +203,9 @@ def test_evidence_is_recorded_and_the_choice_explained(kvjax, model, model_folde
     status, out, _ = kvjax("bill", "choose", "--model", model_folder, "--lengths", "512", "--batches", "1", "--level", "fast")
     assert status == 0
     assert "512 tokens, batch 1: window:4+8: the bill of chip gives window:4+8, the fastest on record as fast" in out
+    arguments = ("--lengths", "512", "--batches", "1", "--level", "fast", "--device-memory", "1MB", "--pool-host-memory", "4MB")
+    status, out, err = kvjax("bill", "choose", "--model", model_folder, *arguments)
+    assert (status, "the bill of chip has no terms for pages in host memory" in out) == (0, True), err
 
 
 def test_prefill_is_timed_recorded_and_explained(kvjax, model_folder, monkeypatch):
@@ -222,6 +280,15 @@ def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
         (("bill", "predict", "--batches", "many"), "batches 'many' are not understood"),
         (("bill", "predict", "--policies", "dense,mean:3"), "has no c1 for mean:3"),
         (("bill", "predict", "--tier", "host"), "keys and values on 'host' need --link"),
+        (("bill", "predict", "--device-memory", "8GB"), "are only together the sizes of an engine"),
+        (("bill", "predict", "--hits", "0.5"), "--hits: needs --device-memory and --pool-host-memory"),
+        (("bill", "predict", *TIERS), "no bandwidth for the tier 'host'; fit one to rows of kvjax bench tiers"),
+        (("bill", "predict", *TIERS[:3], "1KB"), "--pool-host-memory of 1,000 holds no page"),
+        (("bill", "predict", *TIERS, "--tier", "host", "--link", "52"), "leave out --device-memory"),
+        (("bill", "choose", "--model", "needle", "--prefill", *TIERS), "is about decoding, and --prefill is not"),
+        (("regime-map", *TIERS, "--memory", "80"), "as --device-memory does: leave one of them out"),
+        (("regime-map", "--link", "52"), "needs --device-memory and --pool-host-memory"),
+        (("bill", "fit", "old.json"), "earlier version's; measure it again"),
         (("regime-map", "--batches", "4"), "the smallest and the largest"),
         (("regime-map", "--lengths", "1m,4k"), "the smallest and the largest"),
         (("bill", "fit", "ops.json"), "not a result of kvjax bench decode"),
@@ -230,6 +297,8 @@ def test_calibrate_writes_a_bill(kvjax, model_folder, monkeypatch):
 )
 def test_wrong_usage_is_named(kvjax, arguments, words):
     Path("ops.json").write_text(json.dumps({"bench": "ops", "provenance": {"date": "2026"}}))
+    old = {"shape": "qwen2.5-7b", "layers": 28, "tokens": 2**17, "policy": "dense", "median_s": 1.0}
+    Path("old.json").write_text(json.dumps({"bench": "tiers", "provenance": {"date": "2026", "device": "it"}, "rows": [old]}))
     status, _, err = kvjax(*arguments)
     assert status == 2
     assert words in " ".join(err.replace("│", " ").split())

@@ -129,11 +129,23 @@ class TopBlocks(Stateless):
         """Keys a KV head attends to in one step of a sequence of `length` tokens, the current one included; None if there is no list."""
         if layer < self.dense_layers:
             return None
+        sinks, distant, first_local = self._parts(length, page_size)
+        return (sinks + distant - first_local) * self.block_size + length
+
+    def keys_among(self, first: int, length: int, layer: int, page_size: int) -> float | None:
+        """How many of `keys_read` are among the first `first` tokens, if distant blocks lie evenly between sinks and local ones."""
+        if layer < self.dense_layers:
+            return None
+        sinks, distant, first_local = (count * self.block_size for count in self._parts(length, page_size))
+        share = min(max(first - sinks, 0) / (first_local - sinks), 1.0) if distant else 0.0
+        return min(first, sinks) + distant * share + max(0, first - first_local)
+
+    def _parts(self, length: int, page_size: int) -> tuple[int, int, int]:
+        """How many sink blocks and distant blocks are listed of a sequence of `length` tokens, and the first local block."""
         newest = (length - 1) // self.block_size
         first_local = max(0, min(newest - self.local + 1, (length - 1) // page_size * page_size // self.block_size))
         sinks = min(self.sink, first_local)
-        blocks = sinks + min(self.k, first_local - sinks) + newest - first_local + 1
-        return blocks * self.block_size - ((newest + 1) * self.block_size - length)
+        return sinks, min(self.k, first_local - sinks), first_local
 
     def __str__(self) -> str:
         """The short name that `parse` knows, if there is one; else every field that differs from the default."""

@@ -84,6 +84,11 @@ class Window(Stateless):
         """Keys a KV head attends to in one step of a sequence of `length` tokens."""
         return min(length, self.sink_tokens + self.window_tokens)
 
+    def keys_among(self, first: int, length: int, layer: int, page_size: int) -> float:
+        """How many of them are among the first `first` tokens."""
+        oldest = max(0, length - self.window_tokens)
+        return min(first, self.sink_tokens, oldest) + max(0, first - oldest)
+
     def __str__(self) -> str:
         return f"window:{self.sink_tokens}+{self.window_tokens}" + "+release" * self.release + "+remap" * self.remap
 

@@ -1,0 +1,107 @@
+"""`kvjax bench tiers` with a tiny shape: pages lie where the bill says, and steps read there what it counts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvjax.bill.bus_fitting import read_tier_cells
+from kvjax.bill.volume import pages_on_host
+from kvjax.cache.spanning import FrameCounts
+from kvjax.policies.decode import parse
+from kvjax.serving.bench import tiers
+from kvjax.serving.bench.decode import config_of
+from kvjax.serving.bench.hollow import HollowEngine, random_model
+from kvjax.serving.bench.lists import Fresh, Replayed
+from pallas_kernels.bench.scheduling import tiers_cells
+
+CONFIG = config_of("tiny", 1, "float32")
+LISTS = Path(__file__).parents[2] / "benchmarks" / "results" / "cpu" / "lists.json"
+
+
+def plan(**changed):
+    fields = {"shape": "tiny", "config": CONFIG, "tokens": (4096, 6144), "policies": (parse("dense"), parse("top:8"), Fresh(8))}
+    return tiers.Tiered(**(fields | {"device_bytes": (10**6,), "steps": 4, "rounds": 2} | changed))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers, "COPY", 1 << 20)
+        return list(tiers.tiered_rows(plan()))
+
+
+def test_rows_of_every_length_size_and_policy(rows):
+    names = [(row["device_bytes"], row["tokens"], row["policy"]) for row in rows]
+    policies = ("dense", "top:8", "top:8, nothing shared")
+    assert names == [(10**6, tokens, policy) for tokens in (4096, 6144) for policy in policies]
+    assert {(row["name"], row["lists"]) for row in rows} == {("dense", "own"), ("top:8", "own"), ("top:8", "nothing shared")}
+    assert all(len(tiers_cells(row)) == 12 for row in rows)
+
+
+def test_pages_lie_and_are_read_where_the_bill_says(rows):
+    run = {"bench": "tiers", "provenance": {"device": "cpu"}, "rows": rows}
+    ((key, (_, tiered)),) = read_tier_cells(run, lambda *_: CONFIG).items()
+    assert key == ("cpu", "tiny", 1, "float32")
+    for row, cell in zip(rows, tiered, strict=True):
+        frames = FrameCounts(*row["frames"])
+        assert row["host_pages"] == pages_on_host(frames, row["mean_length"]) > 0
+        assert cell.bytes.in_place == cell.sized.in_place, "a dense step reads every page there, and no other step any"
+        assert (cell.bytes.in_place > 0) == (cell.policy == "dense") == (cell.bytes.hot_layers == 0) == (cell.hits is None)
+        if cell.policy != "dense":
+            assert 0.6 < cell.bytes.listed / cell.sized.listed < 1.5, "spread evenly, about"
+            assert row["copied_bytes"] == row["host_bytes"]
+    shared, fresh = (
+        next(each.hits for each in tiered if each.lists == kind and each.policy != "dense") for kind in ("own", "nothing shared")
+    )
+    assert shared > fresh
+
+
+def test_pages_of_a_hollow_sequence_lie_where_prefill_would_leave_them():
+    """The newest ones on the device; pages of a sequence that is bound at once would lie there the other way round."""
+    frame = CONFIG.cache_spec(128).bytes_per_frame("full")
+    engine = HollowEngine(random_model(CONFIG), "dense", device_bytes=10 * frame, pool_host_bytes=40 * frame, batch_buckets=(1,))
+    sequence = engine.hollow_sequence(4096)
+    places = engine.frames["full"].frame_of[sequence.pages["full"]]
+    assert (places < engine.frames["full"].counts.border).tolist() == [False] * 22 + [True] * 10
+    assert not engine.frames["full"].moving
+
+
+def test_what_does_not_fit_is_said(monkeypatch):
+    monkeypatch.setattr(tiers, "random_model", lambda config: None)
+    monkeypatch.setattr(tiers, "COPY", 1 << 20)
+    monkeypatch.setattr(tiers, "memory_plan", lambda *_, **__: type("Plan", (), {"pages_that_fit": 30}))
+    rows = list(tiers.tiered_rows(plan(device_bytes=(None,), policies=(parse("dense"),))))
+    assert [row["skipped"] for row in rows] == [
+        "35 pages are more than the 30 that fit on the device",
+        "51 pages are more than the 30 that fit on the device",
+    ]
+    assert tiers_cells(rows[0])[5] == "does not fit"
+    assert read_tier_cells({"bench": "tiers", "provenance": {"device": "cpu"}, "rows": rows}, lambda *_: CONFIG) == {}
+
+
+def test_slow_steps_run_fewer_to_a_round_and_everything_on_the_device_is_timed_beside_it(rows, monkeypatch):
+    assert {row["steps"] for row in rows} == {4}
+    monkeypatch.setattr(tiers, "COPY", 1 << 20)
+    (row,) = tiers.tiered_rows(plan(tokens=(4096,), policies=(parse("dense"),), device_bytes=(None,), seconds=1e-9))
+    assert (row["steps"], row["samples"], row["mean_length"]) == (1, 2, 4096 + 2 + 1), "two steps before the timed ones"
+    assert (row["host_bytes"], row["asked_bytes"], row["frames"], row["host_pages"]) == (0, 0, None, 0)
+    ((_, (resident, tiered)),) = read_tier_cells(
+        {"bench": "tiers", "provenance": {"device": "cpu"}, "rows": [row]}, lambda *_: CONFIG
+    ).items()
+    assert ([(cell.policy, cell.length) for cell in resident], tiered) == ([("dense", 4096)], [])
+
+
+def test_lists_are_not_read_twice():
+    replayed = Replayed.of(LISTS)
+    steps = len(json.loads(LISTS.read_text())["rows"][0]["lists"][0])
+    assert replayed.recorded_steps == steps == 48
+    plan(policies=(replayed,), steps=8, rounds=5)
+    plan(policies=(replayed,), steps=48, rounds=5, device_bytes=(None,))
+    with pytest.raises(ValueError, match=r"lists of 48 steps, and 56 steps would read some twice.*--steps 8 --rounds 5"):
+        plan(policies=(replayed,), steps=8, rounds=6)
+    for name in ("tokens", "steps", "rounds"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+            plan(**{name: (0,) if name == "tokens" else 0})
