@@ -40,8 +40,8 @@ class DeclaredPolicies:
 
     policy, prefill: the engine's own; None: the model's (`own_policies`). policies: all that calls may name, `policy` first. states: those
     of learning policies. reach: what every sequence keeps from its first token on (`kvjax.release.kept_from_the_start`). last_choice,
-    last_prefill_choice: the latest choices of policies such as `auto`. mesh: of the engine; None: one device. frames: those of the engine, for
-    policies that choose; None where all pages lie on the device. ValueError for policies that do not fit the sizes or the model's layers.
+    last_prefill_choice: the latest choices of policies such as `auto`. mesh: of the engine; None: one device. frames: those of the engine,
+    for policies that choose; None where all pages lie on the device. ValueError for policies that do not fit the sizes or the layers.
     """
 
     def __init__(
