@@ -53,7 +53,7 @@ from kvjax.serving.cli.options import (
     token_count,
     whole,
 )
-from kvjax.serving.cli.plan import plan_command
+from kvjax.serving.cli.plan import plan_command, planned
 from pallas_kernels.extras import MissingExtra, needs_extras
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ def batch_command(
     defaults = Defaults(max_new_tokens, temperature, seed)
     if pages is None and device_memory is None:
         needed = pages_of_job(source, defaults, loaded, max_batch, page_size)
-        pages = max(1, min(needed, _plan_beside_weights(loaded, policy, page_size, devices).pages_that_fit))
+        plan = _plan_beside_weights(loaded, policy, prefill, page_size, prefill_chunk, max_batch, devices)
+        pages = max(1, min(needed, plan.pages_that_fit))
     sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory, "mesh": devices}
     sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk}
     with named_as_options():
@@ -423,15 +424,15 @@ def _engine(
 
     if pages is None and page_size > 0:
         pages = max(1, -(-tokens // page_size))
-        _check_fits(model, policy, tokens, pages, page_size, mesh)
+        plan = _plan_beside_weights(model, policy, prefill, page_size, prefill_chunk, 1, mesh)
+        _check_fits(plan, tokens, pages)
     sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
     with named_as_options():
         return Engine(model, policy, prefill=prefill, batch_buckets=(1,), mesh=mesh, **sizes)
 
 
-def _check_fits(model: Model, policy: str | None, tokens: int, pages: int, page_size: int, mesh: Mesh | None) -> None:
+def _check_fits(plan: MemoryPlan, tokens: int, pages: int) -> None:
     """ValueError if the pages of one sequence do not fit into memory."""
-    plan = _plan_beside_weights(model, policy, page_size, mesh)
     if pages > plan.pages_that_fit:
         raise ValueError(
             f"{tokens:,} tokens take {pages:,} pages, but memory has room for {plan.pages_that_fit:,} beside the weights: "
@@ -439,20 +440,17 @@ def _check_fits(model: Model, policy: str | None, tokens: int, pages: int, page_
         )
 
 
-def _plan_beside_weights(model: Model, policy: str | None, page_size: int, mesh: Mesh | None = None) -> MemoryPlan:
-    """The memory plan beside loaded weights."""
+def _plan_beside_weights(
+    model: Model, policy: str | None, prefill: str | None, page_size: int, prefill_chunk: int, sequences: int, mesh: Mesh | None
+) -> MemoryPlan:
+    """The memory plan of an engine beside loaded weights."""
+    from kvjax.checks import engine_sizes
+    from kvjax.declared import DeclaredPolicies
 
-    from kvjax.declared import own_policies
-    from kvjax.memory import memory_plan
-    from kvjax.policies.choice import ChoosesDecode
-    from kvjax.policies.decode import parse
-
-    chosen = own_policies(model.config)[0] if policy is None else parse(policy)
-    if isinstance(chosen, ChoosesDecode):  # its candidates, and so its indexes, depend on this model's evidence
-        chosen = chosen.bind(model, page_size=page_size, dtype=model.config.compute_dtype)
-    return memory_plan(
-        model.config, page_size=page_size, indexes=chosen.indexes(), weights_bytes=0, **({} if mesh is None else dict(mesh.shape))
-    )
+    with named_as_options():
+        engine_sizes(page_size, prefill_chunk, (sequences,))
+        declared = DeclaredPolicies(model, policy, (), prefill, page_size=page_size, prefill_chunk=prefill_chunk, mesh=mesh)
+        return planned(declared, sequences, weights_bytes=0, **({} if mesh is None else dict(mesh.shape)))
 
 
 def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT", option: str = "--file") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -62,7 +62,6 @@ def plan_command(
     context: ContextOption = 1,
 ) -> None:
     """Print the memory of weights and cache, and how many pages fit. Reads only the model's configuration."""
-    from kvjax.memory import memory_plan
     from kvjax.models.loading import read_config
 
     config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
@@ -74,21 +73,12 @@ def plan_command(
             f"{declared.policy} learns from prefill, and a prompt whose pages are reused is not prefilled: leave one of them out",
             param_hint="--policy",
         )
-    plan = memory_plan(
-        config,
-        page_size=page_size,
-        indexes=declared.indexes,
-        available_bytes=None if memory is None else int(memory * 2**30),
-        sequences=max_batch,
-        prefill_chunk=prefill_chunk,
-        reach=declared.reach,
-        tensor=tensor,
-        context=context,
-    )
+    devices = {"tensor": tensor, "context": context}
+    plan = planned(declared, max_batch, available_bytes=None if memory is None else int(memory * 2**30), **devices)
     room = plan.available_bytes
     if device_memory is not None:
         plan = dataclasses.replace(plan, available_bytes=plan.weights_bytes + device_memory)
-    lines = [*_pool_lines(plan, config, room, device_memory, pool_host_memory), *_release_lines(declared, config, max_batch)]
+    lines = [*_pool_lines(plan, config, room, device_memory, pool_host_memory), *_release_lines(declared)]
     lines += _kept_lines(plan, config, host_memory, disk_size) if keeps else ()
     if tensor * context > 1:
         lines.append(f"on each of {tensor * context} devices: bytes are those of one device, pages those of all")
@@ -130,19 +120,27 @@ def _pool_lines(plan: MemoryPlan, config: ModelConfig, room: int, device_memory:
         yield f"pool in host memory  {host:>12,}  ({more})"
 
 
-def _release_lines(declared: DeclaredPolicies, config: ModelConfig, sequences: int) -> Iterator[str]:
-    """What a sequence keeps from its first step on, if the policy gives pages back, but the prompt needs all of them before."""
+def planned(declared: DeclaredPolicies, sequences: int, **fields: Any) -> MemoryPlan:
+    """The memory plan of an engine with these policies. sequences: how many it decodes together. fields: more arguments of
+    `kvjax.memory.memory_plan`."""
     from kvjax.memory import memory_plan
+
+    sizes = {"page_size": declared.page_size, "prefill_chunk": declared.prefill_chunk, "sequences": sequences}
+    return memory_plan(declared.model.config, **sizes, **({"indexes": declared.indexes, "reach": declared.reach} | fields))
+
+
+def _release_lines(declared: DeclaredPolicies) -> Iterator[str]:
+    """What a sequence keeps from its first step on, if the policy gives pages back, but the prompt needs all of them before."""
     from kvjax.policies.decode import KeepsByMass
     from kvjax.release import kept_by
 
     kept = kept_by(declared.policy, declared.page_size)
     if kept is None or declared.reach is not None or isinstance(declared.policy, KeepsByMass):
         return
-    sizes = {"page_size": declared.page_size, "prefill_chunk": declared.prefill_chunk, "sequences": sequences}
-    bounded = memory_plan(config, **sizes, indexes=declared.indexes, weights_bytes=0, available_bytes=0, reach=kept)
-    for group in bounded.groups:
-        if group.window == kept[1] and group.most is not None:
+    nothing = {"weights_bytes": 0, "available_bytes": 0}
+    before, after = planned(declared, 1, **nothing), planned(declared, 1, **nothing, reach=kept)
+    for unbounded, group in zip(before.groups, after.groups, strict=True):
+        if unbounded.most is None:
             yield (
                 f"kept of a sequence   {group.most:>12,}  (pages of layer group {group.name}, from the first step on; with --prefill "
                 f"window:{kept[0]}+{kept[1]} from the start)"

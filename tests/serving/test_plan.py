@@ -7,6 +7,7 @@ import re
 import pytest
 
 from kvjax import Engine
+from kvjax.memory import memory_plan
 from kvjax.models.loading import load
 
 SIZES = ("--page-size", 16, "--prefill-chunk", 32, "--max-batch", 2)
@@ -68,6 +69,16 @@ def test_after_dense_prefill_it_needs_them_from_the_first_step_on(plan):
     assert "from the first step on; with --prefill window:16+40 from the start" in out
     assert figure("pages that fit", out) == figure("pages that fit", plan("--memory", 1)), "prompts keep all of theirs"
     assert "kept of a sequence" not in plan("--memory", 1, "--policy", "window:16+40")
+
+
+def test_a_prompt_larger_than_memory_runs_where_its_pages_are_given_back(kvjax, model_folder, loaded, monkeypatch):
+    """The check of `kvjax generate` counts as the plan does."""
+    page = memory_plan(loaded.config, page_size=16).page_bytes
+    monkeypatch.setattr("kvjax.memory.free_bytes", lambda: (MOST + 1) * page)
+    asked = ("generate", "amber basil " * 100, "--model", model_folder, "--max-new-tokens", 2, *SIZES[:4], "--dtype", "float32")
+    assert kvjax(*asked, *ROLLING, "--prefill", "window:16+40")[0] == 0
+    status, _, err = kvjax(*asked, *ROLLING)
+    assert (status, f"memory has room for {MOST + 1} beside the weights" in " ".join(err.split())) == (2, True)
 
 
 @pytest.mark.parametrize("options", [("--reuse",), ("--host-memory", "1MB"), ("--disk-size", "1MB")])
