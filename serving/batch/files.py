@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvjax.serving.batch.journal import dump
 from kvjax.serving.batch.results import error_of
@@ -60,10 +60,14 @@ def lines(path: Path) -> Iterator[bytes | dict[str, Any]]:
 
 def _rows(path: Path, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """Numbered rows. Row groups before the row `first` are not read."""
-    check_extras(path)
+    import pyarrow
     from pyarrow import parquet
 
-    with parquet.ParquetFile(path) as file:
+    try:
+        file = parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a Parquet file ({error})") from None
+    with file:
         number, groups = 1, list(range(file.num_row_groups))
         while groups and number + (rows := file.metadata.row_group(groups[0]).num_rows) <= first:
             number += rows
@@ -80,18 +84,16 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def write_outputs(path: Path, outputs: Iterable[dict[str, Any]], *, parquet: bool) -> None:
-    """Write output lines to a new file."""
+def write_outputs(file: IO[bytes], outputs: Iterable[dict[str, Any]], *, parquet: bool) -> None:
+    """Write output lines to an empty file. Few are in memory at a time."""
     if not parquet:
-        with open(path, "wb") as file:
-            file.writelines(map(dump, outputs))
+        file.writelines(map(dump, outputs))
         return
-    check_extras(path)
     import pyarrow
     from pyarrow.parquet import ParquetWriter
 
     schema = pyarrow.schema(list(COLUMNS.items()))
-    with ParquetWriter(path, schema) as writer:
+    with ParquetWriter(file, schema) as writer:
         for some in itertools.batched(outputs, ROWS):
             writer.write_table(pyarrow.Table.from_pylist([_row(output) for output in some], schema))
 

@@ -44,10 +44,10 @@ class Partial(Journal):
     def finish(self, out: Path) -> None:
         """Write the outputs in input order, rename them to `out`, and remove this file."""
         self._sync()
-        with replacing(out, ".tmp") as ordered:
-            write_outputs(ordered, self._outputs(), parquet=is_parquet(out))
-            with open(ordered, "rb") as file:
-                os.fsync(file.fileno())
+        with replacing(out, ".tmp") as ordered, open(ordered, "wb") as file:
+            write_outputs(file, self._outputs(), parquet=is_parquet(out))
+            file.flush()
+            os.fsync(file.fileno())
         sync_folder(out.parent)
         self.path.unlink()
 

@@ -28,6 +28,7 @@ from kvjax.serving.cli.options import (
     stores,
     whole,
 )
+from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.serving.batch.records import Defaults
@@ -104,6 +105,8 @@ def batch_command(
     from kvjax.serving.batch.records import Defaults
     from kvjax.serving.batch.setup import Setup
 
+    if ray:
+        needs_extras("kvjax batch --ray", "ray")
     check_paths(source, out, overwrite)
     kept = stores(reuse, reuse_any, host_memory, disk, disk_size)
     if progress and not any(kept.values()):
