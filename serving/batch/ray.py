@@ -63,7 +63,7 @@ def run_on_ray(
 ) -> Summary:
     """Answer every record of the file `source` on a Ray cluster, and write the answers to `out` in the same order.
 
-    It uses the cluster that Ray is connected to, or finds (`RAY_ADDRESS`, or one that runs on this machine), or else starts one on this
+    It uses the cluster that Ray is connected to, or finds (`RAY_ADDRESS`, or `ray start` on this machine), or else starts one on this
     machine and stops it at the end. The workers need kvjax, and the input and the model under the same paths. ValueError, and what a killed
     job does when it is run again: as in `run_file`. MissingExtra without the extra `ray`.
 
@@ -255,12 +255,12 @@ def _cluster(replicas: int, gpus: float | None, cpus: float) -> Iterator[dict[st
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     connected, alone = ray.is_initialized(), False
     if not connected:
-        quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.WARNING}
         try:
-            ray.init(address="auto", **quiet)
-        except ConnectionError:
-            ray.init(address="local", include_dashboard=False, **quiet)
+            ray.init(resources={}, **quiet)  # resources, even none, are only for a new cluster: Ray refuses them where it finds one
             alone = True
+        except ValueError:
+            ray.init(**quiet)
     logger = logging.getLogger("ray.data")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -282,7 +282,7 @@ def _cluster(replicas: int, gpus: float | None, cpus: float) -> Iterator[dict[st
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """An error of our own code in a worker is raised as it was there, without Ray's layers around it."""
+    """An error of our own code in a worker is raised with its own type, so that the command line can print it as one line."""
     import ray
 
     try:
