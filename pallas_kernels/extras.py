@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 
-EXTRAS = {"eval": ("statsmodels",), "plots": ("matplotlib",)}
+EXTRAS = {"eval": ("statsmodels",), "plots": ("matplotlib",), "ray": ("ray", "pyarrow")}
 """The packages of each extra of pyproject.toml that the library imports."""
 
 

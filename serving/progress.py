@@ -131,6 +131,12 @@ class JobProgress(_Job):
         self._found = self._look_up() - self._found_before
         self._advance(tokens)
 
+    def elsewhere(self, result: Result) -> None:
+        """Another process answered a record: its tokens are counted now, all at once. `result` is called, too."""
+        self._prompt_tokens += result.prompt_tokens
+        self._found += result.found_tokens
+        self._generated += result.generated_tokens
+
     def result(self, result: Result) -> None:
         """A record is answered."""
         self._done += 1

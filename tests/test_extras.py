@@ -51,6 +51,14 @@ def test_loading_generating_and_batches_need_no_extra(tmp_path):
         ),
         ("regime-map", "kvjax regime-map needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
         ("bench overlap --plot a.png", "kvjax bench overlap --plot needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
+        (
+            "batch in.jsonl --out out.jsonl --model needle --ray",
+            "kvjax batch --ray needs ray and pyarrow, not installed here: pip install 'kvjax[ray]'",
+        ),
+        (
+            "batch in.parquet --out out.jsonl --model needle",
+            "a Parquet file needs ray and pyarrow, not installed here: pip install 'kvjax[ray]'",
+        ),
         ("demo", "kvjax demo needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
         (
             "train-needle RUN --text TEXT --held-out TEXT",

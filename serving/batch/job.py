@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from kvjax.policies.prefill import identity as prefill_identity
 from kvjax.prompts import chat_ids, encode
 from kvjax.requests import OnToken, Request
 from kvjax.sampling import Sampling
+from kvjax.serving.batch.files import check_extras, lines
 from kvjax.serving.batch.partial import Partial
 from kvjax.serving.batch.records import Defaults, Record, read
 from kvjax.serving.batch.results import Result, Summary, answered, refused
@@ -52,7 +53,7 @@ def run_batch(
     """
     if not isinstance(engine, Engine):
         raise TypeError(f"run_batch needs an engine, got {type(engine).__name__}: make one with kvjax.Engine(model, policy)")
-    results = _answer(list(read(records, defaults)), engine, policy=policy, slots=slots, on_token=on_token)
+    results = answer_records(list(read(records, defaults)), engine, policy=policy, slots=slots, on_token=on_token)
     return (result.output for result in results)
 
 
@@ -77,24 +78,56 @@ def run_file(
     """
     source, out = Path(source), Path(out)
     check_paths(source, out, overwrite)
-    with open(source, "rb") as file:
-        records = list(read(file, defaults))
-    if not records:
+    records = list(read(lines(source), defaults))
+
+    def answer(earlier: Collection[int], progress: JobProgress) -> Iterator[Result]:
+        missing = [record for record in records if record.line not in earlier]
+        return answer_records(missing, engine, policy=policy, slots=slots, on_token=progress.token, on_prefill=progress.prefill)
+
+    kept = {} if engine.stats() is None else {"found": lambda: engine.stats().found_tokens}
+    told = [each for each in (engine.stats, engine.pool_stats) if each() is not None]
+    if told and stores:
+        kept["below"] = lambda: "\n".join(str(each()) for each in told)
+    job, ignored = describe_job(engine, policy, source, defaults, slots), Counter(name for record in records for name in record.ignored)
+    return complete(source, out, job, {record.line: work_of(record) for record in records}, ignored, answer, console, **kept)
+
+
+def work_of(record: Record) -> int:
+    """About how many tokens a record takes, prompt and answer."""
+    return record.size // 4 + record.sampling.get("max_new_tokens", 1)
+
+
+def complete(
+    source: Path,
+    out: Path,
+    job: Mapping[str, Any],
+    work: Mapping[int, int],
+    ignored: Mapping[str, int],
+    answer: Callable[[Collection[int], JobProgress], Iterable[Result]],
+    console: Console | None,
+    **shown: Any,
+) -> Summary:
+    """Do what is missing of a file job, and write its output; returns the closing figures.
+
+    Args:
+        source, out: the input, and the output.
+        job: what must be equal to continue an earlier run (`describe_job`).
+        work: about how many tokens each record takes, by its line.
+        ignored: how many records gave each field that changes nothing.
+        answer: the lines that an earlier run answered -> a result for each of the others, in any order. It tells the progress of tokens.
+        console: where to show progress; None: nowhere.
+        shown: arguments of `JobProgress`.
+    """
+    if not work:
         raise ValueError(f"{source} holds no records")
     started = time.monotonic()
-    partial = Partial(partial_path(out), describe_job(engine, policy, source, defaults, slots))
-    summary = Summary(ignored=dict(Counter(name for record in records for name in record.ignored)))
+    partial = Partial(partial_path(out), job)
+    summary = Summary(ignored=dict(ignored))
     try:
         for result in partial.earlier.values():
             summary.add(result, earlier=True)
-        missing = [record for record in records if record.line not in partial.earlier]
-        work = {record.line: record.size // 4 + record.sampling.get("max_new_tokens", 1) for record in records}
-        kept = {} if engine.stats() is None else {"found": lambda: engine.stats().found_tokens}
-        told = [each for each in (engine.stats, engine.pool_stats) if each() is not None]
-        if told and stores:
-            kept["below"] = lambda: "\n".join(str(each()) for each in told)
-        with JobProgress(work, partial.earlier, console or Console(quiet=True), **kept) as progress:
-            for result in _answer(missing, engine, policy=policy, slots=slots, on_token=progress.token, on_prefill=progress.prefill):
+        with JobProgress(work, partial.earlier, console or Console(quiet=True), **shown) as progress:
+            for result in answer(partial.earlier, progress):
                 partial.append(result)
                 summary.add(result)
                 progress.result(result)
@@ -113,20 +146,20 @@ def partial_path(out: Path) -> Path:
 def pages_of_job(source: Path, defaults: Defaults, model: Model, slots: int, page_size: int) -> int:
     """Pages that the `slots` longest records of a file take at once, at least 1. Reads and tokenises the file; keeps only lengths."""
     sizes = []
-    with open(source, "rb") as file:
-        for record in read(file, defaults):
-            try:
-                request = _request(record, model.tokenizer) if record.error is None else None
-                tokens = len(encode(model.tokenizer, request.prompt)) + request.sampling.max_new_tokens - 1 if request else 0
-            except ValueError:  # the record's own answer says so
-                continue
-            if 0 < tokens <= model.config.max_positions:
-                sizes.append((tokens, request.sampling.n))
+    for record in read(lines(source), defaults):
+        try:
+            request = _request(record, model.tokenizer) if record.error is None else None
+            tokens = len(encode(model.tokenizer, request.prompt)) + request.sampling.max_new_tokens - 1 if request else 0
+        except ValueError:  # the record's own answer says so
+            continue
+        if 0 < tokens <= model.config.max_positions:
+            sizes.append((tokens, request.sampling.n))
     return max(1, pages_needed(sizes, slots, page_size))
 
 
 def check_paths(source: Path, out: Path, overwrite: bool) -> None:
     """ValueError if a job cannot read `source` or may not write `out`. It is quick, so call it before a model is loaded."""
+    check_extras(source, out)
     if not source.is_file():
         raise ValueError(f"there is no input file {source}")
     if source.stat().st_size == 0:
@@ -172,7 +205,7 @@ def _tokenizer_digest(tokenizer: Any) -> str | None:
     return hashlib.sha256(repr(said).encode(errors="backslashreplace")).hexdigest()[:16]
 
 
-def _answer(
+def answer_records(
     records: list[Record],
     engine: Engine,
     *,

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.serving.batch.journal import Journal, dump, sync_folder
+from kvjax.serving.batch.files import is_parquet, write_outputs
+from kvjax.serving.batch.journal import Journal, sync_folder
 from kvjax.serving.batch.results import Result
 from pallas_kernels.bench.results import replacing
 
@@ -44,13 +45,16 @@ class Partial(Journal):
         """Write the outputs in input order, rename them to `out`, and remove this file."""
         self._sync()
         with replacing(out, ".tmp") as ordered, open(ordered, "wb") as file:
-            for line in sorted(self._spans):
-                self._file.seek(self._spans[line])
-                file.write(dump(json.loads(self._file.readline())["output"]))
+            write_outputs(file, self._outputs(), parquet=is_parquet(out))
             file.flush()
             os.fsync(file.fileno())
         sync_folder(out.parent)
         self.path.unlink()
+
+    def _outputs(self) -> Iterator[dict[str, Any]]:
+        for line in sorted(self._spans):
+            self._file.seek(self._spans[line])
+            yield json.loads(self._file.readline())["output"]
 
     def _keep(self, entry: dict[str, Any], offset: int, *, earlier: bool) -> None:
         self._spans[entry["line"]] = offset

@@ -15,6 +15,7 @@ import typer
 from typer.exceptions import TyperException
 
 from kvjax.registry import passed_through_a_policy_file, place_and_error
+from kvjax.serving.cli.batch import batch_command
 from kvjax.serving.cli.bench import bench_app
 from kvjax.serving.cli.bill import bill_app, regime_map_command
 from kvjax.serving.cli.doctor import doctor_command
@@ -26,34 +27,25 @@ from kvjax.serving.cli.options import (
     LARGEST_BATCH,
     ChunkOption,
     ContextOption,
-    DeviceMemoryOption,
-    DiskOption,
-    DiskSizeOption,
     DtypeOption,
-    HostMemoryOption,
     MaxPositionsOption,
     ModelOption,
     PageSizeOption,
     PagesOption,
     PolicyOption,
-    PoolHostMemoryOption,
     PrefillOption,
-    ReuseAnyOption,
-    ReuseOption,
     SeedOption,
     TensorOption,
     TokensOption,
-    allow_host_pages,
     load_model,
     mesh_of,
     named_as_options,
     number,
     read_text,
-    stores,
     token_count,
     whole,
 )
-from kvjax.serving.cli.plan import plan_command, planned
+from kvjax.serving.cli.plan import plan_command
 from pallas_kernels.extras import MissingExtra, needs_extras
 
 if TYPE_CHECKING:
@@ -116,103 +108,7 @@ def main() -> None:
     sys.exit(status)
 
 
-@app.command("batch")
-def batch_command(
-    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="One record per line: plain, or OpenAI's batch file format.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Output file: one line per record, in the input's order.")],
-    model: ModelOption,
-    policy: PolicyOption = None,
-    prefill: PrefillOption = None,
-    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=LARGEST_BATCH))] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate, for records that do not say.", **whole())] = 128,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            help="For records that do not say; 0 is greedy. [default: 0; 1 for OpenAI's format]", show_default=False, **number(least=0)
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="For records without a seed: this and the record's id make one.", **whole(0, 2**32 - 1))] = 0,
-    pages: Annotated[
-        int | None,
-        typer.Option(help="Pages in the pool. [default: enough for the longest records, or as many as fit]", show_default=False, **whole()),
-    ] = None,
-    page_size: PageSizeOption = 128,
-    prefill_chunk: ChunkOption = 512,
-    dtype: DtypeOption = None,
-    max_positions: MaxPositionsOption = None,
-    device_memory: DeviceMemoryOption = None,
-    pool_host_memory: PoolHostMemoryOption = None,
-    tensor: TensorOption = 1,
-    context: ContextOption = 1,
-    reuse: ReuseOption = False,
-    reuse_any: ReuseAnyOption = False,
-    host_memory: HostMemoryOption = None,
-    disk: DiskOption = None,
-    disk_size: DiskSizeOption = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")] = False,
-    fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Exit with status 1 if a record could not be answered.")] = False,
-    progress: Annotated[
-        bool,
-        typer.Option(
-            "--progress", help="Also show which pages are kept where, what was found, and what was copied or moved, while it runs."
-        ),
-    ] = False,
-) -> None:
-    """Answer every record of a file.
-
-    Answers are written to OUT.jsonl.partial, which is renamed to OUT.jsonl at the end. To continue a killed job, run the same command
-    again: it does only what is missing. A record that cannot be answered gets an error in its own output line.
-    """
-    from rich.console import Console
-
-    from kvjax.engine import Engine
-    from kvjax.serving.batch.job import check_paths, pages_of_job, partial_path, run_file
-    from kvjax.serving.batch.records import Defaults
-
-    check_paths(source, out, overwrite)
-    if pool_host_memory is not None:
-        allow_host_pages()
-    kept = stores(reuse, reuse_any, host_memory, disk, disk_size)
-    if progress and not any(kept.values()) and pool_host_memory is None:
-        raise typer.BadParameter(
-            "shows where pages are: give --reuse, --host-memory, --disk or --pool-host-memory, too", param_hint="--progress"
-        )
-    devices = mesh_of(tensor, context)
-    loaded = load_model(model, dtype, max_positions, devices)
-    defaults = Defaults(max_new_tokens, temperature, seed)
-    if pages is None and device_memory is None:
-        needed = pages_of_job(source, defaults, loaded, max_batch, page_size)
-        plan = _plan_beside_weights(loaded, policy, prefill, page_size, prefill_chunk, max_batch, devices)
-        pages = max(1, min(needed, plan.pages_that_fit))
-    sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory, "mesh": devices}
-    sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk}
-    with named_as_options():
-        engine = Engine(loaded, policy, prefill=prefill, batch_buckets=(max_batch,), **sizes, **kept)
-    policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
-    typer.echo(f"{model}, {policies}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
-    shown = {"console": Console(stderr=True), "stores": progress}
-    try:
-        summary = run_file(source, out, engine, slots=max_batch, defaults=defaults, overwrite=overwrite, **shown)
-    except KeyboardInterrupt:
-        typer.echo(f"interrupted; the answers so far are in {partial_path(out)}: run the same command again to continue", err=True)
-        raise
-    finally:
-        for stats in (engine.stats(), engine.pool_stats()):
-            if stats is not None:
-                typer.echo(str(stats), err=True)
-        engine.close()
-    typer.echo(str(summary))
-    for line, message in summary.first_errors:
-        named = message.startswith("input line ")  # where a record has no id
-        typer.echo(message if named else f"line {line}: {message}", err=True)
-    if summary.errors > len(summary.first_errors):
-        typer.echo(f"and {summary.errors - len(summary.first_errors):,} more with an error; see {out}", err=True)
-    if no_room := summary.nothing_fitted:
-        typer.echo(
-            "no record fits into the pool: give more --pages, --device-memory or --pool-host-memory, or fewer --max-new-tokens", err=True
-        )
-    if no_room or (fail_on_error and summary.errors):
-        raise typer.Exit(1)
+app.command("batch")(batch_command)
 
 
 @app.command("generate")
@@ -421,10 +317,12 @@ def _engine(
 ) -> Engine:
     """An engine for one sequence of up to `tokens` tokens."""
     from kvjax.engine import Engine
+    from kvjax.serving.batch.setup import plan_beside_weights
 
     if pages is None and page_size > 0:
         pages = max(1, -(-tokens // page_size))
-        plan = _plan_beside_weights(model, policy, prefill, page_size, prefill_chunk, 1, mesh)
+        with named_as_options():
+            plan = plan_beside_weights(model, policy, prefill, page_size, prefill_chunk, 1, mesh)
         _check_fits(plan, tokens, pages)
     sizes = {"pages": pages, "page_size": page_size, "prefill_chunk": prefill_chunk}
     with named_as_options():
@@ -438,19 +336,6 @@ def _check_fits(plan: MemoryPlan, tokens: int, pages: int) -> None:
             f"{tokens:,} tokens take {pages:,} pages, but memory has room for {plan.pages_that_fit:,} beside the weights: "
             "shorten the prompt, choose a smaller --dtype, or give --pages to try anyway"
         )
-
-
-def _plan_beside_weights(
-    model: Model, policy: str | None, prefill: str | None, page_size: int, prefill_chunk: int, sequences: int, mesh: Mesh | None
-) -> MemoryPlan:
-    """The memory plan of an engine beside loaded weights."""
-    from kvjax.checks import engine_sizes
-    from kvjax.declared import DeclaredPolicies
-
-    with named_as_options():
-        engine_sizes(page_size, prefill_chunk, (sequences,))
-        declared = DeclaredPolicies(model, policy, (), prefill, page_size=page_size, prefill_chunk=prefill_chunk, mesh=mesh)
-        return planned(declared, sequences, weights_bytes=0, **({} if mesh is None else dict(mesh.shape)))
 
 
 def _prompt_text(given: str | None, file: Path | None, argument: str = "PROMPT", option: str = "--file") -> str:

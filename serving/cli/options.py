@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -230,18 +229,10 @@ def named_run(kind: str, implementation: str | None) -> dict[str, str]:
     return {"bench": kind} if implementation is None else {"bench": f"{kind}-forced", "implementation": implementation}
 
 
-def allow_host_pages() -> None:
-    """Called before JAX starts, where `--pool-host-memory` is given: XLA takes pages in host memory for device memory, and would spend
-    seconds on making each program smaller."""
-    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_memory_limit_slop_factor=1000")
-
-
 def stores(reuse: bool, reuse_any: bool, host_memory: int | None, disk: Path | None, disk_size: int | None) -> StoreOptions:
-    """The stores of an engine. Called before JAX starts: it asks JAX for as much pinned host memory as `--host-memory` needs."""
+    """The stores of an engine."""
     if (disk is None) != (disk_size is None):
         raise typer.BadParameter("--disk and --disk-size go together: give both, or neither", param_hint="--disk")
-    if host_memory is not None:
-        os.environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(host_memory // 10**9 + 2))
     return {"reuse": "any" if reuse_any else reuse or None, "host_bytes": host_memory, "disk": disk, "disk_bytes": disk_size}
 
 
@@ -254,13 +245,16 @@ OPTION_OF = {
     "host_bytes": "--host-memory",
     "disk_bytes": "--disk-size",
     "batch_buckets": "--max-batch",
+    "replicas": "--replicas",
+    "gpus_per_replica": "--gpus-per-replica",
+    "cpus_per_replica": "--cpus-per-replica",
 }
-"""Options of the command line, by the arguments of an engine that they give."""
+"""Options of the command line, by the arguments of an engine, or of `run_on_ray`, that they give."""
 
 
 @contextmanager
 def named_as_options() -> Iterator[None]:
-    """A ValueError about arguments of an engine names the options that gave them."""
+    """A ValueError about these arguments names the options that gave them."""
     try:
         yield
     except ValueError as error:

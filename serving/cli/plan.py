@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -63,6 +63,7 @@ def plan_command(
 ) -> None:
     """Print the memory of weights and cache, and how many pages fit. Reads only the model's configuration."""
     from kvjax.models.loading import read_config
+    from kvjax.serving.batch.setup import planned
 
     config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
     with named_as_options():
@@ -120,19 +121,11 @@ def _pool_lines(plan: MemoryPlan, config: ModelConfig, room: int, device_memory:
         yield f"pool in host memory  {host:>12,}  ({more})"
 
 
-def planned(declared: DeclaredPolicies, sequences: int, **fields: Any) -> MemoryPlan:
-    """The memory plan of an engine with these policies. sequences: how many it decodes together. fields: more arguments of
-    `kvjax.memory.memory_plan`."""
-    from kvjax.memory import memory_plan
-
-    sizes = {"page_size": declared.page_size, "prefill_chunk": declared.prefill_chunk, "sequences": sequences}
-    return memory_plan(declared.model.config, **sizes, **({"indexes": declared.indexes, "reach": declared.reach} | fields))
-
-
 def _release_lines(declared: DeclaredPolicies) -> Iterator[str]:
     """What a sequence keeps from its first step on, if the policy gives pages back, but the prompt needs all of them before."""
     from kvjax.policies.decode import KeepsByMass
     from kvjax.release import kept_by
+    from kvjax.serving.batch.setup import planned
 
     kept = kept_by(declared.policy, declared.page_size)
     if kept is None or declared.reach is not None or isinstance(declared.policy, KeepsByMass):

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from kvjax.serving.cli.options import JsonOption, allow_host_pages, byte_counts, number, parse_lengths, token_count, whole
+from kvjax.serving.cli.options import JsonOption, byte_counts, number, parse_lengths, token_count, whole
 from kvjax.serving.cli.scheduling import BenchDtypeOption, LayersOption, ShapeOption, config_of_shape, plan_of, run
+from kvjax.serving.flags import allow_host_pages
 
 
 def tiers_command(

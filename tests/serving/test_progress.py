@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 
@@ -85,6 +86,20 @@ def test_a_job_that_goes_on_counts_what_was_done_before():
         clock.now += 1
         progress.prefill(20)
     assert progress.seconds_left == pytest.approx(140 / 20, abs=1)
+
+
+def test_answers_from_elsewhere_count_when_they_come():
+    clock = Clock()
+    progress = JobProgress({1: 100, 2: 100}, (), Console(file=io.StringIO()), clock)
+    clock.now += 10
+    result = Result(1, {}, False, 80, 20, found_tokens=30)
+    progress.elsewhere(result)
+    progress.result(result)
+    assert progress.text == "5 prompt + 2.0 generated tokens/s, 30 found"
+    clock.now += 10
+    progress.elsewhere(dataclasses.replace(result, line=2))
+    progress.result(dataclasses.replace(result, line=2))
+    assert progress.seconds_left == 0
 
 
 def test_tokens_that_were_found_have_no_rate_and_stores_are_shown(monkeypatch):

@@ -1,0 +1,104 @@
+"""Files of a batch job: JSON lines, or Parquet by the suffix `.parquet`.
+
+A row of a Parquet input is a record whose fields are the columns; null means that a field is left out. A Parquet output has the columns of
+`COLUMNS`. It needs the extra `ray`, which brings pyarrow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from kvjax.serving.batch.journal import dump
+from kvjax.serving.batch.results import error_of
+from pallas_kernels.extras import needs_extras
+
+COLUMNS = {
+    **dict.fromkeys(("id", "text", "finish_reason"), "string"),
+    **dict.fromkeys(("prompt_tokens", "generated_tokens"), "int64"),
+    **dict.fromkeys(("blocks_per_step", "keys_per_step"), "float64"),
+    **dict.fromkeys(("error", "answer"), "string"),
+}
+"""The columns of a Parquet output, and their types. `answer` is the line that a JSONL output would have. `id` is text, of numbers, too. The
+others are fields of that line, null where it does not have them; `error` is the message."""
+
+ROWS = 1024
+"""Rows that are read or written at a time."""
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file is Parquet, by its name."""
+    return path.suffix.lower() == ".parquet"
+
+
+def check_extras(*paths: Path) -> None:
+    """MissingExtra if one of these files is Parquet, and pyarrow is not installed."""
+    if any(map(is_parquet, paths)):
+        needs_extras("a Parquet file", "ray")
+
+
+def numbered(path: Path, first: int = 1, offset: int = 0) -> Iterator[tuple[int, int, bytes | dict[str, Any]]]:
+    """(number, offset, line) of every line from the one numbered `first`, which begins at byte `offset`. Rows of a Parquet file are
+    objects, without their nulls, and have offset 0. Few lines are in memory at a time."""
+    if is_parquet(path):
+        yield from ((number, 0, row) for number, row in _rows(path, first))
+        return
+    with open(path, "rb") as file:
+        file.seek(offset)
+        for number, line in enumerate(file, first):
+            yield number, offset, line
+            offset += len(line)
+
+
+def lines(path: Path) -> Iterator[bytes | dict[str, Any]]:
+    """Every line of a file, or row of a Parquet file, as `records.read` takes them."""
+    return (line for _, _, line in numbered(path))
+
+
+def _rows(path: Path, first: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Numbered rows. Row groups before the row `first` are not read."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a Parquet file ({error})") from None
+    with file:
+        number, groups = 1, list(range(file.num_row_groups))
+        while groups and number + (rows := file.metadata.row_group(groups[0]).num_rows) <= first:
+            number += rows
+            del groups[0]
+        for batch in file.iter_batches(ROWS, row_groups=groups):
+            later = batch.slice(max(0, first - number))
+            number += batch.num_rows
+            yield from zip(range(number - later.num_rows, number), map(_without_nulls, later.to_pylist()), strict=True)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def write_outputs(file: IO[bytes], outputs: Iterable[dict[str, Any]], *, parquet: bool) -> None:
+    """Write output lines to an empty file. Few are in memory at a time."""
+    if not parquet:
+        file.writelines(map(dump, outputs))
+        return
+    import pyarrow
+    from pyarrow.parquet import ParquetWriter
+
+    schema = pyarrow.schema(list(COLUMNS.items()))
+    with ParquetWriter(file, schema) as writer:
+        for some in itertools.batched(outputs, ROWS):
+            writer.write_table(pyarrow.Table.from_pylist([_row(output) for output in some], schema))
+
+
+def _row(output: Mapping[str, Any]) -> dict[str, Any]:
+    text = json.dumps(output, ensure_ascii=False, allow_nan=False)
+    name = output.get("custom_id", output["id"])
+    return {**output, "id": None if name is None else str(name), "error": error_of(output), "answer": text}

@@ -1,0 +1,97 @@
+"""How the engine of a batch job is made: by the command line in its own process, or by each replica of a job over a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvjax.checks import engine_sizes
+from kvjax.declared import DeclaredPolicies
+from kvjax.engine import Engine
+from kvjax.memory import MemoryPlan, memory_plan
+from kvjax.serving.batch.job import pages_of_job
+from kvjax.serving.batch.records import Defaults
+from kvjax.serving.flags import allow_host_pages, allow_pinned
+from kvjax.sharding import mesh
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from kvjax.model import Model
+    from kvjax.reuse import StoreOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A model and the arguments of its engine. It can be sent to another process.
+
+    model: folder, hub id or "needle". dtype, max_positions: as in `kvjax.load`. slots: sequences decoded together. stores: which pages are
+    kept. tensor, context: of a mesh (`kvjax.mesh`). The others: as in `Engine`. pages, device_bytes: if both are None, the pool has the pages
+    that the job needs, or as many as fit.
+    """
+
+    model: str
+    dtype: str | None = None
+    max_positions: int | None = None
+    policy: str | None = None
+    prefill: str | None = None
+    slots: int = 8
+    pages: int | None = None
+    page_size: int = 128
+    prefill_chunk: int = 512
+    device_bytes: int | None = None
+    pool_host_bytes: int | None = None
+    tensor: int = 1
+    context: int = 1
+    stores: StoreOptions = dataclasses.field(default_factory=dict)
+
+    def mesh(self) -> Mesh | None:
+        """The mesh of the engine; None for one device."""
+        return None if self.tensor == self.context == 1 else mesh(tensor=self.tensor, context=self.context)
+
+    def load(self) -> Model:
+        """The model, on its devices. Call it before JAX starts: it sets the flags that pages in host memory need."""
+        from kvjax.models.loading import load
+
+        if self.pool_host_bytes is not None:
+            allow_host_pages()
+        if (host_bytes := self.stores.get("host_bytes")) is not None:
+            allow_pinned(host_bytes)
+        return load(self.model, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh())
+
+    def sized(self, model: Model, source: Path, defaults: Defaults) -> Setup:
+        """This, with the number of pages, where it is not given: as the records of `source` need them, if they fit beside the weights."""
+        if self.pages is not None or self.device_bytes is not None:
+            return self
+        needed = pages_of_job(source, defaults, model, self.slots, self.page_size)
+        sizes = self.page_size, self.prefill_chunk, self.slots
+        plan = plan_beside_weights(model, self.policy, self.prefill, *sizes, self.mesh())
+        return dataclasses.replace(self, pages=max(1, min(needed, plan.pages_that_fit)))
+
+    def engine(self, model: Model) -> Engine:
+        """A new engine for the loaded model."""
+        sizes = {"pages": self.pages, "device_bytes": self.device_bytes, "pool_host_bytes": self.pool_host_bytes}
+        sizes |= {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk, "mesh": self.mesh()}
+        return Engine(model, self.policy, prefill=self.prefill, batch_buckets=(self.slots,), **sizes, **self.stores)
+
+    def describe(self, engine: Engine) -> str:
+        """What the command line says about the engine."""
+        policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
+        return f"{self.model}, {policies}, {engine.allocators['full'].total:,} pages of {self.page_size} tokens"
+
+
+def planned(declared: DeclaredPolicies, sequences: int, **fields: Any) -> MemoryPlan:
+    """The memory plan of an engine with these policies. sequences: how many it decodes together. fields: more arguments of
+    `kvjax.memory.memory_plan`."""
+    sizes = {"page_size": declared.page_size, "prefill_chunk": declared.prefill_chunk, "sequences": sequences}
+    return memory_plan(declared.model.config, **sizes, **({"indexes": declared.indexes, "reach": declared.reach} | fields))
+
+
+def plan_beside_weights(
+    model: Model, policy: str | None, prefill: str | None, page_size: int, prefill_chunk: int, sequences: int, mesh: Mesh | None = None
+) -> MemoryPlan:
+    """The memory plan of an engine beside loaded weights."""
+    engine_sizes(page_size, prefill_chunk, (sequences,))
+    declared = DeclaredPolicies(model, policy, (), prefill, page_size=page_size, prefill_chunk=prefill_chunk, mesh=mesh)
+    return planned(declared, sequences, weights_bytes=0, **({} if mesh is None else dict(mesh.shape)))

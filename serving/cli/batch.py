@@ -1,0 +1,180 @@
+"""`kvjax batch`: every record of a file, by one engine here or by several on a Ray cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.serving.cli.options import (
+    LARGEST_BATCH,
+    ChunkOption,
+    ContextOption,
+    DeviceMemoryOption,
+    DiskOption,
+    DiskSizeOption,
+    DtypeOption,
+    HostMemoryOption,
+    MaxPositionsOption,
+    ModelOption,
+    PageSizeOption,
+    PolicyOption,
+    PoolHostMemoryOption,
+    PrefillOption,
+    ReuseAnyOption,
+    ReuseOption,
+    TensorOption,
+    named_as_options,
+    number,
+    stores,
+    whole,
+)
+from pallas_kernels.extras import needs_extras
+
+if TYPE_CHECKING:
+    from kvjax.serving.batch.records import Defaults
+    from kvjax.serving.batch.results import Summary
+    from kvjax.serving.batch.setup import Setup
+
+
+def batch_command(
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="IN.jsonl", help="One record per line: plain, or OpenAI's batch file format. Or IN.parquet: one per row."),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Output file: one line per record, in the input's order; Parquet if it is called so.")
+    ],
+    model: ModelOption,
+    policy: PolicyOption = None,
+    prefill: PrefillOption = None,
+    max_batch: Annotated[int, typer.Option(help="Sequences decoded together.", **whole(most=LARGEST_BATCH))] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens to generate, for records that do not say.", **whole())] = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="For records that do not say; 0 is greedy. [default: 0; 1 for OpenAI's format]", show_default=False, **number(least=0)
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="For records without a seed: this and the record's id make one.", **whole(0, 2**32 - 1))] = 0,
+    pages: Annotated[
+        int | None,
+        typer.Option(help="Pages in the pool. [default: enough for the longest records, or as many as fit]", show_default=False, **whole()),
+    ] = None,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    dtype: DtypeOption = None,
+    max_positions: MaxPositionsOption = None,
+    device_memory: DeviceMemoryOption = None,
+    pool_host_memory: PoolHostMemoryOption = None,
+    tensor: TensorOption = 1,
+    context: ContextOption = 1,
+    reuse: ReuseOption = False,
+    reuse_any: ReuseAnyOption = False,
+    host_memory: HostMemoryOption = None,
+    disk: DiskOption = None,
+    disk_size: DiskSizeOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.jsonl if it exists.")] = False,
+    fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Exit with status 1 if a record could not be answered.")] = False,
+    progress: Annotated[
+        bool,
+        typer.Option(
+            "--progress", help="Also show which pages are kept where, what was found, and what was copied or moved, while it runs."
+        ),
+    ] = False,
+    ray: Annotated[
+        bool,
+        typer.Option("--ray", help="Run on a Ray cluster: the one of RAY_ADDRESS or of this machine, else a new one, of this machine."),
+    ] = False,
+    replicas: Annotated[
+        int | None,
+        typer.Option(help="With --ray: workers, each with its own model and engine. [default: 1]", show_default=False, **whole()),
+    ] = None,
+    gpus_per_replica: Annotated[
+        float | None,
+        typer.Option(
+            help="With --ray: GPUs of each, as 0.5 or 2. [default: 1 if the cluster has any, else 0]", show_default=False, **number(least=0)
+        ),
+    ] = None,
+    cpus_per_replica: Annotated[
+        float | None, typer.Option(help="With --ray: CPUs of each. [default: 1]", show_default=False, **number(above=0))
+    ] = None,
+) -> None:
+    """Answer every record of a file.
+
+    Answers are written to OUT.jsonl.partial, which is renamed to OUT.jsonl at the end. To continue a killed job, run the same command
+    again: it does only what is missing. A record that cannot be answered gets an error in its own output line.
+    """
+    from rich.console import Console
+
+    from kvjax.serving.batch.job import check_paths, partial_path
+    from kvjax.serving.batch.records import Defaults
+    from kvjax.serving.batch.setup import Setup
+
+    if ray:
+        needs_extras("kvjax batch --ray", "ray")
+    check_paths(source, out, overwrite)
+    kept = stores(reuse, reuse_any, host_memory, disk, disk_size)
+    if progress and not any(kept.values()) and pool_host_memory is None:
+        raise typer.BadParameter(
+            "shows where pages are: give --reuse, --host-memory, --disk or --pool-host-memory, too", param_hint="--progress"
+        )
+    cluster = {"replicas": replicas, "gpus_per_replica": gpus_per_replica, "cpus_per_replica": cpus_per_replica}
+    given = {name: value for name, value in cluster.items() if value is not None}
+    if given and not ray:
+        raise typer.BadParameter("is for a job on a Ray cluster: give --ray, too", param_hint=f"--{next(iter(given)).replace('_', '-')}")
+    for option, value in (("--disk", disk), ("--progress", progress or None)):
+        if ray and value is not None:
+            raise typer.BadParameter("is for one engine: leave it out with --ray", param_hint=option)
+    sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory}
+    sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": tensor, "context": context, "stores": kept}
+    setup = Setup(model, None if dtype is None else dtype.value, max_positions, policy, prefill, max_batch, **sizes)
+    options = {"defaults": Defaults(max_new_tokens, temperature, seed), "overwrite": overwrite, "console": Console(stderr=True)}
+    try:
+        if ray:
+            from kvjax.serving.batch.ray import run_on_ray
+
+            with named_as_options():
+                summary = run_on_ray(source, out, setup, **given, **options)
+        else:
+            summary = _run_here(source, out, setup, stores=progress, **options)
+    except KeyboardInterrupt:
+        if partial_path(out).exists():
+            typer.echo(f"interrupted; the answers so far are in {partial_path(out)}: run the same command again to continue", err=True)
+        raise
+    _report(summary, out, fail_on_error)
+
+
+def _run_here(source: Path, out: Path, setup: Setup, *, defaults: Defaults, **options: Any) -> Summary:
+    """The job by one engine in this process."""
+    from kvjax.serving.batch.job import run_file
+
+    loaded = setup.load()
+    with named_as_options():
+        setup = setup.sized(loaded, source, defaults)
+        engine = setup.engine(loaded)
+    typer.echo(setup.describe(engine), err=True)
+    try:
+        return run_file(source, out, engine, slots=setup.slots, defaults=defaults, **options)
+    finally:
+        for stats in (engine.stats(), engine.pool_stats()):
+            if stats is not None:
+                typer.echo(str(stats), err=True)
+        engine.close()
+
+
+def _report(summary: Summary, out: Path, fail_on_error: bool) -> None:
+    """Print the closing figures and the first errors; exits with status 1 if the job counts as failed."""
+    typer.echo(str(summary))
+    for line, message in summary.first_errors:
+        named = message.startswith("input line ")  # where a record has no id
+        typer.echo(message if named else f"line {line}: {message}", err=True)
+    if summary.errors > len(summary.first_errors):
+        typer.echo(f"and {summary.errors - len(summary.first_errors):,} more with an error; see {out}", err=True)
+    if no_room := summary.nothing_fitted:
+        typer.echo(
+            "no record fits into the pool: give more --pages, --device-memory or --pool-host-memory, or fewer --max-new-tokens", err=True
+        )
+    if no_room or (fail_on_error and summary.errors):
+        raise typer.Exit(1)

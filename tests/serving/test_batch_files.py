@@ -1,0 +1,105 @@
+"""Files of batch jobs: JSONL and Parquet, in and out."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from kvjax.serving.batch import files
+from kvjax.serving.batch.files import COLUMNS, lines, numbered, write_outputs
+from kvjax.serving.batch.job import run_file
+from kvjax.serving.batch.records import read
+
+ROWS = [{"id": f"r{number}", "prompt": "amber", "max_new_tokens": number + 1} for number in range(10)]
+
+
+def write_parquet(path, rows, **options):
+    """Every field of any row is a column; pyarrow would take the fields of the first row."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    parquet.write_table(pyarrow.table({name: [row.get(name) for row in rows] for name in names}), path, **options)
+    return path
+
+
+def test_lines_are_numbered_from_any_place(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"ab\n\n\xc3\xa9\nlast")
+    everything = list(numbered(path))
+    assert everything == [(1, 0, b"ab\n"), (2, 3, b"\n"), (3, 4, b"\xc3\xa9\n"), (4, 7, b"last")]
+    for place, (number, offset, _) in enumerate(everything):
+        assert list(numbered(path, number, offset)) == everything[place:]
+
+
+@pytest.mark.parametrize("at_once", [2, 1024])
+def test_rows_are_numbered_from_any_place(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(files, "ROWS", at_once)
+    path = write_parquet(tmp_path / "in.parquet", ROWS, row_group_size=3)
+    for first in (1, 2, 3, 4, 7, 9, 10):
+        assert [(number, row["id"]) for number, _, row in numbered(path, first)] == [(n, f"r{n - 1}") for n in range(first, 11)]
+
+
+def test_earlier_row_groups_are_not_read(tmp_path):
+    path = write_parquet(tmp_path / "in.parquet", ROWS, row_group_size=5)
+    data = bytearray(path.read_bytes())
+    group = parquet.ParquetFile(path).metadata.row_group(0).column(0)
+    data[group.data_page_offset : group.data_page_offset + 8] = bytes(8)
+    path.write_bytes(data)
+    assert [row["id"] for _, _, row in numbered(path, 6)] == ["r5", "r6", "r7", "r8", "r9"]
+    with pytest.raises(OSError, match=r".+"):
+        list(numbered(path))
+
+
+def test_nulls_are_fields_that_are_left_out_at_every_depth(tmp_path):
+    rows = [
+        {"id": "a", "prompt": "amber", "top_k": 5, "messages": None},
+        {"id": None, "prompt": None, "top_k": None, "messages": [{"role": "user", "content": "basil"}]},
+        {"custom_id": "c", "body": {"prompt": "coral", "max_tokens": None}},
+    ]
+    found = list(lines(write_parquet(tmp_path / "in.parquet", rows)))
+    assert found == [
+        {"id": "a", "prompt": "amber", "top_k": 5},
+        {"messages": [{"role": "user", "content": "basil"}]},
+        {"custom_id": "c", "body": {"prompt": "coral"}},
+    ]
+    assert [record.error for record in read(found)] == [None] * 3
+    assert [record.id for record in read(found)] == ["a", 2, "c"]
+
+
+def test_a_parquet_output_has_the_fields_of_the_lines(tmp_path):
+    counts = {"prompt_tokens": 3, "generated_tokens": 2, "blocks_per_step": 1.0, "keys_per_step": 3.5}
+    outputs = [
+        {"id": 7, "text": "é", "finish_reason": "stop", **counts, "error": None},
+        {"id": None, "error": "input line 2: no"},
+        {"id": "batch_req_1", "custom_id": "o", "response": {"body": {}}, "error": {"code": "c", "message": "wrong"}},
+        {"id": "n", "choices": [{"text": "a"}, {"text": "b"}], **counts, "error": None},
+    ]
+    written = io.BytesIO()
+    write_outputs(written, iter(outputs), parquet=True)
+    table = parquet.read_table(io.BytesIO(written.getvalue()))
+    assert table.column_names == list(COLUMNS)
+    columns = table.to_pydict()
+    assert columns["id"] == ["7", None, "o", "n"]
+    assert columns["text"] == ["é", None, None, None]
+    assert columns["keys_per_step"] == [3.5, None, None, 3.5]
+    assert columns["error"] == [None, "input line 2: no", "wrong", None]
+    assert list(map(json.loads, columns["answer"])) == outputs
+
+
+def test_a_job_does_not_depend_on_the_form_of_its_files(engine, tmp_path):
+    rows = [*ROWS[:4], {"id": "bad", "prompt": "amber", "top_k": -1}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_parquet(tmp_path / "in.parquet", rows)
+    for form, other in (("jsonl", "parquet"), ("parquet", "jsonl")):
+        summary = run_file(tmp_path / f"in.{form}", tmp_path / f"out.{other}", engine)
+        assert (summary.records, summary.errors) == (5, 1)
+    answers = parquet.read_table(tmp_path / "out.parquet").to_pydict()["answer"]
+    assert answers == (tmp_path / "out.jsonl").read_text().splitlines()
+
+
+def test_a_file_that_is_not_parquet_is_named_so(engine, tmp_path):
+    (tmp_path / "in.parquet").write_text("{}\n")
+    with pytest.raises(ValueError, match=r"in\.parquet is not a Parquet file"):
+        run_file(tmp_path / "in.parquet", tmp_path / "out.jsonl", engine)

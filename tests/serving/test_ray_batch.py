@@ -1,0 +1,326 @@
+"""Batch jobs on a local Ray cluster: the output is that of `run_file`, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pyarrow.parquet
+import pytest
+import ray
+
+from kvjax.serving.batch import ray as on_ray
+from kvjax.serving.batch.files import lines as lines_of
+from kvjax.serving.batch.job import run_file
+from kvjax.serving.batch.partial import Partial
+from kvjax.serving.batch.records import Defaults
+from kvjax.serving.batch.results import Result
+from kvjax.serving.batch.setup import Setup
+
+pytestmark = pytest.mark.bits
+
+DEFAULTS = Defaults(max_new_tokens=12)
+START = [sys.executable, "-c", "from kvjax.serving.cli import main; main()", "batch"]
+KILLS = 30
+
+
+def records(count):
+    """Plain records and OpenAI requests, greedy and drawn. Some are wrong: unknown fields, which this process sees, or too long, which a
+    worker sees."""
+    made = []
+    for number in range(count):
+        record = {"id": f"r{number}", "prompt": "amber basil coral " * (number % 4 + 1), "max_new_tokens": 3 + number % 20}
+        if number % 5 == 1:
+            record |= {"temperature": 0.9, "top_k": 30, "logprobs": True}
+        if number % 5 == 2:
+            record = {"custom_id": f"o{number}", "body": {"messages": [{"role": "user", "content": f"delta {number}"}], "max_tokens": 9}}
+        if number % 11 == 3:
+            record["unknown"] = number
+        if number % 11 == 8:
+            record = {"id": number, "prompt": "amber " * 600}  # longer than the model's positions
+        made.append(record)
+    return made
+
+
+def write(path, made):
+    path.write_text("\n".join([*map(json.dumps, made), "", "this is not JSON", ""]))
+    return path
+
+
+def without_times(text):
+    return json.loads(text, object_hook=lambda fields: {key: value for key, value in fields.items() if key != "created"})
+
+
+def answers(path):
+    """The output's lines, without the times in OpenAI answers."""
+    if path.suffix == ".parquet":
+        return [without_times(row["answer"]) for row in lines_of(path)]
+    return [without_times(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def setup(model_folder):
+    return Setup(str(model_folder), policy="window:8+24", slots=3, page_size=16, prefill_chunk=64)
+
+
+def run_here(setup, source, out):
+    model = setup.load()
+    return run_file(source, out, setup.sized(model, source, DEFAULTS).engine(model), slots=setup.slots, defaults=DEFAULTS)
+
+
+@pytest.fixture(scope="module")
+def ray_apart():
+    """Whatever Ray writes goes to a folder of its own, not to the user's. The path is short, because Ray makes sockets below it."""
+    folder = tempfile.mkdtemp(prefix="ray-")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", folder)
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_apart):
+    """A Ray cluster with two CPUs, for all jobs of this module. None of its processes is left at the end."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    started = psutil.Process().children(recursive=True)
+    yield
+    ray.shutdown()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not [process for process in alive if "ray" in " ".join(process.cmdline())]
+
+
+def replicas_at_work():
+    """The worker processes of this module's cluster that answer a block just now."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            title = " ".join(process.cmdline())
+            if "Replica" in title and ".submit" in title:
+                found.append(process)
+    return found
+
+
+def kill_one(draw=random):
+    """Kill a worker while it runs a block; returns how many were killed. Between two blocks there is none to kill."""
+    working = replicas_at_work()
+    if working:
+        os.kill(draw.choice(working).pid, signal.SIGKILL)
+    return min(1, len(working))
+
+
+def on_results(monkeypatch, do):
+    """Call `do` with the number of results in the partial file, after each."""
+    append, count = Partial.append, itertools.count(1)
+
+    def counted(self, result):
+        append(self, result)
+        do(next(count))
+
+    monkeypatch.setattr(Partial, "append", counted)
+
+
+def test_a_dead_process_and_a_dead_worker_lose_and_double_no_record(cluster, setup, tmp_path, monkeypatch):
+    """A job that was begun in this process is interrupted, and continued on Ray. There a worker is killed when some of its block's answers
+    have come."""
+    made = [{**record, "id": str(record["id"])} for record in records(40) if "custom_id" not in record and "unknown" not in record]
+    rows, names = [*made, {"id": "bad"}], ("id", "prompt", "max_new_tokens", "temperature", "top_k", "logprobs")
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "in.parquet", row_group_size=7)
+    source, out, kills = tmp_path / "in.parquet", tmp_path / "out.parquet", 0
+
+    def die(count):
+        if count == 5:
+            raise KeyboardInterrupt
+
+    def disturb(count):
+        nonlocal kills
+        if count >= 3 and not kills:
+            kills = kill_one()
+
+    with monkeypatch.context() as patch:
+        on_results(patch, die)
+        with pytest.raises(KeyboardInterrupt):
+            run_here(setup, source, out)
+    with monkeypatch.context() as patch:
+        patch.setattr(on_ray, "BLOCKS_PER_REPLICA", 1)
+        on_results(patch, disturb)
+        summary = on_ray.run_on_ray(source, out, setup, defaults=DEFAULTS)
+    assert kills == 1
+    here = run_here(setup, source, tmp_path / "here.jsonl")
+    assert [row["id"] for row in lines_of(out)] == [*(record["id"] for record in made), "bad"]
+    assert answers(out) == answers(tmp_path / "here.jsonl")
+    assert summary.earlier == 5
+    assert (summary.records, summary.errors, summary.generated_tokens) == (here.records, here.errors, here.generated_tokens)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here.jsonl", "in.parquet", "out.parquet"]
+
+
+@pytest.mark.long
+def test_what_is_wrong_in_a_worker_is_said_as_it_is_here(cluster, setup, tmp_path):
+    wrong = dataclasses.replace(setup, page_size=24)
+    with pytest.raises(ValueError, match=r"^prefill_chunk 64") as here:
+        wrong.engine(wrong.load())
+    with pytest.raises(ValueError, match=r"^prefill_chunk 64") as there:
+        on_ray.run_on_ray(write(tmp_path / "in.jsonl", records(3)), tmp_path / "out.jsonl", wrong)
+    assert str(there.value) == str(here.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+# Without a cluster
+
+
+class Here(on_ray.Replica):
+    """A replica in this process. begun: how often each block and record were begun before."""
+
+    def __init__(self, setup, source, begun):
+        super().__init__(setup, on_ray.Place(source, DEFAULTS, source.parent / "none", 0.0), None)
+        self.attempts = on_ray.Attempts()
+        for what, times in begun.items():
+            for _ in range(times):
+                self.attempts.begin(what)
+
+    def _begun(self, kind, line):
+        return self.attempts.begin((kind, line))
+
+    def answers(self, block):
+        outputs = self({"lines": [np.array(block["lines"])], "offset": [block["offset"]]})
+        return {result["line"]: result for result in (json.loads(row["result"][0]) for row in outputs)}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_replica_reads_its_own_lines_wherever_they_begin(setup, tmp_path, suffix):
+    made = [{"id": f"r{number}", "prompt": "amber " * (number + 1), "max_new_tokens": 2} for number in range(12)]
+    source = tmp_path / f"in.{suffix}"
+    if suffix == "jsonl":
+        source.write_text("\n\n".join(map(json.dumps, made)))  # a blank line after each record
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(made), source, row_group_size=5)
+    outline = on_ray.Outline.of(source, DEFAULTS)
+    assert list(outline.offsets) == (list(range(1, 24, 2)) if suffix == "jsonl" else list(range(1, 13)))
+    left = {line: offset for place, (line, offset) in enumerate(outline.offsets.items()) if place not in (4, 7)}
+    replica = Here(dataclasses.replace(setup, pages=20), source, {})
+    found = [replica.answers(block) for block in on_ray._blocks(left, 3, 1)]
+    assert [len(block) for block in found] == [3, 3, 3, 1]
+    assert [result["output"]["id"] for block in found for _, result in sorted(block.items())] == [
+        f"r{number}" for number in range(12) if number not in (4, 7)
+    ]
+
+
+def test_a_record_that_kills_its_worker_is_an_error_of_its_own(setup, tmp_path):
+    source = write(tmp_path / "in.jsonl", [{"id": n, "prompt": "amber", "max_new_tokens": 2} for n in range(1, 4)])
+    replica = Here(dataclasses.replace(setup, pages=20), source, {("block", 1): on_ray.DEATHS, ("record", 2): on_ray.DEATHS})
+    found = replica.answers({"lines": [1, 2, 3], "offset": 0})
+    assert found[2]["output"]["error"] == "the worker process died 3 times while it ran this record by itself"
+    assert [found[line]["failed"] for line in (1, 2, 3)] == [False, True, False]
+    assert replica.attempts.begin(("record", 1)) == 2, "the others ran by themselves, too"
+
+
+def test_answers_that_come_twice_or_not_at_all(setup, tmp_path, monkeypatch):
+    """As when a worker dies whose second run gives its answers in another order than the first."""
+    source, rounds = write(tmp_path / "in.jsonl", [{"id": f"r{n}", "prompt": "amber"} for n in range(4)]), []
+
+    def answers_of(left, *_):
+        rounds.append(list(left))
+        coming = ([1, 2, 2, 1], [3], [])[len(rounds) - 1]
+        return iter([Result(line, {"id": line}, failed=False) for line in coming])
+
+    monkeypatch.setattr(on_ray, "_answers", answers_of)
+    monkeypatch.setattr(on_ray, "_cluster", lambda *_: contextlib.nullcontext({"num_cpus": 1, "num_gpus": 0}))
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda scout: SimpleNamespace(remote=scout))
+    monkeypatch.setattr(ray, "get", lambda found: found)
+    with pytest.raises(RuntimeError, match="no answer to any of 1 records"):
+        on_ray.run_on_ray(source, tmp_path / "out.jsonl", setup)
+    assert rounds == [[1, 2, 3, 4], [3, 4], [4]]
+    kept = [json.loads(line) for line in (tmp_path / "out.jsonl.partial").read_text().splitlines()[1:]]
+    assert [entry["line"] for entry in kept] == [5 + 1, 1, 2, 3], "the line that is not JSON, then each answer once"
+
+
+@pytest.mark.parametrize(
+    ("left", "slots", "replicas", "sizes"), [(7, 3, 2, [3, 3, 1]), (100, 2, 1, [13] * 7 + [9]), (300, 1, 1, [32] * 9 + [12])]
+)
+def test_blocks_are_no_smaller_than_the_slots_and_no_larger_than_32_rounds(left, slots, replicas, sizes):
+    blocks = on_ray._blocks({line: 10 * line for line in range(1, left + 1)}, slots, replicas)
+    assert [len(block["lines"]) for block in blocks] == sizes
+    assert all(block["offset"] == 10 * block["lines"][0] for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--replicas", 2), "is for a job on a Ray cluster: give --ray, too"),
+        (("--ray", "--gpus-per-replica", 1.5), "--gpus-per-replica must be a fraction from 0 to 1 or a whole number, got 1.5"),
+        (("--ray", "--disk", "pages", "--disk-size", "1GB"), "is for one engine: leave it out with --ray"),
+        (("--ray", "--reuse", "--progress"), "is for one engine: leave it out with --ray"),
+    ],
+)
+def test_options_that_do_not_go_together(kvjax, model_folder, tmp_path, options, said):
+    source = write(tmp_path / "in.jsonl", records(1))
+    status, _, err = kvjax("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, *options)
+    assert status == 2
+    assert said in " ".join(err.split())
+
+
+# Long
+
+
+@pytest.mark.long
+def test_thirty_killed_workers_change_nothing(cluster, setup, tmp_path, monkeypatch, capsys):
+    source, draw, kills = write(tmp_path / "in.jsonl", records(90)), random.Random(3), 0
+    run_here(setup, source, tmp_path / "here.jsonl")
+    expected = answers(tmp_path / "here.jsonl")
+    monkeypatch.setattr(on_ray, "BLOCKS_PER_REPLICA", 4)
+
+    def disturb(count):
+        nonlocal kills
+        if kills < KILLS and draw.random() < 0.2:
+            kills += kill_one(draw)
+
+    on_results(monkeypatch, disturb)
+    jobs = 0
+    while kills < KILLS:
+        out, jobs = tmp_path / f"out-{jobs}.jsonl", jobs + 1
+        on_ray.run_on_ray(source, out, setup, replicas=2, defaults=DEFAULTS)
+        assert answers(out) == expected
+    with capsys.disabled():
+        print(f"\n{kills} killed workers, {jobs} jobs of {len(expected)} records, 0 answers that differ")
+
+
+@pytest.mark.long
+def test_a_killed_command_leaves_no_process_and_goes_on(ray_apart, setup, model_folder, tmp_path):
+    source, out = write(tmp_path / "in.jsonl", records(90)), tmp_path / "out.jsonl"
+    run_here(setup, source, tmp_path / "here.jsonl")
+    options = ["--model", model_folder, "--policy", "window:8+24", "--max-batch", 3, "--page-size", 16, "--prefill-chunk", 64]
+    command = [*START, source, "--out", out, *options, "--max-new-tokens", 12, "--ray", "--cpus-per-replica", 0.5, "--replicas", 2]
+    partial = tmp_path / "out.jsonl.partial"
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as job:
+        while job.poll() is None and not (partial.exists() and partial.read_bytes().count(b"\n") > 20):
+            time.sleep(0.02)
+        children = psutil.Process(job.pid).children(recursive=True)
+        job.kill()
+        job.communicate()
+    assert len(children) > 3
+    assert not psutil.wait_procs(children, timeout=240)[1], "Ray's agents take a minute or two to notice"
+    assert not out.exists()
+    again = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "from an earlier run)" in again.stdout
+    assert answers(out) == answers(tmp_path / "here.jsonl")
+    crowd = subprocess.run([*map(str, command), "--overwrite", "--cpus-per-replica", "4000"], capture_output=True, text=True, check=False)
+    assert crowd.returncode == 2
+    assert "--replicas 2 with 4000 CPU each do not fit on this machine" in crowd.stderr
