@@ -27,8 +27,8 @@ class Setup:
     """A model and the arguments of its engine. It can be sent to another process.
 
     model: folder, hub id or "needle". dtype, max_positions: as in `kvjax.load`. slots: sequences decoded together. stores: which pages are
-    kept. tensor, context: of a mesh (`kvjax.mesh`). The others: as in `Engine`. pages, device_bytes: if both are None, the pool has the pages
-    that the job needs, or as many as fit.
+    kept. tensor, context: of a mesh (`kvjax.mesh`). The others: as in `Engine`. pages, device_bytes: if both are None, the pool has the
+    pages that the job needs, or as many as fit.
     """
 
     model: str

@@ -136,6 +136,7 @@ def on_results(monkeypatch, do):
     monkeypatch.setattr(Partial, "append", counted)
 
 
+@pytest.mark.long
 def test_a_dead_process_and_a_dead_worker_lose_and_double_no_record(cluster, setup, tmp_path, monkeypatch):
     """A job that was begun in this process is interrupted, and continued on Ray. There a worker is killed when some of its block's answers
     have come."""
