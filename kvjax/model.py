@@ -428,7 +428,7 @@ def fingerprint(model: Model) -> str:
     """
     digest = hashlib.sha256(_text(model.config).encode())
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for path, whole in jax.tree_util.tree_leaves_with_path(whole_params(model.decoder, model.params)):
+        for path, whole in jax.tree_util.tree_leaves_with_path(whole_params(model)):
             leaf = whole()
             digest.update(_sha256(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode()))
             digest.update(_content(leaf, pool))

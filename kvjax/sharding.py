@@ -314,18 +314,14 @@ def place_param(how: Cut | None, leaf: Array | np.ndarray, shards: Shards) -> Ar
     return jax.make_array_from_callback(shape, sharding, part)
 
 
-def whole_params(decoder: Decoder, params: Any) -> Any:
-    """The reverse of `place_params`: for each parameter a function that returns it as it is on one device, in host memory."""
-    leaf = jax.tree.leaves(params)[0]
-    if (
-        not isinstance(leaf, jax.Array)
-        or not isinstance(leaf.sharding, NamedSharding)
-        or leaf.sharding.mesh.axis_names != (CONTEXT, TENSOR)
-    ):
-        return jax.tree.map(lambda leaf: lambda: leaf, params)
-    cuts = decoder.cuts(params, Shards(leaf.sharding.mesh).tensor)
-    sizes = {"vocab": decoder.config.vocab_size}
-    return jax.tree.map(lambda how, leaf: functools.partial(_whole, how, leaf, sizes), cuts, params, is_leaf=_is_cut)
+def whole_params(model: Model) -> Any:
+    """The reverse of `place_params`: for each parameter, a function that returns it as it is on one device."""
+    leaf = jax.tree.leaves(model.params)[0]
+    sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != (CONTEXT, TENSOR):
+        return jax.tree.map(lambda leaf: lambda: leaf, model.params)
+    cuts, sizes = model.decoder.cuts(model.params, Shards(sharding.mesh).tensor), {"vocab": model.config.vocab_size}
+    return jax.tree.map(lambda how, leaf: functools.partial(_whole, how, leaf, sizes), cuts, model.params, is_leaf=_is_cut)
 
 
 def _whole(how: Cut | None, leaf: Array, sizes: Mapping[str, int]) -> np.ndarray:

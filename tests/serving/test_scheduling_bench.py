@@ -123,7 +123,7 @@ def test_compilations_are_counted_once_and_only_while_listening():
 def test_cold_counts_the_programs_of_a_prompt():
     sizes = {"chunk": 128, "prefill": "dense", "policy": "top:8"}
     row = compiling.cold_row("tiny", CONFIG, prompt=640, computed=256, **sizes)
-    assert (row["by_name"]["prefill_layers"], row["by_name"]["decode_and_sample"]) == (1, 1), "one table width, one kind of slice"
+    assert (row["by_name"]["prefill_slice"], row["by_name"]["decode_and_sample"]) == (1, 1), "one table width, one kind of slice"
     assert row["compiling_s"] > 0
     assert row["warm_s"] < row["wall_s"]
     with pytest.raises(ValueError, match="multiple of the chunk of 128"):
