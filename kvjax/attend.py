@@ -100,7 +100,7 @@ def attend_hot(
     """`policy.attend` through a hot buffer: output, list and state, the layer and the buffer afterwards, and how many listed blocks came
     from host memory. None where the policy does not list whole pages for all queries together, or attends by an op of its own: then pages
     are read where they lie."""
-    if not attends_by_list(policy) or isinstance(policy, TopTokens) or (query.shape[1] > 1 and jax.tree.leaves(state)):
+    if not _has_one_list(policy) or (query.shape[1] > 1 and jax.tree.leaves(state)):
         return None  # another op than attention over the list, or one for each drafted token
     blocks, state = policy.select(query, layer, ctx, state)
     if blocks is None or blocks.ids.ndim != 3 or blocks.block_size != ctx.page_size:
@@ -116,7 +116,12 @@ def attend_hot(
 def lists_pages(policy: DecodePolicy, page_size: int) -> bool:
     """Whether a step of one token goes through the hot buffer, in layers where `policy` has a list and the engine has a buffer: what
     `attend_hot` finds when it runs, said before."""
-    return attends_by_list(policy) and not isinstance(policy, TopTokens) and getattr(policy, "block_size", None) in (None, page_size)
+    return _has_one_list(policy) and getattr(policy, "block_size", None) in (None, page_size)
+
+
+def _has_one_list(policy: DecodePolicy) -> bool:
+    """Whether `policy.attend` is attention over one list for all queries of a step."""
+    return attends_by_list(policy) and not isinstance(policy, TopTokens)
 
 
 def attend_tokens(
@@ -141,7 +146,9 @@ def attends_by_list(policy: DecodePolicy) -> bool:
     return kind.attend is Stateless.attend or own
 
 
-def bring(layer: PagedKV | LatentPages, ctx: PrefillContext, table: Int[Array, "B M"], indexes: tuple[IndexSpec, ...]):
+def bring(
+    layer: PagedKV | LatentPages, ctx: PrefillContext, table: Int[Array, "B M"], indexes: tuple[IndexSpec, ...]
+) -> tuple[PagedKV | LatentPages, PrefillContext]:
     """The layer with the pages of all devices of the context axis in place of its pool, and the context with their places.
 
     table: page ids of the whole mesh. indexes: those that are brought, too. Memory: the pages of one layer, `B * M` of them, on every

@@ -265,9 +265,10 @@ def _device_pages(plan: MemoryPlan, device_bytes: int, host: int) -> int:
 
 def pool_pages(plan: MemoryPlan, *sizes, context: int = 1) -> tuple[dict[str, int], int]:
     """The pages of each layer group of an engine's pool, and how many of those that keep all tokens lie in host memory. sizes: those of
-    `pool_size`, which says what is raised. context: pages are dealt out over so many devices, so their number is a multiple of it."""
+    `pool_size`, which says what is raised. context: pages are dealt out over so many devices, so their number is a multiple of it,
+    no larger than asked for, but for one page on each."""
     device, host = pool_size(plan, *sizes)
-    counts = plan.pool_pages(device + host)
+    counts = plan.pool_pages(max(1, device // context) * context + host)
     rows = {group.name for group in plan.groups if group.page_size == WHOLE}
     return {name: count if name in rows else -(-count // context) * context for name, count in counts.items()}, host
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from kvjax.cache.spec import CacheSpec
     from kvjax.model import Decoder, Model
     from kvjax.policies.prefill import PrefillContext
+
+logger = logging.getLogger(__name__)
 
 Layers = tuple[LayerCache | None, ...]
 
@@ -278,9 +281,12 @@ def spec_on_mesh(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
 
 
 def place_model(model: Model, mesh: Mesh) -> Model:
-    """The model with its parameters on the devices of a mesh (`place_params`)."""
+    """The model with its parameters on the devices of a mesh (`place_params`). Logs how many devices hold a KV head, if more than one."""
+    shards = Shards(mesh)
+    for count in sorted({mixer.num_kv_heads for mixer in model.config.attention if mixer.num_kv_heads < shards.tensor}):
+        logger.info("%d KV heads on tensor=%d devices: each on %d of them", count, shards.tensor, shards.tensor // count)
     placed = copy.copy(model)
-    object.__setattr__(placed, "params", place_params(model.decoder, model.params, Shards(mesh)))  # a frozen dataclass, as a rule
+    object.__setattr__(placed, "params", place_params(model.decoder, model.params, shards))  # a frozen dataclass, as a rule
     return placed
 
 

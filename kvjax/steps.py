@@ -114,21 +114,21 @@ def _missing_in_prefill(
 
 @functools.partial(jax.jit, static_argnames=("decoder", "policy", "indexes", "staged", "shards"), donate_argnames="cache")
 def prefill_slice(
-    decoder: Decoder,
-    policy: PrefillPolicy,
-    indexes: tuple[IndexSpec, ...],
-    params: Params,
-    cache: Cache,
-    x: Float[Array, "B T E"],
-    starts: Int[Array, "B"],
-    fresh: Int[Array, "B"],
-    place: int | Int[Array, ""] = 0,
-    owners: tuple[LayerCache, ...] = (),
+    decoder,
+    policy,
+    indexes,
+    params,
+    cache,
+    x,
+    starts,
+    fresh,
+    place=0,
+    owners=(),
     *,
-    learning: Learning | None = None,
-    staged: bool = False,
+    learning=None,
+    staged=False,
     shards: Shards | None = None,
-) -> tuple[Float[Array, "B T E"], Cache, tuple[Any, ...], Int[Array, "B"] | None]:
+):
     """`prefill_layers`, jitted. DONATES cache. shards: of the mesh over which params and cache are split."""
 
     def step(decoder, params, cache, owners, learning, *arrays):

@@ -57,9 +57,10 @@ class TransformerDecoder:
     def cuts(self, params: Params, tensor: int) -> Params:
         """How each of these parameters is cut over `tensor` devices; None: whole on each. The vocabulary is padded to a multiple."""
         vocab = cut(("vocab", None), (even("rows", -(-self.config.vocab_size // tensor) * tensor, tensor), 1))
-        layers = [layer.cuts(tensor) for layer in self.config.layers[: len(params["layers"])]]
+        layers = self.config.layers[: len(params["layers"])]
+        known = {layer: layer.cuts(tensor) for layer in dict.fromkeys(layers)}
         found = {"embed": vocab, "final_norm": None, "lm_head": vocab}
-        of_layers = tuple({name: cuts.get(name) for name in own} for cuts, own in zip(layers, params["layers"], strict=True))
+        of_layers = tuple({name: known[layer].get(name) for name in own} for layer, own in zip(layers, params["layers"], strict=True))
         return {name: found[name] for name in params if name != "layers"} | {"layers": of_layers}
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:

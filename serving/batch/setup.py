@@ -48,7 +48,7 @@ class Setup:
 
     def mesh(self) -> Mesh | None:
         """The mesh of the engine; None for one device."""
-        return None if self.tensor == self.context == 1 else mesh(tensor=self.tensor, context=self.context)
+        return mesh_of(self.tensor, self.context)
 
     def load(self) -> Model:
         """The model, on its devices. Call it before JAX starts: it sets the flags that pages in host memory need."""
@@ -79,6 +79,11 @@ class Setup:
         """What the command line says about the engine."""
         policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
         return f"{self.model}, {policies}, {engine.allocators['full'].total:,} pages of {self.page_size} tokens"
+
+
+def mesh_of(tensor: int, context: int) -> Mesh | None:
+    """The mesh of these sizes; None for one device. Raises as `kvjax.mesh` does."""
+    return None if tensor == context == 1 else mesh(tensor=tensor, context=context)
 
 
 def planned(declared: DeclaredPolicies, sequences: int, **fields: Any) -> MemoryPlan:

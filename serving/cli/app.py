@@ -38,7 +38,6 @@ from kvjax.serving.cli.options import (
     TensorOption,
     TokensOption,
     load_model,
-    mesh_of,
     named_as_options,
     number,
     read_text,
@@ -146,6 +145,7 @@ def generate_command(
 
     from kvjax.prompts import chat_ids, encode
     from kvjax.sampling import Sampling
+    from kvjax.serving.batch.setup import mesh_of
 
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
     devices = mesh_of(tensor, context)

@@ -267,17 +267,10 @@ def named_as_options() -> Iterator[None]:
 
 
 def load_model(model: str, dtype: Dtype | None, max_positions: int | None, mesh: Mesh | None = None) -> Model:
-    """The model of `--model`, with weights in `--dtype`, for sequences of up to `--max-positions`. mesh: of `mesh_of`."""
+    """The model of `--model`, with weights in `--dtype`, for sequences of up to `--max-positions`. mesh: over whose devices it is split."""
     from kvjax.models.loading import load
 
     return load(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions, mesh=mesh)
-
-
-def mesh_of(tensor: int, context: int) -> Mesh | None:
-    """The mesh of `--tensor` and `--context`; None for one device."""
-    from kvjax.sharding import mesh
-
-    return None if tensor == context == 1 else mesh(tensor=tensor, context=context)
 
 
 def read_text(path: Path, option: str) -> str:

@@ -15,6 +15,8 @@ from kvjax import Engine
 from kvjax.layers import DeltaLayer
 from kvjax.model import fingerprint
 from kvjax.policies.decode import TopBlocks
+from kvjax.policies.decode.candidates import best_candidates
+from kvjax.policies.prefill import BoundsBlocks, BoundsShare, DensePrefill, query_tile_of
 from kvjax.sharding import Shards, place_params
 
 PAGE, CHUNK = 16, 64
@@ -92,7 +94,8 @@ def test_every_policy_reads_the_same_on_a_mesh(case, model, text):
 
 PREFILL = {
     "momo": kvjax.MeasureOnceMaskOnce(gamma=8, chi=16, k=3, k_exact=2, k_trim=3, key_block=16, sink_tokens=16, window_tokens=32),
-    "bounds": kvjax.policies.prefill.BoundsBlocks(k=2, chi=16, key_block=16, sink_tokens=16, window_tokens=32, dense_below=0),
+    "bounds": BoundsBlocks(k=2, chi=16, key_block=16, sink_tokens=16, window_tokens=32, dense_below=0),
+    "bounds-share": BoundsShare(chi=16, key_block=16, sink_tokens=16, window_tokens=32, ladder=(1, 2), share=0.2),
     "window": "window:16+40",
     "xattention": "xattention",
 }
@@ -101,7 +104,8 @@ PREFILL = {
 @pytest.mark.parametrize(
     "case",
     rest_long(
-        [(policy, mesh) for policy in PREFILL for mesh in MESHES], *[(policy, "tensor 2 context 2") for policy in ("momo", "bounds")]
+        [(policy, mesh) for policy in PREFILL for mesh in MESHES],
+        *[(policy, "tensor 2 context 2") for policy in ("momo", "bounds", "bounds-share")],
     ),
     ids=" ".join,
 )
@@ -243,3 +247,43 @@ def test_a_model_is_loaded_straight_to_its_devices(mesh, tmp_path):
     for ours, loaded in zip(jax.tree.leaves(placed), jax.tree.leaves(other.params), strict=True):
         assert ours.sharding == loaded.sharding
         assert np.array_equal(ours, loaded)
+
+
+def test_only_the_class_that_attends_says_that_queries_may_be_split():
+    """A chunk's queries choose together in `BoundsShare`, and whatever a subclass does is its own."""
+
+    class Turned(DensePrefill):
+        def attend(self, query, layer, ctx):
+            return super().attend(query[:, ::-1], layer, ctx)
+
+    assert [query_tile_of(each) for each in (DensePrefill(), BoundsBlocks(chi=64))] == [1, 64]
+    assert [query_tile_of(each) for each in (BoundsShare(), Turned())] == [None, None]
+
+
+def test_of_equal_candidates_the_lower_ids_are_taken():
+    """Whatever order devices found them in; NaN ranks last, and a missing one never counts."""
+    ids = np.array([[9, 4, -1, 2, 7, 5]], np.int32)
+    scores = np.array([[1.0, 3.0, 9.0, 1.0, np.nan, 1.0]], np.float32)
+    for order in (list(range(6)), [5, 4, 3, 2, 1, 0], [2, 5, 0, 4, 1, 3]):
+        found = {k: sorted(np.asarray(best_candidates(scores[:, order], ids[:, order], k))[0].tolist()) for k in (2, 3, 5, 6)}
+        assert found == {2: [2, 4], 3: [2, 4, 5], 5: [2, 4, 5, 7, 9], 6: [-1, 2, 4, 5, 7, 9]}
+
+
+def test_a_mesh_in_sixteen_bits(bf16_model, text):
+    """Parts are rounded before they are added, so only the size of the difference is known: a few roundings."""
+    expected, reads = logits_of(bf16_model, None, "dense", text[:203])
+    found, read = logits_of(bf16_model, mesh_of(BOTH), "dense", text[:203])
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+    assert read.keys.tolist() == reads.keys.tolist()
+
+
+@pytest.mark.parametrize("pages", [5, 64])
+def test_a_pool_is_no_larger_than_asked_for(pages, model):
+    engine = Engine(model, pages=pages, page_size=PAGE, prefill_chunk=CHUNK, mesh=mesh_of("context 4"))
+    assert engine.allocators["full"].total == pages // 4 * 4
+
+
+def test_copied_heads_are_said(model, caplog):
+    with caplog.at_level("INFO", "kvjax.sharding"):
+        Engine(model, pages=8, page_size=PAGE, prefill_chunk=CHUNK, mesh=mesh_of("tensor 4"))
+    assert caplog.messages == ["2 KV heads on tensor=4 devices: each on 2 of them"]

@@ -160,6 +160,7 @@ class HeavyTokens(_Heavy):
     local: int = 512
 
     chooses_over_devices = True
+    block_size = 1
 
     @property
     def keys(self) -> int:

@@ -72,5 +72,8 @@ def indexes_of(policy: PrefillPolicy) -> tuple[IndexSpec, ...]:
 
 def query_tile_of(policy: PrefillPolicy) -> int | None:
     """How many queries, from a multiple of their number on, a policy looks at together: each device of a mesh may attend for some of a
-    chunk's tiles. None, unless the policy says: the whole chunk."""
-    return getattr(policy, "query_tile", None)
+    chunk's tiles. None, unless the class that attends or lists says so itself: the whole chunk. A subclass may look further."""
+    kinds = [vars(kind) for kind in type(policy).__mro__]
+    says = next((number for number, names in enumerate(kinds) if "query_tile" in names), len(kinds))
+    attends = next((number for number, names in enumerate(kinds) if names.keys() & {"attend", "attend_sparse", "lists"}), -1)
+    return policy.query_tile if says <= attends else None

@@ -19,11 +19,6 @@ class ByBounds(TileLists):
         """Bounds of its blocks."""
         return (IndexSpec("bounds", self.key_block),)
 
-    @property
-    def query_tile(self) -> int:
-        """Queries that share a list."""
-        return self.chi
-
     def check_pages(self, page_size: int) -> None:
         """ValueError unless pages of `page_size` tokens are whole blocks, no longer than the window."""
         super().check_pages(page_size)
@@ -80,6 +75,11 @@ class BoundsBlocks(ByBounds):
         """Up to here the lists would hold everything, or dense attention is no slower."""
         covered = covered_tokens(self.k, self.key_block, self.sink_tokens, self.window_tokens)
         return max(covered, 2 * covered if self.dense_below is None else self.dense_below)
+
+    @property
+    def query_tile(self) -> int:
+        """Queries that share a list."""
+        return self.chi
 
     def lists(self, query, layer, ctx):
         """The k best distant blocks of every tile and query head, `[B, C, H, W]`."""

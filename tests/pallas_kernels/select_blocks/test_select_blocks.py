@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.page_index import INDEX_ROWS, page_index
-from pallas_kernels.select_blocks import score_blocks, select_blocks, selection_width
+from pallas_kernels.select_blocks import score_blocks, score_listed, select_blocks, selection_width
 from pallas_kernels.select_blocks.api import Call
 
 XLA = functools.partial(select_blocks, implementation="xla")
@@ -126,6 +126,17 @@ def test_bounds_bound_every_dot_product(tools):
     assert scores.shape == best.shape == (2, 2, 24)
     assert (scores >= best - 1e-3).all()
     assert (scores - best).min() < 0.8 * (scores - best).max(), "a bound that never comes near the products would select nothing"
+
+
+@pytest.mark.parametrize("kind", ["bounds", "mean"])
+def test_listed_blocks_score_as_they_do_in_the_table(kind, tools):
+    paged = tools.make_paged(lengths=(96, 96), seed=3)
+    index, per_page = page_index(paged.k, kind=kind, block_size=4), paged.k.shape[2] // 4
+    expected = np.asarray(score_blocks(paged.q, index, paged.page_table, kind=kind))
+    ids = np.random.default_rng(0).integers(0, expected.shape[3], (*expected.shape[:3], 7))
+    pages = np.asarray(paged.page_table)[np.arange(2)[:, None, None, None], ids // per_page]
+    found = score_listed(paged.q, index, jnp.asarray(pages * per_page + ids % per_page, jnp.int32), kind=kind)
+    np.testing.assert_allclose(found, np.take_along_axis(expected, ids, axis=3), rtol=1e-5, atol=1e-5)
 
 
 def test_mean_scores_are_the_published_ones(tools):
