@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.models import CausalLM, load, save
     from kvjax.policies.decode import Dense, HeavyPages, HeavyTokens, TopBlocks, Window
     from kvjax.policies.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
+    from kvjax.processes import ProcessLost, start_processes
     from kvjax.requests import Completion, Request
     from kvjax.sampling import NotFinite, Sampling
     from kvjax.scheduler import Scheduler
@@ -56,6 +57,7 @@ __all__ = [
     "NotFinite",
     "OracleBlocks",
     "OutOfPages",
+    "ProcessLost",
     "Request",
     "Sampling",
     "Scheduler",
@@ -74,6 +76,7 @@ __all__ = [
     "run_batch",
     "save",
     "score",
+    "start_processes",
 ]
 
 _HOMES = {
@@ -91,6 +94,7 @@ _HOMES = {
     "NotFinite": "kvjax.sampling",
     "OracleBlocks": "kvjax.policies.prefill",
     "OutOfPages": "kvjax.cache",
+    "ProcessLost": "kvjax.processes",
     "Request": "kvjax.requests",
     "Sampling": "kvjax.sampling",
     "Scheduler": "kvjax.scheduler",
@@ -108,6 +112,7 @@ _HOMES = {
     "run_batch": "kvjax.serving",
     "save": "kvjax.models",
     "score": "kvjax.scoring",
+    "start_processes": "kvjax.processes",
 }
 _PACKAGES = ("bill", "fidelity", "models", "policies", "serving")
 

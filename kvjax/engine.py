@@ -84,7 +84,7 @@ class Engine:
     ):
         check_model(model, "Engine")
         check_mesh(mesh, pool_host_bytes, stores)
-        self.guard = CallGuard("this engine")
+        self.guard, self.mesh = CallGuard("this engine"), mesh
         self.model, self.config = model if mesh is None else place_model(model, mesh), model.config
         self.page_size, self.prefill_chunk, self.batch_buckets = engine_sizes(page_size, prefill_chunk, batch_buckets)
         self.dtype = jnp.dtype(self.config.compute_dtype)
@@ -98,7 +98,7 @@ class Engine:
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()
-        totals = pool_pages(plan, self.config, pages, device_bytes, pool_host_bytes, context=sizes.get("context", 1))
+        totals = pool_pages(plan, self.config, pages, device_bytes, pool_host_bytes, mesh=mesh)
         kept = {"hot": bool(self.indexes), "reach": self._declared.reach, "mesh": mesh}
         self._groups = GroupPages(self.spec, *totals, self.prefill_chunk, **kept)
         self._declared.frames = next((each.counts for each in self._groups.frames.values()), None)

@@ -10,7 +10,10 @@ from _signal import getsignal  # CPython's own: those of `signal` also look for 
 from _signal import signal as set_handler
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Concatenate, Protocol, Self
+from typing import TYPE_CHECKING, Any, Concatenate, Protocol, Self
+
+if TYPE_CHECKING:
+    from kvjax.processes import Together
 
 
 class CallGuard:
@@ -19,10 +22,13 @@ class CallGuard:
     Another thread that enters meanwhile gets a RuntimeError at once, and does not wait. In the main thread, Ctrl-C is held back inside the
     guard: it takes effect at `interrupt_point`, or else when the outermost call returns. An interrupt in the middle of a call would leave
     the object half changed. One in the middle of a JAX operation may leave all of JAX unusable.
+
+    together: the other processes that make the same calls (`kvjax.processes`), if there are any; then they are interrupted together.
     """
 
     def __init__(self, what: str):
         self._what = what
+        self.together: Together | None = None
         self._lock = threading.Lock()
         self._owner: int | None = None
         self._depth = 0
@@ -68,8 +74,19 @@ class CallGuard:
         self._lock.release()
         _give_back(handler, held)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a thread is in it."""
+        return self._owner is not None
+
     def interrupt_point(self) -> None:
         """Let a Ctrl-C that was held back take effect here. For places where the state is consistent."""
+        if self.together is not None:
+            self.together.interrupt_point(self._interrupt)
+        else:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
         if self._held and callable(self._handler):
             frame = self._held.pop()
             self._held.clear()
@@ -91,11 +108,13 @@ class Guarded(Protocol):
 
 
 def guarded[S: Guarded, **P, R](method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method that runs inside its object's guard."""
+    """A method that runs inside its object's guard. RuntimeError if it would run here alone, and not in all processes of the job."""
 
     @functools.wraps(method)
     def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.guard:
+            if self.guard.together is not None:
+                self.guard.together.check_inside()
             return method(self, *args, **kwargs)
 
     return call

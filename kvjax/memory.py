@@ -9,12 +9,14 @@ import os
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from kvjax.cache import WHOLE, IndexSpec, OutOfPages
 from kvjax.cache.groups import Reach, frame_counts, most_pages, window_of
 from kvjax.cache.spanning import FrameCounts, supported
 from kvjax.checks import whole_number
 from kvjax.model import ModelConfig
+from kvjax.sharding import CONTEXT, least_of_processes
 
 DEVICE_SHARE, HOST_SHARE = 0.85, 0.5
 """Share of the free memory that a plan uses. It is larger on an accelerator, because other programs use the host's memory too."""
@@ -263,11 +265,12 @@ def _device_pages(plan: MemoryPlan, device_bytes: int, host: int) -> int:
     return pages
 
 
-def pool_pages(plan: MemoryPlan, *sizes, context: int = 1) -> tuple[dict[str, int], int]:
+def pool_pages(plan: MemoryPlan, *sizes, mesh: Mesh | None = None) -> tuple[dict[str, int], int]:
     """The pages of each layer group of an engine's pool, and how many of those that keep all tokens lie in host memory. sizes: those of
-    `pool_size`, which says what is raised. context: pages are dealt out over so many devices, so their number is a multiple of it,
-    no larger than asked for, but for one page on each."""
+    `pool_size`, which says what is raised. mesh: pages are dealt out over the devices of its context axis, so their number is a multiple of
+    these, no larger than asked for, but for one page on each. Its processes agree on the fewest that one of them has room for."""
     device, host = pool_size(plan, *sizes)
+    device, context = least_of_processes(mesh, device), 1 if mesh is None else mesh.shape[CONTEXT]
     counts = plan.pool_pages(max(1, device // context) * context + host)
     rows = {group.name for group in plan.groups if group.page_size == WHOLE}
     return {name: count if name in rows else -(-count // context) * context for name, count in counts.items()}, host

@@ -415,8 +415,8 @@ class Model(Protocol):
 CHUNK_BYTES = 4 << 20
 """Bytes of a tensor that are hashed at a time. Fixed, so that a fingerprint does not depend on the machine."""
 
-_digests: dict[int, tuple[weakref.ref[Array], bytes]] = {}
-"""Digests of arrays, by id. An array never changes, so its digest stays valid while it lives."""
+_digests: dict[int, tuple[weakref.ref[Array], tuple[tuple[int, ...], bytes]]] = {}
+"""Shapes and digests of whole arrays, by id. An array never changes, so its digest stays valid while it lives."""
 
 
 def fingerprint(model: Model) -> str:
@@ -424,14 +424,14 @@ def fingerprint(model: Model) -> str:
 
     Every tensor counts with its path, shape, dtype and bytes, so the result is the same on every device. The weights are copied to the
     host one tensor at a time and hashed by one thread per core; `tools/time_fingerprint.py` measures how fast. An array's digest is kept
-    while the array lives, so asking again for a loaded model is free.
+    while the array lives, so asking again for a loaded model is free. Where a mesh has devices of several processes, each of them must ask.
     """
-    digest = hashlib.sha256(_text(model.config).encode())
+    digest, wholes = hashlib.sha256(_text(model.config).encode()), jax.tree.leaves(whole_params(model))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for path, whole in jax.tree_util.tree_leaves_with_path(whole_params(model)):
-            leaf = whole()
-            digest.update(_sha256(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode()))
-            digest.update(_content(leaf, pool))
+        for (path, leaf), whole in zip(jax.tree_util.tree_leaves_with_path(model.params), wholes, strict=True):
+            shape, content = _content(leaf, whole, pool)
+            digest.update(_sha256(f"{jax.tree_util.keystr(path)} {shape} {leaf.dtype}".encode()))
+            digest.update(content)
     return f"sha256-{digest.hexdigest()[:32]}"
 
 
@@ -482,12 +482,16 @@ def check_fingerprint(mark: object, where: str, remedy: str) -> None:
         raise ValueError(f"{where} was made by an earlier version of kvjax, whose fingerprint ({mark}) other models may share; {remedy}")
 
 
-def _content(leaf: Array, pool: ThreadPoolExecutor) -> bytes:
-    """The digest of an array's bytes in row-major order: the SHA-256 of the SHA-256 of each chunk."""
+def _content(leaf: Array, whole: Callable[[], Array | np.ndarray], pool: ThreadPoolExecutor) -> tuple[tuple[int, ...], bytes]:
+    """The shape of a parameter, and the digest of its bytes in row-major order: the SHA-256 of the SHA-256 of each chunk.
+
+    whole: finds the parameter as it is on one device.
+    """
     kept = _digests.get(id(leaf))
     if kept is not None and kept[0]() is leaf:
         return kept[1]
-    digest = _sha256(b"".join(pool.map(_sha256, _chunks(leaf))))
+    array = whole()
+    digest = array.shape, _sha256(b"".join(pool.map(_sha256, _chunks(array))))
     if isinstance(leaf, np.ndarray):  # a numpy array may change in place, so its digest is not kept
         return digest
     # Those of dead arrays go here, not in a callback of their weak references: Python prints an interrupt that arrives in one, and goes on.

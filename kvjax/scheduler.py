@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import dataclasses
 import itertools
 import numbers
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Int
@@ -37,6 +39,7 @@ from kvjax.text import TextStream
 DEFAULT_SLOTS = 8
 AHEAD = 4
 """Chunks of a prompt that are launched before what follows the prompt is traced, so that the device has work meanwhile."""
+ALONE = contextlib.nullcontext()
 
 
 @dataclasses.dataclass(eq=False)
@@ -118,6 +121,10 @@ class Scheduler:
         self._slices_before = 0  # the steps in flight
         self._short = False  # there were too few pages for the first that waits, and none came back since
         self._events: collections.deque[tuple[Request, int, str]] = collections.deque()
+        self._together = engine.guard.together
+        if self._together is not None:
+            options = {"max_gap_ms": max_gap_ms, "slots": slots, "policy": self.policy}
+            self._together.add(self, options, listening=on_token is not None)
 
     def __repr__(self) -> str:
         return f"Scheduler({self.engine!r}, slots={self.slots}, running={self.running}, waiting={self.waiting})"
@@ -147,7 +154,11 @@ class Scheduler:
         if not isinstance(request, Request):
             raise TypeError(f"submit takes a kvjax.Request, got {type(request).__name__}: Request(prompt, Sampling(...))")
         handle = Handle(request, (-request.priority, next(self._numbers)))
-        self._wait(handle)
+        if self._together is None:
+            self._wait(handle)
+        else:
+            with self.engine.guard, self._call("submit", dataclasses.replace(request, id=None)):
+                self._wait(handle)
         return handle
 
     def cancel(self, handle: Handle) -> None:
@@ -160,7 +171,8 @@ class Scheduler:
                 return
             if handle not in self._handles():
                 raise ValueError(f"{handle} was submitted to another scheduler: cancel it there")
-            self._end(handle, None)
+            with self._call("cancel", handle.order[1]):
+                self._end(handle, None)
 
     def step(self) -> list[Handle]:
         """Admit requests that have room, launch a decode step and, with a bounded gap, slices of a prefill; read the step before.
@@ -168,7 +180,7 @@ class Scheduler:
         Returns the requests that have finished or failed, but not cancelled ones. Does nothing if there is nothing to do. If `on_token` or
         `on_prefill` raises, or after Ctrl-C, the scheduler is as after a step: call `step` again, or `close`.
         """
-        with self.engine.guard:
+        with self.engine.guard, self._call("step"):
             self._admit()
             self._slices = self._launch()
             self._collect()
@@ -179,10 +191,14 @@ class Scheduler:
 
     def close(self) -> None:
         """Cancel all requests. Waits for another thread that uses the engine."""
-        with self.engine.guard.when_free():
+        with self.engine.guard.when_free(), self._call("close"):
             for handle in self._handles():
                 self._end(handle, None)
             self._events.clear()
+
+    def _call(self, name: str, *given: Any) -> contextlib.AbstractContextManager[None]:
+        """The block runs in all processes of the job, if there are several."""
+        return ALONE if self._together is None else self._together.call(self, name, *given)
 
     def _handles(self) -> list[Handle]:
         """The requests that have not ended."""
@@ -384,7 +400,8 @@ class Scheduler:
             return 0
         slices = 0
         if self._gap is not None and self._prefilling is not None:
-            slices = min(self._gap.slices(), self.engine.slices_left(self._prefilling._sequence))
+            slices = self._gap.slices() if self._together is None else self._together.first(self._gap.slices())
+            slices = min(slices, self.engine.slices_left(self._prefilling._sequence))
         chunks = self._chunks(slices) if slices else ()
         result = self._run_plan(StepPlan(tuple(group for _, group in groups), chunks))
         if result is None:
@@ -401,6 +418,8 @@ class Scheduler:
         Any other error ends every request that ran or was being prefilled, because part of the plan may have run.
         """
         try:
+            if self._together is not None:
+                self._together.compare(plan)
             return self.engine.step(plan)
         except OutOfPages as error:
             self._make_room(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from kvjax.model import Model, fingerprint
 from kvjax.policies.decode import KeepsByMass, name_of, parse
 from kvjax.release import PageRelease, kept_by
 from kvjax.sequences import CachedSequence, Keeping
+from kvjax.sharding import in_first_process
 
 
 class SequenceCopies:
@@ -66,10 +68,11 @@ class SequenceCopies:
                     "suspend the sequence instead, or save it before the policy decodes it"
                 )
             header = header | {"keeps": {"policy": name_of(keeping.policy), "reach": list(keeping.reach)}}
-        stored = read_stored(self._pool, self.spec, self._groups.ids(sequence, self._groups.held(sequence)))
-        if self._pool.shards is not None:
-            stored = from_mesh(self._one_device, self._pool.shards.tensor, stored)
-        write_sequence(path, header, sequence.tokens, stored, self._guard.interrupt_point)
+        stored, shards = read_stored(self._pool, self.spec, self._groups.ids(sequence, self._groups.held(sequence))), self._pool.shards
+        if shards is not None:
+            stored = from_mesh(self._one_device, shards.tensor, stored)
+        write = functools.partial(write_sequence, path, header, sequence.tokens, stored, self._guard.interrupt_point)
+        in_first_process(None if shards is None else shards.mesh, write)
 
     def restore(self, path: str | Path) -> CachedSequence:
         """A sequence from a file. ValueError if it does not fit this engine, or is damaged; OutOfPages."""

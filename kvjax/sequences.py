@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jaxtyping import Array, Float
 
+from kvjax.sharding import on_host
+
 if TYPE_CHECKING:
     from kvjax.cache.groups import Reach
     from kvjax.cache.prefixes import Chain
@@ -129,7 +131,7 @@ class CachedSequence:
         """Move states and logits to host memory, and note that its logical pages `held` are there. Waits for the device."""
 
         def moved(states: Mapping[DecodePolicy, tuple[Any, ...]]) -> dict[DecodePolicy, tuple[Any, ...]]:
-            return {policy: jax.device_get(each) for policy, each in states.items()}  # policies have no order, which a pytree needs
+            return {policy: on_host(each) for policy, each in states.items()}  # policies have no order, which a pytree needs
 
         logits, states = jax.device_get(self.logits), moved(self.states)
         opened = None if self.open_chunk is None else dataclasses.replace(self.open_chunk, states=moved(self.open_chunk.states))

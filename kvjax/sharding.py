@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -331,12 +332,48 @@ def whole_params(model: Model) -> Any:
 
 
 def _whole(how: Cut | None, leaf: Array, sizes: Mapping[str, int]) -> np.ndarray:
-    placed = np.asarray(leaf)
+    placed = np.asarray(on_host(leaf))
     if how is None:
         return placed
     rows = np.concatenate([np.array(part) for part in how.rows])
     _, first = np.unique(rows, return_index=True)  # where each row is first, in order
     return np.take(placed, first[: sizes.get(how.axes[how.axis])], axis=how.axis)
+
+
+def on_host(arrays: Any) -> Any:
+    """Arrays, or trees of them, in host memory, whole. Where a mesh has devices of several processes, each of them must call it."""
+    if all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array)):
+        return jax.device_get(arrays)
+    return multihost_utils.process_allgather(arrays, tiled=True)
+
+
+def least_of_processes(mesh: Mesh | None, count: int) -> int:
+    """The least of the counts that the processes of a mesh have found, each by itself."""
+    if mesh is None or not several_processes(mesh):
+        return count
+    return int(multihost_utils.process_allgather(np.array(count, np.int32)).min())
+
+
+def in_first_process(mesh: Mesh | None, task: Callable[[], None]) -> None:
+    """Do a task once, if a mesh has devices of several processes; the others wait. OSError there if it fails in the first."""
+    if mesh is None or not several_processes(mesh):
+        return task()
+    error = None
+    try:
+        if jax.process_index() == 0:
+            task()
+    except BaseException as failed:
+        error = failed
+    failures = multihost_utils.process_allgather(np.array(error is not None))
+    if error is not None:
+        raise error
+    if failures.any():
+        raise OSError("the first process of the mesh failed; its own message says why")
+
+
+def several_processes(mesh: Mesh) -> bool:
+    """Whether a mesh has devices of several processes."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def on_mesh_alone(shards: Shards | None, step: Callable, decoder: Decoder, params: Any, *arrays: Any) -> Any:

@@ -127,7 +127,7 @@ def read_blocks(pool: Pool, spec: CacheSpec, group: str, ids: Sequence[int] | In
     layers = tuple(pool.layers[number] for number in _holding(spec, group))
     found: list[Block] = []
     for piece, frames in zip(_pieces(ids, 0), _pieces(pool.frames_of(group, ids), 0), strict=True):
-        found += _pack(layers, piece, frames)
+        found += _pack(layers, piece, frames, shards=pool.shards)
     return found[: len(ids)]
 
 
@@ -156,9 +156,16 @@ def write_blocks(
     for place, pieces in enumerate(zip(*rows, strict=True)):
         piece = pieces[0]
         given = tuple(blocks[place * PIECE : (place + 1) * PIECE])
-        given = tuple(jax.device_put(given, beside))
+        given = _put(given, beside)
         given += given[-1:] * (len(piece) - len(given))  # of pages that are nowhere
         pool.run(_unpack, pool.layers, *pieces, given, **kinds)
+
+
+def _put(blocks: tuple[Block | np.ndarray, ...], beside: jax.sharding.Sharding) -> tuple[Block, ...]:
+    """Blocks on every device of a sharding. With several processes, `device_put` would compare the blocks of all of them first."""
+    if beside.is_fully_addressable:
+        return tuple(jax.device_put(blocks, beside))
+    return tuple(jax.make_array_from_callback(block.shape, beside, np.asarray(block).__getitem__) for block in blocks)
 
 
 def _pieces(ids: Sequence[int] | Int[np.ndarray, " n"], fill: int) -> Iterator[Int[np.ndarray, " n"]]:
@@ -195,10 +202,12 @@ def _places(layer: LayerCache, name: str, ids: Int[Array, " n"], frames: Int[Arr
     return frames if name in ("k", "v") and not isinstance(layer, SlotLayer) else ids
 
 
-@jax.jit
-def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"], frames: Int[Array, " n"]) -> tuple[Block, ...]:
+@functools.partial(jax.jit, static_argnames="shards")
+def _pack(layers: tuple[LayerCache, ...], ids: Int[Array, " n"], frames: Int[Array, " n"], *, shards: Shards | None) -> tuple[Block, ...]:
+    """Blocks of pages; on a mesh, the same on every device, so that every process has them."""
     parts = [x[_places(layer, name, ids, frames)] for layer in layers for name, x in sorted(stored_arrays(layer).items())]
     rows = jnp.concatenate([lax.bitcast_convert_type(part, jnp.uint8).reshape(len(ids), -1) for part in parts], axis=1)
+    rows = rows if shards is None else lax.with_sharding_constraint(rows, shards.placed())
     return tuple(rows[place] for place in range(len(ids)))
 
 

@@ -1,0 +1,516 @@
+"""Several processes, one job: each has some of a mesh's devices, the first schedules, and the others follow.
+
+Every process of a mesh must run the same programs in the same order. So the first process sends what its schedulers are asked for:
+requests, steps, cancellations. The others ask schedulers of their own for the same. All see the same tokens, so they make the same plans;
+each plan is compared. What depends on one process alone is decided by the first: how many slices of prefill fit into a gap, and whether
+Ctrl-C ends a step.
+
+A lost process would leave the others waiting for it. Each process has a connection to the first one, and notices when it breaks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from kvjax.checks import whole_number
+from kvjax.model import fingerprint
+from kvjax.policies.decode import identity
+from kvjax.policies.prefill import identity as prefill_identity
+from kvjax.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from kvjax.engine import Engine
+    from kvjax.plans import StepPlan
+    from kvjax.requests import Request
+
+GRACE_S = 10.0
+"""Seconds that a call has to notice that a process is lost. A call that waits for the lost process never does; then this process ends."""
+FAILURE_S = 60.0
+"""Seconds in which the first process has to fail in the call in which another one failed. Compiling may take it long to find the error."""
+KEEPALIVE_S = 10
+"""Seconds after which a silent connection is tested, so that a machine without power is noticed, too."""
+ADDRESS_BYTES = 512
+
+
+class ProcessLost(RuntimeError):
+    """Another process of the job has ended or failed. Start all of them again."""
+
+
+def start_processes(coordinator: str | None = None, count: int | None = None, number: int | None = None) -> Processes:
+    """Join a job of several processes. Call it in each of them before anything else uses JAX.
+
+        processes = kvjax.start_processes("host:1234", count=2, number=0)  # number=1 in the other
+        engine = kvjax.Engine(kvjax.load(folder, mesh=mesh), mesh=mesh)    # in both, with mesh = kvjax.mesh(tensor=2)
+        if processes.number:
+            processes.follow(engine)
+        else:
+            with processes.lead(engine):
+                print(kvjax.generate(engine, "Once upon a time"))
+
+    It waits until all have joined. `jax.devices()` then has the devices of all processes.
+
+    Args:
+        coordinator: address of the first process, as "host:1234", with a free port. None: as the cluster says (Slurm, Open MPI,
+            Kubernetes).
+        count: of processes; None only without a coordinator.
+        number: of this process, from 0; None only without a coordinator.
+
+    Raises:
+        ValueError: for an address without a port, or a number outside [0, count).
+        RuntimeError: if JAX has started already, or some processes do not join within five minutes.
+    """
+    host = None
+    if coordinator is not None:
+        if count is None or number is None:
+            raise ValueError("a job of several processes needs count and number beside the coordinator's address")
+        host, _, port = str(coordinator).rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(f"coordinator must be an address with a port, as host:1234, got {coordinator!r}")
+        count = whole_number("count", count, 1)
+        if whole_number("number", number) >= count:
+            raise ValueError(f"number is {number}, but the {count} processes have the numbers 0 to {count - 1}")
+    elif count is not None or number is not None:
+        raise ValueError("count and number need the coordinator's address, as host:1234; without one, the cluster says all three")
+    jax.config.update("jax_enable_preemption_service", False)  # with it, SIGTERM ends no process
+    jax.distributed.initialize(coordinator, count, number)
+    return Processes(host)
+
+
+class Processes:
+    """This process and its connections to the others. number, count: of this process, and of all; see `start_processes`."""
+
+    def __init__(self, host: str | None = None):
+        self.number, self.count = jax.process_index(), jax.process_count()
+        self._inbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()  # of a follower; None: look for a loss
+        self._lost: ProcessLost | None = None
+        self._found, self._noticed = threading.Event(), threading.Event()  # that another process is lost, and that this was raised
+        self._closing = False
+        self._engine: Engine | None = None  # that this process leads, or follows with
+        self._peers = self._connected(host)
+        for number, peer in self._peers.items():
+            threading.Thread(target=self._read, args=(number, peer), name=f"kvjax process {number}", daemon=True).start()
+
+    def __repr__(self) -> str:
+        return f"Processes({self.number} of {self.count})"
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the job. The others do not take it for a loss."""
+        self._closing = True
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.send(("left",))
+
+    def share(self, value: Any) -> Any:
+        """The value of the first process, in all of them. Each must call it. ProcessLost."""
+        if self.number:
+            return self.receive("value")[0]
+        self.send("value", value)
+        return value
+
+    @contextlib.contextmanager
+    def lead(self, engine: Engine) -> Iterator[Engine]:
+        """Schedule for all processes: those that `follow` an equal engine do what schedulers of this engine are asked for in this block.
+
+        Only in the first process. Other calls of the engine raise RuntimeError in the block, because they would run here alone. Raises
+        ProcessLost; ValueError if this is not the first process, or the engine's mesh lacks devices of some process.
+        """
+        with self._joined(engine, first=True):
+            self.share(_described(engine))
+            leader = engine.guard.together = Leader(self)
+            try:
+                yield engine
+            finally:
+                engine.guard.together = None
+                leader.end()
+
+    def follow(self, engine: Engine) -> None:
+        """Do what the first process does with its engine, until its block of `lead` ends. Ctrl-C is left to the first process.
+
+        Raises ProcessLost if the first process is lost, and RuntimeError if this one failed where that one did not; ValueError if this is
+        the first process, or the engines differ.
+        """
+        with self._joined(engine, first=False):
+            own = _described(engine)
+            expected = self.share(None)
+            for name, value in expected.items():
+                if own[name] != value:
+                    raise ValueError(f"the first process has an engine with {name} {value}, this one with {own[name]}: make equal ones")
+            follower = engine.guard.together = Follower(self, engine)
+            try:
+                with _without_interrupts():
+                    follower.run()
+            finally:
+                engine.guard.together = None
+
+    @contextlib.contextmanager
+    def _joined(self, engine: Engine, *, first: bool) -> Iterator[None]:
+        if (self.number == 0) != first:
+            raise ValueError(f"this is process {self.number} of {self.count}: process 0 calls lead, the others follow")
+        if self._engine is not None:
+            raise ValueError("this process leads an engine already, and can lead one at a time")
+        devices = () if engine.mesh is None else engine.mesh.devices.flat
+        if missing := sorted(set(range(self.count)) - {device.process_index for device in devices}):
+            raise ValueError(f"no device of process {missing[0]} is in the engine's mesh: make one of all {jax.device_count()} devices")
+        self._engine = engine
+        try:
+            yield
+        except BaseException as error:
+            if self.number and self._lost is None:
+                self.tell(0, f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._engine = None
+
+    # Connections
+
+    def _connected(self, host: str | None) -> dict[int, Connection]:
+        """Connections to the other processes; of a follower, to the first."""
+        if self.count == 1:
+            return {}
+        if self.number:
+            address, port, key = pickle.loads(bytes(multihost_utils.broadcast_one_to_all(np.zeros(ADDRESS_BYTES, np.uint8))))
+            peer = Client((address, port), authkey=key)
+            peer.send(self.number)
+            return {0: _kept_alive(peer)}
+        key, found, host = secrets.token_bytes(32), {}, host or socket.gethostname()
+        with Listener((host, 0), backlog=self.count, authkey=key) as listener:
+            address = pickle.dumps((host, listener.address[1], key))
+            multihost_utils.broadcast_one_to_all(np.frombuffer(address.ljust(ADDRESS_BYTES, b"\0"), np.uint8))
+            while len(found) < self.count - 1:
+                with contextlib.suppress(AuthenticationError, EOFError):  # not one of ours
+                    peer = listener.accept()
+                    found[peer.recv()] = _kept_alive(peer)
+        return dict(sorted(found.items()))
+
+    def _read(self, number: int, peer: Connection) -> None:
+        """Receive what a process sends, until it leaves or is lost."""
+        try:
+            while (message := peer.recv())[0] != "left":
+                if message[0] == "failed":
+                    self._told(number, *message[1:])
+                else:
+                    self._inbox.put(message)
+        except (EOFError, OSError):
+            if not self._closing:
+                self._lose(f"process {number} of {self.count} was lost: its connection broke")
+
+    def _told(self, number: int, call: int, text: str) -> None:
+        """A follower failed in a call. If this process fails in the same call, all is well."""
+        leader = None if self._engine is None else self._engine.guard.together
+        if call and isinstance(leader, Leader) and leader.fails_too(call, FAILURE_S):
+            return
+        self._lose(f"process {number} of {self.count} failed: {text}")
+
+    def _lose(self, what: str) -> None:
+        """Let the next call, or the one that waits for a message, raise ProcessLost. A call that goes on waiting for the lost process in a
+        program cannot be interrupted: then this process ends."""
+        if self._lost is None:
+            self._lost = ProcessLost(f"{what}; start all {self.count} processes again")
+            self._found.set()
+            atexit.register(_exit_alone)
+            if self.number:  # JAX may end this process at any moment, with a message of its own
+                print(f"kvjax: {self._lost}", file=sys.stderr, flush=True)
+        self._inbox.put(None)
+        until = time.monotonic() + GRACE_S
+        while not self._noticed.wait(0.1):
+            engine = self._engine
+            if engine is None or not (self.number or engine.guard.busy):
+                return
+            if time.monotonic() > until:
+                print(f"kvjax: {self._lost}", file=sys.stderr, flush=True)
+                _exit_alone()
+
+    def check(self) -> None:
+        """ProcessLost if another process is lost."""
+        if self._lost is not None:
+            self._noticed.set()
+            raise self._lost
+
+    @contextlib.contextmanager
+    def noticing(self) -> Iterator[None]:
+        """ProcessLost in place of an error that a program gives because another process is lost."""
+        try:
+            yield
+        except RuntimeError as error:
+            # The connections of the program's own break at the same moment as ours.
+            if not isinstance(error, ProcessLost) and self._found.wait(1.0):
+                self._noticed.set()
+                raise self._lost from error
+            raise
+
+    @property
+    def lost(self) -> bool:
+        """Whether another process is lost."""
+        return self._lost is not None
+
+    def send(self, *message: Any) -> None:
+        """Send to all other processes. TypeError for what cannot be sent: then nothing was."""
+        self.check()
+        try:
+            packed = pickle.dumps(message)
+        except Exception as error:
+            raise TypeError(f"{message[-1]!r:.80} cannot be sent to other processes: {error}") from error
+        for peer in self._peers.values():
+            try:
+                peer.send_bytes(packed)
+            except OSError:
+                self._found.wait(1.0)  # its reader finds it, too, and may know why
+                self.check()
+                raise
+
+    def tell(self, call: int, text: str) -> None:
+        """Tell the first process that this one failed in a call; 0: outside of calls."""
+        with contextlib.suppress(OSError):
+            self._peers[0].send(("failed", call, text))
+
+    def receive(self, kind: str | None = None) -> tuple[Any, ...]:
+        """The next message of the first process; what follows its kind, if one is named. RuntimeError for another kind."""
+        message = self._inbox.get()
+        if message is None:
+            self.check()
+        if kind is None:
+            return message
+        if message[0] != kind:
+            raise RuntimeError(f"process {self.number} waited for {kind!r} of the first one, which sent {message[0]!r}")
+        return message[1:]
+
+
+class Together(Protocol):
+    """What the first process and the others do at the same places of their schedulers. In the first process it sends, in the others it
+    receives."""
+
+    def check_inside(self) -> None:
+        """RuntimeError outside of the calls that all processes make."""
+
+    def add(self, scheduler: Scheduler, options: dict[str, Any], *, listening: bool) -> None:
+        """A scheduler was made with these options. listening: whether somebody wants every token."""
+
+    def call(self, scheduler: Scheduler, name: str, *given: Any) -> contextlib.AbstractContextManager[None]:
+        """The block is a call of this method."""
+
+    def first(self, value: Any) -> Any:
+        """The first process's value."""
+
+    def compare(self, plan: StepPlan) -> None:
+        """RuntimeError unless the first process has the same plan."""
+
+    def interrupt_point(self, interrupt: Callable[[], None]) -> None:
+        """Let a Ctrl-C take effect that the first process has held back. interrupt: lets it in this process."""
+
+
+class Leader:
+    """`Together` of the first process."""
+
+    def __init__(self, processes: Processes):
+        self._processes, self._numbers = processes, weakref.WeakKeyDictionary[Any, int]()
+        self._ended, self._inside = False, False
+        self._call, self._failed = 0, False  # the latest call, and whether it failed
+        self._failures: set[int] = set()  # calls that failed
+        self._over = threading.Condition()
+
+    def end(self) -> None:
+        """No calls follow. Followers return."""
+        self._ended = True
+        if not self._processes.lost:
+            self._processes.send("end", self._failed)
+
+    def fails_too(self, call: int, seconds: float) -> bool:
+        """Whether this process fails in a call, too. Waits for its end, at most so long."""
+        with self._over:
+            self._over.wait_for(lambda: self._call > call or not self._inside, seconds)
+            return call in self._failures
+
+    def check_inside(self) -> None:
+        if not self._inside:
+            raise RuntimeError(
+                "this engine runs in several processes, and this call would run in the first one alone: use a Scheduler, kvjax.run or "
+                "kvjax.generate inside the block of lead"
+            )
+
+    def add(self, scheduler: Scheduler, options: dict[str, Any], *, listening: bool) -> None:
+        self._numbers[scheduler] = len(self._numbers)
+        with self.call(scheduler, "add", options, listening):
+            pass
+
+    @contextlib.contextmanager
+    def call(self, scheduler: Scheduler, name: str, *given: Any) -> Iterator[None]:
+        if name == "close" and (self._ended or self._processes.lost):  # nobody follows: free what is here
+            self._inside = True
+            yield
+            self._inside = False
+            return
+        if self._ended:
+            raise RuntimeError("the block of lead has ended, and other processes do not follow any more: use the scheduler inside it")
+        self._processes.send("call", self._failed, self._numbers[scheduler], name, *given)
+        self._inside, self._call, self._failed = True, self._call + 1, True
+        try:
+            with self._processes.noticing():
+                yield
+            self._failed = False
+        finally:
+            with self._over:
+                self._inside = False
+                self._failures |= {self._call} if self._failed else set()
+                self._over.notify_all()
+
+    def first(self, value: Any) -> Any:
+        self._processes.send("value", value)
+        return value
+
+    def compare(self, plan: StepPlan) -> None:
+        self._processes.send("value", _outline(plan))
+
+    def interrupt_point(self, interrupt: Callable[[], None]) -> None:
+        raised = None
+        try:
+            interrupt()
+        except BaseException as error:
+            raised = error
+        if self._inside:
+            self._processes.send("value", raised is not None)
+        if raised is not None:
+            raise raised
+
+
+class Follower:
+    """`Together` of the other processes. It makes the calls of the first one."""
+
+    def __init__(self, processes: Processes, engine: Engine):
+        self._processes, self._engine = processes, engine
+        self._schedulers: dict[int, Scheduler] = {}
+        self._handles: dict[int, weakref.WeakValueDictionary[int, Any]] = {}
+        self._call, self._failure = 0, None
+
+    def run(self) -> None:
+        """Make calls until the first process says that no more follow."""
+        while True:
+            kind, failed, *call = self._processes.receive()
+            if failed != (self._failure is not None):
+                said = f"failed: {self._failure}" if self._failure is not None else "did not fail, and the first one did"
+                raise RuntimeError(f"process {self._processes.number} {said}; the processes no longer agree") from self._failure
+            if kind == "end":
+                return
+            self._call += 1
+            try:
+                with self._processes.noticing():
+                    self._make(*call)
+                self._failure = None
+            except BaseException as error:
+                self._failure = error
+                self._processes.tell(self._call, f"{type(error).__name__}: {error}")
+                if isinstance(error, ProcessLost):
+                    raise
+
+    def _make(self, number: int, name: str, *given: Any) -> None:
+        if name == "add":
+            options, listening = given
+            self._schedulers[number] = Scheduler(self._engine, **options, on_token=_heard if listening else None)
+            self._handles[number] = weakref.WeakValueDictionary()
+            return
+        scheduler, handles = self._schedulers[number], self._handles[number]
+        if name == "submit":
+            handle = scheduler.submit(*given)
+            handles[handle.order[1]] = handle
+        elif name == "cancel":
+            scheduler.cancel(handles[given[0]])
+        else:
+            getattr(scheduler, name)()
+
+    def check_inside(self) -> None:
+        pass
+
+    def add(self, scheduler: Scheduler, options: dict[str, Any], *, listening: bool) -> None:
+        pass
+
+    def call(self, scheduler: Scheduler, name: str, *given: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def first(self, value: Any) -> Any:
+        return self._processes.receive("value")[0]
+
+    def compare(self, plan: StepPlan) -> None:
+        expected = self.first(None)
+        if _outline(plan) != expected:
+            raise RuntimeError(f"process {self._processes.number} plans {_outline(plan)}, the first one {expected}")
+
+    def interrupt_point(self, interrupt: Callable[[], None]) -> None:
+        if self.first(None):
+            raise KeyboardInterrupt
+
+
+def _heard(request: Request, token: int, text: str) -> None:
+    """In the first process somebody wants every token."""
+
+
+def _outline(plan: StepPlan) -> tuple[Any, ...]:
+    """A plan without its arrays: policies and lengths of its steps; places, lengths and slices of its chunks."""
+    decodes = [(str(each.policy), *(-1 if row is None else row.length for row in each.sequences)) for each in plan.decodes]
+    return tuple(decodes), tuple((each.sequence.length, len(each.tokens), each.slices) for each in plan.chunks)
+
+
+def _described(engine: Engine) -> dict[str, str]:
+    """What engines must agree on."""
+    pages = {name: each.total for name, each in engine.allocators.items()}
+    named = {"model": fingerprint(engine.model), "policies": [identity(each) for each in engine.policies], "pages": pages}
+    named |= {"prefill": prefill_identity(engine.prefill_policy), "page_size": engine.page_size, "prefill_chunk": engine.prefill_chunk}
+    named |= {"batch_buckets": engine.batch_buckets, "mesh": dict(engine.mesh.shape)}
+    return {name: str(value) for name, value in named.items()}
+
+
+def _kept_alive(peer: Connection) -> Connection:
+    """The connection, tested while it is silent."""
+    with socket.socket(fileno=os.dup(peer.fileno())) as own:
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name in ("TCP_KEEPIDLE", "TCP_KEEPALIVE"):  # Linux and macOS name it differently
+            if hasattr(socket, name):
+                own.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), KEEPALIVE_S)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_S)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return peer
+
+
+def _exit_alone() -> None:
+    """End this process without JAX's own exit, which waits minutes for the processes that are lost."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Ctrl-C does nothing in this block, where it is the main thread's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,147 @@
+"""Engines over the devices of several processes: one result, and an end when a process is lost."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from process_job import alike, answers, brief, engine_of
+from quick_cases import rest_long
+
+import kvjax
+from kvjax.processes import Processes, start_processes
+
+JOB = Path(__file__).parents[1] / "process_job.py"
+SECONDS = 200
+"""After which a job counts as hanging."""
+
+
+def free_port():
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        return listening.getsockname()[1]
+
+
+def run_job(scenario, count, devices, folder):
+    """Run the processes of a job. Returns the exit status, output and errors of each."""
+    flags = " ".join(each for each in os.environ["XLA_FLAGS"].split() if "device_count" not in each)
+    arguments = [scenario, free_port(), count]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, JOB, *map(str, (*arguments, number, devices, folder))],
+            env=os.environ | {"XLA_FLAGS": flags},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+    try:
+        outputs = [each.communicate(timeout=SECONDS) for each in processes]
+    finally:
+        for each in processes:
+            each.kill()
+    return [(each.returncode, *output) for each, output in zip(processes, outputs, strict=True)]
+
+
+def found_by(result):
+    """What a process found."""
+    status, output, errors = result
+    assert status == 0, errors[-3000:]
+    return json.loads(output.splitlines()[-1])
+
+
+def check_same(found, expected):
+    """Equal tokens, and log-probabilities of one process within rounding."""
+    assert len(found) == len(expected)
+    for (tokens, logprobs), (others, values) in zip(found, expected, strict=True):
+        assert tokens == list(others)
+        np.testing.assert_allclose(logprobs, values, rtol=0, atol=2e-5)
+
+
+def check_alike(results, one):
+    """What every process did by itself, and what one process with as many devices finds."""
+    for number, result in enumerate(results):
+        assert result["shared"] == "from 0", number
+        assert result["alike"]["fingerprint"] == one["fingerprint"]
+        assert result["alike"]["restored"]
+        assert result["alike"]["logits"] == results[0]["alike"]["logits"]
+    np.testing.assert_allclose(results[0]["alike"]["logits"], one["logits"], rtol=0, atol=1e-5 * np.abs(one["logits"]).max())
+
+
+def test_four_processes_answer_as_one(tmp_path):
+    results = [found_by(each) for each in run_job("brief", 4, 1, tmp_path)]
+    engine = engine_of(4)
+    check_alike(results, alike(engine, tmp_path))
+    check_same(results[0]["answers"], brief(engine)["answers"])
+
+
+@pytest.mark.parametrize("sizes", rest_long([(2, 1), (4, 1), (2, 2)], (2, 1)), ids=lambda sizes: f"{sizes[0]} processes of {sizes[1]}")
+def test_the_first_process_schedules_for_all(sizes, tmp_path):
+    """Prompts are suspended, forked, cancelled and interrupted on the way."""
+    count, devices = sizes
+    results = [found_by(each) for each in run_job("job", count, devices, tmp_path)]
+    engine = engine_of(count * devices)
+    expected = answers(engine)
+    check_alike(results, alike(engine, tmp_path))
+    first = results[0]
+    check_same(first["answers"], expected["answers"])
+    check_same(first["again"]["answers"], expected["answers"])
+    assert first["suspended"] == expected["suspended"] > 0
+    assert "would run in the first one alone" in first["alone"]
+    assert "1000000" in first["bad token"]
+    assert (first["interrupted after"], first["everywhere"], first["same"]) == (1, "no list today", True)
+    assert set(first["used"].values()) == {0}
+
+
+def test_a_lost_process_ends_the_job(tmp_path):
+    """It was killed between two steps, or in one."""
+    first, lost = run_job("endless", 2, 1, tmp_path)
+    assert (first[0], lost[0]) == (1, -9)
+    assert "process 1 of 2 was lost: its connection broke; start all 2 processes again" in first[2]
+
+
+@pytest.mark.long
+def test_a_failure_of_one_process_ends_the_job(tmp_path):
+    """The first one waits in a program for it, and ends when it would have failed itself by then."""
+    first, second = run_job("fails", 2, 1, tmp_path)
+    assert first[0] == 1
+    assert second[0]
+    assert "process 1 of 2 failed: ArithmeticError: no list today" in first[2]
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="host:1234"):
+        start_processes("localhost", 2, 0)
+    with pytest.raises(ValueError, match="the 2 processes have the numbers 0 to 1"):
+        start_processes("localhost:1234", 2, 2)
+    with pytest.raises(ValueError, match="count and number"):
+        start_processes("localhost:1234")
+    with pytest.raises(ValueError, match="count and number"):
+        start_processes(count=2)
+
+
+def test_one_process_is_a_job_too():
+    engine = engine_of(2)
+    expected = kvjax.generate(engine, [[1, 2, 3]], max_new_tokens=5, details=True)[0].token_ids
+    with Processes() as processes:
+        assert processes.share(3) == 3
+        with processes.lead(engine):
+            assert kvjax.generate(engine, [[1, 2, 3]], max_new_tokens=5, details=True)[0].token_ids == expected
+            with pytest.raises(RuntimeError, match="alone"):
+                engine.prefill([[1]])
+            with pytest.raises(ValueError, match="one at a time"), processes.lead(engine):
+                pass
+            kept = kvjax.Scheduler(engine)
+        kept.close()
+        with pytest.raises(RuntimeError, match="ended"):
+            kept.submit(kvjax.Request([1]))
+        with pytest.raises(ValueError, match="process 0 calls lead"):
+            processes.follow(engine)
+        with pytest.raises(TypeError, match="cannot be sent"):
+            processes.share(lambda: 0)
+    assert engine.prefill([[1, 2]])

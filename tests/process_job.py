@@ -1,0 +1,155 @@
+"""One process of a job of several, for `test_processes.py`: `python process_job.py SCENARIO PORT COUNT NUMBER DEVICES FOLDER`.
+
+Each process writes what it found to standard output, as JSON.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_models import make_family
+
+import kvjax
+from kvjax.model import fingerprint
+from kvjax.policies.decode import HeavyPages, Stateless, TopBlocks
+
+PAGE, CHUNK, STEPS = 16, 64, 10
+POLICIES = {2: TopBlocks(k=3, sink=1, local=2, block_size=16), 4: HeavyPages(3)}
+MESHES = {2: {"tensor": 2}, 4: {"tensor": 2, "context": 2}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fails(Stateless):
+    """A policy that fails, everywhere or in the second process alone."""
+
+    everywhere: bool
+    chooses_over_devices = True
+
+    def select(self, query, layer, ctx, state):
+        if self.everywhere or jax.process_index() == 1:
+            raise ArithmeticError("no list today")
+        return None, state
+
+
+def prompts_of(model):
+    """Prompts of different lengths."""
+    draw = np.random.default_rng(5)
+    return [draw.integers(0, model.config.vocab_size, size).tolist() for size in (150, 37, 91, 203, 12)]
+
+
+def engine_of(devices):
+    """An engine whose pool is too small for all prompts at once."""
+    sizes = {"pages": 20, "page_size": PAGE, "prefill_chunk": CHUNK, "batch_buckets": (4,)}
+    return kvjax.Engine(make_family("llama"), POLICIES[devices], mesh=kvjax.mesh(**MESHES[devices]), **sizes)
+
+
+def alike(engine, folder):
+    """Calls that every process makes by itself."""
+    (sequence,) = engine.prefill([prompts_of(engine.model)[0][:-1]])
+    engine.save(sequence, f"{folder}/sequence")
+    twins = [sequence, engine.restore(f"{folder}/sequence")]
+    logits = [np.asarray(engine.extend(each, [7])) for each in twins]
+    for each in twins:
+        engine.free(each)
+    return {"fingerprint": fingerprint(engine.model), "logits": logits[0].tolist(), "restored": bool((logits[0] == logits[1]).all())}
+
+
+def answers(engine, **options):
+    """Tokens and log-probabilities of all prompts, and how often a sequence was suspended."""
+    scheduler = kvjax.Scheduler(engine, slots=4, **options)
+    sampling = kvjax.Sampling(STEPS * 3, ignore_eos=True, logprobs=True)
+    handles = [scheduler.submit(kvjax.Request(prompt, sampling, number)) for number, prompt in enumerate(prompts_of(engine.model))]
+    several = kvjax.Sampling(STEPS, temperature=0.7, seed=3, n=2, ignore_eos=True, logprobs=True)
+    handles.append(scheduler.submit(kvjax.Request(prompts_of(engine.model)[2], several, "several")))
+    dropped = scheduler.submit(kvjax.Request([1, 2, 3], sampling, object()))
+    for _ in range(3):
+        scheduler.step()
+    scheduler.cancel(dropped)
+    while not scheduler.idle:
+        scheduler.step()
+    done = [choice for handle in handles for choice in (handle.completion.choices or (handle.completion,))]
+    scheduler.close()
+    return {"answers": [[list(each.token_ids), list(each.logprobs)] for each in done], "suspended": scheduler.preemptions}
+
+
+def job(engine):
+    """All answers, and again with slices of prefill between the steps; what is refused; Ctrl-C; an error that all processes meet."""
+    found = answers(engine) | {"again": answers(engine, max_gap_ms=5.0)}
+    try:
+        engine.prefill([[1, 2, 3]])
+    except RuntimeError as error:
+        found["alone"] = str(error)
+    (bad,) = kvjax.generate(engine, [[10**6]], max_new_tokens=1, on_error="return")
+    prompt, chunks = prompts_of(engine.model)[3], []
+    expected = kvjax.generate(engine, [prompt], max_new_tokens=4, details=True)[0].token_ids
+
+    def press(count):
+        chunks.append(count)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    scheduler = kvjax.Scheduler(engine, on_prefill=press)
+    scheduler.submit(kvjax.Request(prompt, kvjax.Sampling(4)))
+    try:
+        scheduler.step()
+    except KeyboardInterrupt:
+        found["interrupted after"] = len(chunks)
+    scheduler.close()
+    try:
+        kvjax.generate(engine, [prompt], policy=Fails(True), max_new_tokens=4)
+    except ArithmeticError as error:
+        found["everywhere"] = str(error)
+    found["same"] = kvjax.generate(engine, [prompt], max_new_tokens=4, details=True)[0].token_ids == expected
+    return found | {"bad token": str(bad), "used": engine.used_bytes}
+
+
+def brief(engine):
+    """One answer."""
+    (found,) = kvjax.generate(engine, prompts_of(engine.model)[:1], max_new_tokens=6, logprobs=True, details=True)
+    return {"answers": [[list(found.token_ids), list(found.logprobs)]]}
+
+
+def endless(engine):
+    """Steps without an end."""
+    scheduler = kvjax.Scheduler(engine)
+    while True:
+        if scheduler.idle:
+            scheduler.submit(kvjax.Request([1, 2, 3], kvjax.Sampling(60, ignore_eos=True)))
+        scheduler.step()
+
+
+def fails(engine):
+    """A policy that fails in the second process alone."""
+    kvjax.generate(engine, [[1, 2, 3]], policy=Fails(False), max_new_tokens=4)
+
+
+SCENARIOS = {"job": job, "brief": brief, "endless": endless, "fails": fails}
+
+
+def main():
+    scenario, (port, count, number, devices), folder = sys.argv[1], map(int, sys.argv[2:6]), sys.argv[6]
+    jax.config.update("jax_num_cpu_devices", devices)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
+    with kvjax.start_processes(f"localhost:{port}", count, number) as processes:
+        engine = engine_of(count * devices)
+        found = {"alike": alike(engine, folder), "shared": processes.share(f"from {number}")}
+        if number:
+            if scenario == "endless" and number == count - 1:
+                threading.Timer(2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            processes.follow(engine)
+        else:
+            with processes.lead(engine):
+                found |= SCENARIOS[scenario](engine)
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
