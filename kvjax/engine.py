@@ -39,7 +39,7 @@ from kvjax.reuse import StoreOptions, make_reuse, reusing
 from kvjax.sampling import Sampled, Sampling, SamplingRows
 from kvjax.sequence_copies import SequenceCopies
 from kvjax.sequences import CachedSequence, check_usable
-from kvjax.sharding import check_mesh, place_model, spec_on_mesh
+from kvjax.sharding import check_mesh, place_model, plan_sizes, spec_on_mesh
 from kvjax.slots import Slots
 from kvjax.steps import decode_and_sample, decode_step
 from kvjax.warmup import warm_up
@@ -85,7 +85,7 @@ class Engine:
         check_model(model, "Engine")
         check_mesh(mesh, pool_host_bytes, stores)
         self.guard = CallGuard("this engine")
-        self.model, self.config = model if mesh is None else place_model(model, mesh), model.config
+        self.model, self.config, self.mesh = model if mesh is None else place_model(model, mesh), model.config, mesh
         self.page_size, self.prefill_chunk, self.batch_buckets = engine_sizes(page_size, prefill_chunk, batch_buckets)
         self.dtype = jnp.dtype(self.config.compute_dtype)
         self.spec = spec_on_mesh(self.config.cache_spec(page_size), mesh)
@@ -94,7 +94,7 @@ class Engine:
         self.policy, self.policies = self._declared.policy, self._declared.policies
         self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
         sizes = {"page_size": page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
-        sizes |= {"reach": self._declared.reach} | ({} if mesh is None else dict(mesh.shape))
+        sizes |= {"reach": self._declared.reach} | plan_sizes(mesh)
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()

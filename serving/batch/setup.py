@@ -13,7 +13,7 @@ from kvjax.memory import MemoryPlan, memory_plan
 from kvjax.serving.batch.job import pages_of_job
 from kvjax.serving.batch.records import Defaults
 from kvjax.serving.flags import allow_host_pages, allow_pinned
-from kvjax.sharding import mesh
+from kvjax.sharding import mesh, plan_sizes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -99,4 +99,4 @@ def plan_beside_weights(
     """The memory plan of an engine beside loaded weights."""
     engine_sizes(page_size, prefill_chunk, (sequences,))
     declared = DeclaredPolicies(model, policy, (), prefill, page_size=page_size, prefill_chunk=prefill_chunk, mesh=mesh)
-    return planned(declared, sequences, weights_bytes=0, **({} if mesh is None else dict(mesh.shape)))
+    return planned(declared, sequences, weights_bytes=0, **plan_sizes(mesh))
