@@ -60,6 +60,10 @@ def replicas(
     if "mesh" in options:
         raise ValueError("replicas makes a mesh for each engine: give tensor, context and devices in place of mesh")
     meshes = meshes_of(data, tensor, context, devices)
+    if data > 1 and options.get("disk") is not None:
+        raise ValueError(
+            f"replicas cannot share the folder {options['disk']} for pages: leave out disk, or give host_bytes, of which each has its own"
+        )
     engines = [Engine(model, policy, mesh=each, **options) for each in meshes]
     _models.update(dict.fromkeys(engines, object()))
     return engines

@@ -149,12 +149,12 @@ def generate(
     A prompt is text, a list of token ids, a list of chat messages (`{"role": ..., "content": ...}`), or what a Hugging Face tokenizer
     returns, for one text or several. Chat messages go through the model's chat template, with `chat_template_kwargs` as its variables.
 
-    model: an engine, or several replicas (`kvjax.replicas`); or a model, which gets an engine whose pool fits these prompts. policy: the decode policy; None is the engine's own,
-    or the default of `Engine`. prefill: the prefill policy, None as for policy; ValueError with an engine, which has its own. sampling:
-    fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on. stream: called with the prompt's number and each
-    new piece of text. details: return `Completion` objects instead of text. With n above 1, each prompt gives a list of n texts. on_error:
-    "raise" raises what `Completion.error` would hold; with "return" the other prompts continue, and the error is returned in place of the
-    text.
+    model: an engine, or several replicas (`kvjax.replicas`); or a model, which gets an engine whose pool fits these prompts. policy: the
+    decode policy; None is the engine's own, or the default of `Engine`. prefill: the prefill policy, None as for policy; ValueError with an
+    engine, which has its own. sampling: fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on. stream:
+    called with the prompt's number and each new piece of text. details: return `Completion` objects instead of text. With n above 1, each
+    prompt gives a list of n texts. on_error: "raise" raises what `Completion.error` would hold; with "return" the other prompts continue,
+    and the error is returned in place of the text.
     """
     if misplaced:
         hint = "give its fields by name, as in temperature=0.7" if isinstance(misplaced[0], Sampling) else "name every other argument"

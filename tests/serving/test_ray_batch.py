@@ -79,7 +79,7 @@ def setup(model_folder):
 
 def run_here(setup, source, out):
     model = setup.load()
-    return run_file(source, out, setup.sized(model, source, DEFAULTS).engine(model), slots=setup.slots, defaults=DEFAULTS)
+    return run_file(source, out, setup.sized(model, source, DEFAULTS).engines(model), slots=setup.slots, defaults=DEFAULTS)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_a_dead_process_and_a_dead_worker_lose_and_double_no_record(cluster, set
 def test_what_is_wrong_in_a_worker_is_said_as_it_is_here(cluster, setup, tmp_path):
     wrong = dataclasses.replace(setup, page_size=24)
     with pytest.raises(ValueError, match=r"^prefill_chunk 64") as here:
-        wrong.engine(wrong.load())
+        wrong.engines(wrong.load())
     with pytest.raises(ValueError, match=r"^prefill_chunk 64") as there:
         on_ray.run_on_ray(write(tmp_path / "in.jsonl", records(3)), tmp_path / "out.jsonl", wrong)
     assert str(there.value) == str(here.value)
