@@ -19,7 +19,7 @@ import jax
 
 from kvjax.checks import whole_number
 from kvjax.engine import Engine
-from kvjax.guard import Stopped
+from kvjax.guard import CallGuard, Stopped
 from kvjax.model import Model, fingerprint
 from kvjax.policies.decode import DecodePolicy
 from kvjax.requests import Completion, OnToken, Request
@@ -169,17 +169,18 @@ def run_replicas(
     said: queue.SimpleQueue[_Said] = queue.SimpleQueue()
     options = {"policy": policy, "slots": slots, "on_token": on_token, "on_prefill": on_prefill}
     members = [_Replica(number, engine, said, **options) for number, engine in enumerate(engines)]
-    source, more = iter(requests), True
+    source, more, whole = iter(requests), True, CallGuard("the start or end of replicas")
     finished: collections.deque[tuple[Request, Completion]] = collections.deque()
     try:
-        for member in members:
-            member.thread.start()
+        with whole:  # Ctrl-C waits until all are known to have started
+            for member in members:
+                member.thread.start()
         while more or finished or any(member.owed for member in members):
             if more and (free := [member for member in members if member.free > 0]):
                 if (request := next(source, None)) is None:
                     more = False
                 else:
-                    min(free, key=lambda member: member.owed).send(request)
+                    min(free, key=lambda member: len(member.owed)).send(request)
             elif not finished:
                 finished += _heard(said.get(), members, on_token, on_prefill)
             while not said.empty():
@@ -187,11 +188,12 @@ def run_replicas(
             if finished:
                 yield finished.popleft()
     finally:
-        for member in members:
-            member.stop()
-        for member in members:
-            if member.thread.ident is not None:  # it was started
-                member.thread.join()
+        with whole:
+            for member in members:
+                member.stop()
+            for member in members:
+                if member.thread.ident is not None:  # it was started
+                    member.thread.join()
 
 
 def _heard(said: _Said, members: Sequence[_Replica], on_token, on_prefill) -> tuple[tuple[Request, Completion], ...]:
@@ -222,12 +224,13 @@ class _Said:
 class _Replica:
     """One engine and its thread. `send`, `stop` and `heard` are for the caller's thread; what begins with an underscore is the replica's.
 
-    sent: requests given to it. owed: those without a completion. free: how many more it has room for.
+    sent: how many requests it was given. owed: those without a completion. free: how many more it has room for.
     """
 
     def __init__(self, number: int, engine: Engine, said: queue.SimpleQueue[_Said], *, on_token, on_prefill, **options: Any):
         self.number, self._engine, self._said, self._inbox = number, engine, said, queue.SimpleQueue()
-        self.sent = self.owed = self.free = 0
+        self.sent = self.free = 0
+        self.owed: list[Request] = []
         self._tokens: list[tuple[Request, int, str]] = []
         told = {
             "on_token": None if on_token is None else (lambda *event: self._tokens.append(event)),
@@ -240,7 +243,8 @@ class _Replica:
 
     def send(self, request: Request) -> None:
         """Give it a request."""
-        self.sent, self.owed, self.free = self.sent + 1, self.owed + 1, self.free - 1
+        self.sent, self.free = self.sent + 1, self.free - 1
+        self.owed.append(request)
         self._inbox.put(request)
 
     def stop(self) -> None:
@@ -255,10 +259,14 @@ class _Replica:
             raise said.error
         if said.prefilled:
             return ()
-        self.owed -= len(said.finished)
         self.free = said.room - (self.sent - said.received)
-        if self.owed < 0 or (said.idle and said.received == self.sent and self.owed):
-            raise RuntimeError(f"replica {self.number} has answered {self.sent - self.owed} of {self.sent} requests and has nothing to do")
+        for request, _ in said.finished:
+            place = next((place for place, each in enumerate(self.owed) if each is request), None)
+            if place is None:
+                raise RuntimeError(f"replica {self.number} has answered a request that it does not have: {request!r:.200}")
+            del self.owed[place]
+        if said.idle and said.received == self.sent and self.owed:
+            raise RuntimeError(f"replica {self.number} has nothing to do, and has not answered {self.owed[0]!r:.200}")
         return said.finished
 
     # In its own thread
