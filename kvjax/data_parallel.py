@@ -188,11 +188,11 @@ def run_replicas(
             if finished:
                 yield finished.popleft()
     finally:
-        with whole:
-            for member in members:
-                member.stop()
-            for member in members:
-                if member.thread.ident is not None:  # it was started
+        if alive := [member for member in members if member.thread.is_alive()]:
+            with whole:
+                for member in alive:
+                    member.stop()
+                for member in alive:
                     member.thread.join()
 
 

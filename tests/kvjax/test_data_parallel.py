@@ -3,7 +3,10 @@
 import collections
 import contextlib
 import itertools
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -17,6 +20,7 @@ from kvjax.policies.decode import TopBlocks
 
 pytestmark = pytest.mark.bits
 
+PATH = os.pathsep.join(sys.path)
 SIZES = {"pages": 24, "page_size": 16, "prefill_chunk": 32, "batch_buckets": (2,)}
 POLICY = TopBlocks(k=1, sink=1, local=1, block_size=16)
 
@@ -281,6 +285,33 @@ def test_ctrl_c_does_not_wait_for_the_rest_of_a_prompt(pair, text, monkeypatch, 
     assert 0 < len(chunks) < 2 * 10, "the prompts have ten chunks each"
 
 
+def test_threads_end_with_the_process(pair, text, monkeypatch):
+    """Python waits for them when the main thread has ended, and nobody closes the generator."""
+    stream = kvjax.run(pair, endless(text), slots=2)
+    next(stream)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvjax.data_parallel.threading.main_thread", lambda: threading.Thread())
+        for thread in threading.enumerate():
+            if thread.name.startswith("kvjax replica"):
+                thread.join(5)
+                assert not thread.is_alive()
+    stream.close()
+
+
+@pytest.mark.long
+def test_a_process_ends_that_holds_a_generator():
+    code = """
+import itertools, kvjax
+from tiny_models import make_model
+engines = kvjax.replicas(make_model(num_layers=1), "dense", data=2, pages=24, page_size=16, prefill_chunk=32, batch_buckets=(2,))
+requests = (kvjax.Request((1,) * 20, kvjax.Sampling(max_new_tokens=4, ignore_eos=True)) for _ in itertools.count())
+stream = kvjax.run(engines, requests, slots=2)
+next(stream)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": PATH})
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_generate_takes_replicas(pair, text):
     prompts = [text[:30], text[5:60], text[:30], text[2:25]]
     settings = {"max_new_tokens": 5, "temperature": 1.0, "ignore_eos": True, "logprobs": True, "details": True}
@@ -304,13 +335,16 @@ def test_weights_on_the_device_of_a_replica_are_not_copied(small, pair):
         assert mine.unsafe_buffer_pointer() == given.unsafe_buffer_pointer()
 
 
-def test_each_replica_keeps_pages_of_its_own(small, text):
-    again = requests_of(text) + [Request(request.prompt, request.sampling, id=request.id + 10) for request in requests_of(text)]
-    engines = kvjax.replicas(small, POLICY, data=2, **SIZES | {"pages": 16}, host_bytes=2**20)
-    assert answers(engines, again) == answers(Engine(small, POLICY, **SIZES), again)
-    stats = [engine.stats() for engine in engines]
-    assert all(each.found_tokens > 0 for each in stats)
-    assert any(each.host.found > 0 for each in stats)
+def test_each_replica_keeps_pages_of_its_own(small, pair, text):
+    settings = Sampling(max_new_tokens=2, logprobs=True, ignore_eos=True)
+    many = [Request(tuple(text[15 * number :][:40]), settings, id=number) for number in range(17)]
+    engines = kvjax.replicas(small, POLICY, data=2, **SIZES, host_bytes=2**20)
+    expected = answers(pair, many)
+    assert answers(engines, many) == expected
+    for engine in engines:
+        assert answers(engine, many) == answers(engine, many) == expected
+        assert engine.stats().found_tokens > 0
+        assert engine.stats().host.hits > 0, "the pool does not hold all"
 
 
 def test_pools_fit_the_memory_of_their_own_devices(small, monkeypatch):

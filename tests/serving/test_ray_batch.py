@@ -267,6 +267,7 @@ def test_blocks_are_no_smaller_than_the_slots_and_no_larger_than_32_rounds(left,
         (("--replicas", 2), "is for a job on a Ray cluster: give --ray, too"),
         (("--ray", "--gpus-per-replica", 1.5), "--gpus-per-replica must be a fraction from 0 to 1 or a whole number, got 1.5"),
         (("--ray", "--disk", "pages", "--disk-size", "1GB"), "is for one engine: leave it out with --ray"),
+        (("--ray", "--data", 2), "is for engines of one process: with --ray give --replicas"),
         (("--ray", "--reuse", "--progress"), "is for one engine: leave it out with --ray"),
     ],
 )
