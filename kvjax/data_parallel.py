@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import queue
 import threading
@@ -64,9 +65,19 @@ def replicas(
         raise ValueError(
             f"replicas cannot share the folder {options['disk']} for pages: leave out disk, or give host_bytes, of which each has its own"
         )
-    engines = [Engine(model, policy, mesh=each, **options) for each in meshes]
+    engines = [Engine(model if data == 1 else _with_own_tokenizer(model), policy, mesh=each, **options) for each in meshes]
     _models.update(dict.fromkeys(engines, object()))
     return engines
+
+
+def _with_own_tokenizer(model: Model) -> Model:
+    """The model with a copy of its tokenizer, if that is one of Hugging Face's. Such a one raises an error if one thread sets it, to truncate,
+    say, while another uses it."""
+    if getattr(model.tokenizer, "backend_tokenizer", None) is None:
+        return model
+    own = copy.copy(model)
+    object.__setattr__(own, "tokenizer", copy.deepcopy(model.tokenizer))  # a frozen dataclass, as a rule
+    return own
 
 
 def meshes_of(data: int, tensor: int = 1, context: int = 1, devices: Sequence[jax.Device] | None = None) -> list[jax.sharding.Mesh]:

@@ -335,6 +335,22 @@ def test_weights_on_the_device_of_a_replica_are_not_copied(small, pair):
         assert mine.unsafe_buffer_pointer() == given.unsafe_buffer_pointer()
 
 
+def test_each_replica_has_a_tokenizer_of_its_own(speaker):
+    """The caller may set theirs to truncate meanwhile, which one that is in use in another thread refuses."""
+    engines = kvjax.replicas(speaker, "dense", data=2, **SIZES)
+    ids = {id(each.tokenizer.backend_tokenizer) for each in (speaker, *(engine.model for engine in engines))}
+    assert len(ids) == 3
+    assert engines[1].model.tokenizer("Call me")["input_ids"] == speaker.tokenizer("Call me")["input_ids"]
+    long = [Request("x" * 200, Sampling(max_new_tokens=2, stop="q"), id=number) for number in range(8)]
+
+    def source():
+        for request in long:
+            speaker.tokenizer("y" * 100, truncation=True, max_length=5 + request.id)
+            yield request
+
+    assert all(completion.error is None for _, completion in kvjax.run(engines, source(), slots=2))
+
+
 def test_each_replica_keeps_pages_of_its_own(small, pair, text):
     settings = Sampling(max_new_tokens=2, logprobs=True, ignore_eos=True)
     many = [Request(tuple(text[15 * number :][:40]), settings, id=number) for number in range(17)]
