@@ -31,8 +31,10 @@ from pallas_kernels import dispatch
 IDLE_SECONDS = 0.2
 """So often a replica that has nothing to do looks whether the process is ending."""
 
-_models: weakref.WeakKeyDictionary[Engine, object] = weakref.WeakKeyDictionary()
-"""What identifies the model of an engine: one object for all engines of a call of `replicas`, else the fingerprint."""
+_made_by: weakref.WeakKeyDictionary[Engine, object] = weakref.WeakKeyDictionary()
+"""For engines of one call of `replicas`, the same object."""
+_fingerprints: weakref.WeakKeyDictionary[Engine, str] = weakref.WeakKeyDictionary()
+"""Of engines that were made otherwise. To find one takes a pass over all weights."""
 
 
 def replicas(
@@ -66,13 +68,13 @@ def replicas(
             f"replicas cannot share the folder {options['disk']} for pages: leave out disk, or give host_bytes, of which each has its own"
         )
     engines = [Engine(model if data == 1 else _with_own_tokenizer(model), policy, mesh=each, **options) for each in meshes]
-    _models.update(dict.fromkeys(engines, object()))
+    _made_by.update(dict.fromkeys(engines, object()))
     return engines
 
 
 def _with_own_tokenizer(model: Model) -> Model:
-    """The model with a copy of its tokenizer, if that is one of Hugging Face's. Such a one raises an error if one thread sets it, to truncate,
-    say, while another uses it."""
+    """The model with a copy of its tokenizer, if that is one of Hugging Face's. A call with `truncation=True` changes such a tokenizer, and
+    prompts that other threads give it meanwhile lose their ends, without an error."""
     if getattr(model.tokenizer, "backend_tokenizer", None) is None:
         return model
     own = copy.copy(model)
@@ -127,32 +129,28 @@ def engines_of(given: Engine | Sequence[Engine], what: str) -> tuple[Engine, ...
 
 def _differences(one: Engine, other: Engine) -> dict[str, tuple[Any, Any]]:
     """Everything that an answer's bits depend on, in both engines."""
-    same_model = one.model.params is other.model.params or _model_of(one) == _model_of(other)
-
-    def facts(engine: Engine) -> dict[str, Any]:
-        stats = engine.stats()
-        return {
-            "policy": engine.policy,
-            "policies": engine.policies,
-            "prefill": engine.prefill_policy,
-            "page_size": engine.page_size,
-            "prefill_chunk": engine.prefill_chunk,
-            "batch_buckets": engine.batch_buckets,
-            "dtype": str(engine.dtype),
-            "reuse": None if stats is None else "any" if not stats.exact else True,
-            "mesh": {"context": 1, "tensor": 1} if engine.mesh is None else dict(engine.mesh.shape),
-            "kind of device": _devices(engine)[0].device_kind,
-        }
-
-    pairs = {name: (value, facts(other)[name]) for name, value in facts(one).items()}
-    return pairs if same_model else {"model": (fingerprint(one.model), fingerprint(other.model))} | pairs
+    together = one.model.params is other.model.params or (one in _made_by and _made_by[one] is _made_by.get(other))
+    mine, its = _facts(one, together), _facts(other, together)
+    return {name: (value, its[name]) for name, value in mine.items()}
 
 
-def _model_of(engine: Engine) -> object:
-    """An object that is equal for engines of the same model. To find a fingerprint takes a pass over all weights, so it is kept."""
-    if engine not in _models:
-        _models[engine] = fingerprint(engine.model)
-    return _models[engine]
+def _facts(engine: Engine, together: bool) -> dict[str, Any]:
+    """What replicas have in common. together: whether the model is known to be the same."""
+    if not together and engine not in _fingerprints:
+        _fingerprints[engine] = fingerprint(engine.model)
+    stats = engine.stats()
+    return {
+        "model": None if together else _fingerprints[engine],
+        "policy": engine.policy,
+        "policies": engine.policies,
+        "prefill": engine.prefill_policy,
+        "page_size": engine.page_size,
+        "prefill_chunk": engine.prefill_chunk,
+        "batch_buckets": engine.batch_buckets,
+        "reuse": None if stats is None else True if stats.exact else "any",
+        "mesh": {"context": 1, "tensor": 1} if engine.mesh is None else dict(engine.mesh.shape),
+        "kind of device": _devices(engine)[0].device_kind,
+    }
 
 
 def _devices(engine: Engine) -> list[jax.Device]:
