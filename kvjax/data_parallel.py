@@ -147,6 +147,7 @@ def _facts(engine: Engine, together: bool) -> dict[str, Any]:
         "page_size": engine.page_size,
         "prefill_chunk": engine.prefill_chunk,
         "batch_buckets": engine.batch_buckets,
+        "dtype": str(engine.dtype),
         "reuse": None if stats is None else True if stats.exact else "any",
         "mesh": {"context": 1, "tensor": 1} if engine.mesh is None else dict(engine.mesh.shape),
         "kind of device": _devices(engine)[0].device_kind,
@@ -192,7 +193,7 @@ def run_replicas(
                     min(free, key=lambda member: len(member.owed)).send(request)
             elif not finished:
                 finished += _heard(said.get(), members, on_token, on_prefill)
-            while not said.empty():
+            while not finished and not said.empty():  # an error that comes after a completion must not lose it
                 finished += _heard(said.get(), members, on_token, on_prefill)
             if finished:
                 yield finished.popleft()
@@ -205,7 +206,9 @@ def run_replicas(
                     member.thread.join()
 
 
-def _heard(said: _Said, members: Sequence[_Replica], on_token, on_prefill) -> tuple[tuple[Request, Completion], ...]:
+def _heard(
+    said: _Said, members: Sequence[_Replica], on_token: OnToken | None, on_prefill: Callable[[int], None] | None
+) -> tuple[tuple[Request, Completion], ...]:
     """Take note of what a replica said, and tell the caller's functions. Returns what has finished; raises the replica's error."""
     finished = members[said.number].heard(said)
     for event in said.tokens:
@@ -236,7 +239,16 @@ class _Replica:
     sent: how many requests it was given. owed: those without a completion. free: how many more it has room for.
     """
 
-    def __init__(self, number: int, engine: Engine, said: queue.SimpleQueue[_Said], *, on_token, on_prefill, **options: Any):
+    def __init__(
+        self,
+        number: int,
+        engine: Engine,
+        said: queue.SimpleQueue[_Said],
+        *,
+        on_token: OnToken | None,
+        on_prefill: Callable[[int], None] | None,
+        **options: Any,
+    ):
         self.number, self._engine, self._said, self._inbox = number, engine, said, queue.SimpleQueue()
         self.sent = self.free = 0
         self.owed: list[Request] = []
@@ -306,9 +318,10 @@ class _Replica:
             finished = () if scheduler.idle else tuple((each.request, each.completion) for each in scheduler.step())
             room = max(0, scheduler.slots - scheduler.running - scheduler.waiting) if scheduler.has_room else 0
             tokens, self._tokens = tuple(self._tokens), []
-            now = _Said(self.number, self._received, room, scheduler.idle, finished, tokens)
-            if now != before:
-                self._said.put(before := now)
+            now = self._received, room, scheduler.idle
+            if finished or tokens or now != before:
+                self._said.put(_Said(self.number, *now, finished, tokens))
+                before = now
             if self._stopping():
                 return
             if scheduler.idle:

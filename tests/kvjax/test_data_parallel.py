@@ -11,6 +11,7 @@ import threading
 import time
 
 import jax
+import numpy as np
 import pytest
 from tiny_models import VOCAB, make_model
 
@@ -57,7 +58,7 @@ def requests_of(text, count=9, *, mixed=False):
     draw at random, and one has two samples."""
     return [
         Request(
-            tuple(text[number % 3 : number % 3 + 16 + 4 * number]),
+            np.array(text[number % 3 : number % 3 + 16 + 4 * number]),
             Sampling(
                 max_new_tokens=3 + number, logprobs=True, ignore_eos=True, temperature=mixed * number % 2, n=1 + mixed * (number == 4)
             ),
@@ -218,6 +219,27 @@ def test_an_error_of_one_replica_ends_all_and_names_it(pair, text, monkeypatch):
             with pytest.raises(Planted) as raised:
                 list(kvjax.run(pair, endless(text), slots=2))
         assert raised.value.__notes__ == ["in replica 1, counted from 0"]
+
+
+def test_what_was_answered_before_an_error_is_not_lost(pair, text, monkeypatch):
+    step, put = Scheduler.step, []
+
+    def failing(self):
+        if self.engine is pair[1]:
+            while len(put) < 2 and threading.main_thread().is_alive():
+                time.sleep(0.001)
+            raise Planted
+        finished = step(self)
+        put.extend(finished)
+        return finished
+
+    monkeypatch.setattr(Scheduler, "step", failing)
+    stream, found = kvjax.run(pair, requests_of(text), slots=2), []
+    with pytest.raises(Planted):
+        found.extend(stream)
+    assert len(found) >= 2
+    monkeypatch.undo()
+    assert {request.id: bits(completion) for request, completion in found}.items() <= answers(pair, requests_of(text)).items()
 
 
 @pytest.mark.parametrize("defect", ["drops", "repeats"])
