@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import os
 import signal
@@ -55,7 +56,7 @@ def assert_free(engine):
 
 def requests_of(text, count=9, *, mixed=False):
     """Of different lengths; some begin the same way. All fit into a page table of one width, so that few programs are compiled. mixed: some
-    draw at random, and one has two samples."""
+    draw at random."""
     return [
         Request(
             np.array(text[number % 3 : number % 3 + 16 + 4 * number]),
@@ -85,7 +86,7 @@ def answers(engines, requests, **options):
 
 def bits(completion):
     assert completion.error is None
-    return [(each.token_ids, each.logprobs) for each in completion.choices or (completion,)]
+    return completion.token_ids, completion.logprobs
 
 
 @pytest.mark.parametrize(("data", "tensor", "context"), [(2, 2, 1), (4, 1, 1), (2, 1, 2)])
@@ -357,20 +358,20 @@ def test_weights_on_the_device_of_a_replica_are_not_copied(small, pair):
         assert mine.unsafe_buffer_pointer() == given.unsafe_buffer_pointer()
 
 
-def test_each_replica_has_a_tokenizer_of_its_own(speaker):
+def test_each_replica_has_a_tokenizer_of_its_own(small, pair, speaker):
     """The caller may use theirs meanwhile, with other settings."""
-    engines = kvjax.replicas(speaker, "dense", data=2, **SIZES)
+    engines = kvjax.replicas(dataclasses.replace(small, tokenizer=speaker.tokenizer), POLICY, data=2, **SIZES)
     ids = {id(each.tokenizer.backend_tokenizer) for each in (speaker, *(engine.model for engine in engines))}
     assert len(ids) == 3
     assert engines[1].model.tokenizer("Call me")["input_ids"] == speaker.tokenizer("Call me")["input_ids"]
-    long = [Request("x" * 200, Sampling(max_new_tokens=2, stop="q"), id=number) for number in range(8)]
+    long = [Request("x" * 150, Sampling(max_new_tokens=2, stop="q"), id=number) for number in range(8)]
 
     def source():
         for request in long:
             speaker.tokenizer("y" * 100, truncation=True, max_length=5 + request.id)
             yield request
 
-    assert [completion.prompt_tokens for _, completion in kvjax.run(engines, source(), slots=2)] == [200] * 8
+    assert [completion.prompt_tokens for _, completion in kvjax.run(engines, source(), slots=2)] == [150] * 8
 
 
 def test_each_replica_keeps_pages_of_its_own(small, pair, text):
