@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax import policies as policies
     from kvjax import serving as serving
     from kvjax.cache import OutOfPages
+    from kvjax.data_parallel import replicas
     from kvjax.engine import Engine
     from kvjax.generation import generate, run
     from kvjax.memory import memory_plan
@@ -72,6 +73,7 @@ __all__ = [
     "load",
     "memory_plan",
     "mesh",
+    "replicas",
     "run",
     "run_batch",
     "save",
@@ -108,6 +110,7 @@ _HOMES = {
     "load": "kvjax.models",
     "memory_plan": "kvjax.memory",
     "mesh": "kvjax.sharding",
+    "replicas": "kvjax.data_parallel",
     "run": "kvjax.generation",
     "run_batch": "kvjax.serving",
     "save": "kvjax.models",

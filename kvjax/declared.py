@@ -153,7 +153,7 @@ class DeclaredPolicies:
         shards = self._shards
         if shards is None:
             return
-        if isinstance(policy, ChoosesDecode | ChoosesPrefill):
+        if isinstance(policy, ChoosesDecode | ChoosesPrefill) and shards.mesh.size > 1:
             raise ValueError(
                 f"policy {policy} chooses by times of one device, and there are none of a mesh yet: name the policy that it is to choose"
             )

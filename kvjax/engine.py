@@ -39,7 +39,7 @@ from kvjax.reuse import StoreOptions, make_reuse, reusing
 from kvjax.sampling import Sampled, Sampling, SamplingRows
 from kvjax.sequence_copies import SequenceCopies
 from kvjax.sequences import CachedSequence, check_usable
-from kvjax.sharding import check_mesh, place_model, spec_on_mesh
+from kvjax.sharding import check_mesh, place_model, plan_sizes, spec_on_mesh
 from kvjax.slots import Slots
 from kvjax.steps import decode_and_sample, decode_step
 from kvjax.warmup import warm_up
@@ -94,7 +94,7 @@ class Engine:
         self.policy, self.policies = self._declared.policy, self._declared.policies
         self.prefill_policy, self.indexes = self._declared.prefill, self._declared.indexes
         sizes = {"page_size": page_size, "prefill_chunk": self.prefill_chunk, "sequences": self.batch_buckets[-1]}
-        sizes |= {"reach": self._declared.reach} | ({} if mesh is None else dict(mesh.shape))
+        sizes |= {"reach": self._declared.reach} | plan_sizes(mesh)
         # No method of this engine: one that nobody holds any more should go at once, and its stores with it.
         self._plan_beside_weights = functools.partial(memory_plan, self.config, **sizes, indexes=self.indexes, weights_bytes=0)
         plan = self._plan_beside_weights()

@@ -11,6 +11,7 @@ from typing import Any, Literal, Unpack, overload
 
 from kvjax.cache.tables import table_width
 from kvjax.checks import check_model, whole_number
+from kvjax.data_parallel import engines_of, run_replicas
 from kvjax.engine import Engine
 from kvjax.model import Model
 from kvjax.policies.decode import DecodePolicy
@@ -22,7 +23,7 @@ from kvjax.scheduler import DEFAULT_SLOTS, Scheduler
 
 
 def run(
-    engine: Engine,
+    engine: Engine | Sequence[Engine],
     requests: Iterable[Request],
     *,
     policy: str | DecodePolicy | None = None,
@@ -37,7 +38,16 @@ def run(
     gives NaN (`NotFinite`), its completion has an `error`, and the others continue. Each sample of a request with n above 1 takes a slot;
     the prompt is prefilled once and forked. on_prefill: called with the number of prompt tokens done. While a request with a penalty runs,
     the tokens of every slot are counted on the device, in `[bucket, V]` int32 (4.9 MB for 8 slots and 152K tokens).
+
+    engine: one, or several replicas (`kvjax.replicas`), each with `slots` slots and a thread of its own. A request goes to the replica that
+    has a free slot and fewest requests; its bits do not depend on which. The iterable and the functions run in the caller's thread. If an
+    engine fails, or the caller ends the generator, all replicas end, and free what they held.
     """
+    engines = engines_of(engine, "run")
+    if len(engines) > 1:
+        yield from run_replicas(engines, requests, policy=policy, slots=slots, on_token=on_token, on_prefill=on_prefill)
+        return
+    (engine,) = engines
     scheduler, source = Scheduler(engine, policy=policy, slots=slots, on_token=on_token, on_prefill=on_prefill), iter(requests)
     try:
         while True:
@@ -53,7 +63,7 @@ def run(
 
 @overload
 def generate(
-    model: Model | Engine,
+    model: Model | Engine | Sequence[Engine],
     prompts: str,
     *,
     policy: str | DecodePolicy | None = None,
@@ -67,7 +77,7 @@ def generate(
 ) -> str: ...
 @overload
 def generate(
-    model: Model | Engine,
+    model: Model | Engine | Sequence[Engine],
     prompts: str,
     *,
     policy: str | DecodePolicy | None = None,
@@ -81,7 +91,7 @@ def generate(
 ) -> Completion: ...
 @overload
 def generate(
-    model: Model | Engine,
+    model: Model | Engine | Sequence[Engine],
     prompts: Sequence[str],
     *,
     policy: str | DecodePolicy | None = None,
@@ -95,7 +105,7 @@ def generate(
 ) -> list[str]: ...
 @overload
 def generate(
-    model: Model | Engine,
+    model: Model | Engine | Sequence[Engine],
     prompts: Sequence[str],
     *,
     policy: str | DecodePolicy | None = None,
@@ -109,7 +119,7 @@ def generate(
 ) -> list[Completion]: ...
 @overload
 def generate(
-    model: Model | Engine,
+    model: Model | Engine | Sequence[Engine],
     prompts: Prompt | Sequence[Prompt],
     *,
     policy: str | DecodePolicy | None = None,
@@ -122,7 +132,7 @@ def generate(
     **sampling: Unpack[SamplingOptions],
 ) -> Any: ...
 def generate(
-    model: Model | Engine,
+    model: Model | Engine | Sequence[Engine],
     prompts: Prompt | Sequence[Prompt],
     *misplaced: Any,
     policy: str | DecodePolicy | None = None,
@@ -139,12 +149,12 @@ def generate(
     A prompt is text, a list of token ids, a list of chat messages (`{"role": ..., "content": ...}`), or what a Hugging Face tokenizer
     returns, for one text or several. Chat messages go through the model's chat template, with `chat_template_kwargs` as its variables.
 
-    model: an engine; or a model, which gets an engine whose pool fits these prompts. policy: the decode policy; None is the engine's own,
-    or the default of `Engine`. prefill: the prefill policy, None as for policy; ValueError with an engine, which has its own. sampling:
-    fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on. stream: called with the prompt's number and each
-    new piece of text. details: return `Completion` objects instead of text. With n above 1, each prompt gives a list of n texts. on_error:
-    "raise" raises what `Completion.error` would hold; with "return" the other prompts continue, and the error is returned in place of the
-    text.
+    model: an engine, or several replicas (`kvjax.replicas`); or a model, which gets an engine whose pool fits these prompts. policy: the
+    decode policy; None is the engine's own, or the default of `Engine`. prefill: the prefill policy, None as for policy; ValueError with an
+    engine, which has its own. sampling: fields of `kvjax.Sampling`; of equal prompts the second draws with seed + 1, and so on. stream:
+    called with the prompt's number and each new piece of text. details: return `Completion` objects instead of text. With n above 1, each
+    prompt gives a list of n texts. on_error: "raise" raises what `Completion.error` would hold; with "return" the other prompts continue,
+    and the error is returned in place of the text.
     """
     if misplaced:
         hint = "give its fields by name, as in temperature=0.7" if isinstance(misplaced[0], Sampling) else "name every other argument"
@@ -153,16 +163,17 @@ def generate(
         raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
     if stream is not None and not callable(stream):
         raise ValueError(f"stream must be a function, as in stream=lambda number, text: print(text, end=''), got {stream!r:.60}")
-    if not isinstance(model, Engine):
+    engines = engines_of(model, "generate") if isinstance(model, Engine | list | tuple) else ()
+    if not engines:
         check_model(model, "generate")
     listed, single = one_by_one(prompts)
     settings = Sampling(**sampling)
-    if isinstance(model, Engine) and prefill is not None:
+    if engines and prefill is not None:
         raise ValueError(f"prefill {prefill} was given with an engine, which prefills by its own policy: name it in Engine(prefill=...)")
     if stream is not None and settings.n > 1:
         raise ValueError(f"stream shows one sample of a prompt, and n is {settings.n}: leave one of them out")
     wanted = max(1, min(len(listed) * settings.n, DEFAULT_SLOTS)) if slots is None else whole_number("slots", slots, 1)
-    tokenizer = model.model.tokenizer if isinstance(model, Engine) else model.tokenizer
+    tokenizer = engines[0].model.tokenizer if engines else model.tokenizer
     results: list[Completion | None] = [None] * len(listed)
     encoded: dict[int, tuple[int, ...]] = {}
     for number, prompt in enumerate(listed):
@@ -173,9 +184,9 @@ def generate(
                 raise _of_prompt(error, number, listed) from error.__cause__
             results[number] = Completion(finish_reason="error", error=error)
     several = (list(encoded.values()), settings.max_new_tokens, policy, wanted, prefill, settings.n)
-    engine = model if isinstance(model, Engine) else engine_for(model, *several)
+    engines = engines or (engine_for(model, *several),)
     if slots is None:
-        wanted = min(wanted, engine.batch_buckets[-1])
+        wanted = min(wanted, engines[0].batch_buckets[-1])
     requests = []
     seen: collections.Counter = collections.Counter()
     for number, prompt in encoded.items():
@@ -184,7 +195,7 @@ def generate(
         seen[prompt] += settings.n
         requests.append(Request(prompt, own, number))
     on_token = None if stream is None else (lambda request, _, piece: stream(request.id, piece))
-    for request, completion in run(engine, requests, policy=policy, slots=wanted, on_token=on_token):
+    for request, completion in run(engines, requests, policy=policy, slots=wanted, on_token=on_token):
         if completion.error is not None and on_error == "raise":
             raise _of_prompt(completion.error, request.id, listed)
         results[request.id] = completion

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from kvjax.processes import Together
 
 
+class Stopped(BaseException):
+    """What Ctrl-C is for the main thread, for others: their work is to end here. No error, so nothing takes it for one."""
+
+
 class CallGuard:
     """A context manager around every call that touches an object's state. The thread that is in it may enter it again.
 
@@ -34,6 +38,7 @@ class CallGuard:
         self._depth = 0
         self._handler: Any = None
         self._held: list[FrameType | None] = []
+        self.stopping: Callable[[], bool] | None = None  # asked at every interrupt point, in the thread that is there
 
     def __enter__(self) -> Self:
         return self._enter(wait=False)
@@ -80,7 +85,10 @@ class CallGuard:
         return self._owner is not None
 
     def interrupt_point(self) -> None:
-        """Let a Ctrl-C that was held back take effect here. For places where the state is consistent."""
+        """Let a Ctrl-C that was held back take effect here. For places where the state is consistent. Stopped if `stopping` says so: only
+        the main thread gets a Ctrl-C, and the others have to ask."""
+        if self.stopping is not None and self.stopping():
+            raise Stopped
         if self.together is not None:
             self.together.interrupt_point(self._interrupt)
         else:

@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +172,7 @@ def memory_plan(
     reach: Reach | None = None,
     tensor: int = 1,
     context: int = 1,
+    devices: Sequence[jax.Device] = (),
 ) -> MemoryPlan:
     """The plan for a model, weights and cache in its compute_dtype.
 
@@ -179,12 +181,13 @@ def memory_plan(
         page_size: tokens.
         indexes: those that sealing builds.
         weights_bytes: None: counted from the configuration. Pass 0 if the weights are loaded already.
-        available_bytes: None: a share of the first device's free memory (0.85 of an accelerator's, 0.5 of the host's). Asking the device
-            initialises it.
+        available_bytes: None: a share of the free memory of the device that has least (0.85 of an accelerator's, 0.5 of the host's).
+            Asking a device initialises it.
         sequences: how many are live at a time: an engine's largest batch bucket.
         prefill_chunk: tokens prefilled at a time; layers with a window keep them beside their window.
         reach: (sink_tokens, window_tokens) that sequences keep in layers without a window; None: every token.
         tensor, context: of the mesh over which weights and pages are split; bytes are then those of one device.
+        devices: those whose memory counts; none: the first that JAX has.
 
     Raises ValueError for a model whose heads or MLP columns cannot be split over `tensor` devices, and for one without attention.
     """
@@ -203,7 +206,7 @@ def memory_plan(
             bytes_of = tuple(-(-count // context) for count in bytes_of)
         sizes = len(spec.layers_of(group.name)), group.page_size, *bytes_of, None if window is None else window[1]
         groups.append(GroupPlan(group.name, *sizes, None if math.isinf(most) else most))
-    available = free_bytes() if available_bytes is None else available_bytes
+    available = min(map(free_bytes, devices or jax.local_devices()[:1])) if available_bytes is None else available_bytes
     return MemoryPlan(weights_bytes, available, tuple(groups), sequences)
 
 
@@ -283,9 +286,9 @@ def check_host_bytes(name: str, total: int) -> None:
         raise ValueError(f"{name} of {total:,} is more than this machine's memory, {memory:,} bytes: give less")
 
 
-def free_bytes() -> int:
-    """Bytes of the first device that a plan may use now."""
-    stats = jax.local_devices()[0].memory_stats()
+def free_bytes(device: jax.Device) -> int:
+    """Bytes of a device that a plan may use now."""
+    stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int(DEVICE_SHARE * (stats["bytes_limit"] - stats["bytes_in_use"]))
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS does not say what is free

@@ -270,15 +270,22 @@ def on_mesh(
 
 
 def check_mesh(mesh: Mesh | None, pool_host_bytes: int | None, stores: Mapping[str, Any]) -> None:
-    """NotImplementedError for options of an engine that do not go together with a mesh."""
-    given = [name for name, value in {"pool_host_bytes": pool_host_bytes, **stores}.items() if value]
-    if mesh is not None and given:
+    """NotImplementedError for options of an engine that do not go together with a mesh. One of a single device only says which."""
+    if mesh is None:
+        return
+    given = [name for name, value in {"pool_host_bytes": pool_host_bytes, **(stores if mesh.size > 1 else {})}.items() if value]
+    if given:
         raise NotImplementedError(f"pages of a mesh are on its devices alone: leave out {', '.join(given)}, or the mesh")
 
 
 def spec_on_mesh(spec: CacheSpec, mesh: Mesh | None) -> CacheSpec:
     """The cache over all devices of an engine's mesh."""
     return spec if mesh is None else spec.on_mesh(Shards(mesh).tensor)
+
+
+def plan_sizes(mesh: Mesh | None) -> dict[str, Any]:
+    """What `kvjax.memory.memory_plan` needs to know about an engine's mesh."""
+    return {} if mesh is None else dict(mesh.shape) | {"devices": tuple(mesh.local_devices)}
 
 
 def place_model(model: Model, mesh: Mesh) -> Model:
@@ -293,7 +300,8 @@ def place_model(model: Model, mesh: Mesh) -> Model:
 
 def place_params(decoder: Decoder, params: Any, shards: Shards) -> Any:
     """The parameters, each device of the mesh with its part. Copies one tensor at a time through host memory; those that are placed already
-    stay. ValueError for a decoder that cannot be split, or whose heads do not divide."""
+    stay. Between meshes of the same sizes, and to a mesh of one device, tensors go from device to device. ValueError for a decoder that
+    cannot be split, whose heads do not divide, or that is on a mesh of other sizes."""
     if not hasattr(decoder, "cuts"):
         raise ValueError(
             f"{type(decoder).__name__} cannot be split over a mesh: it needs the methods cuts and on_shards of kvjax.model.Decoder"
@@ -304,8 +312,14 @@ def place_params(decoder: Decoder, params: Any, shards: Shards) -> Any:
 def place_param(how: Cut | None, leaf: Array | np.ndarray, shards: Shards) -> Array:
     """One parameter, each device of the mesh with its part."""
     sharding = shards.placed() if how is None else shards.placed(*how.axes)
-    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
-        return leaf
+    if isinstance(leaf, jax.Array):
+        if (before := mesh_of(leaf)) is not None and dict(before.shape) != dict(shards.mesh.shape):
+            raise ValueError(
+                f"the model is on a mesh of {_sizes(before)}, and this one is of {_sizes(shards.mesh)}: load it with mesh=None, or with "
+                "a mesh of these sizes"
+            )
+        if before is not None or shards.mesh.size == 1:  # every device has what its counterpart has
+            return leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
     whole = np.asarray(leaf)
     if how is None:
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
@@ -321,13 +335,22 @@ def place_param(how: Cut | None, leaf: Array | np.ndarray, shards: Shards) -> Ar
     return jax.make_array_from_callback(shape, sharding, part)
 
 
+def mesh_of(leaf: Array | np.ndarray) -> Mesh | None:
+    """The mesh (`mesh`) over which an array is placed; None for one device."""
+    sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+    return sharding.mesh if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (CONTEXT, TENSOR) else None
+
+
+def _sizes(mesh: Mesh) -> str:
+    return f"tensor={mesh.shape[TENSOR]} and context={mesh.shape[CONTEXT]}"
+
+
 def whole_params(model: Model) -> Any:
     """The reverse of `place_params`: for each parameter, a function that returns it as it is on one device."""
-    leaf = jax.tree.leaves(model.params)[0]
-    sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != (CONTEXT, TENSOR):
+    mesh = mesh_of(jax.tree.leaves(model.params)[0])
+    if mesh is None:
         return jax.tree.map(lambda leaf: lambda: leaf, model.params)
-    cuts, sizes = model.decoder.cuts(model.params, Shards(sharding.mesh).tensor), {"vocab": model.config.vocab_size}
+    cuts, sizes = model.decoder.cuts(model.params, Shards(mesh).tensor), {"vocab": model.config.vocab_size}
     return jax.tree.map(lambda how, leaf: functools.partial(_whole, how, leaf, sizes), cuts, model.params, is_leaf=_is_cut)
 
 

@@ -1,4 +1,4 @@
-"""Tables of `kvjax bench host`, `throughput`, `gaps`, `cold`, `programs`, `transformers` and `reuse`, from the rows of their JSON."""
+"""Tables of `kvjax bench host`, `throughput`, `replicas`, `gaps`, `cold`, `programs`, `transformers`, `reuse`, from rows of their JSON."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ def throughput_cells(row: Row) -> tuple[str, ...]:
     job = f"{row['requests']} of {row['prompt']:,} + {row['answer']}"
     rates = (f"{row[key]:,.0f}" for key in ("prefill_tokens_per_s", "decode_tokens_per_s"))
     return shape, job, f"{row['chunk']:,}", f"`{row['policy']}`", f"{row['seconds']:.2f}", *rates
+
+
+def replicas_cells(row: Row) -> tuple[str, ...]:
+    """Cells with seconds and tokens per second of all replicas together."""
+    shape, mesh = f"{row['shape']}, {row['layers']} layers", f"{row['tensor']} x {row['context']}"
+    job = f"{row['requests']} of {row['prompt']:,} + {row['answer']}"
+    rates = (f"{row[key]:,.0f}" for key in ("prompt_tokens_per_s", "answer_tokens_per_s"))
+    return shape, job, f"`{row['policy']}`", mesh, f"{row['data']}", f"{row['seconds']:.2f}", *rates, f"{row['of_first']:.2f}"
 
 
 def gaps_cells(row: Row) -> tuple[str, ...]:
@@ -104,6 +112,10 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
         host_cells,
     ),
     "throughput": (("shape", "requests", "chunk", "policy", "seconds", "prefill tokens/s", "decode tokens/s"), throughput_cells),
+    "replicas": (
+        ("shape", "requests of each", "policy", "tensor x context", "replicas", "seconds", "prompt tokens/s", "answer tokens/s", "times"),
+        replicas_cells,
+    ),
     "gaps": (
         ("shape", "prefill", "prompt", "bound ms", "gaps", "quiet ms", "p50", "p95", "p99", "most", "tokens/s", "alone tokens/s"),
         gaps_cells,
@@ -138,6 +150,6 @@ def made(kind: str, rows: list[Row]) -> str:
     """The table of a kind, for a document. Of rows for the same case the last is kept."""
     columns, cells = TABLES[kind]
     told = ("what", "rows", "pages", "shape", "layers", "policy", "prefill", "prompt", "requests", "chunk", "max_gap_ms")
-    told += ("op", "model", "dtype", "tokens", "implementation", "store", "device_bytes")
+    told += ("op", "model", "dtype", "tokens", "implementation", "store", "device_bytes", "data", "tensor", "context")
     latest = {tuple(row.get(name) for name in told): row for row in rows}
     return markdown(columns, map(cells, latest.values()))

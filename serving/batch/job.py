@@ -1,4 +1,4 @@
-"""Batch jobs: many records through one engine, as a library call and as a file job that can be killed and run again.
+"""Batch jobs: many records through one engine or several replicas, as a library call and as a file job that can be killed and run again.
 
     for answer in run_batch([{"id": "a", "prompt": "Once"}], engine):
         print(answer["text"])
@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from kvjax.data_parallel import engines_of
 from kvjax.engine import Engine
 from kvjax.generation import pages_needed, run
 from kvjax.model import Model, fingerprint
@@ -38,7 +39,7 @@ from kvjax.serving.progress import JobProgress
 
 def run_batch(
     records: Iterable[Mapping[str, Any] | str],
-    engine: Engine,
+    engine: Engine | Sequence[Engine],
     *,
     policy: str | DecodePolicy | None = None,
     slots: int | None = None,
@@ -47,20 +48,20 @@ def run_batch(
 ) -> Iterator[dict[str, Any]]:
     """Answer records (objects, or lines of JSON text; see `kvjax.serving.batch.records`) and yield each answer as it completes.
 
-    policy: the decode policy; None is the engine's. slots: sequences decoded together; None is 8, or fewer if the engine's largest batch
-    bucket is smaller. defaults: settings for records that do not name them. An answer is the object that a file job would write. A record
-    that cannot be answered gives an object with `error`.
+    engine: one, or several replicas (`kvjax.replicas`), which share the records. policy: the decode policy; None is the engine's. slots:
+    sequences that an engine decodes together; None is 8, or fewer if its largest batch bucket is smaller. defaults: settings for records
+    that do not name them. An answer is the object that a file job would write. A record that cannot be answered gives an object with
+    `error`.
     """
-    if not isinstance(engine, Engine):
-        raise TypeError(f"run_batch needs an engine, got {type(engine).__name__}: make one with kvjax.Engine(model, policy)")
-    results = answer_records(list(read(records, defaults)), engine, policy=policy, slots=slots, on_token=on_token)
+    engines = engines_of(engine, "run_batch")
+    results = answer_records(list(read(records, defaults)), engines, policy=policy, slots=slots, on_token=on_token)
     return (result.output for result in results)
 
 
 def run_file(
     source: str | Path,
     out: str | Path,
-    engine: Engine,
+    engine: Engine | Sequence[Engine],
     *,
     policy: str | DecodePolicy | None = None,
     slots: int | None = None,
@@ -73,22 +74,23 @@ def run_file(
 
     Answers are written to `out` + ".partial" as they complete. A killed job that is run again does only what is missing. ValueError if
     model, tokenizer, policy, prefill policy, page size, prefill chunk, dtype, slots, defaults or input are not those it began with. `out`
-    appears complete at the end; ValueError if it exists already, unless overwrite. console: where to show progress; None: nowhere. stores:
-    show what pages are kept where, and where those of the pool lie, too.
+    appears complete at the end; ValueError if it exists already, unless overwrite. engine: one, or several replicas; their number may
+    change between runs. console: where to show progress; None: nowhere. stores: show what pages are kept where, and where those of the
+    pool lie, too.
     """
-    source, out = Path(source), Path(out)
+    source, out, engines = Path(source), Path(out), engines_of(engine, "run_file")
     check_paths(source, out, overwrite)
     records = list(read(lines(source), defaults))
 
     def answer(earlier: Collection[int], progress: JobProgress) -> Iterator[Result]:
         missing = [record for record in records if record.line not in earlier]
-        return answer_records(missing, engine, policy=policy, slots=slots, on_token=progress.token, on_prefill=progress.prefill)
+        return answer_records(missing, engines, policy=policy, slots=slots, on_token=progress.token, on_prefill=progress.prefill)
 
-    kept = {} if engine.stats() is None else {"found": lambda: engine.stats().found_tokens}
-    told = [each for each in (engine.stats, engine.pool_stats) if each() is not None]
+    kept = {} if engines[0].stats() is None else {"found": lambda: sum(each.stats().found_tokens for each in engines)}
+    told = [each for engine in engines for each in (engine.stats, engine.pool_stats) if each() is not None]
     if told and stores:
         kept["below"] = lambda: "\n".join(str(each()) for each in told)
-    job, ignored = describe_job(engine, policy, source, defaults, slots), Counter(name for record in records for name in record.ignored)
+    job, ignored = describe_job(engines[0], policy, source, defaults, slots), Counter(name for record in records for name in record.ignored)
     return complete(source, out, job, {record.line: work_of(record) for record in records}, ignored, answer, console, **kept)
 
 
@@ -207,7 +209,7 @@ def _tokenizer_digest(tokenizer: Any) -> str | None:
 
 def answer_records(
     records: list[Record],
-    engine: Engine,
+    engines: Sequence[Engine],
     *,
     policy: str | DecodePolicy | None,
     slots: int | None,
@@ -215,20 +217,20 @@ def answer_records(
     on_prefill: Callable[[int], None] | None = None,
 ) -> Iterator[Result]:
     """A result for every record, as they complete. Prompts are tokenised one by one, because all at once may not fit in memory."""
-    waiting = {record.line: record for record in records}
+    waiting, model = {record.line: record for record in records}, engines[0].model
     wrong: deque[Result] = deque(refused(record, record.error) for record in records if record.error is not None)
 
     def requests() -> Iterator[Request]:
         for record in sorted(records, key=lambda record: -record.size):
             if record.error is None:
                 try:
-                    yield _request(record, engine.model.tokenizer)
+                    yield _request(record, model.tokenizer)
                 except ValueError as error:
                     wrong.append(refused(record, str(error)))
 
-    name = model_name(engine.model)
-    for request, completion in run(engine, requests(), policy=policy, slots=slots, on_token=on_token, on_prefill=on_prefill):
-        yield answered(waiting[request.id], completion, model=name, tokenizer=engine.model.tokenizer)
+    name = model_name(model)
+    for request, completion in run(engines, requests(), policy=policy, slots=slots, on_token=on_token, on_prefill=on_prefill):
+        yield answered(waiting[request.id], completion, model=name, tokenizer=model.tokenizer)
         yield from _drain(wrong)
     yield from _drain(wrong)
 

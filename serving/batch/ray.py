@@ -80,6 +80,8 @@ def run_on_ray(
     check_paths(source, out, overwrite)
     if setup.stores.get("disk") is not None:
         raise ValueError(f"replicas cannot share the folder {setup.stores['disk']} for pages: leave out disk, or run without Ray")
+    if setup.data > 1:
+        raise ValueError(f"data {setup.data} is for engines of one process: on Ray give more replicas")
     outline = Outline.of(source, defaults)
     with _cluster(replicas, gpus_per_replica, cpus_per_replica) as resources, _plain_errors():
         import ray
@@ -159,7 +161,7 @@ def _scout(setup: Setup, place: Place) -> tuple[Setup, dict[str, Any], str]:
     place.enter()
     model = setup.load()
     setup = setup.sized(model, place.source, place.defaults)
-    engine = setup.engine(model)
+    (engine,) = setup.engines(model)
     return setup, describe_job(engine, None, place.source, place.defaults, setup.slots), setup.describe(engine)
 
 
@@ -181,7 +183,7 @@ class Replica:
     def __init__(self, setup: Setup, place: Place, attempts: Any):
         place.enter()
         self._setup, self._place, self._attempts = setup, place, attempts
-        self._engine = setup.engine(setup.load())
+        (self._engine,) = setup.engines(setup.load())
 
     def __call__(self, batch: Mapping[str, Any]) -> Iterator[dict[str, list[str]]]:
         """Answer one block; each answer is sent when it is complete."""
@@ -210,7 +212,7 @@ class Replica:
         return ray.get(self._attempts.begin.remote((kind, line)))
 
     def _answer(self, records: list[Record]) -> Iterator[Result]:
-        return answer_records(records, self._engine, policy=None, slots=self._setup.slots, on_token=None)
+        return answer_records(records, [self._engine], policy=None, slots=self._setup.slots, on_token=None)
 
 
 def _answers(left: Mapping[int, int], setup: Setup, place: Place, replicas: int, resources: Mapping[str, float]) -> Iterator[Result]:

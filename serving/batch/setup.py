@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.checks import engine_sizes
+from kvjax.data_parallel import meshes_of, replicas
 from kvjax.declared import DeclaredPolicies
 from kvjax.engine import Engine
 from kvjax.memory import MemoryPlan, memory_plan
 from kvjax.serving.batch.job import pages_of_job
 from kvjax.serving.batch.records import Defaults
 from kvjax.serving.flags import allow_host_pages, allow_pinned
-from kvjax.sharding import mesh
+from kvjax.sharding import mesh, plan_sizes
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -27,8 +28,8 @@ class Setup:
     """A model and the arguments of its engine. It can be sent to another process.
 
     model: folder, hub id or "needle". dtype, max_positions: as in `kvjax.load`. slots: sequences decoded together. stores: which pages are
-    kept. tensor, context: of a mesh (`kvjax.mesh`). The others: as in `Engine`. pages, device_bytes: if both are None, the pool has the
-    pages that the job needs, or as many as fit.
+    kept. tensor, context: of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own (`kvjax.replicas`). The others: as
+    in `Engine`. pages, device_bytes: if both are None, the pool has the pages that the job needs, or as many as fit.
     """
 
     model: str
@@ -44,11 +45,12 @@ class Setup:
     pool_host_bytes: int | None = None
     tensor: int = 1
     context: int = 1
+    data: int = 1
     stores: StoreOptions = dataclasses.field(default_factory=dict)
 
     def mesh(self) -> Mesh | None:
-        """The mesh of the engine; None for one device."""
-        return mesh_of(self.tensor, self.context)
+        """The mesh of the engine, or of the first of several; None for one engine on one device."""
+        return mesh_of(self.tensor, self.context) if self.data == 1 else meshes_of(self.data, self.tensor, self.context)[0]
 
     def load(self) -> Model:
         """The model, on its devices. Call it before JAX starts: it sets the flags that pages in host memory need."""
@@ -69,16 +71,20 @@ class Setup:
         plan = plan_beside_weights(model, self.policy, self.prefill, *sizes, self.mesh())
         return dataclasses.replace(self, pages=max(1, min(needed, plan.pages_that_fit)))
 
-    def engine(self, model: Model) -> Engine:
-        """A new engine for the loaded model."""
+    def engines(self, model: Model) -> list[Engine]:
+        """New engines for the loaded model."""
         sizes = {"pages": self.pages, "device_bytes": self.device_bytes, "pool_host_bytes": self.pool_host_bytes}
-        sizes |= {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk, "mesh": self.mesh()}
-        return Engine(model, self.policy, prefill=self.prefill, batch_buckets=(self.slots,), **sizes, **self.stores)
+        sizes |= {"page_size": self.page_size, "prefill_chunk": self.prefill_chunk, "prefill": self.prefill}
+        sizes |= {"batch_buckets": (self.slots,), **self.stores}
+        if self.data == 1:
+            return [Engine(model, self.policy, mesh=self.mesh(), **sizes)]
+        return replicas(model, self.policy, data=self.data, tensor=self.tensor, context=self.context, **sizes)
 
     def describe(self, engine: Engine) -> str:
         """What the command line says about the engine."""
         policies = f"{engine.policy.describe()}, {engine.prefill_policy.describe()}"
-        return f"{self.model}, {policies}, {engine.allocators['full'].total:,} pages of {self.page_size} tokens"
+        each = f" in each of {self.data} replicas" if self.data > 1 else ""
+        return f"{self.model}, {policies}, {engine.allocators['full'].total:,} pages of {self.page_size} tokens{each}"
 
 
 def mesh_of(tensor: int, context: int) -> Mesh | None:
@@ -99,4 +105,4 @@ def plan_beside_weights(
     """The memory plan of an engine beside loaded weights."""
     engine_sizes(page_size, prefill_chunk, (sequences,))
     declared = DeclaredPolicies(model, policy, (), prefill, page_size=page_size, prefill_chunk=prefill_chunk, mesh=mesh)
-    return planned(declared, sequences, weights_bytes=0, **({} if mesh is None else dict(mesh.shape)))
+    return planned(declared, sequences, weights_bytes=0, **plan_sizes(mesh))

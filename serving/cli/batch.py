@@ -1,4 +1,4 @@
-"""`kvjax batch`: every record of a file, by one engine here or by several on a Ray cluster."""
+"""`kvjax batch`: every record of a file, by one engine or several replicas here, or by several on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvjax.serving.cli.options import (
     LARGEST_BATCH,
     ChunkOption,
     ContextOption,
+    DataOption,
     DeviceMemoryOption,
     DiskOption,
     DiskSizeOption,
@@ -70,6 +71,7 @@ def batch_command(
     pool_host_memory: PoolHostMemoryOption = None,
     tensor: TensorOption = 1,
     context: ContextOption = 1,
+    data: DataOption = 1,
     reuse: ReuseOption = False,
     reuse_any: ReuseAnyOption = False,
     host_memory: HostMemoryOption = None,
@@ -124,11 +126,13 @@ def batch_command(
     given = {name: value for name, value in cluster.items() if value is not None}
     if given and not ray:
         raise typer.BadParameter("is for a job on a Ray cluster: give --ray, too", param_hint=f"--{next(iter(given)).replace('_', '-')}")
+    if ray and data > 1:
+        raise typer.BadParameter("is for engines of one process: with --ray give --replicas", param_hint="--data")
     for option, value in (("--disk", disk), ("--progress", progress or None)):
         if ray and value is not None:
             raise typer.BadParameter("is for one engine: leave it out with --ray", param_hint=option)
     sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory}
-    sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": tensor, "context": context, "stores": kept}
+    sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": tensor, "context": context, "data": data, "stores": kept}
     setup = Setup(model, None if dtype is None else dtype.value, max_positions, policy, prefill, max_batch, **sizes)
     options = {"defaults": Defaults(max_new_tokens, temperature, seed), "overwrite": overwrite, "console": Console(stderr=True)}
     try:
@@ -147,21 +151,22 @@ def batch_command(
 
 
 def _run_here(source: Path, out: Path, setup: Setup, *, defaults: Defaults, **options: Any) -> Summary:
-    """The job by one engine in this process."""
+    """The job by one engine, or several replicas, in this process."""
     from kvjax.serving.batch.job import run_file
 
     loaded = setup.load()
     with named_as_options():
         setup = setup.sized(loaded, source, defaults)
-        engine = setup.engine(loaded)
-    typer.echo(setup.describe(engine), err=True)
+        engines = setup.engines(loaded)
+    typer.echo(setup.describe(engines[0]), err=True)
     try:
-        return run_file(source, out, engine, slots=setup.slots, defaults=defaults, **options)
+        return run_file(source, out, engines, slots=setup.slots, defaults=defaults, **options)
     finally:
-        for stats in (engine.stats(), engine.pool_stats()):
-            if stats is not None:
-                typer.echo(str(stats), err=True)
-        engine.close()
+        for engine in engines:
+            for stats in (engine.stats(), engine.pool_stats()):
+                if stats is not None:
+                    typer.echo(str(stats), err=True)
+            engine.close()
 
 
 def _report(summary: Summary, out: Path, fail_on_error: bool) -> None:

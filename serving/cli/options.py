@@ -158,6 +158,10 @@ TensorOption = Annotated[int, typer.Option(help="Devices over which heads, MLPs 
 ContextOption = Annotated[
     int, typer.Option(help="Devices over which the pages of each sequence are dealt out, a power of two.", **whole(most=2**12))
 ]
+DataOption = Annotated[
+    int,
+    typer.Option(help="Replicas: engines with their own devices, --tensor x --context each, which share the records.", **whole(most=2**12)),
+]
 PoolHostMemoryOption = Annotated[
     int | None,
     typer.Option(

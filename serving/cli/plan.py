@@ -61,7 +61,10 @@ def plan_command(
     tensor: TensorOption = 1,
     context: ContextOption = 1,
 ) -> None:
-    """Print the memory of weights and cache, and how many pages fit. Reads only the model's configuration."""
+    """Print the memory of weights and cache, and how many pages fit. Reads only the model's configuration.
+
+    With kvjax batch --data, each replica takes this on its own devices.
+    """
     from kvjax.models.loading import read_config
     from kvjax.serving.batch.setup import planned
 

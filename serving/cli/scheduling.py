@@ -1,4 +1,4 @@
-"""`kvjax bench host`, `throughput`, `gaps`, `cold`, `programs`, `reuse`: engine and scheduler. JAX is imported inside the commands."""
+"""`kvjax bench host`, `throughput`, `replicas`, `gaps`, `cold`, `programs`, `reuse`. JAX is imported inside the commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.serving.cli.options import JsonOption, number, parse_lengths, token_count, whole
+from kvjax.serving.cli.options import ContextOption, JsonOption, TensorOption, number, parse_lengths, token_count, whole
 
 if TYPE_CHECKING:
     from kvjax.model import ModelConfig
@@ -65,6 +65,30 @@ def throughput_command(
     config = config_of_shape(shape, layers, dtype)
     plan = plan_of(Traffic, shape, config, requests=requests, prompt=prompt, answer=answer, prefill=prefill, chunk=chunk)
     run(json_out, "throughput", lambda say: (throughput_row(plan, policy, say) for policy in policies.split(",")))
+
+
+def replicas_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    data: Annotated[str, typer.Option(help="Numbers of replicas, separated by commas; they run one after the other.")] = "1,2",
+    tensor: TensorOption = 1,
+    context: ContextOption = 1,
+    policy: Annotated[str, typer.Option(help="Decode policy.")] = "top:32",
+    requests: Annotated[int, typer.Option(help="Requests for each replica, with a slot for each.", **whole())] = 16,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", **token_count())] = 8000,
+    answer: Annotated[int, typer.Option(help="Tokens of each answer.", **whole())] = 129,
+    prefill: Annotated[str, typer.Option(help="Prefill policy.")] = "dense",
+    chunk: BenchChunkOption = 512,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time the same load for each of one, two, or more data-parallel replicas, as a batch job runs them, with random weights."""
+    from kvjax.serving.bench.replicas import Load, replicas_rows
+
+    counts = parse_lengths(data, "data")
+    sizes = {"requests": requests, "prompt": prompt, "answer": answer, "policy": policy, "prefill": prefill, "chunk": chunk}
+    plan = plan_of(Load, shape, config_of_shape(shape, layers, dtype), counts, tensor, context, **sizes)
+    run(json_out, "replicas", lambda say: replicas_rows(plan, say))
 
 
 def gaps_command(
@@ -204,6 +228,7 @@ def run(json_out: Path | None, kind: str, rows_of: Callable[[Callable[[str], Non
 COMMANDS = {
     "host": host_command,
     "throughput": throughput_command,
+    "replicas": replicas_command,
     "gaps": gaps_command,
     "cold": cold_command,
     "programs": programs_command,

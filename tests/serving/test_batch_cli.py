@@ -64,6 +64,35 @@ def test_batch_hands_over_its_options(kvjax, model_folder, tmp_path):
     assert kvjax(*arguments, "--overwrite")[0] == 0
 
 
+def test_replicas_share_a_job_and_may_be_fewer_when_it_goes_on(kvjax, model_folder, tmp_path, monkeypatch):
+    from kvjax.serving.batch import journal
+
+    source = write(tmp_path / "in.jsonl", [*RECORDS[:9], RECORDS[23]])
+    arguments = ("batch", source, "--model", model_folder, "--max-new-tokens", 4, "--max-batch", 2, "--pages", 20, *PAGES)
+    assert kvjax(*arguments, "--out", tmp_path / "one.jsonl")[0] == 0
+    expected = lines(tmp_path / "one.jsonl")
+    status, out, err = kvjax(*arguments, "--out", tmp_path / "two.jsonl", "--data", 2)
+    assert status == 0, err
+    assert "20 pages of 16 tokens in each of 2 replicas" in err
+    assert lines(tmp_path / "two.jsonl") == expected
+    append, calls = journal.Journal._append, []
+
+    def once(*arguments):
+        calls.append(arguments)
+        return append(*arguments) if len(calls) < 6 else 1 / 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal.Journal, "_append", once)
+        assert kvjax(*arguments, "--out", tmp_path / "three.jsonl", "--data", 2)[0] == 1
+    status, out, err = kvjax(*arguments, "--out", tmp_path / "three.jsonl")
+    assert status == 0, err
+    assert "from an earlier run" in out
+    assert lines(tmp_path / "three.jsonl") == expected
+    status, _, err = kvjax(*arguments, "--out", tmp_path / "four.jsonl", "--data", 5, "--tensor", 2)
+    assert status == 2
+    assert "data 5 x tensor 2 x context 1 needs 10 devices, and there are 8" in err
+
+
 def test_a_misspelt_field_is_reported_with_the_one_that_was_meant(kvjax, model_folder, tmp_path):
     source = write(tmp_path / "in.jsonl", [{"id": 1, "promt": "amber"}])
     status, _, err = kvjax("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, *PAGES)
@@ -184,7 +213,7 @@ def test_batch_decodes_as_many_together_as_it_is_told(kvjax, model_folder, tmp_p
     source = write(tmp_path / "in.jsonl", RECORDS)
     arguments = ("batch", source, "--out", tmp_path / "out.jsonl", "--model", model_folder, "--max-batch", 12, "--pages", 4, *PAGES)
     assert kvjax(*arguments)[0] == 0
-    (((_, _, engine), options),) = calls
+    (((_, _, (engine,)), options),) = calls
     assert (engine.batch_buckets, options["slots"]) == ((12,), 12)
 
 

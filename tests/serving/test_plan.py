@@ -74,7 +74,7 @@ def test_after_dense_prefill_it_needs_them_from_the_first_step_on(plan):
 def test_a_prompt_larger_than_memory_runs_where_its_pages_are_given_back(kvjax, model_folder, loaded, monkeypatch):
     """The check of `kvjax generate` counts as the plan does."""
     page = memory_plan(loaded.config, page_size=16).page_bytes
-    monkeypatch.setattr("kvjax.memory.free_bytes", lambda: (MOST + 1) * page)
+    monkeypatch.setattr("kvjax.memory.free_bytes", lambda device: (MOST + 1) * page)
     asked = ("generate", "amber basil " * 100, "--model", model_folder, "--max-new-tokens", 2, *SIZES[:4], "--dtype", "float32")
     assert kvjax(*asked, *ROLLING, "--prefill", "window:16+40")[0] == 0
     status, _, err = kvjax(*asked, *ROLLING)

@@ -79,7 +79,7 @@ def setup(model_folder):
 
 def run_here(setup, source, out):
     model = setup.load()
-    return run_file(source, out, setup.sized(model, source, DEFAULTS).engine(model), slots=setup.slots, defaults=DEFAULTS)
+    return run_file(source, out, setup.sized(model, source, DEFAULTS).engines(model), slots=setup.slots, defaults=DEFAULTS)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_a_dead_process_and_a_dead_worker_lose_and_double_no_record(cluster, set
 def test_what_is_wrong_in_a_worker_is_said_as_it_is_here(cluster, setup, tmp_path):
     wrong = dataclasses.replace(setup, page_size=24)
     with pytest.raises(ValueError, match=r"^prefill_chunk 64") as here:
-        wrong.engine(wrong.load())
+        wrong.engines(wrong.load())
     with pytest.raises(ValueError, match=r"^prefill_chunk 64") as there:
         on_ray.run_on_ray(write(tmp_path / "in.jsonl", records(3)), tmp_path / "out.jsonl", wrong)
     assert str(there.value) == str(here.value)
@@ -267,6 +267,7 @@ def test_blocks_are_no_smaller_than_the_slots_and_no_larger_than_32_rounds(left,
         (("--replicas", 2), "is for a job on a Ray cluster: give --ray, too"),
         (("--ray", "--gpus-per-replica", 1.5), "--gpus-per-replica must be a fraction from 0 to 1 or a whole number, got 1.5"),
         (("--ray", "--disk", "pages", "--disk-size", "1GB"), "is for one engine: leave it out with --ray"),
+        (("--ray", "--data", 2), "is for engines of one process: with --ray give --replicas"),
         (("--ray", "--reuse", "--progress"), "is for one engine: leave it out with --ray"),
     ],
 )

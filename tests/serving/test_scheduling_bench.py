@@ -85,6 +85,22 @@ def test_throughput(tmp_path, capsys):
     assert "2 of 200 + 3" in report.parts([written])["throughput"]()
 
 
+def test_replicas(tmp_path, capsys):
+    file = tmp_path / "replicas.json"
+    sizes = {"requests": 2, "prompt": 200, "answer": 3, "prefill": "dense", "chunk": 128, "dtype": "float32", "layers": 1}
+    commands.replicas_command("tiny", "1,2", 1, 1, "dense", **sizes, json_out=file)
+    written = json.loads(file.read_text())
+    assert [(row["data"], row["tensor"]) for row in written["rows"]] == [(1, 1), (2, 1)]
+    one, two = written["rows"]
+    assert one["answer_tokens_per_s"] == pytest.approx(2 * 3 / one["seconds"])
+    assert two["prompt_tokens_per_s"] == pytest.approx(4 * 200 / two["seconds"])
+    assert (one["of_first"], two["of_first"]) == (1, pytest.approx(two["answer_tokens_per_s"] / one["answer_tokens_per_s"]))
+    assert "1 x 1" in capsys.readouterr().out
+    assert scheduling.made("replicas", written["rows"]).count("2 of 200 + 3") == 2
+    with pytest.raises(typer.BadParameter, match="data 9 x tensor 1 x context 1 needs 9 devices, and there are 8"):
+        commands.replicas_command("tiny", "1,9", layers=1)
+
+
 @pytest.fixture(scope="module")
 def gaps():
     sizes = {"prompt": 1024, "computed": 768, "neighbours": 2, "history": 100, "chunk": 128}

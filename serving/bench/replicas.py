@@ -1,0 +1,82 @@
+"""`kvjax bench replicas`: the same load on one engine and on several, with random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from kvjax.data_parallel import meshes_of, replicas
+from kvjax.engine import Engine
+from kvjax.generation import run
+from kvjax.model import ModelConfig
+from kvjax.requests import Request
+from kvjax.sampling import Sampling
+from kvjax.serving.bench.decode import PAGE_SIZE, pages_of
+from kvjax.serving.bench.hollow import random_model, random_prompt
+from kvjax.serving.bench.traffic import Say
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """`requests` of `prompt` + `answer` tokens for each replica, each with its own slot. data: numbers of replicas to measure, in order.
+    tensor, context: of the mesh of each. chunk: tokens of a chunk of prefill."""
+
+    shape: str
+    config: ModelConfig
+    data: tuple[int, ...]
+    tensor: int = 1
+    context: int = 1
+    requests: int = 16
+    prompt: int = 8000
+    answer: int = 129
+    policy: str = "top:32"
+    prefill: str = "dense"
+    chunk: int = 512
+
+    def __post_init__(self):
+        meshes_of(max(self.data), self.tensor, self.context)
+
+
+def replicas_rows(plan: Load, say: Say = lambda what: None) -> Iterator[dict[str, Any]]:
+    """For each number of replicas, seconds from the start of `kvjax.run` to its last completion, threads included. One request of the same
+    lengths for each replica runs before, so nothing is compiled then. of_first: tokens per second, in multiples of those of the first
+    row."""
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan) if field.name not in ("config", "data")}
+    model, first = random_model(plan.config), None
+    sizes = {"pages": plan.requests * pages_of(plan.prompt + plan.answer), "page_size": PAGE_SIZE, "prefill_chunk": plan.chunk}
+    sizes |= {"tensor": plan.tensor, "context": plan.context, "prefill": plan.prefill, "batch_buckets": (plan.requests,)}
+    for data in plan.data:
+        say(f"{data} replicas: compiling")
+        engines = replicas(model, plan.policy, data=data, **sizes)
+        _seconds(engines, plan, data)
+        say(f"{data} replicas: {data * plan.requests} requests")
+        seconds = _seconds(engines, plan, data * plan.requests)
+        del engines
+        rate = data * plan.requests * plan.answer / seconds
+        first = first or rate
+        yield fields | {
+            "op": "replicas",
+            "layers": plan.config.num_layers,
+            "dtype": plan.config.compute_dtype,
+            "device": jax.devices()[0].device_kind,
+            "data": data,
+            "seconds": seconds,
+            "prompt_tokens_per_s": data * plan.requests * plan.prompt / seconds,
+            "answer_tokens_per_s": rate,
+            "of_first": rate / first,
+        }
+
+
+def _seconds(engines: list[Engine], plan: Load, count: int) -> float:
+    """Seconds that `count` requests take."""
+    sampling = Sampling(max_new_tokens=plan.answer, ignore_eos=True)
+    requests = [Request(random_prompt(plan.config, plan.prompt, seed), sampling) for seed in range(count)]
+    started = time.perf_counter()
+    for _, completion in run(engines, requests, slots=plan.requests):
+        if completion.error is not None:
+            raise completion.error
+    return time.perf_counter() - started
