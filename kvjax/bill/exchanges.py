@@ -6,7 +6,6 @@ A test compiles steps and counts what their programs exchange, so this module ca
 from __future__ import annotations
 
 import collections
-import dataclasses
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -39,8 +38,10 @@ PARTS = {
 
 
 class Exchange(NamedTuple):
-    """`count` exchanges of a step that are alike. part: in `PARTS`. kind: in `KINDS`. axis, size: of the mesh. bytes: of the array that each
-    device gives to each of them."""
+    """`count` exchanges of a step that are alike.
+
+    part: in `PARTS`. kind: in `KINDS`. axis, size: of the mesh. bytes: of the array that each device gives to each of them.
+    """
 
     part: str
     kind: str
