@@ -237,10 +237,8 @@ def random_cache(plan: Plan, length: int) -> Cache:
         def make() -> PagedKV:
             keys = [jax.random.key(2 * number + i) for i in (0, 1)]
             if shards is not None:  # copies of a head are the same
-                keys = [
-                    jax.random.fold_in(jax.random.fold_in(key, shards.number(TENSOR) // kept.copies), shards.number(CONTEXT))
-                    for key in keys
-                ]
+                own = shards.number(TENSOR) // kept.copies * plan.context + shards.number(CONTEXT)
+                keys = [jax.random.fold_in(key, own) for key in keys]
             shape = (each, kept.kv_heads, PAGE_SIZE, kept.head_dim)
             k, v = (random_pages(key, shape, jnp.dtype(plan.config.compute_dtype)) for key in keys)
             return PagedKV(Pages(k, v), {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes})
@@ -326,8 +324,8 @@ def _bytes_of(leaf: Any) -> int:
 class _Runner:
     """A policy's compiled step that writes `drafted` tokens of each sequence, and what was measured of it.
 
-    exchanges: what the step exchanges between the devices of `shards`. launched: the same in the compiled program, in which XLA may have put
-    several into one.
+    exchanges: what the step exchanges between the devices of `shards`. launched: the same in the compiled program, in which XLA may have
+    put several into one.
     """
 
     policy: DecodePolicy

@@ -42,7 +42,7 @@ def decode_command(
     shape: Annotated[
         str,
         typer.Option(
-            help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id, of which only config.json is read."
+            help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id (only its config.json is read)."
         ),
     ] = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
