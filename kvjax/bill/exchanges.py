@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.dtypes
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.cache.spec import LatentSpec
 from kvjax.layers import DeltaLayer
@@ -138,14 +139,16 @@ def counts_of(exchanges: Iterable[Exchange]) -> Counts:
 
 _OPERATION = re.compile(r"= (\([^=]*?\)|\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _ARRAY = re.compile(r"\b([a-z]+)(\d+)[a-z0-9]*\[([\d,]*)\]")
-_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_NAMED = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_GROUPS = re.compile(r"replica_groups=\{\{([\d,]+)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
-def counts_in(program: str) -> Counts:
+def counts_in(program: str, tensor: int) -> Counts:
     """Counts of the exchanges in the text of a program in HLO, lowered or compiled, that was made for a mesh of `kvjax.mesh`.
 
-    An exchange of several arrays at once counts as one, with the bytes of all. ValueError for an exchange of another kind, or one that does
-    not name an axis of the mesh: nothing is left out.
+    An exchange of several arrays at once counts as one, with the bytes of all. tensor: of the mesh. ValueError for an exchange of another
+    kind, or one that does not run along one axis: nothing is left out.
     """
     found: Counts = collections.Counter()
     for line in program.splitlines():
@@ -153,20 +156,36 @@ def counts_in(program: str) -> Counts:
         if operation is None:
             continue
         results, name, begins = operation.groups()
-        kind, axes = name.replace("-", "_"), _AXES.search(line)
-        names = [] if axes is None else re.findall(r"'(\w+)'", axes[2])
-        if kind not in KINDS or len(names) != 1:
+        kind, along = name.replace("-", "_"), _along(line, tensor)
+        if kind not in KINDS or along is None:
             raise ValueError(f"the program has an exchange that is none of {', '.join(KINDS)} along one axis: {line.strip():.300}")
-        size = int(re.search(rf"'{names[0]}'=(\d+)", axes[1])[1])
         arrays = [_bytes(*each) for each in _ARRAY.findall(results)]
         if begins and kind == ALL_GATHER:  # its result names what it takes, too
             arrays = arrays[len(arrays) // 2 :]
-        found[kind, names[0], size, sum(arrays) // (size if kind == ALL_GATHER else 1)] += 1
+        found[kind, *along, sum(arrays) // (along[1] if kind == ALL_GATHER else 1)] += 1
     return dict(found)
 
 
+def _along(line: str, tensor: int) -> tuple[str, int] | None:
+    """The axis of an exchange, and its size; None if it is not one axis of the mesh."""
+    if named := _NAMED.search(line):
+        names = re.findall(r"'(\w+)'", named[2])
+        return (names[0], int(re.search(rf"'{names[0]}'=(\d+)", named[1])[1])) if len(names) == 1 else None
+    if groups := _GROUPS.search(line):
+        first = [int(each) for each in groups[1].split(",")]
+    elif iota := _IOTA.search(line):
+        shape, sizes, order = ([int(each) for each in part.split(",")] if part else None for part in iota.groups())
+        first = np.arange(np.prod(sizes)).reshape(sizes).transpose(order).reshape(shape)[0].tolist()
+    else:
+        return None
+    step = first[1] - first[0] if len(first) > 1 else 0
+    if len(first) == tensor and step == 1:
+        return TENSOR, tensor
+    return (CONTEXT, len(first)) if step == tensor else None
+
+
 def _bytes(kind: str, bits: str, shape: str) -> int:
-    count = int(bits) // 8 if kind != "pred" else 1
+    count = int(bits) // 8
     for size in filter(None, shape.split(",")):
         count *= int(size)
     return count

@@ -102,8 +102,8 @@ def step_bytes(
         raise NotImplementedError(f"policy {policy} does not say what it reads: give it keys_read(length, layer, page_size)")
     if frames is not None and tier != "device":
         raise ValueError(f"frames say which pages lie in host memory, and tier {tier!r} that all of them lie there: give one of both")
-    if frames is not None and tensor * context > 1:
-        raise ValueError("pages of a mesh are on its devices alone: leave out frames, or the mesh")
+    if (frames is not None or tier != "device") and tensor * context > 1:
+        raise ValueError("pages of a mesh are on its devices alone: leave out frames and tier, or the mesh")
     dtype = config.compute_dtype if dtype is None else dtype
     weights = layer_elements(config, tensor) + config.hidden_size + -(-config.vocab_size // tensor) * config.hidden_size
     weights += 0 if config.tie_embeddings else batch * config.hidden_size

@@ -22,6 +22,7 @@ from pallas_kernels.bench.formats import table as terminal_table
 from pallas_kernels.bench.prefill import echo as echo_report
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.prefill import targets as prefill_targets
+from pallas_kernels.bench.results import devices_of
 from pallas_kernels.bench.top_k import report as top_k_report
 
 Row = dict[str, Any]
@@ -120,11 +121,6 @@ STEP_COLUMNS = (
     "of copy",
 )
 STEP_COLUMNS += ("temp MB",)
-
-
-def devices_of(row: Row) -> int:
-    """Devices of the mesh that a row was measured on; 1 in older rows."""
-    return row.get("tensor", 1) * row.get("context", 1)
 
 
 def step_cells(row: Row) -> tuple[str, ...]:

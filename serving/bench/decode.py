@@ -389,14 +389,18 @@ def _compiled(
     runner = _Runner(policy, drafted, step, heard, seconds, temp, _placed(shards, states))
     if shards is not None:
         runner.shards = shards
-        runner.exchanges, runner.launched = _listed(lowered.as_text(dialect="hlo")), _listed(step.as_text())
+        runner.exchanges = _listed(lowered.as_text(dialect="hlo"), plan.tensor)
+        try:
+            runner.launched = _listed(step.as_text(), plan.tensor)
+        except ValueError as error:  # a compiler may choose other kinds; times are measured all the same
+            runner.launched = [{"unknown": str(error)}]
     return runner
 
 
-def _listed(program: str) -> list[dict[str, Any]]:
+def _listed(program: str, tensor: int) -> list[dict[str, Any]]:
     """What a program exchanges, for a row."""
     names = ("kind", "axis", "size", "bytes", "count")
-    return [dict(zip(names, (*what, count), strict=True)) for what, count in counts_in(program).items()]
+    return [dict(zip(names, (*what, count), strict=True)) for what, count in counts_in(program, tensor).items()]
 
 
 def _round(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cache, rows: SamplingRows) -> tuple[float, Cache]:
