@@ -41,5 +41,7 @@ def mesh_run(meshes=MESHES, lengths=LENGTHS, batches=BATCHES, policies=("dense",
             row |= {"bytes": {"weights": moved.weights, "kv": moved.kv, "index": moved.index}}
             names = ("kind", "axis", "size", "bytes", "count")
             rows.append(row | {"exchanges": [dict(zip(names, (*what, count), strict=True)) for what, count in counts.items()]})
-    rows.append({"op": "decode", "shape": "qwen2.5-7b", "layers": 28, "tokens": 2**22, "tensor": 8, "context": 1, "skipped": "too few devices"})
+    rows.append(
+        {"op": "decode", "shape": "qwen2.5-7b", "layers": 28, "tokens": 2**22, "tensor": 8, "context": 1, "skipped": "too few devices"}
+    )
     return {"bench": "decode", "provenance": {"device": "Planted 9000", "date": "2026"}, "rows": rows}

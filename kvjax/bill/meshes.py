@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvjax.bill.exchanges import PARTS, layers_that_choose, step_exchanges
-from kvjax.bill.step_bill import Bill, Prediction, sizes_of
+from kvjax.bill.step_bill import Bill, Prediction, sizes_of, unmeasured
+from kvjax.bill.volume import layer_elements
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy, chooses_over_devices
@@ -75,10 +76,10 @@ def step_parts(
         seconds, received = sum(terms.seconds_of(each, tensor) for each in own), sum(each.received for each in own)
         outside = any(terms.why(each, tensor, known) for each in own)
         mark = ASSUMED if any(terms.assumes(each, tensor) for each in own) else EXTRAPOLATED if outside else FITTED
-        parts.append(Part(f"{axis}: {PARTS[name]}, {sum(each.count for each in own)} exchanges", seconds, received, mark))
+        parts.append(Part(f"{axis} x {sum(each.count for each in own)}: {PARTS[name]}", seconds, received, mark))
     if context > 1 and (choosing := layers_that_choose(config, policy)):
         mark = ASSUMED if terms.assumed else FITTED if known else EXTRAPOLATED
-        parts.append(Part(f"context: choosing among devices, {choosing} layers", terms.choose_s * choosing, 0, mark))
+        parts.append(Part(f"context x {choosing}: choosing among what devices found", terms.choose_s * choosing, 0, mark))
     return tuple(parts)
 
 
@@ -146,12 +147,17 @@ def _impossible(config: ModelConfig, policy: DecodePolicy, tensor: int, context:
     if context > 1 and not chooses_over_devices(policy):
         return f"policy {policy} does not choose over devices"
     try:
-        config.on_shards(tensor)
+        layer_elements(config, tensor)
     except ValueError as error:
         return str(error)
     return ""
 
 
 def reasons_of(choices: Sequence[MeshChoice]) -> tuple[str, ...]:
-    """Why figures of a table are not measured, each reason once."""
-    return tuple(dict.fromkeys(why for each in choices if each.found is not None for why in each.found.projection))
+    """Why figures of a table are not measured, each reason once; meshes that were not measured in one line."""
+    found = [each for each in choices if each.found is not None]
+    forms = {unmeasured(each.tensor, each.context): f"{each.tensor} x {each.context}" for each in found}
+    reasons = dict.fromkeys(why for each in found for why in each.found.projection)
+    alone = [name for why, name in forms.items() if why in reasons]
+    others = [why for why in reasons if why not in forms]
+    return (*others, *([f"tensor x context not measured: {', '.join(alone)}"] if alone else []))

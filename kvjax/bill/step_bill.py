@@ -226,7 +226,7 @@ class Bill:
         known, ranges = sizes_of(config) == self.sizes and self.mesh.model == self.model, self.mesh.ranges(tensor, context)
         why = [*self.mesh.assumed, *(each for one in exchanges for each in self.mesh.why(one, tensor, known))]
         if not ranges:
-            why.append(f"tensor {tensor} x context {context} was not measured")
+            why.append(unmeasured(tensor, context))
         return seconds, list(dict.fromkeys(why)), ranges or self.measured
 
     def _link(self, tier: str) -> float:
@@ -237,6 +237,11 @@ class Bill:
                 f"the bill of {self.device} has no bandwidth for the tier {tier!r}; fit one to rows of kvjax bench tiers (host), or "
                 f'put one in: bill.projected("a {tier} link of 52 GB/s", links=(({tier!r}, 52e9),))'
             ) from None
+
+
+def unmeasured(tensor: int, context: int) -> str:
+    """The reason why a step on a mesh is a projection, if it was not measured."""
+    return f"tensor {tensor} x context {context} was not measured"
 
 
 def _outside(measured: tuple[tuple[int, int, int], ...], length: int, batch: int) -> tuple[str, ...]:

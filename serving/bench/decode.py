@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.bill.exchanges import counts_in
+from kvjax.bill.volume import layer_elements
 from kvjax.cache import Cache, IndexSpec, PagedKV
 from kvjax.cache.tables import table_width
 from kvjax.decoding import DRAFTS
@@ -149,7 +150,7 @@ class Plan:
 
         if self.devices > 1 and self.drafts != (1,):
             raise ValueError(f"drafts are timed on one device, got {self.drafts} for tensor {self.tensor} x context {self.context}")
-        self.config.on_shards(self.tensor)  # refuses heads that do not divide
+        layer_elements(self.config, self.tensor)  # refuses heads that do not divide
 
     @property
     def devices(self) -> int:

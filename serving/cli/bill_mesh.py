@@ -121,14 +121,14 @@ def show_meshes(
     from kvjax.policies.decode import name_of
     from pallas_kernels.bench.formats import show, table
 
-    limit, rows, reasons = None if memory is None else int(memory * 2**30), [], {}
+    limit, rows, found, refused = None if memory is None else int(memory * 2**30), [], [], {}
     for count, (length, batch), policy in itertools.product(counts, cells, named):
         choices = rank_meshes(bill, config, policy, length, batch, count, memory_bytes=limit, **options)
-        reasons |= dict.fromkeys(reasons_of(choices))
+        found += choices
         for each in choices:
             first = str(count), str(each.tensor), str(each.context), f"{length:,}", str(batch), name_of(policy)
             if each.found is None:
-                rows.append((*first, f"refused: {each.refused}", "", "", "", ""))
+                refused[f"tensor {each.tensor} x context {each.context}: {each.refused}"] = None
                 continue
             seconds, size = each.found.seconds, f"{each.device_bytes / 2**30:.1f}"
             rows.append((*first, f"{seconds * 1e3:.3f}", f"{batch / seconds:,.0f}", f"{each.found.exchange_s * 1e3:.3f}", size, each.mark))
@@ -136,5 +136,7 @@ def show_meshes(
     show(table(MESH_COLUMNS, rows, left=6))
     if limit is None:
         typer.echo("memory of the devices was not looked at: --memory")
-    for reason in reasons:
+    for mesh in refused:
+        typer.echo(f"refused: {mesh}")
+    for reason in reasons_of(found):
         typer.echo(f"projection: {reason}")
