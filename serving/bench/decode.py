@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.bill.exchanges import counts_in
 from kvjax.bill.volume import layer_elements
 from kvjax.cache import Cache, IndexSpec, PagedKV
+from kvjax.cache.spec import PagedSpec
 from kvjax.cache.tables import table_width
 from kvjax.decoding import DRAFTS
 from kvjax.learning import state_specs
@@ -150,6 +151,8 @@ class Plan:
 
         if self.devices > 1 and self.drafts != (1,):
             raise ValueError(f"drafts are timed on one device, got {self.drafts} for tensor {self.tensor} x context {self.context}")
+        if self.context & (self.context - 1):
+            raise ValueError(f"context is {self.context}, and pages are dealt out over a power of two devices: use 2, 4 or 8")
         layer_elements(self.config, self.tensor)  # refuses heads that do not divide
 
     @property
@@ -230,22 +233,27 @@ def random_cache(plan: Plan, length: int) -> Cache:
     table = np.full((plan.batch, table_width(pages)), -1, np.int32)
     table[:, :pages] = _dealt_out(plan, pages, each, np.random.default_rng(length))
 
+    def make(kept: PagedSpec, *keys: Array) -> PagedKV:
+        if shards is not None:  # copies of a head are the same
+            own = shards.number(TENSOR) // kept.copies * plan.context + shards.number(CONTEXT)
+            keys = [jax.random.fold_in(key, own) for key in keys]
+        shape = (each, kept.kv_heads, PAGE_SIZE, kept.head_dim)
+        k, v = (random_pages(key, shape, jnp.dtype(plan.config.compute_dtype)) for key in keys)
+        return PagedKV(Pages(k, v), {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes})
+
+    @functools.cache  # layers that are alike are one program
+    def maker(kept: PagedSpec) -> Callable[..., PagedKV]:
+        own = functools.partial(make, kept)
+        if shards is None:
+            return own
+        specs = (spec_of(()),) * 2, spec_of(("pages", "kv_heads"))
+        return jax.jit(lambda *keys: shards.run(own, keys, *specs))
+
     def layer(number: int) -> PagedKV | None:
         kept = spec.on_device(plan.tensor).layers[number]
         if kept.share_with is not None:
             return None
-
-        def make() -> PagedKV:
-            keys = [jax.random.key(2 * number + i) for i in (0, 1)]
-            if shards is not None:  # copies of a head are the same
-                own = shards.number(TENSOR) // kept.copies * plan.context + shards.number(CONTEXT)
-                keys = [jax.random.fold_in(key, own) for key in keys]
-            shape = (each, kept.kv_heads, PAGE_SIZE, kept.head_dim)
-            k, v = (random_pages(key, shape, jnp.dtype(plan.config.compute_dtype)) for key in keys)
-            return PagedKV(Pages(k, v), {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes})
-
-        made = make() if shards is None else jax.jit(lambda: shards.run(make, (), (), spec_of(("pages", "kv_heads"))))()
-        return jax.block_until_ready(made)
+        return jax.block_until_ready(maker(kept)(*(jax.random.key(2 * number + i) for i in (0, 1))))
 
     layers = tuple(layer(number) for number in range(len(spec.layers)))
     tables = {group.name: _placed(shards, jnp.asarray(table)) for group in spec.groups}

@@ -149,6 +149,7 @@ def test_a_mesh_that_cannot_be_is_refused_or_skipped():
     for changed, said in (
         ({"tensor": 3}, "KV heads cannot be copied to tensor=3"),
         ({"tensor": 2, "drafts": (4,)}, "drafts are timed on one"),
+        ({"context": 3}, "context is 3"),
     ):
         with pytest.raises(ValueError, match=said):
             plan(**changed)
