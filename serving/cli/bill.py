@@ -17,6 +17,7 @@ from kvjax.serving.cli.bill_mesh import (
     MemoryOption,
     NetworkLatencyOption,
     NetworkOption,
+    device_counts,
     show_meshes,
     show_parts,
     with_links,
@@ -225,7 +226,7 @@ def predict_command(
     if devices is not None:
         if tensor * context > 1 or cache_dtype is not None:
             raise typer.BadParameter("ranks all meshes: leave out --tensor, --context and --cache-dtype", param_hint="--devices")
-        return show_meshes(bill, config, named, cells, parse_lengths(devices, "devices"), memory, dtype=dtype, page_size=page_size)
+        return show_meshes(bill, config, named, cells, device_counts(devices), memory, dtype=dtype, page_size=page_size)
     if memory is not None:
         raise typer.BadParameter("needs --devices", param_hint="--memory")
     types = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.serving.cli.options import number, whole
+from kvjax.serving.cli.options import number, parse_lengths, whole
 
 if TYPE_CHECKING:
     from kvjax.bill import Bill
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DevicesOption = Annotated[
     str | None,
-    typer.Option(help="Rank all meshes of so many devices, the fastest first; several by commas, as 8,16,64.", show_default=False),
+    typer.Option(help="Rank all meshes of so many devices, the fastest first, as 8,16 or 8..64 (8, 16, 32 and 64).", show_default=False),
 ]
 MemoryOption = Annotated[
     float | None,
@@ -88,8 +88,30 @@ def with_links(
     return bill if terms is None else dataclasses.replace(bill, mesh=dataclasses.replace(terms, **given))
 
 
+def device_counts(text: str) -> tuple[int, ...]:
+    """Counts of `--devices`: "8,16", or "8..64", which doubles. ValueError for anything else."""
+    low, dots, high = text.partition("..")
+    if not dots:
+        return parse_lengths(text, "devices")
+    (first,), (last,) = parse_lengths(low, "devices"), parse_lengths(high, "devices")
+    return tuple(first << power for power in range((last // first).bit_length()))
+
+
 PART_COLUMNS = ("tokens", "batch", "policy", "part of the step", "MB", "ms", "from")
-MESH_COLUMNS = ("devices", "tensor", "context", "tokens", "batch", "policy", "ms", "tokens/s", "ms exchanging", "GiB each", "from")
+MESH_COLUMNS = (
+    "devices",
+    "tensor",
+    "context",
+    "tokens",
+    "batch",
+    "policy",
+    "ms",
+    "tokens/s",
+    "of each",
+    "ms exchanging",
+    "GiB each",
+    "from",
+)
 
 
 def show_parts(bill: Bill, config: ModelConfig, named: Sequence[DecodePolicy], cells: Sequence[tuple[int, int]], **options: Any) -> None:
@@ -131,7 +153,17 @@ def show_meshes(
                 refused[f"tensor {each.tensor} x context {each.context}: {each.refused}"] = None
                 continue
             seconds, size = each.found.seconds, f"{each.device_bytes / 2**30:.1f}"
-            rows.append((*first, f"{seconds * 1e3:.3f}", f"{batch / seconds:,.0f}", f"{each.found.exchange_s * 1e3:.3f}", size, each.mark))
+            rows.append(
+                (
+                    *first,
+                    f"{seconds * 1e3:.3f}",
+                    f"{batch / seconds:,.0f}",
+                    f"{batch / seconds / count:,.1f}",
+                    f"{each.found.exchange_s * 1e3:.3f}",
+                    size,
+                    each.mark,
+                )
+            )
     typer.echo(str(bill))
     show(table(MESH_COLUMNS, rows, left=6))
     if limit is None:

@@ -89,6 +89,24 @@ def test_a_steps_program_exchanges_what_is_counted(case):
     assert {(axis, size) for _, axis, size, _ in counted} == {(TENSOR, tensor), (CONTEXT, context)} - {(TENSOR, 1), (CONTEXT, 1)}
 
 
+MUTANTS = {
+    "sum": lambda self, x: x,
+    "joined": lambda self, x: jnp.tile(x, self.tensor),
+    "candidates": lambda self, *arrays: arrays,
+    "merged": lambda self, out, lse, block_lse=None: (out, lse, block_lse),
+    "over_heads": lambda self, x, copies: x,
+}
+
+
+@pytest.mark.parametrize("method", rest_long(MUTANTS, "sum", "candidates"))
+def test_an_exchange_that_is_left_out_would_show(method, monkeypatch):
+    config = altered(TINY, vocab_size=200 + list(MUTANTS).index(method))  # no program of the sound method
+    monkeypatch.setattr(Shards, method, MUTANTS[method])
+    ran = counts_in(lowered(config, TINY_TOP, 2, 2).as_text(dialect="hlo"), 2)
+    counted = counts_of(step_exchanges(config, TINY_TOP, BATCH, tensor=2, context=2, page_size=PAGE))
+    assert sum(ran.values()) < sum(counted.values())
+
+
 def test_a_compiled_program_exchanges_as_many_bytes():
     """XLA may put exchanges of one type and axis into one: here the two small counts."""
     config, policy, tensor, context = CASES["top, context 2"][0], TINY_TOP, 2, 2

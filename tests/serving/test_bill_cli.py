@@ -363,7 +363,10 @@ def test_predict_ranks_meshes(kvjax, mesh_bill):
     assert "memory of the devices was not looked at" not in out
     status, out, _ = kvjax(*asked, "--devices", "2", "--memory", "12")
     assert "GiB on each device, and there are 12.0" in out
-    assert "memory of the devices was not looked at" in kvjax(*asked, "--devices", "2")[1]
+    out = kvjax(*asked, "--devices", "2..9")[1]
+    assert "memory of the devices was not looked at" in out
+    assert [count for count in range(1, 10) if re.search(rf"^│ {count} ", out, re.MULTILINE)] == [2, 4, 8]
+    assert kvjax(*asked, "--devices", "2..x")[0] == 2
 
 
 def test_a_mesh_without_terms_or_with_wrong_options_is_refused(kvjax):
