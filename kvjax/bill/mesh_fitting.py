@@ -127,7 +127,7 @@ def solve_mesh(base: Parameters, cells: Sequence[MeshCell], law: str = "log2", t
         raise ValueError("there is no row of several devices to fit")
     sizes = {kind: tuple(sorted({each.size for cell in cells for each in cell.exchanges if each.kind == kind})) for kind in KINDS}
     if terms == "none":
-        return _terms(law, {kind: Latency(0.0, 0.0, some) for kind, some in sizes.items() if some}, None, 0.0)
+        return _terms(law, {kind: Latency(0.0, 0.0, some) for kind, some in sizes.items() if some}, None, 0.0, cells)
     columns: dict[Any, np.ndarray] = {}
     for kind, some in sizes.items():
         counts = [[(each.count, LAWS[law](each.size)) for each in cell.exchanges if each.kind == kind] for cell in cells]
@@ -145,11 +145,12 @@ def solve_mesh(base: Parameters, cells: Sequence[MeshCell], law: str = "log2", t
         kind: Latency(*(found.get((kind, name), 0.0) * 1e-6 for name in ("launch", "hop")), some) for kind, some in sizes.items() if some
     }
     slope = found.get("bytes", 0.0)
-    return _terms(law, latency, 1e9 / slope if slope > 1e-9 else None, found.get("choose", 0.0) * 1e-6)
+    choose_s = found["choose"] * 1e-6 if "choose" in found else None
+    return _terms(law, latency, 1e9 / slope if slope > 1e-9 else None, choose_s, cells)
 
 
-def _terms(law: str, latency: dict[str, Latency], link: float | None, choose_s: float) -> MeshTerms:
-    return MeshTerms("", law, tuple(latency.items()), link, choose_s, (), 0.0, "")
+def _terms(law: str, latency: dict[str, Latency], link: float | None, choose_s: float | None, cells: Sequence[MeshCell]) -> MeshTerms:
+    return MeshTerms("", law, tuple(latency.items()), link, choose_s, tuple(sorted({cell.policy for cell in cells})), (), 0.0, "")
 
 
 def mesh_forecasts(

@@ -45,9 +45,10 @@ def mesh_table(file: dict[str, Any]) -> Rows:
         if (terms := bill.get("mesh")) is None:
             continue
         link = "not told from nothing" if terms["link_per_s"] is None else f"{terms['link_per_s'] / 1e9:.1f}"
+        choice = "not measured" if terms["choose_s"] is None else f"{terms['choose_s'] * 1e6:.1f}"
         for kind, each in terms["latency"].items():
             times = f"{each['launch'] * 1e6:.1f}", f"{each['hop'] * 1e6:.1f}", terms["law"], ", ".join(map(str, each["sizes"]))
-            rows.append((bill["device"], bill["model"], kind, *times, link, f"{terms['choose_s'] * 1e6:.1f}"))
+            rows.append((bill["device"], bill["model"], kind, *times, link, choice))
     heads = ("exchange", "us", "and us a hop", "hops", "devices measured", "GB/s received", "us a layer that chooses")
     return ("device", "model", *heads), rows
 

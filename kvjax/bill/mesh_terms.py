@@ -45,16 +45,18 @@ class MeshTerms:
 
     model: the name of the measured model. law: in `LAWS`. latency: by kind of exchange; a kind that is missing was not measured.
     link_per_s: bytes per second that a device receives; None: what bytes take could not be told from nothing. choose_s: seconds of a layer
-    that chooses the best of several devices. measured: meshes. error: mean relative error of held-out cells. source: files of the
-    measurements. assumed: what was set by hand. host_devices: devices of one host. network_s, network_per_s: seconds of a hop between
-    hosts, and bytes per second that a device receives from another host; None: as within one.
+    that chooses the best of several devices; None: not measured. policies: those that were timed on a mesh. measured: meshes. error: mean
+    relative error of held-out cells. source: files of the measurements. assumed: what was set by hand. host_devices: devices of one host.
+    network_s, network_per_s: seconds of a hop between hosts, and bytes per second that a device receives from another host; None: as within
+    one.
     """
 
     model: str
     law: str
     latency: tuple[tuple[str, Latency], ...]
     link_per_s: float | None
-    choose_s: float
+    choose_s: float | None
+    policies: tuple[str, ...]
     measured: tuple[MeshRange, ...]
     error: float
     source: str
@@ -69,7 +71,7 @@ class MeshTerms:
         if unknown := sorted(set(dict(self.latency)) - set(KINDS)):
             raise ValueError(f"exchanges are of the kinds {', '.join(KINDS)}, not {unknown[0]!r}")
         rates = [rate for rate in (self.link_per_s, self.network_per_s) if rate is not None]
-        times = [self.choose_s, self.error, self.network_s or 0.0, *(each for _, found in self.latency for each in found[:2])]
+        times = [self.choose_s or 0.0, self.error, self.network_s or 0.0, *(each for _, found in self.latency for each in found[:2])]
         if not (all(rate > 0 for rate in rates) and all(each >= 0 for each in times) and self.host_devices >= 1):
             raise ValueError(f"terms of a mesh need rates > 0, times >= 0, and at least one device in a host, got {self}")
 
@@ -87,6 +89,12 @@ class MeshTerms:
             rates.append(self.network_per_s)
         rate = min((each for each in rates if each is not None), default=math.inf)
         return exchange.count * latency + exchange.received / rate
+
+    def seconds_of_choice(self, layers: int) -> float:
+        """Seconds of so many layers that choose over devices. ValueError if that was not measured."""
+        if layers and self.choose_s is None:
+            raise ValueError(f"the choice over the devices of context was not measured on {self.model}; {ADVICE}")
+        return layers * (self.choose_s or 0.0)
 
     def hosts(self, exchange: Exchange, tensor: int) -> int:
         """Over how many hosts an exchange goes, if each has `host_devices`."""
@@ -124,7 +132,8 @@ class MeshTerms:
         )
         link = "bytes not told from nothing" if self.link_per_s is None else f"{self.link_per_s / 1e9:.1f} GB/s"
         how = "".join(f"; ASSUMED: {each}" for each in self.assumed) or f", error {self.error:.1%}"
-        return f"mesh: {kinds}, {link}, {self.choose_s * 1e6:.1f} us a layer that chooses{how}"
+        choice = "choice not measured" if self.choose_s is None else f"{self.choose_s * 1e6:.1f} us a layer that chooses"
+        return f"mesh: {kinds}, {link}, {choice}{how}"
 
 
 ADVICE = (
@@ -137,12 +146,12 @@ def assumed_terms(latency_us: float, link_gigabytes: float) -> MeshTerms:
     """Terms set by hand: microseconds of an exchange of two devices, by the law log2, and GB/s that a device receives."""
     said = f"{latency_us:g} us an exchange of two devices, {link_gigabytes:g} GB/s, nothing for the choice over devices"
     latency = tuple((kind, Latency(0.0, latency_us * 1e-6, ())) for kind in KINDS)
-    return MeshTerms("no model", "log2", latency, link_gigabytes * 1e9, 0.0, (), 0.0, "by hand", (said,))
+    return MeshTerms("no model", "log2", latency, link_gigabytes * 1e9, 0.0, (), (), 0.0, "by hand", (said,))
 
 
 def exchange_seconds(terms: MeshTerms, exchanges: Iterable[Exchange], choosing: int, tensor: int) -> float:
     """Seconds of a step's exchanges, and of its layers that choose over devices (`choosing` of them)."""
-    return sum(terms.seconds_of(each, tensor) for each in exchanges) + terms.choose_s * choosing
+    return sum(terms.seconds_of(each, tensor) for each in exchanges) + terms.seconds_of_choice(choosing)
 
 
 def mesh_from_json(fields: dict[str, Any]) -> MeshTerms:
@@ -152,7 +161,8 @@ def mesh_from_json(fields: dict[str, Any]) -> MeshTerms:
         different = ", ".join(sorted(names ^ set(fields)))
         raise ValueError(f"terms of a mesh have the fields {', '.join(sorted(names))}; different here: {different}")
     latency = tuple((kind, Latency(**(each | {"sizes": tuple(each["sizes"])}))) for kind, each in fields["latency"].items())
-    given = {"latency": latency, "measured": tuple(MeshRange(*each) for each in fields["measured"]), "assumed": tuple(fields["assumed"])}
+    given = {"latency": latency, "measured": tuple(MeshRange(*each) for each in fields["measured"])}
+    given |= {name: tuple(fields[name]) for name in ("policies", "assumed")}
     return MeshTerms(**(fields | given))
 
 

@@ -13,7 +13,7 @@ from kvjax.bill.volume import layer_elements
 from kvjax.memory import memory_plan
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.base import DecodePolicy, chooses_over_devices
-from kvjax.policies.decode.naming import parse
+from kvjax.policies.decode.naming import name_of, parse
 
 MEASURED, FITTED, EXTRAPOLATED, ASSUMED = "measured", "fitted", "extrapolated", "assumed"
 MARKS = {
@@ -78,8 +78,8 @@ def step_parts(
         mark = ASSUMED if any(terms.assumes(each, tensor) for each in own) else EXTRAPOLATED if outside else FITTED
         parts.append(Part(f"{axis} x {sum(each.count for each in own)}: {PARTS[name]}", seconds, received, mark))
     if context > 1 and (choosing := layers_that_choose(config, policy)):
-        mark = ASSUMED if terms.assumed else FITTED if known else EXTRAPOLATED
-        parts.append(Part(f"context x {choosing}: choosing among what devices found", terms.choose_s * choosing, 0, mark))
+        mark = ASSUMED if terms.assumed else FITTED if known and name_of(policy) in terms.policies else EXTRAPOLATED
+        parts.append(Part(f"context x {choosing}: choosing among what devices found", terms.seconds_of_choice(choosing), 0, mark))
     return tuple(parts)
 
 

@@ -225,6 +225,8 @@ class Bill:
         seconds = exchange_seconds(self.mesh, exchanges, choosing, tensor)
         known, ranges = sizes_of(config) == self.sizes and self.mesh.model == self.model, self.mesh.ranges(tensor, context)
         why = [*self.mesh.assumed, *(each for one in exchanges for each in self.mesh.why(one, tensor, known))]
+        if name_of(policy) not in self.mesh.policies and not self.mesh.assumed:
+            why.append(f"{policy} was not timed on a mesh")
         if not ranges:
             why.append(unmeasured(tensor, context))
         return seconds, list(dict.fromkeys(why)), ranges or self.measured

@@ -272,6 +272,11 @@ def test_what_one_size_of_axis_cannot_tell():
     reasons = few.why(Exchange("logits", ALL_GATHER, TENSOR, 2, 1, 100), 2, True)
     assert reasons == ("bytes of exchanges took no time that could be told, and count as none: --link-bandwidth",)
     alone = solve_mesh(solve(base), [cell for cell in cells if cell.context > 1])
+    dense = solve_mesh(solve(base), [cell for cell in cells if cell.policy == "dense"])
+    assert (dense.choose_s, dense.policies) == (None, ("dense",))
+    assert dense.seconds_of_choice(0) == 0.0
+    with pytest.raises(ValueError, match="the choice over the devices of context was not measured"):
+        dense.seconds_of_choice(28)
     with pytest.raises(ValueError, match="kind all_reduce were not measured"):
         alone.seconds_of(Exchange("products", ALL_REDUCE, TENSOR, 2, 1, 100), 2)
 
@@ -387,6 +392,9 @@ def test_a_prediction_is_the_law_and_says_how_it_is_known(bill):
     assert "links between hosts of 8 devices count as those within one" in why
     assert "batch 32 lies outside" in " ".join(bill.predict(QWEN_7B, "dense", 2**16, 32, tensor=2).projection)
     assert "length 1,024 lies outside" in " ".join(bill.predict(QWEN_7B, "dense", 2**10, 1, tensor=2).projection)
+    fewer = dataclasses.replace(bill, mesh=dataclasses.replace(bill.mesh, policies=("dense",)))
+    assert fewer.predict(QWEN_7B, "top:32", 2**16, 8, tensor=2).projection == ("top:32 was not timed on a mesh",)
+    assert step_parts(fewer, QWEN_7B, "top:32", 2**16, 8, context=2)[-1].mark == EXTRAPOLATED
     other = bill.predict(SHAPES["llama-3.1-70b"], "dense", 2**16, 1, tensor=2).projection
     assert "exchanges were measured on qwen2.5-7b" in other
 
