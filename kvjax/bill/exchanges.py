@@ -6,6 +6,7 @@ A test compiles steps and counts what their programs exchange, so this module ca
 from __future__ import annotations
 
 import collections
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -59,6 +60,7 @@ class Exchange(NamedTuple):
         return self.count * each
 
 
+@functools.lru_cache(maxsize=1024)
 def step_exchanges(
     config: ModelConfig,
     policy: DecodePolicy,
