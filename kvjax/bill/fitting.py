@@ -165,7 +165,8 @@ def relative_fit(columns: Sequence[np.ndarray], cells: Sequence[Cell], known: An
     A negative coefficient would predict a gain where nothing is saved, especially at lengths shorter than the measured ones.
     """
     seconds = np.array([cell.seconds for cell in cells])
-    return lsq_linear(np.stack(columns, axis=1) / seconds[:, None], 1 - known / seconds, bounds=(0, np.inf), method="bvls").x.tolist()
+    found = lsq_linear(np.stack(columns, axis=1) / seconds[:, None], 1 - known / seconds, bounds=(0, np.inf), method="bvls")
+    return np.maximum(found.x, 0).tolist()  # it may miss a bound by a rounding
 
 
 def forecasts(cells: Sequence[Cell], by: str | None, form: str = "fixed") -> list[Forecast]:

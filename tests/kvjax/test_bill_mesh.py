@@ -28,6 +28,7 @@ from kvjax.bill.mesh_fitting import (
 from kvjax.bill.mesh_report import mesh_checks, mesh_error_table, mesh_table
 from kvjax.bill.mesh_terms import LAWS, Latency, assumed_terms
 from kvjax.bill.meshes import ASSUMED, EXTRAPOLATED, FITTED, MEASURED, device_bytes, mark_of, rank_meshes, reasons_of, step_parts
+from kvjax.bill.report import checks
 from kvjax.bill.step_bill import from_json, load_bills, to_json
 from kvjax.bill.volume import layer_elements
 from kvjax.cache.spanning import FrameCounts
@@ -269,6 +270,9 @@ def test_what_one_size_of_axis_cannot_tell():
     only = [cell for cell in cells if cell.batch == 1]
     few = solve_mesh(solve(base), [dataclasses.replace(cell, seconds=cell.seconds * 0.9) for cell in only])
     assert few.link_per_s is None
+    for drawn in (0.2, 0.4):  # a fit that leaves a bound by a rounding would be refused
+        noisy = [dataclasses.replace(cell, seconds=cell.seconds * (0.8 + drawn * (number % 3) / 3)) for number, cell in enumerate(cells)]
+        assert min(min(found[:2]) for _, found in solve_mesh(solve(base), noisy).latency) >= 0
     reasons = few.why(Exchange("logits", ALL_GATHER, TENSOR, 2, 1, 100), 2, True)
     assert reasons == ("bytes of exchanges took no time that could be told, and count as none: --link-bandwidth",)
     alone = solve_mesh(solve(base), [cell for cell in cells if cell.context > 1])
@@ -334,6 +338,15 @@ def test_what_is_reported(bill):
     assert "no row of several devices" in few["impossible"]["length"]
     assert mesh_error_table({"bills": [to_json(bill)], "held_out_meshes": [None]})[1] == []
     assert mesh_table({"bills": [to_json(dataclasses.replace(bill, mesh=None))]})[1] == []
+
+
+def test_three_lengths_of_one_batch_are_enough_for_a_bill():
+    """They are too few for the regret of a choice by an error that is held out, too, and that is said."""
+    base, _ = cells_of(mesh_run(meshes=((1, 1),), batches=(1,)))
+    found = checks(base, "fixed")
+    assert set(found["errors"]) == {"nothing", "cell", "length"}
+    assert "dense rows of at least two sizes" in found["impossible"]["cell, for a choice"]
+    assert found["regret"] == {"dense, top:32": {}}
 
 
 # Files
