@@ -11,6 +11,7 @@ from kvjax.bill import known_bills, recorded_evidence, recorded_prefill_evidence
 from kvjax.bill.bus_fitting import fit_bus, read_runs
 from kvjax.bill.evidence import with_panel
 from kvjax.bill.fitting import fit, read_cells
+from kvjax.bill.mesh_fitting import fit_mesh, read_mesh_runs
 from kvjax.bill.prefill_bill import fit_prefill, known_prefill_bills
 from kvjax.bill.prefill_evidence import with_results
 from kvjax.bill.report import TABLES, rendered
@@ -30,6 +31,12 @@ def committed(made):
     return found
 
 
+def committed_meshes(made):
+    """The cells of several devices in the same files."""
+    read = read_mesh_runs([json.loads((ROOT / name).read_text()) for name in made.source.split()], config_of)
+    return read.get((made.device, made.model, config_of(made.model).num_layers, made.dtype), [])
+
+
 @pytest.mark.parametrize("made", known_bills(), ids=lambda made: f"{made.device}, {made.model}")
 def test_built_in_bills_are_the_fit_of_committed_rows(made):
     """After new measurements: the command at the top of docs/the-bill.md."""
@@ -37,10 +44,13 @@ def test_built_in_bills_are_the_fit_of_committed_rows(made):
     (cells, tiered), named = committed(made), {"model": made.model, "source": made.source, "form": form}
     again = fit(cells, config_of(made.model), device=made.device, dtype=made.dtype, **named)
     again = dataclasses.replace(again, bus=fit_bus(cells, tiered, **named) if tiered else None)
+    if on_mesh := committed_meshes(made):
+        again = dataclasses.replace(again, mesh=fit_mesh(cells, on_mesh, law=made.mesh.law, **named))
     for one, other in zip(jax.tree.leaves(to_json(again)), jax.tree.leaves(to_json(made)), strict=True):
         assert one == (pytest.approx(other, rel=1e-6, abs=1e-15) if isinstance(other, float) else other)
     assert made.error <= 0.03
     assert made.bus is None or made.bus.error < 0.05
+    assert made.mesh is None or made.mesh.error < 0.05
 
 
 def test_the_page_is_what_the_bills_make():

@@ -18,6 +18,7 @@ from kvjax.bill.step_bill import Bill, Price, interpolated, sizes_of
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.model import ModelConfig
 from kvjax.policies.decode.naming import parse
+from pallas_kernels.bench.results import devices_of
 
 FORMS = {
     "none": "c1 = 0: no free sparse parameter",
@@ -98,7 +99,8 @@ class Errors:
 
 
 def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]) -> dict[tuple[str, str, int, str], list[Cell]]:
-    """The measured cells of a `kvjax bench decode` JSON, by (device, shape, layers, dtype). Rows that were skipped or failed are left out.
+    """The measured cells of a `kvjax bench decode` JSON, by (device, shape, layers, dtype). Rows that were skipped or failed are left out,
+    and so are rows of several devices (`kvjax.bill.mesh_fitting`).
 
     config_of: gives the model's configuration for a shape's name and a number of layers. ValueError if the file is of another command, or
     if a row's bytes differ from those of `step_bytes`.
@@ -107,7 +109,7 @@ def read_cells(run: dict[str, Any], config_of: Callable[[str, int], ModelConfig]
         raise ValueError(f"this is not a result of kvjax bench decode: its field 'bench' is {run.get('bench')!r}")
     groups: dict[tuple[str, str, int, str], list[Cell]] = {}
     for row in run["rows"]:
-        if "median_s" not in row:
+        if "median_s" not in row or devices_of(row) > 1:
             continue
         config = config_of(row["shape"], row["layers"])
         moved = step_bytes(config, parse(row["policy"]), row["tokens"], row["batch"], dtype=row["dtype"])
@@ -163,7 +165,8 @@ def relative_fit(columns: Sequence[np.ndarray], cells: Sequence[Cell], known: An
     A negative coefficient would predict a gain where nothing is saved, especially at lengths shorter than the measured ones.
     """
     seconds = np.array([cell.seconds for cell in cells])
-    return lsq_linear(np.stack(columns, axis=1) / seconds[:, None], 1 - known / seconds, bounds=(0, np.inf), method="bvls").x.tolist()
+    found = lsq_linear(np.stack(columns, axis=1) / seconds[:, None], 1 - known / seconds, bounds=(0, np.inf), method="bvls")
+    return np.maximum(found.x, 0).tolist()  # it may miss a bound by a rounding
 
 
 def forecasts(cells: Sequence[Cell], by: str | None, form: str = "fixed") -> list[Forecast]:

@@ -1,7 +1,7 @@
 """How good a bill is, as figures for JSON, as tables for the terminal, and as the marked parts of a document.
 
-`kvjax bill fit --into DOCUMENT` writes each table of `TABLES` and `TIER_TABLES` between the marks `<!-- bill:NAME -->` and
-`<!-- /bill -->` of a document.
+`kvjax bill fit --into DOCUMENT` writes each table of `ALL_TABLES` between the marks `<!-- bill:NAME -->` and `<!-- /bill -->`
+of a document.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.bill.bus_fitting import HELD_OUT, TERMS, tier_errors, tier_forecasts
 from kvjax.bill.fitting import FORMS, GROUPS, Cell, errors, forecasts
+from kvjax.bill.mesh_report import MESH_TABLES
 from kvjax.bill.regimes import crossover
 from kvjax.bill.regret import regrets, summary
 from pallas_kernels.bench.report import markdown
@@ -42,8 +43,12 @@ def checks(cells: Sequence[Cell], form: str) -> dict[str, Any]:
             found["impossible"][by] = str(error)
     names = sorted({cell.policy for cell in cells} - {"dense"})
     for allowed in dict.fromkeys((*((name,) for name in names), tuple(names))):
-        by_group = {by: summary(regrets(cells, allowed, by, form)) for by in ("cell", "length", "batch") if by not in found["impossible"]}
-        found["regret"][", ".join(("dense", *allowed))] = by_group
+        by_group = found["regret"][", ".join(("dense", *allowed))] = {}
+        for by in [by for by in ("cell", "length", "batch") if by not in found["impossible"]]:
+            try:
+                by_group[by] = summary(regrets(cells, allowed, by, form))
+            except ValueError as error:  # the bill's own error is held out within what is seen, which takes one more place
+                found["impossible"].setdefault(f"{by}, for a choice", str(error))
     return found
 
 
@@ -198,11 +203,12 @@ TABLES = {
 }
 TIER_TABLES = {"bus": bus_table, "bus-errors": bus_error_table}
 """Tables of files with terms of pages in host memory."""
+ALL_TABLES = TABLES | TIER_TABLES | MESH_TABLES
 
 
 def rendered(text: str, file: dict[str, Any]) -> str:
     """A document with every marked part written anew. ValueError for a name that no table has, and for a mark that is not closed."""
-    marks, tables = MARK.findall(text), TABLES | TIER_TABLES
+    marks, tables = MARK.findall(text), ALL_TABLES
     if unknown := sorted({name for _, name, _ in marks} - set(tables)):
         raise ValueError(f"no part is called {unknown[0]!r}; there are {', '.join(tables)}")
     if len(marks) != text.count("<!-- bill:"):

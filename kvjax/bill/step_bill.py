@@ -2,8 +2,8 @@
 
 Source: "Attention Pays Its Bill" (BRL-2026-07), section 9, equation 2. c0 is the time of a step besides its bytes, for every policy. c1 is
 the time to select the blocks. Both belong to the device, the model and the engine that were measured. The paper's c1 is a constant. Here it
-may have a second part, per byte of index scanned; `kvjax.bill.fitting` fits both forms. The terms of pages in host memory are ours, too:
-`kvjax.bill.bus`.
+may have a second part, per byte of index scanned; `kvjax.bill.fitting` fits both forms. The terms of pages in host memory and of meshes of
+devices are ours, too: `kvjax.bill.bus`, `kvjax.bill.mesh_terms`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.bill.bus import Bus, bus_from_json, check_hits
+from kvjax.bill.exchanges import layers_that_choose, step_exchanges
+from kvjax.bill.mesh_terms import ADVICE, MeshTerms, exchange_seconds, mesh_from_json, mesh_to_json
 from kvjax.bill.volume import StepBytes, step_bytes
 from kvjax.cache.spanning import FrameCounts
 from kvjax.model import ModelConfig, uniform_fields
@@ -40,12 +42,14 @@ class Price(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """Seconds of one step and the bytes it reads. projection: the reasons why the seconds are not interpolated between measurements; empty
-    if they are. bus_bytes: those of the bytes that come from pages in host memory, over the bus."""
+    if they are. bus_bytes: those of the bytes that come from pages in host memory, over the bus. exchange_s: those of the seconds in which
+    the devices of a mesh exchange something, or choose among what several found; the bytes are then those of one device."""
 
     seconds: float
     bytes: StepBytes
     projection: tuple[str, ...] = ()
     bus_bytes: float = 0.0
+    exchange_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Bill:
     bytes_per_s: bandwidth. c0: seconds per step. c1: the `Price` of selecting, by policy name. measured: (batch, shortest, longest),
     lengths in tokens, ascending. error: mean relative error of the speed-up of cells that were held out. source: files of the measurements.
     links: bytes per second at which keys and values come from other tiers, by tier. assumed: fields that were set by hand; every prediction
-    is then a projection. bus: the terms of pages in host memory; None: not measured.
+    is then a projection. bus: the terms of pages in host memory; None: not measured. mesh: those of a mesh of devices; None: not measured.
     """
 
     device: str
@@ -72,6 +76,7 @@ class Bill:
     links: tuple[tuple[str, float], ...] = ()
     assumed: tuple[str, ...] = ()
     bus: Bus | None = None
+    mesh: MeshTerms | None = None
 
     def __post_init__(self):
         if not (self.bytes_per_s > 0 and self.c0 >= 0 and self.error >= 0):
@@ -93,26 +98,28 @@ class Bill:
         tier: str = "device",
         frames: FrameCounts | None = None,
         hits: float | None = None,
+        tensor: int = 1,
+        context: int = 1,
     ) -> Prediction:
         """Time and bytes of one step of `batch` sequences of `length` tokens. dtype: None is the measured one.
 
         frames: those of an engine with pages in host memory, as for `step_bytes`. hits: the share of listed bytes of pages there that is
-        found in the hot buffer; None: the measured default, or 0 without one.
+        found in the hot buffer; None: the measured default, or 0 without one. tensor, context: of a mesh of devices.
 
         For another model, the bytes are computed for it, and c0 and c1 are scaled by its number of layers. The result is a projection for
-        another model, for a length or batch outside the measured ones, for another dtype and for another tier. Raises ValueError for a
-        policy without a price here, for a tier without a link, and for frames without bus terms and without a link "host"; and what
-        `step_bytes` raises.
+        another model, for a length or batch outside the measured ones, for another dtype and for another tier, and for a mesh that was not
+        measured. Raises ValueError for a policy without a price here, for a tier without a link, for frames without bus terms and without a
+        link "host", and for a mesh without mesh terms; and what `step_bytes` and `step_exchanges` raise.
         """
         policy = parse(policy)
         dtype = self.dtype if dtype is None else str(dtype)
         sizes = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size}
-        moved = step_bytes(config, policy, length, batch, **sizes, tier=tier, frames=frames)
+        moved = step_bytes(config, policy, length, batch, **sizes, tier=tier, frames=frames, tensor=tensor, context=context)
         price, guessed = self.price(policy)
         layers = config.num_layers / self.sizes[0]
         # The price per byte is not scaled, because the bytes of index already grow with the layers.
         seconds = moved.from_device / self.bytes_per_s + (self.c0 + price.fixed) * layers + price.per_byte * moved.index
-        reasons, measured, bus_bytes = [*self.assumed, *guessed], self.measured, 0.0
+        reasons, measured, bus_bytes, exchange_s = [*self.assumed, *guessed], self.measured, 0.0, 0.0
         if tier != "device":
             seconds += moved.kv / self._link(tier)
         if frames is not None:
@@ -121,13 +128,16 @@ class Bill:
             reasons += why
             if (needed := batch * -(-length // page_size)) > frames.device + frames.host:
                 reasons.append(f"the pool has {frames.device + frames.host:,} pages, and these sequences need {needed:,}")
+        if tensor * context > 1:
+            exchange_s, why, measured = self._mesh_terms(config, policy, batch, tensor, context, dtype, page_size)
+            seconds, reasons = seconds + exchange_s, [*reasons, *why]
         if sizes_of(config) != self.sizes:
             reasons.append(f"measured on {self.model}, c0 and c1 scaled by layers ({layers:.3g})")
         if dtype != self.dtype or str(cache_dtype or dtype) != dtype:
             reasons.append(f"measured in {self.dtype}, not in {cache_dtype or dtype}")
         if tier != "device":
             reasons.append(f"measured with keys and values on the device, not on {tier}")
-        return Prediction(seconds, moved, (*reasons, *_outside(measured, length, batch)), bus_bytes)
+        return Prediction(seconds, moved, (*reasons, *_outside(measured, length, batch)), bus_bytes, exchange_s)
 
     def speedup(self, config: ModelConfig, policy: str | DecodePolicy, length: int, batch: int = 1, **options: Any) -> float:
         """The predicted time of dense divided by that of the policy. options: as for `predict`."""
@@ -186,7 +196,9 @@ class Bill:
         places = ", ".join(f"batch {batch} from {shortest:,} to {longest:,} tokens" for batch, shortest, longest in self.measured)
         return (
             f"{self.device}, {self.model}, {self.dtype}: {self.bytes_per_s / 1e12:.3f} TB/s, c0 {self.c0 * 1e3:.3f} ms, {prices}; "
-            f"measured at {places}" + f"; {self.bus}" * (self.bus is not None) + "".join(f"; PROJECTION: {why}" for why in self.assumed)
+            f"measured at {places}"
+            + "".join(f"; {each}" for each in (self.bus, self.mesh) if each is not None)
+            + "".join(f"; PROJECTION: {why}" for why in self.assumed)
         )
 
     def _bus_terms(self, moved: StepBytes, hits: float | None) -> tuple[Bus, float, list[str]]:
@@ -202,6 +214,23 @@ class Bill:
             reasons.append("no share of hits was measured, and none is assumed")
         return bus, check_hits((bus.hits or 0.0) if hits is None else hits), reasons
 
+    def _mesh_terms(
+        self, config: ModelConfig, policy: DecodePolicy, batch: int, tensor: int, context: int, dtype: str, page_size: int
+    ) -> tuple[float, list[str], tuple[tuple[int, int, int], ...]]:
+        """Seconds of exchanges, why these are a projection, and which batches and lengths were measured."""
+        if self.mesh is None:
+            raise ValueError(f"the bill of {self.device} has no terms for exchanges between devices; {ADVICE}")
+        exchanges = step_exchanges(config, policy, batch, tensor=tensor, context=context, dtype=dtype, page_size=page_size)
+        choosing = layers_that_choose(config, policy) if context > 1 else 0
+        seconds = exchange_seconds(self.mesh, exchanges, choosing, tensor)
+        known, ranges = sizes_of(config) == self.sizes and self.mesh.model == self.model, self.mesh.ranges(tensor, context)
+        why = [*self.mesh.assumed, *(each for one in exchanges for each in self.mesh.why(one, tensor, known))]
+        if name_of(policy) not in self.mesh.policies and not self.mesh.assumed:
+            why.append(f"{policy} was not timed on a mesh")
+        if not ranges:
+            why.append(unmeasured(tensor, context))
+        return seconds, list(dict.fromkeys(why)), ranges or self.measured
+
     def _link(self, tier: str) -> float:
         try:
             return dict(self.links)[tier]
@@ -210,6 +239,11 @@ class Bill:
                 f"the bill of {self.device} has no bandwidth for the tier {tier!r}; fit one to rows of kvjax bench tiers (host), or "
                 f'put one in: bill.projected("a {tier} link of 52 GB/s", links=(({tier!r}, 52e9),))'
             ) from None
+
+
+def unmeasured(tensor: int, context: int) -> str:
+    """The reason why a step on a mesh is a projection, if it was not measured."""
+    return f"tensor {tensor} x context {context} was not measured"
 
 
 def _outside(measured: tuple[tuple[int, int, int], ...], length: int, batch: int) -> tuple[str, ...]:
@@ -270,12 +304,14 @@ def to_json(bill: Bill) -> dict[str, Any]:
         "sizes": dict(zip(SIZES, bill.sizes, strict=True)) if len(bill.sizes) == len(SIZES) else list(bill.sizes),
         "c1": {name: price._asdict() for name, price in bill.c1},
         "links": dict(bill.links),
+        "mesh": None if bill.mesh is None else mesh_to_json(bill.mesh),
     }
 
 
 def from_json(fields: dict[str, Any]) -> Bill:
-    """A bill from its JSON object. ValueError for missing or unknown fields, which it names; a file without `bus` is an older one."""
-    fields = {"bus": None} | fields
+    """A bill from its JSON object. ValueError for missing or unknown fields, which it names; a file without `bus` or `mesh` is an older
+    one."""
+    fields = {"bus": None, "mesh": None} | fields
     names = {field.name for field in dataclasses.fields(Bill)}
     if set(fields) != names:
         raise ValueError(f"a bill has the fields {', '.join(sorted(names))}; different here: {', '.join(sorted(names ^ set(fields)))}")
@@ -284,6 +320,7 @@ def from_json(fields: dict[str, Any]) -> Bill:
     pairs = {"c1": tuple((name, Price(**price)) for name, price in fields["c1"].items()), "links": tuple(fields["links"].items())}
     rest = {"sizes": sizes, "assumed": tuple(fields["assumed"]), "measured": tuple(map(tuple, fields["measured"]))}
     rest["bus"] = None if fields["bus"] is None else bus_from_json(fields["bus"])
+    rest["mesh"] = None if fields["mesh"] is None else mesh_from_json(fields["mesh"])
     return Bill(**(fields | pairs | rest))
 
 

@@ -7,7 +7,9 @@ values, and page tables are left out, because they are less than a thousandth of
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -73,6 +75,8 @@ def step_bytes(
     page_size: int = 128,
     tier: str = "device",
     frames: FrameCounts | None = None,
+    tensor: int = 1,
+    context: int = 1,
 ) -> StepBytes:
     """Bytes of one step of `batch` sequences of `length` tokens each, the current token included.
 
@@ -85,52 +89,70 @@ def step_bytes(
     first ones of each sequence. Of a list, as many keys lie there as the policy's `keys_among` says; without that method they count as
     spread evenly.
 
-    Raises ValueError for sizes below 1, unknown dtypes, and frames with another tier; NotImplementedError for a policy that does not say
-    what it reads.
+    tensor, context: of a mesh; the bytes are then those of one device, the one with the most pages. Of a list, each device along `context`
+    reads an equal share, as if listed keys were spread evenly. Where devices hold the same KV heads, each reads them.
+
+    Raises ValueError for sizes below 1, unknown dtypes, frames with another tier or a mesh, and heads or MLP columns that do not divide;
+    NotImplementedError for a policy that does not say what it reads.
     """
-    for name, value in (("length", length), ("batch", batch), ("page_size", page_size)):
+    for name, value in (("length", length), ("batch", batch), ("page_size", page_size), ("tensor", tensor), ("context", context)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if not hasattr(policy, "keys_read"):
         raise NotImplementedError(f"policy {policy} does not say what it reads: give it keys_read(length, layer, page_size)")
     if frames is not None and tier != "device":
         raise ValueError(f"frames say which pages lie in host memory, and tier {tier!r} that all of them lie there: give one of both")
+    if (frames is not None or tier != "device") and tensor * context > 1:
+        raise ValueError("pages of a mesh are on its devices alone: leave out frames and tier, or the mesh")
     dtype = config.compute_dtype if dtype is None else dtype
-    weights = config.num_params
-    if not config.tie_embeddings:
-        weights += (batch - config.vocab_size) * config.hidden_size
+    weights = layer_elements(config, tensor) + config.hidden_size + -(-config.vocab_size // tensor) * config.hidden_size
+    weights += 0 if config.tie_embeddings else batch * config.hidden_size
+    pages = -(-batch * -(-length // page_size) // context)  # of the device that has most
+    tokens = batch * length if context == 1 else min(batch * length, pages * page_size)
     kv_elements = index_elements = hot_layers = 0
     in_place = listed = 0.0
     away = 0.0 if frames is None else pages_on_host(frames, length, batch, page_size) / batch  # pages of each sequence
-    spec = config.cache_spec(page_size)
+    spec = config.cache_spec(page_size).on_mesh(tensor).on_device(tensor)
     for place, number in enumerate(spec.paged):
         layer, window = spec.layers[number], spec.group_of(number).window
         if window is not None:
-            kv_elements += min(length, window) * layer.width
+            kv_elements += -(-batch * min(length, window) // context) * layer.width
             continue
         keys = policy.keys_read(length, place, page_size)
-        kv_elements += (length if keys is None else keys) * layer.width
+        kv_elements += (tokens if keys is None else -(-batch * keys // context)) * layer.width
         there = _keys_on_host(policy, away * page_size, length, place, page_size) * layer.width
         if frames is not None and frames.hot and keys is not None and isinstance(layer, PagedSpec) and lists_pages(policy, page_size):
             hot_layers, listed = hot_layers + 1, listed + there
         else:
             in_place += there
         if isinstance(layer, LatentSpec):
-            index_elements += length * layer.index_dim if isinstance(policy, TopTokens) else 0
+            index_elements += tokens * layer.index_dim if isinstance(policy, TopTokens) else 0
         elif keys is not None:
-            sizes = (-(-length // page_size), layer.kv_heads, page_size, layer.head_dim)
+            sizes = (pages, layer.kv_heads, page_size, layer.head_dim)
             index_elements += sum(math.prod(index.shape(*sizes)) for index in policy.indexes())
     stored = dtype if cache_dtype is None else cache_dtype
     return StepBytes(
         weights=_bytes(weights, dtype),
-        kv=_bytes(batch * kv_elements, stored),
-        index=_bytes(batch * index_elements, dtype),
+        kv=_bytes(kv_elements, stored),
+        index=_bytes(index_elements, dtype),
         tier=tier,
         states=batch * sum(spec.bytes_per_page(group) for group in spec.row_groups),
         in_place=_bytes(round(batch * in_place), stored),
         listed=_bytes(round(batch * listed), stored),
         hot_layers=hot_layers,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def layer_elements(config: ModelConfig, tensor: int = 1) -> int:
+    """Elements of the weights of all layers that each of `tensor` devices has. ValueError for heads or MLP columns that do not divide."""
+    total = 0
+    for layer, count in collections.Counter(config.layers).items():
+        cuts = layer.cuts(tensor) if tensor > 1 else {}
+        for name, shape in layer.shapes(config.hidden_size).items():
+            how, size = cuts.get(name), math.prod(shape)
+            total += count * (size if how is None else size // shape[how.axis] * len(how.rows[0]))
+    return total
 
 
 def pages_on_host(frames: FrameCounts, length: int, batch: int = 1, page_size: int = 128) -> int:

@@ -22,6 +22,7 @@ from pallas_kernels.bench.formats import table as terminal_table
 from pallas_kernels.bench.prefill import echo as echo_report
 from pallas_kernels.bench.prefill import report as prefill_report
 from pallas_kernels.bench.prefill import targets as prefill_targets
+from pallas_kernels.bench.results import devices_of
 from pallas_kernels.bench.top_k import report as top_k_report
 
 Row = dict[str, Any]
@@ -124,7 +125,8 @@ STEP_COLUMNS += ("temp MB",)
 
 def step_cells(row: Row) -> tuple[str, ...]:
     """The cells of `STEP_COLUMNS`."""
-    first = row["shape"], tokens_text(row["tokens"]), str(row["batch"]), row["policy"]
+    on_mesh = "" if devices_of(row) == 1 else f", tensor {row['tensor']} context {row['context']}"
+    first = row["shape"], tokens_text(row["tokens"]), str(row["batch"]), row["policy"] + on_mesh
     if "median_s" not in row:
         return *first, row.get("skipped") or f"FAILED {row['failed']}", *[""] * (len(STEP_COLUMNS) - 5)
     profile = row["profile"]
@@ -175,8 +177,8 @@ def drafts_table(rows: Sequence[Row]) -> Table:
 
 
 def step_short(rows: Sequence[Row]) -> str:
-    """Milliseconds of a step by shape, batch and length: dense, and each policy with its speed-up over that."""
-    timed = [row for row in rows if "median_s" in row]
+    """Milliseconds of a step on one device by shape, batch and length: dense, and each policy with its speed-up over that."""
+    timed = [row for row in rows if "median_s" in row and devices_of(row) == 1]
     policies = [name for name in dict.fromkeys(row["policy"] for row in timed) if name != "dense"]
     lines = []
     shapes = list(dict.fromkeys(row["shape"] for row in timed))

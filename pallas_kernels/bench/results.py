@@ -18,6 +18,11 @@ from typing import Any
 PACKAGES = ("kvjax", "jax", "jaxlib", "numpy", "transformers")
 
 
+def devices_of(row: dict[str, Any]) -> int:
+    """Devices of the mesh that a row was measured on; 1 in older rows."""
+    return row.get("tensor", 1) * row.get("context", 1)
+
+
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that affect figures."""
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}

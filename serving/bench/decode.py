@@ -4,6 +4,8 @@ There is no prefill: keys, values and their indexes are made on the device, and 
 (`kvjax.steps.decode_and_sample`, cache donated). Each step is fed the tokens that the one before sampled, and the host waits only at the
 end of a round. Policies take turns on one cache, round by round, always over the same positions. Steps with drafts keep to these positions
 too, because no draft is ever accepted: a step adds one token, however many it writes.
+
+On a mesh, weights and pages are made on their devices, and a row also holds what the program exchanges (`kvjax.bill.exchanges`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from kvjax.bill.exchanges import counts_in
+from kvjax.bill.volume import layer_elements
 from kvjax.cache import Cache, IndexSpec, PagedKV
+from kvjax.cache.spec import PagedSpec
 from kvjax.cache.tables import table_width
 from kvjax.decoding import DRAFTS
 from kvjax.learning import state_specs
@@ -34,6 +39,7 @@ from kvjax.outcomes import Reads
 from kvjax.policies.choice import ChoosesDecode
 from kvjax.policies.decode import DecodePolicy, name_of, parse
 from kvjax.sampling import SamplingRows
+from kvjax.sharding import CONTEXT, TENSOR, Cut, Shards, mesh, param_specs, spec_of
 from kvjax.steps import decode_and_sample
 from pallas_kernels import dispatch
 from pallas_kernels.bench.inputs import memory_bytes, pool_pages, random_pages
@@ -67,6 +73,18 @@ SHAPES = {
         intermediate_size=14_336,
         num_layers=32,
         num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=5e5,
+        max_positions=2**21,
+    ),
+    "llama-3.1-70b": uniform_config(
+        **_LLAMA,
+        vocab_size=128_256,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_layers=80,
+        num_heads=64,
         num_kv_heads=8,
         head_dim=128,
         rope_theta=5e5,
@@ -106,6 +124,7 @@ class Plan:
     round that warms up.
 
     drafts: how many tokens of a sequence a step writes: one given token, and drafts. Every policy is timed with each of these numbers.
+    tensor, context: of the mesh.
     """
 
     shape: str
@@ -116,6 +135,8 @@ class Plan:
     steps: int
     rounds: int
     drafts: tuple[int, ...] = (1,)
+    tensor: int = 1
+    context: int = 1
 
     def __post_init__(self):
         if not self.drafts or len(set(self.drafts)) < len(self.drafts) or not set(self.drafts) <= set(DRAFTS):
@@ -127,6 +148,29 @@ class Plan:
                 raise ValueError(f"{name} must be at least 1, got {values}")
         if min(self.lengths) <= self.steps:
             raise ValueError(f"a length of {min(self.lengths):,} tokens leaves no history before {self.steps} steps")
+
+        if self.devices > 1 and self.drafts != (1,):
+            raise ValueError(f"drafts are timed on one device, got {self.drafts} for tensor {self.tensor} x context {self.context}")
+        if self.context & (self.context - 1):
+            raise ValueError(f"context is {self.context}, and pages are dealt out over a power of two devices: use 2, 4 or 8")
+        layer_elements(self.config, self.tensor)  # refuses heads that do not divide
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return self.tensor * self.context
+
+    def shards(self, length: int) -> Shards | None:
+        """The mesh, with the pages that each of its devices has for sequences of a length; None for one device."""
+        if self.devices == 1:
+            return None
+        groups = self.config.cache_spec(PAGE_SIZE).groups if self.context > 1 else ()
+        count = self.pool(length)
+        return Shards(mesh(tensor=self.tensor, context=self.context), tuple((group.name, count) for group in groups))
+
+    def pool(self, length: int) -> int:
+        """Pages of the pool of each device along the context axis."""
+        return pool_pages(-(-self.batch * self.pages(length) // self.context))
 
     @functools.cached_property
     def indexes(self) -> tuple[IndexSpec, ...]:
@@ -159,37 +203,88 @@ def policies_of(text: str) -> tuple[DecodePolicy, ...]:
     return tuple(dict.fromkeys(parse(name) for name in text.split(",")))
 
 
-def random_params(config: ModelConfig) -> Params:
-    """Random weights, as at the start of training, made on the device. Biases are zero."""
-    return jax.block_until_ready(init_params(config, jax.random.key(0)))
+def random_params(config: ModelConfig, shards: Shards | None = None) -> Params:
+    """Random weights, as at the start of training, made on the device, or each part on its device. Biases are zero."""
+    if shards is None:
+        return jax.block_until_ready(init_params(config, jax.random.key(0)))
+    own = dataclasses.replace(config.on_shards(shards.tensor), vocab_size=-(-config.vocab_size // shards.tensor))
+    decoder, whole = TransformerDecoder(config), jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    cuts, specs = decoder.cuts(whole, shards.tensor), param_specs(decoder, whole, shards.tensor)
+
+    def make() -> Params:
+        """The part of one device; all of them make the same numbers, which takes no longer to multiply with."""
+
+        def fitted(how: Cut | None, leaf: Array) -> Array:  # `o` has fewer heads than q where devices share KV heads
+            return leaf if how is None else jax.lax.slice_in_dim(leaf, 0, len(how.rows[0]), axis=how.axis)
+
+        made = init_params(own, jax.random.key(0))
+        return jax.tree.map(fitted, cuts, made, is_leaf=lambda node: node is None or isinstance(node, Cut))
+
+    return jax.block_until_ready(jax.jit(lambda: shards.run(make, (), (), specs))())
 
 
 def random_cache(plan: Plan, length: int) -> Cache:
-    """A cache of `batch` sequences with `length - steps` tokens written and room for the rest. The pool has no other pages."""
-    spec, pages = plan.config.cache_spec(PAGE_SIZE), plan.pages(length)
-    total = pool_pages(plan.batch * pages)
+    """A cache of `batch` sequences with `length - steps` tokens written and room for the rest. The pool has no other pages.
+
+    On a mesh, pages are dealt out in turn, as an engine deals them out.
+    """
+    shards, pages, each = plan.shards(length), plan.pages(length), plan.pool(length)
+    spec = plan.config.cache_spec(PAGE_SIZE).on_mesh(plan.tensor)
     table = np.full((plan.batch, table_width(pages)), -1, np.int32)
-    order = np.random.default_rng(length).permutation(np.arange(1, plan.batch * pages + 1, dtype=np.int32))
-    table[:, :pages] = order.reshape(plan.batch, pages)
+    table[:, :pages] = _dealt_out(plan, pages, each, np.random.default_rng(length))
+
+    def make(kept: PagedSpec, *keys: Array) -> PagedKV:
+        if shards is not None:  # copies of a head are the same
+            own = shards.number(TENSOR) // kept.copies * plan.context + shards.number(CONTEXT)
+            keys = [jax.random.fold_in(key, own) for key in keys]
+        shape = (each, kept.kv_heads, PAGE_SIZE, kept.head_dim)
+        k, v = (random_pages(key, shape, jnp.dtype(plan.config.compute_dtype)) for key in keys)
+        return PagedKV(Pages(k, v), {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes})
+
+    @functools.cache  # layers that are alike are one program
+    def maker(kept: PagedSpec) -> Callable[..., PagedKV]:
+        own = functools.partial(make, kept)
+        if shards is None:
+            return own
+        specs = (spec_of(()),) * 2, spec_of(("pages", "kv_heads"))
+        return jax.jit(lambda *keys: shards.run(own, keys, *specs))
 
     def layer(number: int) -> PagedKV | None:
-        if spec.layers[number].share_with is not None:
+        kept = spec.on_device(plan.tensor).layers[number]
+        if kept.share_with is not None:
             return None
-        shape = (total, spec.layers[number].kv_heads, PAGE_SIZE, spec.layers[number].head_dim)
-        k, v = (random_pages(jax.random.key(2 * number + i), shape, jnp.dtype(plan.config.compute_dtype)) for i in (0, 1))
-        index = {spec.name: page_index(k, kind=spec.kind, block_size=spec.block_size) for spec in plan.indexes}
-        return jax.block_until_ready(PagedKV(Pages(k, v), index))
+        return jax.block_until_ready(maker(kept)(*(jax.random.key(2 * number + i) for i in (0, 1))))
 
     layers = tuple(layer(number) for number in range(len(spec.layers)))
-    return Cache(layers, {group.name: jnp.asarray(table) for group in spec.groups}, _start(plan, length), spec)
+    tables = {group.name: _placed(shards, jnp.asarray(table)) for group in spec.groups}
+    return Cache(layers, tables, _placed(shards, _start(plan, length)), spec)
+
+
+def _dealt_out(plan: Plan, pages: int, each: int, draw: np.random.Generator) -> Int[np.ndarray, "B pages"]:
+    """Page ids of every sequence, in an order that says nothing; the first page of every device is left out."""
+    count = plan.batch * pages
+    ids = np.empty(count, np.int32)
+    for device in range(plan.context):
+        mine = len(range(device, count, plan.context))
+        ids[device :: plan.context] = device * each + draw.permutation(np.arange(1, mine + 1, dtype=np.int32))
+    return ids.reshape(plan.batch, pages)
+
+
+def _placed(shards: Shards | None, tree: Any) -> Any:
+    """Arrays on every device of the mesh."""
+    return tree if shards is None else jax.device_put(tree, shards.placed())
 
 
 def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """Rows, one for each length, policy and number of drafts. `skipped` is set if the length does not fit in memory, `failed` if an error
     was raised."""
+    if plan.devices > (there := len(jax.devices())):
+        reason = f"the mesh needs {plan.devices} devices, and there are {there}"
+        yield from (_fields(plan, length, *each) | {"skipped": reason} for length in plan.lengths for each in _each(plan))
+        return
     on_progress("weights")
-    params = random_params(plan.config)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    params = random_params(plan.config, plan.shards(plan.lengths[0]))
+    held = sum(map(_bytes_of, jax.tree.leaves(params)))
     for length in plan.lengths:
         gc.collect()
         needed, there = held + cache_bytes(plan, length), memory_bytes()
@@ -205,30 +300,42 @@ def run_plan(plan: Plan, copy_bytes_per_s: float, on_progress: Callable[[str], N
 
 
 def cache_bytes(plan: Plan, length: int) -> int:
-    """Bytes of the pool and its indexes."""
-    spec = plan.config.cache_spec(PAGE_SIZE)
+    """Bytes of the pool and its indexes, on one device."""
+    spec = plan.config.cache_spec(PAGE_SIZE).on_mesh(plan.tensor).on_device(plan.tensor)
     per_page = sum(spec.bytes_per_page(group.name, plan.indexes) for group in spec.groups)
-    return pool_pages(plan.batch * plan.pages(length)) * per_page
+    return plan.pool(length) * per_page
 
 
 def bytes_read(plan: Plan, policy: DecodePolicy, length: int, keys: int, params: Params, drafted: int = 1) -> dict[str, int]:
     """Bytes that one step has to read: all weights, but of the embedding one row per token (all of it if it is also the head); K and V of
-    `keys` tokens, a sum over layers, KV heads and rows; and the policy's indexes of whole sequences."""
+    `keys` tokens, a sum over layers, KV heads and rows; and the policy's indexes of whole sequences. On a mesh, those of one device: its
+    weights, an equal share of the keys, and the indexes of its pages."""
     config, item = plan.config, jnp.dtype(plan.config.compute_dtype).itemsize
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    weights = sum(map(_bytes_of, jax.tree.leaves(params)))
     if not config.tie_embeddings:
-        weights -= params["embed"].nbytes - plan.batch * drafted * config.hidden_size * item
-    cache = config.cache_spec(PAGE_SIZE)
-    (head_dim,) = {layer.head_dim for layer in cache.layers}
+        weights -= _bytes_of(params["embed"]) - plan.batch * drafted * config.hidden_size * item
+    cache = config.cache_spec(PAGE_SIZE).on_mesh(plan.tensor).on_device(plan.tensor)
+    ((head_dim, copies),) = {(layer.head_dim, layer.copies) for layer in cache.layers}
     selecting = [layer for number, layer in enumerate(cache.layers) if cache.group_of(number).window is None]
-    sizes = [(pages_of(length), layer.kv_heads, PAGE_SIZE, layer.head_dim) for layer in selecting]
+    pages = -(-plan.batch * pages_of(length) // plan.context)
+    sizes = [(pages, layer.kv_heads, PAGE_SIZE, layer.head_dim) for layer in selecting]
     rows = sum(math.prod(spec.shape(*each)) for spec in policy.indexes() for each in sizes)
-    return {"weights": int(weights), "kv": 2 * keys * head_dim * item, "index": rows * plan.batch * item}
+    return {"weights": int(weights), "kv": 2 * keys * copies * head_dim * item // plan.devices, "index": rows * item}
+
+
+def _bytes_of(leaf: Any) -> int:
+    """Bytes of an array on each device that has some of it."""
+    sharding = getattr(leaf, "sharding", None)
+    return leaf.nbytes if sharding is None else math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 @dataclasses.dataclass
 class _Runner:
-    """A policy's compiled step that writes `drafted` tokens of each sequence, and what was measured of it."""
+    """A policy's compiled step that writes `drafted` tokens of each sequence, and what was measured of it.
+
+    exchanges: what the step exchanges between the devices of `shards`. launched: the same in the compiled program, in which XLA may have
+    put several into one.
+    """
 
     policy: DecodePolicy
     drafted: int
@@ -241,23 +348,26 @@ class _Runner:
     profile: Timing | None = None
     timeline: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
     reads: Reads | None = None
+    shards: Shards | None = None
+    exchanges: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    launched: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progress: Callable[[str], None]) -> list[dict[str, Any]]:
     on_progress(f"{length:,} tokens: cache")
     cache = random_cache(plan, length)
-    rows = jax.tree.map(jnp.asarray, SamplingRows.of([None] * plan.batch))
+    rows = _placed(plan.shards(length), jax.tree.map(jnp.asarray, SamplingRows.of([None] * plan.batch)))
     runners = []
     for policy, drafted in _each(plan):
         on_progress(f"{length:,} tokens: compiling {policy} for {drafted}")
-        runners.append(_compiled(plan, policy, params, cache, rows, drafted))
+        runners.append(_compiled(plan, policy, params, cache, rows, drafted, plan.shards(length)))
     for number in range(plan.rounds + 1):
         for runner in runners:
             on_progress(f"{length:,} tokens: round {number} of {plan.rounds}, {runner.policy}")
             seconds, cache = _round(plan, length, runner, params, cache, rows)
             if number:  # the first round warms up
                 runner.seconds.append(seconds / plan.steps)
-    if jax.default_backend() == "gpu":
+    if jax.default_backend() == "gpu" and plan.devices == 1:  # kernels of several devices run at once
         for runner in runners:
             on_progress(f"{length:,} tokens: profile of {runner.policy}")
             cache = _profile(plan, length, runner, params, cache, rows)
@@ -267,20 +377,44 @@ def _run_length(plan: Plan, length: int, params: Params, rate: float, on_progres
     return [row | {"of_one": row["median_s"] / alone[row["policy"]] if row["policy"] in alone else None} for row in made]
 
 
-def _compiled(plan: Plan, policy: DecodePolicy, params: Params, cache: Cache, rows: SamplingRows, drafted: int = 1) -> _Runner:
+def _compiled(
+    plan: Plan,
+    policy: DecodePolicy,
+    params: Params,
+    cache: Cache,
+    rows: SamplingRows,
+    drafted: int = 1,
+    shards: Shards | None = None,
+) -> _Runner:
     config = plan.config
     states = tuple(policy.init(spec, plan.batch) for spec in state_specs(config, PAGE_SIZE, cache.table_of(0).shape[1]))
     started = time.perf_counter()
     static = (TransformerDecoder(config), policy, plan.indexes)
     with dispatch.listening() as heard:
-        lowered = decode_and_sample.lower(*static, params, cache, *_first(plan, drafted), states, rows)
+        first = _placed(shards, _first(plan, drafted))
+        lowered = decode_and_sample.lower(*static, params, cache, *first, _placed(shards, states), rows, shards=shards)
     step = lowered.compile()
-    return _Runner(policy, drafted, step, heard, time.perf_counter() - started, step.memory_analysis().temp_size_in_bytes, states)
+    seconds, temp = time.perf_counter() - started, step.memory_analysis().temp_size_in_bytes
+    runner = _Runner(policy, drafted, step, heard, seconds, temp, _placed(shards, states))
+    if shards is not None:
+        runner.shards = shards
+        runner.exchanges = _listed(lowered.as_text(dialect="hlo"), plan.tensor)
+        try:
+            runner.launched = _listed(step.as_text(), plan.tensor)
+        except ValueError as error:  # a compiler may choose other kinds; times are measured all the same
+            runner.launched = [{"unknown": str(error)}]
+    return runner
+
+
+def _listed(program: str, tensor: int) -> list[dict[str, Any]]:
+    """What a program exchanges, for a row."""
+    names = ("kind", "axis", "size", "bytes", "count")
+    return [dict(zip(names, (*what, count), strict=True)) for what, count in counts_in(program, tensor).items()]
 
 
 def _round(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cache, rows: SamplingRows) -> tuple[float, Cache]:
     """Run a round of `steps` steps, waiting once at its end. Returns its seconds and the cache. DONATES cache."""
-    cache, tokens, active = _ready(plan, length, cache, runner.drafted)
+    cache, tokens, active = _ready(plan, length, cache, runner)
     started = time.perf_counter()
     finite, cache = _steps(runner, params, cache, tokens, active, rows, plan.steps)
     seconds = time.perf_counter() - started
@@ -293,7 +427,7 @@ def _round(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cach
 
 def _profile(plan: Plan, length: int, runner: _Runner, params: Params, cache: Cache, rows: SamplingRows) -> Cache:
     """Record the kernels of a few steps in `runner`. Returns the cache. DONATES cache."""
-    cache, tokens, active = _ready(plan, length, cache, runner.drafted)
+    cache, tokens, active = _ready(plan, length, cache, runner)
     kept = [cache]
     del cache
     reads = runner.reads
@@ -306,9 +440,10 @@ def _profile(plan: Plan, length: int, runner: _Runner, params: Params, cache: Ca
     return kept.pop()
 
 
-def _ready(plan: Plan, length: int, cache: Cache, drafted: int) -> tuple[Cache, Array, Array]:
+def _ready(plan: Plan, length: int, cache: Cache, runner: _Runner) -> tuple[Cache, Array, Array]:
     """The cache at the start of a round, the first tokens and the active rows, all ready on the device. So a round times only steps."""
-    return jax.block_until_ready((cache.replace(lengths=_start(plan, length)), *_first(plan, drafted)))
+    lengths, *first = _placed(runner.shards, (_start(plan, length), *_first(plan, runner.drafted)))
+    return jax.block_until_ready((cache.replace(lengths=lengths), *first))
 
 
 def _steps(
@@ -348,6 +483,8 @@ def _row(plan: Plan, length: int, runner: _Runner, params: Params, rate: float) 
         "compile_s": runner.compile_s,
         "profile": runner.profile and runner.profile.figures(),
         "timeline": runner.timeline,
+        "exchanges": runner.exchanges,
+        "launched": runner.launched,
     }
 
 
@@ -363,6 +500,8 @@ def _fields(plan: Plan, length: int, policy: DecodePolicy, drafted: int) -> dict
         "dtype": plan.config.compute_dtype,
         "steps": plan.steps,
         "describe": policy.describe(),
+        "tensor": plan.tensor,
+        "context": plan.context,
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +41,9 @@ def benchmarks() -> None:
 def decode_command(
     shape: Annotated[
         str,
-        typer.Option(help="qwen2.5-7b, llama-3.1-8b, qwen2.5-0.5b, tiny, or a model folder or hub id, of which only config.json is read."),
+        typer.Option(
+            help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id (only its config.json is read)."
+        ),
     ] = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens in the cache, separated by commas.")] = "8k,32k,128k,512k,1m",
     policies: Annotated[str, typer.Option(help="Decode policies, separated by commas; they take turns.")] = "dense,top:8,top:32",
@@ -57,17 +61,22 @@ def decode_command(
     ] = None,
     json_out: JsonOption = None,
     implementation: ImplementationOption = None,
+    tensor: Annotated[str, typer.Option(help="Devices over which heads, MLPs and the vocabulary are split; several by commas.")] = "1",
+    context: Annotated[str, typer.Option(help="Devices over which pages are dealt out; with several, all pairs are timed.")] = "1",
 ) -> None:
     """Time whole decode steps, from embedding to sampled token, with random weights and a random cache on the device.
 
     The steps are those of the engine. Dense and sparse steps take turns on one cache. On a GPU, a profile of a few steps shows where the
-    time goes. With --drafts the table shows the cost of steps of several tokens, compared with steps of 1 if 1 is among them.
+    time goes. With --drafts the table shows the cost of steps of several tokens, compared with steps of 1 if 1 is among them. With --tensor
+    and --context, rows of several meshes, to which kvjax bill fit fits terms for exchanges between devices.
     """
     from kvjax.serving.bench.decode import Plan, config_of, policies_of
 
     scheduling.check_dtype(dtype)
     sizes = parse_lengths(lengths), policies_of(policies), batch, steps, rounds, parse_lengths(drafts, "drafts")
-    plan = Plan(shape, config_of(shape, layers, dtype), *sizes)
+    config = config_of(shape, layers, dtype)
+    meshes = itertools.product(parse_lengths(tensor, "tensor"), parse_lengths(context, "context"))
+    plans = [Plan(shape, config, *sizes, *mesh) for mesh in dict.fromkeys(meshes)]
 
     from rich.console import Console
 
@@ -75,8 +84,8 @@ def decode_command(
     from pallas_kernels.bench.report import drafts_table, step_table
 
     with forced_to(implementation):
-        rows = _measured(plan, json_out, Console(stderr=True), implementation)
-    show(step_table(rows) if plan.drafts == (1,) else drafts_table(rows))
+        rows = _measured(plans, json_out, Console(stderr=True), implementation)
+    show(step_table(rows) if plans[0].drafts == (1,) else drafts_table(rows))
     if any("failed" in row for row in rows):
         raise typer.Exit(1)
 
@@ -233,8 +242,8 @@ def transformers_command(
     scheduling.run(json_out, "transformers", lambda say: comparison_rows(plan, say))
 
 
-def _measured(plan: Any, json_out: Path | None, console: Any, implementation: str | None) -> list[dict[str, Any]]:
-    """Run the plan, show its progress, and write rows as they arrive."""
+def _measured(plans: Sequence[Any], json_out: Path | None, console: Any, implementation: str | None) -> list[dict[str, Any]]:
+    """Run the plans, show their progress, and write rows as they arrive."""
     from kvjax.serving.bench.decode import run_plan
     from pallas_kernels.bench.measure import copy_rate
     from pallas_kernels.bench.results import write_result
@@ -242,10 +251,10 @@ def _measured(plan: Any, json_out: Path | None, console: Any, implementation: st
     rows: list[dict[str, Any]] = []
     with console.status("copy bandwidth") as status:
         copy = copy_rate()
-        for row in run_plan(plan, copy["bytes_per_s"], status.update):
+        for row in itertools.chain.from_iterable(run_plan(plan, copy["bytes_per_s"], status.update) for plan in plans):
             rows.append(row)
             if json_out is not None:
-                kind = "decode" if plan.drafts == (1,) else "drafts"  # no bill is fitted to rows of drafts
+                kind = "decode" if plans[0].drafts == (1,) else "drafts"  # no bill is fitted to rows of drafts
                 write_result(json_out, named_run(kind, implementation) | {"copy": copy, "rows": rows})
     return rows
 

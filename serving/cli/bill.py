@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.serving.cli.bill_mesh import (
+    DevicesOption,
+    HostOption,
+    LatencyOption,
+    LinkBandwidthOption,
+    MemoryOption,
+    NetworkLatencyOption,
+    NetworkOption,
+    device_counts,
+    show_meshes,
+    show_parts,
+    with_links,
+)
 from kvjax.serving.cli.help_pages import WholeSentences
 from kvjax.serving.cli.options import (
     ChunkOption,
+    ContextOption,
     DtypeOption,
     JsonOption,
     MaxPositionsOption,
     PageSizeOption,
+    TensorOption,
     byte_count,
     load_model,
     named_as_options,
@@ -28,8 +43,6 @@ from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
     from kvjax.bill import Bill
-    from kvjax.bill.bus_fitting import TierCell
-    from kvjax.bill.fitting import Cell
     from kvjax.cache.spanning import FrameCounts
     from kvjax.model import ModelConfig
     from kvjax.policies.decode import DecodePolicy
@@ -45,7 +58,10 @@ RunsArgument = Annotated[
     list[Path], typer.Argument(metavar="RESULT.json...", help="Results of kvjax bench decode and of kvjax bench tiers.")
 ]
 ShapeOption = Annotated[
-    str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, qwen2.5-0.5b, tiny, or a model folder or hub id, of which only config.json is read.")
+    str,
+    typer.Option(
+        help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id (only its config.json is read)."
+    ),
 ]
 FormOption = Annotated[
     str, typer.Option(help="Form of c1: none, fixed (a constant per policy) or scan (a constant, and seconds per byte of index).")
@@ -93,6 +109,9 @@ LinkOption = Annotated[
 def fit_command(
     results: RunsArgument,
     form: FormOption = "scan",
+    law: Annotated[
+        str, typer.Option(help="How latency grows with the n devices of an exchange: log2, or ring (n - 1). The error of both is printed.")
+    ] = "log2",
     json_out: JsonOption = None,
     into: Annotated[
         list[Path] | None, typer.Option(help="Document in which to replace the marked parts; may be given several times.")
@@ -101,11 +120,15 @@ def fit_command(
     """Fit the bill to measured steps. Print its error on held-out cells, and the time lost by choosing with it.
 
     Bandwidth and c0 are fitted to dense rows only. There is one bill for each device, model and dtype in the results. Rows of kvjax bench
-    tiers give the terms of pages in host memory; those with everything on the device count as rows of kvjax bench decode.
+    tiers give the terms of pages in host memory; those with everything on the device count as rows of kvjax bench decode. Rows of kvjax
+    bench decode with several devices give the terms of exchanges.
     """
     from kvjax.bill.bus_fitting import fit_bus
     from kvjax.bill.fitting import FORMS, fit
-    from kvjax.bill.report import TABLES, TIER_TABLES, checks, projections, rendered, tier_checks
+    from kvjax.bill.mesh_fitting import fit_mesh, read_mesh_runs
+    from kvjax.bill.mesh_report import mesh_checks
+    from kvjax.bill.mesh_terms import LAWS
+    from kvjax.bill.report import ALL_TABLES, checks, projections, rendered, tier_checks
     from kvjax.bill.step_bill import to_json
     from kvjax.serving.bench.decode import config_of
     from pallas_kernels.bench.formats import show, table
@@ -113,21 +136,28 @@ def fit_command(
 
     if form not in FORMS:
         raise typer.BadParameter(f"{form!r} is none of {', '.join(FORMS)}", param_hint="--form")
-    measured = _cells(results)
-    if not measured:
-        raise typer.BadParameter(f"no row of {', '.join(map(str, results))} has a time to fit", param_hint="RESULT.json...")
-    figures: dict[str, Any] = {"form": form, "bills": [], "held_out": [], "held_out_tiers": []}
+    if law not in LAWS:
+        raise typer.BadParameter(f"{law!r} is none of {', '.join(LAWS)}", param_hint="--law")
+    measured, meshes = _cells(results), _cells(results, read_mesh_runs)
+    for key in [None] if not measured else sorted(set(meshes) - set(measured)):
+        said = "has a time to fit" if key is None and not meshes else "of one device has a time to fit: measure --tensor 1 --context 1, too"
+        raise typer.BadParameter(f"no row of {', '.join(map(str, results))} {said}", param_hint="RESULT.json...")
+    figures: dict[str, Any] = {"form": form, "bills": [], "held_out": [], "held_out_tiers": [], "held_out_meshes": []}
     source = " ".join(map(_in_repository, results))
     for (device, shape, layers, dtype), (cells, tiered) in measured.items():
         config = config_of(shape, layers)
         bill = fit(cells, config, device=device, model=shape, dtype=dtype, source=source, form=form)
         if tiered:
             bill = dataclasses.replace(bill, bus=fit_bus(cells, tiered, model=shape, source=source, form=form))
+        on_mesh = meshes.get((device, shape, layers, dtype), [])
+        if on_mesh:
+            bill = dataclasses.replace(bill, mesh=fit_mesh(cells, on_mesh, model=shape, source=source, form=form, law=law))
         typer.echo(str(bill))
         figures["bills"].append(to_json(bill))
         figures["held_out"].append(checks(cells, form) | {"projections": projections(bill, config)})
         figures["held_out_tiers"].append(tier_checks(cells, tiered, form) if tiered else None)
-    shown = {name: make(figures) for name, make in (TABLES | TIER_TABLES).items()}
+        figures["held_out_meshes"].append(mesh_checks(cells, on_mesh, form, law) if on_mesh else None)
+    shown = {name: make(figures) for name, make in ALL_TABLES.items()}
     show(*(table(*made, title=name, left=2) for name, made in shown.items() if made[1]))
     if json_out is not None:
         write_result(json_out, figures)
@@ -156,8 +186,22 @@ def predict_command(
     hits: HitsOption = None,
     bandwidth: BandwidthOption = None,
     no_overhead: NoOverheadOption = False,
+    tensor: TensorOption = 1,
+    context: ContextOption = 1,
+    devices: DevicesOption = None,
+    memory: MemoryOption = None,
+    exchange_latency: LatencyOption = None,
+    link_bandwidth: LinkBandwidthOption = None,
+    network_latency: NetworkLatencyOption = None,
+    network_bandwidth: NetworkOption = None,
+    host_devices: HostOption = None,
 ) -> None:
-    """Print bytes and seconds of a step. Figures outside the measurements are marked as projections, with the reasons below."""
+    """Print bytes and seconds of a step. Figures outside the measurements are marked as projections, with the reasons below.
+
+    With --tensor and --context, of one device of a mesh, and the parts of the step. With --devices, which mesh is best. Each figure is then
+    marked: measured (between steps that were timed), fitted, extrapolated (outside what was measured) or assumed (set by hand).
+    """
+    from kvjax.bill.meshes import mark_of, step_parts
     from kvjax.bill.report import known_from
     from kvjax.policies.decode import name_of
     from kvjax.serving.bench.decode import config_of, policies_of
@@ -173,22 +217,38 @@ def predict_command(
         raise typer.BadParameter(f"{tier!r} puts all keys and values there: leave out --device-memory", param_hint="--tier")
     if link is not None:
         bill = bill.with_link("host" if frames is not None else tier, link)
-    options = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size, "tier": tier, "frames": frames, "hits": hits}
+    bill = with_links(bill, exchange_latency, link_bandwidth, network_latency, network_bandwidth, host_devices)
+    cells = [(length, batch) for length in parse_lengths(lengths) for batch in parse_lengths(batches, "batches")]
+    if (on_mesh := devices is not None or tensor * context > 1) and (frames is not None or tier != "device"):
+        raise typer.BadParameter(
+            "puts pages elsewhere, and those of a mesh are on its devices alone", param_hint="--device-memory or --tier"
+        )
+    if devices is not None:
+        if tensor * context > 1 or cache_dtype is not None:
+            raise typer.BadParameter("ranks all meshes: leave out --tensor, --context and --cache-dtype", param_hint="--devices")
+        return show_meshes(bill, config, named, cells, device_counts(devices), memory, dtype=dtype, page_size=page_size)
+    if memory is not None:
+        raise typer.BadParameter("needs --devices", param_hint="--memory")
+    types = {"dtype": dtype, "cache_dtype": cache_dtype, "page_size": page_size}
+    mesh = {"tensor": tensor, "context": context}
+    options = types | mesh | {"tier": tier, "frames": frames, "hits": hits}
     columns = ("tokens", "batch", "policy", "GB weights", "GB K and V", "GB index", "GB over the bus", "ms", "x dense", "from")
     rows: list[tuple[str, ...]] = []
     reasons: dict[str, None] = {}
-    for length in parse_lengths(lengths):
-        for batch in parse_lengths(batches, "batches"):
-            dense = bill.predict(config, "dense", length, batch, **options)
-            for policy in named:
-                found = bill.predict(config, policy, length, batch, **options)
-                reasons |= dict.fromkeys(found.projection)
-                counts = found.bytes.weights, found.bytes.kv, found.bytes.index, found.bus_bytes
-                gigabytes = (f"{count / 1e9:.3f}" for count in counts)
-                figures = f"{found.seconds * 1e3:.3f}", f"{dense.seconds / found.seconds:.2f}", known_from(found)
-                rows.append((f"{length:,}", str(batch), name_of(policy), *gigabytes, *figures))
+    for length, batch in cells:
+        dense = bill.predict(config, "dense", length, batch, **options)
+        for policy in named:
+            found = bill.predict(config, policy, length, batch, **options)
+            reasons |= dict.fromkeys(found.projection)
+            counts = found.bytes.weights, found.bytes.kv, found.bytes.index, found.bus_bytes
+            gigabytes = (f"{count / 1e9:.3f}" for count in counts)
+            known = mark_of(found, step_parts(bill, config, policy, length, batch, **types, **mesh)) if on_mesh else known_from(found)
+            figures = f"{found.seconds * 1e3:.3f}", f"{dense.seconds / found.seconds:.2f}", known
+            rows.append((f"{length:,}", str(batch), name_of(policy), *gigabytes, *figures))
     typer.echo(str(bill))
     show(table(columns, rows, left=3))
+    if on_mesh:
+        show_parts(bill, config, named, cells, **types, **mesh)
     for reason in reasons:
         typer.echo(f"projection: {reason}")
 
@@ -406,15 +466,15 @@ def regime_map_command(
     typer.echo("written: " + ", ".join(map(str, filter(None, (out, json_out)))))
 
 
-def _cells(files: list[Path]) -> dict[tuple[str, str, int, str], tuple[list[Cell], list[TierCell]]]:
-    """The cells of several results, by (device, shape, layers, dtype): with everything on the device, and with pages in
-    host memory."""
+def _cells(files: list[Path], read: Callable | None = None) -> dict[tuple[str, str, int, str], Any]:
+    """The cells of several results, by (device, shape, layers, dtype), as `read` gives them; None: `read_runs`, cells with everything on
+    the device, and with pages in host memory."""
     from kvjax.bill.bus_fitting import read_runs
     from kvjax.serving.bench.decode import config_of
 
     runs = [(file, read_json(file, "a result of kvjax bench decode or tiers")) for file in files]
     try:
-        return read_runs([run for _, run in runs], config_of)
+        return (read or read_runs)([run for _, run in runs], config_of)
     except KeyError as error:
         names = ", ".join(str(file) for file, _ in runs)
         raise typer.BadParameter(f"{error} is missing from a result of kvjax bench decode or tiers; look at {names}") from None

@@ -12,6 +12,7 @@ import typer
 from tiny_models import sharing
 
 from kvjax.bill.fitting import read_cells
+from kvjax.bill.mesh_fitting import read_mesh_cells
 from kvjax.models import TransformerDecoder
 from kvjax.models.decoder import param_shapes
 from kvjax.policies.decode import parse
@@ -43,6 +44,7 @@ def rows():
 def test_known_shapes_have_the_weights_of_their_models():
     assert SHAPES["qwen2.5-7b"].num_params == 7_615_616_512
     assert SHAPES["llama-3.1-8b"].num_params == 8_030_261_248
+    assert SHAPES["llama-3.1-70b"].num_params == 70_553_706_496
 
 
 def test_a_shape_may_be_a_folder(model_folder, model):
@@ -122,6 +124,44 @@ def test_a_draft_that_is_accepted_is_an_error(monkeypatch):
     monkeypatch.setattr(decode_bench, "random_params", lambda config: jax.tree.map(jnp.zeros_like, random_params(config)))
     rows = list(decode_bench.run_plan(plan(policies=policies_of("dense"), drafts=(4,)), 1e9))
     assert "a draft was accepted" in rows[0]["failed"]
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), pytest.param((4, 1), marks=pytest.mark.long), pytest.param((1, 4), marks=pytest.mark.long)])
+def test_rows_of_a_mesh_say_what_its_devices_read_and_exchange(mesh):
+    """The reader refuses rows whose bytes or exchanges are not those that the bill counts."""
+    p = plan(policies=policies_of("top:2"), tensor=mesh[0], context=mesh[1], rounds=1, steps=2)
+    (row,) = list(decode_bench.run_plan(p, 1e9))
+    assert (row["tensor"], row["context"], row["keys_read"]) == (*mesh, 7 * 128)
+    assert row["profile"] is None
+    run = {"bench": "decode", "rows": [row], "provenance": {"device": "cpu"}}
+    ((cell,),) = read_mesh_cells(run, lambda shape, layers: p.config).values()
+    assert (cell.bytes.weights, cell.bytes.index) == (row["bytes"]["weights"], row["bytes"]["index"])
+    assert cell.bytes.kv == pytest.approx(row["bytes"]["kv"], rel=0.01)
+    assert cell.choosing == (2 if mesh[1] > 1 else 0)
+    assert {each["kind"] for each in row["launched"]} == {each["kind"] for each in row["exchanges"]}
+    assert read_cells(run, lambda shape, layers: p.config) == {}, "the bill of one device leaves it out"
+    assert f"top:2, tensor {mesh[0]} context {mesh[1]}" in report.step_cells(row)
+
+
+def test_a_mesh_that_cannot_be_is_refused_or_skipped():
+    rows = list(decode_bench.run_plan(plan(context=16), 1e9))
+    assert [row["skipped"] for row in rows] == ["the mesh needs 16 devices, and there are 8"] * 2
+    for changed, said in (
+        ({"tensor": 3}, "KV heads cannot be copied to tensor=3"),
+        ({"tensor": 2, "drafts": (4,)}, "drafts are timed on one"),
+        ({"context": 3}, "context is 3"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            plan(**changed)
+
+
+def test_pages_of_a_mesh_are_dealt_out_in_turn():
+    table = np.asarray(decode_bench.random_cache(plan(context=4), 2100).table_of(0))[:, :17]
+    each = plan(context=4).pool(2100)
+    assert each == 10, "17 pages of 2 sequences over 4 devices, and the page that is none"
+    assert (table.reshape(-1) // each == np.arange(34) % 4).all()
+    assert len(set(table.reshape(-1).tolist())) == 34
+    assert (table % each > 0).all()
 
 
 def test_no_second_cache_is_held(rows):

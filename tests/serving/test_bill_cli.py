@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from planted_meshes import mesh_run
 from planted_tiers import sizes, tier_run
 
 from kvjax.bill import load_bills, step_bytes
@@ -309,3 +310,79 @@ def test_help_lists_the_shapes(kvjax, command):
     status, out, _ = kvjax(*command, "--help")
     assert status == 0
     assert f"{', '.join(SHAPES)}, or a model folder or hub id" in " ".join(out.split())
+
+
+# Meshes
+
+
+@pytest.fixture
+def mesh_bill(kvjax):
+    Path("meshes.json").write_text(json.dumps(mesh_run()))
+    status, out, err = kvjax("bill", "fit", "meshes.json", "--form", "fixed", "--json", "mesh-bill.json")
+    assert status == 0, err
+    return out
+
+
+def test_fit_takes_rows_of_meshes(kvjax, mesh_bill):
+    (bill,) = load_bills(Path("mesh-bill.json"))
+    assert bill.mesh.error < 1e-6
+    for text in ("all_reduce 4.0 + 3.0 us * log2(n), n 2, 4", "80.0 GB/s", "a number of devices", "exchanges cost nothing"):
+        assert text in mesh_bill
+    (checks,) = json.loads(Path("mesh-bill.json").read_text())["held_out_meshes"]
+    assert checks["errors"]["number of devices"]["log2, all"]["seconds"]["mean"] < 0.05
+    status, _, err = kvjax("bill", "fit", "meshes.json", "--law", "cube")
+    assert (status, "'cube' is none of log2, ring" in err) == (2, True)
+    Path("meshes.json").write_text(json.dumps(mesh_run(meshes=((2, 1),))))
+    status, _, err = kvjax("bill", "fit", "meshes.json")
+    assert (status, "of one device has a time to fit: measure --tensor 1 --context 1, too" in err) == (2, True)
+
+
+def test_predict_on_a_mesh_prints_the_parts(kvjax, mesh_bill):
+    asked = ("bill", "predict", "--fit", "mesh-bill.json", "--lengths", "64k", "--batches", "8", "--policies", "top:32")
+    status, out, _ = kvjax(*asked, "--tensor", "2", "--context", "2")
+    assert status == 0
+    for text in ("measured", "read weights", "tensor x 57: sums of the embedding", "context x 28: choosing among", "fitted"):
+        assert text in out
+    assert "projection:" not in out
+    status, out, _ = kvjax(*asked, "--tensor", "4", "--context", "8")
+    assert "projection: tensor 4 x context 8 was not measured" in out
+    assert "all_gather of 8 devices, measured with 2, 4" in out
+    status, out, _ = kvjax(*asked, "--tensor", "2", "--link-bandwidth", "10")
+    assert (status, "links of 10 GB/s" in out, "assumed" in out) == (0, True, True)
+    status, out, _ = kvjax(*asked)
+    assert (status, "part of the step" in out) == (0, False), "on one device nothing changes"
+
+
+def test_predict_ranks_meshes(kvjax, mesh_bill):
+    asked = ("bill", "predict", "--fit", "mesh-bill.json", "--lengths", "64k", "--batches", "8", "--policies", "dense")
+    status, out, _ = kvjax(*asked, "--devices", "8,24", "--memory", "40")
+    assert status == 0
+    assert "refused: tensor 3 x context 8: " in out
+    assert "refused: tensor 1 x context 24: context 24 is no power of two" in out
+    assert "tensor x context not measured: 4 x 2, 2 x 4, 1 x 8" in out
+    assert "memory of the devices was not looked at" not in out
+    status, out, _ = kvjax(*asked, "--devices", "2", "--memory", "12")
+    assert "GiB on each device, and there are 12.0" in out
+    out = kvjax(*asked, "--devices", "2..9")[1]
+    assert "memory of the devices was not looked at" in out
+    assert [count for count in range(1, 10) if re.search(rf"^│ {count} ", out, re.MULTILINE)] == [2, 4, 8]
+    assert kvjax(*asked, "--devices", "2..x")[0] == 2
+
+
+def test_a_mesh_without_terms_or_with_wrong_options_is_refused(kvjax):
+    asked = ("bill", "predict", "--lengths", "64k", "--batches", "8")
+    refused = {
+        ("--tensor", "4"): "kvjax bench decode --tensor 1,2,4 --context 1,2,4 --json FILE",
+        ("--tensor", "4", "--exchange-latency-us", "5"): "needs --link-bandwidth",
+        ("--tensor", "4", "--link-bandwidth", "5"): "needs --exchange-latency-us",
+        ("--tensor", "4", "--host-devices", "4"): "has no terms for them",
+        ("--tensor", "4", "--tier", "host", "--link", "50"): "on its devices alone",
+        ("--devices", "4", "--tensor", "2"): "leave out --tensor",
+        ("--memory", "80"): "needs --devices",
+    }
+    for options, said in refused.items():
+        status, _, err = kvjax(*asked, *options)
+        assert (status, said in " ".join(err.split())) == (2, True), (options, err)
+    by_hand = ("--exchange-latency-us", "5", "--link-bandwidth", "100", "--network-latency-us", "20", "--network-bandwidth", "25")
+    status, out, _ = kvjax(*asked, "--tensor", "4", *by_hand)
+    assert (status, "ASSUMED: 5 us an exchange of two devices, 100 GB/s" in " ".join(out.split())) == (0, True)

@@ -1,0 +1,174 @@
+"""`kvjax bill predict` on a mesh of devices: its options, and what it prints. JAX is imported inside the functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.serving.cli.options import number, parse_lengths, whole
+
+if TYPE_CHECKING:
+    from kvjax.bill import Bill
+    from kvjax.model import ModelConfig
+    from kvjax.policies.decode import DecodePolicy
+
+DevicesOption = Annotated[
+    str | None,
+    typer.Option(help="Rank all meshes of so many devices, the fastest first, as 8,16 or 8..64 (8, 16, 32 and 64).", show_default=False),
+]
+MemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        help="With --devices: GiB of each for weights and pages; meshes that need more are refused.", show_default=False, **number(above=0)
+    ),
+]
+LatencyOption = Annotated[
+    float | None,
+    typer.Option(
+        "--exchange-latency-us",
+        help="Microseconds of an exchange of two devices; among n it counts log2(n) times. Assumed, not measured; with --link-bandwidth.",
+        show_default=False,
+        **number(least=0),
+    ),
+]
+LinkBandwidthOption = Annotated[
+    float | None,
+    typer.Option(
+        "--link-bandwidth", help="GB/s that a device receives from others. Assumed, not measured.", show_default=False, **number(above=0)
+    ),
+]
+NetworkLatencyOption = Annotated[
+    float | None,
+    typer.Option(
+        "--network-latency-us", help="Microseconds of a hop between hosts. [default: as within one]", show_default=False, **number(least=0)
+    ),
+]
+NetworkOption = Annotated[
+    float | None,
+    typer.Option(
+        "--network-bandwidth",
+        help="GB/s that a device receives from another host. [default: as within one]",
+        show_default=False,
+        **number(above=0),
+    ),
+]
+HostOption = Annotated[
+    int | None,
+    typer.Option("--host-devices", help="Devices of one host. [default: the bill's, which is 8]", show_default=False, **whole()),
+]
+
+
+def with_links(
+    bill: Bill, latency: float | None, link: float | None, network_latency: float | None, network: float | None, host_devices: int | None
+) -> Bill:
+    """The bill with terms of a mesh set by hand: those of the options that were given."""
+    from kvjax.bill.mesh_terms import assumed_terms
+
+    terms = bill.mesh
+    if latency is not None:
+        if link is None:
+            raise typer.BadParameter("needs --link-bandwidth", param_hint="--exchange-latency-us")
+        terms = assumed_terms(latency, link)
+    elif link is not None:
+        if terms is None:
+            raise typer.BadParameter("needs --exchange-latency-us: this bill has no latency of an exchange", param_hint="--link-bandwidth")
+        terms = dataclasses.replace(terms, link_per_s=link * 1e9, assumed=(*terms.assumed, f"links of {link:g} GB/s"))
+    given = {
+        "network_s": None if network_latency is None else network_latency * 1e-6,
+        "network_per_s": None if network is None else network * 1e9,
+        "host_devices": host_devices,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if terms is None and given:
+        raise typer.BadParameter("is about exchanges, and this bill has no terms for them", param_hint="--network-..., --host-devices")
+    return bill if terms is None else dataclasses.replace(bill, mesh=dataclasses.replace(terms, **given))
+
+
+def device_counts(text: str) -> tuple[int, ...]:
+    """Counts of `--devices`: "8,16", or "8..64", which doubles. ValueError for anything else."""
+    low, dots, high = text.partition("..")
+    if not dots:
+        return parse_lengths(text, "devices")
+    (first,), (last,) = parse_lengths(low, "devices"), parse_lengths(high, "devices")
+    return tuple(first << power for power in range((last // first).bit_length()))
+
+
+PART_COLUMNS = ("tokens", "batch", "policy", "part of the step", "MB", "ms", "from")
+MESH_COLUMNS = (
+    "devices",
+    "tensor",
+    "context",
+    "tokens",
+    "batch",
+    "policy",
+    "ms",
+    "tokens/s",
+    "of each",
+    "ms exchanging",
+    "GiB each",
+    "from",
+)
+
+
+def show_parts(bill: Bill, config: ModelConfig, named: Sequence[DecodePolicy], cells: Sequence[tuple[int, int]], **options: Any) -> None:
+    """Print the parts of every step. cells: (length, batch). options: as for `step_parts`."""
+    from kvjax.bill.meshes import step_parts
+    from kvjax.policies.decode import name_of
+    from pallas_kernels.bench.formats import show, table
+
+    rows = []
+    for (length, batch), policy in itertools.product(cells, named):
+        for part in step_parts(bill, config, policy, length, batch, **options):
+            size = f"{part.bytes / 1e6:,.3f}" if part.bytes else ""
+            rows.append((f"{length:,}", str(batch), name_of(policy), part.name, size, f"{part.seconds * 1e3:.3f}", part.mark))
+    show(table(PART_COLUMNS, rows, left=4, title="parts, on one device"))
+
+
+def show_meshes(
+    bill: Bill,
+    config: ModelConfig,
+    named: Sequence[DecodePolicy],
+    cells: Sequence[tuple[int, int]],
+    counts: Sequence[int],
+    memory: float | None,
+    **options: Any,
+) -> None:
+    """Print all meshes of each number of devices, the fastest first, why others are refused, and why figures are projections. cells:
+    (length, batch). memory: GiB. options: as for `rank_meshes`."""
+    from kvjax.bill.meshes import rank_meshes, reasons_of
+    from kvjax.policies.decode import name_of
+    from pallas_kernels.bench.formats import show, table
+
+    limit, rows, found, refused = None if memory is None else int(memory * 2**30), [], [], {}
+    for count, (length, batch), policy in itertools.product(counts, cells, named):
+        choices = rank_meshes(bill, config, policy, length, batch, count, memory_bytes=limit, **options)
+        found += choices
+        for each in choices:
+            first = str(count), str(each.tensor), str(each.context), f"{length:,}", str(batch), name_of(policy)
+            if each.found is None:
+                refused[f"tensor {each.tensor} x context {each.context}: {each.refused}"] = None
+                continue
+            seconds, size = each.found.seconds, f"{each.device_bytes / 2**30:.1f}"
+            rows.append(
+                (
+                    *first,
+                    f"{seconds * 1e3:.3f}",
+                    f"{batch / seconds:,.0f}",
+                    f"{batch / seconds / count:,.1f}",
+                    f"{each.found.exchange_s * 1e3:.3f}",
+                    size,
+                    each.mark,
+                )
+            )
+    typer.echo(str(bill))
+    show(table(MESH_COLUMNS, rows, left=6))
+    if limit is None:
+        typer.echo("memory of the devices was not looked at: --memory")
+    for mesh in refused:
+        typer.echo(f"refused: {mesh}")
+    for reason in reasons_of(found):
+        typer.echo(f"projection: {reason}")
