@@ -30,6 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dispatch
 from pallas_kernels.all_reduce.api import Call
 from pallas_kernels.hopper import lanes
 
@@ -42,6 +43,13 @@ MOST_DEVICES = 8
 
 PIECE_BYTES = 16 * THREADS
 """Of a CTA, at most: 16 bytes per thread."""
+
+
+PAIRED = ("PCIe", "NVL")
+"""Ends of names of GPUs of which at most two are linked by NVLink. Signals over PCIe were never tried, and it need not have atomics."""
+
+NO_NVLINK = (12, 0)
+"""GPUs of this compute capability and above have none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +94,9 @@ def _unsuitable(mesh) -> str | None:
         return "reaches devices of one process alone, and there are several processes"
     if [device.id for device in devices] != list(range(len(devices))):
         return f"needs a mesh of the first devices in their order, got devices {[device.id for device in devices]}"
+    kinds = {device.device_kind for device in devices}
+    if dispatch.compute_capability() >= NO_NVLINK or any(kind.endswith(PAIRED) for kind in kinds):
+        return f"needs NVLink between all devices, which {' and '.join(sorted(kinds))} have between pairs at most"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from types import SimpleNamespace
 from unittest import mock
 
 import jax
@@ -15,7 +16,7 @@ from all_reduce_suite import AXIS, CASES, Case, check, lowered, mesh_of, on_mesh
 from jax.sharding import Mesh
 
 from pallas_kernels import dispatch
-from pallas_kernels.all_reduce import all_reduce, xla
+from pallas_kernels.all_reduce import all_reduce, mosaic_gpu, xla
 
 
 def _in_parts(*arrays, **keywords):
@@ -242,3 +243,27 @@ def test_a_mesh_of_other_devices_goes_to_xla(on_hopper):
     assert chosen_on_hopper(of(1, 4096), mesh=_other_order()) == "xla"
     with pytest.raises(NotImplementedError, match=r"a mesh of the first devices in their order, got devices \[1, 0\]"):
         traced(of(1, 4096), mesh=_other_order(), implementation="mosaic_gpu")
+
+
+KINDS = {
+    "NVIDIA H100 80GB HBM3": True,
+    "NVIDIA H200": True,
+    "NVIDIA GB200": True,
+    "NVIDIA H100 PCIe": False,
+    "NVIDIA H200 NVL": False,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_nvlink_between_all_devices_xla_is_picked(kind):
+    devices = [SimpleNamespace(id=n, process_index=0, device_kind=kind) for n in range(2)]
+    why = mosaic_gpu._unsuitable(SimpleNamespace(devices=np.array(devices)))
+    assert (why is None) == KINDS[kind]
+    assert why is None or why == f"needs NVLink between all devices, which {kind} have between pairs at most"
+
+
+def test_on_gpus_that_never_have_nvlink_xla_is_picked(on_hopper, monkeypatch):
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: "12.0")
+    assert chosen_on_hopper(of(1, 4096)) == "xla"
+    monkeypatch.setattr(dispatch, "_compute_capability", lambda: "10.3")
+    assert chosen_on_hopper(of(1, 4096)) == "mosaic_gpu"
