@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import paging
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
@@ -133,3 +134,8 @@ def production() -> dict[str, Case]:
         for dtype in ("bfloat16", "float32", "float16")
         if dtype == "bfloat16" or (devices == 2 and width == "3584")
     }
+
+
+def compiled_call(parts, residual, *, mesh: Mesh):
+    """One call of the GPU form over all devices of a mesh, for `cuda_kernels.compile_for`."""
+    return on_mesh(paging.implementation("all_reduce", "mosaic_gpu"), mesh, 1, with_residual=True)((parts,), (residual,))

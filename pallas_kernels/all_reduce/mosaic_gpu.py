@@ -36,7 +36,7 @@ from pallas_kernels.hopper import lanes
 
 THREADS = 128
 MOST_CTAS = 64
-"""All CTAs of a launch have to be on the GPU at once. The smallest GPU of compute capability 9 and above has more cores than this."""
+"""All CTAs of a launch have to be on the GPU at once. Each GPU with NVLink of these compute capabilities has at least 78 cores."""
 
 MOST_DEVICES = 8
 """The kernel's code grows with the devices; 8 is what one host has."""

@@ -7,10 +7,11 @@ import functools
 import itertools
 import random
 
+import cuda_kernels
 import numpy as np
 import paging
 import pytest
-from all_reduce_suite import AXIS, Case, lowered, ordered_sum, parts_of, production
+from all_reduce_suite import AXIS, Case, compiled_call, lowered, ordered_sum, parts_of, production
 from emulator import devices
 from emulator.values import Fault
 from hypothesis import given, settings
@@ -42,9 +43,26 @@ def test_on_the_inner_axis_of_a_mesh_it_lowers():
     assert 'xla_replica_ids = "0,1,2,3,4,5,6,7"' in text
 
 
+COMPILED = {
+    f"{devices} devices": {
+        name: (compiled_call, {"parts": ((devices, *case.shape), case.dtype), "residual": (case.shape, case.dtype)}, {})
+        for name, case in production().items()
+        if case.devices == devices and case.shape[0] in (1, 8)
+    }
+    for devices in (2, 4, 8)
+}
+
+
+@pytest.mark.parametrize("devices", COMPILED)
+def test_gpu_form_compiles_without_spilling(tmp_path, capsys, devices):
+    cases = COMPILED[devices]
+    found = cuda_kernels.check_spills("H200", tmp_path, capsys, cases, (), 1, devices=int(devices.split()[0]))
+    assert max(kernel["registers"] for kernels in found.values() for kernel in kernels) <= 128
+
+
 @pytest.mark.parametrize("rows", range(1, 9))
 def test_all_ctas_of_a_launch_have_room_at_once(rows):
-    """GPUs of compute capability 9 and above have 78 cores or more."""
+    """GPUs with NVLink of these compute capabilities have 78 cores or more."""
     for width, itemsize in itertools.product((2048, 3584, 4096, 5120, 7168, 8192), (2, 4)):
         piece = mosaic_gpu.piece_of(rows * width, itemsize)
         assert rows * width % piece == 0
