@@ -23,6 +23,7 @@ Memory traffic of each device: n - 1 times x out over NVLink, as much in; x, the
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -123,17 +124,14 @@ def all_reduce(call: Call, x, residual):
 
 
 def add_piece(s: Shape, x_ref, residual_ref, received_ref, out_ref, arrived) -> None:
-    """By one CTA: send its piece, wait for those of the others, add. received_ref: this device's buffer. arrived: this CTA's
-    semaphore."""
+    """By one CTA: send its piece, wait for those of the others, add. received_ref: this device's buffer. arrived: this CTA's semaphore."""
     me, cta = lax.axis_index(s.axis_name), lax.axis_index("cta")
     piece = pl.ds(cta * s.piece, s.piece)
-    own = x_ref[piece]
     others = [{s.axis_name: lax.rem(me + distance, s.num_devices)} for distance in range(1, s.num_devices)]  # neighbours first: all links
-    for other in others:
-        plgpu.remote_ref(received_ref, other)[me, piece] = own
+    buffers = [received_ref, *(plgpu.remote_ref(received_ref, other) for other in others)]
+    send(x_ref.at[piece], [buffer.at[me, piece] for buffer in buffers])
     for other in others:  # after all writes: a release waits until what was written before has arrived, so only the first one waits
         pl.semaphore_signal(arrived, device_id=other)
-    received_ref[me, piece] = own
     residual = residual_ref[piece].astype(jnp.float32) if s.with_residual else None
     pl.semaphore_wait(arrived, s.num_devices - 1)
     total = received_ref[0, piece].astype(jnp.float32)
@@ -142,3 +140,23 @@ def add_piece(s: Shape, x_ref, residual_ref, received_ref, out_ref, arrived) -> 
     if residual is not None:
         total = total + residual
     out_ref[piece] = total.astype(out_ref.dtype)
+
+
+def send(x_ref, row_refs) -> None:
+    """Copy a piece to rows of buffers, of this device and of others. Pallas itself would write 2 bytes at a time to others: it does not
+    know how pointers to their memory are aligned."""
+    size = math.prod(x_ref.shape) * x_ref.dtype.itemsize
+
+    @lanes.stage()
+    def run(arrays, _):
+        copy_piece(size, *arrays)
+
+    run((x_ref, list(row_refs)), ())
+
+
+def copy_piece(size: int, x_ref, row_refs) -> None:
+    """By single threads: copy so many bytes, a multiple of 16, to each of the rows."""
+    with lanes.when(lanes.thread() < size // 16):
+        words = lanes.load_global_16_bytes(x_ref, lanes.thread() * 16)
+        for ref in row_refs:
+            lanes.store_global(ref, lanes.thread() * 4, *words)

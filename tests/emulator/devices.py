@@ -181,6 +181,20 @@ class Ref:
     def __setitem__(self, index, value) -> None:
         _current.cta.store(self, index, value)
 
+    @property
+    def at(self) -> _At:
+        return _At(self)
+
+
+class _At:
+    """`ref.at`, and what `ref.at[index]` gives."""
+
+    def __init__(self, ref: Ref, index: Any = None):
+        self.ref, self.index = ref, index
+
+    def __getitem__(self, index) -> _At:
+        return _At(self.ref, index)
+
 
 _current = threading.local()
 
@@ -239,7 +253,7 @@ class Cta:
 
 @contextlib.contextmanager
 def _names(module: Any) -> Iterator[None]:
-    """In place of Pallas in the module of a kernel."""
+    """In place of Pallas in the module of a kernel, and of its function `send(piece, pieces)`, which copies one piece to several."""
     lax = SimpleNamespace(axis_index=lambda name: _current.cta.axis_index(name), rem=lambda a, b: a % b)
     pl = SimpleNamespace(
         ds=lambda start, size: slice(start, start + size),
@@ -247,7 +261,13 @@ def _names(module: Any) -> Iterator[None]:
         semaphore_wait=lambda _, value: _current.cta.wait(value),
     )
     plgpu = SimpleNamespace(remote_ref=lambda ref, device_id: _current.cta.remote_ref(ref, device_id))
-    with mock.patch.multiple(module, lax=lax, pl=pl, plgpu=plgpu, jnp=SimpleNamespace(float32=np.float32)):
+
+    def send(source: _At, targets: Sequence[_At]) -> None:
+        values = source.ref[source.index]
+        for target in targets:
+            target.ref[target.index] = values
+
+    with mock.patch.multiple(module, lax=lax, pl=pl, plgpu=plgpu, jnp=SimpleNamespace(float32=np.float32), send=send):
         yield
 
 

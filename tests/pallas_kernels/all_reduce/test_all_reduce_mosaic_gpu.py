@@ -31,6 +31,7 @@ def test_gpu_form_lowers(case):
     assert "uses_xla_collective_metadata = true" in text
     assert "skip_device_barrier = false" in text
     assert f'xla_replica_ids = "{",".join(map(str, range(case.devices)))}"' in text
+    assert "st.global.v4.b32" in text  # to the row of each device, 16 bytes at a time
     assert "red.release.sys.global.add.u32" in text
     assert "fence.acquire.sys" in text
     assert "nvshmem" not in text
@@ -68,6 +69,17 @@ def test_all_ctas_of_a_launch_have_room_at_once(rows):
         assert rows * width % piece == 0
         assert mosaic_gpu.THREADS <= piece <= mosaic_gpu.PIECE_BYTES // itemsize
     assert mosaic_gpu.MOST_CTAS <= 78
+
+
+@pytest.mark.parametrize("size", [256, 512, 1024, 2048])
+def test_on_emulated_threads_a_piece_is_copied_to_every_row(emulated, size):
+    """And nothing else is written."""
+    x = np.random.default_rng(size).integers(0, 2**31, size // 4, np.int32)
+    arrays = x, [np.full(size // 4 + 8, -1, np.int32) for _ in range(3)]
+    stage = lambda arrays, _: mosaic_gpu.copy_piece(size, *arrays)  # noqa: E731
+    emulated.run_cluster(stage, ctas=1, threads=mosaic_gpu.THREADS, arrays=arrays, scratch_words={})
+    for row in arrays[1]:
+        assert row.tolist() == [*x, *[-1] * 8]
 
 
 # The protocol
