@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.types import Cache, LatentPages, LayerCache, SlotLayer
 from kvjax.checks import whole_number
+from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.merge import merge_attention
 
 if TYPE_CHECKING:
@@ -113,9 +114,11 @@ class Shards:
 
     # Exchanges
 
-    def sum(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The sum over the devices of the tensor axis, on all of them."""
-        return x if self.tensor == 1 else jax.lax.psum(x, TENSOR)
+    def sum(self, x: Float[Array, "B T E"], residual: Float[Array, "B T E"] | None = None) -> Float[Array, "B T E"]:
+        """The sum over the devices of the tensor axis, on all of them, and `residual`, the same on all, once."""
+        if self.tensor == 1:
+            return x if residual is None else residual + x
+        return all_reduce(x, axis_name=TENSOR, residual=residual, mesh=self.mesh)
 
     def joined(self, x: Float[Array, "... F"]) -> Float[Array, "... n*F"]:
         """The parts of all devices of the tensor axis, side by side along the last axis."""

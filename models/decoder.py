@@ -129,7 +129,10 @@ class TransformerDecoder:
 
     def _add_parts(self, x: Array, inner: Array, matrix: Array, biases: dict[str, Any], post_norm: Array | None) -> Float[Array, "B T E"]:
         """`_add` where each device has some columns of the matrix."""
-        y = self.shards.sum(project(inner, matrix)[0])
+        parts = project(inner, matrix)[0]
+        if post_norm is None and not biases:
+            return self.shards.sum(parts, residual=x)
+        y = self.shards.sum(parts)
         for bias in biases.get("biases", ()):
             y = y + bias
         return x + (y if post_norm is None else self._norm(y, post_norm))

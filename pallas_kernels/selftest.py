@@ -13,8 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from pallas_kernels import dispatch
+from pallas_kernels.all_reduce import all_reduce
 from pallas_kernels.append_tokens import append_tokens
 from pallas_kernels.block_mass import block_mass
 from pallas_kernels.block_sparse_attention import block_sparse_attention
@@ -143,6 +145,21 @@ SCALE = HEAD_DIM**-0.5
 WINDOW = (PAGE_SIZE, 2 * PAGE_SIZE)
 
 
+def _reduce(x: Inputs) -> Run:
+    """Over two devices, where there are two."""
+    mesh, width = Mesh(np.array(jax.local_devices()[:2]), ("tensor",)), HEADS * HEAD_DIM
+    parts, residual = x.normal(mesh.size, 2, width), x.normal(2, width)
+
+    def run(name):
+        def on_device(part, residual):
+            return all_reduce(part[0], axis_name="tensor", residual=residual, mesh=mesh, implementation=name)
+
+        specs = {"in_specs": (PartitionSpec("tensor"), PartitionSpec()), "out_specs": PartitionSpec()}
+        return jax.shard_map(on_device, mesh=mesh, **specs, check_vma=False)(parts, residual)
+
+    return run
+
+
 def _append(x: Inputs) -> Run:
     new = [x.normal(x.batch, 1, KV_HEADS, HEAD_DIM) for _ in range(2)]
     place = x.lengths[:, None] - 1, jnp.ones((x.batch, 1), bool), x.table
@@ -257,6 +274,7 @@ def _union(x: Inputs) -> Run:
 
 
 EXAMPLES: dict[str, Callable[[Inputs], Run]] = {
+    "all_reduce": _reduce,
     "append_tokens": _append,
     "block_mass": _mass,
     "block_sparse_attention": _block_sparse,

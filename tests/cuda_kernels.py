@@ -33,9 +33,9 @@ BLACKWELL_GPUS = {
 """By name, what differs from the description of an H200 and matters to the compiler."""
 
 
-def compile_for(gpu: str, cases: dict[str, tuple], tmp_path: Path) -> dict[str, list[dict[str, int]] | str]:
+def compile_for(gpu: str, cases: dict[str, tuple], tmp_path: Path, devices: int = 1) -> dict[str, list[dict[str, int]] | str]:
     """Per case, (op or function, arrays, static), and per kernel that it launches: registers, bytes of spill stores and loads. Where the
-    kernel refuses the call on that GPU, the reason.
+    kernel refuses the call on that GPU, the reason. devices: for more than one, functions take their `mesh` too, of one axis "tensor".
 
     In a process of its own: JAX has to be told before it starts that no GPU is needed, and a real one must not be touched.
     """
@@ -52,7 +52,7 @@ def compile_for(gpu: str, cases: dict[str, tuple], tmp_path: Path) -> dict[str, 
         "MOSAIC_GPU_DUMP_PTXAS": "1",
     }
     files = [tmp_path / name for name in ("target", "cases", "found")]
-    command = [sys.executable, here / "compile_for_gpu.py", files[0], changes["capability"], *files[1:]]
+    command = [sys.executable, here / "compile_for_gpu.py", files[0], changes["capability"], *files[1:], str(devices)]
     done = subprocess.run(command, env=os.environ | told, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return pickle.loads(files[2].read_bytes())
@@ -67,9 +67,9 @@ def _target(h200: str, gpu: str, *, capability: str, **fields: int) -> str:
     return text
 
 
-def check_spills(gpu: str, tmp_path: Path, capsys, cases: dict, tight, launches: int | None) -> dict:
+def check_spills(gpu: str, tmp_path: Path, capsys, cases: dict, tight, launches: int | None, devices: int = 1) -> dict:
     """What the fixtures `spill_free` and `spill_free_on_blackwell` promise."""
-    found = compile_for(gpu, cases | dict(tight), tmp_path)
+    found = compile_for(gpu, cases | dict(tight), tmp_path, devices)
     with capsys.disabled():
         for case, kernels in found.items():
             print(f"\n  {gpu}, {case}: {kernels}", end="")

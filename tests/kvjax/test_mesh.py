@@ -1,12 +1,14 @@
 """Engines over a mesh of simulated devices: the results of one device, whatever is split, and the same bits in any company."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
 import numpy as np
 import pytest
 from histories import FEW, History, run_histories
+from jax.sharding import PartitionSpec
 from quick_cases import rest_long
 from tiny_models import RECURRENT, make_family, random_model, remembering
 
@@ -163,11 +165,25 @@ def test_a_file_of_one_mesh_is_read_on_another(name, text, tmp_path):
         check_near(found, logits[0])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_parts_and_the_residual_are_added_in_order_and_rounded_once(tensor, dtype):
+    """On every device. With one, it is a plain sum."""
+    mesh, rng = kvjax.mesh(tensor=tensor, context=2), np.random.default_rng(tensor)
+    shards = Shards(mesh)
+    parts, (residual,) = (rng.standard_normal((count, 2, 3, 64)).astype(jax.numpy.dtype(dtype)) for count in (tensor, 1))
+    specs = (PartitionSpec("tensor"), PartitionSpec()), PartitionSpec(("context", "tensor"))
+    for given in (residual, None):
+        found = shards.run(lambda x, r: shards.sum(x[0], residual=r)[None], (parts, given), *specs)
+        total = functools.reduce(np.add, [*parts.astype(np.float32), *([] if given is None else [given.astype(np.float32)])])
+        assert {each.tobytes() for each in np.asarray(found)} == {total.astype(parts.dtype).tobytes()}
+
+
 def without_exchange(monkeypatch, method):
     """Programs in which a method of `Shards` exchanges nothing: the mutants of these tests."""
     sound = Shards.by_queries
     own = {
-        "sum": lambda self, x: x,
+        "sum": lambda self, x, residual=None: x if residual is None else x + residual,
         "merged": lambda self, out, lse, block_lse=None: (out, lse, block_lse),
         "candidates": lambda self, *arrays: arrays,
         "own_heads": lambda self, out, copies: out[:, :, : out.shape[2] // copies],

@@ -1,7 +1,7 @@
 """Compiles calls of Mosaic GPU kernels to machine code for a GPU that need not be there; a process that `conftest.py` starts.
 
 Arguments: the description of the GPU; its compute capability; a pickled dict, name -> (op or function, arrays, static); where to write what
-the assembler said. A call that the kernel refuses there has the reason instead.
+the assembler said; how many devices. A call that the kernel refuses there has the reason instead.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ def struct(sharding: NamedSharding, of: tuple[tuple[int, ...], str]) -> jax.Shap
     return jax.ShapeDtypeStruct(of[0], jnp.dtype(of[1]), sharding=sharding)
 
 
-def main(target: str, capability: str, cases: str, found: str) -> None:
+def main(target: str, capability: str, cases: str, found: str, devices: str) -> None:
     dispatch._compute_capability = lambda: capability  # kernels are built for the GPU that dispatch sees
-    topology = topologies.get_topology_desc(platform="cuda", target_config=Path(target).read_text(), topology="1x1x1")
-    sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), PartitionSpec())
+    topology = topologies.get_topology_desc(platform="cuda", target_config=Path(target).read_text(), topology=f"1x1x{devices}")
+    mesh = topologies.make_mesh(topology, (int(devices),), ("tensor",))
+    sharding, over = NamedSharding(mesh, PartitionSpec()), {"mesh": mesh} if mesh.size > 1 else {}
     results = {}
     for name, (op, arrays, static) in pickle.loads(Path(cases).read_bytes()).items():
         kernel = op if callable(op) else paging.implementation(op, "mosaic_gpu")
-        function = functools.partial(kernel, **static)
+        function = functools.partial(kernel, **static, **over)
         structs = jax.tree.map(functools.partial(struct, sharding), arrays, is_leaf=lambda x: isinstance(x, tuple))
         try:
             with heard() as said:
