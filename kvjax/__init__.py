@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.models import CausalLM, load, save
     from kvjax.policies.decode import Dense, HeavyPages, HeavyTokens, TopBlocks, Window
     from kvjax.policies.prefill import DensePrefill, MeanPooled, MeasureOnceMaskOnce, OracleBlocks, SinkWindow, VerticalSlash
-    from kvjax.processes import ProcessLost, start_processes
+    from kvjax.processes import start_processes
     from kvjax.requests import Completion, Request
     from kvjax.sampling import NotFinite, Sampling
     from kvjax.scheduler import Scheduler
@@ -96,7 +96,7 @@ _HOMES = {
     "NotFinite": "kvjax.sampling",
     "OracleBlocks": "kvjax.policies.prefill",
     "OutOfPages": "kvjax.cache",
-    "ProcessLost": "kvjax.processes",
+    "ProcessLost": "kvjax.together",
     "Request": "kvjax.requests",
     "Sampling": "kvjax.sampling",
     "Scheduler": "kvjax.scheduler",

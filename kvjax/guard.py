@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, Protocol, Self
 
 if TYPE_CHECKING:
-    from kvjax.processes import Together
+    from kvjax.together import Together
 
 
 class Stopped(BaseException):

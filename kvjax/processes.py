@@ -21,26 +21,20 @@ import socket
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from kvjax.checks import whole_number
-from kvjax.model import fingerprint
-from kvjax.policies.decode import identity
-from kvjax.policies.prefill import identity as prefill_identity
-from kvjax.scheduler import Scheduler
+from kvjax.together import Follower, Leader, ProcessLost, described
 
 if TYPE_CHECKING:
     from kvjax.engine import Engine
-    from kvjax.plans import StepPlan
-    from kvjax.requests import Request
 
 GRACE_S = 10.0
 """Seconds that a call has to notice that a process is lost. A call that waits for the lost process never does; then this process ends."""
@@ -49,10 +43,6 @@ FAILURE_S = 60.0
 KEEPALIVE_S = 10
 """Seconds after which a silent connection is tested, so that a machine without power is noticed, too."""
 ADDRESS_BYTES = 512
-
-
-class ProcessLost(RuntimeError):
-    """Another process of the job has ended or failed. Start all of them again."""
 
 
 def start_processes(coordinator: str | None = None, count: int | None = None, number: int | None = None) -> Processes:
@@ -115,7 +105,10 @@ class Processes:
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if error is not None and self._lost is None:
+            for number in self._peers:
+                self.tell(number, 0, f"{type(error).__name__}: {error}")
         self.close()
 
     def close(self) -> None:
@@ -140,7 +133,7 @@ class Processes:
         ProcessLost; ValueError if this is not the first process, or the engine's mesh lacks devices of some process.
         """
         with self._joined(engine, first=True):
-            self.share(_described(engine))
+            self.share(described(engine))
             leader = engine.guard.together = Leader(self)
             try:
                 yield engine
@@ -155,7 +148,7 @@ class Processes:
         the first process, or the engines differ.
         """
         with self._joined(engine, first=False):
-            own = _described(engine)
+            own = described(engine)
             expected = self.share(None)
             for name, value in expected.items():
                 if own[name] != value:
@@ -179,10 +172,6 @@ class Processes:
         self._engine = engine
         try:
             yield
-        except BaseException as error:
-            if self.number and self._lost is None:
-                self.tell(0, f"{type(error).__name__}: {error}")
-            raise
         finally:
             self._engine = None
 
@@ -217,24 +206,25 @@ class Processes:
                     self._inbox.put(message)
         except (EOFError, OSError):
             if not self._closing:
-                self._lose(f"process {number} of {self.count} was lost: its connection broke")
+                self._lose(f"process {number} of {self.count} was lost: its connection broke", gone=True)
 
     def _told(self, number: int, call: int, text: str) -> None:
         """A follower failed in a call. If this process fails in the same call, all is well."""
         leader = None if self._engine is None else self._engine.guard.together
         if call and isinstance(leader, Leader) and leader.fails_too(call, FAILURE_S):
             return
-        self._lose(f"process {number} of {self.count} failed: {text}")
+        self._lose(f"process {number} of {self.count} failed: {text}", gone=False)
 
-    def _lose(self, what: str) -> None:
+    def _lose(self, what: str, *, gone: bool) -> None:
         """Let the next call, or the one that waits for a message, raise ProcessLost. A call that goes on waiting for the lost process in a
-        program cannot be interrupted: then this process ends."""
+        program cannot be interrupted: then this process ends. gone: whether the process has ended, and does not wait for others."""
         if self._lost is None:
             self._lost = ProcessLost(f"{what}; start all {self.count} processes again")
             self._found.set()
-            atexit.register(_exit_alone)
-            if self.number:  # JAX may end this process at any moment, with a message of its own
-                print(f"kvjax: {self._lost}", file=sys.stderr, flush=True)
+            if gone:
+                atexit.register(_exit_alone)
+                if self.number:  # JAX may end this process at any moment, with a message of its own
+                    print(f"kvjax: {self._lost}", file=sys.stderr, flush=True)
         self._inbox.put(None)
         until = time.monotonic() + GRACE_S
         while not self._noticed.wait(0.1):
@@ -283,10 +273,10 @@ class Processes:
                 self.check()
                 raise
 
-    def tell(self, call: int, text: str) -> None:
-        """Tell the first process that this one failed in a call; 0: outside of calls."""
+    def tell(self, number: int, call: int, text: str) -> None:
+        """Tell a process that this one failed in a call; 0: outside of calls."""
         with contextlib.suppress(OSError):
-            self._peers[0].send(("failed", call, text))
+            self._peers[number].send(("failed", call, text))
 
     def receive(self, kind: str | None = None) -> tuple[Any, ...]:
         """The next message of the first process; what follows its kind, if one is named. RuntimeError for another kind."""
@@ -298,188 +288,6 @@ class Processes:
         if message[0] != kind:
             raise RuntimeError(f"process {self.number} waited for {kind!r} of the first one, which sent {message[0]!r}")
         return message[1:]
-
-
-class Together(Protocol):
-    """What the first process and the others do at the same places of their schedulers. In the first process it sends, in the others it
-    receives."""
-
-    def check_inside(self) -> None:
-        """RuntimeError outside of the calls that all processes make."""
-
-    def add(self, scheduler: Scheduler, options: dict[str, Any], *, listening: bool) -> None:
-        """A scheduler was made with these options. listening: whether somebody wants every token."""
-
-    def call(self, scheduler: Scheduler, name: str, *given: Any) -> contextlib.AbstractContextManager[None]:
-        """The block is a call of this method."""
-
-    def first(self, value: Any) -> Any:
-        """The first process's value."""
-
-    def compare(self, plan: StepPlan) -> None:
-        """RuntimeError unless the first process has the same plan."""
-
-    def interrupt_point(self, interrupt: Callable[[], None]) -> None:
-        """Let a Ctrl-C take effect that the first process has held back. interrupt: lets it in this process."""
-
-
-class Leader:
-    """`Together` of the first process."""
-
-    def __init__(self, processes: Processes):
-        self._processes, self._numbers = processes, weakref.WeakKeyDictionary[Any, int]()
-        self._ended, self._inside = False, False
-        self._call, self._failed = 0, False  # the latest call, and whether it failed
-        self._failures: set[int] = set()  # calls that failed
-        self._over = threading.Condition()
-
-    def end(self) -> None:
-        """No calls follow. Followers return."""
-        self._ended = True
-        if not self._processes.lost:
-            self._processes.send("end", self._failed)
-
-    def fails_too(self, call: int, seconds: float) -> bool:
-        """Whether this process fails in a call, too. Waits for its end, at most so long."""
-        with self._over:
-            self._over.wait_for(lambda: self._call > call or not self._inside, seconds)
-            return call in self._failures
-
-    def check_inside(self) -> None:
-        if not self._inside:
-            raise RuntimeError(
-                "this engine runs in several processes, and this call would run in the first one alone: use a Scheduler, kvjax.run or "
-                "kvjax.generate inside the block of lead"
-            )
-
-    def add(self, scheduler: Scheduler, options: dict[str, Any], *, listening: bool) -> None:
-        self._numbers[scheduler] = len(self._numbers)
-        with self.call(scheduler, "add", options, listening):
-            pass
-
-    @contextlib.contextmanager
-    def call(self, scheduler: Scheduler, name: str, *given: Any) -> Iterator[None]:
-        if name == "close" and (self._ended or self._processes.lost):  # nobody follows: free what is here
-            self._inside = True
-            yield
-            self._inside = False
-            return
-        if self._ended:
-            raise RuntimeError("the block of lead has ended, and other processes do not follow any more: use the scheduler inside it")
-        self._processes.send("call", self._failed, self._numbers[scheduler], name, *given)
-        self._inside, self._call, self._failed = True, self._call + 1, True
-        try:
-            with self._processes.noticing():
-                yield
-            self._failed = False
-        finally:
-            with self._over:
-                self._inside = False
-                self._failures |= {self._call} if self._failed else set()
-                self._over.notify_all()
-
-    def first(self, value: Any) -> Any:
-        self._processes.send("value", value)
-        return value
-
-    def compare(self, plan: StepPlan) -> None:
-        self._processes.send("value", _outline(plan))
-
-    def interrupt_point(self, interrupt: Callable[[], None]) -> None:
-        raised = None
-        try:
-            interrupt()
-        except BaseException as error:
-            raised = error
-        if self._inside:
-            self._processes.send("value", raised is not None)
-        if raised is not None:
-            raise raised
-
-
-class Follower:
-    """`Together` of the other processes. It makes the calls of the first one."""
-
-    def __init__(self, processes: Processes, engine: Engine):
-        self._processes, self._engine = processes, engine
-        self._schedulers: dict[int, Scheduler] = {}
-        self._handles: dict[int, weakref.WeakValueDictionary[int, Any]] = {}
-        self._call, self._failure = 0, None
-
-    def run(self) -> None:
-        """Make calls until the first process says that no more follow."""
-        while True:
-            kind, failed, *call = self._processes.receive()
-            if failed != (self._failure is not None):
-                said = f"failed: {self._failure}" if self._failure is not None else "did not fail, and the first one did"
-                raise RuntimeError(f"process {self._processes.number} {said}; the processes no longer agree") from self._failure
-            if kind == "end":
-                return
-            self._call += 1
-            try:
-                with self._processes.noticing():
-                    self._make(*call)
-                self._failure = None
-            except BaseException as error:
-                self._failure = error
-                self._processes.tell(self._call, f"{type(error).__name__}: {error}")
-                if isinstance(error, ProcessLost):
-                    raise
-
-    def _make(self, number: int, name: str, *given: Any) -> None:
-        if name == "add":
-            options, listening = given
-            self._schedulers[number] = Scheduler(self._engine, **options, on_token=_heard if listening else None)
-            self._handles[number] = weakref.WeakValueDictionary()
-            return
-        scheduler, handles = self._schedulers[number], self._handles[number]
-        if name == "submit":
-            handle = scheduler.submit(*given)
-            handles[handle.order[1]] = handle
-        elif name == "cancel":
-            scheduler.cancel(handles[given[0]])
-        else:
-            getattr(scheduler, name)()
-
-    def check_inside(self) -> None:
-        pass
-
-    def add(self, scheduler: Scheduler, options: dict[str, Any], *, listening: bool) -> None:
-        pass
-
-    def call(self, scheduler: Scheduler, name: str, *given: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def first(self, value: Any) -> Any:
-        return self._processes.receive("value")[0]
-
-    def compare(self, plan: StepPlan) -> None:
-        expected = self.first(None)
-        if _outline(plan) != expected:
-            raise RuntimeError(f"process {self._processes.number} plans {_outline(plan)}, the first one {expected}")
-
-    def interrupt_point(self, interrupt: Callable[[], None]) -> None:
-        if self.first(None):
-            raise KeyboardInterrupt
-
-
-def _heard(request: Request, token: int, text: str) -> None:
-    """In the first process somebody wants every token."""
-
-
-def _outline(plan: StepPlan) -> tuple[Any, ...]:
-    """A plan without its arrays: policies and lengths of its steps; places, lengths and slices of its chunks."""
-    decodes = [(str(each.policy), *(-1 if row is None else row.length for row in each.sequences)) for each in plan.decodes]
-    return tuple(decodes), tuple((each.sequence.length, len(each.tokens), each.slices) for each in plan.chunks)
-
-
-def _described(engine: Engine) -> dict[str, str]:
-    """What engines must agree on."""
-    pages = {name: each.total for name, each in engine.allocators.items()}
-    named = {"model": fingerprint(engine.model), "policies": [identity(each) for each in engine.policies], "pages": pages}
-    named |= {"prefill": prefill_identity(engine.prefill_policy), "page_size": engine.page_size, "prefill_chunk": engine.prefill_chunk}
-    named |= {"batch_buckets": engine.batch_buckets, "mesh": dict(engine.mesh.shape)}
-    return {name: str(value) for name, value in named.items()}
 
 
 def _kept_alive(peer: Connection) -> Connection:

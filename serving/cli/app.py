@@ -27,6 +27,7 @@ from kvjax.serving.cli.options import (
     LARGEST_BATCH,
     ChunkOption,
     ContextOption,
+    CoordinatorOption,
     DtypeOption,
     MaxPositionsOption,
     ModelOption,
@@ -34,9 +35,13 @@ from kvjax.serving.cli.options import (
     PagesOption,
     PolicyOption,
     PrefillOption,
+    ProcessesOption,
+    ProcessOption,
     SeedOption,
     TensorOption,
     TokensOption,
+    in_first,
+    joined,
     load_model,
     named_as_options,
     number,
@@ -137,23 +142,32 @@ def generate_command(
     max_positions: MaxPositionsOption = None,
     tensor: TensorOption = 1,
     context: ContextOption = 1,
+    coordinator: CoordinatorOption = None,
+    processes: ProcessesOption = None,
+    process: ProcessOption = None,
 ) -> None:
     """Continue one prompt, and print the text as it is generated."""
-    text = _prompt_text(prompt, file)
     if system is not None and not chat:
         raise typer.BadParameter("a system message needs --chat", param_hint="--system")
+    with joined(coordinator, processes, process) as job:
+        first = job is None or job.number == 0
+        text = _prompt_text(prompt, file) if first else ""
 
-    from kvjax.prompts import chat_ids, encode
-    from kvjax.sampling import Sampling
-    from kvjax.serving.batch.setup import mesh_of
+        from kvjax.prompts import chat_ids, encode
+        from kvjax.sampling import Sampling
+        from kvjax.serving.batch.setup import mesh_of
 
-    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    devices = mesh_of(tensor, context)
-    loaded = load_model(model, dtype, max_positions, devices)
-    messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
-    ids = list(chat_ids(messages, loaded.tokenizer, {})) if chat else encode(loaded.tokenizer, text)
-    engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk, prefill, devices)
-    _stream(engine, ids, sampling, stats)
+        sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+        devices = mesh_of(tensor, context)
+        loaded, ids = load_model(model, dtype, max_positions, devices), []
+        messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
+        if first:
+            ids = list(chat_ids(messages, loaded.tokenizer, {})) if chat else encode(loaded.tokenizer, text)
+        ids = ids if job is None else job.share(ids)
+        engine = _engine(loaded, policy, len(ids) + max_new_tokens, pages, page_size, prefill_chunk, prefill, devices)
+        if stats:  # otherwise the rates would include compilation
+            engine.warmup(tokens=len(ids) + sampling.max_new_tokens - 1)
+        in_first(job, engine, lambda: _stream(engine, ids, sampling, stats))
 
 
 @app.command("score")
@@ -274,9 +288,6 @@ def _stream(engine: Engine, ids: list[int], sampling: Any, stats: bool) -> None:
     from kvjax.requests import Request
     from kvjax.serving.progress import bar
 
-    if stats:
-        # Otherwise the rates would include compilation.
-        engine.warmup(tokens=len(ids) + sampling.max_new_tokens - 1)
     console = Console(stderr=True)
     progress = bar(console, redirect_stdout=False)
     task = progress.add_task("prefill", total=len(ids))

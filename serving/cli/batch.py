@@ -11,6 +11,7 @@ from kvjax.serving.cli.options import (
     LARGEST_BATCH,
     ChunkOption,
     ContextOption,
+    CoordinatorOption,
     DataOption,
     DeviceMemoryOption,
     DiskOption,
@@ -23,9 +24,13 @@ from kvjax.serving.cli.options import (
     PolicyOption,
     PoolHostMemoryOption,
     PrefillOption,
+    ProcessesOption,
+    ProcessOption,
     ReuseAnyOption,
     ReuseOption,
     TensorOption,
+    in_first,
+    joined,
     named_as_options,
     number,
     stores,
@@ -34,6 +39,7 @@ from kvjax.serving.cli.options import (
 from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
+    from kvjax.processes import Processes
     from kvjax.serving.batch.records import Defaults
     from kvjax.serving.batch.results import Summary
     from kvjax.serving.batch.setup import Setup
@@ -72,6 +78,9 @@ def batch_command(
     tensor: TensorOption = 1,
     context: ContextOption = 1,
     data: DataOption = 1,
+    coordinator: CoordinatorOption = None,
+    processes: ProcessesOption = None,
+    process: ProcessOption = None,
     reuse: ReuseOption = False,
     reuse_any: ReuseAnyOption = False,
     host_memory: HostMemoryOption = None,
@@ -116,7 +125,8 @@ def batch_command(
 
     if ray:
         needs_extras("kvjax batch --ray", "ray")
-    check_paths(source, out, overwrite)
+    if coordinator is None:  # else the first process does so
+        check_paths(source, out, overwrite)
     kept = stores(reuse, reuse_any, host_memory, disk, disk_size)
     if progress and not any(kept.values()) and pool_host_memory is None:
         raise typer.BadParameter(
@@ -128,6 +138,8 @@ def batch_command(
         raise typer.BadParameter("is for a job on a Ray cluster: give --ray, too", param_hint=f"--{next(iter(given)).replace('_', '-')}")
     if ray and data > 1:
         raise typer.BadParameter("is for engines of one process: with --ray give --replicas", param_hint="--data")
+    if coordinator is not None and (ray or data > 1):
+        raise typer.BadParameter("is for one engine of several processes: leave out --ray and --data", param_hint="--coordinator")
     for option, value in (("--disk", disk), ("--progress", progress or None)):
         if ray and value is not None:
             raise typer.BadParameter("is for one engine: leave it out with --ray", param_hint=option)
@@ -142,25 +154,32 @@ def batch_command(
             with named_as_options():
                 summary = run_on_ray(source, out, setup, **given, **options)
         else:
-            summary = _run_here(source, out, setup, stores=progress, **options)
+            with joined(coordinator, processes, process) as job:
+                if job is not None and job.number == 0:
+                    check_paths(source, out, overwrite)
+                summary = _run_here(source, out, setup, job, stores=progress, **options)
     except KeyboardInterrupt:
         if partial_path(out).exists():
             typer.echo(f"interrupted; the answers so far are in {partial_path(out)}: run the same command again to continue", err=True)
         raise
-    _report(summary, out, fail_on_error)
+    if summary is not None:
+        _report(summary, out, fail_on_error)
 
 
-def _run_here(source: Path, out: Path, setup: Setup, *, defaults: Defaults, **options: Any) -> Summary:
-    """The job by one engine, or several replicas, in this process."""
+def _run_here(source: Path, out: Path, setup: Setup, job: Processes | None, *, defaults: Defaults, **options: Any) -> Summary | None:
+    """The job by one engine, or several replicas, in this process; or by one engine of several processes, of which the first gets a
+    summary."""
     from kvjax.serving.batch.job import run_file
 
-    loaded = setup.load()
+    loaded, first = setup.load(), job is None or job.number == 0
     with named_as_options():
-        setup = setup.sized(loaded, source, defaults)
+        setup = setup.sized(loaded, source, defaults) if first else setup
+        setup = setup if job is None else job.share(setup)
         engines = setup.engines(loaded)
-    typer.echo(setup.describe(engines[0]), err=True)
+    if first:
+        typer.echo(setup.describe(engines[0]), err=True)
     try:
-        return run_file(source, out, engines, slots=setup.slots, defaults=defaults, **options)
+        return in_first(job, engines[0], lambda: run_file(source, out, engines, slots=setup.slots, defaults=defaults, **options))
     finally:
         for engine in engines:
             for stats in (engine.stats(), engine.pool_stats()):

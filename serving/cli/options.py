@@ -6,7 +6,7 @@ import enum
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,9 @@ from pallas_kernels.bench.options import JsonOption as JsonOption
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from kvjax.engine import Engine
     from kvjax.model import Model
+    from kvjax.processes import Processes
     from kvjax.reuse import StoreOptions
 
 LARGEST = 2**31 - 1
@@ -162,6 +164,18 @@ DataOption = Annotated[
     int,
     typer.Option(help="Replicas: engines with their own devices, --tensor x --context each, which share the records.", **whole(most=2**12)),
 ]
+CoordinatorOption = Annotated[
+    str | None,
+    typer.Option(
+        help="For a job of several processes, which together have the devices of --tensor and --context: address of the first one, as "
+        "host:1234, in all of them; or 'auto', on a cluster that tells JAX (Slurm, Open MPI, Kubernetes). The first one reads and writes.",
+        show_default=False,
+    ),
+]
+ProcessesOption = Annotated[int | None, typer.Option(help="With --coordinator: how many.", show_default=False, **whole(most=2**12))]
+ProcessOption = Annotated[
+    int | None, typer.Option(help="With --coordinator: the number of this one, from 0.", show_default=False, **whole(0, 2**12))
+]
 PoolHostMemoryOption = Annotated[
     int | None,
     typer.Option(
@@ -275,6 +289,35 @@ def load_model(model: str, dtype: Dtype | None, max_positions: int | None, mesh:
     from kvjax.models.loading import load
 
     return load(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions, mesh=mesh)
+
+
+@contextmanager
+def joined(coordinator: str | None, processes: int | None, process: int | None) -> Iterator[Processes | None]:
+    """This process's part in the job of `--coordinator`; None without it. Enter it before JAX starts."""
+    numbers = {"--processes": processes, "--process": process}
+    for option, value in numbers.items():
+        if coordinator is None and value is not None:
+            raise typer.BadParameter("needs --coordinator, too", param_hint=option)
+        if coordinator is not None and (value is None) != (coordinator == "auto"):
+            said = "is found by --coordinator auto: leave it out" if coordinator == "auto" else "is needed with --coordinator"
+            raise typer.BadParameter(said, param_hint=option)
+    if coordinator is None:
+        yield None
+        return
+    from kvjax.processes import start_processes
+
+    with start_processes(None if coordinator == "auto" else coordinator, processes, process) as job:
+        yield job
+
+
+def in_first[T](job: Processes | None, engine: Engine, task: Callable[[], T]) -> T | None:
+    """The task, in the first process of a job, which leads; the others follow, and get None."""
+    if job is None:
+        return task()
+    if job.number:
+        return job.follow(engine)
+    with job.lead(engine):
+        return task()
 
 
 def read_text(path: Path, option: str) -> str:

@@ -27,19 +27,16 @@ def free_port():
 
 
 def run_job(scenario, count, devices, folder):
-    """Run the processes of a job. Returns the exit status, output and errors of each."""
-    flags = " ".join(each for each in os.environ["XLA_FLAGS"].split() if "device_count" not in each)
+    """Run the processes of a job of `process_job.py`."""
     arguments = [scenario, free_port(), count]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, JOB, *map(str, (*arguments, number, devices, folder))],
-            env=os.environ | {"XLA_FLAGS": flags},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(count)
-    ]
+    return run_all([[sys.executable, JOB, *map(str, (*arguments, number, devices, folder))] for number in range(count)])
+
+
+def run_all(commands, **options):
+    """Run commands at the same time. Returns the exit status, output and errors of each."""
+    flags = " ".join(each for each in os.environ["XLA_FLAGS"].split() if "device_count" not in each)
+    options |= {"env": os.environ | {"XLA_FLAGS": flags}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **options) for command in commands]
     try:
         outputs = [each.communicate(timeout=SECONDS) for each in processes]
     finally:
@@ -145,3 +142,23 @@ def test_one_process_is_a_job_too():
         with pytest.raises(TypeError, match="cannot be sent"):
             processes.share(lambda: 0)
     assert engine.prefill([[1, 2]])
+
+
+@pytest.mark.long
+def test_a_batch_job_of_two_processes(tmp_path):
+    """The first one reads and writes; what it refuses, the other says, too."""
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "Once upon a time", "max_new_tokens": 4}\n{"id": "b", "prompt": 5}\n')
+    start = [sys.executable, "-c", "from kvjax.serving.cli import main; main()", "batch", "in.jsonl", "--out", "out.jsonl"]
+    start += ["--model", "needle", "--tensor", "2", "--processes", "2"]
+
+    def run():
+        job = [*start, "--coordinator", f"localhost:{free_port()}"]
+        return run_all([[*job, "--process", str(number)] for number in range(2)], cwd=tmp_path)
+
+    first, second = run()
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(line["id"], line["error"]) for line in written] == [("a", None), ("b", "prompt must be text, got 5")]
+    first, second = run()
+    assert (first[0], "out.jsonl exists" in first[2]) == (2, True)
+    assert (second[0], "process 0 of 2 failed: ValueError: out.jsonl exists" in second[2]) == (1, True)
