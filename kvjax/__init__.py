@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.sequences import CachedSequence
     from kvjax.serving import run_batch
     from kvjax.sharding import mesh
+    from kvjax.together import ProcessLost
     from pallas_kernels.dispatch import forced as dispatch
 
 __version__ = "0.2.0"
