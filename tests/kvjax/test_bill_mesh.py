@@ -402,7 +402,7 @@ def test_a_prediction_is_the_law_and_says_how_it_is_known(bill):
                 assert mark == (EXTRAPOLATED if outside else FITTED), (name, tensor, context)
             assert hosts.hosts(Exchange("merge", ALL_GATHER, CONTEXT, context, 1, 1), tensor) == 1
     assert "all_gather of 16 devices, measured with 2, 4" in why
-    assert "links between hosts of 8 devices count as those within one" in why
+    assert "exchanges between hosts of 8 devices: latency as within one; bandwidth as within one" in why
     assert "batch 32 lies outside" in " ".join(bill.predict(QWEN_7B, "dense", 2**16, 32, tensor=2).projection)
     assert "length 1,024 lies outside" in " ".join(bill.predict(QWEN_7B, "dense", 2**10, 1, tensor=2).projection)
     fewer = dataclasses.replace(bill, mesh=dataclasses.replace(bill.mesh, policies=("dense",)))
@@ -436,7 +436,13 @@ def test_links_between_hosts(bill):
     assert terms.seconds_of(gather, 4) == pytest.approx(10 * latency + gather.received / 25e9, rel=1e-3)
     assert terms.seconds_of(reduce, 4) == bill.mesh.seconds_of(reduce, 4)
     assert [terms.assumes(each, 4) for each in (gather, reduce)] == [True, False]
-    assert not any("between hosts" in why for why in terms.why(gather, 4, True))
+    (size, said) = terms.why(gather, 4, True)
+    assert size == "all_gather of 8 devices, measured with 2, 4"
+    assert "between hosts of 8 devices: latency 20 us a hop, assumed; bandwidth 25 GB/s, assumed" in said
+    assert terms.why(reduce, 4, True) == ()
+    faster = dataclasses.replace(terms, link_per_s=1e12, assumed=("links of 1000 GB/s",))
+    assert terms.why(gather, 4, True) == faster.why(gather, 4, True), "what is not assumed is still extrapolated"
+    assert assumed_terms(5.0, 100.0).why(reduce, 4, False) == ()
     assert terms.hosts(Exchange("products", ALL_REDUCE, TENSOR, 16, 1, 1), 16) == 2
 
 
