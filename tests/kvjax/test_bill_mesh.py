@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from planted_meshes import C0, C1, CHOOSE, HOP, LAUNCH, LINK, MESHES, RATE, mesh_run, mesh_seconds
 from quick_cases import rest_long
-from tiny_models import QWEN_7B, TINY, altered, make_family
+from tiny_models import QWEN_7B, RECURRENT, TINY, altered, make_family
 
 import kvjax
 from kvjax.bill import step_bytes
@@ -34,6 +34,7 @@ from kvjax.bill.volume import layer_elements
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import WHOLE
 from kvjax.cache.types import Cache
+from kvjax.layers import DeltaLayer
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.policies.decode import TopBlocks, TopTokens, parse
 from kvjax.sampling import SamplingRows
@@ -61,6 +62,8 @@ def lowered(config, policy, tensor, context):
 
 
 TINY_TOP = TopBlocks(k=3, sink=1, local=2, block_size=8)
+DELTA = DeltaLayer(key_heads=4, value_heads=8, key_dim=16, value_dim=8, conv_width=4, chunk=8)
+WIDE = dataclasses.replace(RECURRENT.layers[0], mixer=DELTA)
 CASES = {
     "dense, tensor 2": (TINY, parse("dense"), 2, 1),
     "dense, copied heads": (TINY, parse("dense"), 4, 1),
@@ -75,6 +78,7 @@ CASES = {
     "a layer with a window": (make_family("gemma3_text").config, TINY_TOP, 2, 2),
     "shared pages": (make_family("shared").config, TINY_TOP, 2, 2),
     "latents": (make_family("deepseek_v32").config, TopTokens(24), 2, 2),
+    "recurrent": (dataclasses.replace(RECURRENT, layers=(WIDE, RECURRENT.layers[1])), TINY_TOP, 2, 2),
 }
 
 
