@@ -107,18 +107,21 @@ class MeshTerms:
         return bool(self.assumed) or (by_hand and self.hosts(exchange, tensor) > 1)
 
     def why(self, exchange: Exchange, tensor: int, model_known: bool) -> tuple[str, ...]:
-        """Why seconds of an exchange are extrapolated; () if axes of this size were measured. model_known: whether on this model."""
+        """Why seconds of an exchange are extrapolated or assumed, besides `assumed`; () if axes of this size were measured. model_known:
+        whether on this model."""
         found, reasons = dict(self.latency)[exchange.kind], []
-        if exchange.size not in found.sizes and not self.assumed:
+        if found.sizes and exchange.size not in found.sizes:
             known = ", ".join(map(str, found.sizes))
             reasons.append(f"{exchange.kind} of {exchange.size} devices, measured with {known}")
-        if not model_known and not self.assumed:
+        if self.measured and not model_known:
             reasons.append(f"exchanges were measured on {self.model}")
         if self.link_per_s is None:
             reasons.append("bytes of exchanges took no time that could be told, and count as none: --link-bandwidth")
-        if self.hosts(exchange, tensor) > 1 and (self.network_s is None or self.network_per_s is None):
-            said = f"links between hosts of {self.host_devices} devices count as those within one"
-            reasons.append(f"{said}: --network-latency-us and --network-bandwidth say otherwise")
+        if self.hosts(exchange, tensor) > 1:
+            hop = "as within one" if self.network_s is None else f"{self.network_s * 1e6:g} us a hop, assumed"
+            rate = "as within one" if self.network_per_s is None else f"{self.network_per_s / 1e9:g} GB/s, assumed"
+            options = "(--network-latency-us, --network-bandwidth)"
+            reasons.append(f"exchanges between hosts of {self.host_devices} devices: latency {hop}; bandwidth {rate} {options}")
         return tuple(reasons)
 
     def ranges(self, tensor: int, context: int) -> tuple[tuple[int, int, int], ...]:

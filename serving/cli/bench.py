@@ -92,7 +92,9 @@ def decode_command(
 
 @bench_app.command("prefill")
 def prefill_command(
-    shape: Annotated[str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, qwen2.5-0.5b, tiny, or a model folder or hub id.")] = "qwen2.5-7b",
+    shape: Annotated[
+        str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id.")
+    ] = "qwen2.5-7b",
     lengths: Annotated[str, typer.Option(help="Tokens of the prompt, separated by commas.")] = "32k,128k,512k,1m",
     policies: Annotated[str, typer.Option(help="Prefill policies, separated by commas.")] = "dense,momo:128/8",
     chunk: Annotated[

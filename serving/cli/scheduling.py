@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from kvjax.model import ModelConfig
 
 ShapeOption = Annotated[
-    str, typer.Option(help="qwen2.5-7b, llama-3.1-8b, qwen2.5-0.5b, tiny, or a model folder or hub id; its weights are not read.")
+    str,
+    typer.Option(
+        help="qwen2.5-7b, llama-3.1-8b, llama-3.1-70b, qwen2.5-0.5b, tiny, or a model folder or hub id; its weights are not read."
+    ),
 ]
 LayersOption = Annotated[
     int | None, typer.Option(help="Run only so many layers, for a quick look. [default: all of the shape]", show_default=False, **whole())

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from planted_meshes import C0, C1, CHOOSE, HOP, LAUNCH, LINK, MESHES, RATE, mesh_run, mesh_seconds
 from quick_cases import rest_long
-from tiny_models import QWEN_7B, TINY, altered, make_family
+from tiny_models import QWEN_7B, RECURRENT, TINY, altered, make_family
 
 import kvjax
 from kvjax.bill import step_bytes
@@ -34,6 +34,7 @@ from kvjax.bill.volume import layer_elements
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.spec import WHOLE
 from kvjax.cache.types import Cache
+from kvjax.layers import DeltaLayer
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.policies.decode import TopBlocks, TopTokens, parse
 from kvjax.sampling import SamplingRows
@@ -61,6 +62,8 @@ def lowered(config, policy, tensor, context):
 
 
 TINY_TOP = TopBlocks(k=3, sink=1, local=2, block_size=8)
+DELTA = DeltaLayer(key_heads=4, value_heads=8, key_dim=16, value_dim=8, conv_width=4, chunk=8)
+WIDE = dataclasses.replace(RECURRENT.layers[0], mixer=DELTA)
 CASES = {
     "dense, tensor 2": (TINY, parse("dense"), 2, 1),
     "dense, copied heads": (TINY, parse("dense"), 4, 1),
@@ -75,6 +78,7 @@ CASES = {
     "a layer with a window": (make_family("gemma3_text").config, TINY_TOP, 2, 2),
     "shared pages": (make_family("shared").config, TINY_TOP, 2, 2),
     "latents": (make_family("deepseek_v32").config, TopTokens(24), 2, 2),
+    "recurrent": (dataclasses.replace(RECURRENT, layers=(WIDE, RECURRENT.layers[1])), TINY_TOP, 2, 2),
 }
 
 
@@ -402,7 +406,7 @@ def test_a_prediction_is_the_law_and_says_how_it_is_known(bill):
                 assert mark == (EXTRAPOLATED if outside else FITTED), (name, tensor, context)
             assert hosts.hosts(Exchange("merge", ALL_GATHER, CONTEXT, context, 1, 1), tensor) == 1
     assert "all_gather of 16 devices, measured with 2, 4" in why
-    assert "links between hosts of 8 devices count as those within one" in why
+    assert "exchanges between hosts of 8 devices: latency as within one; bandwidth as within one" in why
     assert "batch 32 lies outside" in " ".join(bill.predict(QWEN_7B, "dense", 2**16, 32, tensor=2).projection)
     assert "length 1,024 lies outside" in " ".join(bill.predict(QWEN_7B, "dense", 2**10, 1, tensor=2).projection)
     fewer = dataclasses.replace(bill, mesh=dataclasses.replace(bill.mesh, policies=("dense",)))
@@ -436,7 +440,13 @@ def test_links_between_hosts(bill):
     assert terms.seconds_of(gather, 4) == pytest.approx(10 * latency + gather.received / 25e9, rel=1e-3)
     assert terms.seconds_of(reduce, 4) == bill.mesh.seconds_of(reduce, 4)
     assert [terms.assumes(each, 4) for each in (gather, reduce)] == [True, False]
-    assert not any("between hosts" in why for why in terms.why(gather, 4, True))
+    (size, said) = terms.why(gather, 4, True)
+    assert size == "all_gather of 8 devices, measured with 2, 4"
+    assert "between hosts of 8 devices: latency 20 us a hop, assumed; bandwidth 25 GB/s, assumed" in said
+    assert terms.why(reduce, 4, True) == ()
+    faster = dataclasses.replace(terms, link_per_s=1e12, assumed=("links of 1000 GB/s",))
+    assert terms.why(gather, 4, True) == faster.why(gather, 4, True), "what is not assumed is still extrapolated"
+    assert assumed_terms(5.0, 100.0).why(reduce, 4, False) == ()
     assert terms.hosts(Exchange("products", ALL_REDUCE, TENSOR, 16, 1, 1), 16) == 2
 
 
