@@ -7,8 +7,8 @@ Why nothing is overwritten too early, read too early, or waited for in vain:
 
 * Before. XLA puts a barrier of all devices of the mesh before a kernel that reaches into other devices' memory. A device passes it after
   everything that comes before in its own stream: the zeroing of its semaphores, and whatever used the memory of its buffer until then. So
-  no device writes to a buffer, or signals, before its owner is done with its earlier work, the previous call included. Buffers need not
-  be doubled for that, and a semaphore that is zeroed late cannot lose a signal.
+  no device writes to a buffer, or signals, before its owner is done with its earlier work, the previous call included. This is why one
+  buffer is enough, and why no signal comes before its semaphore is zeroed.
 * Within. A row of a buffer is written by one device, once per call. A signal comes after the writes of its CTA (release), and a wait comes
   before the reads (acquire). A signal is sent without waiting for anything, so no device can wait for one that waits for it, if all CTAs of
   a launch fit on the GPU at once: at most `MOST_CTAS`, of 128 threads each and without shared memory.
@@ -44,7 +44,6 @@ MOST_DEVICES = 8
 
 PIECE_BYTES = 16 * THREADS
 """Of a CTA, at most: 16 bytes per thread."""
-
 
 PAIRED = ("PCIe", "NVL")
 """Ends of names of GPUs of which at most two are linked by NVLink. Signals over PCIe were never tried, and it need not have atomics."""

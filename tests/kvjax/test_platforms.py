@@ -1,5 +1,7 @@
 """Every op and both steps lower for the platforms that have no kernels of ours, on their own path through dispatch."""
 
+import contextlib
+import dataclasses
 import functools
 from pathlib import Path
 
@@ -10,10 +12,12 @@ import pytest
 from quick_cases import rest_long
 from tiny_models import make_family
 
+import kvjax
 from kvjax.cache import Cache
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.policies.decode import Dense, parse
 from kvjax.policies.prefill import DensePrefill
+from kvjax.sharding import Shards
 from kvjax.steps import decode_step, prefill_step
 from pallas_kernels import dispatch, selftest
 
@@ -32,10 +36,10 @@ each_platform = pytest.mark.parametrize("platform", ["rocm", *(pytest.param(name
 def as_on(monkeypatch):
     """Dispatch and tile sizes as on a platform; the kernels of that platform are passed by."""
 
-    def pretend(platform: str) -> None:
-        backend, capability = PLATFORMS[platform]
+    def pretend(platform: str, capability: str | None = None) -> None:
+        backend, usual = PLATFORMS[platform]
         monkeypatch.setattr(jax, "default_backend", lambda: backend)
-        monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability)
+        monkeypatch.setattr(dispatch, "_compute_capability", lambda: capability or usual)
         jax.clear_caches()
 
     yield pretend
@@ -88,10 +92,9 @@ def test_the_document_names_what_every_op_takes():
     lines = ["| op | Hopper GPU | Blackwell GPU | older NVIDIA GPU | AMD GPU | TPU | CPU |", "| --- | --- | --- | --- | --- | --- | --- |"]
     for op in dispatch.IMPLEMENTATIONS:
         forced = "lowered" if op in NOT_FORCED else "run on an H200"
-        compiled = "lowered" if op in NOT_RUN else "compiled"
         cells = [
-            _cell(op, "mosaic_gpu", "lowered" if op in NOT_RUN else "run", forced),
-            _cell(op, "cudnn", forced, forced) if op in dispatch.WGMMA_ONLY else _cell(op, "mosaic_gpu", compiled, forced),
+            _cell(op, "mosaic_gpu", "compiled" if op in NOT_RUN else "run", forced),
+            _cell(op, "cudnn", forced, forced) if op in dispatch.WGMMA_ONLY else _cell(op, "mosaic_gpu", "compiled", forced),
             _cell(op, "cudnn", forced, forced),
             _cell(op, None, "", "lowered"),
             _cell(op, "mosaic_tpu", "interpreted, compiled", "lowered"),
@@ -101,3 +104,24 @@ def test_the_document_names_what_every_op_takes():
     text = (Path(__file__).parents[2] / "docs" / "platforms.md").read_text(encoding="utf-8")
     table = text[text.index("<!-- platforms -->") : text.index("<!-- /platforms -->")]
     assert table.splitlines()[1:] == lines
+
+
+@pytest.mark.parametrize("picked", ["mosaic_gpu", "xla"])
+def test_a_decode_step_on_a_mesh_of_hopper_gpus_adds_by_one_kernel_each(as_on, picked):
+    """Twice in a layer, after its projections `o` and `down`, and once after the embedding, within one program; no other sum is left."""
+    config = dataclasses.replace(make_family("llama", head_dim=128, dtype="bfloat16").config, hidden_size=128, vocab_size=96)
+    shards, decoder = Shards(kvjax.mesh(tensor=2)), TransformerDecoder(config)
+    spec = config.cache_spec(128)
+    params, layers = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty({g.name: 4 for g in spec.groups}, ())))
+    tables = {group.name: np.zeros((1, 4), np.int32) for group in spec.groups}
+    cache = Cache(layers, tables, np.array([300], np.int32), spec)
+    as_on("cuda", "9.0")
+    states = tuple(Dense().init(None, 1) for _ in spec.paged)
+    arguments = decoder, Dense(), (), params, cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
+    with contextlib.nullcontext() if picked == "mosaic_gpu" else dispatch.forced("xla"), dispatch.listening() as heard:
+        text = decode_step.trace(*arguments, shards=shards).lower(lowering_platforms=("cuda",)).as_text()
+    assert heard["all_reduce"] == picked
+    sums = 2 * config.num_layers + 1
+    assert text.count("uses_xla_collective_metadata = true") == (sums if picked == "mosaic_gpu" else 0)
+    assert text.count('"stablehlo.all_gather"') == (1 if picked == "mosaic_gpu" else 1 + sums)  # logits are joined
+    assert "stablehlo.all_reduce" not in text
