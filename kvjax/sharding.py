@@ -276,7 +276,9 @@ def check_mesh(mesh: Mesh | None, pool_host_bytes: int | None, stores: Mapping[s
     """NotImplementedError for options of an engine that do not go together with a mesh. One of a single device only says which."""
     if mesh is None:
         return
-    given = [name for name, value in {"pool_host_bytes": pool_host_bytes, **(stores if mesh.size > 1 else {})}.items() if value]
+    given = [
+        name for name, value in {"pool_host_bytes": pool_host_bytes, **(stores if Shards(mesh).mesh.size > 1 else {})}.items() if value
+    ]
     if given:
         raise NotImplementedError(f"pages of a mesh are on its devices alone: leave out {', '.join(given)}, or the mesh")
 

@@ -458,5 +458,5 @@ def test_progress_is_whole_on_a_narrow_terminal(job, engine):
 
 
 def test_a_model_is_no_engine(model):
-    with pytest.raises(TypeError, match="needs an engine, got CausalLM"):
+    with pytest.raises(TypeError, match="needs an engine, or a list of replicas, got CausalLM"):
         run_batch([{"prompt": "a"}], model)
