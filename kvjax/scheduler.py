@@ -33,6 +33,7 @@ from kvjax.requests import Completion, OnToken, Request
 from kvjax.samples import Batch, Flight, Sample, read
 from kvjax.sampling import SamplingRows, seen_tokens
 from kvjax.sequences import CachedSequence
+from kvjax.sharding import several_processes
 from kvjax.steps import sample_first
 from kvjax.text import TextStream
 
@@ -103,6 +104,8 @@ class Scheduler:
             isinstance(max_gap_ms, numbers.Real) and not isinstance(max_gap_ms, bool) and 0 < max_gap_ms < float("inf")
         ):
             raise ValueError(f"max_gap_ms must be a positive number of milliseconds, or None for no bound, got {max_gap_ms!r}")
+        if max_gap_ms is not None and engine.guard.together is None and several_processes(engine.mesh):
+            raise ValueError("max_gap_ms is kept by the clock, which differs between processes: let the first one lead (Processes.lead)")
         for name, given in (("on_token", on_token), ("on_prefill", on_prefill)):
             optional_function(name, given)
         self.engine, self.slots, self.on_token, self.on_prefill = engine, slots, on_token, on_prefill

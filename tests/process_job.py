@@ -60,7 +60,17 @@ def alike(engine, folder):
     logits = [np.asarray(engine.extend(each, [7])) for each in twins]
     for each in twins:
         engine.free(each)
-    return {"fingerprint": fingerprint(engine.model), "logits": logits[0].tolist(), "restored": bool((logits[0] == logits[1]).all())}
+    try:
+        kvjax.Scheduler(engine, max_gap_ms=5.0)
+        gap = "taken"
+    except ValueError as error:
+        gap = str(error)
+    return {
+        "gap": gap,
+        "fingerprint": fingerprint(engine.model),
+        "logits": logits[0].tolist(),
+        "restored": bool((logits[0] == logits[1]).all()),
+    }
 
 
 def answers(engine, **options):
