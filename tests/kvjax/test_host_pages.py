@@ -55,7 +55,7 @@ def totals():
 @pytest.mark.bits
 @pytest.mark.parametrize("name", rest_long({name: name for name in FAMILIES}, "llama"))
 def test_pages_in_host_memory_change_no_bits(name, tmp_path, totals):
-    counts = run_histories(make_family(name), range(5), tmp_path, SMALL, HostHistory)
+    counts = run_histories(make_family(name), range(4), tmp_path, SMALL, HostHistory)
     assert counts["sequences compared"] > 3
     assert totals["moved"] > 20
     assert totals["hot tiles"] > (0 if name != "deepseek_v32" else -1)
