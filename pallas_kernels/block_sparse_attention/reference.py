@@ -29,7 +29,7 @@ def block_sparse_attention(call: Call, q, pages, table, starts, lengths, blocks)
 
     def of_row(q, lists, table, start, length):  # q [T, H, D], lists [C, H, W]
         there = (jnp.repeat(table, page_size) >= 0) & (jnp.arange(table.size * page_size) < length)
-        laid_out = (pool[table].swapaxes(1, 2).reshape(-1, *pool.shape[1::2]) for pool in (pages.k, pages.values))
+        laid_out = (pool[table].swapaxes(1, 2).reshape(-1, *pool.shape[1::2]) for pool in (pages.keys, pages.values))
         keys, values = (jnp.where(there[:, None, None], x, 0).astype(jnp.float32).repeat(group, axis=1) for x in laid_out)
         heads = jax.vmap(of_head, in_axes=(1, 1, 1, 1, None, None), out_axes=1)
         return heads(q.astype(jnp.float32), lists, keys, values, there, start)

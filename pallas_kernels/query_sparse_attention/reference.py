@@ -151,7 +151,7 @@ def query_sparse_attention(call: Call, q, pages, table, starts, lengths):
         pos = jnp.arange(table.size * page_size)
         there = (jnp.repeat(table, page_size) >= 0) & (pos < length)
         seen = there & (pos <= position[:, None]) & (position < length)[:, None]
-        keys, values = (pool[table].swapaxes(1, 2).reshape(-1, num_kv_heads, pool.shape[3]) for pool in (pages.k, pages.values))
+        keys, values = (pool[table].swapaxes(1, 2).reshape(-1, num_kv_heads, pool.shape[3]) for pool in (pages.keys, pages.values))
         keys, values = (jnp.where(there[:, None, None], x, 0).astype(jnp.float32) for x in (keys, values))
         keys, values = (jnp.repeat(x, q.shape[1] // num_kv_heads, axis=1) for x in (keys, values))
         logits = jnp.einsum("rhd,shd->rhs", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
