@@ -43,7 +43,8 @@ class Pages:
     Packed pages: k and v hold codes, `[N, K, P, width]`, and the scales lie beside them, `[N, K, P or 1, n]`; see `PageFormat`. k_packed,
     v_packed: their formats; None: the array holds the numbers themselves. open: the same pages before they were packed. With it, a query
     reads its own page (the page of its position) there, and every earlier page as packed, whether that is in `open` or not. So what a
-    query reads depends on its position alone. Without it, every page is read as packed.
+    query reads depends on its position alone. The own page of every query must be open, and every page before the last query's packed.
+    Without it, every page is read as packed.
 
     A pytree: the arrays are its leaves. Every op calls `check_pages`, which checks that they fit together.
     """
@@ -195,6 +196,11 @@ def check(q: Array, pages: Pages, table: Array, **of_row: Array) -> None:
         raise ValueError(f"q must be one of {', '.join(CODES)}; got {arrays}")
 
 
+def open_numbers(pages: Pages) -> tuple[Float[Array, "R K P D"], Float[Array, "R K P Dv"]]:
+    """Keys and values of `pages.open` as whole arrays, for references."""
+    return pages.open.k, pages.open.k[..., : pages.value_dim] if pages.v is None else pages.open.v
+
+
 def check_none_open(pages: Pages, op: str) -> None:
     """NotImplementedError where there are open pages, for an op that does not read them."""
     if pages.open is not None:
@@ -325,10 +331,11 @@ def read_keys(pages: Pages, frames: Int[Array, "R n"], tokens: Int[Array, "R n"]
 def read_open(
     pages: Pages, frames: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int
 ) -> tuple[Float[Array, "R n*size D"], Float[Array, "R n*size Dv"]]:
-    """Keys and values of a tile of `pages.open`, as `read` gives them. Of a page that is not open, what some row holds."""
+    """Keys and values of a tile of `pages.open`, as `read` gives them. Of a page that is not open, any keys, and zeros as values."""
     rows = jnp.where(frames >= 0, pages.open.row_of.at[jnp.maximum(frames, 0)].get(mode="fill", fill_value=-1), -1)
     keys = read_tile(pages.open.k, rows, tokens, size)
-    return keys, keys[..., : pages.value_dim] if pages.v is None else read_tile(pages.open.v, rows, tokens, size)
+    values = keys[..., : pages.value_dim] if pages.v is None else read_tile(pages.open.v, rows, tokens, size)
+    return keys, jnp.where(jnp.repeat(rows >= 0, size, axis=1)[..., None], values, 0)
 
 
 def _read_numbers(pool: Array, scales: Array | None, format: PageFormat | None, frames: Array, tokens: Array, size: int) -> Array:

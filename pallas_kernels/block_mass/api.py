@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.pages import Pages, check, check_none_open, check_scale
+from pallas_kernels.pages import Pages, check, check_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,6 @@ def block_mass(
     Source: H2O (arXiv 2306.14048), accumulated attention; SnapKV (arXiv 2404.14469), attention of a window of the last queries.
     """
     check(q, pages, table, starts=starts, lengths=lengths, first_query=first_query)
-    check_none_open(pages, "block_mass")
     arrays = dispatch.signature(q=q, k=pages.k, table=table, lse=lse)
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size <= 0 or pages.page_size % block_size:
         raise ValueError(f"block_size {block_size} does not divide the page size {pages.page_size}; got {arrays}")

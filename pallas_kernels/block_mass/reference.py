@@ -23,9 +23,16 @@ def block_mass(call: Call, q, pages, table, starts, lengths, lse, first_query):
         there = (jnp.repeat(table, page_size) >= 0) & (pos < length)
         counts = ((query_pos >= first) & (query_pos < length))[:, None] & (lse != -jnp.inf)  # [T, H]
         seen = there & (pos <= query_pos[:, None]) & counts.T[:, :, None]  # [H, T, S]
-        keys = jnp.where(there[:, None, None], pages.keys[table].swapaxes(1, 2).reshape(-1, num_kv_heads, head_dim), 0)
-        keys = jnp.repeat(keys.astype(jnp.float32), q.shape[1] // num_kv_heads, axis=1)
-        logits = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
+
+        def logits_of(pool, rows):
+            keys = jnp.where(there[:, None, None], pool[rows].swapaxes(1, 2).reshape(-1, num_kv_heads, head_dim), 0)
+            keys = jnp.repeat(keys.astype(jnp.float32), q.shape[1] // num_kv_heads, axis=1)
+            return jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
+
+        logits = logits_of(pages.keys, table)
+        if pages.open is not None:
+            own = pos // page_size == query_pos[:, None] // page_size
+            logits = jnp.where(own, logits_of(pages.open.k, pages.open.row_of[table]), logits)
         weights = jnp.where(seen, jnp.exp(logits - lse.T[:, :, None]), 0)
         return weights.sum(1).reshape(q.shape[1], -1, call.block_size).sum(2)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import online_softmax, tiles
 from pallas_kernels.block_mass.api import Call
-from pallas_kernels.pages import read_keys, visible
+from pallas_kernels.pages import read_keys, read_open, visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +86,26 @@ def _walk(q, lse, start, keep, query_tile, frames, position, pages, length, sm_s
     keys = read_keys(pages, page, jnp.zeros_like(page), page_size)
     pos = position + jnp.arange(keys.shape[1], dtype=jnp.int32)
     pos = jnp.where((jnp.repeat(frames, page_size) >= 0) & (pos < length), pos, -1)
+    open_keys = None if pages.open is None else read_open(pages, page, jnp.zeros_like(page), page_size)[0]
     begin = jnp.maximum(jnp.maximum(keep[0], position) - start, 0) // query_tile
     end = -(-jnp.maximum(keep[1] - start, 0) // query_tile)
 
-    def step(i, sums):
+    def step(i, sums, opened=False):
         query_pos = jnp.tile(start + i * query_tile + jnp.arange(query_tile, dtype=jnp.int32), group)[:, None]
         counts = (query_pos >= keep[0]) & (query_pos < keep[1]) & (lse[i] != -jnp.inf)[:, :, None]
         seen = visible(pos, query_pos, None) & counts
-        logits = online_softmax.scaled_logits(q[i], keys, sm_scale) - lse[i][:, :, None]
+        logits = online_softmax.scaled_logits(q[i], keys, sm_scale)
+        if opened:  # each query reads its own page open, and earlier ones as packed
+            own = pos // page_size == query_pos // page_size
+            logits = jnp.where(own, online_softmax.scaled_logits(q[i], open_keys, sm_scale), logits)
+        logits -= lse[i][:, :, None]
         weights = jnp.exp(jnp.where(seen, logits, -jnp.inf))
         return sums + weights.reshape(num_kv_heads, group, query_tile, -1).sum(2)
 
-    return jax.lax.fori_loop(begin, end, step, jnp.zeros((num_kv_heads, group, keys.shape[1]), jnp.float32))
+    sums = jnp.zeros((num_kv_heads, group, keys.shape[1]), jnp.float32)
+    if pages.open is not None:  # tiles of queries of which some lie in these pages
+        behind = -(-jnp.maximum(position + keys.shape[1] - start, 0) // query_tile)
+        behind = jnp.clip(behind, begin, jnp.maximum(begin, end))
+        sums = jax.lax.fori_loop(begin, jnp.minimum(behind, end), functools.partial(step, opened=True), sums)
+        begin = behind
+    return jax.lax.fori_loop(begin, end, step, sums)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.pages import Pages, check, check_none_open, check_scale, check_window
+from pallas_kernels.pages import Pages, check, check_scale, check_window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,6 @@ def block_sparse_attention(
     Source: "Measure Once, Mask Once: Delta Refined Block Sparse Attention", Algorithm 1, step 3.
     """
     check(q, pages, table, starts=starts, lengths=lengths)
-    check_none_open(pages, "block_sparse_attention")
     call = Call(block_size, query_tile, window, sm_scale, config)
     arrays = dispatch.signature(q=q, **pages.arrays, table=table, blocks=blocks)
     if block_size <= 0 or pages.page_size % block_size:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.flash_attention.api import Call
+from pallas_kernels.pages import open_numbers
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -40,8 +41,7 @@ def flash_attention(call: Call, q, pages, table, starts, lengths):
             own = pos // page_size == query_pos // page_size
             there, opened = there & (pos < (jnp.minimum(start + q.shape[0], length) - 1) // page_size * page_size), there
             seen &= own | there
-            open_keys, open_values = pages.open.k, pages.open.k[..., : pages.value_dim] if pages.v is None else pages.open.v
-            open_keys, open_values = (laid_out(x[pages.open.row_of[table]], opened) for x in (open_keys, open_values))
+            open_keys, open_values = (laid_out(x[pages.open.row_of[table]], opened) for x in open_numbers(pages))
         keys, values = (laid_out(pool[table], there) for pool in (pages.keys, pages.values))
         logits = logits_of(keys) if pages.open is None else jnp.where(own, logits_of(open_keys), logits_of(keys))
         logits = jnp.where(seen, logits, -jnp.inf)

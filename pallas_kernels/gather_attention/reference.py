@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gather_attention.api import Call
+from pallas_kernels.pages import open_numbers
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -32,9 +33,8 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
         closed = there if pages.open is None else there & (pos < (length - 1) // page_size * page_size)
         keys, values = (numbers(pool, page, closed) for pool in (pages.keys, pages.values))
         if pages.open is not None:  # a query's own page is read as it was before it was packed, every other page as packed
-            open_values = pages.open.k[..., : pages.value_dim] if pages.v is None else pages.open.v
             own, rows = pos // page_size == at // page_size, pages.open.row_of[page]
-            open_keys, open_values = (numbers(x, rows, there) for x in (pages.open.k, open_values))
+            open_keys, open_values = (numbers(x, rows, there) for x in open_numbers(pages))
         if window is not None:
             seen &= (pos < window[0]) | (pos > at - window[1])
         logits = jnp.einsum("td,wsd->tws", q.astype(jnp.float32), keys, precision="highest") * sm_scale

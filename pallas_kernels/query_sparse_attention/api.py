@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.pages import Pages, check, check_none_open, check_scale, check_window
+from pallas_kernels.pages import Pages, check, check_scale, check_window
 
 ESTIMATES = ("quantile", "buckets")
 """How the slots after the exact ones are filled."""
@@ -115,7 +115,6 @@ def query_sparse_attention(
     FLOP/s" (arXiv 2206.14286), with as many bins as results, after the exact slots.
     """
     check(q, pages, table, starts=starts, lengths=lengths)
-    check_none_open(pages, "query_sparse_attention")
     sizes = {"gamma": gamma, "block_size": block_size, "k_blocks": k_blocks, "k_exact": k_exact}
     how = {"tournament": tournament, "estimate": estimate}
     check_selection(pages.page_size, **sizes, **how)
