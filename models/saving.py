@@ -32,7 +32,7 @@ def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard
     folder = Path(folder).expanduser().absolute()
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
-    _check_target(folder, overwrite)
+    check_target(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -46,7 +46,8 @@ def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _check_target(folder: Path, overwrite: bool) -> None:
+def check_target(folder: Path, overwrite: bool) -> None:
+    """ValueError if `folder` exists and may not be replaced, as `save` raises it."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:

@@ -215,7 +215,17 @@ def rows_from(matrix: PackedMatrix, start: Int[Array, ""] | int, count: int) -> 
         return jax.lax.dynamic_slice_in_dim(leaf, start // rows, -(-count // rows))
 
     zeros = None if matrix.zeros is None else part(matrix.zeros, own)
-    return matrix.replace(codes=part(matrix.codes, 1), scales=part(matrix.scales, own), zeros=zeros)
+    codes = _as_codes(part(_as_bytes(matrix.codes), 1), matrix)
+    return matrix.replace(codes=codes, scales=part(matrix.scales, own), zeros=zeros)
+
+
+def _as_bytes(codes: Array) -> Array:
+    """e4m3 as uint8, others as they are. XLA for CPUs would widen a whole matrix of e4m3 to take rows of it."""
+    return jax.lax.bitcast_convert_type(codes, jnp.uint8) if codes.dtype == jnp.float8_e4m3fn else codes
+
+
+def _as_codes(taken: Array, matrix: PackedMatrix) -> Array:
+    return jax.lax.bitcast_convert_type(taken, matrix.codes.dtype) if taken.dtype != matrix.codes.dtype else taken
 
 
 def take_rows(
@@ -231,7 +241,7 @@ def take_rows(
     there = (ids >= 0) & (ids < table.shape[0])
     blocks = jnp.where(there, ids // table.format.rows, -1)
     of_rows = dataclasses.replace(table.format, rows=1)
-    codes = table.codes.at[ids].get(fill_value=0, **options).reshape(-1, table.codes.shape[1])
+    codes = _as_codes(_as_bytes(table.codes).at[ids].get(fill_value=0, **options), table).reshape(-1, table.codes.shape[1])
     scales = table.scales.at[blocks].get(fill_value=fill, **options).reshape(-1, table.scales.shape[1])
     zeros = None
     if table.zeros is not None:

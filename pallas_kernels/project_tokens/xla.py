@@ -73,15 +73,18 @@ def _tiled_product(x, weight: PackedMatrix, out_dtype):
     features, inputs = weight.shape
     block = weight.format.rows
     rows = max(1, TILE_BYTES // (inputs * x.dtype.itemsize) // block) * block
-    whole = features // rows
-    if whole == 0 or features == rows:
+    if features <= rows:
         return _packed_product(x, weight, out_dtype)
 
     def with_rows(results, start, count):
         part = _packed_product(x, rows_from(weight, start, count), out_dtype)
         return jax.lax.dynamic_update_slice(results, part, (0, start))
 
-    results = jnp.zeros((x.shape[0], features), out_dtype)
-    results = jax.lax.fori_loop(0, whole, lambda number, results: with_rows(results, number * rows, rows), results)
-    rest = features - whole * rows
-    return with_rows(results, whole * rows, rest) if rest else results
+    # Every number is overwritten. XLA would make zeros, which depend on nothing, for the products of all layers at once; so, too, a tile
+    # outside of the loop. So the last tile begins earlier where rows do not divide, unless it would begin within a block.
+    results = jnp.broadcast_to(x[:, :1].astype(out_dtype), (x.shape[0], features))
+    overlap = features % block == 0
+    tiles = -(-features // rows) if overlap else features // rows
+    last = features - rows if overlap else (tiles - 1) * rows
+    results = jax.lax.fori_loop(0, tiles, lambda n, results: with_rows(results, jnp.minimum(n * rows, last), rows), results)
+    return results if overlap else with_rows(results, tiles * rows, features - tiles * rows)

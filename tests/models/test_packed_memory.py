@@ -32,7 +32,8 @@ def bytes_of_steps(model):
 
 @pytest.mark.parametrize("weights", rest_long(["int8", "int4", "fp8:128x128"], "int4"))
 def test_steps_hold_no_widened_copy_of_all_weights(weights, monkeypatch):
-    """Nor of one matrix: a CPU widens a tile at a time, here of 64 KB."""
+    """Nor, in decode, of one matrix: a CPU widens a tile at a time, here of 64 KB, or of 128 rows. All widened weights are 30 MB, and
+    prefill's activations are copied into loops."""
     monkeypatch.setattr(xla, "TILE_BYTES", 1 << 16)
     sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
     model = random_model(config=altered(LEAST, **sizes, vocab_size=4096, max_positions=512))
@@ -40,5 +41,5 @@ def test_steps_hold_no_widened_copy_of_all_weights(weights, monkeypatch):
     xla.project_tokens.clear_cache()
     found = bytes_of_steps(dataclasses.replace(model, params=pack_params(model.params, weights)))
     widened = 4 * 256 * 2048
-    assert found[0] < plain[0] + widened / 4, f"decode takes {found[0]} bytes of scratch; a widened matrix has {widened}"
-    assert found[1] < plain[1] + widened, f"prefill takes {found[1]} bytes of scratch, {plain[1]} with arrays"
+    assert found[0] < plain[0] + 3 * widened / 4, f"decode takes {found[0]} bytes of scratch; a widened matrix has {widened}"
+    assert found[1] < plain[1] + 2 * widened, f"prefill takes {found[1]} bytes of scratch, {plain[1]} with arrays"
