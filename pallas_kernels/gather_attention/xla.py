@@ -120,8 +120,9 @@ def _cut(call: Call, q: Array, pages: Pages, width: int, *, listed: bool) -> tup
         largest = min(largest, width) if listed else largest
         return tiles.Cut(width, largest, largest), call.config.rows
     batch, num_queries, num_heads, _ = q.shape
-    values = 0 if pages.v is None else pages.v_head_dim * pages.v.dtype.itemsize
-    copied = pages.kv_heads * (pages.head_dim * pages.k.dtype.itemsize + values)
+    # Unpacking makes two arrays of 32-bit numbers on the way.
+    of_key, of_value = (each.dtype.itemsize + 8 * each.packed for each in (pages.k_format, pages.v_format))
+    copied = pages.kv_heads * (pages.head_dim * of_key + (0 if pages.v is None else pages.v_head_dim * of_value))
     found = tiles.cut(width, call.block_size, batch * call.block_size * (copied + 8 * num_queries * num_heads))  # logits and weights
     if not listed:
         return found, batch

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 
+import as_on_accelerators
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -294,6 +295,18 @@ def test_open_mutants_differ(tools, op, mutant):
     }[mutant]
     found, expected = (np.asarray(READERS[op](s, x)[0]) for x in (pages, s.pages))
     assert (np.abs(found - expected) / (np.abs(expected) + 1e-3)).max() > 1e-2
+
+
+def test_tiles_of_accelerators(tools):
+    """Tiles that grow, as accelerators have them: packed and open pages, dense and listed."""
+    s = Sequences(tools, (96, 33, 17, 50, 65), "d4 and e8", num_queries=3)
+    for more in ({}, {"blocks": tools.random_blocks(3, 5, 2, 24, 17), "block_size": 4}):
+        call = {"sm_scale": s.sm_scale} | more
+        expected = gather_attention(s.q, s.pages, s.table, s.lengths, **call, implementation="reference")
+        with as_on_accelerators.small_tiles():
+            found = gather_attention(s.q, s.pages, s.table, s.lengths, **call, implementation="xla")
+        tools.assert_rows_close(found[0], expected[0], 1e-5)
+        tools.assert_lse_close(found[1], expected[1])
 
 
 def test_the_lse_of_blocks_of_the_own_page(tools):
