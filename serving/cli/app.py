@@ -50,6 +50,7 @@ from kvjax.serving.cli.options import (
     whole,
 )
 from kvjax.serving.cli.plan import plan_command
+from kvjax.serving.cli.serve import serve_command
 from pallas_kernels.extras import MissingExtra, needs_extras
 
 if TYPE_CHECKING:
@@ -212,6 +213,7 @@ def score_command(
     typer.echo(json.dumps(finite(figures), allow_nan=False))
 
 
+app.command("serve")(serve_command)
 app.command("plan")(plan_command)
 
 
