@@ -94,6 +94,10 @@ def serve_command(
     rate: Annotated[
         float | None, typer.Option(help="Calls per second of each bearer token. [default: no limit]", show_default=False, **number(above=0))
     ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Keep histories in this folder, so that a restart brings sessions back.", show_default=False),
+    ] = None,
     drain_seconds: Annotated[float, typer.Option(help="How long calls may still run after SIGTERM.", **number(least=0))] = 10.0,
     pages: Annotated[
         int | None,
@@ -136,7 +140,7 @@ def serve_command(
         engine = Engine(loaded, first, policies=others, batch_buckets=(max_batch,), mesh=mesh, **sizes)
     metrics = Metrics()
     limits = {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "host_bytes": host_memory}
-    runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, window=window, observe=metrics.observe, **limits)
+    runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, window=window, state=state, observe=metrics.observe, **limits)
     server = Server(runtime, metrics, options)
     log = logging.getLogger("kvjax.server")
     log.addHandler(logging.StreamHandler(sys.stderr))

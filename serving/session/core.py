@@ -25,9 +25,11 @@ import numpy as np
 from kvjax.cache import OutOfPages
 from kvjax.client.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, SessionError, SessionNotFound
 from kvjax.engine import Engine
+from kvjax.policies.decode import DecodePolicy, name_of, parse
 from kvjax.requests import Request
 from kvjax.scheduler import Scheduler
 from kvjax.sequences import CachedSequence
+from kvjax.serving.session.journal import Journal
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
 from kvjax.serving.session.stream import Run
 
@@ -83,6 +85,7 @@ class SessionCore:
         max_gap_ms: float | None,
         observe: Callable[[str, float], None],
         clock: Callable[[], float],
+        journal: Journal | None = None,
     ):
         self.engine, self.limits, self.observe, self.clock = engine, limits, observe, clock
         self.counts: collections.Counter[str] = collections.Counter()
@@ -92,6 +95,11 @@ class SessionCore:
         hooks = {"on_token": self._token, "on_short": self._give_room}
         self.scheduler = Scheduler(engine, slots=slots, max_gap_ms=max_gap_ms, **hooks)
         self._runs: dict[Any, Run] = {}  # by handle
+        self._journal = journal
+        if journal is not None:
+            for each in sorted(journal.load(), key=lambda stored: -stored.idle_s):
+                policy, used = self._policy(parse(each.policy)), clock() - each.idle_s
+                self.records[each.id] = Record(each.id, policy, engine.new_sequence(), used, each.history)
 
     # Sessions
 
@@ -104,20 +112,21 @@ class SessionCore:
         self._touch(record)
         return record
 
-    def create(self, tokens: list[int], policy: str | None) -> Record:
+    def create(self, tokens: list[int], policy: str | DecodePolicy | None) -> Record:
         """A new session. At capacity, the idle one used longest ago ends."""
         chosen = None if policy is None else self._policy(policy)
         self._check_length(len(tokens))
         self._make_room_for_one()
         record = Record(secrets.token_hex(16), chosen, self.engine.new_sequence(), self.clock())
-        record.append(tokens, None)
-        self.records[record.id] = record
+        record.history.extend(tokens)
+        self._keep(record)
         return record
 
     def append(self, record: Record, tokens: list[int], at: int | None) -> int:
         """Add tokens to a history. Returns its length."""
         self._check_length(len(record.history) + len(tokens))
-        record.append(tokens, at)
+        if record.lacks(tokens, at):
+            self._extend(record, tokens)
         return len(record.history)
 
     def fork(self, record: Record) -> Record:
@@ -128,7 +137,7 @@ class SessionCore:
             self._with_room(lambda: self._promote(record), record)
         sequence = self._with_room(lambda: self.engine.fork(record.sequence), record)
         child = Record(secrets.token_hex(16), record.policy, sequence, self.clock(), record.history[:], record.dropped, record.floor)
-        self.records[child.id] = child
+        self._keep(child)
         return child
 
     def info(self, record: Record) -> SessionInfo:
@@ -168,6 +177,8 @@ class SessionCore:
     def end(self, record: Record, reason: str) -> None:
         """End a session, and free its pages. A generation that runs ends with the error Cancelled, and calls that wait with NOT_FOUND."""
         self.records.pop(record.id)
+        if self._journal is not None:
+            self._journal.end(record.id)
         self._ended[record.id] = reason
         while len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
@@ -212,9 +223,9 @@ class SessionCore:
         if not mine or keep < 0:
             return 0 if record is None else len(record.history)
         record.run = None
-        record.history.extend(run.tokens[:keep])
         self._touch(record)
         try:
+            self._extend(record, run.tokens[:keep])
             self._checked(record, since=max(0, len(record.history) - record.dropped - keep - run.prefill_tokens))
         finally:
             self._next_turn(record)
@@ -242,7 +253,10 @@ class SessionCore:
             future.set_exception(error)
 
     def end_all(self) -> None:
-        """Stop everything, and free all pages."""
+        """Stop everything, and free all pages. Sessions that are on disk stay there."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
         for record in list(self.records.values()):
             self.end(record, "close")
         self.scheduler.close()
@@ -291,6 +305,21 @@ class SessionCore:
 
     # Inside
 
+    def _keep(self, record: Record) -> None:
+        """A new session is there."""
+        if self._journal is not None:
+            try:
+                self._journal.create(record.id, name_of(record.policy or self.scheduler.policy), record.history)
+            except BaseException:
+                self.engine.free(record.sequence)
+                raise
+        self.records[record.id] = record
+
+    def _extend(self, record: Record, tokens: list[int]) -> None:
+        if self._journal is not None:
+            self._journal.extend(record.id, len(record.history), tokens)
+        record.history.extend(tokens)
+
     def _touch(self, record: Record) -> None:
         record.used = self.clock()
         self.records.move_to_end(record.id)
@@ -300,7 +329,7 @@ class SessionCore:
         while record.waiting and record.run is None and record.id in self.records:
             self.answer(*record.waiting.popleft())
 
-    def _policy(self, name: str) -> Any:
+    def _policy(self, name: str | DecodePolicy) -> DecodePolicy:
         try:
             return self.engine.declared(name)
         except (ValueError, TypeError) as error:

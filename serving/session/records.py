@@ -82,8 +82,8 @@ class Record:
         sinks = self.history[since : window.sinks]
         return (sinks + self.history[max(since, window.sinks) + self.dropped :]).tolist()
 
-    def append(self, tokens: list[int], at: int | None) -> bool:
-        """Add tokens to the history, unless they are there from position `at` on already. Returns whether they were added.
+    def lacks(self, tokens: list[int], at: int | None) -> bool:
+        """Whether tokens are to be added to the history: False if they stand there from position `at` on already.
 
         at: how long the caller takes the history to be; None: it does not say. InvalidArgument if it is longer or shorter.
         """
@@ -95,7 +95,6 @@ class Record:
                 f"the caller takes the history to have {at} tokens, but it has {length}: ask for the session's info, and go on from there",
                 field="at",
             )
-        self.history.extend(tokens)
         return True
 
 

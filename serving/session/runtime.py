@@ -12,13 +12,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
-from kvjax.checks import token_ids, whole_number
+from kvjax.checks import file_path, token_ids, whole_number
 from kvjax.client.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvjax.engine import Engine
+from kvjax.model import fingerprint
+from kvjax.policies.decode import DecodePolicy
 from kvjax.sampling import Sampling
 from kvjax.serving.session.core import Limits, SessionCore, SessionInfo
+from kvjax.serving.session.journal import Journal
 from kvjax.serving.session.records import Record, check_window
 from kvjax.serving.session.stream import Generation, Run
 
@@ -54,6 +58,7 @@ class SessionRuntime:
         window: the most tokens of a history that stay in the cache when a generation begins; None: all of them, and a history that is too
             long for the model or the pool is an error. The first page stays, and the oldest tokens after it are dropped, a quarter of the
             window at a time; the rest is then prefilled again.
+        state: a folder in which histories are kept, so that sessions outlive the process (`kvjax.serving.session.journal`); None: nowhere.
         observe: called in the runtime's thread with the name of a metric and a value (`kvjax.serving.session.metrics`).
         clock: seconds, for what is idle.
     """
@@ -69,6 +74,7 @@ class SessionRuntime:
         demote_after_s: float | None = None,
         host_bytes: int | None = None,
         window: int | None = None,
+        state: str | Path | None = None,
         observe: Callable[[str, float], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -83,7 +89,9 @@ class SessionRuntime:
         limits = Limits(capacity, idle_ttl_s, demote_after_s, host_bytes, check_window(window, engine.page_size))
         told = observe or (lambda name, value: None)
         self.engine = engine
-        self._core = SessionCore(engine, limits, slots=slots, max_gap_ms=max_gap_ms, observe=told, clock=clock)
+        journal = None if state is None else Journal(file_path(state), fingerprint(engine.model))
+        options = {"slots": slots, "max_gap_ms": max_gap_ms, "observe": told, "clock": clock, "journal": journal}
+        self._core = SessionCore(engine, limits, **options)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
         self._closing, self._drained_at = False, 0.0
         self._thread = threading.Thread(target=self._loop, name="kvjax sessions", daemon=True)
@@ -104,10 +112,10 @@ class SessionRuntime:
         violations "inv1", "inv2" and "inv3". Those that never happened are left out."""
         return dict(self._core.counts)
 
-    def create(self, tokens: Sequence[int] = (), *, policy: str | None = None, timeout: float | None = None) -> Session:
+    def create(self, tokens: Sequence[int] = (), *, policy: str | DecodePolicy | None = None, timeout: float | None = None) -> Session:
         """A new session with an initial history of token ids, possibly none.
 
-        policy: its decode policy; None: the engine's. InvalidArgument for bad tokens or a policy that the engine does not have,
+        policy: its decode policy, or its name; None: the engine's. InvalidArgument for bad tokens or a policy that the engine lacks,
         ResourceExhausted if every session is in the middle of a call, or the history can never fit. timeout: in seconds, as everywhere
         here: DeadlineExceeded after it, and then nothing was done.
         """

@@ -1,5 +1,6 @@
 """Sessions in process: bits that do not depend on how a history came in, turns, errors, and what is freed."""
 
+import shutil
 import threading
 import time
 
@@ -7,11 +8,12 @@ import numpy as np
 import pytest
 from tiny_models import VOCAB, make_family, make_model
 
-from kvjax import Engine, SessionRuntime
+from kvjax import Engine, SessionRuntime, TopBlocks
 from kvjax.client.errors import Cancelled, DeadlineExceeded, FailedPrecondition, InvalidArgument, ResourceExhausted, SessionNotFound
 from kvjax.serving.session.records import Record, Violation, Window, check_invariants
 
 PAGES, PAGE, CHUNK = 48, 16, 32
+TOP = TopBlocks(k=1, sink=1, local=1, block_size=PAGE)  # reads 48 keys
 TEXT = np.random.default_rng(0).integers(0, VOCAB, 200).tolist()
 WAIT = 60.0
 
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.bits
 
 
 def make_engine(model):
-    return Engine(model, "dense", policies=["quest:2"], pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(4,))
+    return Engine(model, "dense", policies=[TOP], pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(4,))
 
 
 def free_pages(engine):
@@ -45,8 +47,9 @@ def said(session, count=5, **sampling):
     return list(session.generate(max_new_tokens=count, stop_token_ids=(), **sampling))
 
 
-def test_bits_do_not_depend_on_the_way(runtime):
-    check_ways(runtime, TEXT[:90], None)
+@pytest.mark.parametrize("policy", [None, TOP], ids=["dense", "top"])
+def test_bits_do_not_depend_on_the_way(runtime, policy):
+    check_ways(runtime, TEXT[:90], policy)
 
 
 def check_ways(runtime, tokens, policy):
@@ -227,6 +230,19 @@ def test_a_violated_invariant_closes_the_session(runtime, engine):
     assert (runtime.counts["inv1"], runtime.counts["inv3"], runtime.counts["failed"]) == (1, 1, 2)
 
 
+def test_a_cache_that_decode_steps_wrote_is_noticed(runtime, engine):
+    """The mutant of the exact mode: generated tokens stay in the cache as the steps wrote them."""
+    runtime.expected = {"inv3"}
+    session = runtime.create(TEXT[:90], policy=TOP)
+    tokens = said(session, 8)
+    record = runtime._core.records[session.id]
+    runtime._ask(lambda: [engine.decode([record.sequence], [token], TOP) for token in tokens], WAIT)
+    session.append([5])
+    said(session, 1)
+    with pytest.raises(FailedPrecondition, match="inv3"):
+        session.audit()
+
+
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
@@ -241,7 +257,7 @@ def test_each_violation_is_found(engine, change, kind):
     (sequence,) = engine.prefill([TEXT[:40]])
     try:
         record = Record("a", None, sequence, 0.0)
-        record.append(TEXT[:45], None)
+        record.history.extend(TEXT[:45])
         check_invariants(engine, record, record.kept(None))
         assert record.floor == 40
         pages = list(sequence.pages["full"])
@@ -281,10 +297,45 @@ def test_prefill_that_depends_on_cuts_is_refused():
         SessionRuntime(engine)
 
 
+def test_a_killed_process_loses_no_acknowledged_token(engine, tmp_path):
+    """A copy of the folder, made while the process runs, is what a kill would leave."""
+    named = Engine(engine.model, "quest:2", pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(4,))
+    with SessionRuntime(named, slots=4, state=tmp_path / "a") as first:
+        talk, ended = first.create(TEXT[:40]), first.create(TEXT[:9])
+        told = said(talk, 4)
+        talk.append([3, 1])
+        child = talk.fork()
+        child.append([9])
+        ended.close()
+        running = child.generate(max_new_tokens=200, stop_token_ids=())
+        next(running)
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        (half,) = (tmp_path / "b").glob(f"{child.id}*")
+        half.write_bytes(half.read_bytes() + b"abc")  # half a token, of which nobody was told
+        running.cancel(keep=0)
+        with pytest.raises(ValueError, match="another process has"):
+            SessionRuntime(engine, state=tmp_path / "a")
+        answers = [said(each, 3) for each in (talk, child)]
+    other = Engine(engine.model, "quest:2", pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(4,))
+    with SessionRuntime(other, slots=4, state=tmp_path / "b") as again:
+        back = [again.session(each.id) for each in (talk, child)]
+        assert [each.info().history_tokens for each in back] == [46, 47]
+        assert again._core.records[talk.id].history.tolist() == [*TEXT[:40], *told, 3, 1]
+        assert [said(each, 3) for each in back] == answers
+        with pytest.raises(SessionNotFound):
+            again.session(ended.id).info()
+        back[0].close()
+    with SessionRuntime(other, slots=4, state=tmp_path / "b") as last:  # a shutdown ends no session
+        assert last.session(child.id).info().history_tokens == 50
+        assert last.gauges()["sessions"] == 1
+    with pytest.raises(ValueError, match="another model"):
+        SessionRuntime(make_engine(make_model(hidden_size=32)), state=tmp_path / "b")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "qwen3_5_text", "shared"])
-@pytest.mark.parametrize("policy", ["dense", "quest:2"])
+@pytest.mark.parametrize("policy", [None, TOP], ids=["dense", "top"])
 @pytest.mark.parametrize("length", [1, 16, 33, 90, 150])
 def test_bits_do_not_depend_on_the_way_in_any_model(family, dtype, policy, length):
     model = make_model(compute_dtype=dtype) if family == "qwen2" else make_family(family, dtype=dtype)
