@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import random
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -21,6 +23,7 @@ from tiny_models import VOCAB, make_model
 from kvjax import Engine, SessionRuntime
 from kvjax.client import (
     AsyncClient,
+    Cancelled,
     Client,
     DeadlineExceeded,
     FailedPrecondition,
@@ -401,7 +404,6 @@ def test_chat_templates_turn_by_turn():
 
 def test_the_committed_description_is_that_of_the_proto_file(tmp_path):
     from importlib import resources
-    from pathlib import Path
 
     from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
@@ -409,6 +411,50 @@ def test_the_committed_description_is_that_of_the_proto_file(tmp_path):
     subprocess.run([sys.executable, str(tool), str(tmp_path / "made")], check=True)
     committed = resources.files("kvjax.client").joinpath("runtime.binpb").read_bytes()
     assert FileDescriptorSet.FromString((tmp_path / "made").read_bytes()) == FileDescriptorSet.FromString(committed)
+
+
+def kills(folder, rounds):
+    """Kill a server again and again while a client talks to it. What was acknowledged is there afterwards; the client's own record of the
+    history is the truth, with at most one more call that was done but not answered."""
+    source, session_id, history, acknowledged = random.Random(0), None, [], 0
+    for number in range(rounds):
+        with subprocess.Popen([sys.executable, str(KILLED), str(folder)], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+            try:
+                port = process.stdout.readline().strip()
+                with Client(f"127.0.0.1:{port}", timeout_s=WAIT, retries=0) as client:
+                    session = client.create_session() if session_id is None else client.session(session_id)
+                    if session.length > len(history):  # done, but the answer was lost: appended, or generated with this seed
+                        assert session.length - len(history) in (2, 3)
+                        session.close()
+                        session = client.create_session(history)
+                    assert session.length == len(history), number
+                    if len(history) > 300:  # longer ones would not fit
+                        session.close()
+                        session, history = client.create_session(), []
+                    session_id, killer = session.id, threading.Timer(source.uniform(0.0, 0.3), process.kill)
+                    with contextlib.suppress(Unavailable, Cancelled):
+                        while True:
+                            session.append([number % VOCAB, 7])
+                            history += [number % VOCAB, 7]
+                            history += list(session.generate(max_new_tokens=3, stop_token_ids=()))
+                            acknowledged += 5
+                            if killer.ident is None:  # programs are compiled from here on
+                                killer.start()
+                            if len(history) > 600:
+                                break
+                    killer.join()
+            finally:
+                process.kill()
+    return acknowledged
+
+
+KILLED = Path(__file__).with_name("killed_server.py")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.mark.long
+def test_a_hundred_kills_lose_no_acknowledged_token(tmp_path):
+    assert kills(tmp_path, 100) > 500
 
 
 def test_two_terminals_are_enough():
