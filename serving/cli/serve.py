@@ -31,7 +31,7 @@ from kvjax.serving.cli.options import (
 from pallas_kernels.extras import needs_extras
 
 if TYPE_CHECKING:
-    from kvjax.serving.session.server import ServerOptions
+    from kvjax.serving.session.server import Server
 
 
 def serve_command(
@@ -119,7 +119,9 @@ def serve_command(
     line of JSON, without tokens or text.
     """
     needs_extras("kvjax serve", "server")
-    options = _options(
+    from kvjax.serving.session.server import Server, ServerOptions
+
+    options = ServerOptions(
         host=host, port=port, http_port=http_port, tokens=_tokens(token_file), certificate=_certificate(tls_certificate, tls_key),
         max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate,
     )  # fmt: skip
@@ -128,7 +130,6 @@ def serve_command(
     from kvjax.serving.batch.setup import mesh_of, plan_beside_weights
     from kvjax.serving.session.metrics import Metrics
     from kvjax.serving.session.runtime import SessionRuntime
-    from kvjax.serving.session.server import Server
 
     mesh = mesh_of(tensor, context)
     loaded, first, *others = load_model(model, dtype, max_positions, mesh), *(policy or [None])
@@ -142,6 +143,12 @@ def serve_command(
     limits = {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "host_bytes": host_memory}
     runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, window=window, state=state, observe=metrics.observe, **limits)
     server = Server(runtime, metrics, options)
+    typer.echo(f"{model}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
+    _until_told(server, drain_seconds)
+
+
+def _until_told(server: Server, drain_seconds: float) -> None:
+    """Serve until SIGTERM or Ctrl-C, and then end well."""
     log = logging.getLogger("kvjax.server")
     log.addHandler(logging.StreamHandler(sys.stderr))
     log.setLevel(logging.INFO)
@@ -149,18 +156,12 @@ def serve_command(
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: ended.set())
     server.start()
+    host = server.options.host
     pages_at = "" if server.http_port is None else f", http://{host}:{server.http_port}/metrics"
-    typer.echo(f"{model}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
     typer.echo(f"listening on {host}:{server.port}{pages_at}", err=True)
     ended.wait()
     typer.echo(f"ending: calls may run for {drain_seconds:g} s more", err=True)
     server.stop(drain_seconds)
-
-
-def _options(**fields) -> ServerOptions:
-    from kvjax.serving.session.server import ServerOptions
-
-    return ServerOptions(**fields)
 
 
 def _tokens(path: Path | None) -> tuple[str, ...]:

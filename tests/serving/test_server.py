@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from kvjax.client import (
     SessionNotFound,
     Unauthenticated,
     Unavailable,
+    chat,
     from_openai_messages,
     tokens_for_chat,
 )
@@ -379,7 +381,8 @@ QWEN = (
 """How Qwen3's template treats think blocks."""
 
 
-def test_chat_templates_turn_by_turn():
+def character_tokenizer():
+    """A token for each printable character, and two that mark turns."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -388,7 +391,27 @@ def test_chat_templates_turn_by_turn():
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
     options = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"], "unk_token": "<unk>", "chat_template": QWEN}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **options)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **options)
+
+
+def test_the_chat_prints_what_the_session_says(server, monkeypatch, capsys):
+    tokenizer = character_tokenizer()
+    monkeypatch.setattr(chat, "load_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\nMore\n"))
+    assert chat.main(["--address", f"127.0.0.1:{server.port}", "--max-new-tokens", "5"]) == 0
+    ids, expected = [], []
+    for line in ("Hello", "More"):
+        ids += tokenizer(line)["input_ids"]
+        answer = list(server.runtime.create(ids).generate(max_new_tokens=5))
+        ids, expected = ids + answer, [*expected, tokenizer.decode(answer, skip_special_tokens=True)]
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"Hello{'~' * 200}\n"))
+    assert chat.main(["--address", f"127.0.0.1:{server.port}"]) == 1
+    assert "limit of 150" in capsys.readouterr().err
+
+
+def test_chat_templates_turn_by_turn():
+    tokenizer = character_tokenizer()
     user, answer, second = ({"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Yes"), ("user", "So?")))
     first = tokens_for_chat([user], tokenizer, enable_thinking=False)
     again = from_openai_messages([user, answer, second], tokenizer, enable_thinking=False)
@@ -457,15 +480,16 @@ def test_a_hundred_kills_lose_no_acknowledged_token(tmp_path):
     assert kills(tmp_path, 100) > 500
 
 
+@pytest.mark.long
 def test_two_terminals_are_enough():
     """`kvjax serve` and the chat, as processes; SIGTERM ends the server well."""
     serve = [sys.executable, "-m", "kvjax.serving.cli", "serve", "--model", "needle", "--policy", "top:8", "--port", "0", "--pages", "64"]
     with subprocess.Popen([*serve, "--max-batch", "1"], stderr=subprocess.PIPE, text=True) as server:
         try:
             port = next(line for line in server.stderr if line.startswith("listening")).split(":")[-1].strip()
-            chat = [sys.executable, "-m", "kvjax.client.chat", "--address", f"127.0.0.1:{port}", "--stop", ".", "--max-new-tokens", "8"]
+            command = [sys.executable, "-m", "kvjax.client.chat", "--address", f"127.0.0.1:{port}", "--stop", ".", "--max-new-tokens", "8"]
             lines = "The pass key for golden river is 48213.\nQuestion: what was the pass key? Answer: The pass key for golden river is\n"
-            talked = subprocess.run(chat, input=lines, capture_output=True, text=True, check=True, timeout=200)
+            talked = subprocess.run(command, input=lines, capture_output=True, text=True, check=True, timeout=200)
             server.send_signal(signal.SIGTERM)
             logged = server.stderr.read()
             assert server.wait(WAIT) == 0, logged
