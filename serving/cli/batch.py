@@ -130,21 +130,10 @@ def batch_command(
     if coordinator is None:  # else the first process does so
         check_paths(source, out, overwrite)
     kept = stores(reuse, reuse_any, host_memory, disk, disk_size)
-    if progress and not any(kept.values()) and pool_host_memory is None:
-        raise typer.BadParameter(
-            "shows where pages are: give --reuse, --host-memory, --disk or --pool-host-memory, too", param_hint="--progress"
-        )
+    shown = any(kept.values()) or pool_host_memory is not None
     cluster = {"replicas": replicas, "gpus_per_replica": gpus_per_replica, "cpus_per_replica": cpus_per_replica}
     given = {name: value for name, value in cluster.items() if value is not None}
-    if given and not ray:
-        raise typer.BadParameter("is for a job on a Ray cluster: give --ray, too", param_hint=f"--{next(iter(given)).replace('_', '-')}")
-    if ray and data > 1:
-        raise typer.BadParameter("is for engines of one process: with --ray give --replicas", param_hint="--data")
-    if coordinator is not None and (ray or data > 1):
-        raise typer.BadParameter("is for one engine of several processes: leave out --ray and --data", param_hint="--coordinator")
-    for option, value in (("--disk", disk), ("--progress", progress or None)):
-        if ray and value is not None:
-            raise typer.BadParameter("is for one engine: leave it out with --ray", param_hint=option)
+    _check_together(given, ray=ray, data=data, coordinator=coordinator, disk=disk, progress=progress, shown=shown)
     sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory}
     sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": tensor, "context": context, "data": data, "stores": kept}
     packed = None if weights is None else weights.value
@@ -167,6 +156,26 @@ def batch_command(
         raise
     if summary is not None:
         _report(summary, out, fail_on_error)
+
+
+def _check_together(
+    cluster: dict[str, Any], *, ray: bool, data: int, coordinator: str | None, disk: Path | None, progress: bool, shown: bool
+) -> None:
+    """typer.BadParameter for options that do not go together. cluster: those for Ray that were given. shown: whether there is something
+    that `--progress` shows."""
+    if progress and not shown:
+        raise typer.BadParameter(
+            "shows where pages are: give --reuse, --host-memory, --disk or --pool-host-memory, too", param_hint="--progress"
+        )
+    if cluster and not ray:
+        raise typer.BadParameter("is for a job on a Ray cluster: give --ray, too", param_hint=f"--{next(iter(cluster)).replace('_', '-')}")
+    if ray and data > 1:
+        raise typer.BadParameter("is for engines of one process: with --ray give --replicas", param_hint="--data")
+    if coordinator is not None and (ray or data > 1):
+        raise typer.BadParameter("is for one engine of several processes: leave out --ray and --data", param_hint="--coordinator")
+    for option, value in (("--disk", disk), ("--progress", progress or None)):
+        if ray and value is not None:
+            raise typer.BadParameter("is for one engine: leave it out with --ray", param_hint=option)
 
 
 def _run_here(source: Path, out: Path, setup: Setup, job: Processes | None, *, defaults: Defaults, **options: Any) -> Summary | None:
