@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # what editors and type checkers see
     from kvjax.scoring import Score, score
     from kvjax.sequences import CachedSequence
     from kvjax.serving import run_batch
+    from kvjax.serving.session.runtime import Session, SessionRuntime
     from kvjax.sharding import mesh
     from kvjax.together import ProcessLost
     from pallas_kernels.dispatch import forced as dispatch
@@ -64,6 +65,8 @@ __all__ = [
     "Sampling",
     "Scheduler",
     "Score",
+    "Session",
+    "SessionRuntime",
     "SinkWindow",
     "TopBlocks",
     "VerticalSlash",
@@ -102,6 +105,8 @@ _HOMES = {
     "Sampling": "kvjax.sampling",
     "Scheduler": "kvjax.scheduler",
     "Score": "kvjax.scoring",
+    "Session": "kvjax.serving.session.runtime",
+    "SessionRuntime": "kvjax.serving.session.runtime",
     "SinkWindow": "kvjax.policies.prefill",
     "TopBlocks": "kvjax.policies.decode",
     "VerticalSlash": "kvjax.policies.prefill",

@@ -176,7 +176,7 @@ class Engine:
         """Whether `tokens` more tokens of a sequence need pages that it does not hold."""
         return any(-(-(sequence.length + tokens) // self.page_size) > len(pages) for pages in sequence.pages.values())
 
-    def slices_left(self, sequence: CachedSequence) -> int:
+    def slices_left(self, sequence: CachedSequence | None) -> int:
         """Slices of layers that the sequence's chunk of prefill has not run yet; all of them if no chunk has begun."""
         run = self._runs.get(sequence)
         return len(self._prefiller.slices) - (0 if run is None else run.done)

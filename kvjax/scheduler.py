@@ -15,7 +15,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +32,7 @@ from kvjax.requests import Completion, OnToken, Request
 from kvjax.samples import Batch, Flight, Sample, read
 from kvjax.sampling import SamplingRows, seen_tokens
 from kvjax.sequences import CachedSequence
+from kvjax.sharding import several_processes
 from kvjax.steps import sample_first
 from kvjax.text import TextStream
 
@@ -57,6 +57,12 @@ class Handle:
     _sequence: CachedSequence | None = None  # the prompt, until its last sample takes it over
     _samples: list[Sample] = dataclasses.field(default_factory=list)
     _found: int = 0  # found_tokens, until the next chunk tells of them
+    _given: CachedSequence | None = None  # the caller's own sequence, of which the sample is a fork
+
+    @property
+    def prompting(self) -> bool:
+        """Whether it uses the sequence of its prompt now."""
+        return self._sequence is not None
 
     def __repr__(self) -> str:
         state = "waiting" if self.completion is None else self.completion.finish_reason
@@ -75,6 +81,7 @@ class Scheduler:
     decode step always run); None: no bound. slots: samples that run at once; None: 8, or fewer if the engine's largest batch bucket is
     smaller. policy: that of requests that name none; None is the engine's. on_token: called after each step, for every new token, with the
     request, the token's id and the text that became certain with it. on_prefill: called after each chunk with the number of its tokens.
+    on_short: called when pages are missing, with the sequence that needs them, or None for a step; it says whether it gave pages back.
     While a request with a penalty runs, the tokens of every slot are counted on the device, in `[bucket, V]` int32.
 
     preemptions: how often a sequence was suspended, or a prompt freed to be prefilled again. The queue of requests has no limit; `waiting`
@@ -91,6 +98,7 @@ class Scheduler:
         policy: str | DecodePolicy | None = None,
         on_token: OnToken | None = None,
         on_prefill: Callable[[int], None] | None = None,
+        on_short: Callable[[CachedSequence | None], bool] | None = None,
     ):
         if not isinstance(engine, Engine):
             raise TypeError(f"a scheduler runs on an engine, got {type(engine).__name__}: Scheduler(Engine(model))")
@@ -99,16 +107,14 @@ class Scheduler:
         if bucket is None:
             largest = engine.batch_buckets[-1]
             raise ValueError(f"{slots} slots are more than the largest batch bucket, {largest}: name one in Engine(batch_buckets=...)")
-        if max_gap_ms is not None and not (
-            isinstance(max_gap_ms, numbers.Real) and not isinstance(max_gap_ms, bool) and 0 < max_gap_ms < float("inf")
-        ):
-            raise ValueError(f"max_gap_ms must be a positive number of milliseconds, or None for no bound, got {max_gap_ms!r}")
-        for name, given in (("on_token", on_token), ("on_prefill", on_prefill)):
+        self._gap = None if max_gap_ms is None else Gap(max_gap_ms)
+        if max_gap_ms is not None and engine.guard.together is None and several_processes(engine.mesh):
+            raise ValueError("max_gap_ms is kept by the clock, which differs between processes: let the first one lead (Processes.lead)")
+        for name, given in (("on_token", on_token), ("on_prefill", on_prefill), ("on_short", on_short)):
             optional_function(name, given)
-        self.engine, self.slots, self.on_token, self.on_prefill = engine, slots, on_token, on_prefill
+        self.engine, self.slots, self.on_token, self.on_prefill, self.on_short = engine, slots, on_token, on_prefill, on_short
         self.policy, self._bucket = engine.declared(policy), bucket
         self.preemptions = 0
-        self._gap = None if max_gap_ms is None else Gap(max_gap_ms / 1e3)
         self._numbers = itertools.count()
         self._waiting: list[Handle | Sample] = []  # in order; the samples are suspended
         self._prefilling: Handle | None = None
@@ -123,6 +129,8 @@ class Scheduler:
         self._events: collections.deque[tuple[Request, int, str]] = collections.deque()
         self._together = engine.guard.together
         if self._together is not None:
+            if on_short is not None:
+                raise ValueError("on_short decides in one process alone: leave it out where the first of several processes leads")
             options = {"max_gap_ms": max_gap_ms, "slots": slots, "policy": self.policy}
             self._together.add(self, options, listening=on_token is not None)
 
@@ -149,11 +157,18 @@ class Scheduler:
         """Whether there is nothing to do."""
         return not (self._waiting or self.running)
 
-    def submit(self, request: Request) -> Handle:
-        """Queue a request. If something is wrong with it, the `error` of its completion says so."""
+    def submit(self, request: Request, sequence: CachedSequence | None = None) -> Handle:
+        """Queue a request. If something is wrong with it, the `error` of its completion says so.
+
+        sequence: holds the first tokens of the prompt, which must be a list of checked token ids. The rest is prefilled to it, and the
+        answer is generated on a fork, so all of the sequence is written by prefill. Leave it alone until the request has ended; then it is
+        yours again, possibly suspended. ValueError with n above 1, and in a job of several processes.
+        """
         if not isinstance(request, Request):
             raise TypeError(f"submit takes a kvjax.Request, got {type(request).__name__}: Request(prompt, Sampling(...))")
-        handle = Handle(request, (-request.priority, next(self._numbers)))
+        if sequence is not None and (request.sampling.n > 1 or self._together is not None):
+            raise ValueError("a request that continues a sequence has one sample, and runs in one process: leave out n, or the sequence")
+        handle = Handle(request, (-request.priority, next(self._numbers)), _given=sequence)
         if self._together is None:
             self._wait(handle)
         else:
@@ -228,6 +243,8 @@ class Scheduler:
                 if error is None:
                     self._begin(entry)
             except OutOfPages as short:
+                if self.on_short is not None and self.on_short(entry._given if isinstance(entry, Handle) else entry.sequence):
+                    continue
                 if self.running:
                     self._short = True
                     return
@@ -254,14 +271,19 @@ class Scheduler:
         elif entry._sequence is not None:
             self._start_sample(entry)
         else:
-            sequence = self.engine.new_sequence(entry._ids, cache_salt=entry.request.cache_salt)
+            sequence = entry._given or self.engine.new_sequence(entry._ids, cache_salt=entry.request.cache_salt)
             try:
                 self.engine.check_room(len(entry._ids) + (entry.request.sampling.max_new_tokens > 1), spare, sequence)
+                if sequence.suspended is not None:
+                    self.engine.resume(sequence)
                 self.engine.reserve([sequence], len(entry._ids) - sequence.length)
             except BaseException:
-                self.engine.free(sequence)
+                if entry._given is None:
+                    self.engine.free(sequence)
                 raise
             entry._sequence = sequence
+            if sequence.length == len(entry._ids):  # a given one, to which nothing was appended since its logits were computed
+                return
             self._waiting.remove(entry)
             self._prefilling, entry.found_tokens, entry._found = entry, sequence.length, sequence.length
 
@@ -271,11 +293,13 @@ class Scheduler:
         if handle._policy is not None:
             return None
         try:
-            handle._ids = encode(engine.model.tokenizer, handle.request.prompt)
+            given = handle._given is not None  # its tokens were checked when they were appended
+            handle._ids = handle.request.prompt if given else encode(engine.model.tokenizer, handle.request.prompt)
             handle.prompt_tokens = len(handle._ids)
             if sampling.stop and engine.model.tokenizer is None:
                 raise ValueError("stop strings need a tokenizer, and the model has none")
-            engine.check_tokens(handle._ids)
+            if not given:
+                engine.check_tokens(handle._ids)
             longest = len(handle._ids) + sampling.max_new_tokens - 1
             policy = self.policy if handle.request.policy is None else engine.declared(handle.request.policy)
             engine.check_length(longest, policy)
@@ -307,7 +331,7 @@ class Scheduler:
         handle = self._prefilling
         if handle._sequence.length == handle.prompt_tokens:
             self._prefilling = None
-            if handle.request.sampling.n == 1:
+            if handle.request.sampling.n == 1 and handle._given is None:
                 try:
                     self._start_sample(handle)
                 except Exception as error:
@@ -348,7 +372,7 @@ class Scheduler:
         if stop_ids is None:
             stop_ids = () if sampling.ignore_eos else engine.config.eos_token_ids
         stream = TextStream(tokenizer, sampling.stop) if streamed else None
-        sequence = handle._sequence if last else engine.fork(handle._sequence)
+        sequence = handle._sequence if last and handle._given is None else engine.fork(handle._sequence)
         sample = Sample(handle, index, sampling, sequence, frozenset(stop_ids), stream)
         handle._samples.append(sample)
         if last:
@@ -447,7 +471,7 @@ class Scheduler:
     def _make_room(self, error: OutOfPages) -> None:
         """A plan needs pages: free those of samples that have just ended, else those of the youngest request of the lowest priority."""
         self._read()
-        if self._collect():
+        if self._collect() or (self.on_short is not None and self.on_short(None)):
             return
         *others, last = sorted([*self._running(), *self._prompts()], key=_order)
         self._short = True
@@ -456,7 +480,9 @@ class Scheduler:
         elif isinstance(last, Handle):
             self._forget_prompt(last)
         else:
-            self.engine.suspend(last.sequence)
+            for sequence in filter(None, (last.sequence, last.handle._given)):  # they share pages
+                if sequence.suspended is None:
+                    self.engine.suspend(sequence)
             self._leave(last)
             self._wait(last)
             self.preemptions += 1
@@ -467,13 +493,22 @@ class Scheduler:
         return held if self._prefilling is None else sorted([*held, self._prefilling], key=_order)
 
     def _forget_prompt(self, handle: Handle) -> None:
-        """Free a prompt. It is prefilled again, with the same bits, when its turn comes."""
-        self.engine.free(handle._sequence)
+        """Free a prompt. It is prefilled again, with the same bits, when its turn comes. A given sequence is suspended."""
+        if handle._given is None:
+            self.engine.free(handle._sequence)
+        else:
+            self._finish_chunk(handle)
+            self.engine.suspend(handle._sequence)
         handle._sequence = None
         if self._prefilling is handle:
             self._prefilling = None
             self._wait(handle)
         self.preemptions += 1
+
+    def _finish_chunk(self, handle: Handle) -> None:
+        """Run the rest of a chunk that has begun, whose pages are there, so that the given sequence can be used again."""
+        if self._prefilling is handle and self.engine.slices_left(handle._sequence) < self.engine.slices_left(None):
+            self.engine.step(StepPlan(chunks=self._chunks(None)))
 
     def _collect(self) -> bool:
         """Free ended samples, and complete the requests whose samples have all ended. Returns whether pages came back."""
@@ -537,7 +572,10 @@ class Scheduler:
             if sample.finish_reason is None:
                 sample.cancel()
         if handle._sequence is not None:
-            self._free(handle._sequence)
+            if handle._given is None:
+                self._free(handle._sequence)
+            elif error is None:
+                self._finish_chunk(handle)
             handle._sequence = None
         self._waiting = [each for each in self._waiting if each is not handle and getattr(each, "handle", None) is not handle]
         if self._prefilling is handle:

@@ -389,14 +389,14 @@ def on_host(arrays: Any) -> Any:
 
 def least_of_processes(mesh: Mesh | None, count: int) -> int:
     """The least of the counts that the processes of a mesh have found, each by itself."""
-    if mesh is None or not several_processes(mesh):
+    if not several_processes(mesh):
         return count
     return int(multihost_utils.process_allgather(np.array(count, np.int32)).min())
 
 
 def in_first_process(mesh: Mesh | None, task: Callable[[], None]) -> None:
     """Do a task once, if a mesh has devices of several processes; the others wait. OSError there if it fails in the first."""
-    if mesh is None or not several_processes(mesh):
+    if not several_processes(mesh):
         return task()
     error = None
     try:
@@ -411,9 +411,9 @@ def in_first_process(mesh: Mesh | None, task: Callable[[], None]) -> None:
         raise OSError("the first process of the mesh failed; its own message says why")
 
 
-def several_processes(mesh: Mesh) -> bool:
+def several_processes(mesh: Mesh | None) -> bool:
     """Whether a mesh has devices of several processes."""
-    return len({device.process_index for device in mesh.devices.flat}) > 1
+    return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def on_mesh_alone(shards: Shards | None, step: Callable, decoder: Decoder, params: Any, *arrays: Any) -> Any:

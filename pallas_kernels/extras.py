@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 
-EXTRAS = {"eval": ("statsmodels",), "plots": ("matplotlib",), "ray": ("ray", "pyarrow")}
+EXTRAS = {
+    "eval": ("statsmodels",),
+    "plots": ("matplotlib",),
+    "ray": ("ray", "pyarrow"),
+    "server": ("grpc", "grpc_health", "grpc_reflection", "google", "prometheus_client"),
+}
 """The packages of each extra of pyproject.toml that the library imports."""
 
 

@@ -18,7 +18,7 @@ HELD = {
     "transformers": "5.17.0",  # the version that made the golden files of the parity tests
     "huggingface-hub": "1.33.0",  # the major version that kvjax is developed with
 }
-EXTRAS = "eval,plots,ray,docs,test"  # the extras of pyproject.toml that the Makefile's commands need
+EXTRAS = "eval,plots,ray,server,docs,test"  # the extras of pyproject.toml that the Makefile's commands need
 UNWANTED = re.compile(r"torch|nvidia|cuda|tensorflow$")
 HEADER = """\
 # Exact versions of everything `make demo` and `make test` install: kvjax with the extras {extras}; CPU only, no PyTorch.

@@ -52,6 +52,7 @@ from kvjax.serving.cli.options import (
 )
 from kvjax.serving.cli.plan import plan_command
 from kvjax.serving.cli.quantize import quantize_command
+from kvjax.serving.cli.serve import serve_command
 from pallas_kernels.extras import MissingExtra, needs_extras
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ def score_command(
     typer.echo(json.dumps(finite(figures), allow_nan=False))
 
 
+app.command("serve")(serve_command)
 app.command("plan")(plan_command)
 app.command("quantize")(quantize_command)
 

@@ -1,0 +1,132 @@
+"""What the synchronous and the asynchronous client share: requests, answers, and which calls may be repeated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kvjax.client.errors import InvalidArgument, SessionNotFound, Unavailable
+from kvjax.client.wire import SAMPLING, protocol, sampling_message
+
+REPEATABLE = frozenset(("AppendTokens", "CloseSession", "GetSessionInfo"))
+"""Calls that may be sent again when the connection fails, because doing them twice does no more than doing them once. `at` makes it so for
+AppendTokens. A second CreateSession or ForkSession would make a second session."""
+FIRST_WAIT_S = 0.1
+"""Before the first repetition; it doubles each time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """What `Session.info` tells: the fields of GetSessionInfoResponse in runtime.proto."""
+
+    session_id: str
+    history_tokens: int
+    cached_tokens: int
+    dropped_tokens: int
+    kv_live_bytes: int
+    demoted: bool
+    generating: bool
+    policy: str
+    violations: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Connection:
+    """How a client reaches its server.
+
+    Args:
+        address: host and port.
+        token: bearer token, where the server wants one.
+        root_certificate: PEM of the certificate that signed the server's, for TLS; None: no TLS.
+        timeout_s: deadline of each call but generations, in seconds.
+        retries: how often a call is sent again when the connection fails, if that is safe.
+    """
+
+    address: str = "127.0.0.1:50051"
+    token: str | None = None
+    root_certificate: bytes | None = None
+    timeout_s: float = 60.0
+    retries: int = 5
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call carries."""
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+
+    @property
+    def options(self) -> list[tuple[str, int]]:
+        """Options of the channel: no limit on what is received, and a lost connection is tried again soon."""
+        return [
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 2000),
+        ]
+
+
+def create_request(token_ids: Sequence[int], policy: str | None) -> Any:
+    """CreateSession's message."""
+    return _with_tokens(protocol().CreateSessionRequest(policy=policy or ""), token_ids)
+
+
+def append_request(session_id: str, token_ids: Sequence[int], at: int) -> Any:
+    """AppendTokens' message."""
+    return _with_tokens(protocol().AppendTokensRequest(session_id=session_id, at=at), token_ids)
+
+
+def generate_request(session_id: str, at: int, fields: dict[str, Any]) -> Any:
+    """Generate's message. InvalidArgument for a field that it does not have."""
+    try:
+        return protocol().GenerateRequest(session_id=session_id, at=at, sampling=sampling_message(fields))
+    except (ValueError, TypeError) as error:
+        field = next((name for name in (*fields, *SAMPLING) if name in str(error)), "")
+        raise InvalidArgument(str(error), field=field) from None
+
+
+def _with_tokens(message: Any, token_ids: Sequence[int]) -> Any:
+    try:
+        message.token_ids.extend(token_ids)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"token ids must be a list of whole numbers from 0 on: {error}", field="token_ids") from None
+    return message
+
+
+def info_of(session_id: str, answer: Any) -> Info:
+    """GetSessionInfo's answer."""
+    names = [field.name for field in dataclasses.fields(Info) if field.name not in ("session_id", "violations")]
+    return Info(session_id, **{name: getattr(answer, name) for name in names}, violations=dict(answer.violations))
+
+
+def may_repeat(name: str, error: Exception, attempt: int, retries: int) -> bool:
+    """Whether to send a failed call again."""
+    return name in REPEATABLE and isinstance(error, Unavailable) and attempt < retries
+
+
+def was_closed_before(name: str, error: Exception, attempt: int) -> bool:
+    """Whether an earlier attempt of CloseSession, whose answer was lost, has closed the session."""
+    return name == "CloseSession" and attempt > 0 and isinstance(error, SessionNotFound) and error.reason == "close"
+
+
+class Heard:
+    """What has been heard of one generation, in the words of an in-process one (`kvjax.Session.generate`)."""
+
+    def __init__(self):
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+        self.prefill_tokens = self.dropped_tokens = self.history_tokens = 0
+
+    def take(self, response: Any) -> list[int]:
+        """The new tokens of a response, if it has any."""
+        event = response.WhichOneof("event")
+        if event == "tokens":
+            found = list(response.tokens.token_ids)
+            self.tokens += found
+            return found
+        if event == "truncated":
+            self.dropped_tokens = response.truncated.dropped_tokens
+        elif event == "finished":
+            reasons = {protocol().FINISH_REASON_STOP: "stop", protocol().FINISH_REASON_LENGTH: "length"}
+            self.finish_reason = reasons.get(response.finished.reason, "cancelled")
+            self.history_tokens, self.prefill_tokens = response.finished.history_tokens, response.finished.prefill_tokens
+        return []

@@ -1,0 +1,187 @@
+"""`kvjax serve`: sessions over gRPC."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvjax.serving.cli.options import (
+    LARGEST_BATCH,
+    ChunkOption,
+    ContextOption,
+    DeviceMemoryOption,
+    DtypeOption,
+    MaxPositionsOption,
+    ModelOption,
+    PageSizeOption,
+    TensorOption,
+    byte_count,
+    load_model,
+    named_as_options,
+    number,
+    token_count,
+    whole,
+)
+from pallas_kernels.extras import needs_extras
+
+if TYPE_CHECKING:
+    from kvjax.serving.session.server import Server
+
+
+def serve_command(
+    model: ModelOption,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy", "-p", help="What each decode step reads; give it again for others that sessions may name.", show_default=False
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on. One that other machines reach needs --token-file.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of gRPC; 0 chooses a free one.", **whole(0, 65_535))] = 50051,
+    http_port: Annotated[
+        int | None,
+        typer.Option(help="Port of /metrics (Prometheus) and /healthz. [default: neither]", show_default=False, **whole(0, 65_535)),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="A file with bearer tokens, one a line: calls must carry one.", show_default=False)
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="PEM file of a certificate chain.", show_default=False)
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(dir_okay=False, help="PEM file of its key.", show_default=False)] = None,
+    capacity: Annotated[
+        int, typer.Option(help="Sessions at once. At capacity, a new one ends the idle one used longest ago.", **whole())
+    ] = 64,
+    max_batch: Annotated[int, typer.Option(help="Generations at once; more wait.", **whole(most=LARGEST_BATCH))] = 8,
+    max_gap_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Longest time between two tokens while others are prefilled. [default: no bound]", show_default=False, **number(above=0)
+        ),
+    ] = None,
+    idle_minutes: Annotated[float, typer.Option(help="An idle session ends after so long.", **number(above=0))] = 30.0,
+    demote_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Move pages of a session that has been idle for so long to host memory. [default: only when others need the room]",
+            show_default=False,
+            **number(above=0),
+        ),
+    ] = None,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            "--host-memory", help="The most host memory for them, as 64GB. [default: no limit]", show_default=False, **byte_count()
+        ),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a history that stay in the cache, as 32k; older ones are dropped. [default: all]",
+            show_default=False,
+            **token_count(),
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="The most token ids in one call.", **token_count())] = 2**20,
+    max_new_tokens: Annotated[int, typer.Option(help="The most tokens that one call generates.", **token_count())] = 32_768,
+    max_calls: Annotated[int, typer.Option(help="Calls at once.", **whole(most=2**14))] = 256,
+    rate: Annotated[
+        float | None, typer.Option(help="Calls per second of each bearer token. [default: no limit]", show_default=False, **number(above=0))
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Keep histories in this folder, so that a restart brings sessions back.", show_default=False),
+    ] = None,
+    drain_seconds: Annotated[float, typer.Option(help="How long calls may still run after SIGTERM.", **number(least=0))] = 10.0,
+    pages: Annotated[
+        int | None,
+        typer.Option(
+            help="Pages in the pool. [default: as many as fit, at most for --max-batch longest sequences]", show_default=False, **whole()
+        ),
+    ] = None,
+    device_memory: DeviceMemoryOption = None,
+    page_size: PageSizeOption = 128,
+    prefill_chunk: ChunkOption = 512,
+    dtype: DtypeOption = None,
+    max_positions: MaxPositionsOption = None,
+    tensor: TensorOption = 1,
+    context: ContextOption = 1,
+) -> None:
+    """Serve sessions over gRPC, until SIGTERM or Ctrl-C.
+
+    Clients send token ids: `python -m kvjax.client.chat` is one, and `kvjax.client` is for others. Each call is logged to stderr as one
+    line of JSON, without tokens or text.
+    """
+    needs_extras("kvjax serve", "server")
+    from kvjax.serving.session.server import Server, ServerOptions
+
+    options = ServerOptions(
+        host=host, port=port, http_port=http_port, tokens=_tokens(token_file), certificate=_certificate(tls_certificate, tls_key),
+        max_tokens=max_tokens, max_new_tokens=max_new_tokens, max_calls=max_calls, calls_per_second=rate,
+    )  # fmt: skip
+
+    from kvjax.engine import Engine
+    from kvjax.serving.batch.setup import mesh_of, plan_beside_weights
+    from kvjax.serving.session.metrics import Metrics
+    from kvjax.serving.session.runtime import SessionRuntime
+
+    mesh = mesh_of(tensor, context)
+    loaded, first, *others = load_model(model, dtype, max_positions, mesh), *(policy or [None])
+    with named_as_options():
+        if pages is None and device_memory is None:
+            plan = plan_beside_weights(loaded, first, None, page_size, prefill_chunk, max_batch, mesh)
+            pages = max(1, min(plan.pages_that_fit, max_batch * -(-loaded.config.max_positions // page_size)))
+        sizes = {"pages": pages, "device_bytes": device_memory, "page_size": page_size, "prefill_chunk": prefill_chunk}
+        engine = Engine(loaded, first, policies=others, batch_buckets=(max_batch,), mesh=mesh, **sizes)
+    metrics = Metrics()
+    limits = {"capacity": capacity, "idle_ttl_s": 60 * idle_minutes, "demote_after_s": demote_seconds, "host_bytes": host_memory}
+    runtime = SessionRuntime(engine, slots=max_batch, max_gap_ms=max_gap_ms, window=window, state=state, observe=metrics.observe, **limits)
+    server = Server(runtime, metrics, options)
+    typer.echo(f"{model}: {engine.policy.describe()}, {engine.allocators['full'].total:,} pages of {page_size} tokens", err=True)
+    _until_told(server, drain_seconds)
+
+
+def _until_told(server: Server, drain_seconds: float) -> None:
+    """Serve until SIGTERM or Ctrl-C, and then end well."""
+    log = logging.getLogger("kvjax.server")
+    log.addHandler(logging.StreamHandler(sys.stderr))
+    log.setLevel(logging.INFO)
+    ended = threading.Event()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda *_: ended.set())
+    server.start()
+    host = server.options.host
+    pages_at = "" if server.http_port is None else f", http://{host}:{server.http_port}/metrics"
+    typer.echo(f"listening on {host}:{server.port}{pages_at}", err=True)
+    ended.wait()
+    typer.echo(f"ending: calls may run for {drain_seconds:g} s more", err=True)
+    server.stop(drain_seconds)
+
+
+def _tokens(path: Path | None) -> tuple[str, ...]:
+    """The bearer tokens of a file, one a line."""
+    if path is None:
+        return ()
+    tokens = tuple(line.strip() for line in _content(path, "--token-file").decode(errors="replace").splitlines() if line.strip())
+    if not tokens:
+        raise typer.BadParameter(f"{path} holds no token", param_hint="--token-file")
+    return tokens
+
+
+def _certificate(chain: Path | None, key: Path | None) -> tuple[bytes, bytes] | None:
+    if (chain is None) != (key is None):
+        raise typer.BadParameter("--tls-certificate and --tls-key go together: give both, or neither", param_hint="--tls-key")
+    return None if chain is None else (_content(chain, "--tls-certificate"), _content(key, "--tls-key"))
+
+
+def _content(path: Path, option: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error.strerror}", param_hint=option) from None

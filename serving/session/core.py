@@ -1,0 +1,467 @@
+"""The sessions of one engine, for one thread: what `SessionRuntime` runs in its own.
+
+* A session's cache holds only tokens that prefill wrote. A generation runs on a fork, whose pages go when it ends, and its tokens are
+  prefilled before the next one. So the bits of the cache depend on the history, and not on how it came in (INV-3), and a generation that
+  was cut off leaves the session as it was. The price is the prefill of generated tokens. Every token of the history is prefilled once.
+* Generations of all sessions go through one `kvjax.Scheduler`. They are decoded together, in one batch bucket, so the bits of each do not
+  depend on the others.
+
+Source: ADR 0008, sections 2.2 to 2.8.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from kvjax.cache import OutOfPages
+from kvjax.client.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, SessionError, SessionNotFound
+from kvjax.engine import Engine
+from kvjax.policies.decode import DecodePolicy, name_of, parse
+from kvjax.requests import Request
+from kvjax.scheduler import Scheduler
+from kvjax.sequences import CachedSequence
+from kvjax.serving.session.journal import Journal
+from kvjax.serving.session.records import Record, Violation, Window, check_invariants
+from kvjax.serving.session.stream import Run
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 10_000
+"""Ended sessions whose reason is remembered."""
+OUTCOMES = {"close": "closed", "ttl": "evicted", "lru": "evicted", "failed": "failed"}
+"""How a session ended, by reason: the labels of the paper's `session_total` and `session_evicted_total`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionInfo:
+    """What `Session.info` tells.
+
+    history_tokens: all tokens so far. cached_tokens: those that prefill has written to the cache. dropped_tokens: those that the window
+    has dropped from it. kv_live_bytes: bytes of the session's pages on the device; pages shared with a fork count in both. demoted: whether
+    they are in host memory instead. generating: whether a generation is under way. policy: the decode policy. violations: of each
+    invariant, in all sessions of the runtime.
+    """
+
+    session_id: str
+    history_tokens: int
+    cached_tokens: int
+    dropped_tokens: int
+    kv_live_bytes: int
+    demoted: bool
+    generating: bool
+    policy: str
+    violations: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Arguments of `SessionRuntime`, as it explains them."""
+
+    capacity: int
+    idle_ttl_s: float
+    demote_after_s: float | None
+    host_bytes: int | None
+    window: Window | None
+
+
+class SessionCore:
+    """Sessions and their generations. observe, clock: as in `SessionRuntime`. counts: events so far, by name."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        limits: Limits,
+        *,
+        slots: int | None,
+        max_gap_ms: float | None,
+        observe: Callable[[str, float], None],
+        clock: Callable[[], float],
+        journal: Journal | None = None,
+    ):
+        self.engine, self.limits, self.observe, self.clock = engine, limits, observe, clock
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.records: collections.OrderedDict[str, Record] = collections.OrderedDict()  # the one used longest ago first
+        self._ended: collections.OrderedDict[str, str] = collections.OrderedDict()
+        self._page_bytes = {name: engine.spec.bytes_per_page(name, engine.indexes) for name in engine.allocators}
+        hooks = {"on_token": self._token, "on_short": self._give_room}
+        self.scheduler = Scheduler(engine, slots=slots, max_gap_ms=max_gap_ms, **hooks)
+        self._runs: dict[Any, Run] = {}  # by handle
+        self._journal = journal
+        if journal is not None:
+            for each in sorted(journal.load(), key=lambda stored: -stored.idle_s):
+                policy, used = self._policy(parse(each.policy)), clock() - each.idle_s
+                self.records[each.id] = Record(each.id, policy, engine.new_sequence(), used, each.history)
+
+    # Sessions
+
+    def find(self, session_id: str) -> Record:
+        """A session's record, which is then the one used last. SessionNotFound says how the session ended."""
+        record = self.records.get(session_id)
+        if record is None:
+            reason = self._ended.get(session_id, "unknown")
+            raise SessionNotFound(f"there is no session {session_id[:40]!r} ({reason}): create a new one", reason=reason)
+        self._touch(record)
+        return record
+
+    def create(self, tokens: list[int], policy: str | DecodePolicy | None) -> Record:
+        """A new session. At capacity, the idle one used longest ago ends."""
+        chosen = None if policy is None else self._policy(policy)
+        self._check_length(len(tokens))
+        self._make_room_for_one()
+        record = Record(secrets.token_hex(16), chosen, self.engine.new_sequence(), self.clock())
+        record.history.extend(tokens)
+        self._keep(record)
+        return record
+
+    def append(self, record: Record, tokens: list[int], at: int | None) -> int:
+        """Add tokens to a history. Returns its length."""
+        self._check_length(len(record.history) + len(tokens))
+        if record.lacks(tokens, at):
+            self._extend(record, tokens)
+        return len(record.history)
+
+    def fork(self, record: Record) -> Record:
+        """A second session with the same history. It shares sealed pages."""
+        self._make_room_for_one()
+        self._checked(record)
+        if record.sequence.suspended is not None:
+            self._with_room(lambda: self._promote(record), record)
+        sequence = self._with_room(lambda: self.engine.fork(record.sequence), record)
+        child = Record(secrets.token_hex(16), record.policy, sequence, self.clock(), record.history[:], record.dropped, record.floor)
+        self._keep(child)
+        return child
+
+    def info(self, record: Record) -> SessionInfo:
+        """What is known of a session."""
+        sequence, policy = record.sequence, record.policy or self.scheduler.policy
+        kinds = {kind: self.counts[kind] for kind in ("inv1", "inv2", "inv3")}
+        figures = {"kv_live_bytes": self._bytes(record), "demoted": sequence.suspended is not None, "generating": record.run is not None}
+        return SessionInfo(
+            record.id, len(record.history), sequence.length, record.dropped, **figures, policy=policy.describe(), violations=kinds
+        )
+
+    def audit(self, record: Record) -> None:
+        """Prefill what the cache holds once more, and compare the next token's logits bit by bit (INV-3). A difference closes the
+        session."""
+        sequence = record.sequence
+        self._checked(record)
+        if sequence.logits is None:
+            return
+        if sequence.suspended is not None:
+            self._with_room(lambda: self._promote(record), record)
+        (again,) = self._with_room(lambda: self.engine.prefill([sequence.tokens]), record)
+        try:
+            same = bytes_of(again.logits) == bytes_of(sequence.logits)
+        finally:
+            self.engine.free(again)
+        if not same:
+            self._violated(record, Violation("inv3", "one prefill of the history gives other logits than the session has"))
+
+    def demote(self, record: Record) -> None:
+        """Move a session's pages to host memory. ResourceExhausted if that is full."""
+        if record.sequence.suspended is None and record.sequence.length:
+            if not self._host_has_room(record):
+                raise ResourceExhausted(f"the {self.limits.host_bytes:,} bytes of host memory for sessions are full")
+            self.engine.suspend(record.sequence)
+            self.counts["demoted"] += 1
+
+    def end(self, record: Record, reason: str) -> None:
+        """End a session, and free its pages. A generation that runs ends with the error Cancelled, and calls that wait with NOT_FOUND."""
+        self.records.pop(record.id)
+        if self._journal is not None:
+            self._journal.end(record.id)
+        self._ended[record.id] = reason
+        while len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+        self.counts[OUTCOMES[reason]] += 1
+        self.counts[f"reason_{reason}"] += 1
+        if record.run is not None:
+            run, record.run = record.run, None
+            self._stop(run, Cancelled(f"the session was ended ({reason})", reason=reason))
+        if record.sequence in self.engine.sequences:
+            self.engine.free(record.sequence)
+        for task, future in record.waiting:
+            self.answer(task, future)  # they do not find the session any more
+        record.waiting.clear()
+        logger.info("session %s ended: %s, %d tokens", record.id[:8], reason, len(record.history))
+
+    # Generations
+
+    def begin(self, record: Record, run: Run) -> None:
+        """Give a generation to the scheduler. Its errors are told through the run."""
+        length = len(record.history)
+        if run.at is not None and run.at != length:
+            raise InvalidArgument(f"the caller takes the history to have {run.at} tokens, but it has {length}", field="at")
+        if not length:
+            raise FailedPrecondition("the history is empty: append at least one token first")
+        self._checked(record)
+        self._truncate(record, run)
+        kept = record.kept(self.limits.window)
+        run.prefill_tokens = len(kept) - record.sequence.length
+        record.run = run
+        self.observe("session_history_tokens", length)
+        self.observe("generate_prefill_tokens", run.prefill_tokens)
+        request = Request(kept, run.sampling, id=run, policy=record.policy)
+        run.handle = self.scheduler.submit(request, record.sequence)
+        self._runs[run.handle] = run
+
+    def conclude(self, run: Run, keep: int) -> int:
+        """End a generation; the first `keep` of its tokens join the history. Returns its length, 0 if the session is gone. keep -1: only
+        stop it; its caller concludes it later."""
+        record = self.records.get(run.session_id)
+        mine = record is not None and record.run is run
+        self._stop(run, Cancelled("the generation was cancelled"))
+        if not mine or keep < 0:
+            return 0 if record is None else len(record.history)
+        record.run = None
+        self._touch(record)
+        try:
+            self._extend(record, run.tokens[:keep])
+            self._checked(record, since=max(0, len(record.history) - record.dropped - keep - run.prefill_tokens))
+        finally:
+            self._next_turn(record)
+        return len(record.history)
+
+    def in_turn(self, session_id: str, task: Callable[[Record], Any], future: Future) -> None:
+        """Run a task of a session after the calls that came before it."""
+
+        def call() -> Any:
+            return task(self.find(session_id))
+
+        record = self.records.get(session_id)
+        if record is None or record.idle:
+            self.answer(call, future)
+        else:
+            record.waiting.append((call, future))
+
+    def answer(self, task: Callable[[], Any], future: Future) -> None:
+        """Run a task, unless its caller has given up."""
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def end_all(self) -> None:
+        """Stop everything, and free all pages. Sessions that are on disk stay there."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        for record in list(self.records.values()):
+            self.end(record, "close")
+        self.scheduler.close()
+
+    def step(self) -> None:
+        """Step the scheduler, and tell the ends of generations."""
+        try:
+            self.scheduler.step()
+        except Exception:
+            logger.exception("a step failed; the generations that ran have ended with this error")
+        for handle, run in list(self._runs.items()):
+            if run.admitted is None and handle.prompt_tokens:
+                run.admitted = time.monotonic()
+            if handle.completion is not None:
+                del self._runs[handle]
+                self._finish(run, handle.completion)
+
+    def sweep(self) -> None:
+        """End sessions that have been idle for too long, and demote those that have been for a while."""
+        now, ttl, demote_after = self.clock(), self.limits.idle_ttl_s, self.limits.demote_after_s
+        demote_after = ttl if demote_after is None else demote_after
+        for record in list(self.records.values()):
+            idle = now - record.used
+            if idle < min(ttl, demote_after):
+                return  # those after it were used later
+            if record.idle and idle >= ttl:
+                self.end(record, "ttl")
+            elif record.idle and idle >= demote_after and record.sequence.suspended is None and self._host_has_room(record):
+                self.demote(record)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no generation runs, and every caller has taken the end of its own."""
+        return self.scheduler.idle and all(record.run is None for record in self.records.values())
+
+    def gauges(self) -> dict[str, int]:
+        """`SessionRuntime.gauges`."""
+        records = self.records.values()
+        return {
+            "sessions": len(records),
+            "generating": self.scheduler.running,
+            "waiting": self.scheduler.waiting + sum(len(record.waiting) for record in records),
+            "kv_live_bytes": sum(map(self._bytes, records)),
+            "host_bytes": sum(map(self._host_bytes, records)),
+        }
+
+    # Inside
+
+    def _keep(self, record: Record) -> None:
+        """A new session is there."""
+        if self._journal is not None:
+            try:
+                self._journal.create(record.id, name_of(record.policy or self.scheduler.policy), record.history)
+            except BaseException:
+                self.engine.free(record.sequence)
+                raise
+        self.records[record.id] = record
+
+    def _extend(self, record: Record, tokens: list[int]) -> None:
+        if self._journal is not None:
+            self._journal.extend(record.id, len(record.history), tokens)
+        record.history.extend(tokens)
+
+    def _touch(self, record: Record) -> None:
+        record.used = self.clock()
+        self.records.move_to_end(record.id)
+
+    def _next_turn(self, record: Record) -> None:
+        """Run the calls that wait for a session's generation, up to the next generation."""
+        while record.waiting and record.run is None and record.id in self.records:
+            self.answer(*record.waiting.popleft())
+
+    def _policy(self, name: str | DecodePolicy) -> DecodePolicy:
+        try:
+            return self.engine.declared(name)
+        except (ValueError, TypeError) as error:
+            raise InvalidArgument(str(error), field="policy") from None
+
+    def _check_length(self, tokens: int) -> None:
+        """ResourceExhausted for a history that never fits, unless a window drops what is too much."""
+        if self.limits.window is None:
+            self._told(lambda: self.engine.check_length(tokens))
+
+    def _told(self, call: Callable[[], Any]) -> Any:
+        """The result of an engine's call, whose errors about sizes become ResourceExhausted."""
+        try:
+            return call()
+        except (OutOfPages, ValueError) as error:
+            raise ResourceExhausted(str(error)) from error
+
+    def _with_room(self, call: Callable[[], Any], busy: Record) -> Any:
+        """The result of a call that takes pages. While there are too few, idle sessions other than `busy` are demoted."""
+        while True:
+            try:
+                return call()
+            except OutOfPages as short:
+                if not self._give_room(busy.sequence):
+                    raise ResourceExhausted(str(short)) from short
+
+    def _promote(self, record: Record) -> None:
+        self.engine.check_room(record.sequence.length, 0, record.sequence)
+        self.engine.resume(record.sequence)
+
+    def _give_room(self, needing: CachedSequence | None) -> bool:
+        """Demote a session, so that another sequence gets its pages, or the next step (None). Returns whether there was one.
+
+        First the idle one used longest ago, then one whose generation has not begun. For a step, at last one whose generation runs: on a
+        fork, with which it shares all pages but the open one.
+        """
+        there = [each for each in self.records.values() if each.sequence.suspended is None and each.sequence.length]
+        there = [each for each in there if each.sequence is not needing and self._host_has_room(each)]
+        runs = [(each, each.run) for each in there if each.run is None or each.run.handle is None or not each.run.handle.prompting]
+        idle = [record for record, run in runs if run is None or run.over]
+        not_begun = [record for record, run in runs if run is not None and not run.over and not run.tokens]
+        running = [record for record, run in runs if run is not None and run.tokens and needing is None]
+        chosen = next(iter([*idle, *not_begun, *running]), None)
+        if chosen is not None:
+            self.demote(chosen)
+        return chosen is not None
+
+    def _make_room_for_one(self) -> None:
+        if len(self.records) < self.limits.capacity:
+            return
+        record = next((each for each in self.records.values() if each.idle), None)
+        if record is None:
+            raise ResourceExhausted(f"all {self.limits.capacity} sessions are in the middle of a call: close one, or try again later")
+        self.end(record, "lru")
+
+    def _bytes(self, record: Record) -> int:
+        pages = record.sequence.pages.items()
+        return sum(self._page_bytes[name] * sum(page >= 0 for page in ids) for name, ids in pages)
+
+    def _host_bytes(self, record: Record) -> int:
+        held = record.sequence.held if record.sequence.suspended is not None else {}
+        return sum(self._page_bytes[name] * len(ids) for name, ids in held.items())
+
+    def _host_has_room(self, record: Record) -> bool:
+        limit = self.limits.host_bytes
+        return limit is None or sum(map(self._host_bytes, self.records.values())) + self._bytes(record) <= limit
+
+    def _truncate(self, record: Record, run: Run) -> None:
+        """Apply the window: when more is dropped than before, what is kept is prefilled again."""
+        window = self.limits.window
+        dropped = 0 if window is None else window.dropped(len(record.history))
+        if dropped == record.dropped:
+            return
+        run.dropped_tokens, record.dropped = dropped - record.dropped, dropped
+        self.counts["truncated"] += 1
+        self.engine.free(record.sequence)
+        record.sequence = self.engine.new_sequence()
+        record.floor = min(record.floor, dropped)
+
+    def _checked(self, record: Record, since: int = 0) -> None:
+        """Check the session's invariants. FailedPrecondition, and the session is closed, if one is violated."""
+        try:
+            check_invariants(self.engine, record, record.kept(self.limits.window, since), since)
+        except Violation as violation:
+            self._violated(record, violation)
+
+    def _violated(self, record: Record, violation: Violation) -> None:
+        self.counts[violation.kind] += 1
+        logger.error("session %s violates %s: %s", record.id[:8], violation.kind, violation)
+        self.end(record, "failed")
+        raise FailedPrecondition(f"{violation.kind}: {violation}; the session is closed", reason=violation.kind)
+
+    # Tokens
+
+    def _token(self, request: Request, token: int, piece: str) -> None:
+        run, now = request.id, time.monotonic()
+        if run.over:
+            return
+        if run.latest is None:
+            self.observe("time_to_first_token_seconds", now - run.asked)
+            self.observe("generate_prefill_duration_seconds", now - (run.admitted or now))
+        else:
+            self.observe("token_gap_seconds", now - run.latest)
+        run.latest = now
+        run.tokens.append(token)
+        run.events.put(token)
+
+    def _stop(self, run: Run, error: SessionError) -> None:
+        """Take a generation from the scheduler, if it has not ended."""
+        if run.over:
+            return
+        if run.handle is not None:
+            self._runs.pop(run.handle, None)
+            self.scheduler.cancel(run.handle)
+        run.end("cancelled", error)
+
+    def _finish(self, run: Run, completion: Any) -> None:
+        """A generation has ended by itself, or failed."""
+        error = completion.error
+        if error is None:
+            run.end(completion.finish_reason)
+            return
+        record = self.records.get(run.session_id)
+        run.end("error", ResourceExhausted(str(error)) if isinstance(error, OutOfPages | ValueError) else SessionError(str(error)))
+        engine = self.engine
+        broken = record is not None and (
+            record.sequence not in engine.sequences or engine.slices_left(record.sequence) < engine.slices_left(None)
+        )
+        if broken:
+            self.end(record, "failed")
+
+
+def bytes_of(logits: Any) -> bytes:
+    """The bits of an array, wherever it is."""
+    return np.asarray(logits).tobytes()

@@ -1,0 +1,77 @@
+"""Prometheus metrics of a runtime, with the names and labels of ADR 0008, section 2.9; others beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pallas_kernels.extras import needs_extras
+
+if TYPE_CHECKING:
+    from kvjax.serving.session.runtime import SessionRuntime
+
+TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32_768, 131_072, 524_288, 2_097_152)
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.06, 0.1, 0.2, 0.4, 1.0, 3.0, 10.0, 30.0, 100.0)
+HISTOGRAMS = {
+    "session_history_tokens": ("Tokens of a session's history when a generation begins.", TOKENS),
+    "generate_prefill_tokens": ("Tokens that a generation has to prefill.", TOKENS),
+    "generate_prefill_duration_seconds": ("From a generation's admission to its first token.", SECONDS),
+    "time_to_first_token_seconds": ("From a generation's call to its first token, waiting included.", SECONDS),
+    "token_gap_seconds": ("Between two tokens of a generation.", SECONDS),
+}
+GAUGES = {
+    "session_active": ("sessions", "Sessions that exist."),
+    "session_kv_live_bytes": ("kv_live_bytes", "Bytes of pages of all sessions on the device."),
+    "session_kv_host_bytes": ("host_bytes", "Bytes of pages of demoted sessions in host memory."),
+    "generate_active": ("generating", "Generations that have a slot."),
+    "generate_waiting": ("waiting", "Generations and calls that wait."),
+}
+COUNTERS = {  # name -> label, {value of the label: key of SessionRuntime.counts}, help
+    "session": ("outcome", {each: each for each in ("closed", "evicted", "failed")}, "Sessions that have ended."),
+    "session_evicted": ("reason", {each: f"reason_{each}" for each in ("ttl", "lru", "close")}, "Why sessions ended."),
+    "cache_invariant_violations": ("kind", {each: each for each in ("inv1", "inv2", "inv3")}, "Violated invariants: must stay 0."),
+    "session_demoted": ("to", {"host": "demoted"}, "Times that a session's pages were moved to host memory."),
+    "history_truncated": ("by", {"window": "truncated"}, "Times that the window dropped tokens of a history."),
+}
+
+
+class Metrics:
+    """Metrics of one server. `observe` goes into `SessionRuntime(observe=...)`. runtime: set once it is there."""
+
+    def __init__(self):
+        needs_extras("kvjax serve", "server")
+        import prometheus_client
+
+        self.registry = prometheus_client.CollectorRegistry()
+        self.runtime: SessionRuntime | None = None
+        options = {"registry": self.registry}
+        self._histograms = {
+            name: prometheus_client.Histogram(name, said, buckets=buckets, **options) for name, (said, buckets) in HISTOGRAMS.items()
+        }
+        self.calls = prometheus_client.Counter("rpc", "Calls that have ended.", ["method", "code"], **options)
+        self.registry.register(self)
+
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to a histogram."""
+        self._histograms[name].observe(value)
+
+    def collect(self) -> Iterator[Any]:
+        """What is there now, and what has been counted, for Prometheus."""
+        if self.runtime is None:
+            return
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        there, counts = self.runtime.gauges(timeout=30.0), self.runtime.counts
+        for name, (key, said) in GAUGES.items():
+            yield GaugeMetricFamily(name, said, value=there[key])
+        for name, (label, keys, said) in COUNTERS.items():
+            family = CounterMetricFamily(name, said, labels=[label])
+            for value, key in keys.items():
+                family.add_metric([value], counts.get(key, 0))
+            yield family
+
+    def text(self) -> bytes:
+        """The page that Prometheus scrapes."""
+        import prometheus_client
+
+        return prometheus_client.generate_latest(self.registry)

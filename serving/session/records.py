@@ -1,0 +1,131 @@
+"""What the runtime knows of one session, and the invariants that it checks. Source: ADR 0008, sections 2.3 and 2.8."""
+
+from __future__ import annotations
+
+import array
+import collections
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from kvjax.client.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvjax.engine import Engine
+    from kvjax.policies.decode import DecodePolicy
+    from kvjax.sequences import CachedSequence
+    from kvjax.serving.session.stream import Run
+
+Waiting = tuple[Callable[[], object], Future]
+"""What a caller wants done when its turn comes, and where its result goes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """How much of a history is kept in the cache: the first `sinks` tokens, and the latest, together at most `tokens`.
+
+    Tokens are dropped in units, so that this happens seldom: what is kept then has to be prefilled again. How many are dropped depends only
+    on the length of the history, not on how it came in.
+    """
+
+    tokens: int
+    sinks: int
+
+    @property
+    def unit(self) -> int:
+        """Tokens dropped at once: a quarter of the window."""
+        return max(1, self.tokens // 4)
+
+    def dropped(self, length: int) -> int:
+        """Tokens after the sinks that a history of `length` tokens has lost."""
+        return max(0, -(-(length - self.tokens) // self.unit) * self.unit)
+
+
+def check_window(tokens: int | None, page_size: int) -> Window | None:
+    """The window of so many tokens; its sinks are the first page. ValueError if it is too small for both."""
+    if tokens is None:
+        return None
+    if tokens < 4 * page_size:
+        raise ValueError(f"window must be at least four pages, {4 * page_size} tokens, got {tokens}")
+    return Window(tokens, page_size)
+
+
+@dataclasses.dataclass(eq=False)
+class Record:
+    """One session.
+
+    history: all its tokens. sequence: holds the first of those that are kept, all written by prefill. dropped: tokens after the sinks that
+    the window has dropped. floor: the most tokens that were in the cache or dropped. run: the generation that runs, or whose caller has not
+    taken its end yet. waiting: calls that come after it. used: when a call last began or ended.
+    """
+
+    id: str
+    policy: DecodePolicy | None
+    sequence: CachedSequence
+    used: float
+    history: array.array = dataclasses.field(default_factory=lambda: array.array("i"))
+    dropped: int = 0
+    floor: int = 0
+    run: Run | None = None
+    waiting: collections.deque[Waiting] = dataclasses.field(default_factory=collections.deque)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call is under way."""
+        return self.run is None and not self.waiting
+
+    def kept(self, window: Window | None, since: int = 0) -> list[int]:
+        """The tokens that belong into the cache, from position `since` of the cache on."""
+        if not self.dropped:
+            return self.history[since:].tolist()
+        sinks = self.history[since : window.sinks]
+        return (sinks + self.history[max(since, window.sinks) + self.dropped :]).tolist()
+
+    def lacks(self, tokens: list[int], at: int | None) -> bool:
+        """Whether tokens are to be added to the history: False if they stand there from position `at` on already.
+
+        at: how long the caller takes the history to be; None: it does not say. InvalidArgument if it is longer or shorter.
+        """
+        length = len(self.history)
+        if at is not None and at != length:
+            if at < length and at + len(tokens) <= length and self.history[at : at + len(tokens)].tolist() == tokens:
+                return False
+            raise InvalidArgument(
+                f"the caller takes the history to have {at} tokens, but it has {length}: ask for the session's info, and go on from there",
+                field="at",
+            )
+        return True
+
+
+class Violation(Exception):
+    """An invariant does not hold. kind: "inv1", "inv2" or "inv3"."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+def check_invariants(engine: Engine, record: Record, expected: list[int], since: int = 0) -> None:
+    """Violation unless the session's cache holds what its history says. expected: the history's kept tokens from position `since` on.
+
+    INV-1: the sequence has as many tokens as its cache has positions, these are the expected ones, and every layer group holds the pages of
+    all positions that later queries read: of a group with a window, those from the window of the next token on. INV-2: positions never
+    become fewer, except where the window drops tokens.
+    """
+    sequence, kept = record.sequence, len(record.history) - record.dropped
+    length = sequence.length
+    if len(sequence.tokens) != length or length > kept:
+        raise Violation("inv1", f"the cache has {length} positions for {len(sequence.tokens)} tokens of a history of {kept}")
+    if sequence.tokens[since:] != expected[: max(0, length - since)]:
+        raise Violation("inv1", f"the cache holds other tokens than the history from position {since} on")
+    if sequence.suspended is None and length:
+        for group in engine.spec.groups:
+            pages = sequence.pages[group.name]
+            first = 0 if group.window is None else max(0, length - group.window) // group.page_size
+            last = -(-length // group.page_size)
+            if len(pages) < last or min(pages[first:last]) < 0:
+                raise Violation("inv1", f"layer group {group.name} lacks pages of {length} positions")
+    if record.dropped + length < record.floor:
+        raise Violation("inv2", f"the next position was {record.floor}, and is now {record.dropped + length}")
+    record.floor = record.dropped + length

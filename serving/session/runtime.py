@@ -1,0 +1,305 @@
+"""Sessions for any number of threads: `SessionRuntime`, and `Session`, through which one session is used.
+
+A thread of the runtime owns the engine. Calls of other threads go into a queue, which it empties between two steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from kvjax.checks import file_path, token_ids, whole_number
+from kvjax.client.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from kvjax.engine import Engine
+from kvjax.model import fingerprint
+from kvjax.policies.decode import DecodePolicy
+from kvjax.sampling import Sampling
+from kvjax.serving.session.core import Limits, SessionCore, SessionInfo
+from kvjax.serving.session.journal import Journal
+from kvjax.serving.session.records import Record, check_window
+from kvjax.serving.session.stream import Generation, Run
+
+logger = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 1.0
+"""How often idle sessions are looked at."""
+SHAPED = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "ignore_eos")
+SHAPED += ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""The fields of `kvjax.Sampling` that a generation takes: no text, and one sample."""
+
+
+class SessionRuntime:
+    """Sessions of one engine, for any number of threads.
+
+        runtime = kvjax.SessionRuntime(engine)
+        session = runtime.create([1, 2, 3])
+        for token in session.generate(max_new_tokens=20):
+            ...
+
+    The runtime owns the engine from here on: do not call it from elsewhere until `close`. A prefill policy that looks at several queries of
+    a chunk at once is refused (ValueError), because bits would depend on how a history was cut.
+
+    Args:
+        engine: the engine, with the decode policies that sessions may name.
+        capacity: sessions at once. At capacity, `create` ends the idle one that was used longest ago.
+        slots: generations that run at once, as in `kvjax.Scheduler`. It fixes the batch bucket, on which bits depend. Others wait.
+        max_gap_ms: as in `kvjax.Scheduler`.
+        idle_ttl_s: seconds after which an idle session ends.
+        demote_after_s: seconds after which the pages of an idle session are moved to host memory; None: only when others need the room.
+            They come back, with the same bits, when the session is used.
+        host_bytes: the most bytes of pages in host memory; None: no limit.
+        window: the most tokens of a history that stay in the cache when a generation begins; None: all of them, and a history that is too
+            long for the model or the pool is an error. The first page stays, and the oldest tokens after it are dropped, a quarter of the
+            window at a time; the rest is then prefilled again.
+        state: a folder in which histories are kept, so that sessions outlive the process (`kvjax.serving.session.journal`); None: nowhere.
+        observe: called in the runtime's thread with the name of a metric and a value (`kvjax.serving.session.metrics`).
+        clock: seconds, for what is idle.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        capacity: int = 64,
+        slots: int | None = None,
+        max_gap_ms: float | None = None,
+        idle_ttl_s: float = 1800.0,
+        demote_after_s: float | None = None,
+        host_bytes: int | None = None,
+        window: int | None = None,
+        state: str | Path | None = None,
+        observe: Callable[[str, float], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if not isinstance(engine, Engine):
+            raise TypeError(f"a runtime runs on an engine, got {type(engine).__name__}: SessionRuntime(Engine(model))")
+        if not engine.prefill_policy.queries_stand_alone:
+            raise ValueError(
+                f"prefill {engine.prefill_policy} looks at several queries of a chunk at once, so a session's bits would depend on how its "
+                "history came in: make the engine with dense prefill, or with another policy whose queries stand alone"
+            )
+        whole_number("capacity", capacity, 1)
+        limits = Limits(capacity, idle_ttl_s, demote_after_s, host_bytes, check_window(window, engine.page_size))
+        told = observe or (lambda name, value: None)
+        self.engine = engine
+        journal = None if state is None else Journal(file_path(state), fingerprint(engine.model))
+        options = {"slots": slots, "max_gap_ms": max_gap_ms, "observe": told, "clock": clock, "journal": journal}
+        self._core = SessionCore(engine, limits, **options)
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future] | None] = queue.SimpleQueue()
+        self._closing, self._drained_at = False, 0.0
+        self._thread = threading.Thread(target=self._loop, name="kvjax sessions", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"SessionRuntime({self.engine!r}, sessions={len(self._core.records)} of {self._core.limits.capacity})"
+
+    def __enter__(self) -> SessionRuntime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Events so far: sessions "closed", "evicted" and "failed"; "reason_close", "reason_ttl" and "reason_lru"; "demoted"; "truncated";
+        violations "inv1", "inv2" and "inv3". Those that never happened are left out."""
+        return dict(self._core.counts)
+
+    def create(self, tokens: Sequence[int] = (), *, policy: str | DecodePolicy | None = None, timeout: float | None = None) -> Session:
+        """A new session with an initial history of token ids, possibly none.
+
+        policy: its decode policy, or its name; None: the engine's. InvalidArgument for bad tokens or a policy that the engine lacks,
+        ResourceExhausted if every session is in the middle of a call, or the history can never fit. timeout: in seconds, as everywhere
+        here: DeadlineExceeded after it, and then nothing was done.
+        """
+        given = self._checked(tokens, least=0)
+        return Session(self, self._ask(lambda: self._core.create(given, policy), timeout).id)
+
+    def session(self, session_id: str) -> Session:
+        """The session of an id. Its methods raise SessionNotFound if there is none."""
+        return Session(self, session_id)
+
+    def gauges(self, timeout: float | None = None) -> dict[str, int]:
+        """What is there now: "sessions"; "generating", slots in use; "waiting", calls without a slot or behind others of their session;
+        "kv_live_bytes" of all sessions on the device; "host_bytes" of those that were demoted."""
+        return self._ask(self._core.gauges, timeout)
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """End the runtime: refuse new calls, let generations that run go on for up to `drain_s` seconds, and free everything."""
+        if not self._closing:
+            self._drained_at = time.monotonic() + drain_s
+            self._closing = True
+            self._calls.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # What sessions call
+
+    def _append(self, session_id: str, tokens: Sequence[int], at: int | None, timeout: float | None) -> int:
+        given = self._checked(tokens, least=1)
+        return self._ask_in_turn(session_id, lambda record: self._core.append(record, given, at), timeout)
+
+    def _generate(self, session_id: str, at: int | None, sampling: dict[str, Any]) -> Generation:
+        run = Run(session_id, checked_sampling(sampling), at)
+        future: Future = Future()
+        future.add_done_callback(lambda done: _tell_failure(run, done))
+        self._post(lambda: self._core.in_turn(session_id, lambda record: None if run.over else self._core.begin(record, run), future))
+        return Generation(run, self._conclude)
+
+    def _conclude(self, run: Run, keep: int, wait: bool) -> int:
+        """End a generation, as `SessionCore.conclude`. wait: False where nobody needs the result."""
+        if self._closing and not self._thread.is_alive():
+            return 0
+        future: Future = Future()
+        self._calls.put((lambda: self._core.conclude(run, keep), future))
+        try:
+            return self._result(future, None) if wait else 0
+        except Unavailable:  # the runtime was closed meanwhile, and has ended it
+            return 0
+
+    def _ask_in_turn(self, session_id: str, task: Callable[[Record], Any], timeout: float | None) -> Any:
+        future: Future = Future()
+        self._post(lambda: self._core.in_turn(session_id, task, future))
+        return self._result(future, timeout)
+
+    def _ask(self, task: Callable[[], Any], timeout: float | None) -> Any:
+        future: Future = Future()
+        self._post(task, future)
+        return self._result(future, timeout)
+
+    def _post(self, task: Callable[[], Any], future: Future | None = None) -> None:
+        if self._closing:
+            raise Unavailable("the runtime is closing")
+        if future is None:  # nobody waits for it
+            future = Future()
+            future.add_done_callback(_log_failure)
+        self._calls.put((task, future))
+
+    def _result(self, future: Future, timeout: float | None) -> Any:
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                return future.result(1.0 if until is None else max(0.0, min(1.0, until - time.monotonic())))
+            except TimeoutError:
+                if not self._thread.is_alive() and not future.done():
+                    raise Unavailable("the runtime was closed before it came to this call") from None
+                if until is not None and time.monotonic() >= until and future.cancel():
+                    raise DeadlineExceeded(f"the session was busy for {timeout:g} s; nothing was done") from None
+
+    def _checked(self, tokens: Sequence[int], least: int) -> list[int]:
+        try:
+            return [] if not least and len(tokens) == 0 else token_ids(tokens, self.engine.config.vocab_size)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise InvalidArgument(str(error), field="tokens") from None
+
+    # The runtime's thread
+
+    def _loop(self) -> None:
+        core, swept = self._core, time.monotonic()
+        try:
+            while not (self._closing and (core.quiet or time.monotonic() >= self._drained_at)):
+                self._answer(wait=core.scheduler.idle)
+                if not core.scheduler.idle:
+                    core.step()
+                if time.monotonic() - swept >= SWEEP_SECONDS:
+                    core.sweep()
+                    swept = time.monotonic()
+        finally:
+            self._closing = True
+            self._answer(wait=False)
+            core.end_all()
+
+    def _answer(self, *, wait: bool) -> None:
+        """Run the calls that have come in. wait: for the first one, until the next sweep."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get(timeout=SWEEP_SECONDS) if wait else self._calls.get_nowait()
+                wait = False
+                if call is not None:
+                    self._core.answer(*call)
+
+
+class Session:
+    """One session of a runtime. Any thread may use it; calls on the same session run in the order in which they came."""
+
+    def __init__(self, runtime: SessionRuntime, session_id: str):
+        self._runtime, self.id = runtime, session_id
+
+    def __repr__(self) -> str:
+        return f"Session({self.id!r})"
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def append(self, tokens: Sequence[int], *, at: int | None = None, timeout: float | None = None) -> int:
+        """Add token ids to the history, and return its length. They are prefilled by the next `generate`.
+
+        at: how long the caller takes the history to be; InvalidArgument if it is not, unless these very tokens already stand there, so that
+        a call whose answer was lost can be repeated. Waits for a generation of the session.
+        """
+        return self._runtime._append(self.id, tokens, at, timeout)
+
+    def generate(self, *, at: int | None = None, **sampling: Any) -> Generation:
+        """Generate tokens, as an iterator of ids; a second call waits for the first one to end.
+
+        sampling: fields of `kvjax.Sampling` but those about text: max_new_tokens, temperature, seed and so on. at: as in `append`. The
+        tokens join the history when the iteration ends, or as many as were iterated over when it is broken off.
+        """
+        return self._runtime._generate(self.id, at, sampling)
+
+    def fork(self, *, timeout: float | None = None) -> Session:
+        """A second session with the same history. Sealed pages are shared, and nothing is prefilled again."""
+        runtime = self._runtime
+        return Session(runtime, runtime._ask_in_turn(self.id, runtime._core.fork, timeout).id)
+
+    def info(self, *, timeout: float | None = None) -> SessionInfo:
+        """What is known of the session. Does not wait for its generation."""
+        core = self._runtime._core
+        return self._runtime._ask(lambda: core.info(core.find(self.id)), timeout)
+
+    def demote(self, *, timeout: float | None = None) -> None:
+        """Move the session's pages to host memory now. They come back, with the same bits, when it is used."""
+        self._runtime._ask_in_turn(self.id, self._runtime._core.demote, timeout)
+
+    def audit(self, *, timeout: float | None = None) -> None:
+        """Prefill the session's cache once more beside it, and compare the next token's logits bit by bit. FailedPrecondition, and the
+        session is closed, if they differ (INV-3). Other sessions wait meanwhile."""
+        self._runtime._ask_in_turn(self.id, self._runtime._core.audit, timeout)
+
+    def close(self, *, timeout: float | None = None) -> None:
+        """End the session, and free its pages. A generation that runs ends with the error Cancelled."""
+        core = self._runtime._core
+        self._runtime._ask(lambda: core.end(core.find(self.id), "close"), timeout)
+
+
+def checked_sampling(fields: dict[str, Any]) -> Sampling:
+    """The sampling of a generation. InvalidArgument names the field."""
+    for name in fields:
+        if name not in SHAPED:
+            raise InvalidArgument(f"there is no {name!r} in a generation: its fields are {', '.join(SHAPED)}", field=name)
+    try:
+        return Sampling(**fields)
+    except (ValueError, TypeError, OverflowError) as error:
+        field = next((name for name in fields if name in str(error)), "")
+        raise InvalidArgument(str(error), field=field) from None
+
+
+def _log_failure(future: Future) -> None:
+    if future.exception() is not None:
+        logger.error("a call failed in the runtime's thread", exc_info=future.exception())
+
+
+def _tell_failure(run: Run, future: Future) -> None:
+    """A generation that could not begin ends with that error."""
+    if not future.cancelled() and (error := future.exception()) is not None:
+        run.end("error", error)

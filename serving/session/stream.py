@@ -1,0 +1,134 @@
+"""One generation of a session: the tokens as they come, for the thread that asked for them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from kvjax.client.errors import DeadlineExceeded
+
+if TYPE_CHECKING:
+    from kvjax.sampling import Sampling
+    from kvjax.scheduler import Handle
+
+END = object()
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """What the runtime knows of a generation. events: token ids, then END. admitted: when the scheduler turned to it."""
+
+    session_id: str
+    sampling: Sampling
+    at: int | None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    events: queue.SimpleQueue = dataclasses.field(default_factory=queue.SimpleQueue)
+    handle: Handle | None = None
+    finish_reason: str | None = None
+    error: BaseException | None = None
+    prefill_tokens: int = 0
+    dropped_tokens: int = 0
+    asked: float = dataclasses.field(default_factory=time.monotonic)
+    admitted: float | None = None
+    latest: float | None = None
+    over: bool = False
+
+    def end(self, reason: str | None, error: BaseException | None = None) -> None:
+        """No more tokens come."""
+        if not self.over:
+            self.over, self.finish_reason, self.error = True, reason, error
+            self.events.put(END)
+
+
+class Generation:
+    """The tokens of one `Session.generate`, as an iterator of ids.
+
+    A token that was iterated over joins the session's history: all of them at the end; where the caller stops early, by `break` or
+    `cancel`, those so far. history_tokens: length of the history, once it has ended.
+    """
+
+    def __init__(self, run: Run, conclude: Callable[[Run, int, bool], int]):
+        self._run, self._conclude = run, conclude
+        self.kept_if_broken: int | None = None
+        """How many tokens join the history if it does not end by itself; None: those that were iterated over. 0 for a caller who does not
+        know which of them arrived."""
+        self._taken = self.history_tokens = 0
+        self._closed = False
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop" (the last token is a stop token), "length", or "cancelled"; None until it has ended."""
+        return self._run.finish_reason if self._closed else None
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens that had to be prefilled before the first; known with the first token."""
+        return self._run.prefill_tokens
+
+    @property
+    def dropped_tokens(self) -> int:
+        """How many tokens of the history the window dropped at this call; known with the first token."""
+        return self._run.dropped_tokens
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            while (token := self.token()) is not None:
+                yield token
+        finally:
+            self.cancel()
+
+    def __next__(self) -> int:
+        token = self.token()
+        if token is None:
+            raise StopIteration
+        return token
+
+    def __del__(self):
+        if not self._closed:
+            with contextlib.suppress(Exception):  # the interpreter may be ending
+                self._conclude(self._run, self._so_far, False)
+
+    def token(self, timeout: float | None = None) -> int | None:
+        """Wait for the next token; None at the end, when all of them have joined the history.
+
+        Raises what the generation ended with, and DeadlineExceeded after `timeout` seconds, which does not end it.
+        """
+        if self._closed:
+            return None
+        try:
+            event = self._run.events.get(timeout=timeout)
+        except queue.Empty:
+            raise DeadlineExceeded(f"no token came within {timeout:g} s") from None
+        if event is not END:
+            self._taken += 1
+            return event
+        self.cancel(self._taken if self._run.error is None else self._so_far)
+        if self._run.error is not None:
+            raise self._run.error
+        return None
+
+    def cancel(self, keep: int | None = None) -> None:
+        """End it within a step, and free what it holds. keep: how many tokens stay in the history; None: those that were iterated over."""
+        if not self._closed:
+            self._closed = True
+            self.history_tokens = self._conclude(self._run, self._so_far if keep is None else keep, True)
+
+    @property
+    def _so_far(self) -> int:
+        return self._taken if self.kept_if_broken is None else self.kept_if_broken
+
+    def ready(self) -> list[int]:
+        """Wait for the next token, and return it with those that have come meanwhile; [] at the end. Raises as `token`."""
+        token, found = self.token(), []
+        while token is not None:
+            found.append(token)
+            token = None if self._run.events.empty() or len(self._run.tokens) == self._taken else self.token()
+        return found
+
+    def stop(self) -> None:
+        """Let it end within a step, from any thread. Who waits for a token then gets the error Cancelled."""
+        self._conclude(self._run, -1, False)

@@ -1,0 +1,500 @@
+"""The server and the Python clients, over a free loopback port."""
+
+import asyncio
+import contextlib
+import io
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from tiny_models import VOCAB, make_model
+
+from kvjax import Engine, SessionRuntime
+from kvjax.client import (
+    AsyncClient,
+    Cancelled,
+    Client,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    SessionNotFound,
+    Unauthenticated,
+    Unavailable,
+    chat,
+    from_openai_messages,
+    tokens_for_chat,
+)
+from kvjax.client.wire import SERVICE, protocol
+from kvjax.serving.session.metrics import Metrics
+from kvjax.serving.session.server import Server, ServerOptions
+
+PAGES, PAGE, CHUNK = 48, 16, 32
+TEXT = np.random.default_rng(0).integers(0, VOCAB, 200).tolist()
+TOKEN = "a-token-of-the-tests"
+WAIT = 60.0
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(make_model(), "dense", policies=["quest:2"], pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(4,))
+
+
+@contextlib.contextmanager
+def serving(engine, **options):
+    """A server; nothing is left of its sessions afterwards."""
+    metrics = Metrics()
+    runtime = SessionRuntime(engine, slots=4, capacity=8, observe=metrics.observe)
+    server = Server(runtime, metrics, ServerOptions(port=0, **options))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop(drain_s=0.0)
+        assert engine.allocators["full"].free == PAGES
+        assert not engine.sequences
+        assert not {name for name in runtime.counts if name.startswith("inv")}
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with serving(engine, http_port=0, max_new_tokens=300, max_tokens=150) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def sessions_end_with_their_test(request):
+    yield
+    if "server" in request.fixturenames:
+        runtime = request.getfixturevalue("server").runtime
+        for session_id in list(runtime._core.records):
+            runtime.session(session_id).close()
+
+
+@pytest.fixture
+def client(server):
+    with Client(f"127.0.0.1:{server.port}", timeout_s=WAIT) as made:
+        yield made
+
+
+def until(condition):
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def quiet(server):
+    """Nothing runs, and no page is held by a generation."""
+    gauges = server.runtime.gauges()
+    return not gauges["generating"] and not gauges["waiting"]
+
+
+def test_a_conversation_through_the_client_is_the_one_in_process(client, server):
+    with client.create_session(TEXT[:40]) as session:
+        inside = server.runtime.create(TEXT[:40])
+        for turn in range(3):
+            stream = session.generate(max_new_tokens=6, temperature=1.0, seed=turn, stop_token_ids=())
+            tokens = list(stream)
+            assert tokens == list(inside.generate(max_new_tokens=6, temperature=1.0, seed=turn, stop_token_ids=()))
+            assert (stream.finish_reason, stream.history_tokens) == ("length", session.length)
+            assert session.append([turn, 5]) == inside.append([turn, 5])
+        child = session.fork()
+        assert list(child.generate(max_new_tokens=3)) == list(session.generate(max_new_tokens=3))
+        assert session.info().history_tokens == session.length == client.session(session.id).length
+        inside.close()
+        child.close()
+    with pytest.raises(SessionNotFound) as caught:
+        session.info()
+    assert caught.value.reason == "close"
+
+
+def test_the_asynchronous_client(server):
+    async def talk():
+        async with AsyncClient(f"127.0.0.1:{server.port}", timeout_s=WAIT) as client, await client.create_session(TEXT[:40]) as session:
+            await session.append([7])
+            other = await session.fork()
+            both = [[token async for token in each.generate(max_new_tokens=5, stop_token_ids=())] for each in (session, other)]
+            async with contextlib.aclosing(other.generate(max_new_tokens=200, stop_token_ids=())) as tokens:
+                async for _ in tokens:
+                    break
+            with pytest.raises(InvalidArgument):
+                await other.append([VOCAB])
+            return both, (await other.info()).history_tokens, other.length
+
+    both, known, length = asyncio.run(talk())
+    assert both[0] == both[1]
+    assert known == length > 46
+
+
+def test_errors_carry_status_field_and_reason(client):
+    session = client.create_session()
+    for call, kind, field in (
+        (lambda: client.create_session([VOCAB]), InvalidArgument, "tokens"),
+        (lambda: client.create_session([-1]), InvalidArgument, "token_ids"),
+        (lambda: client.create_session(policy="top:32"), InvalidArgument, "policy"),
+        (lambda: client.create_session([1] * 151), ResourceExhausted, ""),
+        (lambda: list(session.generate(max_new_tokens=301)), InvalidArgument, "max_new_tokens"),
+        (lambda: list(session.generate(temperature=-1.0)), InvalidArgument, "temperature"),
+        (lambda: list(session.generate(stop=("a",))), InvalidArgument, "stop"),
+        (lambda: list(session.generate()), FailedPrecondition, ""),
+        (lambda: client.session("f" * 32), SessionNotFound, ""),
+    ):
+        with pytest.raises(kind) as caught:
+            call()
+        assert caught.value.field == field
+    again = client.session(session.id)
+    session.append([1, 2])
+    with pytest.raises(InvalidArgument, match="has 2"):
+        again.append([3])  # it does not know of them
+    assert again.append([1, 2]) == 2  # the same call once more, as after a lost answer
+    session.close()
+
+
+def test_cancellation_and_deadlines_free_the_slot(client, server):
+    session = client.create_session(TEXT[:20])
+    for taken, _ in enumerate(session.generate(max_new_tokens=300, stop_token_ids=()), 1):
+        if taken == 2:
+            break
+    assert session.length == session.info().history_tokens >= 22
+    before = session.length
+    with pytest.raises(DeadlineExceeded):
+        list(session.generate(max_new_tokens=300, stop_token_ids=(), timeout=0.15))
+    until(lambda: quiet(server))
+    assert session.info().history_tokens == before
+    session.close()
+
+
+def test_converse_appends_generates_and_stops(client, server):
+    types, session = protocol(), client.create_session(TEXT[:20])
+    channel = grpc.insecure_channel(f"127.0.0.1:{server.port}")
+    method = types.methods["Converse"]
+    call = channel.stream_stream(
+        method.path, request_serializer=method.request.SerializeToString, response_deserializer=method.response.FromString
+    )
+    wanted, heard = threading.Semaphore(0), []
+
+    def requests():
+        yield types.ConverseRequest(session_id=session.id, append=types.Append(token_ids=[1, 2, 3]))
+        yield types.ConverseRequest(generate=types.Start(sampling=types.Sampling(max_new_tokens=4, stop_tokens=types.StopTokens())))
+        yield types.ConverseRequest(generate=types.Start(sampling=types.Sampling(max_new_tokens=290, stop_tokens=types.StopTokens())))
+        wanted.acquire()
+        yield types.ConverseRequest(stop=types.Stop(keep=1))
+
+    finished = []
+    for response in call(requests(), timeout=WAIT):
+        event = response.WhichOneof("event")
+        heard.append(event)
+        if event == "finished":
+            finished.append((response.finished.reason, response.finished.history_tokens))
+        elif event == "tokens" and len(finished) == 1:
+            wanted.release()
+    assert heard[0] == "appended"
+    assert finished[0] == (types.FINISH_REASON_LENGTH, 27)
+    assert finished[1] == (types.FINISH_REASON_CANCELLED, 28)
+    channel.close()
+    session.close()
+
+
+def test_a_connection_cut_at_any_message_leaves_nothing_running(client, server):
+    session = client.create_session(TEXT[:30])
+    for number in range(6):
+        cut = grpc.insecure_channel(f"127.0.0.1:{server.port}", options=[("grpc.use_local_subchannel_pool", 1)])
+        method = protocol().methods["Generate"]
+        call = cut.unary_stream(
+            method.path, request_serializer=method.request.SerializeToString, response_deserializer=method.response.FromString
+        )
+        sampling = protocol().Sampling(max_new_tokens=300, stop_tokens=protocol().StopTokens())
+        stream = call(protocol().GenerateRequest(session_id=session.id, sampling=sampling))
+        for _ in range(number):
+            next(stream)
+        cut.close()
+    until(lambda: quiet(server))
+    assert session.info().history_tokens == 30
+    session.close()
+
+
+def malformed(random_bytes, types, session_id):
+    """Bytes that are no message, and messages whose fields make no sense."""
+    yield random_bytes(40)
+    yield b"\xff" * 100
+    yield types.AppendTokensRequest(session_id="x" * 5000, token_ids=[1]).SerializeToString()
+    yield types.AppendTokensRequest(session_id=session_id, token_ids=[2**32 - 1], at=2**64 - 1).SerializeToString()
+    yield types.GenerateRequest(session_id=session_id, sampling=types.Sampling(temperature=float("nan"))).SerializeToString()
+    yield types.GenerateRequest(session_id=session_id, sampling=types.Sampling(max_new_tokens=2**32 - 1)).SerializeToString()
+    yield types.GenerateRequest(session_id=session_id, sampling=types.Sampling(top_p=-1.0, seed=2**32 - 1)).SerializeToString()
+    yield types.CreateSessionRequest(policy="\0" * 200, history_mode=77).SerializeToString()
+    yield types.ConverseRequest(session_id=session_id).SerializeToString()
+
+
+def hostile(client, server, rounds):
+    """Send nonsense to every call; the server answers all of it with an error or, where it makes sense after all, a result."""
+    types, session = protocol(), client.create_session(TEXT[:30])
+    expected = list(session.fork().generate(max_new_tokens=5, stop_token_ids=()))
+    channel, source = grpc.insecure_channel(f"127.0.0.1:{server.port}"), random.Random(0)
+    sent = refused = 0
+    codes = set()
+    for _ in range(rounds):
+        for name, method in types.methods.items():
+            kind = {(False, False): channel.unary_unary, (False, True): channel.unary_stream, (True, True): channel.stream_stream}
+            call = kind[method.streams](method.path)
+            for content in malformed(source.randbytes, types, session.id):
+                sent += 1
+                try:
+                    if method.streams[0]:
+                        list(call(iter([content]), timeout=WAIT))
+                    elif method.streams[1]:
+                        list(call(content, timeout=WAIT))
+                    elif name not in ("CloseSession", "ForkSession"):
+                        call(content, timeout=WAIT)
+                except grpc.RpcError as error:
+                    refused += 1
+                    codes.add(error.code().name)
+    channel.close()
+    until(lambda: quiet(server))
+    assert refused > sent / 3
+    assert not codes & {"DEADLINE_EXCEEDED", "UNAVAILABLE"}
+    mine = client.create_session(TEXT[:30])
+    assert list(mine.generate(max_new_tokens=5, stop_token_ids=())) == expected
+
+
+def test_malformed_calls_leave_the_server_answering(client, server):
+    hostile(client, server, 1)
+
+
+@pytest.mark.long
+def test_ten_thousand_malformed_calls(client, server):
+    hostile(client, server, 160)
+
+
+def test_tokens_limits_and_addresses(engine):
+    with pytest.raises(ValueError, match="must carry a bearer token"):
+        ServerOptions(host="0.0.0.0")
+    with pytest.raises(ValueError, match="16 characters"):
+        ServerOptions(tokens=("short",))
+    with serving(engine, tokens=(TOKEN,), calls_per_second=0.5, http_port=0) as server:
+        address = f"127.0.0.1:{server.port}"
+        for wrong in (None, "b" * 20, TOKEN[:-1]):
+            with Client(address, token=wrong) as client, pytest.raises(Unauthenticated):
+                client.create_session()
+        with Client(address, token=TOKEN) as client:
+            with pytest.raises(ResourceExhausted) as caught:
+                [client.create_session() for _ in range(9)]
+            assert caught.value.reason == "rate"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics")
+        assert refused.value.code == 401
+
+
+def test_metrics_health_and_reflection(client, server):
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+    with client.create_session(TEXT[:20]) as session:
+        list(session.generate(max_new_tokens=3, stop_token_ids=()))
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics") as page:
+            text = page.read().decode()
+    for line in (
+        "session_active ",
+        'session_total{outcome="evicted"} ',
+        "session_kv_live_bytes ",
+        "session_history_tokens_count ",
+        "generate_prefill_tokens_sum ",
+        "generate_prefill_duration_seconds_count ",
+        'cache_invariant_violations_total{kind="inv1"} 0.0',
+        'session_evicted_total{reason="lru"} ',
+        "time_to_first_token_seconds_count ",
+        "token_gap_seconds_bucket",
+        'rpc_total{code="OK",method="Generate"} ',
+    ):
+        assert line in text
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/healthz") as page:
+        assert page.read() == b"ok\n"
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        status = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert status.status == health_pb2.HealthCheckResponse.SERVING
+        assert SERVICE in ProtoReflectionDescriptorDatabase(channel).get_services()
+
+
+def test_logs_hold_no_tokens(client, server, caplog):
+    with caplog.at_level(logging.INFO, "kvjax.server"), client.create_session([31, 41, 59]) as session:
+        session.append([26])
+    until(lambda: len(caplog.records) >= 3)
+    for record in caplog.records:
+        fields = json.loads(record.getMessage())
+        assert set(fields) <= {"call", "code", "session", "seconds", "error", "field", "reason"}
+        assert len(fields["session"]) <= 8
+
+
+def test_a_restarted_server_is_found_again(engine):
+    with serving(engine) as first:
+        client = Client(f"127.0.0.1:{first.port}", timeout_s=WAIT)
+        session, port = client.create_session(TEXT[:20]), first.port
+    with pytest.raises(Unavailable):
+        client.create_session()
+
+    class Late(threading.Thread):
+        def run(self):
+            time.sleep(0.3)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self.again())
+                ready.wait(WAIT)
+
+        @contextlib.contextmanager
+        def again(self):
+            metrics = Metrics()
+            runtime = SessionRuntime(engine, slots=4)
+            server = Server(runtime, metrics, ServerOptions(port=port))
+            server.start()
+            yield
+            server.stop(0.0)
+
+    ready, late = threading.Event(), Late()
+    late.start()
+    try:
+        with pytest.raises(SessionNotFound) as caught:  # after repetitions, while there was no server
+            session.append([1])
+        assert caught.value.reason == "unknown"
+    finally:
+        ready.set()
+        late.join()
+        client.close()
+
+
+QWEN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""How Qwen3's template treats think blocks."""
+
+
+def character_tokenizer():
+    """A token for each printable character, and two that mark turns."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {chr(code): code - 32 for code in range(32, 127)} | {"\n": 95, "<unk>": 96, "<|im_end|>": 97, "<|im_start|>": 98}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    options = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"], "unk_token": "<unk>", "chat_template": QWEN}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **options)
+
+
+def test_the_chat_prints_what_the_session_says(server, monkeypatch, capsys):
+    tokenizer = character_tokenizer()
+    monkeypatch.setattr(chat, "load_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\nMore\n"))
+    assert chat.main(["--address", f"127.0.0.1:{server.port}", "--max-new-tokens", "5"]) == 0
+    ids, expected = [], []
+    for line in ("Hello", "More"):
+        ids += tokenizer(line)["input_ids"]
+        answer = list(server.runtime.create(ids).generate(max_new_tokens=5))
+        ids, expected = ids + answer, [*expected, tokenizer.decode(answer, skip_special_tokens=True)]
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"Hello{'~' * 200}\n"))
+    assert chat.main(["--address", f"127.0.0.1:{server.port}"]) == 1
+    assert "limit of 150" in capsys.readouterr().err
+
+
+def test_chat_templates_turn_by_turn():
+    tokenizer = character_tokenizer()
+    user, answer, second = ({"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "Yes"), ("user", "So?")))
+    first = tokens_for_chat([user], tokenizer, enable_thinking=False)
+    again = from_openai_messages([user, answer, second], tokenizer, enable_thinking=False)
+    assert again[: len(first)] != first  # the hazard: the think block is not rendered again
+    more = tokens_for_chat([second], tokenizer, after=[user, answer], enable_thinking=False)
+    session = tokenizer.decode([*first, *tokenizer("Yes<|im_end|>")["input_ids"], *more])
+    head, tail = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", "Yes<|im_end|>\n"
+    assert session == head.format("Hi") + tail + head.format("So?")
+    cut = tokens_for_chat([second], tokenizer, after=[user, answer], stopped=False, enable_thinking=False)
+    assert cut[0] == 97
+    assert cut[1:] == more
+
+
+def test_the_committed_description_is_that_of_the_proto_file(tmp_path):
+    from importlib import resources
+
+    from google.protobuf.descriptor_pb2 import FileDescriptorSet
+
+    tool = Path(__file__).parents[2] / "tools" / "make_protocol.py"
+    subprocess.run([sys.executable, str(tool), str(tmp_path / "made")], check=True)
+    committed = resources.files("kvjax.client").joinpath("runtime.binpb").read_bytes()
+    assert FileDescriptorSet.FromString((tmp_path / "made").read_bytes()) == FileDescriptorSet.FromString(committed)
+
+
+def kills(folder, rounds):
+    """Kill a server again and again while a client talks to it. What was acknowledged is there afterwards; the client's own record of the
+    history is the truth, with at most one more call that was done but not answered."""
+    source, session_id, history, acknowledged = random.Random(0), None, [], 0
+    for number in range(rounds):
+        with subprocess.Popen([sys.executable, str(KILLED), str(folder)], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+            try:
+                port = process.stdout.readline().strip()
+                with Client(f"127.0.0.1:{port}", timeout_s=WAIT, retries=0) as client:
+                    session = client.create_session() if session_id is None else client.session(session_id)
+                    if session.length > len(history):  # done, but the answer was lost: appended, or generated with this seed
+                        assert session.length - len(history) in (2, 3)
+                        session.close()
+                        session = client.create_session(history)
+                    assert session.length == len(history), number
+                    if len(history) > 300:  # longer ones would not fit
+                        session.close()
+                        session, history = client.create_session(), []
+                    session_id, killer = session.id, threading.Timer(source.uniform(0.0, 0.3), process.kill)
+                    with contextlib.suppress(Unavailable, Cancelled):
+                        while True:
+                            session.append([number % VOCAB, 7])
+                            history += [number % VOCAB, 7]
+                            history += list(session.generate(max_new_tokens=3, stop_token_ids=()))
+                            acknowledged += 5
+                            if killer.ident is None:  # programs are compiled from here on
+                                killer.start()
+                            if len(history) > 600:
+                                break
+                    killer.join()
+            finally:
+                process.kill()
+    return acknowledged
+
+
+KILLED = Path(__file__).with_name("killed_server.py")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+
+
+@pytest.mark.long
+def test_a_hundred_kills_lose_no_acknowledged_token(tmp_path):
+    assert kills(tmp_path, 100) > 500
+
+
+@pytest.mark.long
+def test_two_terminals_are_enough():
+    """`kvjax serve` and the chat, as processes; SIGTERM ends the server well."""
+    serve = [sys.executable, "-m", "kvjax.serving.cli", "serve", "--model", "needle", "--policy", "top:8", "--port", "0", "--pages", "64"]
+    with subprocess.Popen([*serve, "--max-batch", "1"], stderr=subprocess.PIPE, text=True) as server:
+        try:
+            port = next(line for line in server.stderr if line.startswith("listening")).split(":")[-1].strip()
+            command = [sys.executable, "-m", "kvjax.client.chat", "--address", f"127.0.0.1:{port}", "--stop", ".", "--max-new-tokens", "8"]
+            lines = "The pass key for golden river is 48213.\nQuestion: what was the pass key? Answer: The pass key for golden river is\n"
+            talked = subprocess.run(command, input=lines, capture_output=True, text=True, check=True, timeout=200)
+            server.send_signal(signal.SIGTERM)
+            logged = server.stderr.read()
+            assert server.wait(WAIT) == 0, logged
+        finally:
+            server.kill()
+    assert "48213" in talked.stdout.splitlines()[-1]
+    assert "golden" not in logged
+    assert '"call": "Generate", "code": "OK"' in logged

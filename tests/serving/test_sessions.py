@@ -1,0 +1,348 @@
+"""Sessions in process: bits that do not depend on how a history came in, turns, errors, and what is freed."""
+
+import itertools
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+from tiny_models import VOCAB, make_family, make_model
+
+from kvjax import Engine, SessionRuntime, TopBlocks
+from kvjax.client.errors import Cancelled, DeadlineExceeded, FailedPrecondition, InvalidArgument, ResourceExhausted, SessionNotFound
+from kvjax.serving.session.records import Record, Violation, Window, check_invariants
+
+PAGES, PAGE, CHUNK = 48, 16, 32
+TOP = TopBlocks(k=1, sink=1, local=1, block_size=PAGE)  # reads 48 keys
+TEXT = np.random.default_rng(0).integers(0, VOCAB, 200).tolist()
+WAIT = 60.0
+
+pytestmark = pytest.mark.bits
+
+
+def make_engine(model):
+    return Engine(model, "dense", policies=[TOP], pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(4,))
+
+
+def free_pages(engine):
+    return {name: each.free for name, each in engine.allocators.items()}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine(make_model())
+
+
+@pytest.fixture
+def runtime(engine):
+    """A runtime whose sessions leave nothing behind."""
+    before = free_pages(engine)
+    with SessionRuntime(engine, slots=4, capacity=8) as used:
+        yield used
+        assert not {kind for kind in used.counts if kind.startswith("inv")} - getattr(used, "expected", set())
+    assert (free_pages(engine), engine.sequences, dict(engine._runs)) == (before, set(), {})
+
+
+def said(session, count=5, **sampling):
+    return list(session.generate(max_new_tokens=count, stop_token_ids=(), **sampling))
+
+
+@pytest.mark.parametrize("policy", [None, TOP], ids=["dense", "top"])
+def test_bits_do_not_depend_on_the_way(runtime, policy):
+    check_ways(runtime, TEXT[:90], policy)
+
+
+def check_ways(runtime, tokens, policy):
+    """At least five ways lead to the same tokens: at once, one append, one by one, cut by prefills, forked, demoted, in company."""
+    expected = said(runtime.create(tokens, policy=policy), temperature=1.0, seed=11)
+    made = {"at once": runtime.create(tokens, policy=policy), "one append": runtime.create(policy=policy)}
+    made["one append"].append(tokens)
+    made["one by one"] = runtime.create(policy=policy)
+    for token in tokens:
+        made["one by one"].append([token])
+    cut = made["cut"] = runtime.create(tokens[:5], policy=policy)  # each generation prefills what there is, and leaves nothing behind
+    borders = [*(each for each in (5, 21, 50, 66) if each < len(tokens)), len(tokens)]
+    for first, last in itertools.pairwise(borders):
+        stopped = cut.generate(max_new_tokens=4)
+        next(stopped)
+        stopped.cancel(keep=0)
+        cut.append(tokens[first:last])
+    made["forked"] = cut.fork()
+    demoted = made["demoted"] = cut.fork()
+    demoted.generate(max_new_tokens=1).cancel(keep=0)
+    demoted.demote()
+    assert demoted.info().demoted or not demoted.info().cached_tokens
+    for name, session in made.items():
+        assert said(session, temperature=1.0, seed=11) == expected, name
+        session.close()
+    company = [runtime.create(TEXT[number : 60 + number], policy=policy) for number in range(3)]
+    streams = [each.generate(max_new_tokens=12, stop_token_ids=()) for each in company]
+    assert said(runtime.create(tokens, policy=policy), temperature=1.0, seed=11) == expected
+    assert all(len(list(stream)) == 12 for stream in streams)
+
+
+def test_turns_equal_one_append_of_the_same_ids(runtime):
+    """The exact mode: what was generated is prefilled, so it has the bits that a client's own tokens have."""
+    turns, ids = runtime.create(TEXT[:40]), TEXT[:40]
+    for number in range(3):
+        ids = ids + said(turns, 7, seed=number, temperature=1.0) + TEXT[40 + 9 * number : 49 + 9 * number]
+        turns.append(ids[-9:])
+    whole = runtime.create()
+    whole.append(ids)
+    assert said(whole, 8) == said(turns, 8)
+    turns.audit()
+    assert turns.info().cached_tokens == len(ids)
+
+
+def test_nothing_is_prefilled_twice(engine):
+    seen = []
+    with SessionRuntime(engine, slots=4, observe=lambda name, value: seen.append((name, value))) as runtime:
+        session = runtime.create(TEXT[:70])
+        first = session.generate(max_new_tokens=4, stop_token_ids=())
+        assert (len(list(first)), first.prefill_tokens, first.finish_reason, first.history_tokens) == (4, 70, "length", 74)
+        session.append(TEXT[70:75])
+        second = session.generate(max_new_tokens=4, stop_token_ids=())
+        assert (len(list(second)), second.prefill_tokens) == (4, 9)  # the four generated tokens, and the five appended ones
+    assert [value for name, value in seen if name == "generate_prefill_tokens"] == [70, 9]
+    assert sum(name == "token_gap_seconds" for name, _ in seen) == 6
+
+
+def test_breaking_off_keeps_what_was_taken(runtime):
+    session = runtime.create(TEXT[:20])
+    for taken, _ in enumerate(session.generate(max_new_tokens=200, stop_token_ids=()), 1):
+        if taken == 3:
+            break
+    assert session.info().history_tokens == 23
+    assert not session.info().generating
+    stream = session.generate(max_new_tokens=200, stop_token_ids=())
+    stream.kept_if_broken = 0
+    next(stream)
+    stream.stop()  # as a server does when the connection is cut
+    with pytest.raises(Cancelled):
+        list(stream)
+    assert session.info().history_tokens == 23
+    dropped = session.generate(max_new_tokens=200, stop_token_ids=())
+    next(dropped)
+    del dropped
+    assert session.append([1]) == 25
+
+
+def test_calls_of_a_session_wait_for_its_generation(runtime):
+    session, other = runtime.create(TEXT[:20]), runtime.create(TEXT[:20])
+    first, second = (session.generate(max_new_tokens=5, stop_token_ids=()) for _ in range(2))
+    with pytest.raises(DeadlineExceeded, match="nothing was done"):
+        session.append([1], timeout=0.05)
+    assert len(said(other)) == 5
+    with pytest.raises(DeadlineExceeded):
+        second.token(timeout=0.05)
+    appended = threading.Thread(target=lambda: session.append([1, 2]))
+    appended.start()
+    one, two = list(first), list(second)
+    appended.join()
+    assert session.info().history_tokens == 32
+    assert said(runtime.create([*TEXT[:20], *one])) == two
+
+
+def test_errors_are_typed_and_name_the_field(runtime):
+    session = runtime.create()
+    for call, kind, field in (
+        (lambda: session.append([VOCAB]), InvalidArgument, "tokens"),
+        (lambda: session.append([]), InvalidArgument, "tokens"),
+        (lambda: session.append("text"), InvalidArgument, "tokens"),
+        (lambda: session.append([1], at=4), InvalidArgument, "at"),
+        (lambda: session.generate(max_new_tokens=0), InvalidArgument, "max_new_tokens"),
+        (lambda: session.generate(temperature=-1.0), InvalidArgument, "temperature"),
+        (lambda: session.generate(stop=("a",)), InvalidArgument, "stop"),
+        (lambda: runtime.create(policy="top:32"), InvalidArgument, "policy"),
+        (lambda: list(session.generate()), FailedPrecondition, ""),
+        (lambda: runtime.create(TEXT * 20), ResourceExhausted, ""),
+        (lambda: runtime.session("0" * 32).info(), SessionNotFound, ""),
+    ):
+        with pytest.raises(kind) as caught:
+            call()
+        assert caught.value.field == field
+    session.append([1, 2], at=0)
+    assert session.append([1, 2], at=0) == 2  # the same call again, whose answer was lost
+    with pytest.raises(InvalidArgument):
+        session.append([1, 3], at=0)
+    with pytest.raises(InvalidArgument):
+        list(session.generate(at=1))
+    assert session.info().history_tokens == 2
+
+
+def test_sessions_end_by_close_by_time_and_at_capacity(engine):
+    now = [0.0]
+    with SessionRuntime(engine, slots=4, capacity=2, idle_ttl_s=100.0, clock=lambda: now[0]) as runtime:
+        first, second = runtime.create(TEXT[:20]), runtime.create(TEXT[:20])
+        stream = first.generate(max_new_tokens=300, stop_token_ids=())
+        next(stream)
+        third = runtime.create()  # `first` is in the middle of a call, though it was used longest ago
+        with pytest.raises(SessionNotFound) as caught:
+            second.append([1])
+        assert caught.value.reason == "lru"
+        waiting = third.generate(max_new_tokens=1)
+        with pytest.raises(FailedPrecondition):
+            list(waiting)
+        first.close()
+        with pytest.raises(Cancelled):
+            list(stream)
+        now[0] = 101.0
+        until = time.monotonic() + WAIT
+        while runtime.counts.get("reason_ttl", 0) < 1 and time.monotonic() < until:
+            time.sleep(0.05)
+        with pytest.raises(SessionNotFound) as caught:
+            third.info()
+        assert caught.value.reason == "ttl"
+        assert {key: value for key, value in runtime.counts.items() if key in ("closed", "evicted")} == {"closed": 1, "evicted": 2}
+        assert free_pages(engine)["full"] == PAGES
+
+
+def test_idle_sessions_are_demoted_when_pages_run_out(runtime, engine):
+    """Four sessions of 12 or 13 pages in a pool of 48, each with a fork while it generates."""
+    alone = [said(runtime.create(TEXT[number : number + 190])) for number in range(2)]
+    sessions = [runtime.create(TEXT[number : number + 190]) for number in range(5)]
+    streams = [session.generate(max_new_tokens=5, stop_token_ids=()) for session in sessions]
+    answers = [list(stream) for stream in streams]
+    assert answers[:2] == alone
+    assert runtime.counts["demoted"] > 0
+    assert runtime.gauges()["host_bytes"] > 0
+    again = runtime.create(TEXT[:190] + answers[0])
+    assert said(sessions[0]) == said(again)
+
+
+def test_a_violated_invariant_closes_the_session(runtime, engine):
+    runtime.expected = {"inv1", "inv2", "inv3"}
+    session = runtime.create(TEXT[:40])
+    said(session)
+    record = runtime._core.records[session.id]
+    record.sequence.tokens[3] += 1
+    with pytest.raises(FailedPrecondition) as caught:
+        said(session)
+    assert caught.value.reason == "inv1"
+    with pytest.raises(SessionNotFound) as caught:
+        session.info()
+    assert caught.value.reason == "failed"
+    other = runtime.create(TEXT[:40])
+    said(other)
+    record = runtime._core.records[other.id]
+    record.sequence.logits = record.sequence.logits.at[3].add(1e-3)
+    with pytest.raises(FailedPrecondition, match="inv3"):
+        other.audit()
+    assert (runtime.counts["inv1"], runtime.counts["inv3"], runtime.counts["failed"]) == (1, 1, 2)
+
+
+def test_a_cache_that_decode_steps_wrote_is_noticed(runtime, engine):
+    """The mutant of the exact mode: generated tokens stay in the cache as the steps wrote them."""
+    runtime.expected = {"inv3"}
+    session = runtime.create(TEXT[:90], policy=TOP)
+    tokens = said(session, 8)
+    record = runtime._core.records[session.id]
+    runtime._ask(lambda: [engine.decode([record.sequence], [token], TOP) for token in tokens], WAIT)
+    session.append([5])
+    said(session, 1)
+    with pytest.raises(FailedPrecondition, match="inv3"):
+        session.audit()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda record: record.sequence.tokens.pop(), "inv1"),
+        (lambda record: record.sequence.pages["full"].pop(), "inv1"),
+        (lambda record: record.sequence.pages["full"].__setitem__(0, -1), "inv1"),
+        (lambda record: record.history.__setitem__(30, 5), "inv1"),
+        (lambda record: setattr(record, "floor", 41), "inv2"),
+    ],
+)
+def test_each_violation_is_found(engine, change, kind):
+    (sequence,) = engine.prefill([TEXT[:40]])
+    try:
+        record = Record("a", None, sequence, 0.0)
+        record.history.extend(TEXT[:45])
+        check_invariants(engine, record, record.kept(None))
+        assert record.floor == 40
+        pages = list(sequence.pages["full"])
+        change(record)
+        with pytest.raises(Violation) as caught:
+            check_invariants(engine, record, record.kept(None))
+        assert caught.value.kind == kind
+        sequence.pages["full"][:] = pages
+    finally:
+        engine.free(sequence)
+
+
+def test_a_window_drops_the_oldest_tokens_by_the_length_alone(engine):
+    window = Window(64, 16)
+    assert [window.dropped(length) for length in (64, 65, 80, 81)] == [0, 16, 16, 32]
+    with SessionRuntime(engine, slots=4, window=64) as runtime:
+        grown = runtime.create(TEXT[:60])
+        said(grown, 1)
+        length = grown.info().history_tokens
+        grown.append(TEXT[60:70])
+        stream = grown.generate(max_new_tokens=3, stop_token_ids=(), at=length + 10)
+        tokens = list(stream)
+        assert stream.dropped_tokens == 16
+        assert runtime.counts["truncated"] == 1
+        assert grown.info().dropped_tokens == 16
+        record = runtime._core.records[grown.id]
+        history = record.history.tolist()[:-3]
+        assert said(runtime.create(history), 3) == tokens
+        assert said(runtime.create(history[:16] + history[32:]), 3) == tokens
+    with pytest.raises(ValueError, match="at least four pages"):
+        SessionRuntime(engine, window=63)
+
+
+def test_prefill_that_depends_on_cuts_is_refused():
+    engine = Engine(make_model(), prefill="mean:2", pages=8, page_size=64, prefill_chunk=64, batch_buckets=(1,))
+    with pytest.raises(ValueError, match="bits would depend"):
+        SessionRuntime(engine)
+
+
+def test_a_killed_process_loses_no_acknowledged_token(engine, tmp_path):
+    """A copy of the folder, made while the process runs, is what a kill would leave."""
+    named = Engine(engine.model, "quest:2", pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(4,))
+    with SessionRuntime(named, slots=4, state=tmp_path / "a") as first:
+        talk, ended = first.create(TEXT[:40]), first.create(TEXT[:9])
+        told = said(talk, 4)
+        talk.append([3, 1])
+        child = talk.fork()
+        child.append([9])
+        ended.close()
+        running = child.generate(max_new_tokens=200, stop_token_ids=())
+        next(running)
+        shutil.copytree(tmp_path / "a", tmp_path / "b")
+        (half,) = (tmp_path / "b").glob(f"{child.id}*")
+        half.write_bytes(half.read_bytes() + b"abc")  # half a token, of which nobody was told
+        running.cancel(keep=0)
+        with pytest.raises(ValueError, match="another process has"):
+            SessionRuntime(engine, state=tmp_path / "a")
+        answers = [said(each, 3) for each in (talk, child)]
+    other = Engine(engine.model, "quest:2", pages=PAGES, page_size=PAGE, prefill_chunk=CHUNK, batch_buckets=(4,))
+    with SessionRuntime(other, slots=4, state=tmp_path / "b") as again:
+        back = [again.session(each.id) for each in (talk, child)]
+        assert [each.info().history_tokens for each in back] == [46, 47]
+        assert again._core.records[talk.id].history.tolist() == [*TEXT[:40], *told, 3, 1]
+        assert [said(each, 3) for each in back] == answers
+        with pytest.raises(SessionNotFound):
+            again.session(ended.id).info()
+        back[0].close()
+    with SessionRuntime(other, slots=4, state=tmp_path / "b") as last:  # a shutdown ends no session
+        assert last.session(child.id).info().history_tokens == 50
+        assert last.gauges()["sessions"] == 1
+    with pytest.raises(ValueError, match="another model"):
+        SessionRuntime(make_engine(make_model(hidden_size=32)), state=tmp_path / "b")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "qwen3_5_text", "shared"])
+@pytest.mark.parametrize("policy", [None, TOP], ids=["dense", "top"])
+@pytest.mark.parametrize("length", [3, 16, 33, 90, 150])
+def test_bits_do_not_depend_on_the_way_in_any_model(family, dtype, policy, length):
+    model = make_model(compute_dtype=dtype) if family == "qwen2" else make_family(family, dtype=dtype)
+    engine = make_engine(model)
+    with SessionRuntime(engine, slots=4, capacity=16) as runtime:
+        check_ways(runtime, TEXT[:length], policy)
+        assert not {kind for kind in runtime.counts if kind.startswith("inv")}
+    assert not engine.sequences
