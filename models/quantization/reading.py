@@ -20,7 +20,6 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from kvjax.models.checkpoint import Stored, Wanted, read_whole
@@ -122,7 +121,7 @@ def _plain(source: PackedSource, tensors: Mapping[str, np.ndarray]) -> PackedMat
     if codes.dtype != DTYPES[source.format.codes]:
         raise ValueError(f"{source.module} is stored in {codes.dtype}, and quantization_config says {source.format.codes}")
     scales = tensors["weight_scale_inv" if "weight_scale_inv" in tensors else "weight_scale"]
-    scales = scales.astype(np.float32) if scales.dtype == ml_dtypes.float8_e8m0fnu else scales
+    scales = scales.astype(np.float32) if scales.dtype == jnp.float8_e8m0fnu else scales
     wanted = source.format.scales_shape(source.shape)
     if scales.size == 1:
         scales = np.broadcast_to(scales.reshape(1, 1), wanted).copy()

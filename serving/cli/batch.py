@@ -135,9 +135,9 @@ def batch_command(
     given = {name: value for name, value in cluster.items() if value is not None}
     _check_together(given, ray=ray, data=data, coordinator=coordinator, disk=disk, progress=progress, shown=shown)
     sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory}
-    sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": tensor, "context": context, "data": data, "stores": kept}
-    packed = None if weights is None else weights.value
-    setup = Setup(model, None if dtype is None else dtype.value, max_positions, policy, prefill, max_batch, **sizes, weights=packed)
+    sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk, "stores": kept, "weights": weights and weights.value}
+    sizes |= {"tensor": tensor, "context": context, "data": data}
+    setup = Setup(model, dtype and dtype.value, max_positions, policy, prefill, max_batch, **sizes)
     options = {"defaults": Defaults(max_new_tokens, temperature, seed), "overwrite": overwrite, "console": Console(stderr=True)}
     try:
         if ray:

@@ -15,7 +15,7 @@ from tiny_models import LEAST, altered, random_model, same_params
 
 from kvjax.models import checkpoint, config_json, load
 from kvjax.models.loading import read_packing
-from kvjax.models.quantization.schemes import parse
+from kvjax.models.quantization.schemes import parse, split
 from kvjax.packing import weights_bytes
 from pallas_kernels.matrices import is_packed, unpack
 
@@ -213,9 +213,9 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
         ("compressed W4A16", change("weight_shape", lambda shape: shape + 1), rf"{UP} has weight_shape \[97, 65\]"),
         ("gptq", change("bias", lambda bias: bias + 1), r"1 extra: model.layers.1.mlp.up_proj.bias"),
         ("awq", lambda tensors: tensors.pop("model.norm.weight"), r"1 missing: model.norm.weight"),
-        ((FORMATS["gptq"][0], lambda *a: gptq(*a, shuffled=True)), lambda tensors: None, r"q_proj has a g_idx .*desc_act"),
-        ((FORMATS["awq"][0], compressed_int), lambda tensors: None, r"q_proj is stored packed \(weight_packed\), and quantization_config"),
-        ((FORMATS["compressed W4A16"][0], compressed_fp8), lambda tensors: None, r"q_proj is stored packed \(F8_E4M3\)"),
+        ((FORMATS["gptq"][0], lambda *a: gptq(*a, shuffled=True)), lambda tensors: None, r"down_proj has a g_idx .*desc_act"),
+        ((FORMATS["awq"][0], compressed_int), lambda tensors: None, r"_proj is stored packed \(weight_packed\), and quantization_config"),
+        ((FORMATS["compressed W4A16"][0], compressed_fp8), lambda tensors: None, r"_proj is stored packed \(F8_E4M3\)"),
     ]
     for format, edit, message in refusals:
         with pytest.raises(ValueError, match=message):
@@ -227,7 +227,7 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
     [
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            "quant_method 'bitsandbytes'; supported: awq, compressed-tensors, fp8, gptq",
+            "quant_method 'bitsandbytes'; supported: awq, compressed-tensors, fp8",
         ),
         ({"bits": 4}, "quant_method None"),
         ({"quant_method": "mxfp4"}, "'mxfp4'"),
@@ -271,8 +271,22 @@ def test_rules_name_modules_and_classes():
     assert found.format_of("model.norm.weight", "final_norm", (64,)) is None
 
 
-def test_a_packed_checkpoint_of_a_larger_model_says_so_in_text_config(tmp_path):
-    """Unpacked tensors under a quantization_config are arrays."""
+def test_a_word_of_awq():
+    """As AutoAWQ's documentation has it: features 0 to 7 make 0x75316420."""
+    assert words_along(np.arange(8)[None], 1, (0, 2, 4, 6, 1, 3, 5, 7))[0, 0] == 0x75316420
+
+
+def test_larger_models_have_it_in_text_config():
+    inner = {"hidden_size": 4, "quantization_config": FP8}
+    rest, found = split({"architectures": ["X"], "text_config": inner, "quantization_config": FP8})
+    assert rest == {"architectures": ["X"], "text_config": {"hidden_size": 4}}
+    assert found == parse(FP8) == split({"text_config": inner})[1]
+    assert split({"hidden_size": 4}) == ({"hidden_size": 4}, None)
+    with pytest.raises(ValueError, match="several quantization_configs that differ"):
+        split({"text_config": inner, "quantization_config": FP8 | {"scale_fmt": "ue8m0"}})
+
+
+def test_arrays_under_a_quantization_config_stay_arrays(tmp_path):
     model = random_model(jnp.bfloat16)
     model.save(tmp_path / "m")
     file = tmp_path / "m" / "config.json"
