@@ -213,8 +213,8 @@ def score_command(
     typer.echo(json.dumps(finite(figures), allow_nan=False))
 
 
-app.command("serve")(serve_command)
 app.command("plan")(plan_command)
+app.command("serve")(serve_command)
 
 
 @app.command("demo")
