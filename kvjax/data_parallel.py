@@ -250,14 +250,14 @@ class _Replica:
         **options: Any,
     ):
         self.number, self._engine, self._said, self._inbox = number, engine, said, queue.SimpleQueue()
-        self.sent = self.free = 0
-        self.owed: list[Request] = []
+        self.sent, self.owed = 0, list[Request]()
         self._tokens: list[tuple[Request, int, str]] = []
         told = {
             "on_token": None if on_token is None else (lambda *event: self._tokens.append(event)),
             "on_prefill": None if on_prefill is None else (lambda tokens: said.put(_Said(number, prefilled=tokens))),
         }
         self._scheduler, self._stop, self._received = Scheduler(engine, **told, **options), False, 0
+        self.free = self._scheduler.slots
         self._forced = dispatch.forced_path()
         # No daemon: Python would end the process in the middle of a device's call.
         self.thread = threading.Thread(target=self._run, name=f"kvjax replica {number}", daemon=False)

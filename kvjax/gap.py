@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import numbers
 import time
 
 
 class Gap:
-    """How many slices of layers fit between two decode steps, from measured times of both. seconds: the bound of the gap."""
+    """How many slices of layers fit between two decode steps, from measured times of both. max_gap_ms: the bound of the gap, in
+    milliseconds; ValueError unless it is a positive number."""
 
     SHARE = 0.85
     """The share of the bound that is planned for."""
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
+    def __init__(self, max_gap_ms: float):
+        if not (isinstance(max_gap_ms, numbers.Real) and not isinstance(max_gap_ms, bool) and 0 < max_gap_ms < float("inf")):
+            raise ValueError(f"max_gap_ms must be a positive number of milliseconds, or None for no bound, got {max_gap_ms!r}")
+        self.seconds = max_gap_ms / 1e3
         self._step: float | None = None
         self._slice: float | None = None
         self._last: float | None = None

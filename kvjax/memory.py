@@ -9,7 +9,6 @@ import os
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.cache import WHOLE, IndexSpec, OutOfPages
@@ -17,6 +16,8 @@ from kvjax.cache.groups import Reach, frame_counts, most_pages, window_of
 from kvjax.cache.spanning import FrameCounts, supported
 from kvjax.checks import whole_number
 from kvjax.model import ModelConfig
+from kvjax.packing import FormatOf, scheme_of
+from kvjax.packing import weights_bytes as packed_bytes
 from kvjax.sharding import CONTEXT, least_of_processes
 
 DEVICE_SHARE, HOST_SHARE = 0.85, 0.5
@@ -166,6 +167,7 @@ def memory_plan(
     page_size: int = 128,
     indexes: tuple[IndexSpec, ...] = (),
     weights_bytes: int | None = None,
+    weights: str | FormatOf | None = None,
     available_bytes: int | None = None,
     sequences: int = 8,
     prefill_chunk: int = 512,
@@ -174,13 +176,14 @@ def memory_plan(
     context: int = 1,
     devices: Sequence[jax.Device] = (),
 ) -> MemoryPlan:
-    """The plan for a model, weights and cache in its compute_dtype.
+    """The plan for a model, cache in its compute_dtype.
 
     Args:
         config: the model's.
         page_size: tokens.
         indexes: those that sealing builds.
         weights_bytes: None: counted from the configuration. Pass 0 if the weights are loaded already.
+        weights: how they are packed, as in `kvjax.load`, or a function that says it (`kvjax.packing.FormatOf`); None: in compute_dtype.
         available_bytes: None: a share of the free memory of the device that has least (0.85 of an accelerator's, 0.5 of the host's).
             Asking a device initialises it.
         sequences: how many are live at a time: an engine's largest batch bucket.
@@ -191,11 +194,9 @@ def memory_plan(
 
     Raises ValueError for a model whose heads or MLP columns cannot be split over `tensor` devices, and for one without attention.
     """
-    own = config if tensor == 1 else config.on_shards(tensor)
     spec = config.cache_spec(page_size).on_mesh(tensor).on_device(tensor)
     if weights_bytes is None:
-        vocabulary = own.vocab_size * own.hidden_size * (1 if own.tie_embeddings else 2)
-        weights_bytes = (own.num_params - vocabulary + -(-vocabulary // tensor)) * jnp.dtype(config.compute_dtype).itemsize
+        weights_bytes = packed_bytes(config, scheme_of(weights).format_of if isinstance(weights, str) else weights, tensor=tensor)
     if not spec.paged:
         raise ValueError("a model without a layer of attention has no pages: an engine needs one")
     groups = []

@@ -24,9 +24,13 @@ from jaxtyping import Array, Float, Float32, Int
 from kvjax.cache.spec import WHOLE, CacheSpec, GroupSpec
 from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig, LongRope, Mixer, Mlp, Rope, RopeScaling
 from kvjax.sharding import Shards, whole_params
+from pallas_kernels.matrices import PackedMatrix, is_packed
 
 Params = Any
-"""A pytree of weights; the decoder that made it knows its structure."""
+"""A pytree of weights; the decoder that made it knows its structure. Its matrices may be packed."""
+
+Matrix = Float[Array, "F E"] | PackedMatrix
+"""A matrix of a layer, the embedding or the head, stored [features, inputs]: in the model's compute_dtype, or in codes with scales."""
 
 
 @flax.struct.dataclass
@@ -422,9 +426,10 @@ _digests: dict[int, tuple[weakref.ref[Array], tuple[tuple[int, ...], bytes]]] = 
 def fingerprint(model: Model) -> str:
     """Identifies the model that made a file: "sha256-" and the first 32 hex digits of a SHA-256 over configuration and weights.
 
-    Every tensor counts with its path, shape, dtype and bytes, so the result is the same on every device. The weights are copied to the
-    host one tensor at a time and hashed by one thread per core; `tools/time_fingerprint.py` measures how fast. An array's digest is kept
-    while the array lives, so asking again for a loaded model is free. Where a mesh has devices of several processes, each of them must ask.
+    Every tensor counts with its path, shape, dtype and bytes, and packed matrices with their formats, so the result is the same on every
+    device. The weights are copied to the host one tensor at a time and hashed by one thread per core; `tools/time_fingerprint.py` measures
+    how fast. An array's digest is kept while the array lives, so asking again for a loaded model is free. Where a mesh has devices of
+    several processes, each of them must ask.
     """
     digest, wholes = hashlib.sha256(_text(model.config).encode()), jax.tree.leaves(whole_params(model))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -432,6 +437,9 @@ def fingerprint(model: Model) -> str:
             shape, content = _content(leaf, whole, pool)
             digest.update(_sha256(f"{jax.tree_util.keystr(path)} {shape} {leaf.dtype}".encode()))
             digest.update(content)
+    for path, node in jax.tree_util.tree_leaves_with_path(model.params, is_leaf=is_packed):
+        if is_packed(node):
+            digest.update(_sha256(f"{jax.tree_util.keystr(path)} {node.format}".encode()))
     return f"sha256-{digest.hexdigest()[:32]}"
 
 

@@ -15,7 +15,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +32,7 @@ from kvjax.requests import Completion, OnToken, Request
 from kvjax.samples import Batch, Flight, Sample, read
 from kvjax.sampling import SamplingRows, seen_tokens
 from kvjax.sequences import CachedSequence
+from kvjax.sharding import several_processes
 from kvjax.steps import sample_first
 from kvjax.text import TextStream
 
@@ -107,16 +107,14 @@ class Scheduler:
         if bucket is None:
             largest = engine.batch_buckets[-1]
             raise ValueError(f"{slots} slots are more than the largest batch bucket, {largest}: name one in Engine(batch_buckets=...)")
-        if max_gap_ms is not None and not (
-            isinstance(max_gap_ms, numbers.Real) and not isinstance(max_gap_ms, bool) and 0 < max_gap_ms < float("inf")
-        ):
-            raise ValueError(f"max_gap_ms must be a positive number of milliseconds, or None for no bound, got {max_gap_ms!r}")
+        self._gap = None if max_gap_ms is None else Gap(max_gap_ms)
+        if max_gap_ms is not None and engine.guard.together is None and several_processes(engine.mesh):
+            raise ValueError("max_gap_ms is kept by the clock, which differs between processes: let the first one lead (Processes.lead)")
         for name, given in (("on_token", on_token), ("on_prefill", on_prefill), ("on_short", on_short)):
             optional_function(name, given)
         self.engine, self.slots, self.on_token, self.on_prefill, self.on_short = engine, slots, on_token, on_prefill, on_short
         self.policy, self._bucket = engine.declared(policy), bucket
         self.preemptions = 0
-        self._gap = None if max_gap_ms is None else Gap(max_gap_ms / 1e3)
         self._numbers = itertools.count()
         self._waiting: list[Handle | Sample] = []  # in order; the samples are suspended
         self._prefilling: Handle | None = None
@@ -131,6 +129,8 @@ class Scheduler:
         self._events: collections.deque[tuple[Request, int, str]] = collections.deque()
         self._together = engine.guard.together
         if self._together is not None:
+            if on_short is not None:
+                raise ValueError("on_short decides in one process alone: leave it out where the first of several processes leads")
             options = {"max_gap_ms": max_gap_ms, "slots": slots, "policy": self.policy}
             self._together.add(self, options, listening=on_token is not None)
 

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from kvjax.cache.types import Cache, LatentPages, LayerCache, SlotLayer
 from kvjax.checks import whole_number
 from pallas_kernels.all_reduce import all_reduce
+from pallas_kernels.matrices import PackedMatrix, is_packed, take_rows
 from pallas_kernels.merge import merge_attention
 
 if TYPE_CHECKING:
@@ -128,10 +129,12 @@ class Shards:
         """This device's number along an axis."""
         return jax.lax.axis_index(axis)
 
-    def rows_of(self, table: Float[Array, "V/n E"], ids: Int[Array, "B T"], count: int) -> Float[Array, "B T E"]:
-        """Rows of a table that is cut along its first axis; NaN for ids outside [0, count)."""
+    def rows_of(
+        self, table: Float[Array, "V/n E"] | PackedMatrix, ids: Int[Array, "B T"], count: int, dtype: DTypeLike | None = None
+    ) -> Float[Array, "B T E"]:
+        """Rows of a table that is cut along its first axis; NaN for ids outside [0, count). dtype: of rows of a packed table."""
         local = ids - (self.number(TENSOR) * table.shape[0] if self.tensor > 1 else 0)
-        rows = table.at[local].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        rows = take_rows(table, local, fill=0, dtype=dtype)
         return jnp.where(((ids >= 0) & (ids < count))[..., None], self.sum(rows), jnp.nan)
 
     def own_heads(self, out: Float[Array, "B T H D"], copies: int) -> Float[Array, "B T H/copies D"]:
@@ -311,7 +314,12 @@ def place_params(decoder: Decoder, params: Any, shards: Shards) -> Any:
         raise ValueError(
             f"{type(decoder).__name__} cannot be split over a mesh: it needs the methods cuts and on_shards of kvjax.model.Decoder"
         )
-    return jax.tree.map(lambda each, leaf: place_param(each, leaf, shards), decoder.cuts(params, shards.tensor), params, is_leaf=_is_cut)
+    return place_tree(decoder.cuts(params, shards.tensor), params, shards)
+
+
+def place_tree(how: Any, params: Any, shards: Shards) -> Any:
+    """`place_param` of every array of a tree, with its cut in its place in `how`. A packed matrix may have None for its zeros."""
+    return jax.tree.map(lambda each, leaf: leaf if leaf is None else place_param(each, leaf, shards), how, params, is_leaf=_is_cut)
 
 
 def place_param(how: Cut | None, leaf: Array | np.ndarray, shards: Shards) -> Array:
@@ -356,7 +364,11 @@ def whole_params(model: Model) -> Any:
     if mesh is None:
         return jax.tree.map(lambda leaf: lambda: leaf, model.params)
     cuts, sizes = model.decoder.cuts(model.params, Shards(mesh).tensor), {"vocab": model.config.vocab_size}
-    return jax.tree.map(lambda how, leaf: functools.partial(_whole, how, leaf, sizes), cuts, model.params, is_leaf=_is_cut)
+
+    def found(how: Cut | None, leaf: Array | None) -> Callable[[], np.ndarray] | None:
+        return None if leaf is None else functools.partial(_whole, how, leaf, sizes)
+
+    return jax.tree.map(found, cuts, model.params, is_leaf=_is_cut)
 
 
 def _whole(how: Cut | None, leaf: Array, sizes: Mapping[str, int]) -> np.ndarray:
@@ -377,14 +389,14 @@ def on_host(arrays: Any) -> Any:
 
 def least_of_processes(mesh: Mesh | None, count: int) -> int:
     """The least of the counts that the processes of a mesh have found, each by itself."""
-    if mesh is None or not several_processes(mesh):
+    if not several_processes(mesh):
         return count
     return int(multihost_utils.process_allgather(np.array(count, np.int32)).min())
 
 
 def in_first_process(mesh: Mesh | None, task: Callable[[], None]) -> None:
     """Do a task once, if a mesh has devices of several processes; the others wait. OSError there if it fails in the first."""
-    if mesh is None or not several_processes(mesh):
+    if not several_processes(mesh):
         return task()
     error = None
     try:
@@ -399,9 +411,9 @@ def in_first_process(mesh: Mesh | None, task: Callable[[], None]) -> None:
         raise OSError("the first process of the mesh failed; its own message says why")
 
 
-def several_processes(mesh: Mesh) -> bool:
+def several_processes(mesh: Mesh | None) -> bool:
     """Whether a mesh has devices of several processes."""
-    return len({device.process_index for device in mesh.devices.flat}) > 1
+    return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def on_mesh_alone(shards: Shards | None, step: Callable, decoder: Decoder, params: Any, *arrays: Any) -> Any:
@@ -422,11 +434,6 @@ def specs_of_states(policy: Any, states: Any) -> Any:
     """The `PartitionSpec` of each array of a policy's states. Its `state_axes` names the axes of all of them, if it has any."""
     spec = spec_of(policy.state_axes()) if hasattr(policy, "state_axes") else WHOLE_COPY
     return jax.tree.map(lambda _: spec, states)
-
-
-def leaves_of_cuts(cuts: Any) -> list[Cut | None]:
-    """The cuts of parameters, in the order of `jax.tree.leaves`."""
-    return jax.tree.leaves(cuts, is_leaf=_is_cut)
 
 
 def _is_cut(node: Any) -> bool:
@@ -503,3 +510,38 @@ def cut(axes: LogicalAxes, *sections: tuple[Units, int]) -> Cut:
             rows += [start + unit * size + row for unit in own for row in range(size)]
         start += (1 + max(max(own) for own in units)) * size
     return Cut(axes, tuple(map(tuple, parts)))
+
+
+def cut_of(how: Cut | None, matrix: Array | PackedMatrix, name: str) -> Any:
+    """The cut of a parameter: `how` of an array; of a packed matrix one cut, or None, for each of its arrays, in their places.
+
+    name: of the matrix, for the ValueError where a device would have a part of a block.
+    """
+    if not is_packed(matrix):
+        return how
+    own, axis = matrix.format, None if how is None else how.axis
+    codes = scales = how
+    if axis == 0:
+        scales = _cut_blocks(how, own.rows, matrix, name)
+    elif axis == 1:
+        scales = None if own.columns is None else _cut_blocks(how, own.columns, matrix, name)
+        codes = _cut_blocks(how, 2, matrix, name) if own.codes == "int4" else how
+    return matrix.replace(codes=codes, scales=scales, zeros=None if matrix.zeros is None else scales)
+
+
+def _cut_blocks(how: Cut, block: int, matrix: PackedMatrix, name: str) -> Cut:
+    """The cut of blocks of `block` rows or columns each, from that of the rows or columns. Every device must have whole blocks."""
+    if block == 1:
+        return how
+    size, parts = 1 + max(map(max, how.rows)), []
+    for rows in how.rows:
+        firsts = rows[::block]
+        whole = [first + number for first in firsts for number in range(block)][: len(rows)]
+        if list(rows) != whole or any(first % block for first in firsts) or (len(rows) % block and rows[-1] != size - 1):
+            raise ValueError(
+                f"{name} is packed as {matrix}, in blocks of {block} {('rows', 'columns')[how.axis]}, and a device of "
+                f"tensor={len(how.rows)} would have parts of a block ({len(rows)} of {size}): use a smaller "
+                "tensor size, or one scale for each channel (int8, fp8)"
+            )
+        parts.append(tuple(first // block for first in firsts))
+    return Cut(how.axes, tuple(parts))

@@ -13,6 +13,7 @@ from kvjax.model import ModelConfig, Params
 from kvjax.models import saving
 from kvjax.models.checkpoint import MAX_SHARD_BYTES
 from kvjax.models.decoder import TransformerDecoder
+from pallas_kernels.matrices import is_packed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +37,8 @@ class CausalLM:
         saving.save(self, folder, overwrite=overwrite, max_shard_bytes=max_shard_bytes)
 
     def __repr__(self) -> str:
-        dtypes = "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(self.params)}))
+        leaves = jax.tree.leaves(self.params, is_leaf=is_packed)
+        dtypes = "/".join(sorted({leaf.format.codes if is_packed(leaf) else str(leaf.dtype) for leaf in leaves}))
         count, config = self.config.num_params, self.config
         size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
         kinds = dict.fromkeys(layer.mixer.describe() for layer in config.layers)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from kvjax.model import ModelConfig
 from kvjax.models import needle
@@ -37,6 +39,15 @@ OTHER_FORMATS = ("pytorch_model*.bin", "*.gguf", "consolidated*.pth", "*.pt", "*
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Stored types that can be read: safetensors' name -> numpy's name."""
+
+_ANY_DTYPES = {name: jnp.dtype(dtype) for name, dtype in DTYPES.items()} | {
+    "F8_E4M3": jnp.dtype(jnp.float8_e4m3fn),
+    "F8_E8M0": jnp.dtype(jnp.float8_e8m0fnu),
+    "I8": jnp.dtype(jnp.int8),
+    "I32": jnp.dtype(jnp.int32),
+    "I64": np.dtype(np.int64),
+}
+"""Stored types of the tensors of packed matrices."""
 
 _COMPUTED = re.compile(r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Buffers that old checkpoints store; they are computed instead."""
@@ -170,6 +181,19 @@ def _headers(file: Path) -> dict[str, Stored]:
         raise ValueError(f"{file} is not a whole safetensors file ({error}); {AGAIN}") from error
 
 
+def read_whole(stored: Stored) -> np.ndarray:
+    """A tensor, in the stored type. safetensors reads those of 8-bit floats only for other frameworks, so the file is read."""
+    dtype = _ANY_DTYPES.get(stored.dtype)
+    if dtype is None:
+        raise ValueError(f"{stored.name} is stored in {stored.dtype}; {', '.join(_ANY_DTYPES)} can be read")
+    with open(stored.file, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        begin, end = json.loads(file.read(size))[stored.name]["data_offsets"]
+        file.seek(8 + size + begin)
+        found = np.fromfile(file, np.uint8, end - begin)
+    return found.view(dtype).reshape(stored.shape)
+
+
 def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
     """What the parameter pytree of `config` is filled from: its leaves in order, and its structure."""
     names, structure = jax.tree.flatten(FAMILIES[config.family].tensor_names(config))
@@ -177,9 +201,10 @@ def wanted_tensors(config: ModelConfig) -> tuple[list[Wanted], Any]:
     return [Wanted(name, shape) for name, shape in zip(names, shapes, strict=True)], structure
 
 
-def check_tensors(config: ModelConfig, tensors: Mapping[str, Stored]) -> None:
-    """Raises ValueError that lists every tensor that is missing, extra, misshapen or of a type that cannot be read."""
-    wanted = {w.name: w.shape for w in wanted_tensors(config)[0]}
+def check_tensors(config: ModelConfig, tensors: Mapping[str, Stored], packed: Collection[str] = ()) -> None:
+    """Raises ValueError that lists every tensor that is missing, extra, misshapen or of a type that cannot be read. packed: names of
+    parameters that are stored in other tensors."""
+    wanted = {w.name: w.shape for w in wanted_tensors(config)[0] if w.name not in packed}
     extra = {name for name in tensors.keys() - wanted.keys() if not _COMPUTED.fullmatch(name)}
     problems = [
         ("missing", [f"{name} {list(shape)}" for name, shape in wanted.items() if name not in tensors]),

@@ -10,7 +10,8 @@ parameters are a plain pytree. Matrices are stored [out, in], as in checkpoints;
            q_norm [D], k_norm [D]; nothing of k and v in a layer that reads another's keys and values
     Gated DeltaNet: see `kvjax.layers.DeltaLayer.shapes`; latent attention: see `kvjax.layers.LatentLayer.shapes`
 
-Weights and activations have the model's compute_dtype; norms and RoPE are computed in float32 and rounded once; logits are float32.
+Matrices are arrays or packed (`pallas_kernels.matrices`). Arrays and activations have the model's compute_dtype; norms and RoPE are
+computed in float32 and rounded once; logits are float32.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.layers import AttentionLayer, DeltaLayer, LatentLayer, LayerConfig
-from kvjax.model import Heads, Latents, LayerInput, Mix, ModelConfig, Params, Recurrence
+from kvjax.model import Heads, Latents, LayerInput, Matrix, Mix, ModelConfig, Params, Recurrence
 from kvjax.models.mixers.attention import attend_heads
 from kvjax.models.mixers.delta import recall_states
 from kvjax.models.mixers.latent import attend_latents, causal_latents
@@ -32,8 +33,9 @@ from kvjax.models.mixers.tokens import Tokens
 from kvjax.models.mlp.gated import gate_tokens
 from kvjax.models.products import biases_of, project
 from kvjax.recurrent import whole
-from kvjax.sharding import Shards, cut, even
+from kvjax.sharding import Shards, cut, cut_of, even
 from pallas_kernels.elementwise import rms_norm
+from pallas_kernels.matrices import take_rows
 
 MIXERS = {AttentionLayer: attend_heads, DeltaLayer: recall_states, LatentLayer: attend_latents}
 """Functions by the kind of a layer's mixer: `mixer(config, params, x, tokens, mix, state) -> (out, state)`.
@@ -60,15 +62,18 @@ class TransformerDecoder:
         layers = self.config.layers[: len(params["layers"])]
         known = {layer: layer.cuts(tensor) for layer in dict.fromkeys(layers)}
         found = {"embed": vocab, "final_norm": None, "lm_head": vocab}
-        of_layers = tuple({name: known[layer].get(name) for name in own} for layer, own in zip(layers, params["layers"], strict=True))
-        return {name: found[name] for name in params if name != "layers"} | {"layers": of_layers}
+        of_layers = tuple(
+            {name: cut_of(known[layer].get(name), matrix, f"{name} of layer {number}") for name, matrix in own.items()}
+            for number, (layer, own) in enumerate(zip(layers, params["layers"], strict=True))
+        )
+        return {name: cut_of(found[name], params[name], name) for name in params if name != "layers"} | {"layers": of_layers}
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """The input of the first layer. tokens: ids in [0, V); any other id, also -1, gives NaN, so pad with a real id."""
         if self.shards is None:
-            rows = params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+            rows = take_rows(params["embed"], tokens, fill=jnp.nan, dtype=self.config.compute_dtype)
         else:
-            rows = self.shards.rows_of(params["embed"], tokens, self.config.vocab_size)
+            rows = self.shards.rows_of(params["embed"], tokens, self.config.vocab_size, self.config.compute_dtype)
         rows, scale = rows.astype(self.config.compute_dtype), self.config.embed_scale
         return rows if scale is None else rows * jnp.asarray(scale, rows.dtype)
 
@@ -116,7 +121,7 @@ class TransformerDecoder:
         self,
         x: Float[Array, "B T E"],
         inner: Float[Array, "B T F"],
-        matrix: Float[Array, "E F"],
+        matrix: Matrix,
         biases: dict[str, Any],
         post_norm: Float[Array, "E"] | None,
     ) -> Float[Array, "B T E"]:
@@ -127,7 +132,7 @@ class TransformerDecoder:
             return project(inner, matrix, residual=x, **biases)[0]
         return x + self._norm(project(inner, matrix, **biases)[0], post_norm)
 
-    def _add_parts(self, x: Array, inner: Array, matrix: Array, biases: dict[str, Any], post_norm: Array | None) -> Float[Array, "B T E"]:
+    def _add_parts(self, x: Array, inner: Array, matrix: Matrix, biases: dict[str, Any], post_norm: Array | None) -> Float[Array, "B T E"]:
         """`_add` where each device has some columns of the matrix."""
         parts = project(inner, matrix)[0]
         if post_norm is None and not biases:
@@ -183,13 +188,14 @@ def init_params(config: ModelConfig, key: Array, *, std: float = 0.02) -> Params
 
     key: a jax.random key. Every array has the model's compute_dtype. Needs no memory beyond the weights; may be jitted.
     """
-    named, structure = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=_is_shape)
+    named, structure = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=is_shape)
     keys = jax.random.split(key, len(named))
     leaves = [_init_leaf(path[-1].key, shape, k, config, std) for (path, shape), k in zip(named, keys, strict=True)]
     return jax.tree.unflatten(structure, leaves)
 
 
-def _is_shape(node: Any) -> bool:
+def is_shape(node: Any) -> bool:
+    """Whether this is a shape of `param_shapes`: a test for leaves, for `jax.tree` functions."""
     return isinstance(node, tuple) and all(isinstance(n, int) for n in node)
 
 

@@ -1,7 +1,7 @@
 """Loads models in Hugging Face format from a folder or the Hub to the device.
 
-Weights go from file to device in pieces of at most READ_BYTES (or one row, if that is longer). Besides the growing model, the host holds a
-few pieces and the device one.
+Weights go from file to device in pieces of at most READ_BYTES (or one row, or row of blocks, if that is longer). Besides the growing model,
+the host holds a few pieces and the device one. Matrices are packed piece by piece, on the device.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from kvjax.model import ModelConfig
 from kvjax.models import checkpoint, config_json
 from kvjax.models.causal_lm import CausalLM
 from kvjax.models.checkpoint import CONFIG_FILES, DTYPES, TOKENIZER_FILES, WEIGHT_FILES, Stored, Wanted
-from kvjax.models.decoder import TransformerDecoder
+from kvjax.models.decoder import TransformerDecoder, is_shape, param_shapes
 from kvjax.models.families import FAMILIES
 from kvjax.models.family import TENSORS
 from kvjax.models.load_options import DtypeName, named_dtype, refuse
+from kvjax.models.quantization.reading import PackedSource, sources
+from kvjax.models.quantization.schemes import REMEDY, Published, split
 from kvjax.models.transformers_import import import_transformers
-from kvjax.sharding import Shards, leaves_of_cuts, place_param
+from kvjax.packing import FormatOf, place_of, scheme_of
+from kvjax.sharding import Shards, place_tree
+from pallas_kernels.matrices import MatrixFormat, PackedMatrix, pack
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +48,24 @@ def read_config(path_or_id: str | Path, *, dtype: DTypeLike | DtypeName | None =
     (default bfloat16). The ValueError names what is unknown or unsupported.
     """
     chosen = _chosen(dtype)
-    return _config(checkpoint.find_folder(path_or_id, CONFIG_FILES), max_positions, None if chosen is None else chosen.name)
+    return _config(checkpoint.find_folder(path_or_id, CONFIG_FILES), max_positions, None if chosen is None else chosen.name)[0]
+
+
+def read_packing(path_or_id: str | Path) -> FormatOf | None:
+    """How the matrices of a checkpoint are packed, as config.json says (`kvjax.packing.FormatOf`); None: they are not.
+
+    Raises ValueError for a scheme that cannot be read, with its name.
+    """
+    config, published = _config(checkpoint.find_folder(path_or_id, CONFIG_FILES), None, "float32")
+    if published is None:
+        return None
+    names = FAMILIES[config.family].tensor_names(config)
+
+    def format_of(layer: int | None, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
+        stored = names[name] if layer is None else names["layers"][layer][name]
+        return published.format_of(stored, name, shape)
+
+    return format_of
 
 
 def load(
@@ -54,44 +75,57 @@ def load(
     max_positions: int | None = None,
     tokenizer: bool = True,
     mesh: Mesh | None = None,
+    weights: str | None = None,
     **unknown: Never,
 ) -> CausalLM:
     """Read a model from its folder or Hub id onto the default device, or the devices of a mesh (`kvjax.mesh`), each with its part.
 
-    dtype: of all parameters: float32, bfloat16 or float16 ("fp32", "bf16", "fp16" and "half" for short). "auto": the stored type. None:
-    float32 on the CPU, which has no fast bfloat16, and the stored type elsewhere. max_positions: the longest sequence, in tokens; None:
-    what config.json says, or for a model with `longrope` its original length, up to which the short factors are used, as in transformers.
-    With more positions the long factors rotate every sequence, because keys stay in the cache as they were rotated. Then sequences longer
-    than the original length give the same results as in transformers, and shorter ones do not. tokenizer: whether to read the tokenizer
-    too, through transformers. If config.json says `tie_word_embeddings` but a different `lm_head.weight` is stored, the model is loaded
-    untied, with a warning, as in transformers.
+    dtype: of parameters that are not packed, of activations and of the cache: float32, bfloat16 or float16 ("fp32", "bf16", "fp16" and
+    "half" for short). "auto": the stored type. None: float32 on the CPU, which has no fast bfloat16, and the stored type elsewhere.
+    max_positions: the longest sequence, in tokens; None: what config.json says, or for a model with `longrope` its original length, up to
+    which the short factors are used, as in transformers. With more positions the long factors rotate every sequence, because keys stay in
+    the cache as they were rotated. Then sequences longer than the original length give the same results as in transformers, and shorter
+    ones do not. tokenizer: whether to read the tokenizer too, through transformers. If config.json says `tie_word_embeddings` but a
+    different `lm_head.weight` is stored, the model is loaded untied, with a warning, as in transformers.
+
+    weights: pack the matrices of layers, the embedding and the head while loading (`kvjax.packing.SCHEMES`): "int8" or "fp8", with one
+    scale for each output channel ("int8:128x128", "fp8:128x128": for each block), or "int4", with one for each 128 inputs, and the
+    embedding and the head as int8. None: as they are stored.
 
     Raises ValueError for an unsupported configuration, for tensors that are missing, extra or
-    misshapen, and for a tokenizer that is missing or has more ids than the model; TypeError, with a hint, for any other option.
+    misshapen, for numbers that are not finite in a matrix to be packed, and for a tokenizer that is missing or has more ids than the model;
+    TypeError, with a hint, for any other option.
     """
     if unknown:
         refuse(unknown)
     chosen = _chosen(dtype)
     folder = checkpoint.find_folder(path_or_id, CONFIG_FILES + WEIGHT_FILES + (TOKENIZER_FILES if tokenizer else ()))
-    config = _config(folder, max_positions, "float32")
+    config, published = _config(folder, max_positions, "float32")
     config, tensors = _tied_as_stored(config, _own_tensors(config, checkpoint.stored_tensors(folder)))
-    checkpoint.check_tensors(config, tensors)
-    read_tokenizer = _tokenizer(folder, config) if tokenizer else None
     wanted, structure = checkpoint.wanted_tensors(config)
-    chosen = _stored_dtype(wanted, tensors) if chosen is None else chosen
+    packed, tensors = ({}, tensors) if published is None else sources(published, wanted, tensors)
+    if packed and weights is not None:
+        raise ValueError(f"{path_or_id} holds packed weights ({published.method}) already: leave weights={weights!r} out, or {REMEDY}")
+    checkpoint.check_tensors(config, tensors, packed)
+    read_tokenizer = _tokenizer(folder, config) if tokenizer else None
+    chosen = _stored_dtype([w for w in wanted if w.name not in packed], tensors) if chosen is None else chosen
     config = dataclasses.replace(config, compute_dtype=chosen.name)
     decoder = TransformerDecoder(config)
+    formats = _formats(config, None if weights is None else scheme_of(weights).format_of)
+    ways = [packed.get(w.name, own) for w, own in zip(wanted, formats, strict=True)]
     if mesh is None:
-        params = jax.tree.unflatten(structure, list(_place_all(wanted, tensors, chosen)))
+        params = jax.tree.unflatten(structure, list(_place_all(wanted, ways, tensors, chosen)))
     else:
-        params = jax.tree.unflatten(structure, list(_place_parts(wanted, structure, tensors, decoder, mesh)))
+        params = jax.tree.unflatten(structure, list(_place_parts(wanted, ways, structure, tensors, decoder, mesh)))
     return CausalLM(decoder, params, read_tokenizer, str(path_or_id))
 
 
-def _config(folder: Path, max_positions: int | None, dtype: str | None) -> ModelConfig:
+def _config(folder: Path, max_positions: int | None, dtype: str | None) -> tuple[ModelConfig, Published | None]:
+    """The configuration, and which matrices are stored packed."""
     generation = folder / "generation_config.json"
-    fields = checkpoint.read_json(folder / "config.json")
-    return config_json.parse(fields, checkpoint.read_json(generation) if generation.is_file() else None, max_positions, dtype)
+    fields, published = split(checkpoint.read_json(folder / "config.json"))
+    read = config_json.parse(fields, checkpoint.read_json(generation) if generation.is_file() else None, max_positions, dtype)
+    return read, published
 
 
 def _chosen(dtype: DTypeLike | DtypeName | None) -> np.dtype | None:
@@ -110,28 +144,75 @@ def _stored_dtype(wanted: list[Wanted], tensors: dict[str, Stored]) -> np.dtype:
     return jnp.dtype(stored.pop())
 
 
-def _place_all(wanted: list[Wanted], tensors: dict[str, Stored], dtype: np.dtype) -> Iterator[Array]:
+def _formats(config: ModelConfig, format_of: FormatOf | None) -> list[MatrixFormat | None]:
+    """How each parameter is packed, in the order of `checkpoint.wanted_tensors`."""
+    shapes, _ = jax.tree_util.tree_flatten_with_path(param_shapes(config), is_leaf=is_shape)
+    return [None if format_of is None else format_of(*place_of(path), shape) for path, shape in shapes]
+
+
+Way = MatrixFormat | PackedSource | None
+"""How a parameter is packed: while it is loaded, or as it is stored; None: it is an array."""
+
+
+def _place_all(wanted: list[Wanted], ways: list[Way], tensors: dict[str, Stored], dtype: np.dtype) -> Iterator[Array | PackedMatrix]:
     """Every parameter in turn, on the device. Waits for each piece, so that its host copy is gone before the next is read."""
-    for w in wanted:
+    for w, own in zip(wanted, ways, strict=True):
+        if isinstance(own, PackedSource):
+            yield jax.block_until_ready(jax.tree.map(jnp.asarray, own.read()))
+            continue
         placed = None
-        for start, rows in _pieces(tensors[w.name]):
-            if len(rows) == w.shape[0]:
+        for start, rows in _pieces(tensors[w.name], 1 if own is None else own.rows):
+            if own is not None:
+                placed = _with_piece(placed, w, start, pack(rows, own, w.name))
+            elif len(rows) == w.shape[0]:
                 placed = jnp.asarray(rows).astype(dtype)
             else:
                 placed = _write_rows(jnp.zeros(w.shape, dtype) if placed is None else placed, rows, np.int32(start))
-            placed.block_until_ready()
+            jax.block_until_ready(placed)
         yield placed
 
 
+def _with_piece(placed: PackedMatrix | None, w: Wanted, start: int, piece: PackedMatrix) -> PackedMatrix:
+    """A packed matrix with the rows from `start` on. DONATES placed, which is None before the first piece."""
+    own = piece.format
+    if piece.shape == w.shape:
+        return piece
+    if placed is None:
+        shapes = own.codes_shape(w.shape), own.scales_shape(w.shape)
+        codes, scales = (jnp.zeros(shape, leaf.dtype) for shape, leaf in zip(shapes, (piece.codes, piece.scales), strict=True))
+        placed = PackedMatrix(codes, scales, format=own)
+    codes = _write_rows(placed.codes, piece.codes, np.int32(start))
+    return placed.replace(codes=codes, scales=_write_rows(placed.scales, piece.scales, np.int32(start // own.rows)))
+
+
 def _place_parts(
-    wanted: list[Wanted], structure: Any, tensors: dict[str, Stored], decoder: TransformerDecoder, mesh: Mesh
-) -> Iterator[Array]:
+    wanted: list[Wanted],
+    ways: list[Way],
+    structure: Any,
+    tensors: dict[str, Stored],
+    decoder: TransformerDecoder,
+    mesh: Mesh,
+) -> Iterator[Array | PackedMatrix]:
     """Every parameter in turn, each device of the mesh with its part. The host holds one tensor at a time."""
     shards, dtype = Shards(mesh), jnp.dtype(decoder.config.compute_dtype)
-    cuts = decoder.cuts(jax.tree.unflatten(structure, wanted), shards.tensor)
-    for each, how in zip(wanted, leaves_of_cuts(cuts), strict=True):
-        whole = np.concatenate([rows for _, rows in _pieces(tensors[each.name])]).astype(dtype)
-        yield place_param(how, whole, shards).block_until_ready()
+    shapes = [_shape_of(w, own, dtype) for w, own in zip(wanted, ways, strict=True)]
+    cuts = structure.flatten_up_to(decoder.cuts(jax.tree.unflatten(structure, shapes), shards.tensor))
+    for w, own, how in zip(wanted, ways, cuts, strict=True):
+        if isinstance(own, PackedSource):
+            whole = own.read()
+        elif own is None:
+            whole = np.concatenate([rows for _, rows in _pieces(tensors[w.name])]).astype(dtype)
+        else:
+            packed = [jax.device_get(pack(rows, own, w.name)) for _, rows in _pieces(tensors[w.name], own.rows)]
+            whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *packed)
+        yield jax.block_until_ready(place_tree(how, whole, shards))
+
+
+def _shape_of(w: Wanted, own: Way, dtype: np.dtype) -> jax.ShapeDtypeStruct | PackedMatrix:
+    """A parameter without its numbers."""
+    if isinstance(own, PackedSource):
+        return own.empty()
+    return jax.ShapeDtypeStruct(w.shape, dtype) if own is None else own.empty(w.shape)
 
 
 @functools.partial(jax.jit, donate_argnames="placed")
@@ -140,12 +221,12 @@ def _write_rows(placed: Array, rows: Array, start: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(placed, rows.astype(placed.dtype), start, axis=0)
 
 
-def _pieces(stored: Stored) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of a tensor, in order, in the stored type."""
+def _pieces(stored: Stored, multiple: int = 1) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, rows) of a tensor, in order, in the stored type. Pieces but the last have a multiple of `multiple` rows."""
     from safetensors import safe_open
 
     row_bytes = math.prod(stored.shape[1:]) * jnp.dtype(DTYPES[stored.dtype]).itemsize
-    count = max(1, READ_BYTES // row_bytes)
+    count = max(1, READ_BYTES // row_bytes // multiple) * multiple
     for start in range(0, stored.shape[0], count):
         with safe_open(stored.file, framework="np") as opened:  # once per piece: what was read stays mapped until it is closed
             rows = opened.get_slice(stored.name)[start : min(start + count, stored.shape[0])]

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
-from kvjax.model import Params
+from kvjax.model import Matrix, Params
 from kvjax.models.mixers.tokens import Tokens
+from pallas_kernels.matrices import is_packed, unpack
 from pallas_kernels.project_tokens import project_tokens
 
 
 def project(
-    x: Float[Array, "... E"], *weights: Float[Array, "F E"], residual: Float[Array, "... F"] | None = None, **options: Any
+    x: Float[Array, "... E"], *weights: Matrix, residual: Float[Array, "... F"] | None = None, **options: Any
 ) -> tuple[Float[Array, "... F"], ...]:
-    """`pallas_kernels.project_tokens` on tokens in any arrangement."""
+    """`pallas_kernels.project_tokens` on tokens in any arrangement. weights: `[F, E]`, arrays or packed."""
     rows = None if residual is None else residual.reshape(-1, residual.shape[-1])
     results = project_tokens(x.reshape(-1, x.shape[-1]), weights, residual=rows, **options)
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in results)
@@ -29,3 +30,8 @@ def norm_before(weight: Float[Array, "E"], tokens: Tokens) -> dict[str, Any]:
 def biases_of(layer: Params, there: bool, *names: str) -> dict[str, tuple[Array, ...]]:
     """The option of `project` that adds the biases of these projections; empty if the model has none."""
     return {"biases": tuple(layer[f"{name}_bias"] for name in names)} if there else {}
+
+
+def widened(matrix: Matrix, dtype: DTypeLike) -> Float[Array, "F E"]:
+    """A matrix that is used in another way than by `project`: unpacked to `dtype`, if it is packed; an array as it is."""
+    return unpack(matrix, dtype) if is_packed(matrix) else matrix

@@ -16,10 +16,14 @@ from jaxtyping import Array
 from kvjax.model import Model, Params
 from kvjax.models import checkpoint, config_json
 from kvjax.models.checkpoint import MAX_SHARD_BYTES, Wanted
+from kvjax.models.quantization.writing import fields_of, tensors_of
+from pallas_kernels.matrices import PackedMatrix, is_packed
 
 
 def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write a model in Hugging Face format: config, weights in the parameters' dtype, tokenizer. `transformers` and `load` read it.
+
+    Packed matrices are written as compressed-tensors has them, with a `quantization_config`; `load` reads them back bit for bit.
 
     The files are written to a folder beside `folder`, which is then renamed, so a folder of that name is always complete. overwrite:
     replace `folder` and everything in it, if it holds a model. max_shard_bytes: the largest weights file; the host holds the tensors of one
@@ -28,12 +32,12 @@ def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard
     folder = Path(folder).expanduser().absolute()
     if max_shard_bytes <= 0:
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; it must be positive")
-    _check_target(folder, overwrite)
+    check_target(folder, overwrite)
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         _write_weights(model, beside, max_shard_bytes)
-        _write_json(beside / "config.json", config_json.to_fields(model.config))
+        _write_json(beside / "config.json", config_json.to_fields(model.config) | _packing_fields(model))
         _write_json(beside / "generation_config.json", config_json.to_generation_fields(model.config))
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(beside)
@@ -42,7 +46,8 @@ def save(model: Model, folder: str | Path, *, overwrite: bool = False, max_shard
         shutil.rmtree(beside, ignore_errors=True)
 
 
-def _check_target(folder: Path, overwrite: bool) -> None:
+def check_target(folder: Path, overwrite: bool) -> None:
+    """ValueError if `folder` exists and may not be replaced, as `save` raises it."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not overwrite:
@@ -73,29 +78,39 @@ def _open_up(folder: Path) -> None:
 
 
 def _write_weights(model: Model, folder: Path, max_shard_bytes: int) -> None:
-    """model.safetensors, or shards and their index. ValueError for parameters that are not in the model's compute_dtype."""
+    """model.safetensors, or shards and their index. ValueError for arrays that are not in the model's compute_dtype."""
     from safetensors.numpy import save_file
 
     wanted, structure = checkpoint.wanted_tensors(model.config)
     leaves = _leaves(model.params, wanted, structure)
-    dtypes, wanted_dtype = {leaf.dtype.name for leaf in leaves}, model.config.compute_dtype
+    dtypes, wanted_dtype = {leaf.dtype.name for leaf in leaves if not is_packed(leaf)}, model.config.compute_dtype
     if dtypes != {wanted_dtype}:
         raise ValueError(f"parameters have dtypes {sorted(dtypes)}; all must have the model's compute_dtype, {wanted_dtype}")
     shards = _shards(wanted, [leaf.nbytes for leaf in leaves], max_shard_bytes)
     files = (
         [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))] if len(shards) > 1 else ["model.safetensors"]
     )
+    weight_map: dict[str, str] = {}
     for file, members in zip(files, shards, strict=True):
-        host = {wanted[n].name: np.asarray(leaves[n]) for n in members}
+        host: dict[str, np.ndarray] = {}
+        for n in members:
+            host |= tensors_of(wanted[n].name, leaves[n]) if is_packed(leaves[n]) else {wanted[n].name: np.asarray(leaves[n])}
         save_file(host, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(host, file)
     if len(shards) > 1:
-        weight_map = {wanted[n].name: file for file, members in zip(files, shards, strict=True) for n in members}
         total = {"total_parameters": model.config.num_params, "total_size": sum(leaf.nbytes for leaf in leaves)}
         _write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _leaves(params: Params, wanted: list[Wanted], structure: Any) -> list[Array]:
-    leaves, given = jax.tree.flatten(params)
+def _packing_fields(model: Model) -> dict[str, Any]:
+    """The `quantization_config` of a model with packed matrices."""
+    wanted, structure = checkpoint.wanted_tensors(model.config)
+    named = {w.name: leaf for w, leaf in zip(wanted, _leaves(model.params, wanted, structure), strict=True)}
+    return {"quantization_config": fields_of(named)} if any(map(is_packed, named.values())) else {}
+
+
+def _leaves(params: Params, wanted: list[Wanted], structure: Any) -> list[Array | PackedMatrix]:
+    leaves, given = jax.tree.flatten(params, is_leaf=is_packed)
     if given != structure:
         raise ValueError("the parameters do not have the structure that kvjax.models.init_params gives for this configuration")
     for leaf, w in zip(leaves, wanted, strict=True):

@@ -37,6 +37,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "gather_attention": ("mosaic_gpu", "mosaic_tpu", "xla", "reference"),
     "gated_delta": ("xla", "reference"),
     "indexer_scores": ("xla", "reference"),
+    "pack_pages": ("xla", "reference"),
     "page_index": ("xla", "reference"),
     "place_tiles": ("mosaic_gpu", "xla", "reference"),
     "project_tokens": ("mosaic_gpu", "xla", "reference"),

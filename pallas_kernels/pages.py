@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 
@@ -12,28 +11,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
+from pallas_kernels.page_format import CODES, PageFormat, unpack
 
-CODES = ("float32", "bfloat16", "float16")
-"""Dtypes of pages, and of queries."""
+__all__ = ["CODES", "OpenPages", "PageFormat", "Pages"]
 
 
-@dataclasses.dataclass(frozen=True)
-class PageFormat:
-    """How the numbers of a page are stored. codes: one of `CODES`. Static and hashable.
+@flax.struct.dataclass
+class OpenPages:
+    """Pages that are not packed yet, beside a pool of packed pages: those that hold the own page of some query.
 
-    Raises ValueError for other codes.
+    k: `[R, K, P, D]`, v: `[R, K, P, Dv]`, or None as in `Pages`, in the compute dtype. row_of: int32 `[N]`, the row of the page in each
+    frame, -1 for none. Rows that it does not name may hold anything.
     """
 
-    codes: str
-
-    def __post_init__(self):
-        if self.codes not in CODES:
-            raise ValueError(f"pages hold {', '.join(CODES)}, not {self.codes!r}: cast keys and values to one of these")
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the array that holds the codes."""
-        return jnp.dtype(self.codes)
+    k: Float[Array, "R K P D"]
+    v: Float[Array, "R K P Dv"] | None
+    row_of: Int[Array, "N"]
 
 
 @flax.struct.dataclass
@@ -47,12 +40,23 @@ class Pages:
     D = latent + rotated part, K = 1). value_dim: given where v is None, and only there. Pages that no table names may hold anything, NaN
     too.
 
-    A pytree: `k` and `v` are its leaves. Every op calls `check_pages`, which checks that they fit together.
+    Packed pages: k and v hold codes, `[N, K, P, width]`, and the scales lie beside them, `[N, K, P or 1, n]`; see `PageFormat`. k_packed,
+    v_packed: their formats; None: the array holds the numbers themselves. open: the same pages before they were packed. With it, a query
+    reads its own page (the page of its position) there, and every earlier page as packed, whether that is in `open` or not. So what a
+    query reads depends on its position alone. The own page of every query must be open, and every page before the last query's packed.
+    Without it, every page is read as packed.
+
+    A pytree: the arrays are its leaves. Every op calls `check_pages`, which checks that they fit together.
     """
 
     k: Float[Array, "N K P D"]
     v: Float[Array, "N K P Dv"] | None = None
     value_dim: int | None = flax.struct.field(pytree_node=False, default=None)
+    k_scales: Float[Array, "N K S n"] | None = None
+    v_scales: Float[Array, "N K S n"] | None = None
+    open: OpenPages | None = None
+    k_packed: PageFormat | None = flax.struct.field(pytree_node=False, default=None)
+    v_packed: PageFormat | None = flax.struct.field(pytree_node=False, default=None)
 
     @property
     def num_pages(self) -> int:
@@ -72,32 +76,47 @@ class Pages:
     @property
     def head_dim(self) -> int:
         """D, columns of a key."""
-        return self.k.shape[3]
+        return self.k_format.head_dim(self.k.shape[3])
 
     @property
     def v_head_dim(self) -> int:
         """Dv, columns of a value, and so of what attention returns."""
-        return self.value_dim if self.v is None else self.v.shape[3]
+        return self.value_dim if self.v is None else self.v_format.head_dim(self.v.shape[3])
+
+    @property
+    def packed(self) -> bool:
+        """Whether keys or values are codes."""
+        return self.k_packed is not None or self.v_packed is not None
 
     @property
     def k_format(self) -> PageFormat:
         """How keys are stored."""
-        return PageFormat(self.k.dtype.name)
+        return self.k_packed or PageFormat(self.k.dtype.name)
 
     @property
     def v_format(self) -> PageFormat:
         """How values are stored."""
-        return self.k_format if self.v is None else PageFormat(self.v.dtype.name)
+        if self.v is None:
+            return self.k_format
+        return self.v_packed or PageFormat(self.v.dtype.name)
+
+    @property
+    def keys(self) -> Float[Array, "N K P D"]:
+        """K as numbers, for tests and references. Where keys are packed, this unpacks the whole pool; `read` does not."""
+        return self.k if self.k_packed is None else unpack(self.k_packed, self.k, self.k_scales)
 
     @property
     def values(self) -> Float[Array, "N K P Dv"]:
-        """V as an array, for tests. Where V is a view of K, this may copy the pool; `read` does not."""
-        return self.k[..., : self.value_dim] if self.v is None else self.v
+        """V as numbers, for tests and references. Where V is packed or a view of K, this may copy the pool; `read` does not."""
+        if self.v is None:
+            return self.keys[..., : self.value_dim]
+        return self.v if self.v_packed is None else unpack(self.v_packed, self.v, self.v_scales)
 
     @property
     def arrays(self) -> dict[str, Array | None]:
-        """`k` and `v` by name, for `dispatch.signature`."""
-        return {"k": self.k, "v": self.v}
+        """`k`, `v` and what packed pages have beside them by name, for `dispatch.signature`."""
+        found = {"k": self.k, "v": self.v, "k_scales": self.k_scales, "v_scales": self.v_scales}
+        return found if self.open is None else found | {"open_k": self.open.k, "open_v": self.open.v, "row_of": self.open.row_of}
 
 
 def check_pages(pages: Pages) -> None:
@@ -117,9 +136,43 @@ def check_pages(pages: Pages) -> None:
         raise ValueError(f"k and v must have the same pages, KV heads and page size; got {arrays}")
     if pages.value_dim is not None and not (isinstance(pages.value_dim, int) and 1 <= pages.value_dim <= pages.head_dim):
         raise ValueError(f"value_dim must be an int from 1 to the head dim {pages.head_dim}, got {pages.value_dim!r}; {arrays}")
-    for name, array in pages.arrays.items():
-        if array is not None and array.dtype.name not in CODES:
+    parts = ("k", pages.k, pages.k_scales, pages.k_packed), ("v", pages.v, pages.v_scales, pages.v_packed)
+    for name, array, scales, packed in parts:
+        if packed is not None:
+            _check_packed(name, array, scales, packed, arrays)
+        elif scales is not None:
+            raise ValueError(f"{name}_scales go with {name}_packed, the format of {name}; got {arrays}")
+        elif array is not None and array.dtype.name not in CODES:
             raise ValueError(f"{name} must be one of {', '.join(CODES)}: cast it before it is written; got {arrays}")
+    if pages.open is not None:
+        _check_open(pages, arrays)
+
+
+def _check_packed(name: str, codes: Array | None, scales: Array | None, format: PageFormat, arrays: str) -> None:
+    """Raise ValueError unless codes and scales are those of this format."""
+    if codes is None or not format.packed or codes.dtype != format.code_dtype:
+        raise ValueError(f"{name}_packed {format} needs codes of dtype {format.code_dtype} in {name}; got {arrays}")
+    head_dim = format.head_dim(codes.shape[3])
+    if not head_dim or format.width(head_dim) != codes.shape[3]:
+        raise ValueError(f"no head dim has codes of {codes.shape[3]} elements in {format}; got {arrays}")
+    shape = format.scale_shape(codes.shape[2], head_dim)
+    wanted = None if shape is None else (*codes.shape[:2], *shape)
+    if (None if scales is None else (scales.shape, scales.dtype)) != (None if wanted is None else (wanted, format.scale_dtype)):
+        raise ValueError(f"{name}_scales of {format} must be {format.scale_dtype}{list(wanted or ())}; got {arrays}")
+
+
+def _check_open(pages: Pages, arrays: str) -> None:
+    """Raise ValueError unless open pages have the shape of the packed ones."""
+    k, v, row_of = pages.open.k, pages.open.v, pages.open.row_of
+    if not pages.packed:
+        raise ValueError(f"open pages go with packed pages: others are read where they lie; got {arrays}")
+    dims = {"open_k": (k, pages.head_dim)} | ({} if pages.v is None else {"open_v": (v, pages.v_head_dim)})
+    for name, (array, dim) in dims.items():
+        wanted = (k.shape[0], pages.kv_heads, pages.page_size, dim)
+        if array is None or array.shape != wanted or array.dtype.name not in CODES or not array.shape[0]:
+            raise ValueError(f"{name} must be {list(wanted)} in {', '.join(CODES)}, with at least one row; got {arrays}")
+    if (pages.v is None) != (v is None) or row_of.shape != (pages.num_pages,) or row_of.dtype != jnp.int32:
+        raise ValueError(f"open pages need a v where pages have one, and row_of int32 [{pages.num_pages}]; got {arrays}")
 
 
 def check(q: Array, pages: Pages, table: Array, **of_row: Array) -> None:
@@ -141,6 +194,17 @@ def check(q: Array, pages: Pages, table: Array, **of_row: Array) -> None:
         raise ValueError(f"table, {' and '.join(of_row)} must be int32; got {arrays}")
     if q.dtype.name not in CODES:
         raise ValueError(f"q must be one of {', '.join(CODES)}; got {arrays}")
+
+
+def open_numbers(pages: Pages) -> tuple[Float[Array, "R K P D"], Float[Array, "R K P Dv"]]:
+    """Keys and values of `pages.open` as whole arrays, for references."""
+    return pages.open.k, pages.open.k[..., : pages.value_dim] if pages.v is None else pages.open.v
+
+
+def check_none_open(pages: Pages, op: str) -> None:
+    """NotImplementedError where there are open pages, for an op that does not read them."""
+    if pages.open is not None:
+        raise NotImplementedError(f"{op} reads no open pages beside packed ones: give pages with open=None, all of which are packed")
 
 
 def check_frames(table: Array, frames: Array | None) -> None:
@@ -216,6 +280,8 @@ def check_window(window: tuple[int, int] | None) -> None:
 
 def unlike(pages: Pages) -> str | None:
     """Why a kernel that takes K and V as two arrays of one shape cannot read these pages; None if it can."""
+    if pages.packed:
+        return f"it does not unpack pages; keys are {pages.k_format.codes}, values {pages.v_format.codes}"
     if pages.v is None:
         return f"it reads V from an array of its own, not from the first {pages.value_dim} columns of K"
     if pages.k.shape != pages.v.shape or pages.k_format != pages.v_format:
@@ -249,9 +315,39 @@ def physical(table: Int[Array, "B M"], logical: Int[Array, "B T"], valid: Bool[A
 def read(
     pages: Pages, frames: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int
 ) -> tuple[Float[Array, "R n*size D"], Float[Array, "R n*size Dv"]]:
-    """Keys and values of a tile: see `read_tile`. Where V is a view of K, it is read with K."""
-    keys = read_tile(pages.k, frames, tokens, size)
-    return keys, keys[..., : pages.value_dim] if pages.v is None else read_tile(pages.v, frames, tokens, size)
+    """Keys and values of a tile: see `read_tile`. Where V is a view of K, it is read with K. Packed pages are unpacked, this tile only;
+    `open` is not looked at."""
+    keys = read_keys(pages, frames, tokens, size)
+    if pages.v is None:
+        return keys, keys[..., : pages.value_dim]
+    return keys, _read_numbers(pages.v, pages.v_scales, pages.v_packed, frames, tokens, size)
+
+
+def read_keys(pages: Pages, frames: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int) -> Float[Array, "R n*size D"]:
+    """Keys of a tile: see `read`."""
+    return _read_numbers(pages.k, pages.k_scales, pages.k_packed, frames, tokens, size)
+
+
+def read_open(
+    pages: Pages, frames: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int
+) -> tuple[Float[Array, "R n*size D"], Float[Array, "R n*size Dv"]]:
+    """Keys and values of a tile of `pages.open`, as `read` gives them. Of a page that is not open, any keys, and zeros as values."""
+    rows = jnp.where(frames >= 0, pages.open.row_of.at[jnp.maximum(frames, 0)].get(mode="fill", fill_value=-1), -1)
+    keys = read_tile(pages.open.k, rows, tokens, size)
+    values = keys[..., : pages.value_dim] if pages.v is None else read_tile(pages.open.v, rows, tokens, size)
+    return keys, jnp.where(jnp.repeat(rows >= 0, size, axis=1)[..., None], values, 0)
+
+
+def _read_numbers(pool: Array, scales: Array | None, format: PageFormat | None, frames: Array, tokens: Array, size: int) -> Array:
+    codes = read_tile(pool, frames, tokens, size)
+    if format is None:
+        return codes
+    if scales is None:
+        return unpack(format, codes, None)
+    if scales.shape[2] == pool.shape[2]:  # scales of each token
+        return unpack(format, codes, read_tile(scales, frames, tokens, size))
+    of_page = read_tile(scales, frames, jnp.zeros_like(tokens), 1)[:, :, None]
+    return unpack(format, codes.reshape(*frames.shape, size, -1), of_page).reshape(*codes.shape[:2], -1)
 
 
 def read_tile(pool: Float[Array, "N K P D"], frames: Int[Array, "R n"], tokens: Int[Array, "R n"], size: int) -> Float[Array, "R n*size D"]:

@@ -25,6 +25,8 @@ from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.gated_delta import delta_page
 from pallas_kernels.gather_attention import gather_attention
 from pallas_kernels.indexer_scores import indexer_scores
+from pallas_kernels.pack_pages import pack_pages
+from pallas_kernels.page_format import PageFormat, unpack
 from pallas_kernels.page_index import page_index
 from pallas_kernels.pages import Pages
 from pallas_kernels.place_tiles import WAYS, place_tiles
@@ -217,6 +219,12 @@ def _index(x: Inputs) -> Run:
     return lambda name: page_index(x.pages.k, kind="mean", block_size=32, implementation=name)
 
 
+def _pack(x: Inputs) -> Run:
+    # Numbers, not codes: a quotient that a device rounds otherwise may give the next code.
+    format = PageFormat("int8", "token", read_as="float32")
+    return lambda name: unpack(format, *pack_pages(x.pages.k, format=format, implementation=name))
+
+
 def _place(x: Inputs) -> Run:
     # A set for each page: of several missing tiles in one set, any could get the place.
     sets, wide = x.pages.num_pages, 8
@@ -283,6 +291,7 @@ EXAMPLES: dict[str, Callable[[Inputs], Run]] = {
     "gather_attention": _gather,
     "gated_delta": _delta,
     "indexer_scores": _indexer,
+    "pack_pages": _pack,
     "page_index": _index,
     "place_tiles": _place,
     "project_tokens": _project,

@@ -39,7 +39,7 @@ def mesh_run(meshes=MESHES, lengths=LENGTHS, batches=BATCHES, policies=("dense",
             seconds = mesh_seconds(name, length, batch, tensor, context, hops=hops) * (1 + noise * draw.standard_normal())
             counts = counts_of(step_exchanges(QWEN_7B, parse(name), batch, **mesh))
             row = {"op": "decode", "shape": "qwen2.5-7b", "layers": 28, "dtype": "bfloat16", "tokens": length, "batch": batch}
-            row |= {"policy": name, "median_s": seconds, **mesh}
+            row |= {"policy": name, "median_s": seconds, "path": {"all_reduce": "xla"}, **mesh}
             row |= {"bytes": {"weights": moved.weights, "kv": moved.kv, "index": moved.index}}
             names = ("kind", "axis", "size", "bytes", "count")
             rows.append(row | {"exchanges": [dict(zip(names, (*what, count), strict=True)) for what, count in counts.items()]})

@@ -46,10 +46,10 @@ def prompts_of(model):
     return [draw.integers(0, model.config.vocab_size, size).tolist() for size in (150, 37, 91, 203, 12)]
 
 
-def engine_of(devices):
+def engine_of(devices, policy=None):
     """An engine whose pool is too small for all prompts at once."""
     sizes = {"pages": 20, "page_size": PAGE, "prefill_chunk": CHUNK, "batch_buckets": (4,)}
-    return kvjax.Engine(make_family("llama"), POLICIES[devices], mesh=kvjax.mesh(**MESHES[devices]), **sizes)
+    return kvjax.Engine(make_family("llama"), policy or POLICIES[devices], mesh=kvjax.mesh(**MESHES[devices]), **sizes)
 
 
 def alike(engine, folder):
@@ -60,7 +60,17 @@ def alike(engine, folder):
     logits = [np.asarray(engine.extend(each, [7])) for each in twins]
     for each in twins:
         engine.free(each)
-    return {"fingerprint": fingerprint(engine.model), "logits": logits[0].tolist(), "restored": bool((logits[0] == logits[1]).all())}
+    try:
+        kvjax.Scheduler(engine, max_gap_ms=5.0)
+        gap = "taken"
+    except ValueError as error:
+        gap = str(error)
+    return {
+        "gap": gap,
+        "fingerprint": fingerprint(engine.model),
+        "logits": logits[0].tolist(),
+        "restored": bool((logits[0] == logits[1]).all()),
+    }
 
 
 def answers(engine, **options):
@@ -139,8 +149,9 @@ def main():
     jax.config.update("jax_num_cpu_devices", devices)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
     with kvjax.start_processes(f"localhost:{port}", count, number) as processes:
-        engine = engine_of(count * devices)
-        found = {"alike": alike(engine, folder), "shared": processes.share(f"from {number}")}
+        engine = engine_of(count * devices, "dense" if scenario == "brief" else None)
+        found = {"alike": alike(engine, folder)} if scenario == "job" else {}
+        found["shared"] = processes.share(f"from {number}")
         if number:
             if scenario == "endless" and number == count - 1:
                 threading.Timer(2, os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -24,6 +24,7 @@ from kvjax.policies.decode.top_blocks import TopBlocks
 from kvjax.policies.decode.top_tokens import TopTokens
 from kvjax.policies.decode.window import Window
 from kvjax.sharding import CONTEXT, TENSOR
+from pallas_kernels.all_reduce.xla import GATHERED_BYTES
 from pallas_kernels.select_blocks import selection_width
 
 ALL_REDUCE, ALL_GATHER = "all_reduce", "all_gather"
@@ -54,10 +55,15 @@ class Exchange(NamedTuple):
 
     @property
     def received(self) -> float:
-        """Bytes that each device receives in all of them, by a ring: of a sum twice its array, but for its own share; of a gather the
-        arrays of all others."""
-        each = 2 * self.bytes * (self.size - 1) / self.size if self.kind == ALL_REDUCE else self.bytes * (self.size - 1)
-        return self.count * each
+        """Bytes that each device receives in all of them: the arrays of all others, but for large sums and counts, which go round in a
+        ring: twice its array, but for its own share."""
+        ring = self.kind == ALL_REDUCE and not self.sent_whole
+        return self.count * (2 * self.bytes * (self.size - 1) / self.size if ring else self.bytes * (self.size - 1))
+
+    @property
+    def sent_whole(self) -> bool:
+        """Whether it is a sum by `pallas_kernels.all_reduce` in which every device gets the arrays of all others."""
+        return self.part == "products" and (self.size == 2 or self.size * self.bytes <= GATHERED_BYTES)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -131,11 +137,22 @@ Counts = dict[tuple[str, str, int, int], int]
 """How many exchanges, by kind, axis, size of the axis, and bytes of each device's array."""
 
 
-def counts_of(exchanges: Iterable[Exchange]) -> Counts:
-    """Counts of exchanges, whatever they are for."""
+def counts_of(exchanges: Iterable[Exchange], sums: str = "xla") -> Counts:
+    """Counts of exchanges as a program asks XLA for them, whatever they are for.
+
+    sums: the implementation of `pallas_kernels.all_reduce` that adds products. "xla" asks for a gather; a kernel does not ask XLA.
+    NotImplementedError for sums so large that "xla" sends them in parts.
+    """
     found: Counts = collections.Counter()
     for each in exchanges:
-        found[each.kind, each.axis, each.size, each.bytes] += each.count
+        kind = each.kind
+        if each.part == "products":
+            if sums != "xla":
+                continue
+            if not each.sent_whole:
+                raise NotImplementedError(f"a sum of {each.bytes:,} bytes over {each.size} devices goes in parts, which are not counted")
+            kind = ALL_GATHER
+        found[kind, each.axis, each.size, each.bytes] += each.count
     return dict(found)
 
 

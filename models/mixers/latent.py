@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from kvjax.layers import LatentLayer
 from kvjax.model import Indexer, Latents, Params
 from kvjax.models.mixers.tokens import MixHere, Rotation, Tokens
-from kvjax.models.products import project
+from kvjax.models.products import project, widened
 from pallas_kernels.elementwise import rms_norm, rotate
 
 NORM_EPS = 1e-6
@@ -39,7 +39,7 @@ def attend_latents(
     query_latent, compressed, index_k = project(x, params["q_a"], params["kv_a"], params["index_k"])
     q, index_q = project(query_latent, params["q_b"], params["index_q"], norm=params["q_norm"], norm_eps=NORM_EPS)
     indexer = _indexer(config, params, x, index_q, index_k, rotation)
-    key_maps, value_maps = _maps(config, params)
+    key_maps, value_maps = _maps(config, widened(params["kv_b"], x.dtype))
     q = _absorbed(config, key_maps, q, rotation)
     out, state = mix(Latents(q, _rows(config, params, compressed, rotation), indexer, config.latent_dim, config.sm_scale), state)
     values = _product("bthc,hvc->bthv", out.astype(x.dtype), value_maps)
@@ -78,9 +78,9 @@ def _rows(config: LatentLayer, params: Params, compressed: Float[Array, "B T C+R
     return jnp.concatenate([latent, shared], axis=-1)
 
 
-def _maps(config: LatentLayer, params: Params) -> tuple[Float[Array, "H N C"], Float[Array, "H V C"]]:
+def _maps(config: LatentLayer, both: Float[Array, "H*(N+V) C"]) -> tuple[Float[Array, "H N C"], Float[Array, "H V C"]]:
     """The key maps and the value maps of the heads."""
-    both = params["kv_b"].reshape(config.num_heads, -1, config.latent_dim)
+    both = both.reshape(config.num_heads, -1, config.latent_dim)
     return both[:, : config.nope_dim], both[:, config.nope_dim :]
 
 

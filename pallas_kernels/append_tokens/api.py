@@ -84,6 +84,10 @@ def _check(
     frames: jax.Array | None,
 ) -> None:
     check_pages(pages)
+    if pages.packed:
+        raise NotImplementedError(
+            f"append_tokens writes numbers as they are, not {pages.k_format.codes}: write whole pages, packed by pallas_kernels.pack_pages"
+        )
     check_frames(table, frames)
     pools = {"k_pages": pages.k, "v_pages": pages.v}
     arrays = dispatch.signature(**pools, k=k, v=v, positions=positions, valid=valid, table=table)

@@ -97,6 +97,8 @@ def unsupported(call: Call, q, pages, table, starts, lengths, lse, first_query) 
     """Why this kernel cannot take this valid input, or None if it can."""
     if call.block_size % 16:
         return f"block_size must be a multiple of 16, got {call.block_size}"
+    if pages.packed:
+        return f"it does not unpack pages; keys are {pages.k_format.codes}"
     return query_tiles.unsupported(q, pages.k, call.sm_scale)
 
 

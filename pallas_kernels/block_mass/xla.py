@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import online_softmax, tiles
 from pallas_kernels.block_mass.api import Call
-from pallas_kernels.pages import read_tile, visible
+from pallas_kernels.pages import read_keys, read_open, visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +42,14 @@ def default_config() -> Config:
 def block_mass(call: Call, q, pages, table, starts, lengths, lse, first_query):
     """See `pallas_kernels.block_mass.block_mass`. config: a `Config`, or None for `default_config()`."""
     call = dataclasses.replace(call, config=call.config or default_config())
-    return _sum_up(call, q, pages.k, table, starts, lengths, lse, first_query)
+    return _sum_up(call, q, pages, table, starts, lengths, lse, first_query)
 
 
 @functools.partial(jax.jit, static_argnames="call")
-def _sum_up(call: Call, q, k, table, starts, lengths, lse, first_query):
+def _sum_up(call: Call, q, pages, table, starts, lengths, lse, first_query):
     block_size, sm_scale, config = call.block_size, call.sm_scale, call.config
     batch, num_queries, num_heads, head_dim = q.shape
-    num_kv_heads, page_size = k.shape[1:3]
+    num_kv_heads, page_size = pages.kv_heads, pages.page_size
     num_blocks = table.shape[1] * page_size // block_size
     query_tile = min(config.query_tile, num_queries)
     pages_per_tile = min(max(1, config.key_tile // page_size), table.shape[1])
@@ -67,7 +67,7 @@ def _sum_up(call: Call, q, k, table, starts, lengths, lse, first_query):
 
         def tile(args):
             frames, position = args
-            sums = _walk(q, lse, start, keep, query_tile, frames, position, k, length, sm_scale)
+            sums = _walk(q, lse, start, keep, query_tile, frames, position, pages, length, sm_scale)
             return sums.reshape(num_heads, -1, block_size).sum(2)
 
         tables = table.reshape(-1, pages_per_tile)
@@ -78,23 +78,34 @@ def _sum_up(call: Call, q, k, table, starts, lengths, lse, first_query):
     return jax.lax.map(row, (q, table, starts, lengths, lse, first_query), batch_size=math.gcd(batch, config.rows))
 
 
-def _walk(q, lse, start, keep, query_tile, frames, position, k, length, sm_scale):
+def _walk(q, lse, start, keep, query_tile, frames, position, pages, length, sm_scale):
     """Sums of weights `[K, G, key_tile]` of the keys from `position` on, over the queries at positions keep[0] <= p < keep[1]."""
-    num_kv_heads, page_size = k.shape[1:3]
+    num_kv_heads, page_size = pages.kv_heads, pages.page_size
     group = q.shape[2] // query_tile
     page = jnp.broadcast_to(frames, (num_kv_heads, frames.size))
-    keys = read_tile(k, page, jnp.zeros_like(page), page_size)
+    keys = read_keys(pages, page, jnp.zeros_like(page), page_size)
     pos = position + jnp.arange(keys.shape[1], dtype=jnp.int32)
     pos = jnp.where((jnp.repeat(frames, page_size) >= 0) & (pos < length), pos, -1)
+    open_keys = None if pages.open is None else read_open(pages, page, jnp.zeros_like(page), page_size)[0]
     begin = jnp.maximum(jnp.maximum(keep[0], position) - start, 0) // query_tile
     end = -(-jnp.maximum(keep[1] - start, 0) // query_tile)
 
-    def step(i, sums):
+    def step(i, sums, opened=False):
         query_pos = jnp.tile(start + i * query_tile + jnp.arange(query_tile, dtype=jnp.int32), group)[:, None]
         counts = (query_pos >= keep[0]) & (query_pos < keep[1]) & (lse[i] != -jnp.inf)[:, :, None]
         seen = visible(pos, query_pos, None) & counts
-        logits = online_softmax.scaled_logits(q[i], keys, sm_scale) - lse[i][:, :, None]
+        logits = online_softmax.scaled_logits(q[i], keys, sm_scale)
+        if opened:  # each query reads its own page open, and earlier ones as packed
+            own = pos // page_size == query_pos // page_size
+            logits = jnp.where(own, online_softmax.scaled_logits(q[i], open_keys, sm_scale), logits)
+        logits -= lse[i][:, :, None]
         weights = jnp.exp(jnp.where(seen, logits, -jnp.inf))
         return sums + weights.reshape(num_kv_heads, group, query_tile, -1).sum(2)
 
-    return jax.lax.fori_loop(begin, end, step, jnp.zeros((num_kv_heads, group, keys.shape[1]), jnp.float32))
+    sums = jnp.zeros((num_kv_heads, group, keys.shape[1]), jnp.float32)
+    if pages.open is not None:  # tiles of queries of which some lie in these pages
+        behind = -(-jnp.maximum(position + keys.shape[1] - start, 0) // query_tile)
+        behind = jnp.clip(behind, begin, jnp.maximum(begin, end))
+        sums = jax.lax.fori_loop(begin, jnp.minimum(behind, end), functools.partial(step, opened=True), sums)
+        begin = behind
+    return jax.lax.fori_loop(begin, end, step, sums)

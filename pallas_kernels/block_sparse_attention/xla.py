@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import online_softmax, tiles
 from pallas_kernels.block_sparse_attention.api import Call
-from pallas_kernels.pages import read, visible
+from pallas_kernels.pages import read, read_open, visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,8 @@ def _attend(call: Call, q, pages, table, starts, lengths, blocks):
             q, first, ids = args
             always = _always_read(first, query_tile, call.block_size, call.window)
             partial = _walk(call, q.swapaxes(0, 1), first, always, ids, table, length, pages)
+            if pages.open is not None:
+                partial = _own_pages(call, q.swapaxes(0, 1), first, ids, table, length, pages, partial)
             out, lse = online_softmax.finish(partial)
             return out.swapaxes(0, 1).astype(q.dtype), lse.T
 
@@ -103,11 +105,37 @@ def _walk(call: Call, q: Float[Array, "H R D"], first, always, listed: Int[Array
         from_list = jnp.repeat(jax.lax.dynamic_slice_in_dim(is_listed, i * per_step, per_step), block_size)
         pos = (block[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)).reshape(num_heads, -1)
         written = (pos >= 0) & (pos < length)
+        if pages.open is not None:  # a query's own page is folded at the end
+            written &= pos < (jnp.minimum(first + query_tile, length) - 1) // page_size * page_size
         pos = jnp.where(written, pos, -1)[:, None, :]
         keys, values = read(pages, page, block * block_size % page_size, block_size)
         near = visible(pos, query_pos, window) if window is not None else jnp.zeros((), bool)
         seen = visible(pos, query_pos, None) & (near != from_list)
+        if pages.open is not None:
+            seen &= pos // page_size != query_pos // page_size
         logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
         return online_softmax.fold(partial, logits, jnp.where(written[..., None], values, 0))  # unwritten values may be NaN
 
     return jax.lax.fori_loop(0, steps, step, online_softmax.empty(q.shape[:2], pages.v_head_dim))
+
+
+def _own_pages(call: Call, q: Float[Array, "H R D"], first, listed: Int[Array, "H W"], table, length, pages, partial):
+    """Fold the open pages of the R queries at positions first, first + 1, ...: of its own page each reads what it would read packed."""
+    num_heads, query_tile = q.shape[:2]
+    page_size, per_page = pages.page_size, pages.page_size // call.block_size
+    query_pos = (first + jnp.arange(query_tile, dtype=jnp.int32))[:, None]
+
+    def step(i, partial):
+        page = first // page_size + i
+        frames = jnp.broadcast_to(table.at[page].get(mode="fill", fill_value=-1), (num_heads, 1))
+        pos = page * page_size + jnp.arange(page_size, dtype=jnp.int32)
+        pos = jnp.where((frames[0] >= 0) & (pos < length), pos, -1)
+        keys, values = read_open(pages, frames, jnp.zeros_like(frames), page_size)
+        blocks = page * per_page + jnp.arange(per_page, dtype=jnp.int32)
+        in_list = jnp.repeat((listed[:, :, None] == blocks).any(axis=1), call.block_size, axis=1)[:, None, :]
+        near = visible(pos, query_pos, call.window) if call.window is not None else jnp.zeros((), bool)
+        seen = visible(pos, query_pos, None) & (near | in_list) & (pos // page_size == query_pos // page_size)
+        logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
+        return online_softmax.fold(partial, logits, jnp.where((pos >= 0)[:, None], values, 0))  # unwritten values may be NaN
+
+    return jax.lax.fori_loop(0, (query_tile - 2) // page_size + 2, step, partial)

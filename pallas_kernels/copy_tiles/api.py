@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.pages import Pages, check_pages
+from pallas_kernels.pages import Pages, check_none_open, check_pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,7 @@ def copy_tiles(
     Raises ValueError for arguments that do not fit together; NotImplementedError for an implementation that cannot run here.
     """
     check_pages(pages)
+    check_none_open(pages, "copy_tiles")
     arrays = dispatch.signature(**pages.arrays, sources=sources, targets=targets)
     if sources.ndim != 2 or sources.shape != targets.shape or 0 in sources.shape or sources.shape[1] != pages.kv_heads:
         raise ValueError(f"sources and targets must be [n, K], one column for each KV head; got {arrays}")

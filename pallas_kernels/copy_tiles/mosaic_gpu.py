@@ -30,6 +30,8 @@ class Shape:
 
 def unsupported(call: Call, pages, sources, targets) -> str | None:
     """Why this kernel cannot take this valid input, or None if it can."""
+    if pages.packed:
+        return f"it does not copy scales; keys are {pages.k_format.codes}, values {pages.v_format.codes}"
     sizes = _shape(pages).tile_bytes
     if any(size % 16 for size in sizes):
         return f"tiles must be multiples of 16 bytes, got {sizes}"

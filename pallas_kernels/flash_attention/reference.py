@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.flash_attention.api import Call
+from pallas_kernels.pages import open_numbers
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -24,13 +25,31 @@ def flash_attention(call: Call, q, pages, table, starts, lengths):
         seen = there & (pos <= query_pos)
         if window is not None:
             seen &= (pos < window[0]) | (pos > query_pos - window[1])
-        keys, values = (pool[table].swapaxes(1, 2).reshape(-1, num_kv_heads, pool.shape[3]) for pool in (pages.k, pages.values))
-        keys, values = (jnp.where(there[:, None, None], x, 0).astype(jnp.float32) for x in (keys, values))
-        keys, values = (jnp.repeat(x, q.shape[1] // num_kv_heads, axis=1) for x in (keys, values))
-        logits = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
+
+        def laid_out(pool, there):
+            rows = pool.swapaxes(1, 2).reshape(-1, num_kv_heads, pool.shape[3])
+            return jnp.repeat(jnp.where(there[:, None, None], rows, 0).astype(jnp.float32), q.shape[1] // num_kv_heads, axis=1)
+
+        def logits_of(keys):
+            return jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
+
+        def weighted(weights, values):
+            return jnp.einsum("hts,shd->thd", weights, values, precision="highest")
+
+        own = jnp.zeros_like(seen)
+        if pages.open is not None:  # a query's own page is read as it was before it was packed, every other page as packed
+            own = pos // page_size == query_pos // page_size
+            there, opened = there & (pos < (jnp.minimum(start + q.shape[0], length) - 1) // page_size * page_size), there
+            seen &= own | there
+            open_keys, open_values = (laid_out(x[pages.open.row_of[table]], opened) for x in open_numbers(pages))
+        keys, values = (laid_out(pool[table], there) for pool in (pages.keys, pages.values))
+        logits = logits_of(keys) if pages.open is None else jnp.where(own, logits_of(open_keys), logits_of(keys))
         logits = jnp.where(seen, logits, -jnp.inf)
         lse = jax.nn.logsumexp(logits, axis=-1)
         weights = jnp.where(seen, jax.nn.softmax(logits, axis=-1), 0)
-        return jnp.einsum("hts,shd->thd", weights, values, precision="highest").astype(q.dtype), lse.T
+        out = weighted(jnp.where(own, 0, weights), values)
+        if pages.open is not None:
+            out += weighted(jnp.where(own, weights, 0), open_values)
+        return out.astype(q.dtype), lse.T
 
     return jax.vmap(of_row)(q, table, starts, lengths)

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from pallas_kernels import online_softmax, tiles
 from pallas_kernels.flash_attention.api import Call
-from pallas_kernels.pages import read, visible
+from pallas_kernels.pages import read, read_open, visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,8 @@ def _attend(call: Call, q, pages, table, starts, lengths):
             q, first = args
             q = q.reshape(query_tile, num_kv_heads, -1, head_dim).transpose(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
             partial = _walk(call, q, first, query_tile, table, length, pages, pages_per_tile)
+            if pages.open is not None:
+                partial = _own_pages(call, q, first, query_tile, table, length, pages, partial)
             out, lse = online_softmax.finish(partial)
             heads_last = (x.reshape(num_heads, query_tile, *x.shape[2:]).swapaxes(0, 1) for x in (out.astype(q.dtype), lse))
             return tuple(heads_last)
@@ -93,9 +95,32 @@ def _walk(call: Call, q, first, query_tile, table, length, pages, pages_per_tile
         pos = jnp.where((jnp.repeat(frames, page_size) >= 0) & (pos < length), pos, -1)
         page = jnp.broadcast_to(frames, (pages.kv_heads, pages_per_tile))
         keys, values = read(pages, page, jnp.zeros_like(page), page_size)
+        if pages.open is not None:  # a query's own page is folded at the end
+            pos = jnp.where(pos < (jnp.minimum(first + query_tile, length) - 1) // page_size * page_size, pos, -1)
         seen = visible(pos, query_pos, window)
+        if pages.open is not None:
+            seen &= pos // page_size != query_pos // page_size
         logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
         values = jnp.where((pos >= 0)[:, None], values, 0)  # unwritten values may be NaN
         return online_softmax.fold(partial, logits, values, rounded=True)
 
     return jax.lax.fori_loop(0, sinks + end - resume, step, online_softmax.empty(q.shape[:2], pages.v_head_dim))
+
+
+def _own_pages(call: Call, q, first, query_tile, table, length, pages, partial):
+    """Fold the open pages of the queries at positions first, first + 1, ...: each query reads its own page. Arguments as of `_walk`."""
+    page_size = pages.page_size
+    query_pos = jnp.tile(first + jnp.arange(query_tile, dtype=jnp.int32), q.shape[1] // query_tile)[:, None]
+
+    def step(i, partial):
+        page = first // page_size + i
+        frames = jnp.broadcast_to(table.at[page].get(mode="fill", fill_value=-1), (pages.kv_heads, 1))
+        pos = page * page_size + jnp.arange(page_size, dtype=jnp.int32)
+        pos = jnp.where((frames[0] >= 0) & (pos < length), pos, -1)
+        keys, values = read_open(pages, frames, jnp.zeros_like(frames), page_size)
+        seen = visible(pos, query_pos, call.window) & (pos // page_size == query_pos // page_size)
+        logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
+        values = jnp.where((pos >= 0)[:, None], values, 0)  # unwritten values may be NaN
+        return online_softmax.fold(partial, logits, values, rounded=True)
+
+    return jax.lax.fori_loop(0, (query_tile - 2) // page_size + 2, step, partial)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gather_attention.api import Call
+from pallas_kernels.pages import open_numbers
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -23,17 +24,31 @@ def gather_attention(call: Call, q, pages, table, lengths, blocks, block_frames=
         pos = listed[:, None] * block_size + jnp.arange(block_size)
         page = table[jnp.clip(pos // page_size, 0, table.size - 1)] if block_frames is None else frames[:, None]
         there = (listed >= 0)[:, None] & (page >= 0) & (pos < length)
-        read = (pool[page, kv_head, pos % page_size].astype(jnp.float32) for pool in (pages.k, pages.values))
-        keys, values = (jnp.where(there[..., None], x, 0) for x in read)
         at = (length - num_queries + jnp.arange(num_queries))[:, None, None]
         seen = there & (pos <= at)
+
+        def numbers(pool, frame, there):
+            return jnp.where(there[..., None], pool[frame, kv_head, pos % page_size].astype(jnp.float32), 0)
+
+        closed = there if pages.open is None else there & (pos < (length - 1) // page_size * page_size)
+        keys, values = (numbers(pool, page, closed) for pool in (pages.keys, pages.values))
+        if pages.open is not None:  # a query's own page is read as it was before it was packed, every other page as packed
+            own, rows = pos // page_size == at // page_size, pages.open.row_of[page]
+            open_keys, open_values = (numbers(x, rows, there) for x in open_numbers(pages))
         if window is not None:
             seen &= (pos < window[0]) | (pos > at - window[1])
         logits = jnp.einsum("td,wsd->tws", q.astype(jnp.float32), keys, precision="highest") * sm_scale
+        if pages.open is not None:
+            of_open = jnp.einsum("td,wsd->tws", q.astype(jnp.float32), open_keys, precision="highest") * sm_scale
+            logits = jnp.where(own, of_open, logits)
         logits = jnp.where(seen, logits, -jnp.inf)
         lse = jax.nn.logsumexp(logits, axis=(1, 2))
         weights = jnp.where(seen, jax.nn.softmax(logits, axis=(1, 2)), 0)
-        out = jnp.einsum("tws,wsd->td", weights, values, precision="highest")
+        if pages.open is None:
+            out = jnp.einsum("tws,wsd->td", weights, values, precision="highest")
+        else:
+            out = jnp.einsum("tws,wsd->td", jnp.where(own, weights, 0), open_values, precision="highest")
+            out += jnp.einsum("tws,wsd->td", jnp.where(own, 0, weights), values, precision="highest")
         return out.astype(q.dtype), lse, jax.nn.logsumexp(logits, axis=2)
 
     if blocks is None:

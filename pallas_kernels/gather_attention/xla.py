@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels import online_softmax, tiles
 from pallas_kernels.gather_attention.api import Call
-from pallas_kernels.pages import Pages, read, visible
+from pallas_kernels.pages import Pages, read, read_open, visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,9 @@ def _attend(call: Call, q, pages, table, lengths, blocks, block_frames):
             pos = (block[..., None] * block_size + jnp.arange(block_size, dtype=jnp.int32)).reshape(num_kv_heads, -1)
             keys, values = read(pages, frame, block * block_size % page_size, block_size)
             seen = visible(pos[:, None, :], query_pos[:, None], call.window)
+            if pages.open is not None:  # a query's own page is folded at the end
+                pos = jnp.where(pos < (length - 1) // page_size * page_size, pos, -1)
+                seen &= (pos[:, None, :] >= 0) & (pos[:, None, :] // page_size != query_pos[:, None] // page_size)
             logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
             values = jnp.where(((pos >= 0) & (pos < length))[..., None], values, 0)  # unwritten values may be NaN
             if call.return_block_lse:
@@ -73,6 +76,9 @@ def _attend(call: Call, q, pages, table, lengths, blocks, block_frames):
 
         block_lse = jnp.full((*q.shape[:2], ids.shape[1]), -jnp.inf, jnp.float32) if call.return_block_lse else None
         partial, block_lse = tiles.walk(cut, used, fold, (online_softmax.empty(q.shape[:2], pages.v_head_dim), block_lse))
+        if pages.open is not None:
+            own = query_pos, num_queries, ids, table, length, pages
+            partial, block_lse = _own_pages(call, q, *own, partial, block_lse)
         out, lse = online_softmax.finish(partial)
         found = (out.astype(q.dtype), lse, block_lse) if call.return_block_lse else (out.astype(q.dtype), lse)
         heads_last = (x.reshape(num_kv_heads, num_queries, -1, *x.shape[2:]).swapaxes(0, 1) for x in found)
@@ -82,6 +88,31 @@ def _attend(call: Call, q, pages, table, lengths, blocks, block_frames):
     return (out, lse, *(x[..., :width] for x in block_lse))
 
 
+def _own_pages(call: Call, q, query_pos, num_queries, ids, table, length, pages, partial, block_lse):
+    """Fold the open pages of a row's queries, in which each reads the listed blocks of its own page. ids: the row's list `[K, W]`."""
+    page_size, block_size = pages.page_size, call.block_size
+    per_page = page_size // block_size
+    first = jnp.maximum(length - num_queries, 0) // page_size
+    for i in range((num_queries - 2) // page_size + 2):
+        page = first + i
+        frames = jnp.broadcast_to(table.at[page].get(mode="fill", fill_value=-1), (pages.kv_heads, 1))
+        pos = page * page_size + jnp.arange(page_size, dtype=jnp.int32)
+        pos = jnp.where((frames[0] >= 0) & (pos < length), pos, -1)
+        keys, values = read_open(pages, frames, jnp.zeros_like(frames), page_size)
+        blocks = page * per_page + jnp.arange(per_page, dtype=jnp.int32)
+        of_block = ids[:, :, None] == blocks  # [K, W, blocks of the page]
+        listed = jnp.repeat(of_block.any(axis=1), block_size, axis=1)[:, None, :]
+        seen = listed & visible(pos, query_pos[:, None], call.window) & (pos // page_size == query_pos[:, None] // page_size)
+        logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
+        if call.return_block_lse:
+            found = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], per_page, block_size), axis=-1)  # [K, R, blocks]
+            of_entry = jnp.where(of_block[:, None], found[:, :, None, :], -jnp.inf).max(axis=-1)
+            block_lse = jnp.maximum(block_lse, of_entry)  # one of the two is -inf
+        values = jnp.where((pos >= 0)[:, None], values, 0)  # unwritten values may be NaN
+        partial = online_softmax.fold(partial, logits, values, rounded=not tiles.on_cpu())
+    return partial, block_lse
+
+
 def _cut(call: Call, q: Array, pages: Pages, width: int, *, listed: bool) -> tuple[tiles.Cut, int]:
     """The tiles of a list of `width` entries, and how many rows of the batch walk through theirs together."""
     if call.config is not None:
@@ -89,8 +120,9 @@ def _cut(call: Call, q: Array, pages: Pages, width: int, *, listed: bool) -> tup
         largest = min(largest, width) if listed else largest
         return tiles.Cut(width, largest, largest), call.config.rows
     batch, num_queries, num_heads, _ = q.shape
-    values = 0 if pages.v is None else pages.v_head_dim * pages.v.dtype.itemsize
-    copied = pages.kv_heads * (pages.head_dim * pages.k.dtype.itemsize + values)
+    # Unpacking makes two arrays of 32-bit numbers on the way.
+    of_key, of_value = (each.dtype.itemsize + 8 * each.packed for each in (pages.k_format, pages.v_format))
+    copied = pages.kv_heads * (pages.head_dim * of_key + (0 if pages.v is None else pages.v_head_dim * of_value))
     found = tiles.cut(width, call.block_size, batch * call.block_size * (copied + 8 * num_queries * num_heads))  # logits and weights
     if not listed:
         return found, batch

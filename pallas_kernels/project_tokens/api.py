@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Float32
 
 from pallas_kernels import dispatch
+from pallas_kernels.matrices import PackedMatrix, check_packed, is_packed
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -27,7 +28,7 @@ class Call:
 
 def project_tokens(
     x: Float[Array, "R E"],
-    weights: tuple[Float[Array, "F E"], ...],
+    weights: tuple[Float[Array, "F E"] | PackedMatrix, ...],
     *,
     biases: tuple[Float[Array, "F"], ...] | None = None,
     norm: Float[Array, "E"] | None = None,
@@ -45,7 +46,7 @@ def project_tokens(
 
     Args:
         x: R tokens of width E.
-        weights: matrices stored [features, inputs], of x's dtype; each may have its own F.
+        weights: matrices stored [features, inputs], of x's dtype or packed (`pallas_kernels.matrices`); each may have its own F.
         biases: one per matrix.
         norm: weight of an RMSNorm before the products, `x / sqrt(mean(x^2) + norm_eps) * (norm_offset + norm)`.
         norm_eps, norm_offset: of that norm.
@@ -62,6 +63,10 @@ def project_tokens(
     On a Hopper GPU, "mosaic_gpu" runs calls of up to 8 tokens, which are bound by the bytes of the weights. "xla" runs calls of more
     tokens, drafted ones (T * B above 8) included: its products read the weights once too, and at 8 tokens take 0.97 to 1.43 times as long.
 
+    Packed matrices run on "xla". Where blocks are whole rows, codes are multiplied in x's dtype, which holds them exactly, and float32 sums
+    by the scales; else numbers are unpacked in float32 and rounded to x's dtype. A CPU holds one tile of a widened matrix at a time; other
+    devices at most one widened matrix.
+
     Returns a tuple with one array per result. Sums are float32. The implementation decides what is rounded in between (normalised tokens, a
     product before its bias). A token's result does not depend on the other tokens of the call. But a call with more tokens than an
     implementation takes goes to another one, which may round differently.
@@ -72,7 +77,7 @@ def project_tokens(
     """
     call = Call(norm_eps, norm_offset, rotated, gated, jnp.dtype(out_dtype or x.dtype), config)
     _check(call, x, weights, biases, norm, rotation, residual)
-    shapes = ", ".join(str(list(w.shape)) for w in weights)
+    shapes = ", ".join(str(w) if is_packed(w) else str(list(w.shape)) for w in weights)
     options = {"biases": biases, "norm": norm, "rotation": rotation, "gated": gated, "residual": residual}
     given = " ".join(name for name, option in options.items() if option is not None)
     signature = f"{dispatch.signature(x=x)} weights {shapes} {given} -> {call.out_dtype}"
@@ -82,12 +87,15 @@ def project_tokens(
 def _check(call: Call, x, weights, biases, norm, rotation, residual) -> None:
     rotated, gated = call.rotated, call.gated
     arrays = dispatch.signature(x=x, norm=norm, residual=residual)
-    matrices = ", ".join(f"{w.dtype}{list(w.shape)}" for w in weights)
+    matrices = ", ".join(str(w) if is_packed(w) else f"{w.dtype}{list(w.shape)}" for w in weights)
     if x.ndim != 2 or 0 in x.shape or not weights:
         raise ValueError(f"project_tokens takes x [R,E], no axis empty, and at least one matrix [F,E]; got {arrays}, weights {matrices}")
     if any(w.ndim != 2 or w.shape[1] != x.shape[1] or w.shape[0] == 0 for w in weights):
         raise ValueError(f"weights must be [F,E], stored [features, inputs], with x's E; got {arrays}, weights {matrices}")
-    others = [*weights, *(biases or ()), *(y for y in (norm, residual) if y is not None)]
+    for number, w in enumerate(weights):
+        if is_packed(w):
+            check_packed(w, f"weights[{number}]")
+    others = [*(w for w in weights if not is_packed(w)), *(biases or ()), *(y for y in (norm, residual) if y is not None)]
     if not jnp.issubdtype(x.dtype, jnp.floating) or any(y.dtype != x.dtype for y in others):
         raise ValueError(f"all arrays must have x's floating dtype; got {arrays}, weights {matrices}")
     if biases is not None and [b.shape for b in biases] != [w.shape[:1] for w in weights]:

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import clusters, lane_copies, lane_math, lane_pairs, lanes
+from pallas_kernels.matrices import is_packed
 
 MOST_TOKENS = 8
 CHUNK = 64
@@ -121,6 +122,8 @@ def unsupported(call: Call, x, weights, biases, norm, rotation, residual) -> str
     """Why this kernel cannot take this valid input, or None if it can."""
     if x.shape[0] > MOST_TOKENS:
         return f"it is for decode steps, at most {MOST_TOKENS} tokens, got {x.shape[0]}"
+    if packed := [str(w) for w in weights if is_packed(w)]:
+        return f"it multiplies arrays, got a packed matrix {packed[0]}"
     if x.dtype.name not in ("bfloat16", "float16"):
         return f"it multiplies bfloat16 or float16, got {x.dtype}"
     if norm is not None and x.dtype == jnp.float16:

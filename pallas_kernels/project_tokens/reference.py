@@ -5,12 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.matrices import PackedMatrix, is_packed
 from pallas_kernels.project_tokens.api import Call
 
 
 def project_tokens(call: Call, x, weights, biases, norm, rotation, residual):
     """See `pallas_kernels.project_tokens.project_tokens`; takes no config. Rounds once, at the end; cannot be traced."""
-    x, *weights = (np.asarray(y, np.float64) for y in (x, *weights))
+    x, *weights = (_unpacked(y) if is_packed(y) else np.asarray(y, np.float64) for y in (x, *weights))
     if norm is not None:
         x = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + call.norm_eps) * (call.norm_offset + np.asarray(norm, np.float64))
     results = [x @ w.T for w in weights]
@@ -39,3 +40,15 @@ def _rotate(y, turns):
     pairs = y.reshape(rows, -1, 2, half)
     turned = (pairs[:, :, 0] + 1j * pairs[:, :, 1]) * turns[:, None]
     return np.stack([turned.real, turned.imag], axis=2).reshape(y.shape)
+
+
+def _unpacked(matrix: PackedMatrix) -> np.ndarray:
+    """Number by number, as the format is defined."""
+    codes, (rows, columns) = np.asarray(matrix.codes), np.indices(matrix.shape)
+    block = rows // matrix.format.rows, 0 * columns if matrix.format.columns is None else columns // matrix.format.columns
+    scales = np.asarray(matrix.scales).astype(np.float64)[block]
+    if matrix.format.codes != "int4":
+        return codes.astype(np.float64) * scales
+    codes = codes[rows, columns // 2] // np.where(columns % 2, 16, 1) % 16
+    zeros = 8.0 if matrix.zeros is None else np.asarray(matrix.zeros).astype(np.float64)[block]
+    return (codes - zeros) * scales

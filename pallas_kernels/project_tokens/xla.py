@@ -8,7 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import elementwise
+from pallas_kernels.matrices import PackedMatrix, code_numbers, is_packed, row_scales, rows_from, unpack
 from pallas_kernels.project_tokens.api import Call
+
+TILE_BYTES = 4 << 20
+"""Bytes of a widened tile of a packed matrix on a CPU."""
 
 
 @functools.partial(jax.jit, static_argnames="call")
@@ -44,6 +48,8 @@ def _rotate(y, rotation):
 
 
 def _product(x, weight, out_dtype):
+    if is_packed(weight):
+        return (_tiled_product if jax.default_backend() == "cpu" else _packed_product)(x, weight, out_dtype)
     # Accelerators multiply float32 with fewer bits by default; shorter types lose nothing by that.
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     options = {"precision": precision, "preferred_element_type": out_dtype}
@@ -52,3 +58,33 @@ def _product(x, weight, out_dtype):
             return jnp.einsum("re,fe->rf", _two_rows(x), weight, **options)[:1]
         return jnp.einsum("fe,re->fr", weight, x, **options).T  # only with the matrix first it is a matrix-vector product
     return jnp.einsum("re,fe->rf", x, weight, **options)
+
+
+def _packed_product(x, weight: PackedMatrix, out_dtype):
+    """XLA for GPUs fuses the widening into the product of a few tokens. For many it writes the widened matrix first."""
+    if weight.format.columns is not None:
+        return _product(x, unpack(weight, x.dtype), out_dtype)
+    # Sums of codes may be more than float16 holds.
+    return (_product(x, code_numbers(weight, x.dtype), jnp.float32) * row_scales(weight)).astype(out_dtype)
+
+
+def _tiled_product(x, weight: PackedMatrix, out_dtype):
+    """XLA for CPUs always writes the widened matrix, so a few of its rows are widened at a time."""
+    features, inputs = weight.shape
+    block = weight.format.rows
+    rows = max(1, TILE_BYTES // (inputs * x.dtype.itemsize) // block) * block
+    if features <= rows:
+        return _packed_product(x, weight, out_dtype)
+
+    def with_rows(results, start, count):
+        part = _packed_product(x, rows_from(weight, start, count), out_dtype)
+        return jax.lax.dynamic_update_slice(results, part, (0, start))
+
+    # Every number is overwritten. XLA would make zeros, which depend on nothing, for the products of all layers at once; so, too, a tile
+    # outside of the loop. So the last tile begins earlier where rows do not divide, unless it would begin within a block.
+    results = jnp.broadcast_to(x[:, :1].astype(out_dtype), (x.shape[0], features))
+    overlap = features % block == 0
+    tiles = -(-features // rows) if overlap else features // rows
+    last = features - rows if overlap else (tiles - 1) * rows
+    results = jax.lax.fori_loop(0, tiles, lambda n, results: with_rows(results, jnp.minimum(n * rows, last), rows), results)
+    return results if overlap else with_rows(results, tiles * rows, features - tiles * rows)

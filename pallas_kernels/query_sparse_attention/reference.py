@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.pages import open_numbers
 from pallas_kernels.query_sparse_attention.api import Call
 
 EMPTY = (-math.inf, -1)
@@ -151,15 +152,30 @@ def query_sparse_attention(call: Call, q, pages, table, starts, lengths):
         pos = jnp.arange(table.size * page_size)
         there = (jnp.repeat(table, page_size) >= 0) & (pos < length)
         seen = there & (pos <= position[:, None]) & (position < length)[:, None]
-        keys, values = (pool[table].swapaxes(1, 2).reshape(-1, num_kv_heads, pool.shape[3]) for pool in (pages.k, pages.values))
-        keys, values = (jnp.where(there[:, None, None], x, 0).astype(jnp.float32) for x in (keys, values))
-        keys, values = (jnp.repeat(x, q.shape[1] // num_kv_heads, axis=1) for x in (keys, values))
-        logits = jnp.einsum("rhd,shd->rhs", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
+
+        def laid_out(pool, rows):
+            found = jnp.where(there[:, None, None], pool[rows].swapaxes(1, 2).reshape(-1, num_kv_heads, pool.shape[3]), 0)
+            return jnp.repeat(found.astype(jnp.float32), q.shape[1] // num_kv_heads, axis=1)
+
+        def logits_of(keys):
+            return jnp.einsum("rhd,shd->rhs", q.astype(jnp.float32), keys, precision="highest") * call.sm_scale
+
+        keys, values = (laid_out(pool, table) for pool in (pages.keys, pages.values))
+        logits = logits_of(keys)
+        if pages.open is not None:
+            own = (pos // page_size == position[:, None] // page_size)[:, None]
+            open_keys, open_values = (laid_out(pool, pages.open.row_of[table]) for pool in open_numbers(pages))
+            logits = jnp.where(own, logits_of(open_keys), logits)
         logits = jnp.where(seen[:, None], logits, -jnp.inf)
         scores = jax.nn.logsumexp(logits.reshape(*logits.shape[:2], -1, block_size), axis=-1)
         lse = jax.nn.logsumexp(logits, axis=-1)
         weights = jnp.where(lse[..., None] == -jnp.inf, 0, jax.nn.softmax(logits, axis=-1))
-        return jnp.einsum("rhs,shd->rhd", weights, values, precision="highest").astype(q.dtype), lse, scores
+        if pages.open is None:
+            out = jnp.einsum("rhs,shd->rhd", weights, values, precision="highest")
+        else:
+            out = jnp.einsum("rhs,shd->rhd", jnp.where(own, weights, 0), open_values, precision="highest")
+            out += jnp.einsum("rhs,shd->rhd", jnp.where(own, 0, weights), values, precision="highest")
+        return out.astype(q.dtype), lse, scores
 
     out, lse, scores = jax.vmap(of_row)(q, table, positions, lengths)
 

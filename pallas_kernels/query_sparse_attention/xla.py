@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import online_softmax, tiles
-from pallas_kernels.pages import read, visible
+from pallas_kernels.pages import read, read_open, visible
 from pallas_kernels.query_sparse_attention import online_selection
 from pallas_kernels.query_sparse_attention.api import Call
 
@@ -86,7 +86,7 @@ def _walk(call: Call, q, position, table, length, pages, pages_per_tile):
     offered = {"k_exact": call.k_exact, "estimate": call.estimate}
     first, end = _candidates(query_pos, block_size, call.window)
 
-    def step(i, state):
+    def step(i, state, opened=False):
         partial, selection = state
         frames = jax.lax.dynamic_slice_in_dim(table, i * pages_per_tile, pages_per_tile)
         pos = i * key_tile + jnp.arange(key_tile, dtype=jnp.int32)
@@ -96,7 +96,15 @@ def _walk(call: Call, q, position, table, length, pages, pages_per_tile):
         seen = visible(pos, query_pos[:, None], None)
         logits = jnp.where(seen, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
         values = jnp.where((pos >= 0)[:, None], values, 0)  # unwritten values may be NaN
+        if opened:  # each query reads its own page open, earlier ones as packed; others are not packed yet
+            own = pos // page_size == query_pos[:, None] // page_size
+            logits, values = jnp.where(own, -jnp.inf, logits), jnp.where((pos < last_page * page_size)[:, None], values, 0)
         partial = online_softmax.fold(partial, logits, values)
+        if opened:
+            keys, values = read_open(pages, page, jnp.zeros_like(page), page_size)
+            of_own = jnp.where(seen & own, online_softmax.scaled_logits(q, keys, call.sm_scale), -jnp.inf)
+            partial = online_softmax.fold(partial, of_own, jnp.where((pos >= first_page * page_size)[:, None], values, 0))
+            logits = jnp.where(own, of_own, logits)
         scores = _block_scores(logits, block_size)
         block = i * scores.shape[0]
 
@@ -107,7 +115,13 @@ def _walk(call: Call, q, position, table, length, pages, pages_per_tile):
 
     tiles = jnp.minimum(-(-(position.max() + 1) // key_tile), table.size // pages_per_tile)
     state = online_softmax.empty(q.shape[:2], pages.v_head_dim), online_selection.empty(q.shape[:2], **slots)
-    return jax.lax.fori_loop(0, tiles, step, state)
+    if pages.open is None:
+        return jax.lax.fori_loop(0, tiles, step, state)
+    last_page = position.max() // page_size
+    first_page = jnp.min(jnp.where(position >= 0, position, position.max())) // page_size
+    closed = jnp.clip(first_page // pages_per_tile, 0, tiles)
+    state = jax.lax.fori_loop(0, closed, step, state)
+    return jax.lax.fori_loop(closed, tiles, functools.partial(step, opened=True), state)
 
 
 def _candidates(position: Array, block_size: int, window: tuple[int, int] | None) -> tuple[Array | int, Array]:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class Setup:
     """A model and the arguments of its engine. It can be sent to another process.
 
-    model: folder, hub id or "needle". dtype, max_positions: as in `kvjax.load`. slots: sequences decoded together. stores: which pages are
-    kept. tensor, context: of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own (`kvjax.replicas`). The others: as
-    in `Engine`. pages, device_bytes: if both are None, the pool has the pages that the job needs, or as many as fit.
+    model: folder, hub id or "needle". dtype, weights, max_positions: as in `kvjax.load`. slots: sequences decoded together. stores: which
+    pages are kept. tensor, context: of a mesh (`kvjax.mesh`). data: how many engines, each on devices of its own (`kvjax.replicas`). The
+    others: as in `Engine`. pages, device_bytes: if both are None, the pool has the pages that the job needs, or as many as fit.
     """
 
     model: str
@@ -47,6 +47,7 @@ class Setup:
     context: int = 1
     data: int = 1
     stores: StoreOptions = dataclasses.field(default_factory=dict)
+    weights: str | None = None
 
     def mesh(self) -> Mesh | None:
         """The mesh of the engine, or of the first of several; None for one engine on one device."""
@@ -60,7 +61,7 @@ class Setup:
             allow_host_pages()
         if (host_bytes := self.stores.get("host_bytes")) is not None:
             allow_pinned(host_bytes)
-        return load(self.model, dtype=self.dtype, max_positions=self.max_positions, mesh=self.mesh())
+        return load(self.model, dtype=self.dtype, weights=self.weights, max_positions=self.max_positions, mesh=self.mesh())
 
     def sized(self, model: Model, source: Path, defaults: Defaults) -> Setup:
         """This, with the number of pages, where it is not given: as the records of `source` need them, if they fit beside the weights."""

@@ -40,6 +40,7 @@ from kvjax.serving.cli.options import (
     SeedOption,
     TensorOption,
     TokensOption,
+    WeightsOption,
     in_first,
     joined,
     load_model,
@@ -50,6 +51,7 @@ from kvjax.serving.cli.options import (
     whole,
 )
 from kvjax.serving.cli.plan import plan_command
+from kvjax.serving.cli.quantize import quantize_command
 from kvjax.serving.cli.serve import serve_command
 from pallas_kernels.extras import MissingExtra, needs_extras
 
@@ -140,6 +142,7 @@ def generate_command(
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,
     tensor: TensorOption = 1,
     context: ContextOption = 1,
@@ -160,7 +163,7 @@ def generate_command(
 
         sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
         devices = mesh_of(tensor, context)
-        loaded, ids = load_model(model, dtype, max_positions, devices), []
+        loaded, ids = load_model(model, dtype, max_positions, devices, weights), []
         messages = [*([{"role": "system", "content": system}] if system is not None else []), {"role": "user", "content": text}]
         if first:
             ids = list(chat_ids(messages, loaded.tokenizer, {})) if chat else encode(loaded.tokenizer, text)
@@ -183,6 +186,7 @@ def score_command(
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Print the log-probability (natural log) of a continuation after a prompt, as one JSON object.
@@ -202,7 +206,7 @@ def score_command(
     from kvjax.scoring import score
     from pallas_kernels.bench.results import finite
 
-    loaded = load_model(model, dtype, max_positions)
+    loaded = load_model(model, dtype, max_positions, weights=weights)
     engine = _engine(loaded, policy, len(encode(loaded.tokenizer, before + after)), pages, page_size, prefill_chunk)
     found = score(engine, before, after)
     tokens = len(found.token_ids)
@@ -215,6 +219,7 @@ def score_command(
 
 app.command("plan")(plan_command)
 app.command("serve")(serve_command)
+app.command("quantize")(quantize_command)
 
 
 @app.command("demo")

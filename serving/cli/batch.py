@@ -29,6 +29,7 @@ from kvjax.serving.cli.options import (
     ReuseAnyOption,
     ReuseOption,
     TensorOption,
+    WeightsOption,
     in_first,
     joined,
     named_as_options,
@@ -72,6 +73,7 @@ def batch_command(
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,
     device_memory: DeviceMemoryOption = None,
     pool_host_memory: PoolHostMemoryOption = None,
@@ -145,7 +147,8 @@ def batch_command(
             raise typer.BadParameter("is for one engine: leave it out with --ray", param_hint=option)
     sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory}
     sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": tensor, "context": context, "data": data, "stores": kept}
-    setup = Setup(model, None if dtype is None else dtype.value, max_positions, policy, prefill, max_batch, **sizes)
+    packed = None if weights is None else weights.value
+    setup = Setup(model, None if dtype is None else dtype.value, max_positions, policy, prefill, max_batch, **sizes, weights=packed)
     options = {"defaults": Defaults(max_new_tokens, temperature, seed), "overwrite": overwrite, "console": Console(stderr=True)}
     try:
         if ray:

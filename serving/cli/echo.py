@@ -17,6 +17,7 @@ from kvjax.serving.cli.options import (
     PageSizeOption,
     SeedOption,
     TextOption,
+    WeightsOption,
     load_model,
     parse_lengths,
     read_texts,
@@ -50,6 +51,7 @@ def echo_command(
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Count the repeated facts and passages of a prompt that prefill predicts, for each prefill policy and for dense.
@@ -88,7 +90,7 @@ def echo_command(
     )
     for line in dense_at(plan.prefills, plan.lengths):
         typer.echo(line, err=True)
-    loaded = load_model(model, dtype, max_positions)
+    loaded = load_model(model, dtype, max_positions, weights=weights)
     run = EchoRun(loaded, source, plan)
     stored = loaded.config.compute_dtype
     settings = {"model": model, "fingerprint": fingerprint(loaded), "dtype": stored, "text": names, **dataclasses.asdict(plan)}

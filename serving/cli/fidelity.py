@@ -21,6 +21,7 @@ from kvjax.serving.cli.options import (
     PageSizeOption,
     SeedOption,
     TextOption,
+    WeightsOption,
     load_model,
     parse_lengths,
     read_texts,
@@ -87,6 +88,7 @@ def fidelity_command(
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Compare decode policies with dense: facts found, agreement, KL and perplexity on forced text, speed, keys read.
@@ -115,7 +117,7 @@ def fidelity_command(
         prefill_chunk=prefill_chunk,
     )
     source, names = read_texts(text)
-    panel = Panel(load_model(model, dtype, max_positions), source, plan)
+    panel = Panel(load_model(model, dtype, max_positions, weights=weights), source, plan)
     out.mkdir(parents=True, exist_ok=True)
     try:
         records = run_units(panel, out / RECORDS, describe(panel), Console(stderr=True))

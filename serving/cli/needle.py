@@ -19,6 +19,7 @@ from kvjax.serving.cli.options import (
     PageSizeOption,
     SeedOption,
     TextOption,
+    WeightsOption,
     load_model,
     read_texts,
     token_count,
@@ -56,6 +57,7 @@ def needle_command(
     page_size: PageSizeOption = 128,
     prefill_chunk: ChunkOption = 512,
     dtype: DtypeOption = None,
+    weights: WeightsOption = None,
     max_positions: MaxPositionsOption = None,
 ) -> None:
     """Count the needles that a model finds in a long text under each policy. Haystacks are prefilled once; questions are decoded by the
@@ -83,7 +85,7 @@ def needle_command(
         parse(name)
     for name in prefills:
         parse_prefill(name)
-    loaded = load_model(model, dtype, max_positions)
+    loaded = load_model(model, dtype, max_positions, weights=weights)
     sizes = {"length": length, "trials": trials, "distractors": distractors, "seed": seed}
     found = {}
     with bar(Console(stderr=True)) as progress:

@@ -130,6 +130,26 @@ PrefillOption = Annotated[str | None, typer.Option(help=f"How the prompt attends
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False)
 ]
+
+
+class Weights(enum.StrEnum):
+    """Schemes of packed weights: `kvjax.packing.SCHEMES`."""
+
+    int8 = "int8"
+    fp8 = "fp8"
+    int4 = "int4"
+    int8_blocks = "int8:128x128"
+    fp8_blocks = "fp8:128x128"
+
+
+WeightsOption = Annotated[
+    Weights | None,
+    typer.Option(
+        help="Pack the matrices: int8 or fp8 with one scale for each output channel or block, int4 with one for 128 inputs. "
+        "[default: as they are stored]",
+        show_default=False,
+    ),
+]
 MaxPositionsOption = Annotated[
     int | None,
     typer.Option(
@@ -284,11 +304,15 @@ def named_as_options() -> Iterator[None]:
         raise ValueError(said) from error
 
 
-def load_model(model: str, dtype: Dtype | None, max_positions: int | None, mesh: Mesh | None = None) -> Model:
-    """The model of `--model`, with weights in `--dtype`, for sequences of up to `--max-positions`. mesh: over whose devices it is split."""
+def load_model(
+    model: str, dtype: Dtype | None, max_positions: int | None, mesh: Mesh | None = None, weights: Weights | None = None
+) -> Model:
+    """The model of `--model`, in `--dtype` or packed as `--weights`, for sequences of up to `--max-positions`. mesh: over whose devices it
+    is split."""
     from kvjax.models.loading import load
 
-    return load(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions, mesh=mesh)
+    packed = None if weights is None else weights.value
+    return load(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions, mesh=mesh, weights=packed)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from kvjax.serving.cli.options import (
     PrefillOption,
     ReuseOption,
     TensorOption,
+    WeightsOption,
     byte_count,
     named_as_options,
     number,
@@ -47,6 +48,7 @@ def plan_command(
         typer.Option(help="Type of weights and cache. [default: float32 on the CPU, else the checkpoint's]", show_default=False),
     ] = None,
     max_positions: MaxPositionsOption = None,
+    weights: WeightsOption = None,
     memory: Annotated[
         float | None,
         typer.Option(help="GiB to plan for. [default: what the first device has free]", show_default=False, **number(above=0, most=2**30)),
@@ -65,7 +67,7 @@ def plan_command(
 
     With kvjax batch --data, each replica takes this on its own devices.
     """
-    from kvjax.models.loading import read_config
+    from kvjax.models.loading import read_config, read_packing
     from kvjax.serving.batch.setup import planned
 
     config = read_config(model, dtype=None if dtype is None else dtype.value, max_positions=max_positions)
@@ -77,7 +79,10 @@ def plan_command(
             f"{declared.policy} learns from prefill, and a prompt whose pages are reused is not prefilled: leave one of them out",
             param_hint="--policy",
         )
-    devices = {"tensor": tensor, "context": context}
+    stored = read_packing(model)
+    if stored is not None and weights is not None:
+        raise typer.BadParameter(f"{model} holds packed weights already: leave it out", param_hint="--weights")
+    devices = {"tensor": tensor, "context": context, "weights": stored if weights is None else weights.value}
     plan = planned(declared, max_batch, available_bytes=None if memory is None else int(memory * 2**30), **devices)
     room = plan.available_bytes
     if device_memory is not None:
@@ -86,8 +91,9 @@ def plan_command(
     lines += _kept_lines(plan, config, host_memory, disk_size) if keeps else ()
     if tensor * context > 1:
         lines.append(f"on each of {tensor * context} devices: bytes are those of one device, pages those of all")
+    packed = f", weights {weights.value}" if weights is not None else "" if stored is None else ", weights packed as stored"
     policies = f"{declared.policy.describe()}, {declared.prefill.describe()}"
-    typer.echo("\n".join((f"{model} in {config.compute_dtype}, {policies}", str(plan), *lines)))
+    typer.echo("\n".join((f"{model} in {config.compute_dtype}{packed}, {policies}", str(plan), *lines)))
 
 
 def _declared(config: ModelConfig, policy: str | None, prefill: str | None, page_size: int, prefill_chunk: int) -> DeclaredPolicies:

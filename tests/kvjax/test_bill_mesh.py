@@ -95,7 +95,7 @@ def test_a_steps_program_exchanges_what_is_counted(case):
 
 
 MUTANTS = {
-    "sum": lambda self, x: x,
+    "sum": lambda self, x, residual=None: x,
     "joined": lambda self, x: jnp.tile(x, self.tensor),
     "candidates": lambda self, *arrays: arrays,
     "merged": lambda self, out, lse, block_lse=None: (out, lse, block_lse),
@@ -152,7 +152,13 @@ def test_exchanges_by_hand():
     assert found["candidates", 8 * 1 * (32 + 1 + 4) * 4].count == 2 * 28, "scores and ids"
     assert found["counts", 8 * 4].count == 2
     assert len(found) == 6
-    assert Exchange("x", ALL_REDUCE, TENSOR, 4, 10, 100).received == 10 * 2 * 100 * 3 / 4
+    assert Exchange("counts", ALL_REDUCE, TENSOR, 4, 10, 100).received == 10 * 2 * 100 * 3 / 4
+    assert Exchange("products", ALL_REDUCE, TENSOR, 4, 10, 100).received == 10 * 100 * 3
+    large = Exchange("products", ALL_REDUCE, TENSOR, 4, 10, 2**21)
+    assert large.received == 10 * 2 * 2**21 * 3 / 4
+    with pytest.raises(NotImplementedError, match="in parts"):
+        counts_of([large])
+    assert counts_of([large], "mosaic_gpu") == {}
     assert Exchange("x", ALL_GATHER, TENSOR, 4, 10, 100).received == 10 * 100 * 3
     assert step_exchanges(QWEN_7B, parse("top:32"), 8) == ()
     assert layers_that_choose(QWEN_7B, TopBlocks(8, dense_layers=3)) == 25

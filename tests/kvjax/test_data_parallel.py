@@ -19,6 +19,7 @@ from tiny_models import VOCAB, make_model
 import kvjax
 from kvjax import Engine, Request, Sampling, Scheduler
 from kvjax.policies.decode import TopBlocks
+from pallas_kernels.dispatch import forced_path
 
 pytestmark = pytest.mark.bits
 
@@ -130,20 +131,32 @@ def test_requests_are_taken_when_a_slot_is_free(pair, text):
     assert list(kvjax.run(pair, [])) == []
 
 
-def test_the_replica_that_is_ahead_takes_more(pair, text, monkeypatch):
-    step, taken = Engine.step, dict.fromkeys(pair, 0)
-    submit = Scheduler.submit
+@pytest.fixture
+def taken(pair, monkeypatch):
+    """How many requests each replica has taken."""
+    counts, submit = dict.fromkeys(pair, 0), Scheduler.submit
+
+    def counted(self, request):
+        counts[self.engine] += 1
+        return submit(self, request)
+
+    monkeypatch.setattr(Scheduler, "submit", counted)
+    return counts
+
+
+def test_few_requests_are_dealt_out(pair, text, taken):
+    assert len(answers(pair, requests_of(text, 2))) == 2
+    assert list(taken.values()) == [1, 1]
+
+
+def test_the_replica_that_is_ahead_takes_more(pair, text, taken, monkeypatch):
+    step = Engine.step
 
     def slow(self, plan):
         time.sleep(0.03 * (self is pair[1]))
         return step(self, plan)
 
-    def counted(self, request):
-        taken[self.engine] += 1
-        return submit(self, request)
-
     monkeypatch.setattr(Engine, "step", slow)
-    monkeypatch.setattr(Scheduler, "submit", counted)
     found = answers(pair, list(itertools.islice(endless(text), 12)))
     assert len(found) == sum(taken.values()) == 12
     assert taken[pair[0]] > taken[pair[1]] > 0
@@ -169,6 +182,20 @@ def test_functions_and_iterable_run_in_the_callers_thread(pair, text):
     assert threads == {threading.get_ident()}
     assert told == {number: list(completion.token_ids) for number, completion in found.items()}
     assert sum(prefilled) == sum(completion.prompt_tokens for completion in found.values())
+
+
+def test_a_forced_path_holds_for_all_replicas(pair, text, monkeypatch):
+    paths = {}
+
+    def noted(self):
+        paths[self.engine] = forced_path()
+        raise Planted
+
+    monkeypatch.setattr(Scheduler, "step", noted)
+    for expected in ("xla", None):
+        with kvjax.dispatch("xla") if expected else contextlib.nullcontext(), pytest.raises(Planted):
+            list(kvjax.run(pair[::-1] if expected else pair, requests_of(text, 1)))
+    assert list(paths.values()) == ["xla", None]
 
 
 class Planted(Exception):

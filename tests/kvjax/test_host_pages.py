@@ -55,7 +55,7 @@ def totals():
 @pytest.mark.bits
 @pytest.mark.parametrize("name", rest_long({name: name for name in FAMILIES}, "llama"))
 def test_pages_in_host_memory_change_no_bits(name, tmp_path, totals):
-    counts = run_histories(make_family(name), range(5), tmp_path, SMALL, HostHistory)
+    counts = run_histories(make_family(name), range(4), tmp_path, SMALL, HostHistory)
     assert counts["sequences compared"] > 3
     assert totals["moved"] > 20
     assert totals["hot tiles"] > (0 if name != "deepseek_v32" else -1)
@@ -104,7 +104,7 @@ def answers(length: int, trials: int, batch: int, policies: tuple[str, ...], sha
 @pytest.mark.parametrize(
     ("length", "trials", "batch", "policies"),
     [
-        pytest.param(2048, 1, 1, ("top:6",), id="short"),
+        pytest.param(2560, 2, 2, ("top:8",), id="short"),
         pytest.param(8192, 8, 4, ("dense", "top:8"), marks=pytest.mark.long, id="8K"),
         pytest.param(32_768, 200, 8, ("dense", "top:8", "top:32"), marks=pytest.mark.gpu, id="32K"),
     ],

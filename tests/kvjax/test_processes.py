@@ -1,5 +1,6 @@
 """Engines over the devices of several processes: one result, and an end when a process is lost."""
 
+import contextlib
 import json
 import os
 import socket
@@ -13,7 +14,9 @@ from process_job import alike, answers, brief, engine_of
 from quick_cases import rest_long
 
 import kvjax
+from kvjax.plans import Chunk, StepPlan
 from kvjax.processes import Processes, start_processes
+from kvjax.together import Follower
 
 JOB = Path(__file__).parents[1] / "process_job.py"
 SECONDS = 200
@@ -62,19 +65,19 @@ def check_same(found, expected):
 
 def check_alike(results, one):
     """What every process did by itself, and what one process with as many devices finds."""
-    for number, result in enumerate(results):
-        assert result["shared"] == "from 0", number
+    for result in results:
+        assert result["shared"] == "from 0"
         assert result["alike"]["fingerprint"] == one["fingerprint"]
         assert result["alike"]["restored"]
+        assert "max_gap_ms is kept by the clock" in result["alike"]["gap"]
         assert result["alike"]["logits"] == results[0]["alike"]["logits"]
     np.testing.assert_allclose(results[0]["alike"]["logits"], one["logits"], rtol=0, atol=1e-5 * np.abs(one["logits"]).max())
 
 
 def test_four_processes_answer_as_one(tmp_path):
     results = [found_by(each) for each in run_job("brief", 4, 1, tmp_path)]
-    engine = engine_of(4)
-    check_alike(results, alike(engine, tmp_path))
-    check_same(results[0]["answers"], brief(engine)["answers"])
+    assert [each["shared"] for each in results] == ["from 0"] * 4
+    check_same(results[0]["answers"], brief(engine_of(4, "dense"))["answers"])
 
 
 @pytest.mark.parametrize("sizes", rest_long([(2, 1), (4, 1), (2, 2)], (2, 1)), ids=lambda sizes: f"{sizes[0]} processes of {sizes[1]}")
@@ -162,3 +165,37 @@ def test_a_batch_job_of_two_processes(tmp_path):
     first, second = run()
     assert (first[0], "out.jsonl exists" in first[2]) == (2, True)
     assert (second[0], "process 0 of 2 failed: ValueError: out.jsonl exists" in second[2]) == (1, True)
+
+
+def test_a_plan_that_differs_is_noticed():
+    """And a call that failed in one of two processes alone."""
+    engine = engine_of(2)
+    (sequence,) = engine.prefill([[1, 2, 3]])
+    plan = StepPlan(chunks=(Chunk(sequence, [4], None),))
+
+    class Wire:
+        """What the first process sends."""
+
+        number, messages, told = 1, [], []
+
+        def receive(self, kind=None):
+            message = self.messages.pop(0)
+            return message if kind is None else message[1:]
+
+        def tell(self, *failure):
+            self.told.append(failure)
+
+        noticing = contextlib.nullcontext
+
+    follower = Follower(wire := Wire(), engine)
+    wire.messages += [("value", ((), ((3, 1, None),))), ("value", ((), ((3, 2, None),)))]
+    follower.compare(plan)
+    with pytest.raises(RuntimeError, match="process 1 plans"):
+        follower.compare(plan)
+    wire.messages += [("call", False, 0, "step"), ("end", False)]
+    with pytest.raises(RuntimeError, match="process 1 failed: 0; the processes no longer agree"):
+        follower.run()
+    assert [(number, call) for number, call, _ in wire.told] == [(0, 1)]
+    wire.messages += [("call", True, 0, "add", {}, False)]
+    with pytest.raises(RuntimeError, match="process 1 did not fail, and the first one did"):
+        Follower(wire, engine).run()

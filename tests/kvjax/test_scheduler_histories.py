@@ -95,7 +95,7 @@ def run_histories(model, seeds, samplings=SAMPLINGS) -> dict[str, int]:
 
 
 def test_random_histories_end_as_each_request_alone():
-    counts = run_histories(make_family("gemma3_text"), range(2), FEW)
+    counts = run_histories(make_family("gemma3_text"), range(1, 2), FEW)
     assert counts["preemptions"] > 0
 
 

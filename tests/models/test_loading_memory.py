@@ -5,28 +5,17 @@ import json
 import math
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_peak import peak_of
 from safetensors.numpy import load_file
 from tiny_models import LEAST, altered, random_model, same_params
 
 from kvjax.models import checkpoint, config_json, load, loading, save
-
-
-def peak_of(action):
-    """The most bytes that Python and numpy held at once while `action` ran."""
-    gc.collect()
-    tracemalloc.start()
-    try:
-        result = action()
-        return result, tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 def test_loading_never_holds_the_model_twice(tmp_path):
@@ -54,8 +43,8 @@ def test_params_on_the_device_are_no_second_copy(tmp_path, monkeypatch):
     before = sum(array.nbytes for array in jax.live_arrays())
     seen, real = [], loading._pieces
 
-    def pieces(stored):
-        for start, rows in real(stored):
+    def pieces(*args):
+        for start, rows in real(*args):
             seen.append(sum(array.nbytes for array in jax.live_arrays()) - before)
             assert rows.nbytes <= 256
             yield start, rows

@@ -64,6 +64,7 @@ def test_batch_hands_over_its_options(kvjax, model_folder, tmp_path):
     assert kvjax(*arguments, "--overwrite")[0] == 0
 
 
+@pytest.mark.long
 def test_replicas_share_a_job_and_may_be_fewer_when_it_goes_on(kvjax, model_folder, tmp_path, monkeypatch):
     from kvjax.serving.batch import journal
 

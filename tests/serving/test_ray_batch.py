@@ -136,6 +136,17 @@ def on_results(monkeypatch, do):
     monkeypatch.setattr(Partial, "append", counted)
 
 
+@pytest.mark.timeout(900)  # on a busy machine, the processes of a cluster take minutes to start
+def test_a_small_job_on_a_cluster(cluster, setup, tmp_path):
+    """A worker answers what this process would, in the order of the input, and a record that is wrong is an error of its own."""
+    source = write(tmp_path / "in.jsonl", records(4))
+    setup = dataclasses.replace(setup, slots=2)
+    summary = on_ray.run_on_ray(source, tmp_path / "out.jsonl", setup, defaults=DEFAULTS)
+    here = run_here(setup, source, tmp_path / "here.jsonl")
+    assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "here.jsonl")
+    assert (summary.records, summary.errors) == (here.records, here.errors) == (5, 2)
+
+
 @pytest.mark.long
 def test_a_dead_process_and_a_dead_worker_lose_and_double_no_record(cluster, setup, tmp_path, monkeypatch):
     """A job that was begun in this process is interrupted, and continued on Ray. There a worker is killed when some of its block's answers

@@ -1,0 +1,98 @@
+"""Which matrices of a model are packed, and how: the schemes of `kvjax.load(weights=...)`, and how many bytes weights take.
+
+Norms, biases, convolutions and the small matrices in `UNPACKED` stay arrays in the model's compute_dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.model import ModelConfig, Params
+from pallas_kernels.matrices import MatrixFormat, is_packed, pack
+
+UNPACKED = frozenset({"a", "b", "index_weights"})
+"""Matrices that are never packed: decays and rates of Gated DeltaNet, and the weights of an indexer's heads. They have one row per head."""
+
+TABLES = frozenset({"embed", "lm_head"})
+"""The embedding and the head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightScheme:
+    """layers: the format of the matrices of layers. tables: that of the embedding and the head."""
+
+    layers: MatrixFormat
+    tables: MatrixFormat
+
+    def format_of(self, layer: int | None, name: str, shape: tuple[int, ...]) -> MatrixFormat | None:
+        """The format of a parameter; None: it is an array. layer: its layer; None: outside. name: its key in the layer or the model."""
+        if len(shape) != 2 or name in UNPACKED:
+            return None
+        return self.tables if layer is None else self.layers
+
+
+_CHANNEL = {codes: MatrixFormat(codes) for codes in ("int8", "fp8_e4m3")}
+_BLOCK = {codes: MatrixFormat(codes, 128, 128) for codes in ("int8", "fp8_e4m3")}
+SCHEMES: Mapping[str, WeightScheme] = {
+    "int8": WeightScheme(_CHANNEL["int8"], _CHANNEL["int8"]),
+    "fp8": WeightScheme(_CHANNEL["fp8_e4m3"], _CHANNEL["fp8_e4m3"]),
+    "int4": WeightScheme(MatrixFormat("int4", 1, 128), _CHANNEL["int8"]),
+    "int8:128x128": WeightScheme(_BLOCK["int8"], _BLOCK["int8"]),
+    "fp8:128x128": WeightScheme(_BLOCK["fp8_e4m3"], _BLOCK["fp8_e4m3"]),
+}
+"""Schemes by name. int8, fp8: one scale for each output channel. int4: one for each 128 inputs of a channel; the embedding and the head are
+int8, because what a model says depends most on them."""
+
+FormatOf = Callable[[int | None, str, tuple[int, ...]], MatrixFormat | None]
+"""`WeightScheme.format_of`."""
+
+
+def scheme_of(name: str) -> WeightScheme:
+    """The scheme of this name. ValueError, with the names, for any other."""
+    if name not in SCHEMES:
+        raise ValueError(f"weights is {name!r}; supported: {', '.join(SCHEMES)}, or None for weights as they are stored")
+    return SCHEMES[name]
+
+
+def pack_params(params: Params, weights: str) -> Params:
+    """Parameters with their matrices packed by a scheme. The given arrays stay as they are. ValueError for matrices that are packed
+    already, or cannot be (`pallas_kernels.matrices.pack`)."""
+    scheme = scheme_of(weights)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_packed)
+    if any(is_packed(leaf) for _, leaf in leaves):
+        raise ValueError(f"these parameters are packed already: pack the model that they were made from as {weights}")
+    packed = []
+    for path, leaf in leaves:
+        own = scheme.format_of(*place_of(path), leaf.shape)
+        packed.append(leaf if own is None else pack(leaf, own, jax.tree_util.keystr(path, simple=True, separator=".")))
+    return jax.tree.unflatten(structure, packed)
+
+
+def place_of(path: tuple[Any, ...]) -> tuple[int | None, str]:
+    """(layer or None, name) of a parameter, from its path in the pytree."""
+    return (path[1].idx if path[0].key == "layers" else None), path[-1].key
+
+
+def weights_bytes(config: ModelConfig, format_of: FormatOf | None = None, *, tensor: int = 1) -> int:
+    """Bytes of a model's weights on each of `tensor` devices, counted from the shapes alone.
+
+    format_of: which of them are packed; None: none is. Scales count as `pack` makes them. ValueError for heads or MLP columns that do not
+    divide.
+    """
+    own, rows = (config if tensor == 1 else config.on_shards(tensor)), -(-config.vocab_size // tensor)
+    tables = ("embed",) if config.tie_embeddings else ("embed", "lm_head")
+    shapes: list[tuple[int | None, str, tuple[int, ...]]] = [(None, name, (rows, config.hidden_size)) for name in tables]
+    shapes.append((None, "final_norm", (config.hidden_size,)))
+    for number, layer in enumerate(own.layers):
+        shapes += [(number, name, shape) for name, shape in layer.shapes(config.hidden_size).items()]
+    item, total = jnp.dtype(config.compute_dtype).itemsize, 0
+    for layer, name, shape in shapes:
+        packed = None if format_of is None else format_of(layer, name, shape)
+        total += item * math.prod(shape) if packed is None else packed.bytes_of(shape)
+    return total

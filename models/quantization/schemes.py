@@ -1,0 +1,226 @@
+"""`quantization_config` of config.json: which matrices a checkpoint holds packed, and how they are stored.
+
+Known are fp8 with blocks or whole tensors (`quant_method` "fp8": Qwen, DeepSeek), compressed-tensors (`float-quantized`, `int-quantized`,
+`naive-quantized` and `pack-quantized`, weights alone), AWQ (`gemm`) and GPTQ, both of 4 bits. Everything else is refused by name. What is
+said about activations is not used: they keep the model's compute_dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.packing import TABLES, UNPACKED
+from pallas_kernels.matrices import MatrixFormat
+
+logger = logging.getLogger(__name__)
+
+Fields = Mapping[str, Any]
+
+REMEDY = "load the checkpoint that it was quantized from, with weights='int8', 'fp8' or 'int4' if it should be small"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Matrices that are stored in one way.
+
+    layout: of the tensors of a matrix (`kvjax.models.quantization.reading`). format: in memory. targets: which modules: class names, module
+    names, or "re:" and a regular expression. zero_shift: GPTQ stores zeros less this. bits: of a code.
+    """
+
+    layout: str
+    format: MatrixFormat
+    targets: tuple[str, ...] = ("Linear",)
+    zero_shift: int = 0
+    bits: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """Which matrices of a checkpoint are packed. ignore: modules that are not, as `Rule.targets`, or as prefixes and ends of names where
+    `loose`. method: its name in config.json."""
+
+    method: str
+    rules: tuple[Rule, ...]
+    ignore: tuple[str, ...] = ()
+    loose: bool = False
+
+    def rule_of(self, module: str) -> Rule | None:
+        """How a module's matrix is packed, if it is; None: no rule names it."""
+        kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
+        # A rule that names the module goes before one that names its class.
+        named = [rule for rule in self.rules if any(_names(target, module) for target in rule.targets)]
+        return next(iter(named + [rule for rule in self.rules if kind in rule.targets]), None)
+
+    def format_of(self, name: str, key: str, shape: tuple[int, ...]) -> MatrixFormat | None:
+        """The format of a parameter, by config.json alone. name: the tensor's. key: the parameter's, in the layer or the model."""
+        module = name.removesuffix(".weight")
+        if len(shape) != 2 or key in UNPACKED or (key in TABLES and not self._names_tables(module)):
+            return None
+        ignored = _loosely(self.ignore, module) if self.loose else any(_names(entry, module) for entry in self.ignore)
+        rule = None if ignored else self.rule_of(module)
+        return None if rule is None else rule.format
+
+    def _names_tables(self, module: str) -> bool:
+        """Whether tables are packed: only compressed-tensors says so."""
+        return self.method == "compressed-tensors" or (module == "lm_head" and self.method == "gptq:lm_head")
+
+
+def _names(target: str, module: str) -> bool:
+    return re.match(target.removeprefix("re:"), module) is not None if target.startswith("re:") else target == module
+
+
+def _loosely(entries: tuple[str, ...], module: str) -> bool:
+    """As transformers reads `modules_to_not_convert`: a name, the beginning or the end of one, or a regular expression of its beginning."""
+    return any(re.match(entry, module) or module.endswith(entry) for entry in entries)
+
+
+def split(fields: Fields) -> tuple[Fields, Published | None]:
+    """config.json's fields without `quantization_config`, and what that says. The ValueError names a scheme that cannot be read."""
+    outer, inner = dict(fields), fields.get("text_config")
+    found = [outer.pop(name) for name in ("quantization_config", "compression_config") if outer.get(name) is not None]
+    if isinstance(inner, Mapping) and inner.get("quantization_config") is not None:
+        found.append(inner["quantization_config"])
+        outer["text_config"] = {name: value for name, value in inner.items() if name != "quantization_config"}
+    if not found:
+        return fields, None
+    if any(each != found[0] for each in found):
+        raise ValueError(f"config.json has several quantization_configs that differ; {REMEDY}")
+    return outer, parse(found[0])
+
+
+def parse(config: Any) -> Published:
+    """What a `quantization_config` says. The ValueError names what cannot be read."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config.json: quantization_config is {config!r}; it must be an object")
+    method = config.get("quant_method", "compressed-tensors" if "config_groups" in config else None)
+    if method not in _PARSERS:
+        known = ", ".join(sorted(_PARSERS))
+        raise ValueError(f"config.json: quantization_config has quant_method {method!r}; supported: {known}. For others: {REMEDY}")
+    published = _PARSERS[method](config)
+    logger.info("config.json: weights are packed (%s); activations keep the compute dtype", method)
+    return published
+
+
+def _unsupported(what: str, value: Any, supported: str) -> ValueError:
+    return ValueError(f"config.json: {what} of quantization_config is {value!r}; supported: {supported}. For others: {REMEDY}")
+
+
+def _skipped(config: Fields, *names: str) -> tuple[str, ...]:
+    """The modules that are not packed, under any of these names."""
+    found: list[str] = []
+    for name in names:
+        entries = config.get(name) or []
+        if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+            raise _unsupported(name, entries, "a list of names")
+        found += entries
+    return tuple(found)
+
+
+def _fp8(config: Fields) -> Published:
+    block = config.get("weight_block_size")
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise _unsupported("fmt", config["fmt"], "'e4m3'")
+    if config.get("scale_fmt", "float") not in ("float", "ue8m0", None):
+        raise _unsupported("scale_fmt", config["scale_fmt"], "'float' and 'ue8m0'")
+    if block is not None and not _is_block(block):
+        raise _unsupported("weight_block_size", block, "two whole numbers, or null for one scale a matrix")
+    own = MatrixFormat("fp8_e4m3", *(block or (1, None)))
+    skipped = _skipped(config, "modules_to_not_convert", "ignored_layers")
+    return Published("fp8", (Rule("plain", own),), skipped, loose=True)
+
+
+def _is_block(block: Any) -> bool:
+    return isinstance(block, list | tuple) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+
+
+def _awq(config: Fields) -> Published:
+    bits, group = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
+    version = str(config.get("version", "gemm")).lower()
+    if bits != 4:
+        raise _unsupported("bits", bits, "4")
+    if version != "gemm":
+        raise _unsupported("version", config["version"], "'gemm'")
+    if config.get("zero_point", True) is not True:
+        raise _unsupported("zero_point", config["zero_point"], "true")
+    own = MatrixFormat("int4", 1, _group("group_size", group))
+    return Published("awq", (Rule("awq", own, bits=4),), _skipped(config, "modules_to_not_convert"), loose=True)
+
+
+def _gptq(config: Fields) -> Published:
+    version = config.get("checkpoint_format", "gptq")
+    if config.get("bits") != 4:
+        raise _unsupported("bits", config.get("bits"), "4")
+    if version not in ("gptq", "gptq_v2"):
+        raise _unsupported("checkpoint_format", version, "'gptq' and 'gptq_v2'")
+    if config.get("dynamic"):
+        raise _unsupported("dynamic", config["dynamic"], "null: one format for all layers")
+    own = MatrixFormat("int4", 1, _group("group_size", config.get("group_size")))
+    rule = Rule("gptq", own, zero_shift=int(version == "gptq"), bits=4)
+    skipped = _skipped(config, "modules_to_not_convert")
+    return Published("gptq:lm_head" if config.get("lm_head") is True else "gptq", (rule,), skipped, loose=True)
+
+
+def _group(name: str, size: Any) -> int | None:
+    """Columns of a group; None: whole rows."""
+    if size == -1:
+        return None
+    if not isinstance(size, int) or size < 2 or size % 2:
+        raise _unsupported(name, size, "an even number of columns, or -1 for whole rows")
+    return size
+
+
+_FORMATS = {"float-quantized": "float", "int-quantized": "int", "naive-quantized": None, "pack-quantized": "pack"}
+"""Formats of compressed-tensors."""
+
+
+def _compressed(config: Fields) -> Published:
+    groups = config.get("config_groups")
+    for name in ("kv_cache_scheme", "transform_config"):
+        if config.get(name):
+            raise _unsupported(name, config[name], "null")
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise _unsupported("sparsity_config", config["sparsity_config"], "null or format 'dense'")
+    if config.get("quantization_status", "compressed") != "compressed":
+        raise _unsupported("quantization_status", config["quantization_status"], "'compressed'")
+    if not isinstance(groups, Mapping) or not groups:
+        raise _unsupported("config_groups", groups, "an object for each group of layers")
+    rules = tuple(_compressed_rule(name, group, config.get("format")) for name, group in groups.items())
+    return Published("compressed-tensors", rules, _skipped(config, "ignore"))
+
+
+def _compressed_rule(name: str, group: Any, outer: Any) -> Rule:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise _unsupported(f"weights of {name}", weights, "an object")
+    stored, kind, bits = group.get("format") or outer, weights.get("type", "int"), weights.get("num_bits")
+    if stored not in _FORMATS or (_FORMATS[stored] not in (None, kind, "pack")):
+        raise _unsupported(f"format of {name}", stored, f"{', '.join(_FORMATS)}, which must agree with the type {kind!r}")
+    packed = stored == "pack-quantized"
+    if (kind, bits, packed) not in {("float", 8, False), ("int", 8, False), ("int", 8, True), ("int", 4, True)}:
+        known = "float or int of 8 bits, int of 4 bits in pack-quantized"
+        raise _unsupported(f"weights of {name}", f"{kind} of {bits} bits in {stored}", known)
+    if weights.get("symmetric", True) is not True and bits != 4:
+        raise _unsupported(f"symmetric of {name}", False, "true for 8 bits")
+    if weights.get("dynamic"):
+        raise _unsupported(f"dynamic of {name}", weights["dynamic"], "false")
+    codes = {("float", 8): "fp8_e4m3", ("int", 8): "int8", ("int", 4): "int4"}[kind, bits]
+    targets = group.get("targets") or ["Linear"]
+    return Rule("words" if packed else "plain", _compressed_format(name, codes, weights), tuple(targets), bits=bits)
+
+
+def _compressed_format(name: str, codes: str, weights: Fields) -> MatrixFormat:
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    if strategy in ("tensor", "channel"):
+        return MatrixFormat(codes)
+    if strategy == "group":
+        return MatrixFormat(codes, 1, _group(f"group_size of {name}", weights.get("group_size")))
+    if strategy == "block" and _is_block(weights.get("block_structure")):
+        return MatrixFormat(codes, *weights["block_structure"])
+    raise _unsupported(f"strategy of {name}", strategy, "'tensor', 'channel', 'group' and 'block' with a block_structure")
+
+
+_PARSERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq}

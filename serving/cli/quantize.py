@@ -1,0 +1,36 @@
+"""`kvjax quantize`: write a model with packed weights. JAX is imported inside the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvjax.serving.cli.options import DtypeOption, Weights, load_model
+
+
+def quantize_command(
+    model: Annotated[str, typer.Argument(help="Model folder, Hugging Face hub id, or 'needle'.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder to write.", file_okay=False, show_default=False)],
+    weights: Annotated[
+        Weights,
+        typer.Option(
+            help="int8 or fp8, with one scale for each output channel or block of 128 x 128; int4, with one for 128 inputs, and the "
+            "embedding and the head as int8."
+        ),
+    ] = Weights.int8,
+    dtype: DtypeOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in OUT, if it holds one.")] = False,
+) -> None:
+    """Pack a model's weights, and write them with config and tokenizer. Every command's --model reads the folder.
+
+    The layout is that of compressed-tensors. The device holds the packed model, the host one file of it.
+    """
+    from kvjax.models.saving import check_target
+
+    check_target(out.expanduser().absolute(), overwrite)
+    loaded = load_model(model, dtype, None, weights=weights)
+    loaded.save(out, overwrite=overwrite)
+    size = sum(file.stat().st_size for file in out.expanduser().glob("*.safetensors"))
+    typer.echo(f"{out}: {loaded.config.num_params:,} weights in {size:,} bytes, {size / loaded.config.num_params:.2f} each")

@@ -1,0 +1,281 @@
+"""Published formats of packed weights, written here number by number from their specifications, and dequantized by their formulas.
+
+The oracles do not use the library: each writes codes into words with loops, and computes the numbers from the codes that it wrote.
+"""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tiny_models import LEAST, altered, random_model, same_params
+
+from kvjax.models import checkpoint, config_json, load
+from kvjax.models.loading import read_packing
+from kvjax.models.quantization.schemes import parse
+from kvjax.packing import weights_bytes
+from pallas_kernels.matrices import is_packed, unpack
+
+CONFIG = altered(LEAST, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=16, qkv_bias=True)
+GROUP = 32
+
+
+def words_along(codes, axis, order=range(8)):
+    """Eight codes of 4 bits in a word, lowest bits first; `order[i]` is the code at bits 4i."""
+    codes = np.moveaxis(codes, axis, -1).astype(np.int64)
+    words = np.zeros((*codes.shape[:-1], codes.shape[-1] // 8), np.int64)
+    for word in range(words.shape[-1]):
+        for place, code in enumerate(order):
+            words[..., word] |= codes[..., 8 * word + code] << (4 * place)
+    return np.ascontiguousarray(np.moveaxis(words.astype(np.uint32).view(np.int32), -1, axis))
+
+
+def fp8(rng, f, e, block=(16, 16), scale="F32"):
+    """DeepSeek's: a factor for each block."""
+    codes = (rng.standard_normal((f, e)) * 50).astype(ml_dtypes.float8_e4m3fn)
+    factors = np.exp2(rng.integers(-8, -4, (-(-f // block[0]), -(-e // block[1])))).astype(np.float32)
+    if scale == "F32":
+        factors *= rng.uniform(1, 2, factors.shape).astype(np.float32)
+    numbers = np.zeros((f, e), np.float32)
+    for i in range(f):
+        for j in range(e):
+            numbers[i, j] = np.float32(codes[i, j]) * factors[i // block[0], j // block[1]]
+    stored = {"F32": factors, "BF16": factors.astype(ml_dtypes.bfloat16), "E8M0": factors.astype(ml_dtypes.float8_e8m0fnu)}[scale]
+    return {"weight": codes, "weight_scale_inv": stored}, numbers
+
+
+def compressed_fp8(rng, f, e, strategy="channel"):
+    codes = (rng.standard_normal((f, e)) * 50).astype(ml_dtypes.float8_e4m3fn)
+    factors = (rng.uniform(1, 2, (f, 1) if strategy == "channel" else (1,)) / 1000).astype(ml_dtypes.bfloat16)
+    found = {"weight": codes, "weight_scale": factors}
+    if strategy == "tensor":  # static W8A8 also stores a scale of activations
+        found["input_scale"] = np.array([0.1], np.float32)
+    return found, codes.astype(np.float32) * factors.astype(np.float32)
+
+
+def compressed_int(rng, f, e, bits=4, zeros=False):
+    """pack-quantized: signed codes, stored with an offset."""
+    half = 1 << (bits - 1)
+    codes = rng.integers(-half, half, (f, e))
+    factors = (rng.uniform(1, 2, (f, e // GROUP)) / 100).astype(ml_dtypes.bfloat16)
+    zero = rng.integers(-half, half, factors.shape) if zeros else np.zeros(factors.shape, int)
+    numbers = (codes - np.repeat(zero, GROUP, 1)).astype(np.float32) * np.repeat(factors.astype(np.float32), GROUP, 1)
+    if bits == 8:
+        packed = np.zeros((f, e // 4), np.int64)
+        for place in range(4):
+            packed |= (codes[:, place::4] + 128) << (8 * place)
+        packed = packed.astype(np.uint32).view(np.int32)
+    else:
+        packed = words_along(codes + half, 1)
+    found = {"weight_packed": packed, "weight_scale": factors, "weight_shape": np.array([f, e], np.int64)}
+    if zeros:
+        found["weight_zero_point"] = words_along(zero + half, 0)
+    return found, numbers
+
+
+def awq(rng, f, e):
+    codes, zero = rng.integers(0, 16, (e, f)), rng.integers(0, 16, (e // GROUP, f))
+    factors = (rng.uniform(1, 2, zero.shape) / 100).astype(np.float16)
+    numbers = (codes - np.repeat(zero, GROUP, 0)).astype(np.float32) * np.repeat(factors.astype(np.float32), GROUP, 0)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {"qweight": words_along(codes, 1, order), "qzeros": words_along(zero, 1, order), "scales": factors}, numbers.T
+
+
+def gptq(rng, f, e, version=1, shuffled=False):
+    codes, zero = rng.integers(0, 16, (e, f)), rng.integers(1, 16, (e // GROUP, f))
+    factors = (rng.uniform(1, 2, zero.shape) / 100).astype(np.float16)
+    numbers = (codes - np.repeat(zero, GROUP, 0)).astype(np.float32) * np.repeat(factors.astype(np.float32), GROUP, 0)
+    groups = (np.arange(e) // GROUP).astype(np.int32)
+    found = {"qweight": words_along(codes, 0), "qzeros": words_along(zero - (version == 1), 1), "scales": factors}
+    return found | {"g_idx": rng.permutation(groups) if shuffled else groups, "bias": np.zeros(f, np.float16)}, numbers.T
+
+
+def group(weights, format, targets=("Linear",)):
+    return {"group_0": {"targets": list(targets), "weights": weights, "input_activations": None, "format": format}}
+
+
+def compressed(format, **weights):
+    shared = {"quant_method": "compressed-tensors", "quantization_status": "compressed", "kv_cache_scheme": None, "format": format}
+    return shared | {
+        "config_groups": group(weights | {"symmetric": weights.get("symmetric", True), "dynamic": False}, None),
+        "ignore": ["lm_head"],
+    }
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+FORMATS = {
+    "fp8 blocks": (FP8, fp8),
+    "fp8 blocks with bfloat16 scales": (FP8, lambda *a: fp8(*a, scale="BF16")),
+    "fp8 blocks with ue8m0 scales": (FP8 | {"scale_fmt": "ue8m0"}, lambda *a: fp8(*a, scale="E8M0")),
+    "fp8 blocks of 20 x 24": (FP8 | {"weight_block_size": [20, 24]}, lambda *a: fp8(*a, block=(20, 24))),
+    "compressed fp8 by channel": (compressed("float-quantized", num_bits=8, type="float", strategy="channel"), compressed_fp8),
+    "compressed fp8 by tensor": (
+        compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+        lambda *a: compressed_fp8(*a, strategy="tensor"),
+    ),
+    "compressed W4A16": (compressed("pack-quantized", **INT4), compressed_int),
+    "compressed W4A16 with zeros": (compressed("pack-quantized", **INT4, symmetric=False), lambda *a: compressed_int(*a, zeros=True)),
+    "compressed W8A16": (compressed("pack-quantized", **INT4 | {"num_bits": 8}), lambda *a: compressed_int(*a, bits=8)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, awq),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}, gptq),
+    "gptq_v2": (
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
+        lambda *a: gptq(*a, version=2),
+    ),
+}
+
+
+def write(folder, config, make, model=CONFIG):
+    """A checkpoint whose layers' matrices are packed; returns the numbers of all tensors."""
+    rng, numbers, tensors = np.random.default_rng(0), {}, {}
+    for wanted in checkpoint.wanted_tensors(model)[0]:
+        plain = (rng.standard_normal(wanted.shape) / 8).astype(ml_dtypes.bfloat16)
+        if len(wanted.shape) != 2 or "layers" not in wanted.name:
+            tensors[wanted.name], numbers[wanted.name] = plain, plain.astype(np.float32)
+            continue
+        parts, numbers[wanted.name] = make(rng, *wanted.shape)
+        module = wanted.name.removesuffix(".weight")
+        for name, part in parts.items():
+            tensors.setdefault(f"{module}.{name}", part)
+    for wanted in checkpoint.wanted_tensors(model)[0]:  # biases that the model has go before the zeros of GPTQ
+        if wanted.name.endswith(".bias"):
+            tensors[wanted.name] = numbers[wanted.name].astype(ml_dtypes.bfloat16)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_json.to_fields(model) | {"quantization_config": config}))
+    return numbers
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_numbers_are_those_of_the_format(format, tmp_path):
+    config, make = FORMATS[format]
+    numbers = write(tmp_path / "m", config, make)
+    model = load(tmp_path / "m", tokenizer=False)
+    wanted, _ = checkpoint.wanted_tensors(CONFIG)
+    leaves = jax.tree.leaves(model.params, is_leaf=is_packed)
+    assert [is_packed(leaf) for leaf in leaves] == ["layers" in w.name and len(w.shape) == 2 for w in wanted]
+    for w, leaf in zip(wanted, leaves, strict=True):
+        np.testing.assert_allclose(unpack(leaf) if is_packed(leaf) else leaf, numbers[w.name], rtol=1e-6, err_msg=w.name)
+    # What config.json says is what is stored, but for scales of another dtype than ours, and zeros.
+    extra = [leaf for leaf in leaves if is_packed(leaf)]
+    planned = weights_bytes(model.config, read_packing(tmp_path / "m"))
+    ours = sum(leaf.nbytes if not is_packed(leaf) else leaf.format.bytes_of(leaf.shape) for leaf in leaves)
+    assert planned == ours
+    assert len({leaf.format for leaf in extra}) == 1
+    # Saved in our own words, it is the same model.
+    model.save(tmp_path / "again")
+    assert same_params(load(tmp_path / "again", tokenizer=False).params, model.params)
+
+
+def edited(tmp_path, format, edit):
+    """The loading of a checkpoint of which `edit` changed the tensors."""
+    from safetensors import safe_open
+
+    config, make = FORMATS[format] if isinstance(format, str) else format
+    write(tmp_path / "m", config, make)
+    file = tmp_path / "m" / "model.safetensors"
+    with safe_open(file, framework="np") as opened:
+        names = list(opened.keys())
+    stored = checkpoint.stored_tensors(tmp_path / "m")
+    tensors = {name: checkpoint.read_whole(stored[name]) for name in names}
+    edit(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return load(tmp_path / "m", tokenizer=False)
+
+
+UP = "model.layers.1.mlp.up_proj"
+
+
+def test_damaged_checkpoints_are_refused_by_name(tmp_path):
+    def change(name, value):
+        return lambda tensors: tensors.update({f"{UP}.{name}": value(tensors[f"{UP}.{name}"])})
+
+    def infinite(scales):
+        scales = scales.copy()
+        scales.reshape(-1)[3] = np.inf
+        return scales
+
+    def nan(codes):
+        codes = codes.copy()
+        codes[2, 3] = np.nan
+        return codes
+
+    refusals = [
+        ("fp8 blocks", change("weight_scale_inv", infinite), rf"{UP} has scales that are not finite"),
+        ("fp8 blocks", change("weight", nan), rf"{UP} holds NaN"),
+        ("fp8 blocks", change("weight_scale_inv", lambda scales: scales[:, 1:]), rf"{UP}, packed as fp8_e4m3:16x16, has"),
+        ("fp8 blocks", lambda tensors: tensors.pop(f"{UP}.weight_scale_inv"), rf"{UP} is stored packed without weight_scale"),
+        ("awq", lambda tensors: tensors.pop(f"{UP}.qzeros"), rf"{UP} is stored packed without qzeros"),
+        ("compressed W4A16", change("weight_shape", lambda shape: shape + 1), rf"{UP} has weight_shape \[97, 65\]"),
+        ("gptq", change("bias", lambda bias: bias + 1), r"1 extra: model.layers.1.mlp.up_proj.bias"),
+        ("awq", lambda tensors: tensors.pop("model.norm.weight"), r"1 missing: model.norm.weight"),
+        ((FORMATS["gptq"][0], lambda *a: gptq(*a, shuffled=True)), lambda tensors: None, r"q_proj has a g_idx .*desc_act"),
+        ((FORMATS["awq"][0], compressed_int), lambda tensors: None, r"q_proj is stored packed \(weight_packed\), and quantization_config"),
+        ((FORMATS["compressed W4A16"][0], compressed_fp8), lambda tensors: None, r"q_proj is stored packed \(F8_E4M3\)"),
+    ]
+    for format, edit, message in refusals:
+        with pytest.raises(ValueError, match=message):
+            edited(tmp_path, format, edit)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "quant_method 'bitsandbytes'; supported: awq, compressed-tensors, fp8, gptq",
+        ),
+        ({"bits": 4}, "quant_method None"),
+        ({"quant_method": "mxfp4"}, "'mxfp4'"),
+        (FP8 | {"fmt": "e5m2"}, "fmt of quantization_config is 'e5m2'"),
+        (FP8 | {"weight_block_size": [128]}, r"weight_block_size of quantization_config is \[128\]"),
+        (FORMATS["awq"][0] | {"bits": 8}, "bits of quantization_config is 8"),
+        (FORMATS["awq"][0] | {"version": "gemv"}, "version of quantization_config is 'gemv'"),
+        (FORMATS["awq"][0] | {"zero_point": False}, "zero_point"),
+        (FORMATS["gptq"][0] | {"bits": 3}, "bits of quantization_config is 3"),
+        (FORMATS["gptq"][0] | {"checkpoint_format": "marlin"}, "checkpoint_format of quantization_config is 'marlin'"),
+        (FORMATS["gptq"][0] | {"dynamic": {"-:.*": {}}}, "dynamic"),
+        (FORMATS["gptq"][0] | {"group_size": 33}, "group_size of quantization_config is 33"),
+        (compressed("nvfp4-pack-quantized", **INT4), "format of group_0 of quantization_config is 'nvfp4-pack-quantized'"),
+        (compressed("pack-quantized", **INT4 | {"num_bits": 2}), "int of 2 bits in pack-quantized"),
+        (compressed("int-quantized", num_bits=8, type="int", strategy="token"), "strategy of group_0 of quantization_config is 'token'"),
+        (
+            compressed("float-quantized", num_bits=8, type="float", strategy="channel") | {"kv_cache_scheme": {"num_bits": 8}},
+            "kv_cache_scheme",
+        ),
+        (compressed("pack-quantized", **INT4) | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
+        (compressed("pack-quantized", **INT4) | {"config_groups": {}}, "config_groups"),
+    ],
+)
+def test_unknown_schemes_are_refused_by_name_with_a_remedy(config, message):
+    with pytest.raises(ValueError, match=rf"{message}[\s\S]*load the checkpoint that it was quantized from"):
+        parse(config)
+
+
+def test_rules_name_modules_and_classes():
+    config = compressed("pack-quantized", **INT4)
+    config["config_groups"]["group_1"] = {
+        "targets": ["re:.*down_proj", "model.embed_tokens"],
+        "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+        "format": "int-quantized",
+    }
+    found = parse(config)
+    assert found.format_of(f"{UP}.weight", "up", (96, 64)).codes == "int4"
+    assert found.format_of("model.layers.0.mlp.down_proj.weight", "down", (64, 96)).codes == "int8"
+    assert found.format_of("model.embed_tokens.weight", "embed", (40, 64)).codes == "int8"
+    assert found.format_of("lm_head.weight", "lm_head", (40, 64)) is None
+    assert found.format_of("model.norm.weight", "final_norm", (64,)) is None
+
+
+def test_a_packed_checkpoint_of_a_larger_model_says_so_in_text_config(tmp_path):
+    """Unpacked tensors under a quantization_config are arrays."""
+    model = random_model(jnp.bfloat16)
+    model.save(tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": FP8 | {"modules_to_not_convert": ["model"]}}))
+    assert same_params(load(tmp_path / "m", tokenizer=False, dtype="bfloat16").params, model.params)
+    assert weights_bytes(model.config, read_packing(tmp_path / "m")) == 2 * model.config.num_params

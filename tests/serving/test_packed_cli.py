@@ -1,0 +1,54 @@
+"""`kvjax quantize`, and `--weights` of other commands."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvjax.model import fingerprint
+from kvjax.models import load
+from kvjax.packing import SCHEMES
+from kvjax.serving.cli.app import app
+from kvjax.serving.cli.options import Weights
+
+
+def run(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def test_schemes_are_those_of_the_library():
+    assert [each.value for each in Weights] == list(SCHEMES)
+
+
+def test_a_quantized_model_is_planned_and_read(tmp_path):
+    folder = tmp_path / "packed"
+    done = run("quantize", "needle", folder, "--weights", "int4")
+    assert done.exit_code == 0, done.output
+    assert "weights in 6,8" in done.output
+    assert fingerprint(load(folder)) == fingerprint(load("needle", weights="int4"))
+    again = run("quantize", "needle", folder)
+    assert again.exit_code != 0
+    assert "exists already" in str(again.exception or again.output)
+    plans = [run("plan", "--model", model, *more).output for model, more in ((folder, ()), ("needle", ("--weights", "int4")))]
+    assert ["6.5 MiB" in plan for plan in plans] == [True, True]
+    assert "weights int4" in plans[1]
+    assert "weights packed as stored" in plans[0]
+    refused = run("plan", "--model", folder, "--weights", "int8")
+    assert refused.exit_code != 0
+    assert "packed weights already" in refused.output
+    answer = run("generate", "The capital of", "--model", folder, "--max-new-tokens", 2)
+    assert answer.exit_code == 0
+    assert answer.output == run("generate", "The capital of", "--model", "needle", "--weights", "int4", "--max-new-tokens", 2).output
+
+
+def test_batch_jobs_run_on_packed_weights(tmp_path):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"id": "a", "prompt": "The capital of"}) + "\n")
+    done = run("batch", source, "--out", out, "--model", "needle", "--weights", "int8", "--max-new-tokens", 2)
+    assert done.exit_code == 0, done.output
+    assert len(out.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["score", "needle", "fidelity", "echo"])
+def test_other_commands_take_weights(command):
+    assert "--weights" in run(command, "--help").output
