@@ -59,6 +59,11 @@ def test_loading_generating_and_batches_need_no_extra(tmp_path):
             "batch in.parquet --out out.jsonl --model needle",
             "a Parquet file needs ray and pyarrow, not installed here: pip install 'kvjax[ray]'",
         ),
+        (
+            "serve --model needle",
+            "kvjax serve needs grpc and grpc_health and grpc_reflection and google and prometheus_client, not installed here: "
+            "pip install 'kvjax[server]'",
+        ),
         ("demo", "kvjax demo needs matplotlib, not installed here: pip install 'kvjax[plots]'"),
         (
             "train-needle RUN --text TEXT --held-out TEXT",

@@ -217,8 +217,8 @@ def score_command(
     typer.echo(json.dumps(finite(figures), allow_nan=False))
 
 
-app.command("serve")(serve_command)
 app.command("plan")(plan_command)
+app.command("serve")(serve_command)
 app.command("quantize")(quantize_command)
 
 

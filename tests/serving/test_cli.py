@@ -49,11 +49,11 @@ def test_help_is_quick_and_imports_nothing_heavy():
     seconds = time.monotonic() - started
     assert done.stderr.strip() == "[]"
     assert seconds < 2
-    for command in ("batch", "generate", "score", "plan", "needle", "echo", "train-needle", "demo"):
+    for command in ("batch", "generate", "score", "plan", "serve", "needle", "echo", "train-needle", "demo"):
         assert re.search(rf"^\s+{command} ", done.stdout, re.MULTILINE), command
 
 
-@pytest.mark.parametrize("command", ["batch", "generate", "score", "plan", "needle", "echo", "train-needle", "demo"])
+@pytest.mark.parametrize("command", ["batch", "generate", "score", "plan", "serve", "needle", "echo", "train-needle", "demo"])
 def test_every_option_has_a_help_text(kvjax, command):
     status, out, _ = kvjax(command, "--help")
     assert status == 0
