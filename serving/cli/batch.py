@@ -145,9 +145,8 @@ def batch_command(
     for option, value in (("--disk", disk), ("--progress", progress or None)):
         if ray and value is not None:
             raise typer.BadParameter("is for one engine: leave it out with --ray", param_hint=option)
-    sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory}
-    sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk, "stores": kept, "weights": weights and weights.value}
-    sizes |= {"tensor": tensor, "context": context, "data": data}
+    sizes = {"pages": pages, "device_bytes": device_memory, "pool_host_bytes": pool_host_memory, "tensor": tensor, "context": context}
+    sizes |= {"page_size": page_size, "prefill_chunk": prefill_chunk, "data": data, "stores": kept, "weights": weights and weights.value}
     setup = Setup(model, dtype and dtype.value, max_positions, policy, prefill, max_batch, **sizes)
     options = {"defaults": Defaults(max_new_tokens, temperature, seed), "overwrite": overwrite, "console": Console(stderr=True)}
     try:
