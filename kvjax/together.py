@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -51,7 +52,8 @@ class Leader:
     """`Together` of the first process."""
 
     def __init__(self, processes: Processes):
-        self._processes, self._numbers = processes, weakref.WeakKeyDictionary[Any, int]()
+        self._processes, self._counter = processes, itertools.count()
+        self._numbers = weakref.WeakKeyDictionary[Any, int]()
         self._ended, self._inside = False, False
         self._call, self._failed = 0, False  # the latest call, and whether it failed
         self._failures: set[int] = set()  # calls that failed
@@ -77,7 +79,7 @@ class Leader:
             )
 
     def add(self, scheduler: Scheduler, options: dict[str, Any], *, listening: bool) -> None:
-        self._numbers[scheduler] = len(self._numbers)
+        self._numbers[scheduler] = next(self._counter)
         with self.call(scheduler, "add", options, listening):
             pass
 
@@ -85,8 +87,10 @@ class Leader:
     def call(self, scheduler: Scheduler, name: str, *given: Any) -> Iterator[None]:
         if name == "close" and (self._ended or self._processes.lost):  # nobody follows: free what is here
             self._inside = True
-            yield
-            self._inside = False
+            try:
+                yield
+            finally:
+                self._inside = False
             return
         if self._ended:
             raise RuntimeError("the block of lead has ended, and other processes do not follow any more: use the scheduler inside it")

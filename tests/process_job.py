@@ -117,6 +117,14 @@ def job(engine):
         kvjax.generate(engine, [prompt], policy=Fails(True), max_new_tokens=4)
     except ArithmeticError as error:
         found["everywhere"] = str(error)
+    schedulers = [kvjax.Scheduler(engine) for _ in range(3)]
+    del schedulers[0], scheduler  # numbers of those that are gone are not given again
+    schedulers.append(kvjax.Scheduler(engine))
+    handles = [each.submit(kvjax.Request(prompt, kvjax.Sampling(2))) for each in schedulers]
+    for each in schedulers:
+        while not each.idle:
+            each.step()
+    found["several"] = len({each.completion.token_ids for each in handles})
     found["same"] = kvjax.generate(engine, [prompt], max_new_tokens=4, details=True)[0].token_ids == expected
     return found | {"bad token": str(bad), "used": engine.used_bytes}
 

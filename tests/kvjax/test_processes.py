@@ -94,6 +94,7 @@ def test_the_first_process_schedules_for_all(sizes, tmp_path):
     assert first["suspended"] == expected["suspended"] > 0
     assert "would run in the first one alone" in first["alone"]
     assert "1000000" in first["bad token"]
+    assert first["several"] == 1
     assert (first["interrupted after"], first["everywhere"], first["same"]) == (1, "no list today", True)
     assert set(first["used"].values()) == {0}
 
