@@ -90,7 +90,9 @@ def bits(completion):
     return completion.token_ids, completion.logprobs
 
 
-@pytest.mark.parametrize(("data", "tensor", "context"), [(2, 2, 1), (4, 1, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    ("data", "tensor", "context"), [(2, 2, 1), *(pytest.param(*each, marks=pytest.mark.long) for each in ((4, 1, 1), (2, 1, 2)))]
+)
 def test_bits_are_those_of_one_engine_whichever_replica_answers(data, tensor, context, small, text):
     engines = kvjax.replicas(small, POLICY, data=data, tensor=tensor, context=context, **SIZES)
     used = [device for engine in engines for device in engine.mesh.devices.flat]

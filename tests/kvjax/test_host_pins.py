@@ -58,7 +58,7 @@ def answer(engine, prompt, found):
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("policy", ["dense", "quest:2"])
+@pytest.mark.parametrize("policy", ["dense", pytest.param("quest:2", marks=pytest.mark.long)])
 def test_pinned_pages_move_to_host_memory_and_stay_found_with_their_bits(model, text, policy):
     """The prompt goes on after its prefix; so the steps read pages there, in place or through the hot buffer."""
     prompt = text[: PREFIX + 5]

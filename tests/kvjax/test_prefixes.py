@@ -138,6 +138,7 @@ def test_other_models_policies_sizes_and_paths_share_nothing(model, text, tmp_pa
     assert found() == 192
 
 
+@pytest.mark.long
 def test_a_machine_that_writes_other_bits_finds_nothing(model, text, tmp_path):
     """The same folder in processes whose compilers may use other instructions, as on another machine."""
     program = (
