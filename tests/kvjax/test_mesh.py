@@ -102,7 +102,6 @@ PREFILL = {
     "bounds": BoundsBlocks(k=2, chi=16, key_block=16, sink_tokens=16, window_tokens=32, dense_below=0),
     "bounds-share": BoundsShare(chi=16, key_block=16, sink_tokens=16, window_tokens=32, ladder=(1, 2), share=0.2),
     "window": "window:16+40",
-    "xattention": "xattention",
 }
 
 
@@ -188,7 +187,7 @@ def without_exchange(monkeypatch, method):
         "candidates": lambda self, *arrays: arrays,
         "own_heads": lambda self, out, copies: out[:, :, : out.shape[2] // copies],
         "own_table": lambda self, group, table: table % dict(self.pages)[group],
-        "rows_of": lambda self, table, ids, count: self.sum(table[ids % table.shape[0]]),
+        "rows_of": lambda self, table, ids, count, dtype=None: self.sum(table[ids % table.shape[0]]),
         "over_heads": lambda self, x, copies: x,
         "by_queries": lambda self, attend, query, ctx: sound(self, attend, query, ctx)[:, ::-1],
         "joined": lambda self, x: jax.numpy.tile(x, self.tensor),
