@@ -276,12 +276,14 @@ def on_mesh(
 
 
 def check_mesh(mesh: Mesh | None, pool_host_bytes: int | None, stores: Mapping[str, Any]) -> None:
-    """NotImplementedError for options of an engine that do not go together with a mesh. One of a single device only says which."""
+    """NotImplementedError for options of an engine that do not go together with a mesh (one of a single device only says which), and
+    ValueError for a mesh of several processes that leaves others out: processes agree on sizes and files together."""
     if mesh is None:
         return
-    given = [
-        name for name, value in {"pool_host_bytes": pool_host_bytes, **(stores if Shards(mesh).mesh.size > 1 else {})}.items() if value
-    ]
+    mesh = Shards(mesh).mesh
+    if several_processes(mesh) and (left := set(range(jax.process_count())) - {each.process_index for each in mesh.devices.flat}):
+        raise ValueError(f"the mesh has devices of several processes, but none of process {min(left)}: make it of all, or of one")
+    given = [name for name, value in {"pool_host_bytes": pool_host_bytes, **(stores if mesh.size > 1 else {})}.items() if value]
     if given:
         raise NotImplementedError(f"pages of a mesh are on its devices alone: leave out {', '.join(given)}, or the mesh")
 

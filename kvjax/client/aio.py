@@ -12,7 +12,7 @@ from kvjax.client.shared import (
     FIRST_WAIT_S,
     Connection,
     Heard,
-    Info,
+    SessionInfo,
     append_request,
     create_request,
     generate_request,
@@ -140,7 +140,7 @@ class AsyncSession:
         answer = await self._client.call("ForkSession", protocol().ForkSessionRequest(session_id=self.id))
         return AsyncSession(self._client, answer.session_id, self.length)
 
-    async def info(self) -> Info:
+    async def info(self) -> SessionInfo:
         """What the server knows of the session."""
         return info_of(self.id, await self._client.call("GetSessionInfo", protocol().GetSessionInfoRequest(session_id=self.id)))
 

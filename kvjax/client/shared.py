@@ -17,8 +17,14 @@ FIRST_WAIT_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Info:
-    """What `Session.info` tells: the fields of GetSessionInfoResponse in runtime.proto."""
+class SessionInfo:
+    """What `Session.info` tells, in process and through a server.
+
+    history_tokens: all tokens so far. cached_tokens: those that prefill has written to the cache. dropped_tokens: those that the window
+    has dropped from it. kv_live_bytes: bytes of the session's pages on the device; pages shared with a fork count in both. demoted: whether
+    they are in host memory instead. generating: whether a generation is under way. policy: the decode policy. violations: of each
+    invariant, in all sessions of the runtime, or the server.
+    """
 
     session_id: str
     history_tokens: int
@@ -92,10 +98,10 @@ def _with_tokens(message: Any, token_ids: Sequence[int]) -> Any:
     return message
 
 
-def info_of(session_id: str, answer: Any) -> Info:
+def info_of(session_id: str, answer: Any) -> SessionInfo:
     """GetSessionInfo's answer."""
-    names = [field.name for field in dataclasses.fields(Info) if field.name not in ("session_id", "violations")]
-    return Info(session_id, **{name: getattr(answer, name) for name in names}, violations=dict(answer.violations))
+    names = [field.name for field in dataclasses.fields(SessionInfo) if field.name not in ("session_id", "violations")]
+    return SessionInfo(session_id, **{name: getattr(answer, name) for name in names}, violations=dict(answer.violations))
 
 
 def may_repeat(name: str, error: Exception, attempt: int, retries: int) -> bool:

@@ -12,7 +12,7 @@ from kvjax.client.shared import (
     FIRST_WAIT_S,
     Connection,
     Heard,
-    Info,
+    SessionInfo,
     append_request,
     create_request,
     generate_request,
@@ -129,7 +129,7 @@ class Session:
         answer = self._client.call("ForkSession", protocol().ForkSessionRequest(session_id=self.id))
         return Session(self._client, answer.session_id, self.length)
 
-    def info(self) -> Info:
+    def info(self) -> SessionInfo:
         """What the server knows of the session."""
         return info_of(self.id, self._client.call("GetSessionInfo", protocol().GetSessionInfoRequest(session_id=self.id)))
 

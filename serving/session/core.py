@@ -24,6 +24,7 @@ import numpy as np
 
 from kvjax.cache import OutOfPages
 from kvjax.client.errors import Cancelled, FailedPrecondition, InvalidArgument, ResourceExhausted, SessionError, SessionNotFound
+from kvjax.client.shared import SessionInfo
 from kvjax.engine import Engine
 from kvjax.policies.decode import DecodePolicy, name_of, parse
 from kvjax.requests import Request
@@ -39,27 +40,6 @@ REMEMBERED = 10_000
 """Ended sessions whose reason is remembered."""
 OUTCOMES = {"close": "closed", "ttl": "evicted", "lru": "evicted", "failed": "failed"}
 """How a session ended, by reason: the labels of the paper's `session_total` and `session_evicted_total`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SessionInfo:
-    """What `Session.info` tells.
-
-    history_tokens: all tokens so far. cached_tokens: those that prefill has written to the cache. dropped_tokens: those that the window
-    has dropped from it. kv_live_bytes: bytes of the session's pages on the device; pages shared with a fork count in both. demoted: whether
-    they are in host memory instead. generating: whether a generation is under way. policy: the decode policy. violations: of each
-    invariant, in all sessions of the runtime.
-    """
-
-    session_id: str
-    history_tokens: int
-    cached_tokens: int
-    dropped_tokens: int
-    kv_live_bytes: int
-    demoted: bool
-    generating: bool
-    policy: str
-    violations: dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,9 +77,21 @@ class SessionCore:
         self._runs: dict[Any, Run] = {}  # by handle
         self._journal = journal
         if journal is not None:
-            for each in sorted(journal.load(), key=lambda stored: -stored.idle_s):
-                policy, used = self._policy(parse(each.policy)), clock() - each.idle_s
-                self.records[each.id] = Record(each.id, policy, engine.new_sequence(), used, each.history)
+            try:
+                self._restore(journal)
+            except BaseException:
+                journal.close()
+                raise
+
+    def _restore(self, journal: Journal) -> None:
+        """Take the sessions that are on disk."""
+        for each in sorted(journal.load(), key=lambda stored: -stored.idle_s):
+            try:
+                self.engine.check_tokens(each.history or [0])
+            except ValueError as error:
+                raise ValueError(f"the file of session {each.id} is damaged: {error}; delete it, or restore it") from None
+            policy, used = self._policy(parse(each.policy)), self.clock() - each.idle_s
+            self.records[each.id] = Record(each.id, policy, self.engine.new_sequence(), used, each.history)
 
     # Sessions
 

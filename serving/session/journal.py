@@ -52,19 +52,23 @@ class Journal:
             raise ValueError(f"another process has the sessions in {folder}: give each server a folder of its own") from None
 
     def load(self) -> Iterator[Stored]:
-        """The sessions that are there. What a kill left half-written, and nobody was told of, is dropped. ValueError for a session of
-        another model, or of another version."""
+        """The sessions that are there. A token that a kill left half-written is dropped. ValueError for a file that is no session, or one
+        of another model or version."""
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             content = path.read_bytes()
             line, _, tokens = content.partition(b"\n")
-            header = json.loads(line)
-            if (header["version"], header["model"]) != (VERSION, self._model):
+            try:
+                header = json.loads(line)
+                made_with, policy = (header["version"], header["model"]), header["policy"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{path} is damaged: its first line is no header of a session; delete it, or restore it") from None
+            if made_with != (VERSION, self._model):
                 raise ValueError(f"{path} is a session of another model, or of another version of kvjax: give another folder, or delete it")
             history = array.array("i", tokens[: len(tokens) // 4 * 4])
             if sys.byteorder == "big":
                 history.byteswap()
             self._starts[path.stem] = len(line) + 1
-            yield Stored(path.stem, header["policy"], history, max(0.0, time.time() - path.stat().st_mtime))
+            yield Stored(path.stem, policy, history, max(0.0, time.time() - path.stat().st_mtime))
 
     def create(self, session_id: str, policy: str, history: array.array) -> None:
         """Write a new session. ResourceExhausted if the disk is full."""

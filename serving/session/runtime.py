@@ -17,11 +17,12 @@ from typing import Any
 
 from kvjax.checks import file_path, token_ids, whole_number
 from kvjax.client.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from kvjax.client.shared import SessionInfo
 from kvjax.engine import Engine
 from kvjax.model import fingerprint
 from kvjax.policies.decode import DecodePolicy
 from kvjax.sampling import Sampling
-from kvjax.serving.session.core import Limits, SessionCore, SessionInfo
+from kvjax.serving.session.core import Limits, SessionCore
 from kvjax.serving.session.journal import Journal
 from kvjax.serving.session.records import Record, check_window
 from kvjax.serving.session.stream import Generation, Run

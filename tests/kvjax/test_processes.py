@@ -1,6 +1,7 @@
 """Engines over the devices of several processes: one result, and an end when a process is lost."""
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -14,6 +15,7 @@ from process_job import alike, answers, brief, engine_of
 from quick_cases import rest_long
 
 import kvjax
+from kvjax import sharding
 from kvjax.plans import Chunk, StepPlan
 from kvjax.processes import Processes, start_processes
 from kvjax.together import Follower
@@ -115,6 +117,15 @@ def test_a_failure_of_one_process_ends_the_job(tmp_path):
     assert "process 1 of 2 failed: ArithmeticError: no list today" in first[2]
 
 
+def test_a_mesh_takes_all_processes_or_one(monkeypatch):
+    """Else those that are left out would wait for nothing, and no file would be written."""
+    mesh = kvjax.mesh(tensor=2)
+    monkeypatch.setattr(sharding, "several_processes", lambda mesh: True)
+    monkeypatch.setattr(sharding.jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="none of process 1"):
+        sharding.check_mesh(mesh, None, {})
+
+
 def test_arguments_are_checked():
     with pytest.raises(ValueError, match="host:1234"):
         start_processes("localhost", 2, 0)
@@ -137,7 +148,12 @@ def test_one_process_is_a_job_too():
                 engine.prefill([[1]])
             with pytest.raises(ValueError, match="one at a time"), processes.lead(engine):
                 pass
-            kept = kvjax.Scheduler(engine)
+            kept, gone = kvjax.Scheduler(engine), kvjax.Scheduler(engine)
+            leader, last = engine.guard.together, kvjax.Scheduler(engine)
+            del gone
+            gc.collect()
+            newest = kvjax.Scheduler(engine)
+            assert len({leader._numbers[each] for each in (kept, last, newest)}) == 3
         kept.close()
         with pytest.raises(RuntimeError, match="ended"):
             kept.submit(kvjax.Request([1]))

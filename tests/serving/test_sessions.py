@@ -332,6 +332,15 @@ def test_a_killed_process_loses_no_acknowledged_token(engine, tmp_path):
         assert last.gauges()["sessions"] == 1
     with pytest.raises(ValueError, match="another model"):
         SessionRuntime(make_engine(make_model(hidden_size=32)), state=tmp_path / "b")
+    (file,) = (tmp_path / "b").glob("*.session")
+    whole = file.read_bytes()
+    for damaged, problem in ((whole[5:], "no header of a session"), (whole[:-1] + b"\x7f", "outside the vocabulary")):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=problem):
+            SessionRuntime(other, state=tmp_path / "b")
+    file.write_bytes(whole)
+    with SessionRuntime(other, slots=4, state=tmp_path / "b") as mended:
+        assert mended.session(child.id).info().history_tokens == 50
 
 
 @pytest.mark.long
