@@ -101,6 +101,21 @@ def tiers_cells(row: Row) -> tuple[str, ...]:
     return shape, *sizes, f"{step * 1e3:.2f}", f"{1 / step:.1f}", f"{row['read_bytes'] / 1e6:,.0f}", *moved, f"{row['rate'] / 1e9:.1f}"
 
 
+def tiered_prefill_cells(row: Row) -> tuple[str, ...]:
+    """Seconds of a prompt, and what of its bytes crossed the bus."""
+    shape, device = f"{row['shape']}, {row['layers']} layers", row["device_bytes"]
+    there = "everything" if device is None else f"{device / 1e9:.1f} GB"
+    sizes = tokens_text(row["tokens"]), f"`{row['policy']}`", f"{row['chunk']:,}", there
+    if "skipped" in row:
+        return shape, *sizes, "does not fit", *["-"] * 5
+    speed = f"{row['seconds']:.1f}", f"{row['tokens'] / row['seconds']:,.0f}"
+    peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
+    if not row["staged_bytes"]:
+        return shape, *sizes, *speed, peak, "-", "-", "-"
+    moved = f"{row['staged_bytes'] / 1e9:,.0f}", f"{row['staged_bytes'] / row['rate']:.1f}", f"{row['moved_bytes'] / 1e9:,.1f}"
+    return shape, *sizes, *speed, peak, *moved
+
+
 def lists_cells(row: Row) -> tuple[str, ...]:
     """What lists of consecutive steps share."""
     return row["model"], f"{row['tokens']:,}", f"`{row['policy']}`", f"{row['steps']}", f"{row['shared_with_step_before']:.0%}"
@@ -139,6 +154,22 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = {
             "plain GB/s",
         ),
         tiers_cells,
+    ),
+    "tiered-prefill": (
+        (
+            "shape",
+            "tokens",
+            "policy",
+            "chunk",
+            "on the device",
+            "seconds",
+            "tokens/s",
+            "peak GB",
+            "from host GB",
+            "bus s",
+            "to host GB",
+        ),
+        tiered_prefill_cells,
     ),
     "lists": (("model", "tokens", "policy", "steps", "in the step before, too"), lists_cells),
     "programs": (("shape", "job", "programs", "most of them"), programs_cells),

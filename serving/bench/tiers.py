@@ -86,7 +86,7 @@ def tiered_rows(plan: Tiered, say: Callable[[str], None] = lambda what: None) ->
     say("weights")
     model = random_model(plan.config)
     frame = plan.config.cache_spec(PAGE_SIZE).bytes_per_frame("full")
-    rate = _copy_rate()
+    rate = copy_rate()
     for device_bytes in plan.device_bytes:
         lengths, beyond = list(plan.tokens), []
         if device_bytes is None:
@@ -168,7 +168,7 @@ def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePo
     }
 
 
-def _copy_rate() -> float:
+def copy_rate() -> float:
     """Bytes per second of a plain copy from pinned host memory to the device."""
     device = jax.local_devices()[0]
     here = jax.sharding.SingleDeviceSharding(device)

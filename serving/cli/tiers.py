@@ -1,4 +1,4 @@
-"""`kvjax bench tiers` and `lists`: sequences larger than the device. JAX is imported inside the commands."""
+"""`kvjax bench tiers`, `tiered-prefill` and `lists`: sequences larger than the device. JAX is imported inside the commands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvjax.serving.cli.options import JsonOption, byte_counts, number, parse_lengths, token_count, whole
-from kvjax.serving.cli.scheduling import BenchDtypeOption, LayersOption, ShapeOption, config_of_shape, plan_of, run
+from kvjax.serving.cli.scheduling import BenchChunkOption, BenchDtypeOption, LayersOption, ShapeOption, config_of_shape, plan_of, run
 from kvjax.serving.flags import allow_host_pages
 
 
@@ -61,6 +61,33 @@ def tiers_command(
     run(json_out, "tiers", lambda say: tiered_rows(plan, say))
 
 
+def tiered_prefill_command(
+    shape: ShapeOption = "qwen2.5-7b",
+    tokens: Annotated[str, typer.Option(help="Tokens of the prompts, separated by commas.")] = "1m",
+    device_memory: Annotated[
+        str, typer.Option(help="What the cache takes on the device; the rest lies in host memory. Several sizes are separated by commas.")
+    ] = "4GB",
+    resident: Annotated[bool, typer.Option("--resident", help="Time prompts with everything on the device, too, where that fits.")] = False,
+    policies: Annotated[str, typer.Option(help="Prefill policies, separated by commas.")] = "momo:128/8,bounds:32",
+    chunk: BenchChunkOption = 32_768,
+    dtype: BenchDtypeOption = "bfloat16",
+    layers: LayersOption = None,
+    json_out: JsonOption = None,
+) -> None:
+    """Time whole prompts of which the device has room for a part, in the engine.
+
+    Weights and tokens are random. Earlier pages are copied from host memory once for each layer and chunk, so large chunks copy less.
+    """
+    allow_host_pages()
+    from kvjax.serving.bench.prefill import policies_of
+    from kvjax.serving.bench.tiered_prompts import TieredPrompts, tiered_prompt_rows
+
+    fields = {"tokens": parse_lengths(tokens, "tokens"), "policies": policies_of(policies), "chunk": chunk}
+    fields["device_bytes"] = (*byte_counts(device_memory, "--device-memory"), *([None] if resident else []))
+    plan = plan_of(TieredPrompts, shape, config_of_shape(shape, layers, dtype), **fields)
+    run(json_out, "tiered-prefill", lambda say: tiered_prompt_rows(plan, say))
+
+
 def lists_command(
     tokens: Annotated[int, typer.Option(help="Tokens of text before the first step.", **token_count(2048, 32_000))] = 16_384,
     steps: Annotated[int, typer.Option(help="Steps to record.", **whole(2))] = 64,
@@ -73,5 +100,5 @@ def lists_command(
     run(json_out, "lists", lambda say: [recorded_row(tokens, steps, k)])
 
 
-COMMANDS = {"tiers": tiers_command, "lists": lists_command}
+COMMANDS = {"tiers": tiers_command, "tiered-prefill": tiered_prefill_command, "lists": lists_command}
 """Of `kvjax bench`."""

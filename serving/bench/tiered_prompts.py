@@ -1,0 +1,127 @@
+"""`kvjax bench tiered-prefill`: whole prompts of which the device has room for a part, beside the same prompts with everything on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from kvjax.cache.tables import staged_width, table_width
+from kvjax.memory import memory_plan
+from kvjax.model import ModelConfig
+from kvjax.policies.prefill import PrefillPolicy, indexes_of, name_of
+from kvjax.serving.bench.decode import PAGE_SIZE
+from kvjax.serving.bench.hollow import HollowEngine, random_model, random_prompt
+from kvjax.serving.bench.prefill import longest
+from kvjax.serving.bench.tiers import copy_rate
+from pallas_kernels.bench.timing import record
+
+
+@dataclasses.dataclass(frozen=True)
+class TieredPrompts:
+    """What to time: a prompt of each number of tokens by each policy, `chunk` tokens at a time. device_bytes: what the cache may take on
+    the device, indexes included, in an engine whose host memory holds the longest prompt; None: all of it lies on the device."""
+
+    shape: str
+    config: ModelConfig
+    tokens: tuple[int, ...]
+    policies: tuple[PrefillPolicy, ...]
+    device_bytes: tuple[int | None, ...]
+    chunk: int
+
+    def __post_init__(self):
+        if min(self.tokens) < 1 or max(self.tokens) > self.config.max_positions:
+            raise ValueError(f"tokens must be from 1 to the model's {self.config.max_positions:,} positions, got {self.tokens}")
+        if self.chunk % PAGE_SIZE:
+            raise ValueError(f"chunk {self.chunk} must be a multiple of the page size {PAGE_SIZE}")
+
+
+def tiered_prompt_rows(plan: TieredPrompts, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
+    """A row for each size of the device, length and policy: seconds of the prompt, and of its chunks, and on a GPU of the kernels of the
+    last one; bytes of earlier pages that its chunks copied from host memory; bytes that moved there; the rate of a plain copy from there;
+    and the most bytes of device memory that the process has taken so far, weights left out and pages of `device_bytes` included. `skipped`
+    is set if everything on the device does not fit there."""
+    say("weights")
+    model = random_model(plan.config)
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    frame, rate = plan.config.cache_spec(PAGE_SIZE).bytes_per_frame("full"), copy_rate()
+    for device_bytes in plan.device_bytes:
+        for policy in plan.policies:
+            pages = -(-max(plan.tokens) // PAGE_SIZE) + 1
+            sizes = {"pages": pages} if device_bytes is None else {"device_bytes": device_bytes, "pool_host_bytes": pages * frame}
+            if device_bytes is None:
+                fit_in = memory_plan(plan.config, page_size=PAGE_SIZE, indexes=indexes_of(policy), weights_bytes=0).pages_that_fit
+                if pages > fit_in:
+                    why = f"{pages:,} pages are more than the {fit_in:,} that fit on the device"
+                    yield from (_named(plan, tokens, policy, None) | {"skipped": why} for tokens in plan.tokens)
+                    continue
+            say("pages")
+            engine = HollowEngine(model, "dense", prefill=policy, prefill_chunk=plan.chunk, hollow=0, **sizes)
+            for tokens in plan.tokens:
+                _compile(engine, tokens, say)
+                say(f"{tokens:,} tokens, {policy}")
+                measured = _time_prompt(engine, tokens, frame)
+                there = 0 if device_bytes is None else device_bytes
+                taken = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+                measured["peak_bytes"] = None if taken is None else taken - weights + there
+                yield _named(plan, tokens, policy, device_bytes) | measured | {"rate": rate}
+            del engine
+            gc.collect()
+
+
+def _named(plan: TieredPrompts, tokens: int, policy: PrefillPolicy, device_bytes: int | None) -> dict[str, Any]:
+    named = {"op": "tiered-prefill", "shape": plan.shape, "layers": len(plan.config.layers), "dtype": plan.config.compute_dtype}
+    return named | {"tokens": tokens, "policy": name_of(policy), "device_bytes": device_bytes, "chunk": plan.chunk}
+
+
+def _compile(engine: HollowEngine, tokens: int, say: Callable[[str], None]) -> None:
+    """Run one chunk of every program that the prompt needs, after a beginning that is not computed."""
+    known = set()
+    for start in range(0, tokens, engine.prefill_chunk):
+        count = min(engine.prefill_chunk, tokens - start)
+        pages = engine.pages_for(start + count)
+        policy = engine._declared.choose_prefill(engine.prefill_policy, start)
+        needs = policy, count < engine.prefill_chunk or start + count == tokens, table_width(pages), staged_width(pages)
+        if needs in known:
+            continue
+        known.add(needs)
+        say(f"programs of {start + count:,} tokens")
+        sequence = engine.hollow_sequence(start)
+        jax.block_until_ready(engine.extend(sequence, random_prompt(engine.config, count, seed=0)))
+        engine.free(sequence)
+
+
+def _time_prompt(engine: HollowEngine, tokens: int, frame: int) -> dict[str, Any]:
+    before, prompt = engine.pool_stats(), random_prompt(engine.config, tokens, seed=1)
+    clock, staged = [time.perf_counter()], 0
+
+    def after_chunk(count: int) -> None:
+        nonlocal staged
+        clock.append(time.perf_counter())
+        staged += engine.host_pages * frame
+
+    (sequence,) = engine.prefill([prompt], on_tokens=after_chunk)
+    jax.block_until_ready(sequence.logits)
+    seconds = time.perf_counter() - clock[0]
+    after = engine.pool_stats()
+    engine.free(sequence)
+    kernels = None
+    if jax.default_backend() == "gpu":
+        last = engine.hollow_sequence((tokens - 1) // engine.prefill_chunk * engine.prefill_chunk)
+        kernels = longest([record(lambda: jax.block_until_ready(engine.extend(last, prompt[last.length :])))])
+        engine.free(last)
+    chunks = [end - start for start, end in itertools.pairwise(clock)]
+    return {
+        "seconds": seconds,
+        "chunks_s": chunks,
+        "median_chunk_s": statistics.median(chunks),
+        "staged_bytes": staged,
+        "moved_bytes": 0 if after is None else after.moved_bytes - before.moved_bytes,
+        "last_chunk_kernels_s": kernels,
+    }
