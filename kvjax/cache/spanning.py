@@ -256,6 +256,13 @@ class _Tensor(ctypes.Structure):
     )
 
 
+@functools.cache
+def _nothing() -> int:
+    """The address of a C function without effect. JAX calls what DLPack names as the deleter, and needs one; see `free_with` for why it is
+    not a function of Python."""
+    return ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value
+
+
 class _Exported:
     """A range as an object that `jax.dlpack.from_dlpack` takes."""
 
@@ -273,7 +280,7 @@ class _Exported:
             lanes=1,
             shape=self._shape,
             strides=self._strides,
-            deleter=None,
+            deleter=_nothing(),
         )
 
     def __dlpack_device__(self) -> tuple[int, int]:

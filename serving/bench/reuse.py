@@ -31,12 +31,14 @@ from kvjax.serving.bench.hollow import random_model, random_prompt
 
 PIECE = 1 << 26
 """Bytes of a plain copy or read."""
+STORES = ("none", "device", "host", "disk")
+"""Where pages of earlier prompts may be kept; "none": nowhere."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reused:
     """What to time. tokens: of the shared beginning, a multiple of the page size. own: tokens of each prompt after it. folder: on the disk
-    that is timed; None: a temporary one."""
+    that is timed; None: a temporary one. stores: some of STORES."""
 
     shape: str
     config: ModelConfig
@@ -45,8 +47,11 @@ class Reused:
     chunk: int
     rounds: int
     folder: Path | None
+    stores: tuple[str, ...]
 
     def __post_init__(self):
+        if unknown := set(self.stores) - set(STORES):
+            raise ValueError(f"stores are {', '.join(STORES)}, not {', '.join(sorted(unknown))}")
         if self.tokens % PAGE_SIZE:
             raise ValueError(f"the beginning must be whole pages of {PAGE_SIZE} tokens, got {self.tokens:,} tokens")
         if self.tokens + self.own > self.config.max_positions:
@@ -67,7 +72,7 @@ def reuse_rows(plan: Reused, say: Callable[[str], None] = lambda what: None) -> 
     with tempfile.TemporaryDirectory(dir=plan.folder) as folder:
         stores = {"none": {}, "device": {"reuse": True}, "host": {"host_bytes": 2 * pages * size}}
         stores["disk"] = {"disk": Path(folder) / "pages", "disk_bytes": 2 * pages * size}
-        for name, options in stores.items():
+        for name, options in ((name, stores[name]) for name in plan.stores):
             say(f"{name}: computed")
             engine = Engine(model, pages=pages + 1, prefill_chunk=plan.chunk, batch_buckets=(1,), **options)
             _first_token(engine, other, plan)  # compiles

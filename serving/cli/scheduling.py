@@ -154,6 +154,7 @@ def reuse_command(
     folder: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="A folder on the disk to time. [default: the temporary one]")
     ] = None,
+    stores: Annotated[str, typer.Option(help="Where its pages are kept, separated by commas; none: nowhere.")] = "none,device,host,disk",
     chunk: BenchChunkOption = 512,
     dtype: BenchDtypeOption = "bfloat16",
     layers: LayersOption = None,
@@ -165,7 +166,7 @@ def reuse_command(
     """
     from kvjax.serving.bench.reuse import Reused, reuse_rows
 
-    sizes = {"tokens": tokens, "own": own, "chunk": chunk, "rounds": rounds, "folder": folder}
+    sizes = {"tokens": tokens, "own": own, "chunk": chunk, "rounds": rounds, "folder": folder, "stores": tuple(stores.split(","))}
     plan = plan_of(Reused, shape, config_of_shape(shape, layers, dtype), **sizes)
     run(json_out, "reuse", lambda say: reuse_rows(plan, say))
 
