@@ -33,8 +33,8 @@ COPY = 1 << 30
 """Bytes of a plain copy, whose rate is the floor's."""
 
 
-LEAST = 2
-"""Steps before the timed ones: one compiles, one shows how long a step takes."""
+LEAST = 4
+"""Steps before the timed ones: one compiles, those right after it are slow on GPUs, the last one shows how long a step takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +145,8 @@ def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePo
         jax.block_until_ready(tokens)
         return time.perf_counter() - started, reads
 
-    run(1)
-    steps = max(1, min(plan.steps, int(plan.seconds / plan.rounds / run(1)[0])))
+    *_, (alone, _) = [run(1) for _ in range(LEAST)]
+    steps = max(1, min(plan.steps, int(plan.seconds / plan.rounds / alone)))
     run(max(0, steps - LEAST))  # fills the hot buffer
     before, warm = engine.pool_stats(), sequence.length - first
     rounds = [run(steps) for _ in range(plan.rounds)]
