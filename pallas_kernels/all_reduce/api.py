@@ -79,10 +79,13 @@ def _axis_size(axis_name: str) -> int:
 
 
 def add_in_order(parts: Float[Array, "n *rows E"], residual: Float[Array, "*rows E"] | None) -> Float[Array, "*rows E"]:
-    """The sum of the parts, and the residual, by the order and the rounding that `all_reduce` promises."""
+    """The sum of the parts, and the residual, by the order and the rounding that `all_reduce` promises.
+
+    Without the barrier XLA may go on with the sum as it was before the rounding, which the kernel's callers never see.
+    """
     total = parts[0].astype(jnp.float32)
     for part in parts[1:]:
         total = total + part.astype(jnp.float32)
     if residual is not None:
         total = total + residual.astype(jnp.float32)
-    return total.astype(parts.dtype)
+    return jax.lax.optimization_barrier(total.astype(parts.dtype))

@@ -23,6 +23,7 @@ Memory traffic of each device: n - 1 times x out over NVLink, as much in; x, the
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -104,9 +105,14 @@ def all_reduce(call: Call, x, residual):
     """See `pallas_kernels.all_reduce.all_reduce`; takes no config."""
     if reason := unsupported(call, x, residual):
         raise NotImplementedError(f"all_reduce 'mosaic_gpu': {reason}")
-    lanes.check_version()
     s = Shape(call.axis_name, call.num_devices, x.size, piece_of(x.size, x.dtype.itemsize), residual is not None)
-    given = [x.reshape(-1)] if residual is None else [x.reshape(-1), residual.reshape(-1)]
+    return _add(s, x.reshape(-1), None if residual is None else residual.reshape(-1)).reshape(x.shape)
+
+
+@functools.partial(jax.jit, static_argnames="s")  # a step calls it for every layer: it is traced and lowered once
+def _add(s: Shape, x, residual):
+    lanes.check_version()
+    given = [x] if residual is None else [x, residual]
 
     def kernel(*refs):
         add_piece(s, *refs[:1], *(refs[1:] if s.with_residual else (None, *refs[1:])))
@@ -119,7 +125,7 @@ def all_reduce(call: Call, x, residual):
         grid_names=("cta",),
         scratch_types=[plgpu.SemaphoreType.REGULAR],  # one for each CTA
     )
-    return call_kernel(*given)[1].reshape(x.shape)
+    return call_kernel(*given)[1]
 
 
 def add_piece(s: Shape, x_ref, residual_ref, received_ref, out_ref, arrived) -> None:
