@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pallas_kernels.bench import mass_bench, overview, pictures, scheduling
+from pallas_kernels.bench import exchange_bench, mass_bench, overview, pictures, scheduling
 from pallas_kernels.bench.formats import markdown, span, tokens_text
 from pallas_kernels.bench.formats import table as terminal_table
 from pallas_kernels.bench.prefill import echo as echo_report
@@ -229,6 +229,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
     echoes = [run for run in runs if run["bench"] == "prefill-echo"]
     masses = [run for run in runs if run["bench"] == "block-mass"]
     drafts = [run for run in runs if run["bench"] == "drafts"]
+    exchanges = [run for run in runs if run["bench"] == "exchange"]
     of_top_k = {name: sourced(*made) for name, made in top_k_report.parts(runs).items()}
 
     def targets() -> str:
@@ -271,6 +272,7 @@ def parts(runs: Sequence[dict[str, Any]]) -> dict[str, Callable[[], str]]:
         "prefill-split": of(prefills, prefill_report.split_table),
         "prefill-measures": of(measures, prefill_report.measures_table),
         "prefill-layers": of(layers, prefill_report.layers_table),
+        "exchange": sourced(exchanges, lambda: exchange_bench.table([row for run in exchanges for row in run["rows"]])),
         "block-mass": sourced(masses, lambda: mass_bench.table([row for run in masses for row in run["rows"]])),
         "prefill-needles": sourced(needles, lambda: echo_report.needles_table(needles)),
         "prefill-echo": sourced(echoes, lambda: echo_report.echo_table(echoes)),
