@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import recurrent
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LatentPages, LayerCache, PagedKV, append, append_latents
-from kvjax.cache.hot import HotTiles, fetch
+from kvjax.cache.hot import Fetched, HotTiles, fetch
 from kvjax.learning import Learning, attend_and_learn
 from kvjax.model import Heads, Latents, Recurrence
 from kvjax.policies.decode import Blocks, DecodePolicy, IndexerQuery, SelectContext, Stateless, TopBlocks, TopTokens, Window
@@ -95,22 +95,29 @@ def stage(layer: PagedKV | LatentPages, ctx: PrefillContext) -> tuple[PagedKV | 
 
 
 def attend_hot(
-    policy: DecodePolicy, query: Float[Array, "B T H D"], layer: PagedKV, ctx: SelectContext, state: Any, hot: HotTiles
-) -> tuple[Float[Array, "B T H D"], Blocks, Any, PagedKV, HotTiles, Int[Array, "B"]] | None:
-    """`policy.attend` through a hot buffer: output, list and state, the layer and the buffer afterwards, and how many listed blocks came
-    from host memory. None where the policy does not list whole pages for all queries together, or attends by an op of its own: then pages
-    are read where they lie."""
+    policy: DecodePolicy,
+    query: Float[Array, "B T H D"],
+    layer: PagedKV,
+    ctx: SelectContext,
+    state: Any,
+    hot: HotTiles,
+    now: Int[Array, ""],
+    owner: int,
+) -> tuple[Float[Array, "B T H D"], Blocks, Any, PagedKV, HotTiles, Fetched] | None:
+    """`policy.attend` through the hot buffer of layer `owner`: output, list and state, the layer and the buffer afterwards, and what was
+    listed. now: the step's number. None where the policy does not list whole pages for all queries together, or attends by an op of its
+    own: then pages are read where they lie."""
     if not _has_one_list(policy) or (query.shape[1] > 1 and jax.tree.leaves(state)):
         return None  # another op than attention over the list, or one for each drafted token
     blocks, state = policy.select(query, layer, ctx, state)
     if blocks is None or blocks.ids.ndim != 3 or blocks.block_size != ctx.page_size:
         return None
-    where = (blocks.ids, ctx.page_table, ctx.frames, ctx.lengths)
-    hot, pages, frames, count = fetch(hot, layer.pages, *where, num_queries=query.shape[1], border=ctx.border)
+    where = (blocks.ids, ctx.page_table, ctx.frames, ctx.lengths, now)
+    hot, pages, fetched = fetch(hot, layer.pages, *where, num_queries=query.shape[1], border=ctx.border, owner=owner)
     layer = layer.replace(pages=pages)
-    out, block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=policy.learns, frames=frames)
+    out, block_lse = attend_listed(query, layer, ctx, blocks, return_block_lse=policy.learns, frames=fetched.frames)
     state = policy.observe(blocks, block_lse, ctx, state) if policy.learns else state
-    return out, blocks, state, layer, hot, count
+    return out, blocks, state, layer, hot, fetched
 
 
 def lists_pages(policy: DecodePolicy, page_size: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from kvjax.attend import (
     write,
 )
 from kvjax.cache import Cache, CacheSpec, IndexSpec, LayerCache, frame_tables
+from kvjax.cache.hot import count as count_fetched
 from kvjax.learning import Learning
 from kvjax.model import Decoder, LayerInput, Params, Recurrence
 from kvjax.outcomes import Reads, pack
@@ -220,12 +221,13 @@ def decode(
     spec, tables = cache.spec, frame_tables(cache)
     if isinstance(policy, KeepsByMass):
         states = policy.settle(states, cache.lengths, spec.group_of(spec.paged[0]).page_size)
+    now = None if cache.hot is None else cache.hot.now + 1
 
     def mix(layer: int, heads: LayerInput, carry):
-        layers, states, listed, hot, copied = carry
+        layers, states, listed, tiles, fetched = carry
         if isinstance(heads, Recurrence):
             out, after = recall_tokens(cache, layers, layer, heads, active)
-            return out, (_replace(layers, layer, after), states, listed, hot, copied)
+            return out, (_replace(layers, layer, after), states, listed, tiles, fetched)
         table, page_size = cache.table_of(layer), spec.group_of(layer).page_size
         frames = tables.get(spec.layers[layer].group)
         layers = _replace(layers, layer, write(cache, layers, layer, heads, positions, valid, indexes, frames))
@@ -238,17 +240,23 @@ def decode(
         ctx = SelectContext(table, lengths, **sizes, **given, **split)
         reader, before = reader_of(policy, heads), states[place]
         owner = layer if spec.layers[layer].share_with is None else spec.layers[layer].share_with
-        if hot and hot[owner] is not None and (found := attend_hot(reader, heads.q, read, ctx, before, hot[owner])) is not None:
-            out, blocks, state, read, buffer, count = found
-            layers, hot, copied = _replace(layers, owner, read), _replace(hot, owner, buffer), _replace(copied, place, count)
+        buffer, found = tiles[owner] if tiles else None, None
+        if buffer is not None:
+            found = attend_hot(reader, heads.q, read, ctx, before, buffer, now, owner)
+        if found is not None:
+            out, blocks, state, read, buffer, lookup = found
+            layers, tiles, fetched = _replace(layers, owner, read), _replace(tiles, owner, buffer), _replace(fetched, place, lookup)
         else:
             out, blocks, state = _read_by_turns(reader, heads.q, read, ctx, before)
         if watch is not None:
             watch(reader, heads.q, read, ctx, blocks, before)
-        return out, (layers, _replace(states, place, state), (*listed, blocks), hot, copied)
+        return out, (layers, _replace(states, place, state), (*listed, blocks), tiles, fetched)
 
-    start = (cache.layers, states, (), cache.hot, (None,) * len(spec.paged))
-    hidden, (layers, states, listed, hot, copied) = decoder.hidden(params, tokens, positions, mix, start)
+    hot, copied = cache.hot, (None,) * len(spec.paged)
+    start = (cache.layers, states, (), () if hot is None else hot.tiles, copied)
+    hidden, (layers, states, listed, tiles, fetched) = decoder.hidden(params, tokens, positions, mix, start)
+    if hot is not None:
+        hot, copied = count_fetched(hot.replace(tiles=tiles, now=now), fetched)
     reads = _count_reads(listed, lengths, spec, num_tokens, cache.shards)
     if tables:
         reads = _count_frames(reads, listed, copied, cache, tables, positions, valid, lengths)
@@ -400,7 +408,7 @@ def _count_listed(
 def _count_frames(
     reads: Reads,
     listed: tuple[Blocks | None, ...],
-    from_host: tuple[Int[Array, "B"] | None, ...],
+    from_host: Sequence[Int[Array, "B"] | None],
     cache: Cache,
     tables: dict[str, Int[Array, "B M"]],
     positions: Int[Array, "B T"],

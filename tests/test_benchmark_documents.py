@@ -106,6 +106,13 @@ def test_the_table_of_reuse_is_what_the_results_make():
     assert f"and {found[0]:.2f} s to find them" in text
 
 
+def test_the_table_of_exchanges_is_what_the_results_make():
+    """After new measurements: the report's command with these files and docs/devices.md."""
+    text = (ROOT / "docs" / "devices.md").read_text(encoding="utf-8")
+    assert "<!-- bench:exchange -->" in text
+    assert report.rendered(text, report.load(RESULTS.parent.glob("*/exchange*.json"))) == text
+
+
 def test_sentences_on_other_platforms_are_what_the_results_say():
     text = " ".join((ROOT / "docs" / "platforms.md").read_text(encoding="utf-8").split())
     by_xla, by_cudnn, few_rows = (

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from kvjax.cache.frames import Frames
-from kvjax.cache.hot import HotTiles, counted, empty_hot, forget
+from kvjax.cache.hot import HotBuffers, HotTiles, counted, empty_hot, forget, no_buffers
 from kvjax.cache.residency import Residency, check_missing
 from kvjax.cache.spanning import free_with
 from kvjax.cache.spec import CacheSpec
@@ -67,7 +67,8 @@ class Pool:
         if self.frames:
             free_with(self, [leaf for layer in layers if isinstance(layer, PagedKV | LatentPages) for leaf in jax.tree.leaves(layer.pages)])
         self._residency: dict[str, Residency] = {}
-        self._hot = tuple(self._empty_hot(number) for number in range(len(spec.layers))) if self.frames else ()
+        buffers = no_buffers(tuple(self._empty_hot(number) for number in range(len(spec.layers)))) if self.frames else None
+        self._hot = buffers or None
         self._missing: list[jax.Array] = []  # counts of chunks of prefill that were not looked at yet
         self._latest: jax.Array | None = None  # an output of the latest call, which shows whether it failed
         self._failure: Exception | None = None
@@ -92,7 +93,7 @@ class Pool:
                 self._residency[name] = Residency(jax.device_put(frames.frame_of.copy()), frames.counts.border)
                 frames.changed = False
         residency = {group.name: self._residency[group.name] for group in spec.groups if group.name in self.frames}
-        return Cache(layers, tables, lengths, spec, residency, self._hot_buffers() if last is None else ())
+        return Cache(layers, tables, lengths, spec, residency, self._hot_buffers() if last is None else None)
 
     def as_it_is(self, tables: dict[str, Any], lengths: Any) -> Cache:
         """What a step over all layers takes, for its shapes alone: changes nothing, so that another thread may call it."""
@@ -113,10 +114,12 @@ class Pool:
         """What happened so far; None where no page may lie in host memory. Waits for the device."""
         if not self.frames:
             return None
-        held = [number for number, each in enumerate(self._hot) if each is not None]
-        words = jax.device_get([(self._hot[number].asked, self._hot[number].from_host) for number in held])
-        tiles = [sum(x.nbytes // x.shape[0] // x.shape[1] for x in jax.tree.leaves(self._layers[number].pages)) for number in held]
-        counts = [(counted(asked), counted(read), size) for (asked, read), size in zip(words, tiles, strict=True)]
+        counts = []
+        if self._hot is not None:
+            asked, read = jax.device_get((self._hot.asked, self._hot.from_host))
+            for number in (number for number, each in enumerate(self._hot.tiles) if each is not None):
+                size = sum(x.nbytes // x.shape[0] // x.shape[1] for x in jax.tree.leaves(self._layers[number].pages))
+                counts.append((counted(asked[number]), counted(read[number]), size))
         return PoolStats(
             device_pages=sum(frames.on_device for frames in self.frames.values()),
             host_pages=sum(frames.on_host for frames in self.frames.values()),
@@ -177,15 +180,17 @@ class Pool:
             return None
         return empty_hot(layer.pages.kv_heads, frames.counts.device, frames.counts.hot)
 
-    def _hot_buffers(self) -> tuple[HotTiles | None, ...]:
+    def _hot_buffers(self) -> HotBuffers | None:
         """Every layer's hot buffer, without pages that got a new content."""
         for name, frames in self.frames.items():
-            bound, numbers = frames.take_bound(), [number for number in self.spec.layers_of(name) if self._hot[number] is not None]
+            bound, hot = frames.take_bound(), self._hot
+            numbers = [] if hot is None else [number for number in self.spec.layers_of(name) if hot.tiles[number] is not None]
             if bound and numbers:
                 dead = np.zeros(len(frames.frame_of), bool)
                 dead[bound] = True
-                without = iter(forget(tuple(self._hot[number] for number in numbers), dead))
-                self._hot = tuple(next(without) if number in numbers else each for number, each in enumerate(self._hot))
+                without = iter(forget(tuple(hot.tiles[number] for number in numbers), dead))
+                tiles = tuple(next(without) if number in numbers else each for number, each in enumerate(hot.tiles))
+                self._hot = hot.replace(tiles=tiles)
         return self._hot
 
     def _move(self, group: str, moves: Int[np.ndarray, "n 2"]) -> None:

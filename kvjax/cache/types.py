@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from kvjax.cache import spanning
-from kvjax.cache.hot import HotTiles
+from kvjax.cache.hot import HotBuffers
 from kvjax.cache.residency import Residency
 from kvjax.cache.spanning import FrameCounts
 from pallas_kernels.indexer_scores.api import FP8
@@ -117,7 +117,7 @@ class Cache:
     layers: one entry per layer, no stacked axis, so that updates stay in place; None for a layer that reads another's pages. page_tables:
     per layer group, logical page -> page id, -1 where there is none. lengths: tokens written; includes the current ones when attention
     reads it. spec: describes `layers`. residency: where pages lie, by layer group; in groups that it does not name, a page's frame is its
-    id. hot: the layers' hot buffers, or none.
+    id. hot: the layers' hot buffers; None where no layer has one.
     """
 
     layers: tuple[LayerCache | None, ...]
@@ -125,7 +125,7 @@ class Cache:
     lengths: Int[Array, "B"]
     spec: CacheSpec = flax.struct.field(pytree_node=False)
     residency: dict[str, Residency] = flax.struct.field(default_factory=dict)
-    hot: tuple[HotTiles | None, ...] = ()
+    hot: HotBuffers | None = None
     shards: Shards | None = flax.struct.field(pytree_node=False, default=None)
 
     def table_of(self, layer: int) -> Int[Array, "B M"]:

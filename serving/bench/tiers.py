@@ -28,6 +28,8 @@ from kvjax.sequences import CachedSequence
 from kvjax.serving.bench.decode import PAGE_SIZE
 from kvjax.serving.bench.hollow import HollowEngine, random_model
 from kvjax.serving.bench.lists import Fresh, Replayed
+from kvjax.serving.bench.prefill import longest
+from pallas_kernels.bench.timing import record
 
 COPY = 1 << 30
 """Bytes of a plain copy, whose rate is the floor's."""
@@ -80,9 +82,9 @@ class Tiered:
 
 def tiered_rows(plan: Tiered, say: Callable[[str], None] = lambda what: None) -> Iterator[dict[str, Any]]:
     """A row for each size of the device, length and policy: median seconds of a step; the bytes of keys and values that it read; those of
-    them that came from host memory; those that it listed there and looked up in the hot buffer, and those of these that were copied; and
-    the rate of a plain copy from pinned host memory, in bytes per second. `skipped` is set if everything on the device does not fit
-    there."""
+    them that came from host memory; those that it listed there and looked up in the hot buffer, and those of these that were copied;
+    the rate of a plain copy from pinned host memory, in bytes per second; and, on a GPU, how many kernels a step launches, and the seconds
+    of those that take longest. `skipped` is set if everything on the device does not fit there."""
     say("weights")
     model = random_model(plan.config)
     frame = plan.config.cache_spec(PAGE_SIZE).bytes_per_frame("full")
@@ -155,6 +157,7 @@ def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePo
     if after is not None:
         asked, found = after.asked - before.asked, after.found - before.found
     frames = [frames.counts for frames in engine.frames.values()]
+    kernels = record(lambda: run(1)) if jax.default_backend() == "gpu" else []
     return {
         "frames": list(dataclasses.astuple(frames[0])) if frames else None,
         "steps": steps,
@@ -165,6 +168,8 @@ def _time_steps(engine: HollowEngine, sequence: CachedSequence, policy: DecodePo
         "host_bytes": statistics.mean(0.0 if each.host_bytes is None else float(np.asarray(each.host_bytes).sum()) for each in reads),
         "asked_bytes": asked * width * PAGE_SIZE / len(reads),
         "copied_bytes": (asked - found) * width * PAGE_SIZE / len(reads),
+        "launches": len(kernels),
+        "kernels_s": longest([kernels]),
     }
 
 

@@ -157,7 +157,7 @@ def test_a_held_out_cell_does_not_touch_its_own_forecast():
 
 def test_rows_that_cannot_be_fitted():
     with pytest.raises(ValueError, match=r"1,000,000 tokens, top:32: .* earlier version's; measure it again"):
-        cells_of(json.loads((RESULTS / "h100" / "tiers-1m.json").read_text()))
+        cells_of(json.loads((RESULTS / "h100" / "designs-tiers-in-place.json").read_text()))
     with pytest.raises(ValueError, match=r"field 'bench' is 'decode'"):
         cells_of({"bench": "decode", "rows": []})
     far = tier_run()

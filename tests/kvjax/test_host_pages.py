@@ -39,7 +39,8 @@ class HostHistory(History):
         return engine_for(self.model, few, pool_host_bytes=FRAMES.host * frame, **stores)
 
     def differences(self):
-        frames, buffers = self.engine._pool.frames["full"], [each for each in self.engine._pool._hot if each is not None]
+        frames, held = self.engine._pool.frames["full"], self.engine._pool._hot
+        buffers = [] if held is None else [each for each in held.tiles if each is not None]
         assert frames.counts == (dataclasses.replace(FRAMES, hot=0) if self.model.config.latent else FRAMES)
         self.totals.update({"moved": frames.moved, "hot tiles": sum(int((each.tags >= 0).sum()) for each in buffers)})
         return super().differences()
@@ -149,8 +150,8 @@ def _open_pages_are_kept(monkeypatch):
     """The hot buffer keeps tiles of pages that are still written to."""
     honest = hot.fetch
 
-    def fetch(buffer, pages, blocks, table, frames, lengths, **sizes):
-        return honest(buffer, pages, blocks, table, frames, lengths + pages.page_size, **sizes)
+    def fetch(buffer, pages, blocks, table, frames, lengths, now, **sizes):
+        return honest(buffer, pages, blocks, table, frames, lengths + pages.page_size, now, **sizes)
 
     monkeypatch.setattr(attend, "fetch", fetch)
 
@@ -160,8 +161,8 @@ def _late_copies(monkeypatch):
     honest = hot.fetch
 
     def fetch(buffer, pages, *lists, **sizes):
-        buffer, _, frames, count = honest(buffer, pages, *lists, **sizes)
-        return buffer, pages, frames, count
+        buffer, _, fetched = honest(buffer, pages, *lists, **sizes)
+        return buffer, pages, fetched
 
     monkeypatch.setattr(attend, "fetch", fetch)
 
@@ -230,9 +231,9 @@ def test_a_policy_that_attends_by_an_op_of_its_own_is_read_in_place():
 
     query = jnp.zeros((1, 1, 1, 1))
     for policy in (Selects(8), Attends(0, 64)):
-        assert attend.attend_hot(policy, query, None, None, (), None) is None
+        assert attend.attend_hot(policy, query, None, None, (), None, None, 0) is None
     with pytest.raises(AttributeError):  # it goes on to look at the layer, which is none here
-        attend.attend_hot(TopBlocks(8), query, None, None, (), None)
+        attend.attend_hot(TopBlocks(8), query, None, None, (), None, None, 0)
 
 
 def test_a_fetch_holds_what_it_says():
@@ -243,28 +244,32 @@ def test_a_fetch_holds_what_it_says():
     table = jnp.asarray([rng.permutation(60) for _ in range(3)], jnp.int32)
     frames, sizes = table + counts.border, {"num_queries": 1, "border": counts.border}
     heads = jnp.broadcast_to(jnp.arange(2)[None, :, None], (3, 2, 5))
-    hits = 0
+    totals, asked, from_host = hot.no_buffers((buffer,)), 0, 0
     for number in range(30):
         blocks = jnp.asarray([[rng.permutation(60)[:5] for _ in range(2)] for _ in range(3)], jnp.int32)
         lengths = jnp.asarray(rng.integers(100, 60 * size + 1, 3), jnp.int32)
-        buffer, pages, found, count = hot.fetch(buffer, pages, blocks, table, frames, lengths, **sizes)
+        buffer, pages, listed = hot.fetch(buffer, pages, blocks, table, frames, lengths, jnp.int32(2 * number + 1), **sizes)
+        totals, (rows,) = hot.count(totals, [listed])
+        found, asked = listed.frames, asked + int((listed.frames >= counts.device).sum())
         real = jnp.take_along_axis(frames, blocks.reshape(3, -1), axis=1).reshape(blocks.shape)
         for pool, before in ((pages.k, original.k), (pages.v, original.v)):
             assert jnp.array_equal(pool[found, heads], before[real, heads])
         held = found < counts.border
         assert not bool((held & ((blocks + 1) * size > lengths[:, None, None] - 1)).any()), "an open page is held"
-        hits += int(blocks.size - count.sum())
-        buffer, pages, same, count = hot.fetch(buffer, pages, blocks, table, frames, lengths, **sizes)
-        assert bool((same[held] == found[held]).all()), number
-        assert int(count.sum()) <= int((~held).sum()), number
-    assert hits > 20
+        assert rows.tolist() == [int(((real == found) | (listed.sources.reshape(3, 5, 2).mT >= 0))[row].sum()) for row in range(3)]
+        from_host += int(rows.sum())
+        buffer, pages, again = hot.fetch(buffer, pages, blocks, table, frames, lengths, jnp.int32(2 * number + 2), **sizes)
+        assert bool((again.frames[held] == found[held]).all()), number
+        assert int((again.sources >= 0).sum()) <= int((~held).sum()), number
+    assert asked - from_host > 20
+    assert (hot.counted(totals.asked[0]), hot.counted(totals.from_host[0])) == (asked, from_host)
 
 
 def test_counters_go_beyond_32_bits():
-    words = jnp.zeros(2, jnp.int32)
+    words = jnp.zeros((2, 2), jnp.int32)
     for _ in range(6):
-        words = hot._add(words, jnp.int32(2**30 - 1))
-    assert hot.counted(words) == 6 * (2**30 - 1)
+        words = hot._add(words, jnp.array([2**30 - 1, 1], jnp.int32))
+    assert [hot.counted(each) for each in words] == [6 * (2**30 - 1), 6]
 
 
 @pytest.mark.parametrize("page_size", [4, 8])
