@@ -35,13 +35,13 @@ def write(
     valid: Bool[Array, "B T"],
     indexes: tuple[IndexSpec, ...],
     frames: Int[Array, "B M"] | None,
-    fresh: Int[Array, "B"] | None = None,
+    chunk: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None,
 ) -> tuple[LayerCache | None, OpenPages | None]:
     """Layer `number` of `layers` with the valid tokens written; unchanged if it reads another layer's pages. And, if it packs sealed pages,
     the open pages that these tokens' queries read.
 
-    frames: those of its page table; None: frames are page ids. fresh: for a chunk of prefill, its first token to write. ValueError if model
-    and cache name different windows, or different layers to share with.
+    frames: those of its page table; None: frames are page ids. chunk: of prefill: its first token to write, and the first whose row is
+    computed. ValueError if model and cache name different windows, or different layers to share with.
     """
     window, owner = cache.spec.group_of(number).window, cache.spec.layers[number].share_with
     if given.window != window:
@@ -57,9 +57,9 @@ def write(
     if layers[number].open is None:
         return append(layers[number], given.k, given.v, *place, kinds, frames), None
     rows = cache.page_tables[OPEN][:, 0]
-    if fresh is None:
+    if chunk is None:
         return append_packed(layers[number], given.k, given.v, *place, rows, kinds)
-    return append_chunk(layers[number], given.k, given.v, positions[:, 0], fresh, cache.lengths, place[2], rows, kinds)
+    return append_chunk(layers[number], given.k, given.v, positions[:, 0], *chunk, cache.lengths, place[2], rows, kinds)
 
 
 def pages_of(spec: CacheSpec, layers: tuple[LayerCache | None, ...], number: int, owners: tuple[LayerCache, ...] = ()) -> LayerCache:

@@ -12,7 +12,7 @@ from kvjax.cache.formats import CacheFormat, parse_cache_format
 from kvjax.cache.spanning import FrameCounts
 from kvjax.cache.tables import table_width
 from kvjax.checks import listed
-from kvjax.learning import PolicyStates, learns_from_prefill
+from kvjax.learning import PolicyStates
 from kvjax.model import Model, ModelConfig
 from kvjax.policies.choice import Choice, ChoosesDecode, ChoosesPrefill
 from kvjax.policies.decode import DecodePolicy, Dense, TopTokens, Window, check_budgets, parse
@@ -71,6 +71,7 @@ class DeclaredPolicies:
         self.policies = tuple(dict.fromkeys((self.policy, *map(self._bound, others))))
         self._shards = None if mesh is None else Shards(mesh)
         sizes = {"page_size": page_size, "prefill_chunk": prefill_chunk, "tensor": 1 if mesh is None else self._shards.tensor}
+        sizes |= {"packed": self.cache_format is not None}
         self.states = PolicyStates(self.policies, model.config, **sizes)
         self.prefill = own_policies(model.config)[1] if prefill is None else parse_prefill(prefill)
         for each in (*self.policies, self.prefill):
@@ -161,8 +162,6 @@ class DeclaredPolicies:
         said = f"{'policy' if isinstance(policy, DecodePolicy) else 'prefill'} {policy}"
         if isinstance(policy, ChoosesDecode | ChoosesPrefill):
             raise NotImplementedError(f"{said} chooses by times of pages that are not packed: name a policy, or leave out cache_format")
-        if learns_from_prefill(policy):
-            raise NotImplementedError(f"{said} learns from prefill, which packed pages do not allow yet: leave out cache_format")
         if not isinstance(policy, DecodePolicy) and not getattr(policy, "reads_packed", False):
             raise NotImplementedError(f"{said} reads keys as numbers and does not unpack pages yet: use dense, or leave out cache_format")
 

@@ -70,8 +70,8 @@ def prefill_layers(
     positions = starts[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
     valid = (positions >= fresh[:, None]) & (positions < cache.lengths[:, None])
     tables, missing = frame_tables(cache), None
+    first = fresh if learning is None else jnp.minimum(fresh, learning.first)
     if tables:
-        first = fresh if learning is None else jnp.minimum(fresh, learning.first)
         missing = sum(_missing_in_prefill(policy, cache, layer, tables, first) for layer in cache.spec.paged) + jnp.zeros_like(fresh)
 
     shards = cache.shards
@@ -83,7 +83,7 @@ def prefill_layers(
             out, after = recall_chunk(cache, layers, layer, heads, starts, fresh)
             return out, (_replace(layers, layer, after), learned)
         frames = tables.get(cache.spec.layers[layer].group)
-        written, open_pages = write(cache, layers, layer, heads, positions, valid, indexes, frames, fresh)
+        written, open_pages = write(cache, layers, layer, heads, positions, valid, indexes, frames, (fresh, first))
         layers = _replace(layers, layer, written)
         at = cache.spec.paged.index(layer)
         where = cache.table_of(layer), starts, cache.lengths

@@ -63,16 +63,19 @@ def append_chunk(
     v: Float[Array, "B T K D"],
     starts: Int[Array, "B"],
     fresh: Int[Array, "B"],
+    first: Int[Array, "B"],
     lengths: Int[Array, "B"],
     page_table: Int[Array, "B M"],
     rows: Int[Array, "B"],
     indexes: tuple[IndexSpec, ...],
 ) -> tuple[PagedKV, OpenPages]:
     """Write a chunk of prefill: seal the pages that it fills, and keep its last page in the open rows. Returns the layer, and the chunk's
-    pages from that of `fresh` on, as its queries read them.
+    pages from that of `first` on, as its queries read them.
 
     The chunk covers positions [starts, starts + T), whole pages; of these, [fresh, lengths) are written. Tokens before `fresh` in its page
-    are those in the row. ValueError for a chunk that is not whole pages. Memory: the chunk's keys and values, and their codes.
+    are those in the row. first: the first query whose output counts, at most `fresh`: it, or the first token of an earlier page, from
+    which on k and v hold what earlier calls wrote. ValueError for a chunk that is not whole pages. Memory: the chunk's keys and values, and
+    their codes.
     """
     (batch, num_tokens, kv_heads, head_dim), page_size, count = k.shape, layer.pages.page_size, layer.open.k.shape[1]
     if num_tokens % page_size:
@@ -96,9 +99,9 @@ def append_chunk(
     newest = (jnp.take_along_axis(x, inside[:, None, None, None, None], axis=1)[:, 0] for x in (k, v))
     opened = OpenRows(*(_put(array, at, page) for array, page in zip((pool.k, pool.v), newest, strict=True)))
 
-    there = written[:, None] & (logical >= began[:, None]) & (logical <= last[:, None])
+    there = written[:, None] & (logical >= (first // page_size)[:, None]) & (logical <= last[:, None])
     page = physical(page_table, logical, there, NOWHERE)
-    full = (logical + 1) * page_size <= lengths[:, None]
+    full = (logical >= began[:, None]) & ((logical + 1) * page_size <= lengths[:, None])
     k, v = (x.reshape(batch * pages, *x.shape[2:]) for x in (k, v))
     layer = seal_packed(layer.replace(open=opened), k, v, jnp.where(full, page, NOWHERE).reshape(-1), indexes)
     numbers = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)

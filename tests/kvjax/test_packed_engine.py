@@ -17,7 +17,7 @@ import kvjax
 from kvjax.cache import OPEN, Cache, packed
 from kvjax.cache.formats import parse_cache_format
 from kvjax.engine import Engine
-from kvjax.policies.decode import parse
+from kvjax.policies.decode import PrefillMass, Stateless, mass_of_step, parse
 from kvjax.policies.prefill import parse_prefill
 from kvjax.steps import decode_step, prefill_step
 from pallas_kernels.pack_pages import pack_pages
@@ -29,9 +29,9 @@ PAGE, CHUNK, TOKENS = 16, 32, 90
 K_AND_V = "k=int8:channel,v=int4"
 
 
-def packed_forward(model, tokens, text: str) -> np.ndarray:
+def packed_forward(model, tokens, text: str, near: tuple[int, int] | None = None, paid: list | None = None) -> np.ndarray:
     """Logits [T, V]: causal attention in float64, where a query reads the tokens of its own page as they are, and those of each earlier
-    page as its format rounds them."""
+    page as its format rounds them. near: sinks and window of layers without one. paid: gets each layer's weights [T, H, T]."""
     given, format = np.asarray(tokens, np.int32), parse_cache_format(text, model.config.compute_dtype)
     attended, count = model.config.attention, len(tokens)
     page = np.arange(count) // PAGE
@@ -47,16 +47,17 @@ def packed_forward(model, tokens, text: str) -> np.ndarray:
     def mix(layer, heads, state):
         q, k, v = (np.asarray(x[0]) for x in (heads.q, heads.k, heads.v))
         pairs = [(x, rounded(x, how) if how is not None and layer in inside else x) for x, how in ((k, format.k), (v, format.v))]
-        group, out = q.shape[1] // k.shape[1], np.zeros(q.shape)
+        group, out, weights = q.shape[1] // k.shape[1], np.zeros(q.shape), np.zeros((*q.shape[:2], count))
+        sinks, window = (near or (0, count)) if heads.window is None else (0, heads.window)
         for t, h in np.ndindex(*q.shape[:2]):
-            first = 0 if heads.window is None else max(0, t - heads.window + 1)
-            own = (page[first : t + 1] == page[t])[:, None]
-            keys, values = (
-                np.where(own, x[first : t + 1, h // group], packed[first : t + 1, h // group]).astype(np.float64) for x, packed in pairs
-            )
+            seen = np.flatnonzero((np.arange(count) <= t) & ((np.arange(count) < sinks) | (np.arange(count) > t - window)))
+            own = (page[seen] == page[t])[:, None]
+            keys, values = (np.where(own, x[seen, h // group], packed[seen, h // group]).astype(np.float64) for x, packed in pairs)
             logits = keys @ q[t, h].astype(np.float64) * heads.sm_scale
-            weights = np.exp(logits - logits.max())
-            out[t, h] = weights @ values / weights.sum()
+            weights[t, h, seen] = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+            out[t, h] = weights[t, h, seen] @ values
+        if paid is not None:
+            paid.append(weights)
         return jnp.asarray(out[None], heads.q.dtype), state
 
     hidden, _ = model.decoder.hidden(model.params, given[None], np.arange(count)[None], mix, None)
@@ -119,6 +120,71 @@ def test_every_format_against_the_forward(tokens, text):
             model.params | {"layers": (*model.params["layers"], model.params["layers"][0])},
         )
     check(served(model, tokens, text), packed_forward(model, tokens, text)[20:])
+
+
+@pytest.mark.parametrize("remap", ["", pytest.param("+remap", marks=pytest.mark.long)])
+def test_sinks_and_a_window_in_prefill_and_decode(model, tokens, remap):
+    near = 16, 24
+    found = served(model, tokens, K_AND_V, policy=f"window:16+24{remap}", prefill=f"window:16+24{remap}")
+    if not remap:
+        check(found, packed_forward(model, tokens, K_AND_V, near)[20:])
+    else:  # up to here positions in the cache are those of the text
+        check(found[:20], packed_forward(model, tokens, K_AND_V, near)[20:40])
+        assert np.isfinite(found).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Masses(Stateless):
+    """Keeps the attention mass of every page."""
+
+    learns = True
+    prefill_mass = PrefillMass(PAGE)
+
+    def init(self, spec, batch):
+        return jnp.zeros((batch, spec.num_heads, spec.max_pages))
+
+    def select(self, query, layer, ctx, state):
+        return None, state
+
+    def observe(self, blocks, block_lse, ctx, state):
+        return state + mass_of_step(blocks, block_lse, ctx, PAGE, state.shape[2])
+
+    def observe_prefill(self, mass, ctx, state):
+        return state + mass
+
+
+def mass_of(paid, queries) -> np.ndarray:
+    """[layers, H, pages]: what these queries pay each page."""
+    ends = -len(paid[0]) % PAGE
+    padded = np.pad(np.stack(paid)[:, queries], ((0, 0), (0, 0), (0, 0), (0, ends)))
+    return padded.reshape(*padded.shape[:3], -1, PAGE).sum((1, 4))
+
+
+def test_mass_is_of_the_pages_as_queries_read_them(model, tokens):
+    """Of prefill and of steps, whatever the cuts. Queries of the page that steps began are not observed by prefill."""
+    engine, policy, paid, found = engine_of(model, policies=[Masses()]), Masses(), [], []
+    packed_forward(model, tokens, K_AND_V, paid=paid)
+    for cuts in ((80,), (63, 80), (33, 34, 47, 48, 49, 79, 80)):
+        (sequence,) = engine.prefill([tokens[:20]])
+        for token in tokens[20:26]:
+            engine.decode([sequence], [token], policy)
+        for first, last in itertools.pairwise((26, *cuts, TOKENS)):
+            engine.extend(sequence, tokens[first:last])
+        found.append(np.stack([np.asarray(state)[0, :, :6] for state in sequence.states[policy]]))
+        engine.free(sequence)
+    expected = mass_of(paid, [*range(26), *range(32, TOKENS)])
+    assert np.abs(found[0] - expected).max() < 2e-3 * expected.max()
+    unaware = mass_of(paid, range(TOKENS))
+    assert np.abs(found[0] - unaware).max() > 2e-2 * expected.max()
+    for each in found[1:]:
+        np.testing.assert_array_equal(each, found[0])
+
+
+def test_queries_that_run_again_without_their_page_would_show(model, tokens, monkeypatch):
+    """Prefill that observes from the middle of a page on runs queries again whose page is packed by then."""
+    monkeypatch.setattr("kvjax.learning.PolicyStates._grain", property(lambda states: 1, lambda states, grain: None), raising=False)
+    with pytest.raises(AssertionError):
+        test_mass_is_of_the_pages_as_queries_read_them(model, tokens)
 
 
 # Mutants.
@@ -328,7 +394,6 @@ REFUSED = {
     "a mesh": ("llama", {"mesh": 2}, "a mesh of several devices"),
     "auto": ("llama", {"policy": "auto"}, "policy auto chooses by times"),
     "prefill auto": ("llama", {"prefill": "auto"}, "prefill auto chooses by times"),
-    "learning": ("llama", {"policy": "heavy:2"}, "learns from prefill"),
     "prefill that reads keys": ("llama", {"prefill": "mean:16"}, "prefill mean:16.* does not unpack"),
 }
 
