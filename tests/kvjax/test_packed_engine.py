@@ -69,10 +69,16 @@ def engine_of(model, text=K_AND_V, policy="dense", **options):
     return Engine(model, policy, cache_format=text, **(sizes | options))
 
 
+def poisoned(x):
+    """What earlier tokens may have left in pages and rows: NaN, or codes of large numbers."""
+    return jnp.full_like(x, jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 119)
+
+
 def served(model, tokens, text, **options) -> np.ndarray:
     """Logits after each token from the 20th on: two prompts' worth of prefill in odd cuts, then a draft step over a page's end, then
     steps of one token."""
     engine = engine_of(model, text, **options)
+    engine._pool.layers = jax.tree.map(poisoned, engine._pool.layers)
     (sequence,) = engine.prefill([tokens[:20]])
     rows = [engine.extend(sequence, tokens[20:25], all_logits=True), engine.extend(sequence, tokens[25:62], all_logits=True)]
     rows += [engine.decode([sequence], [tokens[62:66]])[0]]
@@ -323,6 +329,22 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(model, tokens):
         engine.free(sequence)
     for each in found[1:]:
         np.testing.assert_array_equal(each, found[0])
+
+
+@pytest.mark.long
+def test_what_an_engine_does_beside_steps_changes_no_bits(model, tokens):
+    """Warming up, inspecting a step that would fill a page, and a mesh that only says which device."""
+    found = []
+    for options in ({}, {"mesh": kvjax.mesh(devices=jax.devices()[1:])}):
+        engine = engine_of(model, "k=int8:channel,v=int4", "quest:1", **options)
+        if options:
+            engine.warmup(tokens=70)
+        (sequence,) = engine.prefill([tokens[:47]])
+        seen = engine.inspect([sequence], [tokens[60]]).logits if options else None
+        rows = [np.asarray(engine.decode([sequence], [token])) for token in tokens[47:52]]
+        assert seen is None or not np.array_equal(seen, rows[0])
+        found.append(np.stack(rows))
+    np.testing.assert_array_equal(*found)
 
 
 # Memory.

@@ -14,6 +14,7 @@ from tiny_models import make_family
 
 import kvjax
 from kvjax.cache import Cache
+from kvjax.cache.formats import parse_cache_format
 from kvjax.models.decoder import TransformerDecoder, init_params
 from kvjax.policies.decode import Dense, parse
 from kvjax.policies.prefill import DensePrefill
@@ -79,6 +80,24 @@ def test_both_steps_lower(as_on, platform, family):
     for policy in policies:
         states = tuple(policy.init(None, 1) for _ in spec.paged)
         assert lowered(platform, decode_step, decoder, policy, indexes, params, cache, token, np.ones(1, bool), states)
+
+
+@pytest.mark.parametrize("text", rest_long(["int8", "k=int4:channel,v=d4"], "int8"))
+def test_steps_over_packed_pages_pass_the_kernels_of_a_gpu_by(as_on, text):
+    """Without being told to: no kernel unpacks pages yet."""
+    config = make_family("llama", head_dim=128, dtype="bfloat16").config
+    spec, decoder, policy = config.cache_spec(128, parse_cache_format(text, "bfloat16")), TransformerDecoder(config), parse("top:1")
+    tables = {group.name: np.zeros((1, 4 if group.page_size == 128 else 1), np.int32) for group in spec.groups}
+    shapes = jax.eval_shape(lambda: (init_params(config, jax.random.key(0)), spec.empty(dict.fromkeys(tables, 4), policy.indexes())))
+    cache, zero = Cache(shapes[1], tables, np.array([300], np.int32), spec), np.zeros(1, np.int32)
+    as_on("cuda", "9.0")
+    given = decoder, DensePrefill(), policy.indexes(), shapes[0], cache, np.zeros((1, 256), np.int32), zero, zero
+    states = tuple(policy.init(None, 1) for _ in spec.paged)
+    step = decoder, policy, policy.indexes(), shapes[0], cache, np.zeros((1, 1), np.int32), np.ones(1, bool), states
+    with dispatch.listening() as heard:
+        assert prefill_step.trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        assert decode_step.trace(*step).lower(lowering_platforms=("cuda",)).as_text()
+    assert {heard[op] for op in ("flash_attention", "pack_pages", "selected_attention")} <= {"xla", "composed"}
 
 
 def _cell(op: str, kernel: str | None, kernel_text: str, plain_text: str) -> str:
